@@ -1,0 +1,50 @@
+"""Every error that the kit raises on purpose.
+
+All share one root, so `except RlooKitError` catches what the kit has to say and nothing else, and each is also the
+standard exception that fits, so code that knows nothing of the kit still handles it. A message says what was found,
+what the limit is, and the key or command that mends it. Bugs are left to raise whatever they raise.
+"""
+
+
+class RlooKitError(Exception):
+    """Root of the kit's own errors."""
+
+
+class ConfigError(RlooKitError, ValueError):
+    """A configuration file, an override or an argument cannot be used as it stands."""
+
+
+class ImportOrderError(RlooKitError, ImportError):
+    """A library was imported before the one that has to patch it (Unsloth before TRL, Transformers and PEFT)."""
+
+
+class SetupError(RlooKitError, RuntimeError):
+    """The machine or the installation cannot do what was asked of it."""
+
+
+class BackendError(RlooKitError, RuntimeError):
+    """A model could not be loaded, saved or continued by the backend that was chosen."""
+
+
+class TokenizerError(RlooKitError, ValueError):
+    """A tokenizer disagrees with the ids that the rewards and the rollout rely on."""
+
+
+class DataError(RlooKitError, ValueError):
+    """A data source has a row, a column or a file that cannot be used."""
+
+
+class RewardError(RlooKitError, RuntimeError):
+    """Reward functions failed too often to go on, or a reward cannot be built."""
+
+
+class RunExistsError(RlooKitError, FileExistsError):
+    """A run's folder holds a run already."""
+
+
+class RunNotFoundError(RlooKitError, FileNotFoundError):
+    """A run's folder, or something in it that was asked for, is not there."""
+
+
+class NoSignalError(RlooKitError, RuntimeError):
+    """Training was stopped because its steps carried no learning signal."""

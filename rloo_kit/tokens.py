@@ -1,0 +1,48 @@
+"""The token ids of the thinking tags: bound here and nowhere else.
+
+A tokenizer that carries Qwen3's vocabulary must have `</think>` at 151668; one that disagrees is refused, because every
+reward of the kit decides by that id. Any other tokenizer (the embedded model's compact one) says itself where its tags
+are. Source: `tokenizer_config.json` of the Qwen3 checkpoints.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rloo_kit.errors import TokenizerError
+
+THINK_START = "<think>"
+THINK_END = "</think>"
+QWEN3_IDS = {
+    "<|endoftext|>": 151643,
+    "<|im_start|>": 151644,
+    "<|im_end|>": 151645,
+    THINK_START: 151667,
+    THINK_END: 151668,
+}
+
+
+@dataclass(frozen=True)
+class ThinkTags:
+    """Ids of the thinking tags; None where the tokenizer has no such token (a model that never thinks)."""
+
+    start_id: int | None
+    end_id: int | None
+
+
+def bind_think_tags(tokenizer: Any) -> ThinkTags:
+    """The ids of `<think>` and `</think>` in `tokenizer` (anything with `get_vocab()`).
+
+    Raises:
+        TokenizerError: the tokenizer carries Qwen3's chat tokens at Qwen3's ids, but its thinking tags elsewhere.
+    """
+    vocab = tokenizer.get_vocab()
+    tags = ThinkTags(vocab.get(THINK_START), vocab.get(THINK_END))
+    is_qwen3 = all(vocab.get(token) == QWEN3_IDS[token] for token in ("<|im_start|>", "<|im_end|>"))
+    if is_qwen3:
+        for token, found in ((THINK_START, tags.start_id), (THINK_END, tags.end_id)):
+            if found is not None and found != QWEN3_IDS[token]:
+                raise TokenizerError(
+                    f"the tokenizer has Qwen3's chat tokens, but {token} at id {found}; Qwen3 has it at "
+                    f"{QWEN3_IDS[token]}. Load the tokenizer of the checkpoint itself (model.name), unedited."
+                )
+    return tags
