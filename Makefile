@@ -1,0 +1,118 @@
+# Every command of the project. `make` lists them; each makes the environment it needs itself.
+#
+# Variables: PYTHON=python3.12   the interpreter that makes the environments (3.11 or newer)
+#            NO_GPU=1            leave the gpu extra out although a card is there
+#            TORCH_INDEX=URL     install torch from that package index first (CPU builds, another CUDA version)
+#            JOBS=2              test processes side by side
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo lint format test test-slow test-all test-unsloth test-gpu check notebooks bench clean
+
+VENV := .venv
+VENV_UNSLOTH := .venv-unsloth
+BIN := $(VENV)/bin
+JOBS ?= 2
+REQUIRED := pyproject.toml constraints.txt
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+
+# pip talks when somebody watches, and is quiet in a log.
+PIP_QUIET := $(shell test -t 2 || echo -q)
+PIP_INSTALL := -m pip install --disable-pip-version-check $(PIP_QUIET) -c constraints.txt
+
+ifndef NO_GPU
+HAS_GPU := $(shell { nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /proc/driver/nvidia/version; } && echo yes)
+endif
+GPU_EXTRA := $(if $(HAS_GPU),gpu)
+TORCH_FIRST := torch $(if $(HAS_GPU),torchvision)
+comma := ,
+# A stamp for each set of packages: nothing is installed again until the lists of packages change.
+STAMP := $(VENV)/.stamp-run$(addprefix -,$(GPU_EXTRA))
+STAMP_DEV := $(VENV)/.stamp-dev$(addprefix -,$(GPU_EXTRA))
+PYTEST := $(BIN)/python -m pytest --ignore=tests/unsloth --ignore=tests/gpu -n $(JOBS)
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP) ## the environment .venv; with the gpu extra where there is an NVIDIA card
+
+demo: $(STAMP) ## build the embedded model, evaluate, train, evaluate again, report (CPU: minutes)
+	HF_HUB_OFFLINE=1 $(BIN)/rloo-kit train configs/arithmetic_thinking.yaml --overwrite
+
+lint: $(STAMP_DEV) ## ruff (rules and format) and mypy (floors 0 and 1)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP_DEV) ## write ruff's format and its safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: $(STAMP_DEV) ## the core tests (under ten minutes, installs included)
+	$(PYTEST) -m "not slow"
+
+test-slow: $(STAMP_DEV)
+	@$(PYTEST) -m slow; code=$$?; \
+	if [ $$code -eq 5 ]; then echo "no slow test in this version"; else exit $$code; fi
+
+test-all: test test-slow ## the core tests and the slow ones
+
+test-unsloth: $(VENV_UNSLOTH)/.stamp ## the Unsloth path without a GPU, in an environment of its own
+	$(VENV_UNSLOTH)/bin/python -m pytest tests/unsloth
+
+test-gpu: $(STAMP_DEV) ## the tests that need a CUDA card (skipped, with the reason, without one)
+	$(BIN)/python -m pytest tests/gpu
+
+check: lint test ## lint and test
+
+notebooks: $(STAMP_DEV) ## generate the notebooks from their sources
+	@if ls notebooks/*.py >/dev/null 2>&1; then \
+		$(BIN)/python $(PIP_INSTALL) -e '.[notebook]' && $(BIN)/jupytext --to ipynb --update notebooks/*.py; \
+	else echo "no notebooks in this version"; fi
+
+bench: $(STAMP) ## measure again what benchmarks/ reports
+	@echo "no benchmark in this version"
+
+clean: ## remove caches and build products (environments and outputs stay)
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+# $(1): the folder of the environment
+define make_venv
+	@test -n "$(PYTHON)" || { echo "rloo-kit needs Python 3.11 or newer and found none as python3, python3.12, \
+	python3.11 or python3.13. Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rloo-kit needs Python 3.11 or \
+	newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(1) || { rm -rf $(1); echo "$(PYTHON) -m venv failed: install the venv module of this \
+	Python (Debian, Ubuntu: python3-venv)" >&2; exit 1; }
+endef
+
+$(BIN)/python:
+	$(call make_venv,$(VENV))
+
+$(VENV_UNSLOTH)/bin/python:
+	$(call make_venv,$(VENV_UNSLOTH))
+
+define torch_first
+	$(if $(TORCH_INDEX),$(BIN)/python $(PIP_INSTALL) --index-url $(TORCH_INDEX) $(TORCH_FIRST))
+endef
+
+$(STAMP): $(REQUIRED) | $(BIN)/python
+	@echo "installing the packages of rloo-kit$(if $(HAS_GPU), with Unsloth for the NVIDIA card) into $(VENV)"
+	$(torch_first)
+	$(BIN)/python $(PIP_INSTALL) -e '.$(addsuffix ],$(addprefix [,$(GPU_EXTRA)))'
+	@touch $@
+
+$(STAMP_DEV): $(REQUIRED) | $(BIN)/python
+	@echo "installing the packages of rloo-kit and its tests$(if $(HAS_GPU), with Unsloth for the NVIDIA card) into $(VENV)"
+	$(torch_first)
+	$(BIN)/python $(PIP_INSTALL) -e '.[dev,math$(addprefix $(comma),$(GPU_EXTRA))]'
+	@touch $(STAMP) $@
+
+# unsloth and unsloth-zoo come without what they require: torchvision and xformers have no builds that fit a CPU torch.
+$(VENV_UNSLOTH)/.stamp: $(REQUIRED) $(wildcard tests/unsloth/*.txt) | $(VENV_UNSLOTH)/bin/python
+	@echo "installing rloo-kit and the pinned Unsloth into $(VENV_UNSLOTH)"
+	$(if $(TORCH_INDEX),$(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) --index-url $(TORCH_INDEX) torch)
+	$(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) -e . -r tests/unsloth/requirements.txt
+	$(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) --no-deps -r tests/unsloth/requirements-no-deps.txt
+	@touch $@
