@@ -1,0 +1,149 @@
+"""One run = one YAML file, read into strict models.
+
+`load_config("configs/x.yaml", "rloo.beta=0.0")` reads the file, lays the overrides over it, translates old TRL names with
+a warning and checks every value; the `RunConfig` that comes back prints as YAML that loads back to an equal object. The
+keys themselves are in `config_sections`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
+
+from rloo_kit.config_errors import explain_error
+from rloo_kit.config_sections import (
+    DataSection,
+    EvalSection,
+    ModelSection,
+    RewardSection,
+    RLOOSection,
+    RunSection,
+    Section,
+)
+from rloo_kit.config_yaml import Lines, apply_override, dump_yaml, merge, read_file
+from rloo_kit.errors import ConfigError
+
+
+class RunConfig(Section):
+    """Everything that decides a run. Two are equal when their keys are, wherever they were read from."""
+
+    run: RunSection = Field(default_factory=RunSection, description="files, printing, stopping")
+    model: ModelSection = Field(description="the policy")
+    data: DataSection = Field(description="the prompts")
+    rewards: list[RewardSection] = Field(min_length=1, description="the rewards, summed by weight")
+    rloo: RLOOSection = Field(description="the loop")
+    eval: EvalSection = Field(default_factory=EvalSection, description="the measurement")
+    _source: Path | None = PrivateAttr(None)
+
+    @property
+    def source(self) -> Path | None:
+        """The file that it was read from; None for one built in Python."""
+        return self._source
+
+    @property
+    def name(self) -> str:
+        """The run's name, which is also its folder's."""
+        if self.run.name is None:
+            raise ConfigError("the run has no name; set run.name (a config file gives its stem)")
+        return self.run.name
+
+    @property
+    def folder(self) -> Path:
+        """Where everything of the run lies: output_dir/name."""
+        return Path(self.run.output_dir) / self.name
+
+    def to_yaml(self) -> str:
+        """The resolved run, every key included; `load_config` reads it back to an equal object."""
+        return dump_yaml(self.model_dump(mode="json"))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunConfig) and self.model_dump() == other.model_dump()
+
+    @model_validator(mode="after")
+    def _check_sections_together(self) -> "RunConfig":
+        problems = [*self._find_length_problems(), *self._find_reward_problems()]
+        if self.model.is_embedded != (self.data.source == "embedded/addition") and self.model.is_embedded:
+            problems.append(
+                f"model.name is {self.model.name}, which knows only addition, but data.source is {self.data.source}; "
+                "set data.source=embedded/addition or another model.name"
+            )
+        if self.run.evaluate and self.data.test_size == 0:
+            problems.append(
+                "run.evaluate is true, but data.test_size is 0: there is nothing to measure on; set data.test_size "
+                "above 0 or run.evaluate=false"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _find_length_problems(self) -> list[str]:
+        prompt, limit = self.data.max_prompt_length, self.model.max_seq_length
+        problems = []
+        for key, completion in (
+            ("rloo.max_completion_length", self.rloo.max_completion_length),
+            ("eval.max_completion_length", self.eval.max_completion_length),
+        ):
+            if completion is not None and prompt + completion > limit:
+                room = f"{key}={limit - prompt} or " if limit > prompt else ""
+                problems.append(
+                    f"data.max_prompt_length ({prompt}) + {key} ({completion}) = {prompt + completion} tokens, more "
+                    f"than model.max_seq_length ({limit}); set {room}model.max_seq_length={prompt + completion}"
+                )
+        return problems
+
+    def _find_reward_problems(self) -> list[str]:
+        names = [reward.name for reward in self.rewards]
+        problems = []
+        if self.rloo.missing_eos_penalty is not None and "missing_eos_penalty" in names:
+            problems.append(
+                "rloo.missing_eos_penalty and the reward missing_eos_penalty are both set, so a truncated completion "
+                "would be punished twice; remove one of them"
+            )
+        if all(reward.weight == 0 for reward in self.rewards):
+            problems.append("every reward has weight 0, so nothing can be learnt; give one a weight: rewards.0.weight=1")
+        return problems
+
+
+def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig:
+    """The run that a YAML file describes.
+
+    Args:
+        path: the file; its stem is the run's name unless `run.name` says otherwise.
+        overrides: `section.key=value`, as on the command line: "rloo.beta=0.0", "eval.thinking_budgets=[64, 128]",
+            "model.lora=null". They win over everything else.
+        sections: changes by section, as Python values: `rloo={"beta": 0.0}`. They win over the file.
+
+    Returns:
+        the checked run.
+
+    Raises:
+        ConfigError: everything that is wrong with it, each with its dotted key and, where it has one, its line.
+    """
+    path = Path(path)
+    values, lines = read_file(path)
+    for section, changes in sections.items():
+        merge(values, section, changes)
+    changed = [apply_override(values, override) for override in overrides]
+    values.setdefault("run", {})
+    if isinstance(values["run"], dict) and values["run"].get("name") is None:
+        values["run"]["name"] = path.stem
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, path, lines, changed)) from None
+    config._source = path
+    return config
+
+
+def _explain(error: ValidationError, path: Path, lines: Lines, changed: list[tuple[str | int, ...]]) -> str:
+    """All faults of a file, one a line, each with the place it came from."""
+    messages = []
+    for entry in error.errors():
+        where = tuple(entry["loc"])
+        if any(where[: len(key)] == key for key in changed):
+            place = "an override"
+        else:
+            line = next((lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), None)
+            place = f"{path}:{line}" if line else str(path)
+        messages += [f"{place}: {message}" for message in explain_error(entry, RunConfig).split("\n")]
+    return "\n".join(messages)
