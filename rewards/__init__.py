@@ -1,0 +1,50 @@
+"""Reward functions that decide by token ids. Standard library only.
+
+Each follows TRL's calling convention, `reward(prompts, completions, completion_ids, **columns) -> list[float | None]`,
+and works as it is in any TRL trainer: `reward_funcs=[thinking_reward]`. Parameters are bound with `with_`:
+
+>>> from rewards import thinking_reward
+>>> strict = thinking_reward.with_(min_tokens=50, full_tokens=200)
+>>> strict(completions=["a b</think>c"], completion_ids=[[64, 65, 151668, 66]])
+[0.3]
+
+None means that a reward does not apply to a sample. docs/02-rewards.md has the table of exact values. What needs a
+library, a checkpoint or a process of its own lives in `rloo_kit` (`reward_models`, `reward_worker`).
+"""
+
+from rewards._binding import Reward, Sample
+from rewards.answer import AnswerReward, answer_reward
+from rewards.format import MissingEosPenalty, ThinkFormatReward, missing_eos_penalty, think_format_reward
+from rewards.length import (
+    LengthReward,
+    RepetitionPenalty,
+    SoftOverlongPenalty,
+    length_reward,
+    repetition_penalty,
+    soft_overlong_penalty,
+)
+from rewards.text import EOS_TOKEN_IDS, THINK_END_ID
+from rewards.thinking import ThinkingBudgetReward, ThinkingReward, thinking_budget_reward, thinking_reward
+
+__all__ = [
+    "EOS_TOKEN_IDS",
+    "THINK_END_ID",
+    "AnswerReward",
+    "LengthReward",
+    "MissingEosPenalty",
+    "RepetitionPenalty",
+    "Reward",
+    "Sample",
+    "SoftOverlongPenalty",
+    "ThinkFormatReward",
+    "ThinkingBudgetReward",
+    "ThinkingReward",
+    "answer_reward",
+    "length_reward",
+    "missing_eos_penalty",
+    "repetition_penalty",
+    "soft_overlong_penalty",
+    "think_format_reward",
+    "thinking_budget_reward",
+    "thinking_reward",
+]

@@ -1,0 +1,111 @@
+"""A reward with its parameters bound: the one shape that every reward of this package has.
+
+TRL calls a reward as `reward(prompts=..., completions=..., completion_ids=..., **columns)` and names it by `__name__`.
+A `Reward` is a frozen dataclass: its fields are the parameters, `score` judges one completion, and `__call__` is that
+convention. Instances can be pickled, compared and printed; `with_` gives a copy with other parameters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from rewards.text import as_ids, as_text
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion as `score` sees it: text, token ids, and the value of the `answer` column."""
+
+    text: str = ""
+    ids: list[int] | None = None
+    answer: Any = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids; empty where the reward did not ask for them."""
+        return self.ids or []
+
+
+class Reward:
+    """Base of the rewards: reads a batch, asks `score` for each completion.
+
+    `needs` names what the reward reads. An argument that is missing altogether is an error; a sample whose own value
+    is None is one that the reward does not apply to, and gets None.
+    """
+
+    __name__: ClassVar[str] = "reward"
+    needs: ClassVar[tuple[str, ...]] = ("completions", "completion_ids")
+
+    def score(self, sample: Sample) -> float | None:
+        """The reward of one completion; None where the reward does not apply."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        prompts: Sequence[Any] | None = None,
+        completions: Sequence[Any] | None = None,
+        completion_ids: Sequence[Any] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """Rewards of a batch, one per completion, None where the reward does not apply.
+
+        Args:
+            prompts: not read; part of the calling convention.
+            completions: strings or lists of messages.
+            completion_ids: token ids of each completion, unpadded, the end token included; lists, tuples, arrays or
+                tensors.
+            columns: the other columns of the dataset, one value per completion, and whatever else the trainer passes.
+
+        Raises:
+            ValueError: something that the reward needs was not passed, or two arguments differ in length.
+        """
+        given = {"completions": completions, "completion_ids": completion_ids, "answer": columns.get("answer")}
+        needed = [self._require(name, given[name], columns) for name in self.needs]
+        lengths = {name: len(values) for name, values in zip(self.needs, needed, strict=True)}
+        if len(set(lengths.values())) > 1:
+            counts = ", ".join(f"{count} {name}" for name, count in lengths.items())
+            raise ValueError(f"{self.__name__} got {counts}; it needs one of each per completion")
+        return [self._score_row(dict(zip(self.needs, row, strict=True))) for row in zip(*needed, strict=True)]
+
+    def with_(self, **params: Any) -> Self:
+        """A copy of this reward with other parameters."""
+        return replace(self, **params)  # type: ignore[type-var]
+
+    def _require(self, name: str, values: Any, columns: dict[str, Any]) -> Any:
+        if values is not None:
+            return values
+        if name == "answer":
+            found = ", ".join(sorted(columns)) or "none"
+            raise ValueError(
+                f"{self.__name__} needs a column 'answer' beside the prompts (data.answer_column names its source); "
+                f"columns found: {found}"
+            )
+        raise ValueError(f"{self.__name__} needs {name}, one per completion, as TRL's trainers pass them; none came")
+
+    def _score_row(self, row: dict[str, Any]) -> float | None:
+        if any(value is None for value in row.values()):
+            return None
+        text = as_text(row["completions"]) if "completions" in row else ""
+        ids = as_ids(row["completion_ids"]) if "completion_ids" in row else None
+        return self.score(Sample(text, ids, row.get("answer")))
+
+
+def check_int(name: str, value: Any, low: int, *, none_allowed: bool = False) -> None:
+    """Raise ValueError unless `value` is a whole number of at least `low`."""
+    if none_allowed and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {low}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(f"{name} is {value!r}; it must be a finite number above 0")
+
+
+def check_ids(name: str, values: Any) -> None:
+    """Raise ValueError unless `values` holds at least one token id and nothing else."""
+    is_group = isinstance(values, (list, tuple, set, frozenset)) and len(values) > 0
+    if not is_group or any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
+        raise ValueError(f"{name} is {values!r}; it must be a list of token ids, at least one")

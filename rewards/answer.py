@@ -1,0 +1,148 @@
+"""The reward for the right answer: what follows the last closing tag, against the dataset's `answer` column.
+
+Two answers agree when they are the same text, or the same number: 42 and 42.0, 1,000 and 1000, 1/2 and 0.5. Numbers are
+compared exactly, as fractions. Mathematics beyond numbers is math-verify's: `math_answer_reward` in
+`rloo_kit.reward_models`.
+"""
+
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from typing import Any, ClassVar
+
+from rewards._binding import Reward, Sample, check_int
+from rewards.text import THINK_END_ID, Decode, answer_text
+
+LONGEST_NUMBER = 64  # characters; what is longer is no answer, and exact arithmetic on it would take its time
+LARGEST_EXPONENT = 400  # a "1e999999999" would fill the memory as a fraction
+WRAPPERS = " \t\r\n*`$"  # markup around a number
+FINDERS = ("whole", "boxed", "last_number")
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The number that `text` is, exactly; None if it is not one.
+
+    Takes signs, decimals, exponents, thousands separators, a/b, and ignores markup around it and a full stop behind it.
+
+    >>> parse_number(" **1,234.50** "), parse_number("-3/4"), parse_number("42 apples")
+    (Fraction(2469, 2), Fraction(-3, 4), None)
+    """
+    text = text.strip(WRAPPERS).removesuffix(".").strip(WRAPPERS).replace("\N{MINUS SIGN}", "-")
+    if not text or len(text) > LONGEST_NUMBER or not text.isascii() or "_" in text:
+        return None
+    numerator, slash, denominator = text.partition("/")
+    top = _parse_decimal(numerator)
+    if not slash or top is None:
+        return top
+    bottom = _parse_decimal(denominator)
+    return top / bottom if bottom else None
+
+
+def _parse_decimal(text: str) -> Fraction | None:
+    whole, point, decimals = text.strip().partition(".")
+    if "," in whole:
+        first, *groups = whole.lstrip("+-").split(",")
+        if not 1 <= len(first) <= 3 or any(len(group) != 3 or not group.isdigit() for group in groups):
+            return None
+        whole = whole.replace(",", "")
+    try:
+        number = Decimal(whole + point + decimals)
+    except InvalidOperation:
+        return None
+    if not number.is_finite() or abs(number.adjusted()) > LARGEST_EXPONENT:
+        return None
+    return Fraction(number)
+
+
+def answers_agree(given: str, expected: str) -> bool:
+    """Whether two answers are the same text, but for whitespace around it, or the same number.
+
+    >>> answers_agree("Paris", " Paris\\n"), answers_agree("42.0", "42"), answers_agree("42", "43")
+    (True, True, False)
+    """
+    if given.strip() == expected.strip():
+        return True
+    number = parse_number(given)
+    return number is not None and number == parse_number(expected)
+
+
+def find_boxed(text: str) -> str:
+    """What the last `\\boxed{...}` holds, braces balanced; empty if there is none.
+
+    >>> find_boxed(r"so \\boxed{\\frac{1}{2}}.")
+    '\\\\frac{1}{2}'
+    """
+    _, opening, rest = text.rpartition("\\boxed{")
+    depth = 1 if opening else 0
+    for end, character in enumerate(rest if opening else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return rest[:end]
+    return ""
+
+
+def find_last_number(text: str) -> str:
+    """The last word of `text` that is a number; empty if there is none.
+
+    >>> find_last_number("2 apples = **1,200** grams.")
+    '1,200'
+    """
+    for word in reversed(text.replace("=", " ").split()):
+        word = word.strip("()[]{}<>.,;:!?\"'%" + WRAPPERS)
+        if parse_number(word) is not None:
+            return word
+    return ""
+
+
+@dataclass(frozen=True)
+class AnswerReward(Reward):
+    """1.0 for the right answer, 0.0 for a wrong one, for none, and for thinking that was never closed.
+
+    None where the sample has no answer to compare with: None, blank, or not a number (NaN) in a numeric column.
+
+    Args:
+        think_end_id: id of `</think>`; what follows its last occurrence is the answer.
+        thinking: False for a model that never thinks: the whole completion is the answer.
+        find: `whole` (all that follows the tag is the answer), `boxed` (what its last \\boxed{} holds), `last_number`.
+        decode: a tokenizer's `decode`, used only where the text alone cannot tell which tag is the real one.
+
+    >>> answer_reward(completions=["2+2</think>4"], completion_ids=[[17, 10, 17, 151668, 19]], answer=["4.0"])
+    [1.0]
+    """
+
+    __name__: ClassVar[str] = "answer_reward"
+    needs: ClassVar[tuple[str, ...]] = ("completions", "completion_ids", "answer")
+
+    think_end_id: int = THINK_END_ID
+    thinking: bool = True
+    find: str = "whole"
+    decode: Decode | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_int("think_end_id", self.think_end_id, 0)
+        if not isinstance(self.thinking, bool):
+            raise ValueError(f"thinking is {self.thinking!r}; it must be true or false")
+        if self.find not in FINDERS:
+            raise ValueError(f"find is {self.find!r}; it must be one of {', '.join(FINDERS)}")
+
+    def score(self, sample: Sample) -> float | None:
+        if has_no_answer(sample.answer):
+            return None
+        given = answer_text(
+            sample.text, sample.token_ids, self.think_end_id, thinking=self.thinking, decode=self.decode
+        )
+        if given is None:
+            return 0.0
+        if self.find == "boxed":
+            given = find_boxed(given)
+        elif self.find == "last_number":
+            given = find_last_number(given)
+        return 1.0 if answers_agree(given, str(sample.answer)) else 0.0
+
+
+def has_no_answer(answer: Any) -> bool:
+    """Whether the `answer` column holds nothing to compare with: None, blank text, or NaN."""
+    return answer is None or answer != answer or (isinstance(answer, str) and not answer.strip())
+
+
+answer_reward = AnswerReward()

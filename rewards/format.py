@@ -1,0 +1,69 @@
+"""Rewards for form: the thinking closed once, an answer after it, an end."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from rewards._binding import Reward, Sample, check_ids, check_int, check_positive
+from rewards.text import EOS_TOKEN_IDS, THINK_END, THINK_END_ID, Decode, split_at_tag
+
+
+@dataclass(frozen=True)
+class ThinkFormatReward(Reward):
+    """1.0 where the completion is whole, 0.0 otherwise.
+
+    Whole means: the closing tag occurs exactly once in the ids, something other than end tokens and whitespace follows
+    it, and the last id is an end token (the completion was not cut off).
+
+    >>> think_format_reward(completions=["so</think>4", "so</think>4"],
+    ...                     completion_ids=[[7, 151668, 19, 151645], [7, 151668, 19]])
+    [1.0, 0.0]
+    """
+
+    __name__: ClassVar[str] = "think_format_reward"
+
+    think_end_id: int = THINK_END_ID
+    eos_token_ids: tuple[int, ...] = EOS_TOKEN_IDS
+    decode: Decode | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_int("think_end_id", self.think_end_id, 0)
+        check_ids("eos_token_ids", self.eos_token_ids)
+
+    def score(self, sample: Sample) -> float:
+        ids = sample.token_ids
+        if ids.count(self.think_end_id) != 1 or ids[-1] not in self.eos_token_ids:
+            return 0.0
+        after = [token for token in ids[ids.index(self.think_end_id) + 1 :] if token not in self.eos_token_ids]
+        parts = split_at_tag(sample.text, ids, self.think_end_id, last=True, decode=self.decode)
+        readable = THINK_END in sample.text or self.decode is not None
+        blank = readable and parts is not None and not parts[1].strip()
+        return 1.0 if after and not blank else 0.0
+
+
+@dataclass(frozen=True)
+class MissingEosPenalty(Reward):
+    """`-penalty` where the last id is no end token (the completion was cut off, or is empty), 0.0 otherwise.
+
+    The same as a reward as `rloo.missing_eos_penalty` is in the loop; a run uses one of the two.
+
+    >>> missing_eos_penalty(completion_ids=[[7, 151645], [7, 8]])
+    [0.0, -1.0]
+    """
+
+    __name__: ClassVar[str] = "missing_eos_penalty"
+    needs: ClassVar[tuple[str, ...]] = ("completion_ids",)
+
+    penalty: float = 1.0
+    eos_token_ids: tuple[int, ...] = EOS_TOKEN_IDS
+
+    def __post_init__(self) -> None:
+        check_positive("penalty", self.penalty)
+        check_ids("eos_token_ids", self.eos_token_ids)
+
+    def score(self, sample: Sample) -> float:
+        ended = bool(sample.token_ids) and sample.token_ids[-1] in self.eos_token_ids
+        return 0.0 if ended else -self.penalty
+
+
+think_format_reward = ThinkFormatReward()
+missing_eos_penalty = MissingEosPenalty()

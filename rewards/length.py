@@ -1,0 +1,111 @@
+"""Rewards for length and repetition: words of the text, tokens of the ids."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rewards._binding import Reward, Sample, check_int, check_positive
+
+
+@dataclass(frozen=True)
+class LengthReward(Reward):
+    """Is the whole completion, thinking included, of a readable length, and does it end like a sentence.
+
+    From `min_words` to `max_words` words, both included: 1.0. Fewer: -0.5. More: 0.0. A stripped text that ends with a
+    full stop gains 0.5. Words are what whitespace separates. Range -0.5 to 1.5.
+
+    >>> length_reward(completions=["Too short.", "word " * 10])
+    [0.0, 1.0]
+    """
+
+    __name__: ClassVar[str] = "length_reward"
+    needs: ClassVar[tuple[str, ...]] = ("completions",)
+
+    min_words: int = 10
+    max_words: int = 50
+
+    def __post_init__(self) -> None:
+        check_int("min_words", self.min_words, 0)
+        check_int("max_words", self.max_words, self.min_words)
+
+    def score(self, sample: Sample) -> float:
+        words = len(sample.text.split())
+        full_stop = 0.5 if sample.text.strip().endswith(".") else 0.0
+        if words < self.min_words:
+            return -0.5 + full_stop
+        return (1.0 if words <= self.max_words else 0.0) + full_stop
+
+
+@dataclass(frozen=True)
+class SoftOverlongPenalty(Reward):
+    """A penalty that grows over the last stretch before the limit, in place of a cliff at it.
+
+    With L tokens: 0.0 up to `max_completion_length - cache_tokens`, then down in a straight line to -1.0 at
+    `max_completion_length`, and -1.0 beyond. Range -1.0 to 0.0. Source: DAPO, equation 13 (arXiv 2503.14476); the
+    defaults are that paper's.
+
+    Args:
+        max_completion_length: the length at which the penalty is full, in tokens.
+        cache_tokens: the stretch before it over which the penalty grows; a fifth of the limit unless given.
+
+    >>> soft_overlong_penalty.with_(max_completion_length=100, cache_tokens=20)(completion_ids=[[5] * 80, [5] * 90])
+    [0.0, -0.5]
+    """
+
+    __name__: ClassVar[str] = "soft_overlong_penalty"
+    needs: ClassVar[tuple[str, ...]] = ("completion_ids",)
+
+    max_completion_length: int = 20480
+    cache_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_int("max_completion_length", self.max_completion_length, 1)
+        check_int("cache_tokens", self.cache_tokens, 0, none_allowed=True)
+        if (self.cache_tokens or 0) > self.max_completion_length:
+            raise ValueError(
+                f"cache_tokens is {self.cache_tokens}; it must not exceed max_completion_length, "
+                f"{self.max_completion_length}"
+            )
+
+    def score(self, sample: Sample) -> float:
+        cache = self.max_completion_length // 5 if self.cache_tokens is None else self.cache_tokens
+        over = len(sample.token_ids) - (self.max_completion_length - cache)
+        if over <= 0:
+            return 0.0
+        return -over / cache if over < cache else -1.0
+
+
+@dataclass(frozen=True)
+class RepetitionPenalty(Reward):
+    """A penalty for saying the same again: the share of n-grams of token ids that occurred before, times `penalty`.
+
+    0.0 where no n-gram repeats or there are too few tokens for one; towards `-penalty` where everything repeats.
+    Source: appendix C.2 of "Demystifying Long Chain-of-Thought Reasoning" (arXiv 2502.03373).
+
+    Args:
+        ngram_size: tokens in an n-gram.
+        penalty: what full repetition would cost, a positive number that is subtracted.
+
+    >>> repetition_penalty.with_(ngram_size=2)(completion_ids=[[1, 2, 3, 4], [5, 5, 5, 5, 5]])
+    [0.0, -0.75]
+    """
+
+    __name__: ClassVar[str] = "repetition_penalty"
+    needs: ClassVar[tuple[str, ...]] = ("completion_ids",)
+
+    ngram_size: int = 4
+    penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_int("ngram_size", self.ngram_size, 1)
+        check_positive("penalty", self.penalty)
+
+    def score(self, sample: Sample) -> float:
+        ids = sample.token_ids
+        ngrams = [tuple(ids[i : i + self.ngram_size]) for i in range(len(ids) - self.ngram_size + 1)]
+        repeated = len(ngrams) - len(set(ngrams))
+        return -self.penalty * repeated / len(ngrams) if repeated else 0.0
+
+
+length_reward = LengthReward()
+soft_overlong_penalty = SoftOverlongPenalty()
+repetition_penalty = RepetitionPenalty()

@@ -1,0 +1,97 @@
+"""How a reward reads a completion: its token ids, its text, and where the thinking ends.
+
+The ids decide whether and where the thinking was closed. Text is read only for what ids cannot tell (a question mark,
+an answer), and is cut at the tag's spelling. A model may also spell the tag out in ordinary tokens; then the spelling
+occurs more often than the id and the text alone cannot say which one counts. `decode`, when a reward was given it,
+settles that exactly; without it the first (or last) spelling is taken.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+THINK_END_ID = 151668
+THINK_END = "</think>"
+EOS_TOKEN_IDS = (151645, 151643)
+
+Decode = Callable[[list[int]], str]
+
+
+def as_ids(ids: Iterable[Any]) -> list[int]:
+    """The ids of one completion as plain integers, from a list, a tuple, an array or a tensor.
+
+    >>> as_ids((1, 2, 151668))
+    [1, 2, 151668]
+    """
+    to_list = getattr(ids, "tolist", None)
+    return [int(token) for token in (to_list() if to_list is not None else ids)]
+
+
+def as_text(completion: Any) -> str:
+    """The text of one completion: a string, or the assistant's messages of a conversational one joined by newlines.
+
+    A message whose thinking a parser has moved to `reasoning_content` is put together again, tag included, so that
+    both formats give the same text.
+
+    >>> as_text([{"role": "assistant", "content": "so 4.</think>4"}])
+    'so 4.</think>4'
+    >>> as_text([{"role": "assistant", "reasoning_content": "so 4.", "content": "4"}])
+    'so 4.</think>4'
+
+    Raises:
+        ValueError: neither a string nor a list of messages.
+    """
+    if isinstance(completion, str):
+        return completion
+    if isinstance(completion, dict):
+        completion = [completion]
+    if not isinstance(completion, (list, tuple)) or not all(isinstance(message, dict) for message in completion):
+        raise ValueError(
+            "a completion is a string or a list of messages with 'role' and 'content'; "
+            f"found {type(completion).__name__}"
+        )
+    messages = [message for message in completion if message.get("role", "assistant") == "assistant"]
+    return "\n".join(_message_text(message) for message in messages)
+
+
+def _message_text(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""
+    if not isinstance(content, str):  # a list of parts, as multimodal templates write it
+        content = "".join(part.get("text", "") for part in content)
+    reasoning = message.get("reasoning_content")
+    return f"{reasoning}{THINK_END}{content}" if reasoning else content
+
+
+def split_at_tag(
+    text: str, ids: list[int], think_end_id: int, *, last: bool, decode: Decode | None = None
+) -> tuple[str, str] | None:
+    """The text before and after the first (or `last`) closing tag; None where the ids hold no closing tag.
+
+    A text without the spelling (the tag was dropped when decoding) cannot be cut: it is returned as both parts,
+    unless `decode` is there to make the parts from the ids.
+
+    >>> split_at_tag("2+2?</think>4", [5, 151668, 6], 151668, last=False)
+    ('2+2?', '4')
+    """
+    if think_end_id not in ids:
+        return None
+    spelled = text.count(THINK_END)
+    if decode is not None and spelled != ids.count(think_end_id):
+        cut = len(ids) - 1 - ids[::-1].index(think_end_id) if last else ids.index(think_end_id)
+        return decode(ids[:cut]), decode(ids[cut + 1 :])
+    if not spelled:
+        return text, text
+    before, _, after = text.rpartition(THINK_END) if last else text.partition(THINK_END)
+    return before, after
+
+
+def answer_text(
+    text: str, ids: list[int], think_end_id: int, *, thinking: bool, decode: Decode | None = None
+) -> str | None:
+    """What the model gave as its answer, stripped: the text after the last closing tag, None where it never closed.
+
+    With `thinking` False (a model that never thinks) the whole completion is the answer.
+    """
+    if not thinking:
+        return text.strip()
+    parts = split_at_tag(text, ids, think_end_id, last=True, decode=decode)
+    return None if parts is None else parts[1].strip()

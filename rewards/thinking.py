@@ -1,0 +1,93 @@
+"""Rewards for thinking: how long it was, counted in tokens before the closing tag.
+
+The length is the number of ids before the first `think_end_id`. A chat template that opens `<think>` in the prompt
+(Thinking-2507) leaves only the thinking itself there; a hybrid model writes the opening tag, which then counts as one.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from rewards._binding import Reward, Sample, check_int
+from rewards.text import THINK_END_ID, Decode, split_at_tag
+
+
+@dataclass(frozen=True)
+class ThinkingReward(Reward):
+    """Did the model think, and for how long.
+
+    No closing tag: -1.0. Fewer than `min_tokens` tokens before it: 0.3. Fewer than `full_tokens`: 0.7. Otherwise: 1.0.
+    The two upper bands gain 0.1 where the thinking holds a question mark. Range -1.0 to 1.1.
+
+    Args:
+        think_end_id: id of `</think>`; 151668 is Qwen3's.
+        min_tokens: where the band of 0.7 begins, in tokens.
+        full_tokens: where the band of 1.0 begins, in tokens.
+        decode: a tokenizer's `decode`, used only where the text alone cannot tell which tag is the real one.
+
+    >>> thinking_reward(completions=["Why?</think>4"], completion_ids=[[7] * 30 + [151668, 19]])
+    [1.1]
+    """
+
+    __name__: ClassVar[str] = "thinking_reward"
+
+    think_end_id: int = THINK_END_ID
+    min_tokens: int = 10
+    full_tokens: int = 30
+    decode: Decode | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_int("think_end_id", self.think_end_id, 0)
+        check_int("min_tokens", self.min_tokens, 0)
+        check_int("full_tokens", self.full_tokens, self.min_tokens)
+
+    def score(self, sample: Sample) -> float:
+        ids = sample.token_ids
+        parts = split_at_tag(sample.text, ids, self.think_end_id, last=False, decode=self.decode)
+        if parts is None:
+            return -1.0
+        length = ids.index(self.think_end_id)
+        if length < self.min_tokens:
+            return 0.3
+        asked = "?" in parts[0]
+        if length < self.full_tokens:
+            return 0.8 if asked else 0.7
+        return 1.1 if asked else 1.0
+
+
+@dataclass(frozen=True)
+class ThinkingBudgetReward(Reward):
+    """Did the thinking end within a target band of tokens.
+
+    From `min_tokens` to `max_tokens`, both included: 1.0. Outside it falls in a straight line to 0.0 over
+    `margin_tokens` (0: at once). Thinking that was never closed: 0.0. Range 0.0 to 1.0.
+
+    >>> thinking_budget_reward.with_(min_tokens=4, max_tokens=8, margin_tokens=4)(completion_ids=[[7] * 9 + [151668]])
+    [0.75]
+    """
+
+    __name__: ClassVar[str] = "thinking_budget_reward"
+    needs: ClassVar[tuple[str, ...]] = ("completion_ids",)
+
+    think_end_id: int = THINK_END_ID
+    min_tokens: int = 30
+    max_tokens: int = 512
+    margin_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("think_end_id", self.think_end_id, 0)
+        check_int("min_tokens", self.min_tokens, 0)
+        check_int("max_tokens", self.max_tokens, self.min_tokens)
+        check_int("margin_tokens", self.margin_tokens, 0)
+
+    def score(self, sample: Sample) -> float:
+        if self.think_end_id not in sample.token_ids:
+            return 0.0
+        length = sample.token_ids.index(self.think_end_id)
+        outside = max(self.min_tokens - length, length - self.max_tokens, 0)
+        if outside == 0:
+            return 1.0
+        return max(0.0, 1.0 - outside / self.margin_tokens) if self.margin_tokens else 0.0
+
+
+thinking_reward = ThinkingReward()
+thinking_budget_reward = ThinkingBudgetReward()
