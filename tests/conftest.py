@@ -1,0 +1,104 @@
+"""What every test shares: an offline process, few threads, and a tiny Qwen3 with random weights.
+
+Nothing heavy is imported before a fixture is asked for, so tests of the light floors and of the import order start
+clean.
+"""
+
+import os
+
+# Before any library reads them. A test that reaches for the network would pass here and fail on a closed machine.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the test processes share the cores, one each
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+THINK_TOKENS = ("<think>", "</think>")
+# ChatML; a generation prompt opens the thinking, as Qwen3-4B-Thinking-2507 does.
+THINKING_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the repository."""
+    return Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Any:
+    """A byte-level tokenizer without merges: ids 0-255 are the byte symbols, sorted, as Qwen3 has them; then
+    `<|endoftext|>` 256, `<|im_start|>` 257, `<|im_end|>` 258, `<think>` 259, `</think>` 260."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    core.add_tokens([AddedToken(token, special=False, normalized=False) for token in THINK_TOKENS])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left"
+    )
+    tokenizer.chat_template = THINKING_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def make_tiny_model() -> Callable[..., Any]:
+    """`make_tiny_model(seed=0, **config)` gives a fresh Qwen3ForCausalLM in float32 with random weights.
+
+    2 layers, hidden 32, 264 rows of vocabulary; keywords change its config. The same seed gives the same weights.
+    """
+
+    def build(seed: int = 0, **config: Any) -> Any:
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        torch.set_num_threads(1)
+        values = {
+            "vocab_size": 264,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": 258,
+            "pad_token_id": 256,
+        }
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return Qwen3ForCausalLM(Qwen3Config(**values | config)).eval()
+
+    return build
+
+
+@pytest.fixture
+def tiny_model(make_tiny_model: Callable[..., Any]) -> Any:
+    """One fresh tiny model a test (milliseconds), so that no test trains another one's weights."""
+    return make_tiny_model()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(
+    tmp_path_factory: pytest.TempPathFactory, make_tiny_model: Callable[..., Any], tiny_tokenizer: Any
+) -> Path:
+    """The tiny model and its tokenizer, saved as a local checkpoint; read it, never write into it."""
+    folder = tmp_path_factory.mktemp("tiny_qwen3")
+    make_tiny_model().save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,60 @@
+"""What a fresh process loads: set-up has to come before torch, and `--help` has to answer at once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ["torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes", "unsloth"]
+HEAVY += ["numpy", "pandas", "pyarrow", "matplotlib", "IPython"]
+REPORT = f"import json, sys; print('LOADED', json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+
+
+def run_fresh(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def loaded_after(code: str) -> list[str]:
+    done = run_fresh(f"{code}\n{REPORT}")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.rsplit("LOADED", 1)[1])
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import rloo_kit",
+        "import rloo_kit; dir(rloo_kit); rloo_kit.load_config; rloo_kit.RlooKitError",
+        "import rewards",
+        "import rloo_kit.environment, rloo_kit.doctor, rloo_kit.config, rloo_kit.run_dir, rloo_kit.health",
+        "import rloo_kit.kernel, rloo_kit.leave_one_out, rloo_kit.versions, rloo_kit.tokens, rloo_kit.old_names",
+    ],
+)
+def test_light_imports_load_nothing_heavy(code: str) -> None:
+    """With torch loaded by `import rloo_kit`, setup_environment() would always come too late to set anything."""
+    assert loaded_after(code) == []
+
+
+def test_help_loads_nothing_heavy() -> None:
+    """Importing Unsloth alone takes about 15 s: a command line that imports the trainer answers `--help` as late."""
+    code = "import sys\nsys.argv = ['rloo-kit', '--help']\nfrom rloo_kit.cli import main\n"
+    code += "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code"
+    assert loaded_after(code) == []
+
+
+def test_rewards_need_no_installed_package(repository: Path) -> None:
+    """-I and -S leave the installed packages out of sight: whatever rewards imports is the standard library."""
+    code = f"import sys; sys.path.insert(0, {str(repository)!r}); import rewards; print(rewards.__file__)"
+    done = run_fresh(code, "-I", "-S")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(repository / "rewards" / "__init__.py")
+
+
+def test_an_unknown_public_name_says_what_there_is() -> None:
+    """A module __getattr__ that returned None for a misspelt name would fail far away."""
+    import rloo_kit
+
+    with pytest.raises(AttributeError, match=r"no attribute 'trian'; it offers .*train"):
+        rloo_kit.trian  # noqa: B018

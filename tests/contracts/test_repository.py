@@ -1,0 +1,135 @@
+"""The files of the repository: nothing of one machine in them, nothing binary, and documents that are true of it."""
+
+import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Bracketed so that this file does not match itself.
+HOSTS = (
+    r"[p]ypi\.org|[p]ythonhosted\.org|[d]ownload\.pytorch\.org|[n]pmjs\.org|[d]eb\.debian\.org|[a]naconda\.(org|com)"
+)
+MACHINE_PATHS = r"/[w]ork/\w|/[r]oot/|/[o]pt/\w|/[h]ome/[a-z]\w*/|/[U]sers/[a-z]\w*/"
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".npz", ".pkl", ".whl"}
+LAYOUT = (
+    "README.md CHANGELOG.md CONTRIBUTING.md LICENSE Makefile pyproject.toml constraints.txt .ci/run configs "
+    "docs/README.md rewards/__init__.py rloo_kit/__init__.py benchmarks/results tests/README.md tests/rewards tests/rloo_kit "
+    "tests/contracts tests/gpu tests/unsloth"
+)
+
+
+def tracked() -> list[Path]:
+    """Files that git tracks, or would track: not ignored."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    names = listing.stdout.decode().split("\0")
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+def texts() -> list[tuple[Path, str]]:
+    return [(path, path.read_text(encoding="utf-8")) for path in tracked() if path.suffix != ".png"]
+
+
+@pytest.mark.parametrize(("what", "pattern"), [("package hosts", HOSTS), ("paths of one machine", MACHINE_PATHS)])
+def test_no_file_names_a_host_or_a_machine(what: str, pattern: str) -> None:
+    """An address of a registry or a private path that works here breaks everywhere else."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}"
+        for path, text in texts()
+        for number, line in enumerate(text.splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+    assert not found, f"{what}: " + "\n".join(found)
+
+
+def test_no_binary_files() -> None:
+    """Weights in git cannot be reviewed and are downloaded by everyone, for ever; models are built, not shipped."""
+    for path in tracked():
+        assert path.suffix not in WEIGHTS, f"{path.relative_to(ROOT)} looks like weights"
+        assert path.stat().st_size < 1_000_000, f"{path.relative_to(ROOT)} has {path.stat().st_size} bytes"
+        assert path.suffix == ".png" or b"\0" not in path.read_bytes(), f"{path.relative_to(ROOT)} is binary"
+
+
+def test_notebooks_hold_no_outputs() -> None:
+    """Outputs carry one machine's paths and figures and make every difference unreadable."""
+    for path in tracked():
+        if path.suffix == ".ipynb":
+            cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+            assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells), path
+
+
+def anchors(text: str) -> set[str]:
+    """Anchors of a Markdown page's headings, as the usual renderers make them."""
+    titles = re.findall(r"^#+ +(.+)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_of_the_documents_lead_somewhere() -> None:
+    """A page that was renamed leaves links that no one clicks before a reader does."""
+    broken = []
+    for path, text in texts():
+        if path.suffix != ".md":
+            continue
+        prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
+        for link in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", prose):
+            if re.match(r"[a-z]+:", link):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (path.parent / name).resolve() if name else path
+            ok = target.exists() and (not anchor or anchor in anchors(target.read_text(encoding="utf-8")))
+            if not ok:
+                broken.append(f"{path.relative_to(ROOT)}: {link}")
+    assert not broken, "\n".join(broken)
+
+
+def test_every_make_target_is_explained_in_the_readme() -> None:
+    """A target nobody reads of is not used; one that is only in the README does not run."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    explained = set(re.findall(r"^([a-z][a-z-]*):.*## ", makefile, flags=re.M))
+    documents = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md"))
+    mentioned = set(re.findall(r"\bmake ([a-z][a-z-]*)", "".join(re.findall(r"`[^`]+`|```.*?```", documents, re.S))))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    missing = {target for target in explained if f"`make {target}`" not in readme}
+    assert not missing, f"README.md does not explain make {sorted(missing)}"
+    defined = set(re.findall(r"^([a-z][a-z-]*):", makefile, flags=re.M))
+    assert mentioned <= defined, f"no such make targets: {sorted(mentioned - defined)}"
+
+
+def test_every_page_of_the_docs_is_in_the_index() -> None:
+    """A design page outside the index is found by no one."""
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    missing = [
+        path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md" and path.name not in index
+    ]
+    assert not missing, f"docs/README.md does not link {sorted(missing)}"
+
+
+def test_the_layout_is_there() -> None:
+    """Documents, CI and the wheel all lean on these paths."""
+    assert [name for name in LAYOUT.split() if not (ROOT / name).exists()] == []
+
+
+def test_the_wheel_holds_the_two_packages() -> None:
+    """A wheel without `rewards` installs a command that cannot name a reward."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert settings["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["rloo_kit", "rewards"]
+    assert settings["project"]["scripts"] == {"rloo-kit": "rloo_kit.cli:main"}
+    assert settings["project"]["requires-python"] == ">=3.11"
+
+
+def test_no_package_shadows_a_library() -> None:
+    """With tests/ on the import path `import unsloth` finds tests/unsloth, as if every machine had Unsloth."""
+    import importlib.util
+
+    for name in ("unsloth", "gpu", "contracts"):
+        found = importlib.util.find_spec(name)
+        places = list(found.submodule_search_locations or []) if found else []
+        assert not any(str(ROOT / "tests") in place for place in places), f"`import {name}` finds {places}"

@@ -1,0 +1,72 @@
+"""The versions: what is installed, what constraints.txt locks, what pyproject.toml allows and what was tested agree."""
+
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from rloo_kit.versions import TESTED, TESTED_EXTRAS
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+LOCK_LINES = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+LOCKED = dict(line.split("==") for line in LOCK_LINES)
+RANGES = TESTED | TESTED_EXTRAS
+BASE = {canonicalize_name(found.name): found for found in map(Requirement, PROJECT["dependencies"])}
+
+
+def installed(name: str) -> Version | None:
+    try:
+        return Version(Version(metadata.version(name)).public)  # 2.13.0+cpu is 2.13.0
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+def test_installed_versions_are_in_the_tested_range(name: str) -> None:
+    """TRL moved its log-probabilities into a Triton kernel between minor releases: outside the range all is open."""
+    version = installed(name)
+    if version is None:
+        assert canonicalize_name(name) not in BASE, f"{name} is a base dependency and is not installed"
+        return
+    assert version in SpecifierSet(RANGES[name]), (
+        f"{name} {version} is installed, tested is {RANGES[name]}: run `make setup`, or test the new version and move "
+        "the range in rloo_kit/versions.py and pyproject.toml"
+    )
+
+
+def test_installed_versions_are_the_locked_ones() -> None:
+    """An environment that drifted from the lock passes tests that a fresh clone fails."""
+    drifted = {name: (str(installed(name)), lock) for name, lock in LOCKED.items() if installed(name) is not None}
+    drifted = {name: pair for name, pair in drifted.items() if Version(pair[0]) != Version(pair[1])}
+    assert not drifted, f"installed and locked versions differ: {drifted}; run `make setup` or renew constraints.txt"
+
+
+def test_the_lock_holds_every_base_dependency_within_its_range() -> None:
+    """A dependency without a lock is whatever the registry offers on the day."""
+    locked = {canonicalize_name(name): version for name, version in LOCKED.items()}
+    for name, requirement in BASE.items():
+        assert name in locked, f"{name} is missing from constraints.txt"
+        assert locked[name] in requirement.specifier, f"constraints.txt has {name} {locked[name]}, not {requirement}"
+
+
+def test_the_lock_is_names_and_versions_only() -> None:
+    """A frozen environment writes local paths and build tags (+cpu), which no other machine can install."""
+    pattern = re.compile(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.]*")
+    assert [line for line in LOCK_LINES if not pattern.fullmatch(line)] == []
+    assert len({canonicalize_name(name) for name in LOCKED}) == len(LOCK_LINES)
+
+
+def test_the_tested_ranges_are_the_ones_that_are_installed_by() -> None:
+    """Two lists of ranges: pip would install what `rloo-kit doctor` then complains about."""
+    gpu = {canonicalize_name(found.name): found for found in map(Requirement, PROJECT["optional-dependencies"]["gpu"])}
+    for name, tested in RANGES.items():
+        requirement = (BASE | gpu).get(canonicalize_name(name))
+        assert requirement is not None, f"rloo_kit/versions.py tests {name}, which pyproject.toml does not ask for"
+        assert requirement.specifier == SpecifierSet(tested), f"{name}: pyproject {requirement.specifier}, {tested}"
