@@ -1,0 +1,138 @@
+"""THE import order (Unsloth, torch, transformers, TRL, PEFT, datasets), and the set-up that guards it.
+
+Unsloth patches TRL, transformers and PEFT while it is imported; what was loaded before it keeps the unpatched code, and
+a run then trains at another speed, or not at all, without a word. So every module above takes the heavy libraries from
+`load_stack()`, and it refuses to go on when one of them came first. Whether it did is read from `sys.modules`, which
+keeps the order of the imports; so a second call finds the right order and is harmless.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rloo_kit import environment
+from rloo_kit.env_file import EXPECTED_KEYS
+from rloo_kit.environment import BACKEND_VARIABLE, Environment
+from rloo_kit.errors import ImportOrderError, SetupError
+
+PATCHED = ("trl", "transformers", "peft")  # what Unsloth patches, the loudest symptom first
+
+_in_time = False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The heavy libraries as modules; `unsloth` is None where it is not the backend."""
+
+    torch: Any
+    transformers: Any
+    trl: Any
+    peft: Any
+    datasets: Any
+    unsloth: Any | None
+
+
+_stack: Stack | None = None
+
+
+def setup_environment(
+    backend: str = "auto", *, root: Path | None = None, keys: Sequence[str] = EXPECTED_KEYS
+) -> Environment:
+    """Settle a run's environment; call it first, before torch, transformers, TRL or PEFT is imported.
+
+    Loads the project's `.env`, chooses precision and backend, gives text progress bars, moves Unsloth's compiled cache
+    out of the working folder and, where Unsloth is the backend, imports it there and then. A second call is harmless.
+
+    Args:
+        backend: "auto" takes Unsloth where it and an NVIDIA card are there; "unsloth" or "transformers" forces one, as
+            the variable RLOO_KIT_BACKEND does.
+        root: folder that holds `.env`; None finds the project's root from the working directory, then the package.
+        keys: names of variables to report as found, empty or missing.
+    Returns:
+        The Environment; print it for a table.
+    Raises:
+        ImportOrderError: Unsloth is the backend and a library that it patches, or an Accelerator, came before it.
+        ConfigError: a value of `backend`, RLOO_KIT_BACKEND or TQDM_NOTEBOOK is none of the known ones.
+        SetupError: Unsloth is forced but cannot be used, or `.env` or Unsloth cannot be read or imported.
+    """
+    settled = environment.prepare_environment(backend, root, keys)
+    was_in_time = _in_time
+    _import_backend(settled)
+    if not was_in_time and "unsloth" not in sys.modules and "trl" in sys.modules:
+        warnings.warn(
+            "trl was imported before rloo_kit.setup_environment(). Without Unsloth that is harmless, but on a machine "
+            "where Unsloth is the backend it is an error: call setup_environment() first.",
+            stacklevel=2,
+        )
+    return settled
+
+
+def load_stack() -> Stack:
+    """The heavy libraries, imported in the one right order; cached. Settles the environment if nobody has yet.
+
+    Raises: ImportOrderError, SetupError as `setup_environment`.
+    """
+    global _stack
+    if _stack is None:
+        _import_backend(environment.current())
+        modules = {name: _import(name) for name in ("torch", "transformers", "trl", "peft", "datasets")}
+        _stack = Stack(**modules, unsloth=sys.modules.get("unsloth"))
+    return _stack
+
+
+def _import_backend(settled: Environment) -> None:
+    """Import Unsloth if it is the backend; refuse if that comes too late."""
+    global _in_time
+    if settled.backend == "unsloth" or "unsloth" in sys.modules:
+        _refuse_if_late()
+        _import_unsloth()
+    _in_time = True
+
+
+def _refuse_if_late() -> None:
+    order = {name: position for position, name in enumerate(list(sys.modules))}
+    unsloth = order.get("unsloth", len(order))
+    early = [name for name in PATCHED if order.get(name, unsloth) < unsloth]
+    if early:
+        what = f"{' and '.join(early)} {'was' if len(early) == 1 else 'were'} imported"
+    elif "unsloth" not in order and _has_accelerator():
+        what = "torch and an Accelerator (accelerate) were set up"
+    else:
+        return
+    raise ImportOrderError(
+        f"{what} before Unsloth. Unsloth has to be imported before {', '.join(PATCHED)} and before an Accelerator is "
+        "made: it patches them, and what was loaded earlier stays unpatched. In a notebook: restart the kernel and run "
+        "the set-up cell (import rloo_kit; rloo_kit.setup_environment()) first. In a script: put these lines above all "
+        f"other imports. To go without Unsloth: {BACKEND_VARIABLE}=transformers"
+    )
+
+
+def _has_accelerator() -> bool:
+    """Whether accelerate's state is initialised in this process: precision and device are settled with it."""
+    state = sys.modules.get("accelerate.state")
+    return "torch" in sys.modules and state is not None and bool(state.AcceleratorState._shared_state)
+
+
+def _import_unsloth() -> None:
+    if "unsloth" in sys.modules:
+        return
+    try:
+        import_module("unsloth")
+    except Exception as error:  # it raises many kinds: a missing card, an operator that does not load, its own checks
+        raise SetupError(
+            f"Unsloth is installed but its import failed: {type(error).__name__}: {error}. Restart the kernel, and see "
+            f"what `rloo-kit doctor` says; to go without Unsloth: {BACKEND_VARIABLE}=transformers"
+        ) from error
+
+
+def _import(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise SetupError(f"{name} is not installed, and the kit needs it: pip install -e .") from error

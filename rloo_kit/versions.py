@@ -1,0 +1,67 @@
+"""Which versions the kit is tested with, and which are installed; nothing is imported to find out.
+
+The ranges are those of `pyproject.toml` (a test holds the two together). Outside them things may well work: the
+contract tests in `tests/contracts` say what of TRL the loop relies on.
+"""
+
+import importlib.util
+import sys
+from importlib import metadata
+
+TESTED_PYTHON = ">=3.11,<3.13"
+
+# name of the distribution: tested range, as in a requirement
+TESTED = {
+    "torch": ">=2.11,<2.14",
+    "transformers": ">=5.17,<5.18",
+    "trl": ">=1.15,<1.16",
+    "peft": ">=0.21,<0.22",
+    "accelerate": ">=1.15,<1.16",
+    "bitsandbytes": ">=0.50,<0.51",
+    "datasets": ">=4.8,<5",
+}
+TESTED_EXTRAS = {
+    "unsloth": "==2026.10.6",
+    "unsloth-zoo": "==2026.10.7",
+}
+
+
+def installed_version(name: str) -> str | None:
+    """Version of a distribution from its metadata, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Python's version and that of every library in the tested ranges (None: not installed)."""
+    python = ".".join(str(part) for part in sys.version_info[:3])
+    return {"python": python} | {name: installed_version(name) for name in (TESTED | TESTED_EXTRAS)}
+
+
+def in_range(version: str, tested: str) -> bool:
+    """Whether a version lies in a range.
+
+    >>> in_range("2.13.0+cpu", ">=2.11,<2.14"), in_range("2.14.0", ">=2.11,<2.14")
+    (True, False)
+    """
+    from packaging.specifiers import SpecifierSet  # comes with transformers; not needed to set up
+
+    return SpecifierSet(tested).contains(version, prereleases=True)
+
+
+def is_importable(module: str) -> bool:
+    """Whether `import module` would find it, without importing it.
+
+    A bare folder of that name in the working directory (a clone of a repository, say) is not the package.
+    """
+    if module in sys.modules:
+        return True
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
+
+
+def is_cpu_torch() -> bool:
+    """Whether the installed torch was built without CUDA (its version then ends in `+cpu`)."""
+    return (installed_version("torch") or "").endswith("+cpu")
