@@ -25,6 +25,7 @@ from rloo_kit.errors import ConfigError, DataError, RewardError
 
 load_stack()
 
+import peft
 import torch
 import trl
 from accelerate.utils import gather, gather_object, is_peft_model
@@ -40,6 +41,7 @@ from rloo_kit.advantages import (
     unscore_non_finite,
     zero_unscored,
 )
+from rloo_kit.backends import keep_settings
 from rloo_kit.logprobs import attach_token_scoring, completion_scores
 from rloo_kit.loop_metrics import (
     GenerationBatch,
@@ -84,8 +86,10 @@ class RLOOTrainer(trl.RLOOTrainer):
         for name in ("train_dataset", "eval_dataset"):
             if arguments.get(name) is not None:
                 arguments[name] = prepare_old_dataset(arguments[name], arguments.get("processing_class"))
+        arguments = _wrapped_for_unsloth(arguments)
         masters = _trainable_tensors(arguments.get("model"))
-        super().__init__(**arguments)
+        with keep_settings(arguments.get("args"), arguments.get("processing_class")):
+            super().__init__(**arguments)
         if self.aux_loss_enabled:
             raise ConfigError("mixture-of-experts auxiliary losses are not scored here: set router_aux_loss_coef=0.0")
         _restore_precision(self.model, masters)
@@ -360,6 +364,16 @@ def _with_reward_weights(args: Any, rewards: list[Any]) -> Any:
     if args is not None and args.reward_weights is None and all(isinstance(w, (int, float)) for w in weights):
         args.reward_weights = [float(weight) for weight in weights]
     return args
+
+
+def _wrapped_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The trainer that Unsloth generates takes `peft_config` and ignores it, so the adapter is made here."""
+    if load_stack().unsloth is None or arguments.get("peft_config") is None:
+        return arguments
+    rest = {name: value for name, value in arguments.items() if name != "peft_config"}
+    if is_peft_model(rest["model"]):
+        raise ConfigError("peft_config was given with a model that has an adapter already: leave one of them out")
+    return rest | {"model": peft.get_peft_model(rest["model"], arguments["peft_config"])}
 
 
 def _trainable_tensors(model: Any) -> dict[str, torch.Tensor]:
