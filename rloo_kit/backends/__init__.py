@@ -1,0 +1,153 @@
+"""The policy: one model with its tokenizer, loaded by Unsloth or by transformers and PEFT behind one protocol.
+
+`load_policy` decides which of the two and says why; what lies above works with the `Policy` alone. A backend is a
+module with four functions: `unusable`, `load`, `inference_mode` and `config_arguments`. Left out: merging an adapter
+into its base, and several cards.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rloo_kit import environment
+from rloo_kit._stack import load_stack
+from rloo_kit.backends.checkpoint import Source, bind_padding, find_source
+from rloo_kit.chat import resolve_family
+from rloo_kit.errors import BackendError
+from rloo_kit.tokens import ThinkTags, bind_think_tags
+
+_MODULES = {"unsloth": "rloo_kit.backends.unsloth", "transformers": "rloo_kit.backends.transformers"}
+_loaded: set[str] = set()
+
+
+@dataclass
+class Policy:
+    """A model that is trained and sampled from.
+
+    Attributes:
+        model: a PeftModel, or the plain causal language model where every parameter is trained.
+        tokenizer: pads on the left, has a pad token.
+        backend: "unsloth" or "transformers". reason: why that one, for people.
+        tags: ids of `<think>` and `</think>`.
+        family: "thinking", "hybrid", "instruct" or "plain".
+        config_arguments: what `RLOOConfig` has to be told for this model (gradient checkpointing).
+    """
+
+    model: Any
+    tokenizer: Any
+    backend: str
+    reason: str
+    tags: ThinkTags
+    family: str
+    config_arguments: dict[str, Any]
+
+    def inference_mode(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients, for generation; the mode before it is back afterwards."""
+        return _module(self.backend).inference_mode(self.model)
+
+    def describe(self) -> str:
+        """One line: model, size, what is trained, where it lies, which backend and why."""
+        sizes = [(_num_weights(parameter), parameter.requires_grad) for parameter in self.model.parameters()]
+        total = sum(size for size, _ in sizes)
+        trained = sum(size for size, is_trained in sizes if is_trained)
+        base = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+        bits = " in 4-bit" if getattr(base, "is_loaded_in_4bit", False) else ""
+        return (
+            f"{type(base).__name__}{bits}, {total / 1e6:.2f} M parameters, {trained / 1e6:.2f} M trained, on "
+            f"{next(self.model.parameters()).device}, family {self.family}; backend {self.backend}: {self.reason}"
+        )
+
+
+def load_policy(run: Any) -> Policy:
+    """Load the model of `run.model` with an adapter to train, and its tokenizer.
+
+    Args:
+        run: a `RunConfig`. `run.model.backend` forces a backend; an adapter that exists (`run.model.adapter`, or a
+            `run.model.name` that is an adapter's folder) is continued.
+
+    Raises:
+        BackendError: the model, its adapter or the backend cannot be used; the text names the key to change.
+    """
+    stack = load_stack()
+    name, reason = _choose(run, stack)
+    source = find_source(run)
+    model, tokenizer = _module(name).load(run, source, stack)
+    _loaded.add(name)
+    bind_padding(model, tokenizer)
+    return Policy(
+        model=model,
+        tokenizer=tokenizer,
+        backend=name,
+        reason=reason,
+        tags=bind_think_tags(tokenizer),
+        family=resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking),
+        config_arguments=_module(name).config_arguments(run),
+    )
+
+
+def save_adapter(policy: Policy, folder: str | Path) -> Path:
+    """Write what was trained (the adapter, or the whole model where there is none) and the tokenizer into `folder`.
+
+    Returns:
+        the folder; as `model.adapter` of a run, or as `model.name`, it goes on from there.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if hasattr(policy.model, "peft_config"):
+        policy.model.save_pretrained(str(folder), selected_adapters=["default"])  # TRL's copy "ref" stays behind
+    else:
+        policy.model.save_pretrained(str(folder))
+    policy.tokenizer.padding_side = "left"
+    policy.tokenizer.save_pretrained(str(folder))
+    return folder
+
+
+@contextmanager
+def keep_settings(args: Any, tokenizer: Any) -> Iterator[None]:
+    """Around the constructor of the trainer: what a backend's version of it changes on its own is put back.
+
+    Args:
+        args: the trainer's config or None. tokenizer: its processing class or None.
+    """
+    unsloth_is_there = "unsloth" in sys.modules
+    guard = _module("unsloth").keep_precision(args) if unsloth_is_there else nullcontext()
+    side = getattr(tokenizer, "padding_side", None)
+    with guard:
+        yield
+    if side is not None:
+        tokenizer.padding_side = side
+
+
+def _choose(run: Any, stack: Any) -> tuple[str, str]:
+    """Name of the backend and the reason for it."""
+    wanted = run.model.backend
+    obstacle = _module("unsloth").unusable(run, stack)
+    if wanted == "unsloth":
+        if obstacle:
+            raise BackendError(f"model.backend is unsloth, but {obstacle}; or set model.backend=transformers")
+        return "unsloth", "model.backend asks for it"
+    if wanted == "auto" and not obstacle:
+        return "unsloth", environment.current().backend_reason
+    if "unsloth" in _loaded:
+        raise BackendError(
+            "a model was loaded through Unsloth in this process, and Unsloth replaces parts of transformers and PEFT "
+            "for good, so the transformers backend would run them too: start a new process (restart the kernel) for "
+            "model.backend=transformers"
+        )
+    return "transformers", "model.backend asks for it" if wanted == "transformers" else str(obstacle).partition(";")[0]
+
+
+def _module(name: str) -> Any:
+    return import_module(_MODULES[name])
+
+
+def _num_weights(parameter: Any) -> int:
+    """Weights in a parameter; bitsandbytes packs two into each byte."""
+    return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
+
+
+__all__ = ["Policy", "Source", "keep_settings", "load_policy", "save_adapter"]

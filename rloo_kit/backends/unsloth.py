@@ -1,0 +1,124 @@
+"""Unsloth's FastLanguageModel: the backend for a CUDA card.
+
+Only this file and `_stack` know Unsloth. What it changes on its own is put back here: padding on the right, the mixed
+precision that its trainer chooses, and the attention mask that its training forward drops for left-padded rows. Left
+out: vLLM (`fast_inference`) and training every parameter, for which the transformers backend is there.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rloo_kit import environment
+from rloo_kit._stack import load_stack
+from rloo_kit.backends.checkpoint import Source, usable_length
+from rloo_kit.errors import BackendError
+
+PRECISION_VARIABLE = "UNSLOTH_MIXED_PRECISION"
+
+
+def unusable(run: Any, stack: Any) -> str | None:
+    """Why Unsloth cannot be used for this run ("what is the case; what to do"); None if it can."""
+    if stack.unsloth is None:
+        cure = "pip install -e '.[gpu]'" if find_spec("unsloth") is None else "see `rloo-kit doctor`"
+        return f"{environment.current().backend_reason}; {cure}"
+    if run.model.lora is None:
+        return "Unsloth trains adapters and model.lora is null; set model.lora={}"
+    return None
+
+
+def load(run: Any, source: Source, stack: Any) -> tuple[Any, Any]:
+    """The model with its adapter in place, and its tokenizer.
+
+    Raises:
+        BackendError: the checkpoint cannot be read, or the adapter does not fit it.
+    """
+    fast = stack.unsloth.FastLanguageModel
+    dtype = None if run.model.dtype == "auto" else getattr(stack.torch, run.model.dtype)
+    try:
+        max_seq_length = usable_length(run, stack.transformers.AutoConfig.from_pretrained(source.base))
+        model, tokenizer = fast.from_pretrained(
+            model_name=source.base,
+            max_seq_length=max_seq_length,
+            dtype=dtype,
+            load_in_4bit=run.model.load_in_4bit,
+            use_gradient_checkpointing=run.model.gradient_checkpointing,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, BackendError):
+            raise
+        raise BackendError(f"Unsloth cannot load model.name = {run.model.name}: {error}") from error
+    model = _with_adapter(model, run, source, stack)
+    _keep_padding_mask(model)
+    return model, tokenizer
+
+
+@contextmanager
+def inference_mode(model: Any) -> Iterator[None]:
+    """Unsloth's fast generation without gradients; training mode with its checkpointing is back afterwards."""
+    torch = load_stack().torch
+    was_training = model.training
+    model.for_inference()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if was_training:
+            model.for_training(use_gradient_checkpointing=getattr(model, "_unsloth_gradient_checkpointing", False))
+
+
+def config_arguments(run: Any) -> dict[str, Any]:
+    """The model carries Unsloth's own checkpointing; TRL's would be laid over it."""
+    return {"gradient_checkpointing": False}
+
+
+@contextmanager
+def keep_precision(args: Any) -> Iterator[None]:
+    """Around the generated trainer's constructor: float32 stays float32.
+
+    It turns mixed precision on where neither bf16 nor fp16 is asked for, unless its variable says that the model's own
+    precision is meant.
+    """
+    if args is None or args.bf16 or args.fp16:
+        yield
+        return
+    before = os.environ.get(PRECISION_VARIABLE)
+    full_eval = args.bf16_full_eval, args.fp16_full_eval
+    os.environ[PRECISION_VARIABLE] = "bfloat16"
+    try:
+        yield
+    finally:
+        args.bf16_full_eval, args.fp16_full_eval = full_eval
+        if before is None:
+            del os.environ[PRECISION_VARIABLE]
+        else:
+            os.environ[PRECISION_VARIABLE] = before
+
+
+def _with_adapter(model: Any, run: Any, source: Source, stack: Any) -> Any:
+    """A new LoRA adapter, or the one that exists, with Unsloth's kernels on it."""
+    fast, lora = stack.unsloth.FastLanguageModel, run.model.lora
+    if source.adapter is None:
+        return fast.get_peft_model(
+            model,
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=list(lora.target_modules),
+            use_gradient_checkpointing=run.model.gradient_checkpointing,
+            random_state=run.run.seed,
+        )
+    folder = Path(source.adapter).expanduser()
+    try:
+        model = stack.peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise BackendError(f"the adapter {folder} does not fit {source.base}: {error}") from error
+    return fast.patch_peft_model(model, use_gradient_checkpointing=run.model.gradient_checkpointing)
+
+
+def _keep_padding_mask(model: Any) -> None:
+    """In training mode the backbone drops a padding mask unless the last call of the whole model had no labels."""
+    model.get_base_model().model._unsloth_keep_padding_mask = True
