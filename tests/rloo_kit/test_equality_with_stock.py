@@ -159,7 +159,7 @@ def test_equal_to_stock_trl(case, stock_head, make_tiny_model, tiny_tokenizer, t
 
 
 def test_fresh_adapter_needs_no_copy_as_reference(stock_head, make_tiny_model, tiny_tokenizer, tmp_path):
-    """TRL copies every adapter as "ref"; for an untrained one the base model is the same reference, without the memory."""
+    """TRL copies every adapter as "ref"; for an untrained one the base model is the same reference, and free."""
     import trl
 
     from rloo_kit.rloo_config import RLOOConfig
@@ -177,7 +177,7 @@ def test_fresh_adapter_needs_no_copy_as_reference(stock_head, make_tiny_model, t
 
 
 def test_on_policy_ratio_is_exactly_one(make_tiny_model, tiny_tokenizer, tmp_path):
-    """Phantom clipping: two passes over one policy differ by rounding, and the sum over a long thought leaves the range."""
+    """Phantom clipping: two passes over one policy differ by rounding; summed over a thought it leaves the range."""
     from rloo_kit.rloo_config import RLOOConfig
     from rloo_kit.trainer import RLOOTrainer
 
