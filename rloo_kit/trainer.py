@@ -50,7 +50,7 @@ from rloo_kit.loop_metrics import (
     rollout_rows,
     sample_statistics,
 )
-from rloo_kit.reward_registry import guard
+from rloo_kit.reward_guard import guard
 from rloo_kit.rloo_config import RLOOConfig, prepare_old_dataset, translate_trainer_arguments
 from rloo_kit.tokens import bind_think_tags
 
@@ -82,7 +82,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         rewards = arguments.get("reward_funcs")
         rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
         arguments["args"] = _with_reward_weights(arguments.get("args"), rewards)
-        arguments["reward_funcs"] = [_guarded(reward) for reward in rewards]
+        arguments["reward_funcs"] = [guard(reward) for reward in rewards]
         for name in ("train_dataset", "eval_dataset"):
             if arguments.get(name) is not None:
                 arguments[name] = prepare_old_dataset(arguments[name], arguments.get("processing_class"))
@@ -347,15 +347,6 @@ class _AlignMicroSteps(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer._step = state.global_step * args.gradient_accumulation_steps
-
-
-def _guarded(reward: Any) -> Any:
-    """Callables are guarded; checkpoints (names, modules) are TRL's to run."""
-    if isinstance(reward, (str, torch.nn.Module)) or hasattr(reward, "failed"):
-        return reward
-    if not callable(reward):
-        raise ConfigError(f"reward_funcs takes callables, models or their names; got {type(reward).__name__}")
-    return guard(reward)
 
 
 def _with_reward_weights(args: Any, rewards: list[Any]) -> Any:

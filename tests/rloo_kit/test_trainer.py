@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rloo_kit.errors import ConfigError, DataError, RewardError
+from rloo_kit.errors import DataError, RewardError
 
 THINK_END, EOS = 260, 258
 TRL_METRICS = {
@@ -269,5 +269,5 @@ def test_images_are_refused(make_trainer):
 
 def test_a_reward_that_cannot_be_called_is_refused(make_trainer):
     """`reward_funcs=0.5` used to fail steps later, inside the rollout."""
-    with pytest.raises(ConfigError, match="reward_funcs takes callables"):
+    with pytest.raises(RewardError, match="0.5 is no reward"):
         make_trainer(0.5)
