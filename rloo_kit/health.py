@@ -1,0 +1,149 @@
+"""Rules that keep a run from training nothing in silence: pure functions and a counter over logged metrics.
+
+A step whose groups all earned one reward, whose completions were nearly all cut off, or whose gradient is zero moves
+nothing, and the loss looks calm while it happens. `SignalWatch` counts such steps and says which key to change.
+No torch here, so the rules can be run over the `metrics.jsonl` of any run.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TRUNCATED_LIMIT = 0.95  # share of completions cut off from which a step teaches next to nothing
+EQUAL_REWARDS = 1e-6  # a standard deviation below this is rounding
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, and what to change.
+
+    Attributes:
+        kind: "tied", "truncated" or "zero_gradient".
+        steps: how many steps in a row it has been so.
+        message: what was found and the key that mends it.
+    """
+
+    kind: str
+    steps: int
+    message: str
+
+
+def find_problems(metrics: Mapping[str, Any]) -> set[str]:
+    """The kinds of `Finding` that one row of metrics shows, under the names that the trainer logs.
+
+    >>> sorted(find_problems({"frac_reward_zero_std": 1.0, "grad_norm": 0.0, "completions/clipped_ratio": 0.1}))
+    ['tied', 'zero_gradient']
+    """
+    problems = set()
+    # With a KL penalty the rewards of a group differ by it alone, so the scores before the penalty are asked first.
+    tied = metrics.get("frac_score_zero_std", metrics.get("frac_reward_zero_std"))
+    deviation = metrics.get("reward_std")
+    if (tied is not None and tied >= 1.0) or (deviation is not None and deviation < EQUAL_REWARDS):
+        problems.add("tied")
+    if _number(metrics, "completions/clipped_ratio", 0.0) >= TRUNCATED_LIMIT:
+        problems.add("truncated")
+    norm = metrics.get("grad_norm")
+    if norm is not None and norm == 0.0:
+        problems.add("zero_gradient")
+    return problems
+
+
+def explain(kind: str, steps: int, metrics: Mapping[str, Any], rloo: Mapping[str, Any]) -> str:
+    """What the finding means for this run and the key to change.
+
+    Args:
+        kind: a kind of `Finding`. steps: for how many steps in a row.
+        metrics: the last row. rloo: the values of the `rloo:` section.
+    """
+    clipped = _number(metrics, "completions/clipped_ratio", 0.0)
+    longer = (
+        f"raise rloo.max_completion_length (currently {rloo.get('max_completion_length')}): {clipped:.0%} of the "
+        "completions are cut off before they end"
+    )
+    if kind == "truncated":
+        closed = metrics.get("thinking/closed_ratio")
+        thinking = "" if closed is None else f", and {closed:.0%} of them close their thinking"
+        return f"nearly every completion was truncated in {steps} steps in a row: {longer}{thinking}"
+    if kind == "tied":
+        reward = metrics.get("reward")
+        found = "every group of completions earned one and the same reward"
+        value = "" if reward is None else f" (mean reward {reward:.3g})"
+        return f"{found} in {steps} steps in a row{value}, so every advantage is zero: {_untie(clipped, longer, rloo)}"
+    return (
+        f"the gradient was zero in {steps} steps in a row, so no weight moved: {_find_gradient(clipped, longer, rloo)}"
+    )
+
+
+def _untie(clipped: float, longer: str, rloo: Mapping[str, Any]) -> str:
+    if clipped >= TRUNCATED_LIMIT:
+        return longer
+    return (
+        "the rewards cannot tell the completions apart. Use prompts that are solved sometimes (data.source), a reward "
+        f"with grades between its extremes (rewards), more completions a prompt (rloo.num_generations, currently "
+        f"{rloo.get('num_generations')}) or a higher rloo.temperature (currently {rloo.get('temperature')})"
+    )
+
+
+def _find_gradient(clipped: float, longer: str, rloo: Mapping[str, Any]) -> str:
+    if rloo.get("mask_truncated_completions") and clipped >= TRUNCATED_LIMIT:
+        return f"rloo.mask_truncated_completions leaves truncated completions out of the loss; {longer}"
+    if clipped >= TRUNCATED_LIMIT:
+        return longer
+    clip = rloo.get("reward_clip_range")
+    if clip:
+        return f"rloo.reward_clip_range (currently {list(clip)}) may flatten all rewards to one value; widen it"
+    return (
+        "either every advantage is zero (see frac_reward_zero_std; change rewards, data.source, rloo.num_generations) "
+        "or nothing is trainable (see model.lora)"
+    )
+
+
+class SignalWatch:
+    """Counts steps in a row without a learning signal; speaks once a kind, and again each time the row has doubled.
+
+    Args:
+        patience: steps in a row before it speaks (`run.no_signal_steps`).
+        rloo: the values of the `rloo:` section, for the message.
+
+    >>> watch = SignalWatch(2, {"max_completion_length": 128, "num_generations": 4, "temperature": 1.0})
+    >>> row = {"frac_reward_zero_std": 1.0, "completions/clipped_ratio": 1.0, "reward": -1.0}
+    >>> watch.observe(1, row)
+    []
+    >>> [finding.kind for finding in watch.observe(2, row)]
+    ['tied', 'truncated']
+    """
+
+    KINDS = ("tied", "truncated", "zero_gradient")
+
+    def __init__(self, patience: int, rloo: Mapping[str, Any]):
+        self.patience = patience
+        self.rloo = rloo
+        self._last_step: int | None = None
+        self._rows = dict.fromkeys(self.KINDS, 0)
+        self._said = dict.fromkeys(self.KINDS, 0)
+
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> list[Finding]:
+        """Take one logged row and return what there is to say about it.
+
+        Args:
+            step: optimizer steps done; a row stands for all steps since the last one (`rloo.logging_steps`).
+            metrics: the row, under the trainer's names.
+        """
+        unlogged = self.rloo.get("logging_steps", 1) if self._last_step is None else step - self._last_step
+        covered = max(unlogged, 1)
+        self._last_step = step
+        problems = find_problems(metrics)
+        findings = []
+        for kind in self.KINDS:
+            self._rows[kind] = self._rows[kind] + covered if kind in problems else 0
+            if self._rows[kind] >= max(self.patience, 2 * self._said[kind]):
+                self._said[kind] = self._rows[kind]
+                message = explain(kind, self._rows[kind], metrics, self.rloo)
+                findings.append(Finding(kind, self._rows[kind], message))
+        return findings
+
+
+def _number(metrics: Mapping[str, Any], name: str, default: float) -> float:
+    value = metrics.get(name)
+    return default if value is None or math.isnan(value) else float(value)

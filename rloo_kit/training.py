@@ -1,0 +1,243 @@
+"""Training one run: the trainer, its folder, what it prints, and how it stops and goes on.
+
+`train` puts the parts together and leaves the learning to `RLOOTrainer`. However it ends, `status.json` says how, and
+the checkpoint it can go on from is there: after Ctrl-C, after a reward that kept failing, after steps without signal.
+Left out: several processes.
+"""
+
+import os
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rloo_kit import environment
+from rloo_kit._stack import load_stack
+from rloo_kit.backends import Policy, save_adapter
+from rloo_kit.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SampleTable, SignalGuard
+from rloo_kit.data import Data
+from rloo_kit.errors import NoSignalError
+from rloo_kit.health import SignalWatch
+from rloo_kit.run_dir import RunDir
+
+
+@dataclass
+class TrainResult:
+    """What became of a run.
+
+    Attributes:
+        folder: the run's. adapter_folder: the trained adapter (or the whole model, with `model.lora=null`).
+        steps: optimizer steps done, those before a resume included.
+        metrics: the rows of `metrics.jsonl`, one a logged step.
+        seconds: wall time of this call.
+        stopped: None when it ran to its end, else "interrupted" or "no signal".
+    """
+
+    folder: Path
+    adapter_folder: Path
+    steps: int
+    metrics: list[dict[str, Any]] = field(repr=False)
+    seconds: float
+    stopped: str | None = None
+
+
+def train(
+    run: Any,
+    policy: Policy,
+    data: Data,
+    reward_funcs: list[Any],
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    run_dir: RunDir | None = None,
+) -> TrainResult:
+    """Train `policy`, in place, and write everything of the run into its folder.
+
+    Args:
+        run: a `RunConfig`. policy: from `load_policy`. data: from `load_data`. reward_funcs: from `build_rewards`.
+        resume: go on from the last checkpoint in the folder.
+        overwrite: delete the run that lies in the folder.
+        run_dir: the folder where it is open already; `resume` and `overwrite` were settled when it was opened.
+
+    Returns:
+        `TrainResult`. Ctrl-C does not raise: it saves, says how to go on, and `stopped` is "interrupted".
+
+    Raises:
+        RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create`.
+        RewardError: rewards failed too often (`run.max_reward_failure_share`); the state is saved.
+    """
+    owned = run_dir is None
+    opened = RunDir.create(run, resume=resume, overwrite=overwrite) if run_dir is None else run_dir
+    with opened if owned else nullcontext():
+        return _Training(run, policy, data, reward_funcs, opened).run_to_end()
+
+
+class _Training:
+    """One call of `train`: the trainer with its callbacks, and the ways it can end."""
+
+    def __init__(self, run: Any, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir):
+        self.run, self.policy, self.run_dir = run, policy, run_dir
+        self.checkpoint = run_dir.last_checkpoint() if run_dir.resumed else None
+        if run_dir.resumed:
+            run_dir.rewind(self.checkpoint[1] if self.checkpoint else 0)
+        self.rollouts = RolloutLog(run_dir)
+        self.writer = MetricsWriter(run_dir)
+        self.guard = SignalGuard(
+            SignalWatch(run.run.no_signal_steps, run.rloo.model_dump()), stop=run.run.stop_when_no_signal
+        )
+        self.interrupts = Interrupts()
+        self.trainer = self._build_trainer(data, reward_funcs)
+
+    def _build_trainer(self, data: Data, reward_funcs: list[Any]) -> Any:
+        load_stack()
+        from transformers.trainer_callback import PrinterCallback
+
+        from rloo_kit.rloo_config import RLOOConfig
+        from rloo_kit.trainer import RLOOTrainer
+
+        run, policy = self.run, self.policy
+        callbacks = [
+            self.writer,
+            ProgressLine(self.rollouts, run.run.progress_every_s),
+            SampleTable(
+                self.rollouts,
+                policy.tokenizer,
+                policy.tags,
+                policy.family,
+                run.run.sample_every_steps,
+                run.run.num_samples,
+            ),
+            self.guard,
+            self.interrupts,
+        ]
+        trainer = RLOOTrainer(
+            model=policy.model,
+            reward_funcs=reward_funcs,
+            args=RLOOConfig(**training_arguments(run, policy, self.run_dir / "checkpoints")),
+            train_dataset=data.train,
+            processing_class=policy.tokenizer,
+            callbacks=callbacks,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.rollout_listeners.append(self.rollouts)
+        return trainer
+
+    def run_to_end(self) -> TrainResult:
+        started = time.monotonic()
+        try:
+            if self._is_done_already():
+                self._load_weights()
+            else:
+                self._train()
+            stopped = self._why_stopped()
+            adapter = save_adapter(self.policy, self.run_dir / "adapter")
+        finally:
+            self._drop_reference()
+        self._conclude(stopped)
+        steps = self.trainer.state.global_step
+        seconds = time.monotonic() - started
+        return TrainResult(self.run_dir.folder, adapter, steps, self.writer.rows, seconds, stopped)
+
+    def _is_done_already(self) -> bool:
+        """Whether the resumed run has nothing left to do; the trainer would go one step too far."""
+        if self.checkpoint is None:
+            return False
+        folder, step = self.checkpoint
+        state = self.run_dir.read_json(f"checkpoints/{folder.name}/trainer_state.json")
+        epochs = self.run.rloo.num_train_epochs
+        total = self.run.rloo.max_steps or (state["max_steps"] if state["num_train_epochs"] == epochs else None)
+        return total is not None and step >= total
+
+    def _load_weights(self) -> None:
+        folder, step = self.checkpoint
+        self.trainer._load_from_checkpoint(str(folder))
+        self.trainer.state.global_step = self.trainer.state.max_steps = step
+        print(f"the run is finished already (step {step}); its weights are loaded", flush=True)
+
+    def _train(self) -> None:
+        if self.run_dir.resumed:
+            where = f"step {self.checkpoint[1]}" if self.checkpoint else "the start: it has no checkpoint yet"
+            print(f"resuming {self.run_dir.folder} from {where}", flush=True)
+        with self.interrupts:
+            try:
+                self.trainer.train(resume_from_checkpoint=str(self.checkpoint[0]) if self.checkpoint else None)
+            except KeyboardInterrupt:
+                self.interrupts.requested = True
+                self._save_what_is_whole()
+
+    def _save_what_is_whole(self) -> None:
+        """A checkpoint after a hard stop, unless it came in the middle of an update of the weights."""
+        step = self.trainer.state.global_step
+        last = self.run_dir.last_checkpoint()
+        if step > 0 and self.interrupts.between_steps and (last is None or last[1] < step):
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+    def _why_stopped(self) -> str | None:
+        state = self.trainer.state
+        if state.max_steps and state.global_step >= state.max_steps:
+            return None
+        if self.guard.finding is not None:
+            return "no signal"
+        return "interrupted" if self.interrupts.requested else None
+
+    def _conclude(self, stopped: str | None) -> None:
+        """The last word in `status.json` and on the screen."""
+        state, folder = self.trainer.state, self.run_dir.folder
+        progress = {"step": state.global_step, "max_steps": state.max_steps}
+        if stopped is None:
+            self.run_dir.set_status("finished", **progress)
+            return
+        resume = self.run_dir.resume_command
+        where = f"at step {state.global_step} of {state.max_steps}"
+        if stopped == "interrupted":
+            last = self.run_dir.last_checkpoint()
+            saved = f"the checkpoint of step {last[1]}" if last else "no checkpoint yet (no step was finished)"
+            self.run_dir.set_status("interrupted", resume=resume, **progress)
+            print(f"interrupted {where}; {folder} has {saved}, and the adapter. To go on: {resume}", flush=True)
+            return
+        error = NoSignalError(f"stopped {where} (run.stop_when_no_signal): {self.guard.finding.message}")
+        self.run_dir.set_status("failed", error=f"NoSignalError: {error}", resume=resume, **progress)
+        print(f"{error}\nThe state is saved in {folder}.", flush=True)
+
+    def _drop_reference(self) -> None:
+        """The trainer's copy of the starting adapter goes with the trainer; a second `train` makes its own."""
+        model = self.policy.model
+        if "ref" in getattr(model, "peft_config", {}):
+            model.delete_adapter("ref")
+
+
+def training_arguments(run: Any, policy: Policy, folder: Path) -> dict[str, Any]:
+    """Keyword arguments of `RLOOConfig`: the `rloo:` section, and what the machine and the backend decide.
+
+    Args:
+        folder: where checkpoints go.
+    """
+    on_cpu = policy.model.device.type == "cpu"
+    return (
+        {
+            "output_dir": str(folder),
+            "seed": run.run.seed,
+            "disable_tqdm": True,
+            "use_cpu": on_cpu,
+            "dataloader_pin_memory": not on_cpu,
+            "max_reward_failure_share": run.run.max_reward_failure_share,
+            "reward_failure_steps": run.run.reward_failure_steps,
+        }
+        | run.rloo.to_arguments()
+        | mixed_precision(run)
+        | policy.config_arguments
+    )
+
+
+def mixed_precision(run: Any) -> dict[str, bool]:
+    """`bf16` and `fp16`: the file's, and where it leaves them open the machine's.
+
+    ACCELERATE_MIXED_PRECISION is made to agree, because it beats `bf16=False`.
+    """
+    chosen = environment.current().precision
+    bf16, fp16 = run.rloo.bf16, run.rloo.fp16
+    bf16 = (chosen == "bf16" and not fp16) if bf16 is None else bf16
+    fp16 = (chosen == "fp16" and not bf16) if fp16 is None else fp16
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if bf16 else "fp16" if fp16 else "no"
+    return {"bf16": bf16, "fp16": fp16}
