@@ -24,9 +24,11 @@ def accepts_bool(annotation: Any) -> bool:
 
 
 def suggest(word: str, known: list[str]) -> str:
-    """`; did you mean ...?` for the known name nearest to `word`, or the list of them."""
+    """`; did you mean ...?` for the known name nearest to `word`, or the list of them if it is short enough to help."""
     nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean '{nearest[0]}'?" if nearest else f"; known here: {', '.join(sorted(known))}"
+    if nearest:
+        return f"; did you mean '{nearest[0]}'?"
+    return f"; known here: {', '.join(sorted(known))}" if len(known) <= 60 else ""
 
 
 def describe_type(annotation: Any) -> str:

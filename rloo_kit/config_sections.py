@@ -301,7 +301,7 @@ def count_processes() -> int:
     """Processes of a distributed run (WORLD_SIZE, which launchers set); 1 without one."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"the environment's WORLD_SIZE is {text!r}; a launcher sets it to a whole number, 1 or more")
+        raise ConfigError(f"the environment's WORLD_SIZE is {text!r}; a launcher sets it to a whole number, 1 or more")
     return int(text)
 
 
@@ -313,7 +313,7 @@ def check_generation_batch(
     >>> check_generation_batch(8, 1, 4)
 
     Raises:
-        ValueError: per_device x processes x passes is not a multiple of num_generations.
+        ConfigError: per_device x processes x passes is not a multiple of num_generations.
     """
     processes = count_processes()
     total = per_device * processes * passes
@@ -325,10 +325,11 @@ def check_generation_batch(
     fitting += [
         f"per_device_train_batch_size={b}" for b in _nearest_multiples(processes * passes, num_generations, per_device)
     ]
-    raise ValueError(
-        f"a rollout has {per_device} completions a device (per_device_train_batch_size) x {processes} processes x "
-        f"{passes} passes ({passes_key}) = {total} completions, which does not divide into whole groups of "
-        f"{num_generations} (num_generations). The nearest that work: {' or '.join(fitting)}"
+    raise ConfigError(
+        f"a rollout has {per_device} completions a pass (per_device_train_batch_size) x {processes} "
+        f"process{'es' if processes > 1 else ''} x {passes} pass{'es' if passes > 1 else ''} ({passes_key}) = {total} "
+        f"completions, which does not divide into whole groups of {num_generations} (num_generations). The nearest that "
+        f"work: {' or '.join(fitting)}"
     )
 
 

@@ -14,7 +14,7 @@ FLOORS = {
     1: "errors tokens config config_errors config_sections config_yaml old_names chat env_file environment nvml "
     "progress doctor versions run_dir health leave_one_out kernel",
     2: "_stack backends data data_sources arithmetic cold_start tiny_tokenizer tiny_model reward_registry "
-    "reward_models reward_worker rollout logprobs advantages loop_metrics rloo_config trainer callbacks",
+    "reward_models reward_worker rollout logprobs advantages loop_metrics rloo_config old_trainer trainer callbacks",
     3: "training evaluation report",
     4: "cli __main__",
 }

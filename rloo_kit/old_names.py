@@ -1,0 +1,297 @@
+"""The names that TRL's RLOO had in other releases, and what became of each: ONE table for files, keywords and flags.
+
+TRL rewrote its RLOO trainer in 0.22 (`kl_coef` became `beta`, `rloo_k` became `num_generations`) and dropped the old
+names in 0.25; recipes with them are still everywhere. Each old name is renamed, converted, dropped (it never had an
+effect, and the warning says so) or refused with today's equivalent; none is passed over in silence. Sources: the
+argument lists and the loops of TRL 0.9.6 to 0.26.2, `trl/trainer/rloo_config.py`, `rloo_trainer.py` and `utils.py`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rloo_kit.errors import ConfigError
+
+_OLD_CLIP = 10.0  # the old default of reward_clip_range, which only worked together with normalize_reward
+
+
+@dataclass(frozen=True)
+class OldName:
+    """What became of one old name.
+
+    `new`: today's name where the value carries over; `note`: what to know besides; `read`: for values that change on
+    the way, a function (values, processes) -> new values, which raises ConfigError to refuse.
+    """
+
+    kind: type
+    new: str | None = None
+    note: str = ""
+    keep: bool = False  # kept as a plain attribute, because scripts read it back
+    read: Callable[[dict[str, Any], int], dict[str, Any]] | None = None
+
+
+@dataclass
+class Translation:
+    """Today's values, one message for each old name that was found, and the old values that scripts read back."""
+
+    values: dict[str, Any]
+    messages: list[str] = field(default_factory=list)
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+def _read_mini_batches(values: dict[str, Any], processes: int) -> dict[str, Any]:
+    passes = values["num_mini_batches"] * (values.get("gradient_accumulation_steps") or 1)
+    return {"steps_per_generation": passes} if values["num_mini_batches"] > 1 else {}
+
+
+def _read_episodes(values: dict[str, Any], processes: int) -> dict[str, Any]:
+    """Batches that the old loop ran, times the optimizer steps of each; an episode was one completion."""
+    accumulation = values.get("gradient_accumulation_steps") or 1
+    passes = values.get("steps_per_generation") or accumulation * (values.get("num_mini_batches") or 1)
+    per_device = values.get("per_device_train_batch_size") or 8
+    completions = values.get("generation_batch_size") or per_device * processes * passes
+    epochs = values.get("num_iterations") or values.get("num_ppo_epochs") or 1
+    batches = math.ceil(values["total_episodes"] / completions)
+    return {"max_steps": math.ceil(batches * epochs * max(1, completions / (per_device * processes * accumulation)))}
+
+
+def _read_normalize_reward(values: dict[str, Any], processes: int) -> dict[str, Any]:
+    clip = values.get("reward_clip_range")
+    new: dict[str, Any] = {"normalize_rewards": values["normalize_reward"]}
+    if values["normalize_reward"] and clip is None:
+        new["reward_clip_range"] = (-_OLD_CLIP, _OLD_CLIP)  # it clipped what it had normalised
+    return new
+
+
+def _read_stop_token(values: dict[str, Any], processes: int) -> dict[str, Any]:
+    if values["stop_token"] != "eos":
+        raise ConfigError(
+            f"stop_token={values['stop_token']!r} has no equivalent: completions end at the tokenizer's end token. "
+            "Set tokenizer.eos_token to the token that should end them"
+        )
+    return {}
+
+
+def _read_stop_token_id(values: dict[str, Any], processes: int) -> dict[str, Any]:
+    raise ConfigError(
+        f"stop_token_id={values['stop_token_id']} is not taken any more: completions end at the tokenizer's end token. "
+        "Set tokenizer.eos_token (processing_class.eos_token_id) to it before the trainer is built"
+    )
+
+
+def _read_non_eos_penalty(values: dict[str, Any], processes: int) -> dict[str, Any]:
+    if values["non_eos_penalty"]:
+        raise ConfigError(
+            "non_eos_penalty replaced the reward of a completion without an end token by penalty_reward_value. Today "
+            "a fixed amount is subtracted instead: missing_eos_penalty=1.0 (a positive number), without the other two"
+        )
+    return {}
+
+
+_SIZES = (
+    "was computed by the old trainer, which overwrote what was passed; today the generation batch is "
+    "per_device_train_batch_size x processes x steps_per_generation"
+)
+_PPO = "belonged to PPO's value function and RLOO never read it"
+_SCRIPT = "only the old example scripts read it; it stays readable on the config, and"
+
+CONFIG_NAMES: dict[str, OldName] = {
+    # renamed
+    "kl_coef": OldName(float, "beta"),
+    "rloo_k": OldName(int, "num_generations"),
+    "cliprange": OldName(float, "epsilon"),
+    "num_ppo_epochs": OldName(int, "num_iterations"),
+    "response_length": OldName(int, "max_completion_length"),
+    "normalize_advantage": OldName(bool, "normalize_advantages"),
+    "exp_name": OldName(str, "run_name", keep=True),
+    "wandb_log_unique_prompts": OldName(bool, "log_unique_prompts"),
+    "vllm_guided_decoding_regex": OldName(str, "vllm_structured_outputs_regex"),
+    # converted
+    "normalize_reward": OldName(
+        bool, "normalize_rewards", f"with reward_clip_range, whose default was {_OLD_CLIP:g}", read=_read_normalize_reward
+    ),
+    "total_episodes": OldName(
+        int,
+        "max_steps",
+        "optimizer steps, total_episodes / generation batch x num_iterations x mini-batches, rounded up",
+        read=_read_episodes,
+    ),
+    "num_mini_batches": OldName(
+        int, "steps_per_generation", "num_mini_batches x gradient_accumulation_steps", read=_read_mini_batches
+    ),
+    # accepted without effect
+    "token_level_kl": OldName(
+        bool,
+        None,
+        "never changed the result, because both of its forms summed the KL over the completion before the baseline; "
+        "what it promised is kl_form='per_token'",
+    ),
+    "whiten_rewards": OldName(bool, None, "RLOO never whitened anything; today's way to do so is normalize_rewards=True"),
+    "stop_token": OldName(str, None, "completions always end at the tokenizer's end token", read=_read_stop_token),
+    "non_eos_penalty": OldName(bool, None, "false is how it is: see missing_eos_penalty", read=_read_non_eos_penalty),
+    "penalty_reward_value": OldName(float, None, "it only counted with non_eos_penalty; see missing_eos_penalty"),
+    "local_rollout_forward_batch_size": OldName(
+        int, None, "scoring takes per_device_train_batch_size completions at a time"
+    ),
+    "num_sample_generations": OldName(int, None, "log_completions=True prints completions every logging_steps"),
+    "dataset_num_proc": OldName(int, None, "RLOO never read it"),
+    "max_prompt_length": OldName(
+        int, None, "prompts are not cut any more; drop longer ones first (in a run's file: data.max_prompt_length)"
+    ),
+    "sanity_check": OldName(bool, None, _SCRIPT + " max_steps makes a short run"),
+    **{name: OldName(float, None, _PPO) for name in ("vf_coef", "cliprange_value", "gamma", "lam")},
+    **{
+        name: OldName(int, None, _SIZES)
+        for name in (
+            "batch_size", "local_batch_size", "micro_batch_size", "mini_batch_size", "local_mini_batch_size",
+            "num_total_batches", "num_updates", "world_size",
+        )
+    },  # fmt: skip
+    "reward_model_path": OldName(str, None, _SCRIPT + " reward_funcs=... of the trainer takes a name or folder", keep=True),
+    "sft_model_path": OldName(str, None, _SCRIPT + " model=... of the trainer takes a name or folder", keep=True),
+    "base_model": OldName(str, None, _SCRIPT + " model=... of the trainer takes a name or folder", keep=True),
+    # refused
+    "stop_token_id": OldName(int, None, read=_read_stop_token_id),
+}
+
+TRAINER_NAMES: dict[str, OldName] = {
+    "config": OldName(object, "args"),
+    "policy": OldName(object, "model"),
+    "tokenizer": OldName(object, "processing_class"),
+    "reward_model": OldName(object, "reward_funcs"),
+    "ref_policy": OldName(
+        object, None, "the reference is the policy as it stands when training starts; leave it out (reference='start')"
+    ),
+    "data_collator": OldName(object, None, "prompts are tokenized in the loop; leave it out"),
+}
+
+# Old names whose value belongs to another section of a run's file.
+_SECTION_KEYS = {
+    "exp_name": ("run", "name"),
+    "run_name": ("run", "name"),
+    "sft_model_path": ("model", "name"),
+    "base_model": ("model", "name"),
+    "policy": ("model", "name"),
+    "max_prompt_length": ("data", "max_prompt_length"),
+    "seed": ("run", "seed"),
+    "output_dir": ("run", "output_dir"),
+    "gradient_checkpointing": ("model", "gradient_checkpointing"),
+}
+
+
+def translate_config(given: Mapping[str, Any], processes: int = 1, prefix: str = "") -> Translation:
+    """Today's keywords for a config that may hold old ones; None counts as not given.
+
+    >>> translate_config({"kl_coef": 0.1, "rloo_k": 4}).values
+    {'beta': 0.1, 'num_generations': 4}
+
+    Args:
+        given: keywords of `RLOOConfig`, old or new.
+        processes: processes of the run, which total_episodes needs.
+        prefix: what messages put before a name, "rloo." for a file.
+
+    Raises:
+        ConfigError: an old name has no equivalent, or an old and a new name disagree.
+    """
+    values = {name: value for name, value in given.items() if name not in CONFIG_NAMES}
+    result = Translation(values)
+    for old, value in given.items():
+        entry = CONFIG_NAMES.get(old)
+        if entry is None or value is None:
+            continue
+        if entry.keep:
+            result.kept[old] = value
+        _check_kind(old, value, entry.kind, prefix)
+        new = entry.read(dict(given), processes) if entry.read else {entry.new: value} if entry.new else {}
+        for name, converted in new.items():
+            _set_once(values, name, converted, old, prefix)
+        result.messages.append(_say(old, entry, new, prefix))
+    _pair_clip_range(values, given, result.messages, prefix)
+    return result
+
+
+def _check_kind(old: str, value: Any, kind: type, prefix: str) -> None:
+    """Counts are computed with below, so they have to be numbers here already."""
+    if kind is int and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ConfigError(f"{prefix}{old} is {value!r}; it takes a whole number, 0 or more")
+
+
+def _set_once(values: dict[str, Any], name: str, value: Any, old: str, prefix: str) -> None:
+    found = values.get(name)
+    if found is not None and found != value:
+        raise ConfigError(
+            f"{prefix}{old} stands for {prefix}{name}={value}, and {prefix}{name}={found} is given too; keep "
+            f"{prefix}{name} and remove {prefix}{old}"
+        )
+    values[name] = value
+
+
+def _say(old: str, entry: OldName, new: Mapping[str, Any], prefix: str) -> str:
+    if entry.new and entry.new in new:
+        reading = ", ".join(f"{prefix}{name}={value}" for name, value in new.items())
+        note = f" ({entry.note})" if entry.note else ""
+        return f"{prefix}{old} is an old TRL name of {prefix}{entry.new}; read as {reading}{note}"
+    if entry.new:
+        return f"{prefix}{old} is an old TRL name of {prefix}{entry.new}; its value is today's default"
+    return f"{prefix}{old} is an old TRL name and has no effect: {entry.note}"
+
+
+def _pair_clip_range(values: dict[str, Any], given: Mapping[str, Any], messages: list[str], prefix: str) -> None:
+    """The old reward_clip_range was one number, and it only counted with normalize_reward."""
+    clip = values.get("reward_clip_range")
+    if not isinstance(clip, (int, float)) or isinstance(clip, bool):
+        return
+    key, pair = f"{prefix}reward_clip_range", (-float(clip), float(clip))
+    if given.get("normalize_reward") or given.get("normalize_rewards"):
+        values["reward_clip_range"] = pair
+        messages.append(f"{key} was one number in old TRL and is a pair today; read as {key}={pair}")
+    else:
+        values["reward_clip_range"] = None
+        messages.append(
+            f"{key} was one number in old TRL and had no effect without normalize_reward; it is left out. "
+            f"Today's is a pair that always counts: {key}={pair}"
+        )
+
+
+def translate_file(values: dict[str, Any], processes: int = 1) -> list[str]:
+    """Old names in a run's file, in place: those under `rloo:`, and those that have their own section today.
+
+    Returns:
+        one message for each old name.
+
+    Raises:
+        ConfigError: as `translate_config`.
+    """
+    section = values.get("rloo")
+    messages = _move_reward_model(values)
+    if not isinstance(section, dict):
+        return messages
+    for old, (other, key) in _SECTION_KEYS.items():
+        if section.get(old) is None:
+            continue
+        target = values.setdefault(other, {})
+        if isinstance(target, dict):
+            _set_once(target, key, section.pop(old), f"rloo.{old}", f"{other}.")
+            messages.append(f"rloo.{old} belongs to {other}.{key}; read as {other}.{key}={target[key]}")
+    translation = translate_config({str(key): value for key, value in section.items()}, processes, "rloo.")
+    values["rloo"] = translation.values
+    return messages + translation.messages
+
+
+def _move_reward_model(values: dict[str, Any]) -> list[str]:
+    """`reward_model: NAME`, wherever it stands, is an item of `rewards:` today."""
+    messages = []
+    for place, where in ((values, ""), (values.get("rloo"), "rloo.")):
+        for old in ("reward_model", "reward_model_path", "reward_funcs"):
+            if not isinstance(place, dict) or place.get(old) is None:
+                continue
+            names = place.pop(old)
+            items = [{"name": "reward_model", "params": {"model": name}} for name in _listed(names)]
+            values["rewards"] = [*_listed(values.get("rewards") or []), *items]
+            messages.append(f"{where}{old} is an item of rewards today; read as rewards: {items}")
+    return messages
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,0 +1,189 @@
+"""`RLOOConfig`: TRL's, whatever it is today, with the kit's own options, old names understood, and a CPU that just works.
+
+The class subclasses the `trl.RLOOConfig` of the day, which is Unsloth's generated one where Unsloth is the backend. That
+one has an `__init__` with other defaults (learning rate, batch, optimiser, seed), so what is not given is passed on with
+TRL's defaults: the same keywords make the same run on every backend.
+
+The old names are dataclass fields too, because `HfArgumentParser` makes its flags from the fields and old scripts are
+started with flags; they stay None and are left out of `to_dict()`.
+"""
+
+import dataclasses
+import os
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from rloo_kit import _stack
+from rloo_kit.config_errors import suggest
+from rloo_kit.config_sections import check_generation_batch, count_processes
+from rloo_kit.errors import ConfigError
+from rloo_kit.old_names import CONFIG_NAMES, translate_config
+from rloo_kit.old_trainer import prepare_old_dataset, translate_trainer_arguments
+
+_stack.load_stack()
+
+import torch  # noqa: E402
+import trl  # noqa: E402
+
+__all__ = ["RLOOConfig", "prepare_old_dataset", "translate_trainer_arguments"]
+
+KL_FORMS = ("sum", "length_normalized", "per_token")
+REFERENCES = ("start", "base")
+
+
+# TRL's own class, below the one that Unsloth generates.
+_STOCK = next(c for c in trl.RLOOConfig.__mro__ if c.__name__ == "RLOOConfig")
+_STOCK_FIELDS = {f.name: f for f in dataclasses.fields(_STOCK) if f.init}
+
+
+def _default_of(f: "dataclasses.Field[Any]") -> Any:
+    return f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+
+
+def _old_fields(cls: type) -> type:
+    """Add every old name as a field that is None unless given, for `HfArgumentParser`."""
+    for name, entry in CONFIG_NAMES.items():
+        if name in _STOCK_FIELDS or hasattr(cls, name):  # `world_size` is a property of TrainingArguments
+            continue
+        cls.__annotations__[name] = entry.kind | None
+        setattr(cls, name, field(default=None, metadata={"help": f"Old TRL name: {entry.new or entry.note}"}))
+    return cls
+
+
+@dataclass(init=False)
+@_old_fields
+class RLOOConfig(trl.RLOOConfig):
+    """Drop-in for `trl.RLOOConfig`: the same fields and defaults, and these.
+
+    Args:
+        missing_eos_penalty: subtracted from the reward of a completion that was cut off; above 0, None for none.
+        kl_form: "sum" over the completion (TRL's), "length_normalized" (its mean a token) or "per_token".
+        normalize_rewards: rewards of a generation batch to mean 0 and deviation 1, before `reward_clip_range`.
+        reference: what the KL is measured against: the policy at the "start" of training, or the "base" model.
+        max_reward_failure_share: share of samples with a failed reward, 0 to 1, above which a batch counts as failed.
+        reward_failure_steps: failed batches in a row, 1 or more, after which training saves and stops.
+
+    Old keywords (`kl_coef`, `rloo_k`, `total_episodes`, ...) are translated with a warning each: see `old_names`. Without
+    an accelerator, `use_cpu=True` and `bf16=False` are the defaults.
+
+    Raises:
+        ConfigError: a value out of bounds, an unknown keyword, or an old one without an equivalent.
+    """
+
+    missing_eos_penalty: float | None = field(
+        default=None, metadata={"help": "Subtracted from the reward of a truncated completion; above 0."}
+    )
+    kl_form: str = field(default="sum", metadata={"help": "KL in the reward: sum, length_normalized or per_token."})
+    normalize_rewards: bool = field(
+        default=False, metadata={"help": "Rewards of a generation batch to mean 0 and deviation 1."}
+    )
+    reference: str = field(default="start", metadata={"help": "KL against the start of training or the base model."})
+    max_reward_failure_share: float = field(
+        default=0.5, metadata={"help": "Share of samples with a failed reward above which a batch counts as failed."}
+    )
+    reward_failure_steps: int = field(
+        default=3, metadata={"help": "Failed batches in a row after which training saves and stops."}
+    )
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        given = _name_positional(positional, keywords)
+        own = dict(_OWN_DEFAULTS)
+        _refuse_unknown(given, own)
+        translation = translate_config(_drop_defaults(given, own), count_processes())
+        for message in translation.messages:
+            warnings.warn(message, FutureWarning, stacklevel=2)
+        values = _choose_device(translation.values)
+        _check_batch(values)
+        for name, default in own.items():  # before TRL's __init__, which ends in __post_init__
+            setattr(self, name, values.pop(name, default))
+        for name, value in translation.kept.items():
+            setattr(self, name, value)
+        stock = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()}
+        super().__init__(**(stock | values))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_own_fields(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """TRL's, without the old names."""
+        values: dict[str, Any] = super().to_dict()
+        return {name: value for name, value in values.items() if name not in CONFIG_NAMES}
+
+
+_OWN_DEFAULTS = {
+    f.name: f.default
+    for f in dataclasses.fields(RLOOConfig)
+    if f.name not in CONFIG_NAMES and f.name not in {inherited.name for inherited in dataclasses.fields(trl.RLOOConfig)}
+}
+
+
+def _name_positional(positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Positional arguments under the names that TRL's own class gives them."""
+    names = list(_STOCK_FIELDS)[: len(positional)]
+    twice = [name for name in names if name in keywords]
+    if twice or len(positional) > len(_STOCK_FIELDS):
+        raise TypeError(f"RLOOConfig() got {', '.join(twice) or 'too many positional arguments'} twice")
+    return dict(zip(names, positional, strict=True)) | keywords
+
+
+def _refuse_unknown(given: dict[str, Any], own: dict[str, Any]) -> None:
+    known = sorted({f.name for f in dataclasses.fields(trl.RLOOConfig)} | set(own))
+    unknown = [name for name in given if name not in known and name not in CONFIG_NAMES]
+    if unknown:
+        raise ConfigError("\n".join(f"RLOOConfig has no '{name}'{suggest(name, known)}" for name in unknown))
+
+
+def _drop_defaults(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """What differs from its default: a parser passes every field, and only what was typed may contradict an old name."""
+    defaults = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()} | own
+    return {name: value for name, value in given.items() if name not in defaults or defaults[name] != value}
+
+
+def _choose_device(values: dict[str, Any]) -> dict[str, Any]:
+    """The CPU, which TRL wants to be told, where there is nothing else; else the precision that set-up chose."""
+    if any(values.get(name) is not None for name in ("bf16", "fp16", "use_cpu")):
+        return values
+    if not torch.accelerator.is_available():
+        return values | {"use_cpu": True, "bf16": False}
+    chosen = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    return values | {"bf16": chosen == "bf16", "fp16": chosen == "fp16"} if chosen else values
+
+
+def _check_batch(values: dict[str, Any]) -> None:
+    """Before TRL does, in plain words; and before Unsloth quietly changes the batch."""
+    generations = values.get("num_generations", _STOCK_FIELDS["num_generations"].default)
+    if generations < 2:
+        raise ConfigError(
+            f"num_generations is {generations}; it must be at least 2, because a completion's baseline is the mean reward "
+            "of its siblings"
+        )
+    if values.get("generation_batch_size") is not None:
+        return
+    accumulation = values.get("gradient_accumulation_steps", 1)
+    passes = values.get("steps_per_generation")
+    check_generation_batch(
+        values.get("per_device_train_batch_size", _STOCK_FIELDS["per_device_train_batch_size"].default),
+        passes or accumulation,
+        generations,
+        passes_key="steps_per_generation" if passes else "gradient_accumulation_steps",
+    )
+
+
+def _check_own_fields(config: RLOOConfig) -> None:
+    problems = []
+    if config.missing_eos_penalty is not None and not config.missing_eos_penalty > 0:
+        problems.append(
+            f"missing_eos_penalty is {config.missing_eos_penalty}; it is subtracted, so it must be above 0 (None for none)"
+        )
+    if config.kl_form not in KL_FORMS:
+        problems.append(f"kl_form is {config.kl_form!r}; it must be one of {', '.join(KL_FORMS)}")
+    if config.reference not in REFERENCES:
+        problems.append(f"reference is {config.reference!r}; it must be one of {', '.join(REFERENCES)}")
+    if not 0 <= config.max_reward_failure_share <= 1:
+        problems.append(f"max_reward_failure_share is {config.max_reward_failure_share}; it must be from 0 to 1")
+    if config.reward_failure_steps < 1:
+        problems.append(f"reward_failure_steps is {config.reward_failure_steps}; it must be at least 1")
+    if problems:
+        raise ConfigError("\n".join(problems))
