@@ -1,0 +1,144 @@
+"""What all rewards share: TRL's calling convention, both completion formats, any container of ids, and their imports."""
+
+import ast
+import asyncio
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rewards
+from rewards import Reward, answer_reward, length_reward, thinking_reward
+
+ALL = [value for value in vars(rewards).values() if isinstance(value, Reward)]
+END, EOS = 151668, 151645
+TEXTS = ["why so long a thought? " * 3 + "</think>4", "no tag", "a</think>b</think>5"]
+IDS = [[7] * 31 + [END, 19, EOS], [7, 8], [64, END, 65, END, 20]]
+ANSWERS = ["4", "4", None]
+
+
+def to_tensor(ids: list[int]) -> Any:
+    import torch
+
+    return torch.tensor(ids)
+
+
+def to_array(ids: list[int]) -> Any:
+    import numpy
+
+    return numpy.array(ids)
+
+
+def call(reward: Reward, completions: Any = None, ids: Any = None) -> list[float | None]:
+    return reward(
+        prompts=["p"] * 3,
+        completions=TEXTS if completions is None else completions,
+        completion_ids=IDS if ids is None else ids,
+        answer=ANSWERS,
+        trainer_state=object(),
+        log_extra=print,
+        log_metric=print,
+    )
+
+
+@pytest.mark.parametrize("reward", ALL, ids=lambda reward: reward.__name__)
+@pytest.mark.parametrize("convert", [tuple, to_array, to_tensor, lambda ids: list(to_tensor(ids))])
+def test_ids_in_any_container_give_the_same(reward: Reward, convert: Callable[[list[int]], Any]) -> None:
+    """Guards against `151668 in tensor` and `tensor.index`: TRL passes lists, other loops pass tensors."""
+    assert call(reward, ids=[convert(ids) for ids in IDS]) == call(reward)
+
+
+def test_a_matrix_of_ids_is_read_by_rows() -> None:
+    """Guards against the truth value of an array: a batch may come as one matrix."""
+    ids = [[7] * 10 + [END], [7] * 11]
+    expected = [0.7, -1.0]
+    for convert in (to_tensor, to_array):
+        assert thinking_reward(completions=["a</think>", "b"], completion_ids=convert(ids)) == expected
+
+
+@pytest.mark.parametrize("reward", ALL, ids=lambda reward: reward.__name__)
+def test_conversational_completions_give_the_same(reward: Reward) -> None:
+    """Guards against rewards that only know strings: TRL passes messages when the prompts are conversations."""
+    messages = [[{"role": "assistant", "content": text}] for text in TEXTS]
+    assert call(reward, completions=messages) == call(reward)
+
+
+def test_thinking_that_a_parser_moved_aside_is_read() -> None:
+    """Guards against response schemas that split the thinking off: the same completion earns the same."""
+    split = [[{"role": "assistant", "reasoning_content": "why? so", "content": "4"}]]
+    batch: dict[str, Any] = {"completion_ids": [[7] * 31 + [END, 19]], "answer": ["4"]}
+    assert thinking_reward(completions=split, **batch) == [1.1]
+    assert answer_reward(completions=split, **batch) == [1.0]
+
+
+@pytest.mark.parametrize("reward", ALL, ids=lambda reward: reward.__name__)
+def test_shape_and_values(reward: Reward) -> None:
+    """Guards against a reward that drops a sample or returns something other than floats and None."""
+    values = call(reward)
+    assert len(values) == 3
+    assert all(value is None or type(value) is float for value in values)
+    assert reward(prompts=[], completions=[], completion_ids=[], answer=[]) == []
+
+
+@pytest.mark.parametrize("reward", ALL, ids=lambda reward: reward.__name__)
+def test_trl_can_name_it_await_it_not_and_pickle_it(reward: Reward) -> None:
+    """Guards against TRL's inspection: metrics are named by `__name__`, and a sync reward must not look async."""
+    assert vars(rewards)[reward.__name__] is reward
+    assert not asyncio.iscoroutinefunction(reward) and not asyncio.iscoroutinefunction(reward.__call__)
+    assert pickle.loads(pickle.dumps(reward)) == reward
+
+
+def test_positional_arguments_follow_the_convention() -> None:
+    """Guards against another order than (prompts, completions, completion_ids)."""
+    assert thinking_reward(["p"], ["a</think>b"], [[7, END]]) == [0.3]
+
+
+def test_what_is_missing_is_said() -> None:
+    """Guards against a trainer that passes no ids: an AttributeError on None would not say what to do."""
+    with pytest.raises(ValueError, match="thinking_reward needs completion_ids, one per completion, as TRL"):
+        thinking_reward(prompts=["p"], completions=["a"])
+    with pytest.raises(ValueError, match="thinking_reward got 2 completions, 1 completion_ids"):
+        thinking_reward(completions=["a", "b"], completion_ids=[[1]])
+    with pytest.raises(ValueError, match="a completion is a string or a list of messages.*found int"):
+        length_reward(completions=[3])
+
+
+def test_a_sample_without_what_the_reward_reads_is_not_judged() -> None:
+    """Guards against a crash on one odd sample: None in, None out."""
+    assert thinking_reward(completions=["a</think>b", None], completion_ids=[None, [7, END]]) == [None, None]
+
+
+def test_only_the_standard_library_is_imported_and_no_regular_expressions(repository: Path) -> None:
+    """Guards against floor 0 growing dependencies, and against tags found by patterns instead of ids."""
+    files = sorted((repository / "rewards").glob("**/*.py"))
+    assert files
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{file.name} imports relatively"
+                names = [node.module or ""]
+            for name in names:
+                root = name.partition(".")[0]
+                assert root not in ("re", "sre_compile", "fnmatch"), f"{file.name} imports {name}"
+                assert root == "rewards" or root in sys.stdlib_module_names, f"{file.name} imports {name}"
+
+
+def test_import_in_a_fresh_process_loads_only_the_standard_library(repository: Path) -> None:
+    """Guards against `import rewards` on a machine that has nothing installed: -S hides every installed package."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); before = set(sys.modules); import rewards; "
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}; "
+        "print(sorted(name for name in new if name != 'rewards' and name not in sys.stdlib_module_names))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, str(repository)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,75 @@
+"""length_reward, soft_overlong_penalty and repetition_penalty, at their edges."""
+
+import pytest
+
+from rewards import length_reward, repetition_penalty, soft_overlong_penalty
+
+
+@pytest.mark.parametrize(
+    ("words", "reward"), [(0, -0.5), (1, -0.5), (9, -0.5), (10, 1.0), (50, 1.0), (51, 0.0), (1000, 0.0)]
+)
+def test_words_of_the_whole_completion(words: int, reward: float) -> None:
+    """Guards against a band that begins a word early or late."""
+    assert length_reward(completions=[" ".join(["word"] * words)]) == [reward]
+
+
+@pytest.mark.parametrize("ending", [".", ". ", ".\n\n", "...\t"])
+def test_full_stop_is_seen_behind_whitespace(ending: str) -> None:
+    """Guards against losing the bonus to the newline that models end on."""
+    texts = ["word " * (words - 1) + "word" + ending for words in (9, 10, 50, 51)]
+    assert length_reward(completions=texts) == [0.0, 1.5, 1.5, 0.5]
+
+
+@pytest.mark.parametrize("text", ["ends with a question?", "stop.)", "stop. more", "", "   "])
+def test_no_bonus_without_a_full_stop_at_the_end(text: str) -> None:
+    """Guards against looking for a full stop anywhere in the text."""
+    assert length_reward(completions=[text]) == [-0.5]
+
+
+def test_thinking_counts_as_words() -> None:
+    """The whole completion is measured: six words of thinking, the tag and three of answer are ten."""
+    assert length_reward(completions=["one two three four five six </think> the answer four"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "penalty"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (101, -1.0)]
+)
+def test_overlong_penalty_grows_over_the_cache(tokens: int, penalty: float) -> None:
+    """Guards against a penalty of the wrong sign or slope; the values are equation 13 of DAPO."""
+    reward = soft_overlong_penalty.with_(max_completion_length=100, cache_tokens=20)
+    assert reward(completion_ids=[[5] * tokens]) == [pytest.approx(penalty)]
+    assert soft_overlong_penalty.with_(max_completion_length=100)(completion_ids=[[5] * tokens]) == [
+        pytest.approx(penalty)
+    ]
+
+
+def test_overlong_penalty_agrees_with_dapo_sizes_and_without_a_cache() -> None:
+    """Guards against a division by zero, and against defaults other than the paper's 16384 + 4096."""
+    assert soft_overlong_penalty(completion_ids=[[5] * 16384, [5] * 18432, [5] * 20480]) == [0.0, -0.5, -1.0]
+    cliff = soft_overlong_penalty.with_(max_completion_length=10, cache_tokens=0)
+    assert cliff(completion_ids=[[5] * 10, [5] * 11]) == [0.0, -1.0]
+    with pytest.raises(ValueError, match="cache_tokens is 11; it must not exceed max_completion_length, 10"):
+        soft_overlong_penalty.with_(max_completion_length=10, cache_tokens=11)
+
+
+def test_repetition_is_the_share_of_repeated_ngrams() -> None:
+    """Guards against counting over words: a model can repeat tokens inside one long word."""
+    pairs = repetition_penalty.with_(ngram_size=2)
+    assert pairs(completion_ids=[[1, 2, 3, 4], [5] * 5, [1, 2, 1, 2], [9], []]) == [
+        0.0,
+        -0.75,
+        pytest.approx(-1 / 3),
+        0.0,
+        0.0,
+    ]
+    assert pairs.with_(penalty=2.0)(completion_ids=[[5] * 5]) == [-1.5]
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [({"ngram_size": 0}, "ngram_size is 0"), ({"penalty": -1.0}, "penalty is -1.0; it must be a fin")],
+)
+def test_impossible_repetition_parameters_are_refused(params: dict, words: str) -> None:
+    """Guards against a penalty that rewards: the number is positive and is subtracted."""
+    with pytest.raises(ValueError, match=words):
+        repetition_penalty.with_(**params)
