@@ -177,10 +177,8 @@ def _is_column(value: Any, size: int) -> bool:
 
 
 def _problem_of_result(outcome: Any, size: int) -> str | None:
-    if isinstance(outcome, WholeBatchError):
-        return str(outcome)
     if isinstance(outcome, Exception):
-        return f"{type(outcome).__name__}: {outcome}"
+        return str(outcome) if isinstance(outcome, RewardError) else f"{type(outcome).__name__}: {outcome}"
     try:
         count = len(outcome)
     except TypeError:
