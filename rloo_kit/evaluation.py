@@ -1,0 +1,234 @@
+"""Held-out accuracy with its interval, and what goes with it: greedy accuracy, pass@k, thinking, budgets.
+
+`evaluate` samples `eval.num_samples` completions of each held-out prompt from the policy's whole distribution and
+counts those whose answer is right: those to which the run's own answer reward gives exactly 1.0 (`answer_reward` or
+`math_answer_reward` with the parameters it has in the run, `answer_reward` if the run has neither). How the intervals
+are made is said in `intervals`; what comes back, and how two of them compare, in `measurement`.
+
+Left out: several benchmarks at once, and judging by anything but the answer.
+"""
+
+import contextlib
+import hashlib
+import io
+import math
+import time
+from typing import Any
+
+from rloo_kit.chat import thinks
+from rloo_kit.config_sections import RewardSection
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.intervals import clustered, pass_at_k
+from rloo_kit.measurement import Comparison, Evaluation, compare
+from rloo_kit.reward_registry import build_rewards
+from rloo_kit.rollout import Completion, generate_completions
+
+__all__ = ["Comparison", "Evaluation", "compare", "evaluate", "split_thinking"]
+
+ANSWER_REWARDS = ("answer_reward", "math_answer_reward")
+JUDGED_AT_ONCE = 32  # completions in one call of the answer reward: its time limit is for a call
+
+
+def evaluate(run: Any, policy: Any, dataset: Any, label: str = "") -> Evaluation:
+    """Measure a policy on held-out prompts.
+
+    Args:
+        run: a `RunConfig`; read are `eval`, `rewards`, `rloo.max_completion_length`, `model` and `run.seed`.
+        policy: what `load_policy` returned, trained or not.
+        dataset: `load_data(...).test`: rendered prompts, with or without an `answer` column. The first
+            `eval.num_prompts` are used, so that two evaluations are of the same prompts.
+        label: a word for the table's title.
+
+    Raises:
+        DataError: no prompts.
+        ConfigError: thinking budgets for a model that does not think, or that do not fit into `model.max_seq_length`.
+    """
+    started = time.monotonic()
+    dataset = _first_prompts(dataset, run.eval.num_prompts)
+    _check_budgets(run, policy)
+    judge = _Judge(run, policy.tokenizer, dataset)
+    measured = _measure_sampled(run, policy, dataset, judge, label)
+    if run.eval.greedy:
+        _measure_greedy(run, policy, dataset, judge, measured)
+    for budget in run.eval.thinking_budgets:
+        measured.budgets.append(_measure_budget(run, policy, dataset, judge, budget))
+    measured.unscored = judge.unscored
+    measured.seconds = time.monotonic() - started
+    judge.close()
+    return measured
+
+
+class _Judge:
+    """Says of completions whether their answers are right."""
+
+    def __init__(self, run: Any, tokenizer: Any, dataset: Any) -> None:
+        self.unscored = 0
+        self.gold = list(dataset["answer"]) if "answer" in dataset.column_names else None
+        self.reward = None
+        if self.gold is not None:
+            entry = next((entry for entry in run.rewards if entry.name in ANSWER_REWARDS), None)
+            alone = run.model_copy(update={"rewards": [entry or RewardSection(name="answer_reward")]})
+            with contextlib.redirect_stdout(io.StringIO()):  # it announces a run's rewards, and these are not the run's
+                (self.reward,) = build_rewards(alone, tokenizer)
+
+    def judge(self, completions: list[Completion]) -> list[bool] | None:
+        """One verdict a completion; None without gold answers."""
+        if self.reward is None or self.gold is None:
+            return None
+        verdicts: list[bool] = []
+        for start in range(0, len(completions), JUDGED_AT_ONCE):
+            batch = completions[start : start + JUDGED_AT_ONCE]
+            scores = self.reward(
+                prompts=[""] * len(batch),
+                completions=[completion.text for completion in batch],
+                completion_ids=[completion.ids for completion in batch],
+                answer=[self.gold[completion.prompt_index] for completion in batch],
+            )
+            self.unscored += sum(score is None or math.isnan(score) for score in scores)
+            verdicts += [score == 1.0 for score in scores]
+        return verdicts
+
+    def close(self) -> None:
+        """End the process of a reward that has one."""
+        worker = vars(getattr(self.reward, "reward", self)).get("worker")
+        if worker is not None:
+            worker.close()
+
+
+def _measure_sampled(run: Any, policy: Any, dataset: Any, judge: _Judge, label: str) -> Evaluation:
+    num_samples = run.eval.num_samples
+    completions = _generate(run, policy, dataset, num_samples=num_samples, temperature=run.eval.temperature)
+    verdicts = judge.judge(completions)
+    thinking = [completion.thinking_tokens for completion in completions if completion.thinking_tokens is not None]
+    is_thinking = thinks(policy.family, run.model.enable_thinking)
+    measured = Evaluation(
+        label=label,
+        num_prompts=len(dataset),
+        num_samples=num_samples,
+        temperature=run.eval.temperature,
+        max_completion_length=run.eval.max_completion_length or run.rloo.max_completion_length,
+        closed_share=_mean([completion.closed for completion in completions]) if is_thinking else None,
+        truncated_share=_mean([not completion.ended for completion in completions]),
+        mean_thinking_tokens=_mean(thinking) if thinking and is_thinking else None,
+        mean_tokens=_mean([len(completion.ids) for completion in completions]),
+        samples=_samples(run, policy, dataset, completions, verdicts, is_thinking),
+        prompts_digest=hashlib.sha256("\0".join(dataset["prompt"]).encode()).hexdigest()[:16],
+    )
+    if verdicts is not None:
+        measured.per_prompt = _per_prompt(verdicts, num_samples)
+        measured.accuracy, measured.low, measured.high = clustered(measured.per_prompt, num_samples)
+        rights = [sum(verdicts[start : start + num_samples]) for start in range(0, len(verdicts), num_samples)]
+        measured.pass_at_k = {
+            k: _mean([pass_at_k(right, num_samples, k) for right in rights]) for k in sorted(set(run.eval.pass_at_k))
+        }
+    return measured
+
+
+def _measure_greedy(run: Any, policy: Any, dataset: Any, judge: _Judge, measured: Evaluation) -> None:
+    if run.eval.temperature == 0:
+        measured.greedy_per_prompt = measured.per_prompt
+    else:
+        verdicts = judge.judge(_generate(run, policy, dataset, temperature=0.0)) if judge.reward else None
+        measured.greedy_per_prompt = None if verdicts is None else _per_prompt(verdicts, 1)
+    if measured.greedy_per_prompt is not None:
+        estimate = clustered(measured.greedy_per_prompt, 1)
+        measured.greedy_accuracy, measured.greedy_low, measured.greedy_high = estimate
+
+
+def _measure_budget(run: Any, policy: Any, dataset: Any, judge: _Judge, budget: int) -> dict[str, Any]:
+    completions = _generate(
+        run,
+        policy,
+        dataset,
+        temperature=run.eval.temperature,
+        thinking_budget=budget,
+        answer_budget=run.eval.answer_budget,
+    )
+    verdicts = judge.judge(completions)
+    accuracy, low, high = (None, None, None) if verdicts is None else clustered(_per_prompt(verdicts, 1), 1)
+    forced_share = _mean([completion.forced for completion in completions])
+    return {"budget": budget, "accuracy": accuracy, "low": low, "high": high, "forced_share": forced_share}
+
+
+def _generate(run: Any, policy: Any, dataset: Any, **options: Any) -> list[Completion]:
+    return generate_completions(
+        policy,
+        list(dataset["prompt"]),
+        max_completion_length=run.eval.max_completion_length or run.rloo.max_completion_length,
+        batch_size=run.eval.batch_size,
+        seed=run.run.seed,
+        **options,
+    )
+
+
+def _samples(
+    run: Any, policy: Any, dataset: Any, completions: list[Completion], verdicts: list[bool] | None, is_thinking: bool
+) -> list[dict[str, Any]]:
+    """The first completion of each of the first prompts, thinking and answer apart."""
+    samples = []
+    for index in range(min(run.eval.num_completions, len(dataset))):
+        number = index * run.eval.num_samples
+        completion = completions[number]
+        thinking, answer = split_thinking(policy, completion, is_thinking)
+        samples.append(
+            {
+                "prompt": dataset[index]["prompt"],
+                "thinking": thinking,
+                "answer": answer,
+                "gold": dataset[index].get("answer"),
+                "correct": None if verdicts is None else verdicts[number],
+                "ended": completion.ended,
+                "closed": completion.closed,
+                "tokens": len(completion.ids),
+                "thinking_tokens": completion.thinking_tokens,
+            }
+        )
+    return samples
+
+
+def split_thinking(policy: Any, completion: Completion, is_thinking: bool = True) -> tuple[str, str]:
+    """The texts before and after the last `</think>`, by ids; without one all is thinking, or all is answer."""
+    end_id = policy.tags.end_id
+    decode = policy.tokenizer.decode
+    if end_id is None or end_id not in completion.ids:
+        return (completion.text.strip(), "") if is_thinking else ("", completion.text.strip())
+    last = len(completion.ids) - 1 - completion.ids[::-1].index(end_id)
+    parts = (completion.ids[:last], completion.ids[last + 1 :])
+    thinking, answer = (decode(ids, skip_special_tokens=True).strip() for ids in parts)
+    return thinking.removeprefix("<think>").strip(), answer
+
+
+def _first_prompts(dataset: Any, num_prompts: int | None) -> Any:
+    if "prompt" not in dataset.column_names:
+        raise DataError(
+            f"the dataset has no column 'prompt' (it has {', '.join(dataset.column_names)}); pass load_data(...).test"
+        )
+    if not len(dataset):
+        raise DataError("there are no held-out prompts to evaluate on; set data.test_size above 0")
+    return dataset if num_prompts is None else dataset.select(range(min(num_prompts, len(dataset))))
+
+
+def _check_budgets(run: Any, policy: Any) -> None:
+    budgets = run.eval.thinking_budgets
+    if not budgets:
+        return
+    if not thinks(policy.family, run.model.enable_thinking):
+        raise ConfigError(
+            f"eval.thinking_budgets is {budgets}, but this model does not think (family {policy.family}). Set "
+            "eval.thinking_budgets: []"
+        )
+    needed = run.data.max_prompt_length + max(budgets) + 1 + run.eval.answer_budget
+    if needed > run.model.max_seq_length:
+        raise ConfigError(
+            f"data.max_prompt_length ({run.data.max_prompt_length}) + the largest of eval.thinking_budgets "
+            f"({max(budgets)}) + 1 + eval.answer_budget ({run.eval.answer_budget}) is {needed} tokens, but "
+            f"model.max_seq_length is {run.model.max_seq_length}. Lower one of the first three or raise the last"
+        )
+
+
+def _per_prompt(verdicts: list[bool], num_samples: int) -> list[float]:
+    return [_mean(verdicts[start : start + num_samples]) for start in range(0, len(verdicts), num_samples)]
+
+
+def _mean(values: list[Any]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,92 @@
+"""95 % intervals for shares of right answers, of differences between two of them, and pass@k. Standard library only.
+
+One completion a prompt gives right-or-wrong counts: Wilson's interval, which stays inside [0, 1] and is sound near its
+ends. Several completions of a prompt are not independent: the prompts are the sample, and the interval is Wilson's with
+the effective number of completions that the spread between prompts implies (Korn and Graubard), between the number of
+prompts and the number of completions. With one completion a prompt both are the same interval.
+
+Two evaluations of the same prompts are compared prompt by prompt: the spread that is in the prompts cancels. The
+interval is that of Bonett and Price: the mean of the differences with two invented prompts added, one better and one
+worse by 1, which keeps it honest for few prompts and changes nothing that shows for many. Other prompts: Newcombe.
+
+Sources: Wilson 1927, JASA 22, 209-212; Korn and Graubard 1998, Survey Methodology 24, 193-201; Newcombe 1998,
+Statistics in Medicine 17, 873-890 (method 10); Bonett and Price 2012, Journal of Educational and Behavioral Statistics
+37, 479-488; why prompts are clusters and pairs: Miller 2024, https://arxiv.org/abs/2411.00640; pass@k: Chen et al.
+2021, https://arxiv.org/abs/2107.03374.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Z_95 = 1.959963984540054  # the 0.975 quantile of the normal distribution
+
+
+class Estimate(NamedTuple):
+    """A value with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def wilson(share: float, num: float) -> Estimate:
+    """Wilson's interval for a share in [0, 1] of `num` independent trials (`num` may be an effective number).
+
+    >>> [round(number, 4) for number in wilson(0.2, 10)]
+    [0.2, 0.0567, 0.5098]
+    """
+    z2 = Z_95**2
+    middle = (share + z2 / (2 * num)) / (1 + z2 / num)
+    half = Z_95 * math.sqrt(share * (1 - share) / num + z2 / (4 * num**2)) / (1 + z2 / num)
+    low, high = max(0.0, middle - half), min(1.0, middle + half)
+    return Estimate(share, min(low, share), max(high, share))  # at 0 and 1 rounding may leave the share outside
+
+
+def clustered(shares: Sequence[float], num_samples: int) -> Estimate:
+    """The mean of one share per prompt, each over `num_samples` completions, with its interval.
+
+    >>> clustered([1.0, 0.0], 1) == wilson(0.5, 2)
+    True
+    """
+    num = len(shares)
+    mean = math.fsum(shares) / num
+    variance = math.fsum((share - mean) ** 2 for share in shares) / num**2  # of the mean
+    effective = mean * (1 - mean) / variance if variance > 0 else num
+    return wilson(mean, min(max(effective, num), num * num_samples))
+
+
+def paired_difference(before: Sequence[float], after: Sequence[float]) -> Estimate:
+    """The mean of `after - before`, prompt by prompt (each in [0, 1]), with the interval of Bonett and Price.
+
+    >>> [round(number, 3) for number in paired_difference([0, 0, 1, 1], [1, 1, 1, 1])]
+    [0.5, -0.263, 0.93]
+    """
+    differences = [new - old for old, new in zip(before, after, strict=True)]
+    padded = [*differences, 1.0, -1.0]
+    middle = math.fsum(padded) / len(padded)
+    variance = math.fsum((value - middle) ** 2 for value in padded) / len(padded)
+    half = Z_95 * math.sqrt(variance / len(padded))
+    value = math.fsum(differences) / len(differences)
+    return Estimate(value, max(-1.0, middle - half), min(1.0, middle + half))
+
+
+def unpaired_difference(before: Estimate, after: Estimate) -> Estimate:
+    """`after - before` of two independent samples, by Newcombe's method from their Wilson intervals.
+
+    >>> [round(number, 4) for number in unpaired_difference(wilson(48 / 80, 80), wilson(56 / 70, 70))]
+    [0.2, 0.0524, 0.3339]
+    """
+    value = after.value - before.value
+    below = math.hypot(after.value - after.low, before.high - before.value)
+    above = math.hypot(after.high - after.value, before.value - before.low)
+    return Estimate(value, value - below, value + above)
+
+
+def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of `k` completions is right, from `num_right` of `num_samples`.
+
+    >>> pass_at_k(1, 4, 2)
+    0.5
+    """
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
