@@ -46,6 +46,7 @@ def load(run: Any, source: Source, stack: Any) -> tuple[Any, Any]:
         )
     except (OSError, ValueError) as error:
         raise BackendError(f"cannot load model.name = {run.model.name}: {error}") from error
+    _keep_4bit_weights(model)
     if run.model.lora is not None:
         model = _with_adapter(model, run, source, stack)
     if run.model.gradient_checkpointing:
@@ -105,6 +106,17 @@ def _quantization(run: Any, config: Any, stack: Any) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=_dtype(run, stack.torch),
     )
+
+
+def _keep_4bit_weights(model: Any) -> None:
+    """Generation must not change the policy, and on CPUs with AVX512-BF16 it would.
+
+    There bitsandbytes 0.50 repacks a layer in place at its first call in eval mode: the scales are rounded to bf16 for
+    good, and a width that is no multiple of the block size is an error.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _with_adapter(model: Any, run: Any, source: Source, stack: Any) -> Any:
