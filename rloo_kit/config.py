@@ -1,15 +1,17 @@
 """One run = one YAML file, read into strict models.
 
-`load_config("configs/x.yaml", "rloo.beta=0.0")` reads the file, lays the overrides over it, translates old TRL names with
-a warning and checks every value; the `RunConfig` that comes back prints as YAML that loads back to an equal object. The
-keys themselves are in `config_sections`.
+`load_config("configs/x.yaml", "rloo.beta=0.0")` reads the file, lays the overrides over it, translates old TRL names
+with a warning and checks every value; the `RunConfig` that comes back prints as YAML that loads back to an equal
+object. The keys themselves are in `config_sections`.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
+from rloo_kit.config_batch import count_processes
 from rloo_kit.config_errors import explain_error
 from rloo_kit.config_sections import (
     DataSection,
@@ -20,19 +22,20 @@ from rloo_kit.config_sections import (
     RunSection,
     Section,
 )
-from rloo_kit.config_yaml import Lines, apply_override, dump_yaml, merge, read_file
+from rloo_kit.config_yaml import Key, Lines, apply_override, dump_yaml, merge, read_file
 from rloo_kit.errors import ConfigError
+from rloo_kit.old_names import forget_overruled, translate_file
 
 
 class RunConfig(Section):
     """Everything that decides a run. Two are equal when their keys are, wherever they were read from."""
 
-    run: RunSection = Field(default_factory=RunSection, description="files, printing, stopping")
+    run: RunSection = Field(default_factory=lambda: RunSection(), description="files, printing, stopping")
     model: ModelSection = Field(description="the policy")
     data: DataSection = Field(description="the prompts")
     rewards: list[RewardSection] = Field(min_length=1, description="the rewards, summed by weight")
     rloo: RLOOSection = Field(description="the loop")
-    eval: EvalSection = Field(default_factory=EvalSection, description="the measurement")
+    eval: EvalSection = Field(default_factory=lambda: EvalSection(), description="the measurement")
     _source: Path | None = PrivateAttr(None)
 
     @property
@@ -100,7 +103,9 @@ class RunConfig(Section):
                 "would be punished twice; remove one of them"
             )
         if all(reward.weight == 0 for reward in self.rewards):
-            problems.append("every reward has weight 0, so nothing can be learnt; give one a weight: rewards.0.weight=1")
+            problems.append(
+                "every reward has weight 0, so nothing can be learnt; give one a weight: rewards.0.weight=1"
+            )
         return problems
 
 
@@ -121,10 +126,17 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     """
     path = Path(path)
     values, lines = read_file(path)
+    messages = translate_file(values, count_processes())
     for section, changes in sections.items():
         merge(values, section, changes)
-    changed = [apply_override(values, override) for override in overrides]
-    values.setdefault("run", {})
+    changed = {apply_override(values, override): override for override in overrides}
+    if isinstance(values.get("rloo"), dict):
+        forget_overruled(
+            values["rloo"], {*sections.get("rloo", {}), *(str(key[1]) for key in changed if key[0] == "rloo")}
+        )
+    for message in messages + translate_file(values, count_processes()):
+        warnings.warn(f"{path}: {message}", FutureWarning, stacklevel=2)
+    values["run"] = {} if values.get("run") is None else values["run"]
     if isinstance(values["run"], dict) and values["run"].get("name") is None:
         values["run"]["name"] = path.stem
     try:
@@ -135,15 +147,21 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     return config
 
 
-def _explain(error: ValidationError, path: Path, lines: Lines, changed: list[tuple[str | int, ...]]) -> str:
+def _explain(error: ValidationError, path: Path, lines: Lines, changed: dict[Key, str]) -> str:
     """All faults of a file, one a line, each with the place it came from."""
-    messages = []
+    messages: dict[str, None] = {}  # a dict, because a union reports the same fault once for each of its branches
     for entry in error.errors():
-        where = tuple(entry["loc"])
-        if any(where[: len(key)] == key for key in changed):
-            place = "an override"
-        else:
-            line = next((lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), None)
-            place = f"{path}:{line}" if line else str(path)
-        messages += [f"{place}: {message}" for message in explain_error(entry, RunConfig).split("\n")]
+        place = _place(tuple(entry["loc"]), path, lines, changed)
+        messages |= {f"{place}: {message}": None for message in explain_error(entry, RunConfig).split("\n")}
     return "\n".join(messages)
+
+
+def _place(where: Key, path: Path, lines: Lines, changed: dict[Key, str]) -> str:
+    """The override or the line that a fault comes from; for a whole section, its line and what was overridden in it."""
+    for key, override in changed.items():
+        if where[: len(key)] == key:
+            return f"override {override}"
+    line = next((lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), None)
+    within = [override for key, override in changed.items() if key[: len(where)] == where]
+    place = f"{path}:{line}" if line else str(path)
+    return f"{place} with {', '.join(within)}" if within else place

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from rloo_kit.old_names import CONFIG_NAMES
+
 
 def accepts_bool(annotation: Any) -> bool:
     """True if a field so annotated may hold true or false."""
@@ -43,7 +45,9 @@ def describe_type(annotation: Any) -> str:
         return ", ".join(repr(argument) for argument in arguments)
     if origin in (Union, UnionType):
         return " or ".join(describe_type(argument) for argument in arguments)
-    return {list: "a list", tuple: "a list", dict: "a mapping"}.get(origin or annotation, "a mapping")
+    if origin is tuple:
+        return f"a list of {len(arguments)} ({', '.join(describe_type(argument) for argument in arguments)})"
+    return "a list" if origin is list else "a mapping"
 
 
 def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:
@@ -55,42 +59,69 @@ def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:
         prefix: dotted path of that model in the file, with a trailing dot.
     """
     path = [part for part in entry["loc"] if not (isinstance(part, str) and part.startswith(("function-", "literal[")))]
-    fields, annotation, where = model.model_fields, None, ""
-    for part in path:
-        if isinstance(part, int):
-            where += f"[{part}]"
-            continue
-        if annotation is not None and not fields:
-            continue  # the branch of a union that pydantic names in its path
-        where += f".{part}" if where else str(part)
-        annotation = fields[part].annotation if part in fields else None
-        fields = _fields_below(annotation)
-    key = prefix + where
-    found, context = entry.get("input"), entry.get("ctx", {})
-    kind = entry["type"]
+    known, annotation = _follow(path, model)
+    key = prefix + ".".join(map(str, known))
+    kind, found, context = entry["type"], entry.get("input"), entry.get("ctx", {})
     if kind == "extra_forbidden":
         parent = model
-        for part in path[:-1]:
-            if isinstance(part, str) and part in parent.model_fields:
-                parent = _model_below(parent.model_fields[part].annotation) or parent
-        return f"{key}: unknown key{suggest(str(path[-1]), list(parent.model_fields))}"
-    if kind == "missing":
-        return f"{key}: required, and not there; add it to the file or to the command line as {key}=..."
+        for part in known[:-1]:
+            if part in parent.model_fields:
+                parent = _model_below(parent.model_fields[str(part)].annotation) or parent
+        return f"{key}: unknown key{_suggest_key(str(known[-1]), key, parent, model)}"
+    if kind == "missing" and isinstance(known[-1], str):
+        return f"{key}: required, and not there; add it to the file, or to the command line as {key}=..."
     if kind == "value_error":
         return f"{key}: {context['error']}" if key else str(context["error"])
-    bounds = {
-        "greater_than_equal": "at least {ge}", "greater_than": "above {gt}",
-        "less_than_equal": "at most {le}", "less_than": "below {lt}",
-    }  # fmt: skip
-    if kind in bounds:
-        return f"{key}: is {found}; it must be {bounds[kind].format(**context)}"
-    if kind == "literal_error":
-        return f"{key}: is {found!r}; it must be {context['expected']}"
-    if kind == "finite_number":
-        return f"{key}: is {found}; it must be a finite number"
+    limits = {
+        "greater_than_equal": "at least {ge}",
+        "greater_than": "above {gt}",
+        "less_than_equal": "at most {le}",
+        "less_than": "below {lt}",
+        "finite_number": "a finite number",
+    }
+    if kind in limits:
+        return f"{key}: is {_show(found)}; it must be {limits[kind].format(**context)}"
     if kind in ("string_too_short", "too_short"):
-        return f"{key}: is empty; it needs at least {context.get('min_length', 1)}"
-    return f"{key}: is {found!r}; it takes {describe_type(annotation)}"
+        return f"{key}: is empty; it needs at least {context['min_length']}"
+    if kind == "missing":  # an item of a list of fixed length
+        key = key.rpartition(".")[0]
+    return f"{key}: is {_show(found)}; it takes {describe_type(annotation)}"
+
+
+def _show(value: Any) -> str:
+    """A value as the file writes it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return repr(value)
+
+
+def _follow(path: list[str | int], model: type[BaseModel]) -> tuple[list[str | int], Any]:
+    """The keys of `path`, without the branches of unions that pydantic names in it, and the last key's annotation."""
+    fields: dict[str, Any] = dict(model.model_fields)
+    annotation: Any = None
+    known: list[str | int] = []
+    for part in path:
+        if isinstance(part, int):
+            known.append(part)
+        elif annotation is None or fields:
+            known.append(part)
+            annotation = fields[part].annotation if part in fields else None
+            fields = _fields_below(annotation)
+    return known, annotation
+
+
+def _suggest_key(name: str, key: str, parent: type[BaseModel], root: type[BaseModel]) -> str:
+    """The nearest known key, dotted: of the same section, else the same name or its new one in another section."""
+    above = key.rpartition(".")[0]
+    nearest = difflib.get_close_matches(name, list(parent.model_fields), n=1, cutoff=0.75)
+    if nearest:
+        return f"; did you mean {above + '.' if above else ''}{nearest[0]}?"
+    old = CONFIG_NAMES.get(name)
+    new = (old and old.new) or name
+    for section, field in root.model_fields.items():
+        if new in _fields_below(field.annotation):
+            return f"; did you mean {section}.{new}?"
+    return suggest(name, list(parent.model_fields))
 
 
 def _model_below(annotation: Any) -> type[BaseModel] | None:

@@ -2,15 +2,15 @@
 
 Each section is a strict pydantic model, so an unknown key, a wrong type or a value out of bounds is an error both when
 a file is read and when a notebook assigns to a field. The keys of `rloo:` are TRL's own names and reach `RLOOConfig` as
-they are; those that differ from TRL's default are listed in `RLOO_DEFAULTS_OF_OURS` and compared with TRL by a test. What
-TRL offers beyond these keys (vLLM, DeepSpeed, several GPUs) is left out until the loop supports it.
+they are; those that differ from TRL's default are listed in `RLOO_DEFAULTS_OF_OURS` and compared with TRL by a test.
+What TRL offers beyond these keys (vLLM, DeepSpeed, several GPUs) is left out until the loop supports it.
 """
 
-import os
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from rloo_kit.config_batch import check_generation_batch, count_processes
 from rloo_kit.config_errors import accepts_bool, describe_type, explain_error
 from rloo_kit.errors import ConfigError
 
@@ -29,9 +29,7 @@ Count = Annotated[int, Field(ge=1)]
 class Section(BaseModel):
     """A strict group of keys: unknown keys, true where a number belongs, NaN and infinity are refused."""
 
-    model_config = ConfigDict(
-        extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=()
-    )
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
@@ -64,22 +62,26 @@ class RunSection(Section):
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
-    name: str | None = Field(None, description="name of the run's folder; the config file's stem unless given")
-    output_dir: str = Field("outputs", min_length=1, description="the run's folder is output_dir/name")
-    seed: int = Field(0, ge=0, lt=2**32, description="seed of sampling, shuffling and new adapters")
-    evaluate: bool = Field(True, description="measure held-out accuracy before and after training")
-    report: bool = Field(True, description="write report.html at the end")
+    name: str | None = Field(default=None, description="name of the run's folder; the config file's stem unless given")
+    output_dir: str = Field(default="outputs", min_length=1, description="the run's folder is output_dir/name")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of sampling, shuffling and new adapters")
+    evaluate: bool = Field(default=True, description="measure held-out accuracy before and after training")
+    report: bool = Field(default=True, description="write report.html at the end")
     stop_when_no_signal: bool = Field(
-        False, description="stop, instead of warning, when steps carry no learning signal"
+        default=False, description="stop, instead of warning, when steps carry no learning signal"
     )
-    no_signal_steps: Count = Field(5, description="steps in a row without signal before it says so")
-    progress_every_s: float = Field(5.0, ge=0.0, description="seconds between two progress lines")
-    sample_every_steps: int = Field(25, ge=0, description="steps between two tables of sample completions; 0 for none")
-    num_samples: int = Field(2, ge=0, description="completions in such a table")
+    no_signal_steps: Count = Field(default=5, description="steps in a row without signal before it says so")
+    progress_every_s: float = Field(default=5.0, ge=0.0, description="seconds between two progress lines")
+    sample_every_steps: int = Field(
+        default=25, ge=0, description="steps between two tables of sample completions; 0 for none"
+    )
+    num_samples: int = Field(default=2, ge=0, description="completions in such a table")
     max_reward_failure_share: Share = Field(
-        0.5, description="share of samples with a failed reward above which a step counts as failed"
+        default=0.5, description="share of samples with a failed reward above which a step counts as failed"
     )
-    reward_failure_steps: Count = Field(3, description="failed steps in a row after which the run saves and stops")
+    reward_failure_steps: Count = Field(
+        default=3, description="failed steps in a row after which the run saves and stops"
+    )
 
     @model_validator(mode="after")
     def _check_name(self) -> "RunSection":
@@ -91,11 +93,13 @@ class RunSection(Section):
 class LoraSection(Section):
     """The adapter that is trained."""
 
-    r: Count = Field(16, description="rank")
-    alpha: float = Field(16, gt=0, description="scale; the update is multiplied by alpha / r")
-    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout on the adapter's input; 0 keeps logps exact")
+    r: Count = Field(default=16, description="rank")
+    alpha: float = Field(default=16, gt=0, description="scale; the update is multiplied by alpha / r")
+    dropout: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="dropout on the adapter's input; 0 keeps logps exact"
+    )
     target_modules: list[str] = Field(
-        PROJECTIONS, min_length=1, description="layers that get an adapter; default: the seven projections"
+        default=PROJECTIONS, min_length=1, description="layers that get an adapter; default: the seven projections"
     )
 
 
@@ -104,20 +108,30 @@ class ModelSection(Section):
 
     name: str = Field(min_length=1, description="hub id, local folder, embedded/thinking or embedded/instruct")
     family: Literal["auto", "thinking", "hybrid", "instruct", "plain"] = Field(
-        "auto", description="how its chat template treats thinking; auto reads the template"
+        default="auto", description="how its chat template treats thinking; auto reads the template"
     )
-    enable_thinking: bool | None = Field(None, description="hybrid models only: think or not; null leaves the template's own")
-    backend: Literal["auto", "unsloth", "transformers"] = Field("auto", description="auto: Unsloth where it is usable")
-    load_in_4bit: bool = Field(False, description="4-bit weights (bitsandbytes NF4)")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="auto: by the machine's precision")
-    max_seq_length: int = Field(2048, ge=16, description="tokens of prompt and completion together")
-    adapter: str | None = Field(None, description="folder of an adapter to continue")
+    enable_thinking: bool | None = Field(
+        default=None, description="hybrid models only: think or not; null leaves the template's own"
+    )
+    backend: Literal["auto", "unsloth", "transformers"] = Field(
+        default="auto", description="auto: Unsloth where it is usable"
+    )
+    load_in_4bit: bool = Field(default=False, description="4-bit weights (bitsandbytes NF4)")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto", description="auto: by the machine's precision"
+    )
+    max_seq_length: int = Field(default=2048, ge=16, description="tokens of prompt and completion together")
+    adapter: str | None = Field(default=None, description="folder of an adapter to continue")
     gradient_checkpointing: bool | Literal["unsloth"] = Field(
-        False, description="recompute activations to save memory; 'unsloth' also offloads them"
+        default=False, description="recompute activations to save memory; 'unsloth' also offloads them"
     )
-    lora: LoraSection | None = Field(default_factory=LoraSection, description="adapter; null trains every parameter")
-    vocabulary: Literal["compact", "qwen3"] = Field("compact", description="embedded models only: rows of the embedding")
-    build_seed: int = Field(0, ge=0, lt=2**32, description="embedded models only: seed of the cold start")
+    lora: LoraSection | None = Field(
+        default_factory=lambda: LoraSection(), description="adapter; null trains every parameter"
+    )
+    vocabulary: Literal["compact", "qwen3"] = Field(
+        default="compact", description="embedded models only: rows of the embedding"
+    )
+    build_seed: int = Field(default=0, ge=0, lt=2**32, description="embedded models only: seed of the cold start")
 
     @property
     def is_embedded(self) -> bool:
@@ -140,19 +154,21 @@ class DataSection(Section):
     """Prompts: where they come from, which columns, how they are split."""
 
     source: str = Field(min_length=1, description="embedded/addition, a hub id, or a .jsonl, .csv or .parquet path")
-    subset: str | None = Field(None, description="hub sources only: the configuration's name, 'main' for gsm8k")
-    split: str = Field("train", description="hub sources only: the split that is read")
-    prompt_column: str = Field("prompt", min_length=1, description="column with the prompt, text or messages")
-    answer_column: str = Field("answer", min_length=1, description="column with the gold answer")
+    subset: str | None = Field(default=None, description="hub sources only: the configuration's name, 'main' for gsm8k")
+    split: str = Field(default="train", description="hub sources only: the split that is read")
+    prompt_column: str = Field(default="prompt", min_length=1, description="column with the prompt, text or messages")
+    answer_column: str = Field(default="answer", min_length=1, description="column with the gold answer")
     answer_after: str | None = Field(
-        None, min_length=1, description="the gold answer is what follows the last such marker, '####' for gsm8k"
+        default=None, min_length=1, description="the gold answer is what follows the last such marker, '####' for gsm8k"
     )
-    system_prompt: str | None = Field(None, description="system message put before every prompt")
-    num_prompts: Count | None = Field(None, description="read at most so many prompts, test included; null for all")
-    test_size: int | float = Field(0.1, ge=0, description="held-out prompts: a number, or a share below 1")
-    max_prompt_length: Count = Field(256, description="tokens of a prompt, template included")
-    too_long: Literal["drop", "refuse"] = Field("drop", description="what happens to longer prompts")
-    seed: int = Field(0, ge=0, lt=2**32, description="seed of the split")
+    system_prompt: str | None = Field(default=None, description="system message put before every prompt")
+    num_prompts: Count | None = Field(
+        default=None, description="read at most so many prompts, test included; null for all"
+    )
+    test_size: int | float = Field(default=0.1, ge=0, description="held-out prompts: a number, or a share below 1")
+    max_prompt_length: Count = Field(default=256, description="tokens of a prompt, template included")
+    too_long: Literal["drop", "refuse"] = Field(default="drop", description="what happens to longer prompts")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the split")
 
     @model_validator(mode="after")
     def _check_test_size(self) -> "DataSection":
@@ -170,9 +186,11 @@ class RewardSection(Section):
     """One reward: its name in the registry or `module:function`, its weight and its parameters."""
 
     name: str = Field(min_length=1, description="a registered reward or module:function of your own")
-    weight: float = Field(1.0, description="factor of this reward in the sum")
+    weight: float = Field(default=1.0, description="factor of this reward in the sum")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
-    timeout_s: float = Field(30.0, gt=0, description="module:function only: seconds before a call counts as failed")
+    timeout_s: float = Field(
+        default=30.0, gt=0, description="module:function only: seconds before a call counts as failed"
+    )
 
 
 def _read_report_to(value: Any) -> Any:
@@ -185,53 +203,69 @@ def _read_report_to(value: Any) -> Any:
 class RLOOSection(Section):
     """The loop: TRL's own names, passed to `RLOOConfig` as they are."""
 
-    max_steps: Count | None = Field(None, description="optimizer steps; wins over num_train_epochs")
-    num_train_epochs: float | None = Field(None, gt=0, description="passes over the prompts, when max_steps is null")
-    learning_rate: float = Field(1e-5, ge=0, description="peak learning rate")
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"] = Field(
-        "linear", description="shape of the learning rate over the run"
+    max_steps: Count | None = Field(default=None, description="optimizer steps; wins over num_train_epochs")
+    num_train_epochs: float | None = Field(
+        default=None, gt=0, description="passes over the prompts, when max_steps is null"
     )
-    warmup_steps: float = Field(0, ge=0, description="optimizer steps of warm-up; below 1, a share of the run")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
-    max_grad_norm: float = Field(1.0, ge=0, description="gradients are scaled down to this norm; 0 leaves them")
+    learning_rate: float = Field(default=1e-5, ge=0, description="peak learning rate")
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"] = Field(
+        default="linear", description="shape of the learning rate over the run"
+    )
+    warmup_steps: float = Field(default=0, ge=0, description="optimizer steps of warm-up; below 1, a share of the run")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
+    max_grad_norm: float = Field(default=1.0, ge=0, description="gradients are scaled down to this norm; 0 leaves them")
     optim: Literal[
         "adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor", "sgd"
-    ] = Field("adamw_torch_fused", description="optimizer; the 8-bit ones need a GPU")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
-    adam_beta2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment")
-    adam_epsilon: float = Field(1e-8, gt=0, description="term that keeps Adam's division finite")
-    per_device_train_batch_size: Count = Field(8, description="completions in one forward and backward pass")
-    gradient_accumulation_steps: Count = Field(1, description="such passes in one optimizer step")
+    ] = Field(default="adamw_torch_fused", description="optimizer; the 8-bit ones need a GPU")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the second moment")
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="term that keeps Adam's division finite")
+    per_device_train_batch_size: Count = Field(default=8, description="completions in one forward and backward pass")
+    gradient_accumulation_steps: Count = Field(default=1, description="such passes in one optimizer step")
     steps_per_generation: Count | None = Field(
-        None, description="such passes fed by one rollout; null: gradient_accumulation_steps"
+        default=None, description="such passes fed by one rollout; null: gradient_accumulation_steps"
     )
-    num_generations: int = Field(2, ge=2, description="completions of each prompt, K; the baseline needs siblings")
-    num_iterations: Count = Field(1, description="times each rollout is used; above 1 the ratio is clipped")
-    beta: float = Field(0.05, ge=0, description="KL coefficient; 0 loads and runs no reference")
+    num_generations: int = Field(
+        default=2, ge=2, description="completions of each prompt, K; the baseline needs siblings"
+    )
+    num_iterations: Count = Field(default=1, description="times each rollout is used; above 1 the ratio is clipped")
+    beta: float = Field(default=0.05, ge=0, description="KL coefficient; 0 loads and runs no reference")
     kl_form: Literal["sum", "length_normalized", "per_token"] = Field(
-        "sum", description="KL in the reward: sum over the completion, its mean a token, or per token"
+        default="sum", description="KL in the reward: sum over the completion, its mean a token, or per token"
     )
-    reference: Literal["start", "base"] = Field("start", description="KL against the start of training or the base model")
-    epsilon: float = Field(0.2, gt=0, lt=1, description="ratio is clipped below 1 - epsilon")
-    epsilon_high: float | None = Field(None, gt=0, description="and above 1 + epsilon_high; null: epsilon")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature of the rollout")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus; below 1 the sampled and the scored distribution differ")
-    top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0 keeps all; same caution as top_p")
-    min_p: float | None = Field(None, ge=0, le=1, description="drop tokens below this share of the likeliest one")
-    repetition_penalty: float = Field(1.0, gt=0, description="1 is off; same caution as top_p")
-    max_completion_length: Count = Field(512, description="tokens of a completion, thinking included")
-    mask_truncated_completions: bool = Field(False, description="truncated completions are left out of the loss")
-    missing_eos_penalty: float | None = Field(None, gt=0, description="subtracted from a truncated completion's reward")
-    reward_clip_range: tuple[float, float] | None = Field(None, description="[lowest, highest] summed reward")
-    normalize_rewards: bool = Field(False, description="rewards of a generation batch to mean 0 and deviation 1")
-    normalize_advantages: bool = Field(False, description="advantages of a generation batch likewise")
-    disable_dropout: bool = Field(True, description="dropout off in the policy, as the reference needs")
-    shuffle_dataset: bool = Field(True, description="draw the prompts in random order")
-    bf16: bool | None = Field(None, description="null: decided by the machine")
-    fp16: bool | None = Field(None, description="null: decided by the machine")
-    logging_steps: Count = Field(1, description="optimizer steps between two rows of metrics.jsonl")
-    save_steps: Count = Field(500, description="optimizer steps between two checkpoints")
-    save_total_limit: Count | None = Field(None, description="checkpoints kept; null keeps all")
+    reference: Literal["start", "base"] = Field(
+        default="start", description="KL against the start of training or the base model"
+    )
+    epsilon: float = Field(default=0.2, gt=0, lt=1, description="ratio is clipped below 1 - epsilon")
+    epsilon_high: float | None = Field(default=None, gt=0, description="and above 1 + epsilon_high; null: epsilon")
+    temperature: float = Field(default=1.0, gt=0, description="sampling temperature of the rollout")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="nucleus; below 1 the sampled and the scored distribution differ"
+    )
+    top_k: int = Field(default=0, ge=0, description="keep the k likeliest tokens; 0 keeps all; same caution as top_p")
+    min_p: float | None = Field(
+        default=None, ge=0, le=1, description="drop tokens below this share of the likeliest one"
+    )
+    repetition_penalty: float = Field(default=1.0, gt=0, description="1 is off; same caution as top_p")
+    max_completion_length: Count = Field(default=512, description="tokens of a completion, thinking included")
+    mask_truncated_completions: bool = Field(
+        default=False, description="truncated completions are left out of the loss"
+    )
+    missing_eos_penalty: float | None = Field(
+        default=None, gt=0, description="subtracted from a truncated completion's reward"
+    )
+    reward_clip_range: tuple[float, float] | None = Field(default=None, description="[lowest, highest] summed reward")
+    normalize_rewards: bool = Field(
+        default=False, description="rewards of a generation batch to mean 0 and deviation 1"
+    )
+    normalize_advantages: bool = Field(default=False, description="advantages of a generation batch likewise")
+    disable_dropout: bool = Field(default=True, description="dropout off in the policy, as the reference needs")
+    shuffle_dataset: bool = Field(default=True, description="draw the prompts in random order")
+    bf16: bool | None = Field(default=None, description="null: decided by the machine")
+    fp16: bool | None = Field(default=None, description="null: decided by the machine")
+    logging_steps: Count = Field(default=1, description="optimizer steps between two rows of metrics.jsonl")
+    save_steps: Count = Field(default=500, description="optimizer steps between two checkpoints")
+    save_total_limit: Count | None = Field(default=None, description="checkpoints kept; null keeps all")
     report_to: Annotated[list[str], BeforeValidator(_read_report_to)] = Field(
         default_factory=list, description="trackers besides metrics.jsonl: tensorboard, trackio, wandb"
     )
@@ -274,18 +308,18 @@ class RLOOSection(Section):
 class EvalSection(Section):
     """What is measured on the held-out prompts."""
 
-    num_prompts: Count | None = Field(None, description="held-out prompts that are used; null for all")
-    num_samples: Count = Field(1, description="completions of each prompt")
-    temperature: float = Field(1.0, ge=0, description="sampling temperature; 0 is greedy")
-    greedy: bool = Field(True, description="also measure greedy accuracy")
+    num_prompts: Count | None = Field(default=None, description="held-out prompts that are used; null for all")
+    num_samples: Count = Field(default=1, description="completions of each prompt")
+    temperature: float = Field(default=1.0, ge=0, description="sampling temperature; 0 is greedy")
+    greedy: bool = Field(default=True, description="also measure greedy accuracy")
     pass_at_k: list[Count] = Field(default_factory=list, description="report pass@k for these k")
-    max_completion_length: Count | None = Field(None, description="tokens of a completion; null: rloo's")
-    batch_size: Count = Field(128, description="completions generated at once")
+    max_completion_length: Count | None = Field(default=None, description="tokens of a completion; null: rloo's")
+    batch_size: Count = Field(default=128, description="completions generated at once")
     thinking_budgets: list[Count] = Field(
         default_factory=list, description="also measure accuracy with thinking closed at these tokens"
     )
-    answer_budget: Count = Field(32, description="tokens left for the answer after a forced close")
-    num_completions: int = Field(10, ge=0, description="completions kept for the report")
+    answer_budget: Count = Field(default=32, description="tokens left for the answer after a forced close")
+    num_completions: int = Field(default=10, ge=0, description="completions kept for the report")
 
     @model_validator(mode="after")
     def _check_pass_at_k(self) -> "EvalSection":
@@ -295,52 +329,3 @@ class EvalSection(Section):
                 f"{self.num_samples}; set eval.num_samples={max(self.pass_at_k)}"
             )
         return self
-
-
-def count_processes() -> int:
-    """Processes of a distributed run (WORLD_SIZE, which launchers set); 1 without one."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"the environment's WORLD_SIZE is {text!r}; a launcher sets it to a whole number, 1 or more")
-    return int(text)
-
-
-def check_generation_batch(
-    per_device: int, passes: int, num_generations: int, passes_key: str = "steps_per_generation"
-) -> None:
-    """Refuse a rollout that does not hold whole groups, and name the nearest numbers that work.
-
-    >>> check_generation_batch(8, 1, 4)
-
-    Raises:
-        ConfigError: per_device x processes x passes is not a multiple of num_generations.
-    """
-    processes = count_processes()
-    total = per_device * processes * passes
-    if total % num_generations == 0:
-        return
-    group_sizes = [k for k in range(2, total + 1) if total % k == 0]
-    fitting = [f"num_generations={k}" for k in _nearest(group_sizes, num_generations)]
-    fitting += [f"{passes_key}={p}" for p in _nearest_multiples(per_device * processes, num_generations, passes)]
-    fitting += [
-        f"per_device_train_batch_size={b}" for b in _nearest_multiples(processes * passes, num_generations, per_device)
-    ]
-    raise ConfigError(
-        f"a rollout has {per_device} completions a pass (per_device_train_batch_size) x {processes} "
-        f"process{'es' if processes > 1 else ''} x {passes} pass{'es' if passes > 1 else ''} ({passes_key}) = {total} "
-        f"completions, which does not divide into whole groups of {num_generations} (num_generations). The nearest that "
-        f"work: {' or '.join(fitting)}"
-    )
-
-
-def _nearest(candidates: list[int], wanted: int) -> list[int]:
-    """The candidates next to `wanted` on either side."""
-    below = [c for c in candidates if c < wanted][-1:]
-    above = [c for c in candidates if c > wanted][:1]
-    return below + above
-
-
-def _nearest_multiples(unit: int, group: int, wanted: int) -> list[int]:
-    """Values next to `wanted` for which value x unit is a multiple of `group`."""
-    step = next(value for value in range(1, group + 1) if value * unit % group == 0)
-    return [value for value in (wanted // step * step, (wanted // step + 1) * step) if value >= 1]

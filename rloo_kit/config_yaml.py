@@ -14,7 +14,8 @@ import yaml
 
 from rloo_kit.errors import ConfigError
 
-Lines = dict[tuple[str | int, ...], int]
+Key = tuple[str | int, ...]
+Lines = dict[Key, int]
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,7 +48,11 @@ for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", "~nN\0"),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("int", r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+", "-+0123456789"),
-    ("float", r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
     ("merge", r"<<", "<"),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
@@ -80,13 +85,15 @@ def read_yaml(text: str, source: str = "the configuration") -> tuple[dict[str, A
     finally:
         loader.dispose()
     if not isinstance(values, dict):
-        raise ConfigError(f"{source}: holds a {type(values).__name__}; a mapping of sections (model:, rloo:, ...) is needed")
+        raise ConfigError(
+            f"{source}: holds a {type(values).__name__}; a mapping of sections (model:, rloo:, ...) is needed"
+        )
     lines: Lines = {}
     _collect_lines(node, (), lines)
     return values, lines
 
 
-def _collect_lines(node: yaml.Node | None, path: tuple[str | int, ...], lines: Lines) -> None:
+def _collect_lines(node: yaml.Node | None, path: Key, lines: Lines) -> None:
     if isinstance(node, yaml.MappingNode):
         for key_node, value_node in node.value:
             lines[(*path, key_node.value)] = key_node.start_mark.line + 1
@@ -104,7 +111,7 @@ def read_value(text: str) -> Any:
     (5e-06, [64, 128], None, 'a: b: c')
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a subclass of the safe loader)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
         return text
 
@@ -126,7 +133,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], Lines]:
     return read_yaml(text, str(path))
 
 
-def apply_override(values: dict[str, Any], override: str) -> tuple[str | int, ...]:
+def apply_override(values: dict[str, Any], override: str) -> Key:
     """Set one `section.key=value` in `values`, in place; a list's items are reached by their index.
 
     Returns:
@@ -144,7 +151,9 @@ def apply_override(values: dict[str, Any], override: str) -> tuple[str | int, ..
         if isinstance(place, list):
             if not isinstance(part, int) or part >= len(place):
                 above = ".".join(map(str, parts[:depth]))
-                raise ConfigError(f"the override '{override}': {above} is a list of {len(place)}; use an index below that")
+                raise ConfigError(
+                    f"the override '{override}': {above} is a list of {len(place)}; use an index below that"
+                )
         elif not isinstance(place, dict):
             above = ".".join(map(str, parts[:depth]))
             raise ConfigError(f"the override '{override}': {above} is {place!r}, which has no keys below it")
@@ -152,6 +161,11 @@ def apply_override(values: dict[str, Any], override: str) -> tuple[str | int, ..
             place[part] = read_value(text.strip())
         else:
             if isinstance(place, dict) and place.get(part) is None:
+                if isinstance(parts[depth + 1], int):
+                    above = ".".join(map(str, parts[: depth + 1]))
+                    raise ConfigError(
+                        f"the override '{override}': there is no {above} to take an item of; set {above}=[...]"
+                    )
                 place[part] = {}
             place = place[part]
     return tuple(parts)
@@ -166,10 +180,21 @@ def merge(values: dict[str, Any], section: str, changes: Any) -> None:
         values[section] = changes
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what the loader would read as something else; lists of plain values go on one line."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.SequenceNode:
+    plain = not any(isinstance(item, (list, dict)) for item in items)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=plain)
+
+
+_Dumper.add_representer(list, _represent_list)
+
+
 def dump_yaml(values: dict[str, Any]) -> str:
     """`values` as YAML that `read_yaml` reads back to the same values."""
 
-    class Dumper(yaml.SafeDumper):
-        yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-
-    return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=False)

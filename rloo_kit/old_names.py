@@ -109,7 +109,10 @@ CONFIG_NAMES: dict[str, OldName] = {
     "vllm_guided_decoding_regex": OldName(str, "vllm_structured_outputs_regex"),
     # converted
     "normalize_reward": OldName(
-        bool, "normalize_rewards", f"with reward_clip_range, whose default was {_OLD_CLIP:g}", read=_read_normalize_reward
+        bool,
+        "normalize_rewards",
+        f"with reward_clip_range, whose default was {_OLD_CLIP:g}",
+        read=_read_normalize_reward,
     ),
     "total_episodes": OldName(
         int,
@@ -124,10 +127,12 @@ CONFIG_NAMES: dict[str, OldName] = {
     "token_level_kl": OldName(
         bool,
         None,
-        "never changed the result, because both of its forms summed the KL over the completion before the baseline; "
+        "it never changed the result, because both of its forms summed the KL over the completion before the baseline; "
         "what it promised is kl_form='per_token'",
     ),
-    "whiten_rewards": OldName(bool, None, "RLOO never whitened anything; today's way to do so is normalize_rewards=True"),
+    "whiten_rewards": OldName(
+        bool, None, "RLOO never whitened anything; today's way to do so is normalize_rewards=True"
+    ),
     "stop_token": OldName(str, None, "completions always end at the tokenizer's end token", read=_read_stop_token),
     "non_eos_penalty": OldName(bool, None, "false is how it is: see missing_eos_penalty", read=_read_non_eos_penalty),
     "penalty_reward_value": OldName(float, None, "it only counted with non_eos_penalty; see missing_eos_penalty"),
@@ -144,11 +149,19 @@ CONFIG_NAMES: dict[str, OldName] = {
     **{
         name: OldName(int, None, _SIZES)
         for name in (
-            "batch_size", "local_batch_size", "micro_batch_size", "mini_batch_size", "local_mini_batch_size",
-            "num_total_batches", "num_updates", "world_size",
+            "batch_size",
+            "local_batch_size",
+            "micro_batch_size",
+            "mini_batch_size",
+            "local_mini_batch_size",
+            "num_total_batches",
+            "num_updates",
+            "world_size",
         )
-    },  # fmt: skip
-    "reward_model_path": OldName(str, None, _SCRIPT + " reward_funcs=... of the trainer takes a name or folder", keep=True),
+    },
+    "reward_model_path": OldName(
+        str, None, _SCRIPT + " reward_funcs=... of the trainer takes a name or folder", keep=True
+    ),
     "sft_model_path": OldName(str, None, _SCRIPT + " model=... of the trainer takes a name or folder", keep=True),
     "base_model": OldName(str, None, _SCRIPT + " model=... of the trainer takes a name or folder", keep=True),
     # refused
@@ -205,7 +218,7 @@ def translate_config(given: Mapping[str, Any], processes: int = 1, prefix: str =
         _check_kind(old, value, entry.kind, prefix)
         new = entry.read(dict(given), processes) if entry.read else {entry.new: value} if entry.new else {}
         for name, converted in new.items():
-            _set_once(values, name, converted, old, prefix)
+            _set_once(values, name, converted, prefix + old, prefix + name)
         result.messages.append(_say(old, entry, new, prefix))
     _pair_clip_range(values, given, result.messages, prefix)
     return result
@@ -217,12 +230,12 @@ def _check_kind(old: str, value: Any, kind: type, prefix: str) -> None:
         raise ConfigError(f"{prefix}{old} is {value!r}; it takes a whole number, 0 or more")
 
 
-def _set_once(values: dict[str, Any], name: str, value: Any, old: str, prefix: str) -> None:
+def _set_once(values: dict[str, Any], name: str, value: Any, old: str, new: str) -> None:
+    """Set `name`; `old` and `new` are both names in full, for the message."""
     found = values.get(name)
     if found is not None and found != value:
         raise ConfigError(
-            f"{prefix}{old} stands for {prefix}{name}={value}, and {prefix}{name}={found} is given too; keep "
-            f"{prefix}{name} and remove {prefix}{old}"
+            f"{old} stands for {new}={value}, and {new}={found} is given too; keep {new} and remove {old}"
         )
     values[name] = value
 
@@ -272,11 +285,19 @@ def translate_file(values: dict[str, Any], processes: int = 1) -> list[str]:
             continue
         target = values.setdefault(other, {})
         if isinstance(target, dict):
-            _set_once(target, key, section.pop(old), f"rloo.{old}", f"{other}.")
+            _set_once(target, key, section.pop(old), f"rloo.{old}", f"{other}.{key}")
             messages.append(f"rloo.{old} belongs to {other}.{key}; read as {other}.{key}={target[key]}")
     translation = translate_config({str(key): value for key, value in section.items()}, processes, "rloo.")
     values["rloo"] = translation.values
     return messages + translation.messages
+
+
+def forget_overruled(section: dict[str, Any], changed: set[str]) -> None:
+    """Drop today's name from the file's `rloo:` where a change gives its old name, so that the change wins."""
+    for old in changed & set(CONFIG_NAMES):
+        new = CONFIG_NAMES[old].new
+        if new is not None and new not in changed:
+            section.pop(new, None)
 
 
 def _move_reward_model(values: dict[str, Any]) -> list[str]:

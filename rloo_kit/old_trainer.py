@@ -1,8 +1,8 @@
 """The arguments and the data sets that TRL's RLOOTrainer took up to 0.21, for today's trainer.
 
 The old trainer was called as `RLOOTrainer(config=, tokenizer=, policy=, ref_policy=, reward_model=, train_dataset=)`
-with prompts that were tokenized already. What each argument became is in `old_names.TRAINER_NAMES`; this module does the
-two conversions that need more than a name: a reward model's calling convention and a reference with other weights.
+with prompts that were tokenized already. What each argument became is in `old_names.TRAINER_NAMES`; this module does
+the two conversions that need more than a name: a reward model's calling convention and a reference with other weights.
 """
 
 import inspect
@@ -74,8 +74,8 @@ def _refuse_other_reference(policy: Any, reference: Any) -> None:
         )
     if not same:
         raise ConfigError(
-            "ref_policy has other weights than policy. Today's reference is the policy as it stands when training starts "
-            "(reference='start'), or its base model without the adapter (reference='base'). Load the weights of "
+            "ref_policy has other weights than policy. Today's reference is the policy as it stands when training "
+            "starts (reference='start'), or its base model without the adapter (reference='base'). Load the weights of "
             "ref_policy as the model and train an adapter on it, or leave ref_policy out"
         )
 
@@ -83,8 +83,8 @@ def _refuse_other_reference(policy: Any, reference: Any) -> None:
 def _adapt_reward_model(values: dict[str, Any]) -> None:
     """Make what old code passed as reward_model= a list of today's rewards.
 
-    A checkpoint scores with the policy's tokenizer, as it did then. A function of one argument was called with the texts
-    of prompt and completion together; any other callable has today's convention already.
+    A checkpoint scores with the policy's tokenizer, as it did then. A function of one argument was called with the
+    texts of prompt and completion together; any other callable has today's convention already.
     """
     rewards = values["reward_funcs"]
     rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
@@ -106,7 +106,9 @@ def _wants_texts(reward: Any) -> bool:
     except (TypeError, ValueError):
         return False
     today = {"prompts", "completions", "completion_ids", "kwargs"}
-    return len(parameters) == 1 and parameters[0].kind is not parameters[0].VAR_KEYWORD and parameters[0].name not in today
+    return (
+        len(parameters) == 1 and parameters[0].kind is not parameters[0].VAR_KEYWORD and parameters[0].name not in today
+    )
 
 
 def _take_texts(reward: Callable[[list[str]], Any]) -> Callable[..., list[float]]:

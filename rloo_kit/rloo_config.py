@@ -1,8 +1,8 @@
-"""`RLOOConfig`: TRL's, whatever it is today, with the kit's own options, old names understood, and a CPU that just works.
+"""`RLOOConfig`: TRL's, whatever it is today, with the kit's own options and with the old names understood.
 
-The class subclasses the `trl.RLOOConfig` of the day, which is Unsloth's generated one where Unsloth is the backend. That
-one has an `__init__` with other defaults (learning rate, batch, optimiser, seed), so what is not given is passed on with
-TRL's defaults: the same keywords make the same run on every backend.
+The class subclasses the `trl.RLOOConfig` of the day, which is Unsloth's generated one where Unsloth is the backend.
+That one has an `__init__` with other defaults (learning rate, batch, optimiser, seed), so what is not given is passed
+on with TRL's defaults: the same keywords make the same run on every backend.
 
 The old names are dataclass fields too, because `HfArgumentParser` makes its flags from the fields and old scripts are
 started with flags; they stay None and are left out of `to_dict()`.
@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rloo_kit import _stack
+from rloo_kit.config_batch import check_generation_batch, count_processes
 from rloo_kit.config_errors import suggest
-from rloo_kit.config_sections import check_generation_batch, count_processes
 from rloo_kit.errors import ConfigError
 from rloo_kit.old_names import CONFIG_NAMES, translate_config
 from rloo_kit.old_trainer import prepare_old_dataset, translate_trainer_arguments
 
 _stack.load_stack()
 
-import torch  # noqa: E402
-import trl  # noqa: E402
+import torch
+import trl
 
 __all__ = ["RLOOConfig", "prepare_old_dataset", "translate_trainer_arguments"]
 
@@ -64,8 +64,8 @@ class RLOOConfig(trl.RLOOConfig):
         max_reward_failure_share: share of samples with a failed reward, 0 to 1, above which a batch counts as failed.
         reward_failure_steps: failed batches in a row, 1 or more, after which training saves and stops.
 
-    Old keywords (`kl_coef`, `rloo_k`, `total_episodes`, ...) are translated with a warning each: see `old_names`. Without
-    an accelerator, `use_cpu=True` and `bf16=False` are the defaults.
+    Old keywords (`kl_coef`, `rloo_k`, `total_episodes`, ...) are translated with a warning each: see `old_names`.
+    Without an accelerator, `use_cpu=True` and `bf16=False` are the defaults.
 
     Raises:
         ConfigError: a value out of bounds, an unknown keyword, or an old one without an equivalent.
@@ -136,7 +136,7 @@ def _refuse_unknown(given: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def _drop_defaults(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """What differs from its default: a parser passes every field, and only what was typed may contradict an old name."""
+    """What is not the default: a parser passes every field, and only what was typed can contradict an old name."""
     defaults = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()} | own
     return {name: value for name, value in given.items() if name not in defaults or defaults[name] != value}
 
@@ -156,8 +156,8 @@ def _check_batch(values: dict[str, Any]) -> None:
     generations = values.get("num_generations", _STOCK_FIELDS["num_generations"].default)
     if generations < 2:
         raise ConfigError(
-            f"num_generations is {generations}; it must be at least 2, because a completion's baseline is the mean reward "
-            "of its siblings"
+            f"num_generations is {generations}; it must be at least 2, because a completion's baseline is the mean "
+            "reward of its siblings"
         )
     if values.get("generation_batch_size") is not None:
         return
@@ -175,7 +175,8 @@ def _check_own_fields(config: RLOOConfig) -> None:
     problems = []
     if config.missing_eos_penalty is not None and not config.missing_eos_penalty > 0:
         problems.append(
-            f"missing_eos_penalty is {config.missing_eos_penalty}; it is subtracted, so it must be above 0 (None for none)"
+            f"missing_eos_penalty is {config.missing_eos_penalty}; it is subtracted, so it must be above 0 "
+            "(None for none)"
         )
     if config.kl_form not in KL_FORMS:
         problems.append(f"kl_form is {config.kl_form!r}; it must be one of {', '.join(KL_FORMS)}")

@@ -12,10 +12,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = {
     1: "errors tokens config config_errors config_sections config_yaml old_names chat env_file environment nvml "
-    "progress doctor versions run_dir health leave_one_out kernel",
+    "progress doctor versions run_dir resume_rules health intervals measurement leave_one_out kernel reward_guard "
+    "reward_process",
     2: "_stack backends data data_sources arithmetic cold_start tiny_tokenizer tiny_model reward_registry "
     "reward_models reward_worker rollout logprobs advantages loop_metrics rloo_config old_trainer trainer callbacks",
-    3: "training evaluation report",
+    3: "training evaluation report report_figures",
     4: "cli __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}

@@ -1,0 +1,54 @@
+"""The arithmetic of a rollout: whole groups of `num_generations` completions, or the nearest numbers that give them."""
+
+import os
+
+from rloo_kit.errors import ConfigError
+
+
+def count_processes() -> int:
+    """Processes of a distributed run (WORLD_SIZE, which launchers set); 1 without one."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"the environment's WORLD_SIZE is {text!r}; a launcher sets it to a whole number, 1 or more")
+    return int(text)
+
+
+def check_generation_batch(
+    per_device: int, passes: int, num_generations: int, passes_key: str = "steps_per_generation"
+) -> None:
+    """Refuse a rollout that does not hold whole groups, and name the nearest numbers that work.
+
+    >>> check_generation_batch(8, 1, 4)
+
+    Raises:
+        ConfigError: per_device x processes x passes is not a multiple of num_generations.
+    """
+    processes = count_processes()
+    total = per_device * processes * passes
+    if total % num_generations == 0:
+        return
+    group_sizes = [k for k in range(2, total + 1) if total % k == 0]
+    fitting = [f"num_generations={k}" for k in _nearest(group_sizes, num_generations)]
+    fitting += [f"{passes_key}={p}" for p in _nearest_multiples(per_device * processes, num_generations, passes)]
+    fitting += [
+        f"per_device_train_batch_size={b}" for b in _nearest_multiples(processes * passes, num_generations, per_device)
+    ]
+    raise ConfigError(
+        f"a rollout has {per_device} completions a pass (per_device_train_batch_size) x {processes} "
+        f"process{'es' if processes > 1 else ''} x {passes} pass{'es' if passes > 1 else ''} ({passes_key}) = {total} "
+        f"completions, which does not divide into whole groups of {num_generations} (num_generations). The nearest "
+        f"that work: {' or '.join(fitting)}"
+    )
+
+
+def _nearest(candidates: list[int], wanted: int) -> list[int]:
+    """The candidates next to `wanted` on either side."""
+    below = [c for c in candidates if c < wanted][-1:]
+    above = [c for c in candidates if c > wanted][:1]
+    return below + above
+
+
+def _nearest_multiples(unit: int, group: int, wanted: int) -> list[int]:
+    """Values next to `wanted` for which value x unit is a multiple of `group`."""
+    step = next(value for value in range(1, group + 1) if value * unit % group == 0)
+    return [value for value in (wanted // step * step, (wanted // step + 1) * step) if value >= 1]
