@@ -2,6 +2,7 @@
 
 import ast
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = {
-    1: "errors tokens config config_errors config_sections config_yaml old_names chat env_file environment nvml "
-    "progress doctor versions run_dir resume_rules health intervals measurement leave_one_out kernel reward_guard "
-    "reward_process",
-    2: "_stack backends data data_sources arithmetic cold_start tiny_tokenizer tiny_model reward_registry "
-    "reward_models reward_worker rollout logprobs advantages loop_metrics rloo_config old_trainer trainer callbacks",
-    3: "training evaluation report report_figures",
+    1: "errors tokens config config_batch config_errors config_sections config_yaml old_names chat env_file "
+    "environment nvml progress doctor versions run_dir resume_rules health intervals measurement leave_one_out kernel",
+    2: "_stack backends data data_sources arithmetic cold_start tiny_tokenizer tiny_model reward_registry reward_guard "
+    "reward_models reward_worker reward_process rollout logprobs advantages loop_metrics rloo_config old_trainer "
+    "trainer callbacks",
+    3: "training evaluation report report_figures report_style",
     4: "cli __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
@@ -158,6 +159,14 @@ def test_heavy_libraries_come_through_the_stack(path: Path) -> None:
                 f"{relative(path)}:{found.line} imports {found.module} with no load_stack() above it; call "
                 "rloo_kit._stack.load_stack() first (at module level, or in the same function)"
             )
+
+
+def test_floors_0_and_1_are_type_checked() -> None:
+    """A light module that mypy is not told of would slowly lose its types."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
+    expected = {f"rloo_kit.{path.stem}" for path in (ROOT / "rloo_kit").glob("*.py") if floor_of(path) == 1}
+    assert settings["packages"] == ["rewards"]
+    assert set(settings["modules"]) == {name.replace(".__init__", "") for name in expected}
 
 
 def test_only_two_files_import_unsloth() -> None:

@@ -17,8 +17,8 @@ MACHINE_PATHS = r"/[w]ork/\w|/[r]oot/|/[o]pt/\w|/[h]ome/[a-z]\w*/|/[U]sers/[a-z]
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".npz", ".pkl", ".whl"}
 LAYOUT = (
     "README.md CHANGELOG.md CONTRIBUTING.md LICENSE Makefile pyproject.toml constraints.txt .ci/run configs "
-    "docs/README.md rewards/__init__.py rloo_kit/__init__.py benchmarks/results tests/README.md tests/rewards tests/rloo_kit "
-    "tests/contracts tests/gpu tests/unsloth"
+    "docs/README.md rewards/__init__.py rloo_kit/__init__.py benchmarks/results tests/README.md tests/rewards "
+    "tests/rloo_kit tests/contracts tests/gpu tests/unsloth"
 )
 
 
