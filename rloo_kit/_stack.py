@@ -62,7 +62,7 @@ def setup_environment(
     settled = environment.prepare_environment(backend, root, keys)
     was_in_time = _in_time
     _import_backend(settled)
-    if not was_in_time and "unsloth" not in sys.modules and "trl" in sys.modules:
+    if not was_in_time and "trl" in sys.modules and sys.modules.get("unsloth") is None:
         warnings.warn(
             "trl was imported before rloo_kit.setup_environment(). Without Unsloth that is harmless, but on a machine "
             "where Unsloth is the backend it is an error: call setup_environment() first.",
@@ -87,7 +87,7 @@ def load_stack() -> Stack:
 def _import_backend(settled: Environment) -> None:
     """Import Unsloth if it is the backend; refuse if that comes too late."""
     global _in_time
-    if settled.backend == "unsloth" or "unsloth" in sys.modules:
+    if settled.backend == "unsloth" or sys.modules.get("unsloth") is not None:
         _refuse_if_late()
         _import_unsloth()
     _in_time = True

@@ -237,8 +237,9 @@ def _hub() -> Check:
         if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
             return Check("hub", "ok", f"offline by choice ({name}); models come from the cache or a folder")
     address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    host = urlsplit(address).hostname or "the address in HF_ENDPOINT"  # an endpoint can carry a password
+    host = "the address in HF_ENDPOINT"
     try:
+        host = urlsplit(address).hostname or host  # the host alone: an endpoint can carry a password
         with urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=HUB_TIMEOUT_S):
             return Check("hub", "ok", f"{host} is reachable")
     except urllib.error.HTTPError as answer:  # an answer all the same

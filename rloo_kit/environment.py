@@ -134,7 +134,7 @@ def choose_backend(requested: str, card: Card | None, card_reason: str) -> tuple
         raise ConfigError(f"{source}{choice!r} is no backend: use {', '.join(('auto', *BACKENDS))}")
     if choice == "transformers":
         return "transformers", f"asked for by {source}transformers"
-    if "unsloth" in sys.modules:
+    if sys.modules.get("unsloth") is not None:
         return "unsloth", "imported in this process already"
     installed = is_importable("unsloth")
     if card is not None and installed:
@@ -210,10 +210,12 @@ def prepare_environment(
     card, card_reason = _usable_card(cards)
     requested = _requested if backend == "auto" else backend
     chosen, backend_reason = choose_backend(requested, card, card_reason)
+    if backend == "auto" and _current is not None and _current.backend == chosen:
+        backend_reason = _current.backend_reason  # why it was chosen, not that it is loaded by now
     precision, precision_reason = choose_precision(card)
     progress = set_up_progress()
     notes = env_file.notes + _set_mixed_precision(PRECISIONS[precision][1])
-    if chosen == "transformers" and "unsloth" in sys.modules:
+    if chosen == "transformers" and sys.modules.get("unsloth") is not None:
         notes.append("Unsloth is imported in this process, and its patches hold: restart the kernel to go without it")
     _requested = requested
     _current = Environment(

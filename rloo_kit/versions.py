@@ -57,7 +57,7 @@ def is_importable(module: str) -> bool:
     A bare folder of that name in the working directory (a clone of a repository, say) is not the package.
     """
     if module in sys.modules:
-        return True
+        return sys.modules[module] is not None  # None there blocks the import
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None
 
