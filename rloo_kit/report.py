@@ -1,0 +1,205 @@
+"""`report.html`: one file, without scripts or anything to fetch, that says what a run did.
+
+Accuracy before and after with intervals, the learning curve, the same prompts answered before and after with thinking
+and answer apart, the configuration, the versions, and where the files are. Everything that comes from the model, the
+data or the configuration is escaped. Left out: several runs side by side.
+"""
+
+import html
+import json
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.measurement import Comparison, Evaluation, compare
+from rloo_kit.report_figures import draw_accuracies, draw_learning_curve
+from rloo_kit.report_style import STYLE_SHEET
+from rloo_kit.run_dir import write_text
+from rloo_kit.versions import installed_versions
+
+FILES = {
+    "adapter": "the trained adapter; load it with model.adapter",
+    "config.yaml": "the resolved configuration",
+    "versions.json": "versions and git revision",
+    "status.json": "how the run ended",
+    "metrics.jsonl": "one row of metrics a step",
+    "rollouts.jsonl": "every completion with its ids, rewards and advantage",
+    "before.json": "the evaluation before training",
+    "after.json": "the evaluation after training",
+    "checkpoints": "what --resume goes on from",
+}
+# Control characters have no place in HTML; the symbols that picture them do.
+_PICTURED = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+
+
+def write_report(run: Any, result: Any, before: Evaluation | None = None, after: Evaluation | None = None) -> Path:
+    """Write `report.html` into the run's folder.
+
+    Args:
+        run: the `RunConfig`.
+        result: the `TrainResult`; read are folder, steps, metrics, seconds, stopped.
+        before, after: evaluations; None where the run was not evaluated.
+
+    Returns:
+        The file.
+    """
+    folder = Path(result.folder)
+    comparison = compare(before, after) if before is not None and after is not None else None
+    sections = [
+        _headline(run, result, before, after, comparison),
+        _section("Accuracy", _accuracy(before, after, comparison)),
+        _section("Learning curve", _learning_curve(result.metrics)),
+        _section("Completions before and after", _completions(before, after)),
+        _section("Configuration, versions, files", _details(run, folder)),
+    ]
+    page = (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"<title>{_text(run.name)} - RLOO run</title>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>{STYLE_SHEET}</style>\n</head>\n<body>\n<main>\n{''.join(sections)}</main>\n</body>\n</html>\n"
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_text(folder / "report.html", page)
+
+
+def _headline(
+    run: Any, result: Any, before: Evaluation | None, after: Evaluation | None, comparison: Comparison | None
+) -> str:
+    end = {None: "ran to its end", "interrupted": "was interrupted", "no signal": "stopped for want of signal"}
+    how = end.get(result.stopped, f"stopped: {result.stopped}")
+    summary = f"{run.model.name} on {run.data.source}: {result.steps} steps in {_duration(result.seconds)}; {how}."
+    tiles = [
+        _tile("accuracy", before and before.accuracy, after and after.accuracy, comparison and comparison.difference),
+        _tile(
+            "greedy accuracy",
+            before and before.greedy_accuracy,
+            after and after.greedy_accuracy,
+            comparison and comparison.greedy_difference,
+        ),
+        _tile("thinking closed", before and before.closed_share, after and after.closed_share),
+        _tile(
+            "thinking tokens", before and before.mean_thinking_tokens, after and after.mean_thinking_tokens, form=".1f"
+        ),
+    ]
+    return f"<h1>{_text(run.name)}</h1>\n<p>{_text(summary)}</p>\n<div class='tiles'>{''.join(tiles)}</div>\n"
+
+
+def _tile(
+    name: str, before: float | None, after: float | None, difference: float | None = None, form: str = ".3f"
+) -> str:
+    if before is None and after is None:
+        return ""
+    old, new = ("-" if value is None else format(value, form) for value in (before, after))
+    change = f"<span class='change'>{difference:+{form}}</span>" if difference is not None else ""
+    return (
+        f"<div class='tile'><div class='name'>{_text(name)}</div>"
+        f"<div class='value'><span class='old'>{old}</span> → {new}</div>{change}</div>"
+    )
+
+
+def _accuracy(before: Evaluation | None, after: Evaluation | None, comparison: Comparison | None) -> str:
+    measured = [evaluation for evaluation in (before, after) if evaluation is not None]
+    if not measured:
+        return "<p>The run was not evaluated (run.evaluate).</p>"
+    parts = []
+    if comparison is not None:
+        verdict = {True: " The two intervals are apart.", False: " The two intervals overlap.", None: ""}
+        parts.append(f"<p>After minus before: {_text(str(comparison))}.{verdict[comparison.apart]}</p>")
+    drawing = draw_accuracies(before, after)
+    if drawing is not None:
+        parts.append(f"<figure class='wide'>{drawing}</figure>")
+    columns = [dict(evaluation.rows()) for evaluation in measured]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    titles = [title for title, evaluation in (("before", before), ("after", after)) if evaluation is not None]
+    head = "".join(f"<th>{title}</th>" for title in titles)
+    rows = "".join(
+        f"<tr><td>{_text(name)}</td>"
+        + "".join(f"<td>{_text(column.get(name, '-'))}</td>" for column in columns)
+        + "</tr>"
+        for name in names
+    )
+    counts = f"{measured[-1].num_prompts} held-out prompts, {measured[-1].num_samples} completions of each"
+    parts.append(f"<p>{counts}; 95 % intervals in brackets.</p>")
+    parts.append(f"<table><thead><tr><th>measure</th>{head}</tr></thead><tbody>{rows}</tbody></table>")
+    return "\n".join(parts)
+
+
+def _learning_curve(metrics: list[dict[str, Any]]) -> str:
+    drawings = draw_learning_curve(metrics)
+    if not drawings:
+        return "<p>No step was logged.</p>"
+    return "<div class='curves'>" + "".join(f"<figure>{drawing}</figure>" for drawing in drawings) + "</div>"
+
+
+def _completions(before: Evaluation | None, after: Evaluation | None) -> str:
+    by_prompt: dict[str, dict[str, dict[str, Any]]] = {}
+    for title, evaluation in (("before", before), ("after", after)):
+        for sample in evaluation.samples if evaluation is not None else ():
+            by_prompt.setdefault(sample["prompt"], {})[title] = sample
+    if not by_prompt:
+        return "<p>No completions were kept (eval.num_completions).</p>"
+    return "".join(_pair(number, prompt, pair) for number, (prompt, pair) in enumerate(by_prompt.items(), 1))
+
+
+def _pair(number: int, prompt: str, pair: dict[str, dict[str, Any]]) -> str:
+    gold = next((sample["gold"] for sample in pair.values() if sample.get("gold") is not None), None)
+    expected = "" if gold is None else f"<p class='gold'>right answer: <b>{_text(gold)}</b></p>"
+    sides = "".join(_side(title, pair[title]) for title in ("before", "after") if title in pair)
+    return (
+        f"<article><div class='prompt'><span class='number'>{number}</span><pre>{_text(prompt.strip())}</pre></div>"
+        f"{expected}<div class='pair'>{sides}</div></article>\n"
+    )
+
+
+def _side(title: str, sample: dict[str, Any]) -> str:
+    marks = {True: "<span class='mark right'>✓ right</span>", False: "<span class='mark wrong'>✗ wrong</span>"}
+    notes = [f"{sample['tokens']} tokens"]
+    if sample["thinking_tokens"] is not None:
+        notes.append(f"{sample['thinking_tokens']} of them thinking")
+    if not sample["ended"]:
+        notes.append("truncated")
+    thinks = sample["thinking"] or sample["closed"]
+    thinking = f"<div class='label'>thinking</div>{_block('thinking', sample['thinking'])}" if thinks else ""
+    return (
+        f"<div class='side'><div class='title'>{title} {marks.get(sample['correct'], '')}</div>{thinking}"
+        f"<div class='label'>answer</div>{_block('answer', sample['answer'])}"
+        f"<p class='notes'>{_text(', '.join(notes))}</p></div>"
+    )
+
+
+def _block(kind: str, text: str) -> str:
+    return f"<pre class='{kind}'>{_text(text)}</pre>" if text else "<p class='notes'>none</p>"
+
+
+def _details(run: Any, folder: Path) -> str:
+    files = "".join(
+        f"<tr><td><a href='{name}'>{name}</a></td><td>{_text(what)}</td></tr>"
+        for name, what in FILES.items()
+        if (folder / name).exists()
+    )
+    return (
+        f"<details><summary>Configuration</summary><pre>{_text(run.to_yaml())}</pre></details>\n"
+        f"<details><summary>Versions</summary><pre>{_text(_versions(folder))}</pre></details>\n"
+        f"<p>Everything of the run lies in <code>{_text(folder)}</code>.</p>\n<table><tbody>{files}</tbody></table>\n"
+    )
+
+
+def _versions(folder: Path) -> str:
+    """What the run wrote down when it started; this process's own where it wrote nothing."""
+    try:
+        return (folder / "versions.json").read_text(encoding="utf-8")
+    except OSError:
+        return json.dumps(installed_versions(), indent=2)
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section>\n<h2>{title}</h2>\n{content}\n</section>\n"
+
+
+def _text(value: Any) -> str:
+    return html.escape(str(value).translate(_PICTURED))
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
