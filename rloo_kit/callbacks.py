@@ -182,11 +182,13 @@ class SampleTable(TrainerCallback):
             sys.stdout.flush()
 
     def table(self, title: str) -> Table:
-        """The first completions of the last batch, as a rich table."""
+        """Completions of the last batch, one of each prompt first, as a rich table."""
         table = Table(title=title, show_lines=True)
         for name, ratio in (("prompt", 2), ("thinking", 4), ("answer", 2), ("reward", 1)):
             table.add_column(name, ratio=ratio, overflow="fold")
-        for row in self.rollouts.rows[: self.num_samples]:
+        firsts = {str(row["prompt"]): row for row in reversed(self.rollouts.rows)}
+        others = [row for row in self.rollouts.rows if row is not firsts[str(row["prompt"])]]
+        for row in [*reversed(firsts.values()), *others][: self.num_samples]:
             prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
             thinking, answer = split_thinking(
                 row["completion_ids"], self.tokenizer, self.tags, self.family == "thinking"

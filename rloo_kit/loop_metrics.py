@@ -104,6 +104,8 @@ def rollout_metrics(
         "reward": mean(rollout.raw_scores),
         "reward_std": std(rollout.raw_scores),
         "frac_reward_zero_std": tied_groups(rollout.rewards, group).float().mean().item(),
+        # before the KL penalty, which alone keeps the rewards of a group from being equal
+        "frac_score_zero_std": tied_groups(rollout.scores, group).float().mean().item(),
         "rewards/unscored_ratio": rollout.raw_scores.isnan().float().mean().item(),
         "objective/scores": mean(rollout.scores),
         "objective/rlhf_reward": mean(rollout.rewards),

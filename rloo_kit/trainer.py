@@ -16,6 +16,7 @@ methods that this class stands in for.
 Shapes: B completions of this process, A of all processes, P prompt, C completion tokens, F reward functions.
 """
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -121,6 +122,22 @@ class RLOOTrainer(trl.RLOOTrainer):
             return
         if self._option("reference") == "base" or _is_identity(model):
             model.delete_adapter("ref")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the adapter and its reference as they were.
+
+        transformers loads the adapters in a checkpoint's subfolders or the one beside them, not both; and a run that
+        is resumed in the process it was cut in has a trained adapter, which TRL has just copied as the reference.
+        """
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        policy = self.accelerator.unwrap_model(self.model)
+        if not is_peft_model(policy):
+            return
+        if os.path.isdir(os.path.join(resume_from_checkpoint, "ref")):
+            policy.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
+            policy.set_adapter("default")
+        elif "ref" in policy.peft_config:
+            policy.delete_adapter("ref")
 
     @property
     def _on_policy(self) -> bool:

@@ -17,7 +17,7 @@ from rloo_kit._stack import load_stack
 from rloo_kit.backends import Policy, save_adapter
 from rloo_kit.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SampleTable, SignalGuard
 from rloo_kit.data import Data
-from rloo_kit.errors import NoSignalError
+from rloo_kit.errors import NoSignalError, RunNotFoundError
 from rloo_kit.health import SignalWatch
 from rloo_kit.run_dir import RunDir
 
@@ -71,6 +71,22 @@ def train(
     opened = RunDir.create(run, resume=resume, overwrite=overwrite) if run_dir is None else run_dir
     with opened if owned else nullcontext():
         return _Training(run, policy, data, reward_funcs, opened).run_to_end()
+
+
+def load_result(run: Any) -> TrainResult:
+    """The result of a run from what lies in its folder, finished or not.
+
+    Raises:
+        RunNotFoundError: there is no run.
+    """
+    run_dir = RunDir(Path(run.folder))
+    status = run_dir.status()
+    if not status:
+        raise RunNotFoundError(f"there is no run in {run_dir.folder}; rloo-kit train makes one")
+    metrics = run_dir.read_jsonl("metrics.jsonl")
+    seconds = metrics[-1].get("seconds", 0.0) if metrics else 0.0
+    stopped = None if status.get("state") == "finished" else status.get("state")
+    return TrainResult(run_dir.folder, run_dir / "adapter", status.get("step", 0), metrics, seconds, stopped)
 
 
 class _Training:

@@ -1,0 +1,223 @@
+"""The command line: `rloo-kit doctor | config | train | eval | report`.
+
+It says what a notebook says, in the same order, with the same functions. Heavy libraries are imported inside the
+commands that need them, so that `rloo-kit --help` answers at once. What the kit raises on purpose becomes one message
+on stderr, without a traceback. Exit codes: 0 done, 1 doctor found something broken, 2 the kit refused, 130 interrupted.
+"""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rloo_kit import __version__
+from rloo_kit.errors import NoSignalError, RlooKitError, RunNotFoundError
+
+REFUSED, INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="RLOO for Qwen3-Thinking models on one GPU, with a small model inside that learns on a laptop.",
+)
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A run's YAML file, for example configs/x.yaml.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example rloo.beta=0.0")
+]
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Messages instead of tracebacks for what the kit raises on purpose and for Ctrl-C."""
+    try:
+        yield
+    except RlooKitError as error:
+        print(f"rloo-kit: {error}", file=sys.stderr, flush=True)
+        raise typer.Exit(REFUSED) from None
+    except KeyboardInterrupt:
+        print("rloo-kit: interrupted", file=sys.stderr, flush=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rloo-kit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Check everything about this machine that can be checked without a run."""
+    from rloo_kit.doctor import run_doctor
+
+    with _exit_codes():
+        raise typer.Exit(run_doctor(json=json))
+
+
+@app.command()
+def config(file: ConfigFile, overrides: Overrides = None) -> None:
+    """Print the resolved run: every key with its value."""
+    with _exit_codes():
+        print(_load_config(file, overrides).to_yaml(), end="")
+
+
+@app.command()
+def train(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run that is there, start anew.")] = False,
+) -> None:
+    """Evaluate, train, evaluate again and write the report."""
+    with _exit_codes():
+        from rloo_kit.run_dir import RunDir
+
+        run = _load_config(file, overrides)
+        with RunDir.create(run, resume=resume, overwrite=overwrite) as run_dir:
+            run_dir.resume_command = shlex.join(["rloo-kit", "train", str(file), *(overrides or []), "--resume"])
+            stopped = _train_in(run_dir, run)
+    if stopped:
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command("eval")
+def evaluate(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="Folder of a trained adapter, for example outputs/x/adapter.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")] = False,
+) -> None:
+    """Measure a run's model on its held-out prompts: as it starts, or with a trained adapter."""
+    with _exit_codes():
+        from json import dumps
+
+        run = _load_config(file, _with_adapter(file, overrides, adapter))
+        policy, data, _ = _prepare(run, with_rewards=False)
+        from rloo_kit.evaluation import evaluate as measure
+
+        found = measure(run, policy, data.test, label=f"of {adapter or run.model.name}")
+        _show(found)
+        if json:
+            print(dumps(found.to_dict()))
+
+
+@app.command()
+def report(
+    source: Annotated[Path, typer.Argument(metavar="FILE|FOLDER", help="A run's YAML file, or its folder.")],
+    overrides: Overrides = None,
+) -> None:
+    """Write report.html again from what lies in a run's folder."""
+    with _exit_codes():
+        file = source / "config.yaml" if source.is_dir() else source
+        if source.is_dir() and not file.is_file():
+            raise RunNotFoundError(f"{source} has no config.yaml, so it is not the folder of a run")
+        run = _load_config(file, overrides)
+        if source.is_dir():  # wherever the folder has been moved to
+            run.run.output_dir, run.run.name = str(source.resolve().parent), source.resolve().name
+        from rloo_kit.evaluation import Evaluation
+        from rloo_kit.report import write_report
+        from rloo_kit.training import load_result
+
+        result = load_result(run)
+        saved = [_read_evaluation(run, name, Evaluation.from_dict) for name in ("before.json", "after.json")]
+        print(f"report: {write_report(run, result, *saved)}")
+
+
+def _load_config(file: Path, overrides: list[str] | None) -> Any:
+    from rloo_kit.config import load_config
+
+    return load_config(file, *(overrides or []))
+
+
+def _with_adapter(file: Path, overrides: list[str] | None, adapter: Path | None) -> list[str]:
+    """The overrides that load what was trained: an adapter, or a whole model where no adapter was."""
+    words = list(overrides or [])
+    if adapter is None:
+        return words
+    if not adapter.is_dir():
+        raise RunNotFoundError(f"--adapter {adapter}: there is no such folder; a run leaves it in outputs/NAME/adapter")
+    is_adapter = (adapter / "adapter_config.json").is_file()
+    return [*words, f"model.adapter={adapter}" if is_adapter else f"model.name={adapter.resolve()}"]
+
+
+def _prepare(run: Any, with_rewards: bool = True) -> tuple[Any, Any, Any]:
+    """Set-up, policy, data and rewards, each with its line."""
+    import rloo_kit as kit
+
+    print(kit.setup_environment(run.model.backend), flush=True)
+    policy = kit.load_policy(run)
+    print(f"policy: {policy.describe()}", flush=True)
+    data = kit.load_data(run, policy.tokenizer)
+    print(f"data: {data}", flush=True)
+    return policy, data, kit.build_rewards(run, policy.tokenizer) if with_rewards else None
+
+
+def _train_in(run_dir: Any, run: Any) -> bool:
+    """The whole of `rloo-kit train` in an open folder. Returns whether it was interrupted."""
+    policy, data, rewards = _prepare(run)
+    from rloo_kit.evaluation import Evaluation, compare
+    from rloo_kit.evaluation import evaluate as measure
+    from rloo_kit.report import write_report
+    from rloo_kit.training import train as train_policy
+
+    before = after = None
+    if run.run.evaluate:
+        before = _read_evaluation(run, "before.json", Evaluation.from_dict) if run_dir.resumed else None
+        if before is None:
+            before = measure(run, policy, data.test, label="before")
+            run_dir.write_json("before.json", before.to_dict())
+        _show(before)
+    result = train_policy(run, policy, data, rewards, run_dir=run_dir)
+    if result.stopped == "interrupted":
+        return True
+    if result.stopped is not None:
+        raise NoSignalError(f"{run_dir.status().get('error')}\nTo go on regardless: {run_dir.resume_command}")
+    if run.run.evaluate:
+        after = measure(run, policy, data.test, label="after")
+        run_dir.write_json("after.json", after.to_dict())
+        _show(after)
+        print(f"after training: {compare(before, after)}", flush=True)
+    files = [("adapter", result.adapter_folder), ("metrics", run_dir / "metrics.jsonl")]
+    files += [("rollouts", run_dir / "rollouts.jsonl"), ("configuration", run_dir / "config.yaml")]
+    if run.run.report:
+        files.append(("report", write_report(run, result, before, after)))
+    print(f"{result.steps} steps, {result.seconds:.0f} s of training. Everything is in {run_dir.folder}:")
+    for name, path in files:
+        print(f"  {name}: {path}", flush=True)
+    return False
+
+
+def _show(evaluation: Any) -> None:
+    print(evaluation, flush=True)
+
+
+def _read_evaluation(run: Any, name: str, read: Callable[[dict[str, Any]], Any]) -> Any:
+    from json import loads
+
+    path = run.folder / name
+    return read(loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def main() -> None:
+    """Entry point of `rloo-kit`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
