@@ -104,7 +104,8 @@ class GuardedReward:
         if problem is None:
             return self._settle(list(outcome), [None] * size, batch)
         self.failed = [True] * size
-        self.failures = [f"reward '{self.__name__}' failed on samples 0 to {size - 1}: {problem}"]
+        where = "sample 0" if size == 1 else f"samples 0 to {size - 1}"
+        self.failures = [f"reward '{self.__name__}' failed on {where}: {problem}"]
         return [None] * size
 
     def _settle(self, values: list[Any], problems: list[str | None], batch: dict[str, Any]) -> list[float | None]:

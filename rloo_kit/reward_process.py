@@ -115,7 +115,8 @@ def _plain(result: Any) -> Any:
 
 def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    theirs = frames and frames[-1].filename != __file__
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if theirs else ""
     return f"{type(error).__name__}: {error}{where}"
 
 

@@ -63,7 +63,7 @@ def build_rewards(run: Any, tokenizer: Any) -> list[NamedReward]:
         Rewards for `train()` or for a bare TRL trainer, each with `__name__` and `.weight`.
     Raises:
         ConfigError: no reward, an unknown name, a parameter that the reward does not have or cannot take, a module
-            without the function, a penalty that is set twice.
+            without the function.
         TokenizerError: a reward decides by `</think>` and the tokenizer has none, or has it elsewhere.
     """
     if not run.rewards:
@@ -72,7 +72,7 @@ def build_rewards(run: Any, tokenizer: Any) -> list[NamedReward]:
     names: list[str] = []
     built = []
     for index, entry in enumerate(run.rewards):
-        reward = _build_one(f"rewards[{index}]", entry, bound, run)
+        reward = _build_one(f"rewards.{index}", entry, bound, run)
         name = _free_name(reward.__name__, names)
         names.append(name)
         built.append(NamedReward(reward, name, entry.weight))
@@ -102,11 +102,6 @@ def _build_one(key: str, entry: Any, bound: dict[str, Any], run: Any) -> Any:
         raise ConfigError(
             f"{key}.name: there is no reward '{entry.name}'{near}. Known: {', '.join(REGISTRY)}; a function of your "
             "own is module:function"
-        )
-    if entry.name == "missing_eos_penalty" and run.rloo.missing_eos_penalty is not None:
-        raise ConfigError(
-            f"{key}: missing_eos_penalty is set twice, as a reward and as rloo.missing_eos_penalty "
-            f"({run.rloo.missing_eos_penalty:g}); remove one of them"
         )
     takes = [name for name in inspect.signature(factory).parameters if name not in BOUND_ONLY]
     for name in entry.params:
@@ -147,6 +142,9 @@ def _check_tag(key: str, entry: Any, given: dict[str, Any], end_id: int | None, 
 
 
 def _build_worker(key: str, entry: Any, run: Any) -> WorkerReward:
+    module, _, function = entry.name.partition(":")
+    if not module or not function:
+        raise ConfigError(f"{key}.name is '{entry.name}'; a function of your own is module:function")
     folders = [Path(run.source).resolve().parent] if run.source else []
     reward = WorkerReward(entry.name, params=entry.params, folders=folders, timeout_s=entry.timeout_s)
     try:

@@ -1,4 +1,4 @@
-"""What all rewards share: TRL's calling convention, both completion formats, any container of ids, and their imports."""
+"""What all rewards share: TRL's calling convention, both completion formats, any container of ids, their imports."""
 
 import ast
 import asyncio

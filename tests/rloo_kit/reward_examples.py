@@ -1,0 +1,75 @@
+"""Rewards of a user's own, good and bad, as a config names them: `reward_examples:function`.
+
+The tests copy this file beside a config or put its folder on the worker's path; it imports nothing but what it uses.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+
+
+def by_length(prompts, completions, completion_ids, scale=1.0, **columns):
+    print("a print in a reward must not break the protocol")
+    return [scale * len(text) for text in completions]
+
+
+def types_of_ids(completion_ids, **columns):
+    return [float(all(type(token) is int for token in ids) and type(ids) is list) for ids in completion_ids]
+
+
+def sees(completions, **columns):
+    return [float(sum(key in columns for key in ("answer", "trainer_state", "prompts")))] * len(completions)
+
+
+def logs(completions, log_metric=None, log_extra=None, **columns):
+    log_metric("lengths/mean", 2.0)
+    log_extra("first", [text[0] for text in completions])
+    return [0.5 for _ in completions]
+
+
+async def slowly(completions, **columns):
+    return [1.0 for _ in completions]
+
+
+def hangs(completions, **columns):
+    while "hang" in completions:
+        pass
+    return [1.0 for _ in completions]
+
+
+def hangs_with_a_child(completions, **columns):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", columns["mark"]])
+    time.sleep(60)
+
+
+def crashes(completions, **columns):
+    if "crash" in completions:
+        ctypes.string_at(0)
+    return [1.0 for _ in completions]
+
+
+def leaves(completions, **columns):
+    os._exit(3)
+
+
+def raises_on_bad(completions, **columns):
+    return [float(text) for text in completions]
+
+
+def process_id(completions, **columns):
+    return [float(os.getpid()) for _ in completions]
+
+
+def too_few(completions, **columns):
+    return [1.0]
+
+
+class Scorer:
+    def get_rewards(self, prompts, completions):
+        return [float(len(prompt) - len(text)) for prompt, text in zip(prompts, completions, strict=True)]
+
+
+scorer = Scorer()
+NUMBER = 3
