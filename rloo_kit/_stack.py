@@ -2,8 +2,8 @@
 
 Unsloth patches TRL, transformers and PEFT while it is imported; what was loaded before it keeps the unpatched code, and
 a run then trains at another speed, or not at all, without a word. So every module above takes the heavy libraries from
-`load_stack()`, and it refuses to go on when one of them came first. Whether it did is read from `sys.modules`, which
-keeps the order of the imports; so a second call finds the right order and is harmless.
+`load_stack()`, and it refuses to go on when one of them came first. Once the order was seen to be right, further calls
+are harmless.
 """
 
 import sys
@@ -21,7 +21,8 @@ from rloo_kit.errors import ImportOrderError, SetupError
 
 PATCHED = ("trl", "transformers", "peft")  # what Unsloth patches, the loudest symptom first
 
-_in_time = False
+_in_time = False  # a call was made already: a TRL that is loaded by now came after it
+_order_is_right = False  # Unsloth was seen to come first
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,18 @@ def load_stack() -> Stack:
 
 def _import_backend(settled: Environment) -> None:
     """Import Unsloth if it is the backend; refuse if that comes too late."""
-    global _in_time
-    if settled.backend == "unsloth" or sys.modules.get("unsloth") is not None:
+    global _in_time, _order_is_right
+    is_backend = settled.backend == "unsloth" or sys.modules.get("unsloth") is not None
+    if is_backend and not _order_is_right:
         _refuse_if_late()
         _import_unsloth()
+        _order_is_right = True
     _in_time = True
 
 
 def _refuse_if_late() -> None:
-    order = {name: position for position, name in enumerate(list(sys.modules))}
-    unsloth = order.get("unsloth", len(order))
+    order = _order_of_imports()
+    unsloth = order.get("unsloth", sys.maxsize)
     early = [name for name in PATCHED if order.get(name, unsloth) < unsloth]
     if early:
         what = f"{' and '.join(early)} {'was' if len(early) == 1 else 'were'} imported"
@@ -109,6 +112,19 @@ def _refuse_if_late() -> None:
         "the set-up cell (import rloo_kit; rloo_kit.setup_environment()) first. In a script: put these lines above all "
         f"other imports. To go without Unsloth: {BACKEND_VARIABLE}=transformers"
     )
+
+
+def _order_of_imports() -> dict[str, int]:
+    """For each package that is loaded, the place in the row of its first part that was.
+
+    `sys.modules` is in the order in which imports ended, so Unsloth itself stands behind all that it imports; but it
+    begins with a module of its own, which stands before.
+    """
+    order: dict[str, int] = {}
+    for place, (name, module) in enumerate(list(sys.modules.items())):
+        if module is not None:
+            order.setdefault(name.split(".")[0], place)
+    return order
 
 
 def _has_accelerator() -> bool:

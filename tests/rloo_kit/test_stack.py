@@ -1,5 +1,5 @@
-"""The import order, in fresh processes. Unsloth is an empty module here unless a test says otherwise (tests/unsloth
-has the real one), and the driver is faked; TRL and accelerate are real where the check leans on their insides."""
+"""The import order, in fresh processes. Unsloth is a small package here that imports TRL (tests/unsloth has the real
+one), and the driver is faked; TRL and accelerate are real where the check leans on their insides."""
 
 import subprocess
 from collections.abc import Callable
@@ -13,9 +13,12 @@ RunFresh = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def site(run_fresh: RunFresh, tmp_path: Path) -> Path:
-    """The path's first folder, with a module `unsloth` that remembers what was loaded before it."""
-    module = "import sys\nLOADED = [n for n in ('torch', 'trl', 'transformers', 'peft') if n in sys.modules]\n"
-    (tmp_path / "site" / "unsloth.py").write_text(module)
+    """The path's first folder, with a package `unsloth` that remembers what was loaded before it, and imports TRL."""
+    package = tmp_path / "site" / "unsloth"
+    package.mkdir()
+    (package / "import_fixes.py").write_text("")
+    code = "import sys\nLOADED = [n for n in ('torch', 'trl', 'transformers', 'peft') if n in sys.modules]\n"
+    (package / "__init__.py").write_text(code + "from . import import_fixes\nimport trl\n")
     return tmp_path / "site"
 
 
@@ -139,7 +142,10 @@ def test_the_variable_goes_without_unsloth(with_unsloth: RunFresh) -> None:
 
 
 def test_an_unsloth_that_was_imported_is_the_backend(run_fresh: RunFresh, site: Path) -> None:
-    """A user's own `import unsloth` on top, and the harness that runs it without a card."""
+    """A user's own `import unsloth` on top, and the harness that runs it without a card.
+
+    sys.modules is in the order in which imports ended: Unsloth stands behind the TRL that it imports itself.
+    """
     code = "import unsloth\ne = rloo_kit.setup_environment()\nprint(e.backend, e.backend_reason, e.precision)"
     expected = "unsloth imported in this process already fp32"
     assert printed(run_fresh(code, hide_unsloth=False)) == expected
@@ -147,9 +153,9 @@ def test_an_unsloth_that_was_imported_is_the_backend(run_fresh: RunFresh, site: 
 
 def test_an_import_of_unsloth_that_fails_says_what_to_do(with_unsloth: RunFresh, site: Path) -> None:
     """It raises on a torchvision whose operators do not load, a traceback of forty lines with no way out."""
-    (site / "unsloth.py").write_text("raise NotImplementedError('operator torchvision::nms does not exist')")
+    (site / "unsloth" / "__init__.py").write_text("raise NotImplementedError('torchvision::nms does not exist')")
     error = refusal(with_unsloth("rloo_kit.setup_environment()"))
-    assert "SetupError: Unsloth is installed but its import failed: NotImplementedError: operator torchvision" in error
+    assert "SetupError: Unsloth is installed but its import failed: NotImplementedError: torchvision::nms" in error
     assert "rloo-kit doctor" in error and "RLOO_KIT_BACKEND=transformers" in error
 
 
@@ -168,8 +174,8 @@ assert stack.unsloth.LOADED == [] and load_stack() is stack
 assert [m.__name__ for m in (stack.torch, stack.transformers, stack.trl, stack.peft, stack.datasets)] == [
     "torch", "transformers", "trl", "peft", "datasets"]
 order = list(sys.modules)
-first = [name for name in order if name in ("unsloth", "torch", "transformers", "trl", "peft")][0]
+first = [name for name in order if name in ("unsloth.import_fixes", "torch", "transformers", "trl", "peft")][0]
 stack.trl.RLOOTrainer
 print(first, rloo_kit.setup_environment().backend, os.environ["ACCELERATE_MIXED_PRECISION"], os.listdir("."))
 """
-    assert printed(with_unsloth(code)).splitlines()[-1] == "unsloth unsloth bf16 ['configs']"
+    assert printed(with_unsloth(code)).splitlines()[-1] == "unsloth.import_fixes unsloth bf16 ['configs']"
