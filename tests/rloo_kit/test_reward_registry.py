@@ -148,7 +148,7 @@ def test_an_id_that_the_tokenizer_contradicts_is_refused(make_run: Make, tiny_to
         ),
         (
             {"name": "thinking_reward", "params": {"full_tokens": 3}},
-            "rewards.0.params: thinking_reward cannot be built: full_tokens is 3; it must be a whole number of at least",
+            "rewards.0.params: thinking_reward cannot be built: full_tokens is 3; it must be a whole number",
         ),
         (
             {"name": "math_answer_reward", "params": {"timeout_s": 3}},
