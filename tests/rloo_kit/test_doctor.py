@@ -1,5 +1,6 @@
 """The doctor: findings, what to do about them, exit code, and no secret in any form of output."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -171,3 +172,12 @@ def test_no_secret_in_any_output(run_fresh: RunFresh, tmp_path: Path) -> None:
     assert SECRET not in done.stdout + done.stderr
     for part in ("found (HF_TOKEN)", "WANDB_API_KEY", "127.0.0.1 is not reachable", '"status": "fail"', "┃ what to do"):
         assert part in done.stdout
+
+
+def test_the_real_bitsandbytes_has_what_the_probe_asks_for() -> None:
+    """The probe reads the library's insides; renamed, they would make every card's check fail. Read only: importing takes 5 s."""
+    spec = importlib.util.find_spec("bitsandbytes")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "cextension.py").read_text(encoding="utf-8")
+    for part in ("compiled_with_cuda = True", "self._lib = lib", "self.error_msg = error_msg", "\n    lib = "):
+        assert part in source
