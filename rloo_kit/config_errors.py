@@ -25,11 +25,15 @@ def accepts_bool(annotation: Any) -> bool:
     return False
 
 
-def suggest(word: str, known: list[str]) -> str:
-    """`; did you mean ...?` for the known name nearest to `word`, or the list of them if it is short enough to help."""
+def suggest(word: str, known: list[str], above: str = "") -> str:
+    """`; did you mean ...?` for the known name nearest to `word`, or the list of them if it is short enough to help.
+
+    >>> suggest("bta", ["beta", "top_p"], "rloo.")
+    '; did you mean rloo.beta?'
+    """
     nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if nearest:
-        return f"; did you mean '{nearest[0]}'?"
+        return f"; did you mean {above}{nearest[0]}?"
     return f"; known here: {', '.join(sorted(known))}" if len(known) <= 60 else ""
 
 
@@ -61,7 +65,8 @@ def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:
     path = [part for part in entry["loc"] if not (isinstance(part, str) and part.startswith(("function-", "literal[")))]
     known, annotation = _follow(path, model)
     key = prefix + ".".join(map(str, known))
-    kind, found, context = entry["type"], entry.get("input"), entry.get("ctx", {})
+    kind, found = entry["type"], entry.get("input")
+    context = {name: _whole(value) for name, value in entry.get("ctx", {}).items()}
     if kind == "extra_forbidden":
         parent = model
         for part in known[:-1]:
@@ -88,6 +93,11 @@ def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:
     return f"{key}: is {_show(found)}; it takes {describe_type(annotation)}"
 
 
+def _whole(value: Any) -> Any:
+    """1 for 1.0: a limit as one would say it."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _show(value: Any) -> str:
     """A value as the file writes it."""
     if value is None or isinstance(value, bool):
@@ -111,17 +121,14 @@ def _follow(path: list[str | int], model: type[BaseModel]) -> tuple[list[str | i
 
 
 def _suggest_key(name: str, key: str, parent: type[BaseModel], root: type[BaseModel]) -> str:
-    """The nearest known key, dotted: of the same section, else the same name or its new one in another section."""
-    above = key.rpartition(".")[0]
-    nearest = difflib.get_close_matches(name, list(parent.model_fields), n=1, cutoff=0.75)
-    if nearest:
-        return f"; did you mean {above + '.' if above else ''}{nearest[0]}?"
+    """The same name (or an old one's new name) in another section, else the nearest one in this section; dotted."""
+    above, dot, _ = key.rpartition(".")
     old = CONFIG_NAMES.get(name)
     new = (old and old.new) or name
     for section, field in root.model_fields.items():
         if new in _fields_below(field.annotation):
             return f"; did you mean {section}.{new}?"
-    return suggest(name, list(parent.model_fields))
+    return suggest(name, list(parent.model_fields), above + dot)
 
 
 def _model_below(annotation: Any) -> type[BaseModel] | None:
