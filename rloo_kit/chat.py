@@ -159,8 +159,8 @@ def _as_messages(prompt: Any, system_prompt: str | None) -> list[Message]:
         messages = [_message(message, number) for number, message in enumerate(prompt, 1)]
     else:
         raise DataError(
-            f"the prompt is {'an empty list' if prompt == [] else f'a {type(prompt).__name__}'}; it has to be text "
-            'or a list of messages like {"role": "user", "content": "..."}'
+            f"the prompt is {'an empty list' if prompt == [] else f'of type {type(prompt).__name__}'}; it has to be "
+            'text or a list of messages like {"role": "user", "content": "..."}'
         )
     if messages[-1]["role"] == "assistant":
         raise DataError(

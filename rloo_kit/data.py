@@ -70,7 +70,7 @@ def load_data(run: Any, tokenizer: Any, rows: Any = None) -> Data:
     answers = _answers(run, source)
     fitting = _fitting_rows(run, tokenizer, source, texts, notes)
     dropped = len(texts) - len(fitting)
-    train_rows, test_rows = _split(fitting, texts, run.data.test_size, run.data.seed, source.name, notes)
+    train_rows, test_rows = _split(source, fitting, run.data, notes)
     data = Data(
         train=_dataset(source, texts, answers, train_rows),
         test=_dataset(source, texts, answers, test_rows),
@@ -110,9 +110,7 @@ def _draw(source: Source, num_prompts: int | None, seed: int) -> Source:
 
 def _render(run: Any, tokenizer: Any, family: str, source: Source, row: int) -> str:
     try:
-        return render_prompt(
-            tokenizer, source.prompts[row], family, run.model.enable_thinking, run.data.system_prompt
-        )
+        return render_prompt(tokenizer, source.prompts[row], family, run.model.enable_thinking, run.data.system_prompt)
     except DataError as error:
         raise DataError(f"{source.where(row)}: {error} (data.prompt_column: {run.data.prompt_column})") from error
 
@@ -169,21 +167,20 @@ def _refuse_appended_eos(tokenizer: Any, text: str, ids: list[int]) -> None:
         )
 
 
-def _split(
-    rows: list[int], texts: list[str], test_size: int | float, seed: int, name: str, notes: list[str]
-) -> tuple[list[int], list[int]]:
+def _split(source: Source, rows: list[int], section: Any, notes: list[str]) -> tuple[list[int], list[int]]:
     """Rows of the training set in order, rows of the test set shuffled; distinct prompts on both sides."""
-    groups: dict[str, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for row in rows:
-        groups.setdefault(" ".join(texts[row].split()), []).append(row)
-    wanted = int(test_size) if test_size >= 1 else round(test_size * len(groups))
+        groups.setdefault(_identity(source.prompts[row]), []).append(row)
+    size = section.test_size
+    wanted = int(size) if size >= 1 else round(size * len(groups))
     if wanted >= len(groups):
         raise DataError(
-            f"{name} has {len(groups)} different prompts, and data.test_size={test_size} holds {wanted} of them out: "
+            f"{source.name} has {len(groups)} different prompts, and data.test_size={size} holds {wanted} of them out: "
             "none is left to train on. Lower data.test_size or raise data.num_prompts"
         )
     keys = list(groups)
-    random.Random(f"split-{seed}").shuffle(keys)
+    random.Random(f"split-{section.seed}").shuffle(keys)
     held_out = keys[:wanted]
     test = [groups[key][0] for key in held_out]
     train = sorted(row for key in keys[wanted:] for row in groups[key])
@@ -196,6 +193,12 @@ def _split(
     return train, test
 
 
+def _identity(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """What makes a prompt another one: roles and words, not white space."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return tuple((message["role"], " ".join(message["content"].split())) for message in messages)
+
+
 def _dataset(source: Source, texts: list[str], answers: list[str] | None, rows: list[int]) -> Any:
     datasets = _stack.load_stack().datasets
     columns = {"prompt": [texts[row] for row in rows]}
@@ -205,4 +208,6 @@ def _dataset(source: Source, texts: list[str], answers: list[str] | None, rows: 
     table = datasets.Dataset.from_dict(columns, features=features)
     if source.others is None:
         return table
-    return datasets.concatenate_datasets([table, source.others.select(rows)], axis=1)
+    chosen = source.others.with_format("arrow").select(rows)[:]  # a table of its own, not a view with indices
+    others = datasets.Dataset(chosen, info=datasets.DatasetInfo(features=source.others.features))
+    return datasets.concatenate_datasets([table, others], axis=1)

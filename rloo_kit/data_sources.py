@@ -155,7 +155,8 @@ def _read_jsonl(path: Path, columns: Columns) -> Source:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 hint = ". Is this one JSON document? JSONL has one object a line" if number == 1 else ""
-                raise DataError(f"{path}, line {number}: broken JSON: {error.msg} at column {error.colno}{hint}") from error
+                what = f"broken JSON: {error.msg} at column {error.colno}{hint}"
+                raise DataError(f"{path}, line {number}: {what}") from error
             if not isinstance(row, dict):
                 raise DataError(f"{path}, line {number}: a JSON {type(row).__name__}; each line has to be an object")
             rows.append(row)
@@ -269,14 +270,18 @@ def _taken_columns(name: str, found: list[str], columns: Columns) -> tuple[list[
         if column in found and column not in moved and renamed is not None
     ]
     refused = [column for column in (*TAKEN_COLUMNS, *IMAGE_COLUMNS) if column in found and column not in moved]
-    notes = [f"{name}: column '{column}' is replaced by the column that data.{column}_column names" for column in hidden]
+    notes = [
+        f"{name}: column '{column}' is replaced by the column that data.{column}_column names" for column in hidden
+    ]
     notes += [f"{name}: column '{column}' is left out: the trainer uses that name itself" for column in refused]
     return [*moved, *hidden, *refused], tuple(notes)
 
 
 def _hub_message(source: str, subset: str | None, split: str, error: Exception) -> str:
     text = " ".join(str(error).split())
-    found = f"data.source: '{source}' (subset {subset}, split {split}) could not be loaded: {type(error).__name__}: {text}"
+    found = (
+        f"data.source: '{source}' (subset {subset}, split {split}) could not be loaded: {type(error).__name__}: {text}"
+    )
     lowered = text.lower()
     if "config name is missing" in lowered or "builderconfig" in lowered:
         return f"{found} Set data.subset to one of those named."

@@ -76,8 +76,8 @@ class Evaluation:
         rows += [(f"pass@{k}", f"{value:.3f}") for k, value in sorted(self.pass_at_k.items())]
         for entry in self.budgets:
             found = _with_interval(entry["accuracy"], entry["low"], entry["high"]) or "no answer column"
-            closed = f"closed for {entry['forced_share']:.0%}"
-            rows.append((f"accuracy, thinking at most {entry['budget']} tokens", f"{found}, {closed}"))
+            rows.append((f"accuracy, thinking at most {entry['budget']} tokens", found))
+            rows.append((f"thinking closed for it at {entry['budget']}", f"{entry['forced_share']:.1%}"))
         if self.closed_share is not None:
             rows.append(("thinking closed", f"{self.closed_share:.1%}"))
         if self.mean_thinking_tokens is not None:
@@ -125,6 +125,16 @@ class Comparison:
     num_prompts: int
     apart: bool | None
 
+    @property
+    def sampled(self) -> str:
+        """The difference at the sampling temperature as text; empty where there is none."""
+        return _signed(self.difference, self.low, self.high)
+
+    @property
+    def greedy(self) -> str:
+        """The difference in greedy accuracy as text; empty where there is none."""
+        return _signed(self.greedy_difference, self.greedy_low, self.greedy_high)
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON takes it."""
         return asdict(self)
@@ -133,10 +143,7 @@ class Comparison:
         if self.difference is None:
             return "no accuracy to compare: an evaluation had no answer column"
         how = f"{'the same' if self.paired else 'different'} {self.num_prompts} prompts"
-        text = f"accuracy {_signed(self.difference, self.low, self.high)} on {how}"
-        if self.greedy_difference is not None:
-            text += f"; greedy {_signed(self.greedy_difference, self.greedy_low, self.greedy_high)}"
-        return text
+        return f"accuracy {self.sampled} on {how}" + (f"; greedy {self.greedy}" if self.greedy else "")
 
 
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
@@ -176,8 +183,8 @@ def _with_interval(value: float | None, low: float | None, high: float | None) -
     return "" if value is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def _signed(value: float, low: float | None, high: float | None) -> str:
-    return f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
+def _signed(value: float | None, low: float | None, high: float | None) -> str:
+    return "" if value is None else f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def _as_text(renderable: Any) -> str:

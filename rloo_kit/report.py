@@ -68,12 +68,12 @@ def _headline(
     how = end.get(result.stopped, f"stopped: {result.stopped}")
     summary = f"{run.model.name} on {run.data.source}: {result.steps} steps in {_duration(result.seconds)}; {how}."
     tiles = [
-        _tile("accuracy", before and before.accuracy, after and after.accuracy, comparison and comparison.difference),
+        _tile("accuracy", before and before.accuracy, after and after.accuracy, comparison and comparison.sampled),
         _tile(
             "greedy accuracy",
             before and before.greedy_accuracy,
             after and after.greedy_accuracy,
-            comparison and comparison.greedy_difference,
+            comparison and comparison.greedy,
         ),
         _tile("thinking closed", before and before.closed_share, after and after.closed_share),
         _tile(
@@ -83,16 +83,14 @@ def _headline(
     return f"<h1>{_text(run.name)}</h1>\n<p>{_text(summary)}</p>\n<div class='tiles'>{''.join(tiles)}</div>\n"
 
 
-def _tile(
-    name: str, before: float | None, after: float | None, difference: float | None = None, form: str = ".3f"
-) -> str:
+def _tile(name: str, before: float | None, after: float | None, change: str | None = None, form: str = ".3f") -> str:
     if before is None and after is None:
         return ""
     old, new = ("-" if value is None else format(value, form) for value in (before, after))
-    change = f"<span class='change'>{difference:+{form}}</span>" if difference is not None else ""
     return (
         f"<div class='tile'><div class='name'>{_text(name)}</div>"
-        f"<div class='value'><span class='old'>{old}</span> → {new}</div>{change}</div>"
+        f"<div class='value'><span class='old'>{old}</span> → {new}</div>"
+        + (f"<div class='change'>{_text(change)}</div></div>" if change else "</div>")
     )
 
 
@@ -117,8 +115,9 @@ def _accuracy(before: Evaluation | None, after: Evaluation | None, comparison: C
         + "</tr>"
         for name in names
     )
-    counts = f"{measured[-1].num_prompts} held-out prompts, {measured[-1].num_samples} completions of each"
-    parts.append(f"<p>{counts}; 95 % intervals in brackets.</p>")
+    num_samples = measured[-1].num_samples
+    each = "one completion" if num_samples == 1 else f"{num_samples} completions"
+    parts.append(f"<p>{measured[-1].num_prompts} held-out prompts, {each} of each; 95 % intervals in brackets.</p>")
     parts.append(f"<table><thead><tr><th>measure</th>{head}</tr></thead><tbody>{rows}</tbody></table>")
     return "\n".join(parts)
 
