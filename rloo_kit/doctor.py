@@ -162,7 +162,7 @@ def _probe(code: str, timeout_s: float = PROBE_TIMEOUT_S) -> tuple[bool, str]:
 _BITSANDBYTES = """
 from bitsandbytes.cextension import lib
 if not getattr(lib, "compiled_with_cuda", False):
-    raise SystemExit(getattr(lib, "error_msg", "only its CPU library loads"))
+    raise SystemExit(vars(lib).get("error_msg", "only its CPU library loads"))  # getattr makes up what is not there
 print("loads " + lib._lib._name.rsplit("/", 1)[-1])
 """
 
