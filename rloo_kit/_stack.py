@@ -2,8 +2,8 @@
 
 Unsloth patches TRL, transformers and PEFT while it is imported; what was loaded before it keeps the unpatched code, and
 a run then trains at another speed, or not at all, without a word. So every module above takes the heavy libraries from
-`load_stack()`, and it refuses to go on when one of them came first. Once the order was seen to be right, further calls
-are harmless.
+`load_stack()`, and it refuses to go on when one of them came first. That is read from `sys.modules` each time, so a
+further call after one that was in time is harmless.
 """
 
 import sys
@@ -22,7 +22,6 @@ from rloo_kit.errors import ImportOrderError, SetupError
 PATCHED = ("trl", "transformers", "peft")  # what Unsloth patches, the loudest symptom first
 
 _in_time = False  # a call was made already: a TRL that is loaded by now came after it
-_order_is_right = False  # Unsloth was seen to come first
 
 
 @dataclass(frozen=True)
@@ -87,12 +86,10 @@ def load_stack() -> Stack:
 
 def _import_backend(settled: Environment) -> None:
     """Import Unsloth if it is the backend; refuse if that comes too late."""
-    global _in_time, _order_is_right
-    is_backend = settled.backend == "unsloth" or sys.modules.get("unsloth") is not None
-    if is_backend and not _order_is_right:
+    global _in_time
+    if settled.backend == "unsloth" or sys.modules.get("unsloth") is not None:
         _refuse_if_late()
         _import_unsloth()
-        _order_is_right = True
     _in_time = True
 
 
