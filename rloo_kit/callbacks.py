@@ -4,6 +4,7 @@ A progress bar redraws itself, which a notebook that is run in batch shows once 
 flushed, at most every few seconds (nbclient keeps each flush as an output of its own). Everything else goes to files.
 """
 
+import re
 import signal
 import sys
 import threading
@@ -23,8 +24,9 @@ from transformers import TrainerCallback
 
 from rloo_kit.health import Finding, SignalWatch
 from rloo_kit.run_dir import RunDir
-from rloo_kit.tokens import ThinkTags
+from rloo_kit.tokens import ThinkTags, split_thinking
 
+CHAT_TOKENS = re.compile(r"<\|\w+\|>")
 ACCURACY_REWARDS = ("answer_reward", "math_answer_reward")  # the mean of a 0/1 reward is the accuracy
 
 
@@ -190,6 +192,7 @@ class SampleTable(TrainerCallback):
         others = [row for row in self.rollouts.rows if row is not firsts[str(row["prompt"])]]
         for row in [*reversed(firsts.values()), *others][: self.num_samples]:
             prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+            prompt = CHAT_TOKENS.sub("", prompt).strip()
             thinking, answer = split_thinking(
                 row["completion_ids"], self.tokenizer, self.tags, self.family == "thinking"
             )
@@ -199,24 +202,6 @@ class SampleTable(TrainerCallback):
             cells = (_shorten(prompt, 160), _shorten(thinking, 480), _shorten(answer, 240), reward)
             table.add_row(*(Text(cell) for cell in cells))
         return table
-
-
-def split_thinking(ids: list[int], tokenizer: Any, tags: ThinkTags, opened: bool) -> tuple[str, str]:
-    """Thinking and answer of a completion as text, parted at the first `</think>` by its id.
-
-    Args:
-        ids: the completion. opened: whether the prompt opened the thinking, so that a completion without `</think>` is
-            all thinking; else it is so only if it holds `<think>`.
-    """
-    if tags.end_id is not None and tags.end_id in ids:
-        cut = ids.index(tags.end_id)
-        thinking, answer = ids[:cut], ids[cut + 1 :]
-    elif opened or (tags.start_id is not None and tags.start_id in ids):
-        thinking, answer = ids, []
-    else:
-        thinking, answer = [], ids
-    texts = [tokenizer.decode(part, skip_special_tokens=True).strip() if part else "" for part in (thinking, answer)]
-    return texts[0], texts[1]
 
 
 def _shorten(text: str, limit: int) -> str:

@@ -46,3 +46,23 @@ def bind_think_tags(tokenizer: Any) -> ThinkTags:
                     f"{QWEN3_IDS[token]}. Load the tokenizer of the checkpoint itself (model.name), unedited."
                 )
     return tags
+
+
+def split_thinking(ids: list[int], tokenizer: Any, tags: ThinkTags, opened: bool) -> tuple[str, str]:
+    """Thinking and answer of a completion as text, parted at the last `</think>` by its id, as `answer_reward` does.
+
+    Args:
+        ids: the completion. opened: whether the prompt opened the thinking, so that a completion without `</think>` is
+            all thinking; else it is so only if it holds `<think>`.
+    """
+    if tags.end_id is not None and tags.end_id in ids:
+        cut = len(ids) - 1 - ids[::-1].index(tags.end_id)
+        thinking, answer = ids[:cut], ids[cut + 1 :]
+    elif opened or (tags.start_id is not None and tags.start_id in ids):
+        thinking, answer = ids, []
+    else:
+        thinking, answer = [], ids
+    if tags.start_id in thinking[:1]:
+        thinking = thinking[1:]
+    texts = [tokenizer.decode(part, skip_special_tokens=True).strip() if part else "" for part in (thinking, answer)]
+    return texts[0], texts[1]

@@ -1,0 +1,150 @@
+"""The command line as people use it: its words, its exit codes, what goes to stderr, and one whole run."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from rloo_kit.cli import app
+
+CONFIG = """
+run: {{output_dir: {output}, progress_every_s: 0, sample_every_steps: 0}}
+model: {{name: {model}, lora: {{r: 2, alpha: 2, target_modules: [q_proj]}}, max_seq_length: 128}}
+data: {{source: {data}, test_size: 2, max_prompt_length: 64}}
+rewards: [{{name: length_reward}}]
+rloo: {{max_steps: 2, per_device_train_batch_size: 4, num_generations: 2, max_completion_length: 4, beta: 0.0}}
+eval: {{num_completions: 1}}
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path, tiny_folder):
+    rows = [{"prompt": f"add {n}", "answer": str(n)} for n in range(10)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tmp_path / "tiny.yaml"
+    file.write_text(CONFIG.format(output=tmp_path / "outputs", model=tiny_folder, data=tmp_path / "prompts.jsonl"))
+    return file
+
+
+def call(*words):
+    """Exit code, stdout, stderr of `rloo-kit words`, in this process."""
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"], ["config", "FILE"]])
+def test_light_commands_load_no_torch(words, config_file):
+    """Four seconds of imports before a page of help teach people not to ask for it."""
+    words = [str(config_file) if word == "FILE" else word for word in words]
+    code = f"""
+import sys
+from rloo_kit.cli import app
+try:
+    app({words!r})
+finally:
+    print("HEAVY", sorted({{"torch", "transformers", "trl", "datasets"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "HEAVY []" in done.stdout, done.stdout + done.stderr
+
+
+def test_help_names_the_five_commands():
+    """The command line says the same as a notebook; what it leaves out cannot be found."""
+    code, printed, _ = call("--help")
+    assert code == 0 and all(word in printed for word in ("doctor", "config", "train", "eval", "report"))
+    from rloo_kit import __version__
+
+    assert call("--version")[1] == f"rloo-kit {__version__}\n"
+
+
+def test_config_prints_a_run_that_loads_back(config_file, tmp_path):
+    """What is printed is what will run, overrides included."""
+    from rloo_kit import load_config
+
+    code, printed, _ = call("config", config_file, "rloo.beta=0.5", "eval.thinking_budgets=[2, 4]")
+    assert code == 0
+    again = tmp_path / "again.yaml"
+    again.write_text(printed)
+    assert load_config(again) == load_config(config_file, "rloo.beta=0.5", "eval.thinking_budgets=[2, 4]")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["config", "FILE", "rloo.bta=0.5"], "rloo.bta"),
+        (["train", "FILE", "--resume"], "no run to resume"),
+        (["train", "FILE", "--resume", "--overwrite"], "--resume and --overwrite were both given"),
+        (["eval", "FILE", "--adapter", "nowhere"], "--adapter nowhere: there is no such folder"),
+        (["report", "FILE"], "there is no run in"),
+        (["report", "FOLDER"], "has no config.yaml, so it is not the folder of a run"),
+        (["train", "nowhere.yaml"], "no configuration file at nowhere.yaml"),
+    ],
+)
+def test_a_refusal_is_a_message_on_stderr_and_exit_code_2(words, message, config_file, tmp_path):
+    """A traceback of forty lines hides the one that says which key to change."""
+    places = {"FILE": config_file, "FOLDER": tmp_path}
+    code, printed, errors = call(*(places.get(word, word) for word in words))
+    assert code == 2 and printed == ""
+    assert errors.startswith("rloo-kit: ") and message in errors and "Traceback" not in errors
+
+
+def test_a_whole_run(config_file, tmp_path):
+    """`make demo` in small: evaluate, train, evaluate, report; then each of the other commands on what it left."""
+    code, printed, errors = call("train", config_file)
+    assert code == 0, errors
+    folder = tmp_path / "outputs" / "tiny"
+    for words in ("Evaluation before", "step 1/2 | reward", "Evaluation after", "after training: accuracy"):
+        assert words in printed
+    for name in ("adapter", "metrics.jsonl", "rollouts.jsonl", "config.yaml", "report.html"):
+        assert (folder / name).exists() and str(folder / name) in printed
+    assert {"before.json", "after.json", "versions.json"} <= {entry.name for entry in folder.iterdir()}
+    code, _, errors = call("train", config_file)
+    assert code == 2 and "--resume" in errors and "--overwrite" in errors
+
+    code, printed, errors = call("eval", config_file, "--adapter", folder / "adapter", "--json")
+    assert code == 0, errors
+    after = json.loads((folder / "after.json").read_text())
+    assert json.loads(printed.splitlines()[-1])["mean_tokens"] == after["mean_tokens"]
+
+    (folder / "report.html").unlink()
+    moved = folder.rename(tmp_path / "moved")
+    code, printed, errors = call("report", moved)
+    assert code == 0 and (moved / "report.html").exists(), errors
+
+
+def test_an_interrupted_run_exits_130_and_goes_on_with_the_command_it_names(config_file, tmp_path):
+    """The command has to hold the overrides too: without them the resume is refused, or trains something else."""
+    reward = tmp_path / "interrupting.py"
+    reward.write_text(
+        "import os, signal\n"
+        "def reward(completion_ids, **_):\n"
+        "    marker = __file__ + '.done'\n"
+        "    if not os.path.exists(marker):\n"
+        "        open(marker, 'w').close()\n"
+        "        os.kill(os.getppid(), signal.SIGINT)\n"
+        "    return [float(len(ids)) for ids in completion_ids]\n"
+    )
+    words = ["rewards.0.name=interrupting:reward", "rloo.max_steps=3", "run.evaluate=false"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rloo_kit.cli", "train", str(config_file), *words],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 130, done.stdout + done.stderr
+    status = json.loads((tmp_path / "outputs" / "tiny" / "status.json").read_text())
+    assert status["state"] == "interrupted" and status["step"] == 1
+    assert status["resume"] == f"rloo-kit train {config_file} {' '.join(words)} --resume"
+    assert status["resume"] in done.stdout
+    code, printed, errors = call(*status["resume"].split()[1:])
+    assert code == 0 and "resuming" in printed and "step 3/3" in printed, errors
+
+
+def test_a_run_without_signal_exits_2_with_the_key_to_change(config_file, tmp_path):
+    """With run.stop_when_no_signal a job must end as a failure, or the batch that started it goes on."""
+    (tmp_path / "flat.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")
+    words = ["rewards.0.name=flat:reward", "run.stop_when_no_signal=true", "run.no_signal_steps=1"]
+    code, _, errors = call("train", config_file, *words, "run.evaluate=false")
+    assert code == 2 and "stopped at step 1 of 2 (run.stop_when_no_signal)" in errors
+    assert "rloo.max_completion_length (currently 4)" in errors and "--resume" in errors
