@@ -88,9 +88,10 @@ def _adapt_reward_model(values: dict[str, Any]) -> None:
     """
     rewards = values["reward_funcs"]
     rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
-    values["reward_funcs"] = [_take_texts(r) if _wants_texts(r) else r for r in rewards]
+    tokenizer = values.get("processing_class")
+    values["reward_funcs"] = [_take_texts(reward, tokenizer) if _wants_texts(reward) else reward for reward in rewards]
     if all(_is_module(reward) for reward in rewards):
-        values.setdefault("reward_processing_classes", [values.get("processing_class")] * len(rewards))
+        values.setdefault("reward_processing_classes", [tokenizer] * len(rewards))
 
 
 def _is_module(value: Any) -> bool:
@@ -111,21 +112,26 @@ def _wants_texts(reward: Any) -> bool:
     )
 
 
-def _take_texts(reward: Callable[[list[str]], Any]) -> Callable[..., list[float]]:
-    """Today's convention around a function of texts."""
+def _take_texts(reward: Callable[[list[str]], Any], tokenizer: Any) -> Callable[..., list[float]]:
+    """Today's convention around a function of texts, which had no special tokens in them."""
 
     def score(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
-        texts = [_text_of(p) + _text_of(c) for p, c in zip(prompts, completions, strict=True)]
-        scores = reward(texts)
-        return [float(score) for score in scores]
+        plain = [
+            _text_of(prompt, tokenizer) + _text_of(c, None) for prompt, c in zip(prompts, completions, strict=True)
+        ]
+        return [float(value) for value in reward(plain)]
 
     score.__name__ = str(getattr(reward, "__name__", type(reward).__name__))
     return score
 
 
-def _text_of(part: Any) -> str:
+def _text_of(part: Any, tokenizer: Any) -> str:
     """A prompt's or completion's text; of a conversation, its messages' contents."""
-    return part if isinstance(part, str) else "\n".join(str(message["content"]) for message in part)
+    if not isinstance(part, str):
+        return "\n".join(str(message["content"]) for message in part)
+    if tokenizer is None:
+        return part
+    return str(tokenizer.decode(tokenizer.encode(part, add_special_tokens=False), skip_special_tokens=True))
 
 
 def prepare_old_dataset(dataset: Any, tokenizer: Any) -> Any:

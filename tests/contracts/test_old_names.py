@@ -1,0 +1,342 @@
+"""Old TRL names, argument by argument, and the drop-in config against the TRL that is installed.
+
+The lists are the argument lists of TRL's releases, written down here so that none is forgotten: 0.9.6 (the first RLOO),
+0.20 (the last of the old trainer) and 0.22 to 0.26 (the rewrite).
+"""
+
+import dataclasses
+import importlib.util
+import pickle
+import typing
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit.config import load_config
+from rloo_kit.config_sections import RLOO_DEFAULTS_OF_OURS, RLOOSection
+from rloo_kit.errors import ConfigError
+from rloo_kit.old_names import CONFIG_NAMES, TRAINER_NAMES, translate_config
+
+# Each old keyword of the config with a value that is not today's default, and what has to become of it.
+NO_EFFECT = "has no effect"
+RENAMED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "kl_coef": (0.1, {"beta": 0.1}),
+    "rloo_k": (4, {"num_generations": 4}),
+    "cliprange": (0.3, {"epsilon": 0.3}),
+    "num_ppo_epochs": (4, {"num_iterations": 4}),
+    "response_length": (53, {"max_completion_length": 53}),
+    "exp_name": ("first", {"run_name": "first", "exp_name": "first"}),
+    "normalize_advantage": (True, {"normalize_advantages": True}),
+    "normalize_reward": (True, {"normalize_rewards": True, "reward_clip_range": (-10.0, 10.0)}),
+    "num_mini_batches": (2, {"steps_per_generation": 2, "generation_batch_size": 16}),
+    "total_episodes": (100, {"max_steps": 13}),
+    "wandb_log_unique_prompts": (True, {"log_unique_prompts": True}),
+    "vllm_guided_decoding_regex": ("a+", {"vllm_structured_outputs_regex": "a+"}),
+}
+WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
+    "token_level_kl": (True, "kl_form='per_token'"),
+    "whiten_rewards": (True, "normalize_rewards=True"),
+    "stop_token": ("eos", "end token"),
+    "local_rollout_forward_batch_size": (64, "per_device_train_batch_size"),
+    "num_sample_generations": (10, "log_completions=True"),
+    "dataset_num_proc": (4, "never read it"),
+    "max_prompt_length": (512, "data.max_prompt_length"),
+    "world_size": (2, "generation batch"),
+    "num_total_batches": (2, "generation batch"),
+    "num_updates": (2, "generation batch"),
+    "micro_batch_size": (2, "generation batch"),
+    "local_batch_size": (2, "generation batch"),
+    "batch_size": (2, "generation batch"),
+    "local_mini_batch_size": (2, "generation batch"),
+    "mini_batch_size": (2, "generation batch"),
+    "reward_model_path": ("a/b", "reward_funcs="),
+    "sft_model_path": ("a/b", "model="),
+    "base_model": ("a/b", "model="),
+    "sanity_check": (True, "max_steps"),
+    "non_eos_penalty": (False, "missing_eos_penalty"),
+    "penalty_reward_value": (-1.0, "missing_eos_penalty"),
+    "vf_coef": (0.1, "value function"),
+    "cliprange_value": (0.2, "value function"),
+    "gamma": (1.0, "value function"),
+    "lam": (0.95, "value function"),
+}
+REFUSED: dict[str, tuple[Any, str]] = {
+    "stop_token_id": (151645, "Set tokenizer.eos_token"),
+    "stop_token": ("period", "Set tokenizer.eos_token"),
+    "non_eos_penalty": (True, "missing_eos_penalty=1.0 (a positive number)"),
+}
+# The argument lists themselves, without what TrainingArguments has too.
+TRL_0_20 = """
+dataset_num_proc num_mini_batches total_episodes local_rollout_forward_batch_size num_sample_generations
+response_length stop_token stop_token_id temperature missing_eos_penalty sft_model_path world_size num_total_batches
+micro_batch_size local_batch_size batch_size local_mini_batch_size mini_batch_size push_to_hub run_name exp_name
+reward_model_path num_ppo_epochs whiten_rewards kl_coef cliprange rloo_k normalize_reward reward_clip_range
+normalize_advantage token_level_kl ds3_gather_for_generation
+"""
+TRL_0_9 = "sanity_check base_model penalty_reward_value non_eos_penalty vf_coef cliprange_value gamma lam num_updates"
+TRL_0_22 = "max_prompt_length wandb_log_unique_prompts vllm_guided_decoding_regex"
+STILL_THERE = {"temperature", "missing_eos_penalty", "push_to_hub", "run_name", "ds3_gather_for_generation"}
+OLD = set(f"{TRL_0_20} {TRL_0_9} {TRL_0_22}".split()) - STILL_THERE
+NULL_IN_OURS = {"max_steps", "num_train_epochs", "fp16", "report_to"}  # null: the trainer's own default
+
+
+@pytest.fixture(scope="module")
+def config_class() -> type:
+    from rloo_kit.rloo_config import RLOOConfig
+
+    return RLOOConfig
+
+
+def build(config_class: type, tmp_path: Path, **keywords: Any) -> tuple[Any, list[str]]:
+    """A config and what it warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = config_class(str(tmp_path), **keywords)
+    return config, [str(w.message) for w in caught if w.category is FutureWarning]
+
+
+def test_no_old_name_is_forgotten() -> None:
+    """One name that is missing from the table is a recipe that stops with `unexpected keyword argument`."""
+    assert OLD - {"reward_clip_range"} == set(CONFIG_NAMES)
+    assert set(CONFIG_NAMES) == set(RENAMED) | set(WITHOUT_EFFECT) | set(REFUSED)
+    assert set(TRAINER_NAMES) == {"config", "policy", "tokenizer", "reward_model", "ref_policy", "data_collator"}
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_renamed_keywords_keep_their_meaning(config_class: type, tmp_path: Path, old: str) -> None:
+    """`kl_coef=0.1` was accepted and dropped by a recipe's wrapper: the run had the default penalty, half as large."""
+    value, expected = RENAMED[old]
+    config, messages = build(config_class, tmp_path, **{old: value})
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert len(messages) == 1 and old in messages[0] and CONFIG_NAMES[old].new in messages[0]
+
+
+@pytest.mark.parametrize("old", WITHOUT_EFFECT)
+def test_keywords_without_effect_say_so(config_class: type, tmp_path: Path, old: str) -> None:
+    """An argument that is swallowed in silence is believed to work; the warning names what does today."""
+    value, equivalent = WITHOUT_EFFECT[old]
+    config, messages = build(config_class, tmp_path, **{old: value})
+    assert (
+        len(messages) == 1 and f"{old} is an old TRL name and {NO_EFFECT}" in messages[0] and equivalent in messages[0]
+    )
+    plain, _ = build(config_class, tmp_path)
+    assert config.to_dict() == plain.to_dict()
+
+
+@pytest.mark.parametrize("old", REFUSED)
+def test_refused_keywords_give_todays_equivalent(config_class: type, tmp_path: Path, old: str) -> None:
+    """Where nothing today means the same, going on would be another experiment."""
+    value, equivalent = REFUSED[old]
+    with pytest.raises(ConfigError) as caught:
+        config_class(str(tmp_path), **{old: value})
+    assert old in str(caught.value) and equivalent in str(caught.value)
+
+
+def test_the_old_clip_range_was_one_number(config_class: type, tmp_path: Path) -> None:
+    """`reward_clip_range=10.0` reached `clamp(*10.0)` and died in the first step, after the model had loaded."""
+    config, messages = build(config_class, tmp_path, normalize_reward=True, reward_clip_range=5.0)
+    assert config.reward_clip_range == (-5.0, 5.0) and config.normalize_rewards and len(messages) == 2
+    config, messages = build(config_class, tmp_path, reward_clip_range=5.0)
+    assert config.reward_clip_range is None and "had no effect without normalize_reward" in messages[0]
+    assert "reward_clip_range=(-5.0, 5.0)" in messages[0]
+    config, messages = build(config_class, tmp_path, reward_clip_range=(-1.0, 2.0))
+    assert config.reward_clip_range == (-1.0, 2.0) and not messages
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({"total_episodes": 1000, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, 125),
+        ({"total_episodes": 1001, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, 126),
+        ({"total_episodes": 1000, "per_device_train_batch_size": 4, "num_mini_batches": 2, "num_ppo_epochs": 3}, 750),
+        (
+            {"total_episodes": 1000, "per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 3},
+            750,
+        ),
+        ({"total_episodes": 1000}, 125),
+    ],
+)
+def test_episodes_become_the_optimizer_steps_that_the_old_loop_made(given: dict[str, Any], steps: int) -> None:
+    """An episode was one completion, a batch of them was used `num_ppo_epochs` times in `num_mini_batches` steps."""
+    assert translate_config(given).values["max_steps"] == steps
+    doubled = translate_config(given, processes=2).values["max_steps"]
+    assert abs(doubled - steps / 2) <= 3
+
+
+def test_old_and_new_name_together(config_class: type, tmp_path: Path) -> None:
+    """Half-migrated code gave both; which of them won depended on the order of two lines in TRL."""
+    with pytest.raises(ConfigError, match=r"kl_coef stands for beta=0.1, and beta=0.2 is given too; keep beta"):
+        config_class(str(tmp_path), kl_coef=0.1, beta=0.2)
+    assert build(config_class, tmp_path, kl_coef=0.2, beta=0.2)[0].beta == 0.2
+
+
+def test_none_is_not_given(config_class: type, tmp_path: Path) -> None:
+    """TRL 0.22 declared every old name with the default None, so code that copies all fields passes None."""
+    config, messages = build(config_class, tmp_path, **dict.fromkeys(CONFIG_NAMES))
+    assert not messages and config.num_generations == 2
+
+
+@pytest.mark.parametrize("old", ["rloo_k", "total_episodes", "num_mini_batches"])
+def test_counts_have_to_be_counts(config_class: type, tmp_path: Path, old: str) -> None:
+    """They are computed with before any other check sees them."""
+    for value in ("4", 2.5, -1, True):
+        with pytest.raises(ConfigError, match=f"{old} is .*; it takes a whole number, 0 or more"):
+            config_class(str(tmp_path), **{old: value})
+
+
+# ------------------------------------------------------------------------------------------ the config as a drop-in
+
+
+def test_current_keywords_mean_what_they_mean_in_trl(config_class: type, tmp_path: Path) -> None:
+    """A drop-in whose defaults differ is another experiment after a changed import."""
+    import trl
+
+    stock = trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    ours, messages = build(config_class, tmp_path)
+    own = {f.name for f in dataclasses.fields(ours)} - {f.name for f in dataclasses.fields(stock)} - set(CONFIG_NAMES)
+    assert own == {
+        "missing_eos_penalty", "kl_form", "normalize_rewards", "reference", "max_reward_failure_share",
+        "reward_failure_steps",
+    }  # fmt: skip
+    difference = {name for name, value in stock.to_dict().items() if ours.to_dict()[name] != value}
+    assert difference <= {"logging_dir"} and not messages and isinstance(ours, trl.RLOOConfig)
+
+
+def test_where_there_is_no_accelerator_the_cpu_is_chosen(config_class: type, tmp_path: Path) -> None:
+    """Stock TRL wants `use_cpu=True, bf16=False` said on a laptop, and stops with a message about bf16 instead."""
+    import torch
+
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    assert (config_class(str(tmp_path)).use_cpu, config_class(str(tmp_path)).bf16) == (True, False)
+    asked = config_class(str(tmp_path), use_cpu=True, bf16=True)
+    assert asked.bf16 is True
+
+
+def test_command_line_flags_old_and_new(config_class: type, tmp_path: Path) -> None:
+    """The old example scripts are started with flags, `--rloo_k 4 --kl_coef 0.03`, not with keywords."""
+    from transformers import HfArgumentParser
+
+    flags = ["--output_dir", str(tmp_path), "--rloo_k", "4", "--kl_coef", "0.03", "--total_episodes", "80"]
+    with pytest.warns(FutureWarning, match="rloo_k is an old TRL name of num_generations"):
+        (config,) = HfArgumentParser(config_class).parse_args_into_dataclasses(
+            [*flags, "--missing_eos_penalty", "1.0", "--kl_form", "per_token", "--learning_rate", "3e-6"]
+        )
+    assert (config.num_generations, config.beta, config.max_steps, config.learning_rate) == (4, 0.03, 10, 3e-6)
+    assert (config.missing_eos_penalty, config.kl_form) == (1.0, "per_token")
+
+
+def test_configs_are_copied_and_saved(config_class: type, tmp_path: Path) -> None:
+    """transformers pickles the arguments beside every checkpoint and writes them as a dictionary."""
+    config, _ = build(config_class, tmp_path, rloo_k=4, kl_form="per_token", reward_model_path="a/b")
+    again = pickle.loads(pickle.dumps(config))
+    assert again == config and again.reward_model_path == "a/b" and again.kl_form == "per_token"
+    assert not set(config.to_dict()) & set(CONFIG_NAMES) and "rloo_k" not in config.to_json_string()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"missing_eos_penalty": 0.0}, "missing_eos_penalty is 0.0; it is subtracted, so it must be above 0"),
+        ({"missing_eos_penalty": -1.0}, "missing_eos_penalty is -1.0"),
+        ({"kl_form": "mean"}, "kl_form is 'mean'; it must be one of sum, length_normalized, per_token"),
+        ({"reference": "old"}, "reference is 'old'; it must be one of start, base"),
+        ({"max_reward_failure_share": 1.5}, "max_reward_failure_share is 1.5; it must be from 0 to 1"),
+        ({"reward_failure_steps": 0}, "reward_failure_steps is 0; it must be at least 1"),
+        ({"num_generations": 1}, "num_generations is 1; it must be at least 2"),
+        ({"num_generations": 3}, "which does not divide into whole groups of 3 (num_generations)"),
+        ({"num_generation": 4}, "RLOOConfig has no 'num_generation'; did you mean num_generations?"),
+    ],
+)
+def test_bounds_of_the_config(config_class: type, tmp_path: Path, keywords: dict[str, Any], message: str) -> None:
+    """A penalty given as -1.0 rewarded completions for not ending; TRL's class has no bounds to stop it."""
+    with pytest.raises(ConfigError) as caught:
+        config_class(str(tmp_path), **keywords)
+    assert message in str(caught.value)
+
+
+def test_above_a_generated_class_with_other_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unsloth generates a config with its own learning rate, batch, optimiser and seed, and filters its arguments: a
+    run on a GPU was not the run of the same file on a CPU."""
+    import trl
+
+    import rloo_kit.rloo_config as module
+
+    @dataclasses.dataclass
+    class UnslothRLOOConfig(trl.RLOOConfig):
+        unsloth_num_chunks: int | None = dataclasses.field(default=-1)
+
+        def __init__(
+            self, output_dir=None, learning_rate=5e-5, seed=3407, num_generations=8, unsloth_num_chunks=-1, **k
+        ):
+            super().__init__(output_dir, learning_rate=learning_rate, seed=seed, num_generations=num_generations, **k)
+            self.unsloth_num_chunks = unsloth_num_chunks
+
+    monkeypatch.setattr(trl, "RLOOConfig", UnslothRLOOConfig)
+    spec = importlib.util.spec_from_file_location("rloo_config_above_unsloth", module.__file__)
+    assert spec is not None and spec.loader is not None
+    above = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(__import__("sys").modules, spec.name, above)
+    spec.loader.exec_module(above)
+    config, messages = build(above.RLOOConfig, tmp_path, kl_coef=0.1, unsloth_num_chunks=4, kl_form="per_token")
+    assert isinstance(config, UnslothRLOOConfig) and len(messages) == 1
+    assert (config.learning_rate, config.seed, config.num_generations) == (1e-6, 42, 2)
+    assert (config.beta, config.unsloth_num_chunks, config.kl_form) == (0.1, 4, "per_token")
+
+
+# ------------------------------------------------------------------------------------- the file's keys against TRL's
+
+
+def test_keys_of_the_file_are_fields_of_the_config(config_class: type, tmp_path: Path) -> None:
+    """A key that TRL renamed would be accepted by the file and refused by the trainer after the model had loaded."""
+    fields = {f.name: f for f in dataclasses.fields(config_class)}
+    for name, key in RLOOSection.model_fields.items():
+        assert name in fields, f"rloo.{name} is no field of RLOOConfig any more"
+        if name in RLOO_DEFAULTS_OF_OURS:
+            assert key.default != fields[name].default, f"rloo.{name} does not differ from TRL any more"
+        elif name not in NULL_IN_OURS:
+            assert key.default == fields[name].default, f"rloo.{name}: TRL's default is {fields[name].default}"
+    run = load_config(Path(__file__).resolve().parents[2] / "configs" / "arithmetic_thinking.yaml")
+    config = config_class(str(tmp_path), **run.rloo.to_arguments())
+    assert (config.max_steps, config.num_generations) == (run.rloo.max_steps, run.rloo.num_generations)
+
+
+def test_choices_of_the_file_are_choices_of_transformers() -> None:
+    """A scheduler's or optimiser's name that is gone fails when the first step is taken."""
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    for key, known in (("lr_scheduler_type", SchedulerType), ("optim", OptimizerNames)):
+        offered = typing.get_args(RLOOSection.model_fields[key].annotation)
+        assert len(offered) > 3 and set(offered) <= {choice.value for choice in known}
+
+
+def test_old_names_in_a_file(tmp_path: Path) -> None:
+    """A recipe's YAML with old names says once what each is called today, and its values arrive."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "model: {max_seq_length: 256}\ndata: {source: embedded/addition}\nreward_model: some/model\n"
+        "rloo: {kl_coef: 0.1, rloo_k: 4, cliprange: 0.3, num_ppo_epochs: 2, response_length: 64, total_episodes: 80,\n"
+        "       sft_model_path: embedded/thinking, max_prompt_length: 64, exp_name: first, token_level_kl: true}\n"
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = load_config(path, "rloo.kl_coef=0.5")
+    said = "\n".join(str(warning.message) for warning in caught)
+    for line in (
+        "rloo.kl_coef is an old TRL name of rloo.beta; read as rloo.beta=0.1",
+        "rloo.kl_coef is an old TRL name of rloo.beta; read as rloo.beta=0.5",
+        "rloo.rloo_k is an old TRL name of rloo.num_generations; read as rloo.num_generations=4",
+        "rloo.token_level_kl is an old TRL name and has no effect",
+        "rloo.sft_model_path belongs to model.name; read as model.name=embedded/thinking",
+        "reward_model is an item of rewards today; read as rewards: [{'name': 'reward_model'",
+    ):
+        assert said.count(f"{path}: {line}") == 1
+    assert (run.rloo.beta, run.rloo.num_generations, run.rloo.epsilon, run.rloo.num_iterations) == (0.5, 4, 0.3, 2)
+    assert (run.rloo.max_completion_length, run.rloo.max_steps, run.name) == (64, 20, "first")
+    assert run.data.max_prompt_length == 64 and run.rewards[0].params == {"model": "some/model"}
+    with pytest.raises(ConfigError, match=r"rloo.rloo_k stands for rloo.num_generations=4, and rloo.num_generations=8"):
+        path.write_text(path.read_text().replace("rloo_k: 4", "rloo_k: 4, num_generations: 8"))
+        load_config(path)
