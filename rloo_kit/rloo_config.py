@@ -9,6 +9,7 @@ started with flags; they stay None and are left out of `to_dict()`.
 """
 
 import dataclasses
+import inspect
 import os
 import warnings
 from dataclasses import dataclass, field
@@ -32,8 +33,8 @@ KL_FORMS = ("sum", "length_normalized", "per_token")
 REFERENCES = ("start", "base")
 
 
-# TRL's own class, below the one that Unsloth generates.
-_STOCK = next(c for c in trl.RLOOConfig.__mro__ if c.__name__ == "RLOOConfig")
+# TRL's own class, below the one that Unsloth generates (and may call RLOOConfig too).
+_STOCK = next(c for c in reversed(trl.RLOOConfig.__mro__) if c.__name__ == "RLOOConfig")
 _STOCK_FIELDS = {f.name: f for f in dataclasses.fields(_STOCK) if f.init}
 
 
@@ -112,6 +113,13 @@ class RLOOConfig(trl.RLOOConfig):
         return {name: value for name, value in values.items() if name not in CONFIG_NAMES}
 
 
+_PARAMETERS = [
+    inspect.Parameter(f.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=_default_of(f), annotation=f.type)
+    for f in dataclasses.fields(RLOOConfig)
+    if f.init and f.name not in CONFIG_NAMES
+]
+RLOOConfig.__signature__ = inspect.Signature(_PARAMETERS)  # type: ignore[attr-defined]  # what help() shows
+
 _OWN_DEFAULTS = {
     f.name: f.default
     for f in dataclasses.fields(RLOOConfig)
@@ -121,11 +129,13 @@ _OWN_DEFAULTS = {
 
 def _name_positional(positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
     """Positional arguments under the names that TRL's own class gives them."""
-    names = list(_STOCK_FIELDS)[: len(positional)]
-    twice = [name for name in names if name in keywords]
-    if twice or len(positional) > len(_STOCK_FIELDS):
-        raise TypeError(f"RLOOConfig() got {', '.join(twice) or 'too many positional arguments'} twice")
-    return dict(zip(names, positional, strict=True)) | keywords
+    if len(positional) > len(_STOCK_FIELDS):
+        raise TypeError(f"RLOOConfig() takes {len(_STOCK_FIELDS)} positional arguments, {len(positional)} were given")
+    named = dict(zip(_STOCK_FIELDS, positional, strict=False))
+    twice = [name for name in named if name in keywords]
+    if twice:
+        raise TypeError(f"RLOOConfig() got {', '.join(twice)} twice, by position and by name")
+    return named | keywords
 
 
 def _refuse_unknown(given: dict[str, Any], own: dict[str, Any]) -> None:

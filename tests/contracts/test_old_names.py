@@ -6,6 +6,7 @@ The lists are the argument lists of TRL's releases, written down here so that no
 
 import dataclasses
 import importlib.util
+import inspect
 import pickle
 import typing
 import warnings
@@ -200,6 +201,11 @@ def test_current_keywords_mean_what_they_mean_in_trl(config_class: type, tmp_pat
         "missing_eos_penalty", "kl_form", "normalize_rewards", "reference", "max_reward_failure_share",
         "reward_failure_steps",
     }  # fmt: skip
+    assert (
+        list(inspect.signature(config_class).parameters)[:2] == list(inspect.signature(trl.RLOOConfig).parameters)[:2]
+    )
+    with pytest.raises(TypeError, match="got output_dir twice, by position and by name"):
+        config_class(str(tmp_path), output_dir="x")
     difference = {name for name, value in stock.to_dict().items() if ours.to_dict()[name] != value}
     assert difference <= {"logging_dir"} and not messages and isinstance(ours, trl.RLOOConfig)
 
