@@ -100,6 +100,7 @@ class RLOOTrainer(trl.RLOOTrainer):
             attach_token_scoring(self._causal_model(self.ref_model), self.temperature)
         self.think_tags = bind_think_tags(self._tokenizer)
         self.rollout_listeners: list[Callable[[list[dict[str, Any]]], None]] = []
+        self._train_sampler: Any = None
         self._failing_batches = 0
         self._episodes = 0
         self._started_at: float | None = None
@@ -122,6 +123,10 @@ class RLOOTrainer(trl.RLOOTrainer):
             return
         if self._option("reference") == "base" or _is_identity(model):
             model.delete_adapter("ref")
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self._train_sampler = super()._get_train_sampler(dataset)
+        return self._train_sampler
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the adapter and its reference as they were.
@@ -357,13 +362,18 @@ class RLOOTrainer(trl.RLOOTrainer):
 
 
 class _AlignMicroSteps(TrainerCallback):
-    """TRL counts micro-steps from 0 in every process; a resumed run has to go on from where the sampler goes on."""
+    """TRL counts micro-steps from 0 in every process, and its sampler draws the first pass's order anew; a resumed run
+    has to go on with both where they were."""
 
     def __init__(self, trainer: RLOOTrainer):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer._step = state.global_step * args.gradient_accumulation_steps
+        sampler = self.trainer._train_sampler
+        if sampler is not None and sampler.shuffle:
+            for _ in range(int(state.epoch or 0)):  # passes that are over
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
 
 
 def _with_reward_weights(args: Any, rewards: list[Any]) -> Any:

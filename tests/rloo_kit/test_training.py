@@ -99,6 +99,15 @@ def test_a_run_leaves_everything_in_its_folder(start, capsys):
     assert "Completions of step 1" in printed and "thinking" in printed
 
 
+def test_every_metric_is_explained(start, repository):
+    """A number that nobody can read is not looked at on the day it would have warned."""
+    page = (repository / "docs" / "10-metrics.md").read_text()
+    row = start("rloo.max_steps=1", "rloo.beta=0.1").metrics[-1]
+    assert {"kl", "thinking/mean_length", "eps", "val/ratio"} <= set(row)
+    missing = [name for name in row if f"`{name.replace('by_ids', 'NAME')}`" not in page]
+    assert missing == []
+
+
 def test_training_moves_the_adapter_and_nothing_else(start, tiny_folder):
     """An adapter that is saved as it started is the quietest way to train nothing."""
     from safetensors.torch import load_file
@@ -121,11 +130,14 @@ def test_an_existing_run_is_refused_with_both_ways_out(start):
     assert start("rloo.max_steps=1", overwrite=True).steps == 1
 
 
-def test_resume_equals_a_run_that_was_never_cut(start):
-    """A resume that loses the optimizer, the sampler's place or the random state trains another run."""
-    whole = adapter_weights(start("rloo.max_steps=4", "run.name=whole"))
-    start("rloo.max_steps=2")
-    result = start("rloo.max_steps=4", resume=True)
+@pytest.mark.parametrize("num_prompts", [16, 5])
+def test_resume_equals_a_run_that_was_never_cut(num_prompts, start):
+    """A resume that loses the optimizer, the sampler's place or the random state trains another run; with 5 prompts,
+    3 of them for training, a step is a pass, and TRL's sampler shuffles a second pass as it did the first."""
+    data = f"data.num_prompts={num_prompts}"
+    whole = adapter_weights(start("rloo.max_steps=4", "run.name=whole", data))
+    start("rloo.max_steps=2", data)
+    result = start("rloo.max_steps=4", data, resume=True)
     assert [row["step"] for row in result.metrics] == [1, 2, 3, 4]
     assert [row["step"] for row in lines(result.folder, "metrics.jsonl")] == [1, 2, 3, 4]
     assert [row["step"] for row in lines(result.folder, "rollouts.jsonl")] == [
