@@ -1,0 +1,135 @@
+"""Unsloth in this process, run by `interpreter.py`; a tiny model that closes its thinking now and then; its reference.
+
+These tests need a process of their own (`make test-unsloth`), because Unsloth has to come before torch; anywhere else
+they are skipped with the reason.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+RUN = """\
+model: {{name: "{folder}", dtype: float32, max_seq_length: 128, gradient_checkpointing: unsloth}}
+data: {{source: embedded/addition, max_prompt_length: 32}}
+rewards: [{{name: thinking_reward}}]
+rloo: {{max_steps: 3, max_completion_length: 8}}
+"""
+
+
+def _obstacle() -> str | None:
+    if find_spec("unsloth") is None:
+        return "Unsloth is not installed: make test-unsloth makes an environment that has it"
+    if find_spec("triton") is None:
+        return "triton is not installed; its interpreter runs Unsloth's kernels: make test-unsloth"
+    if find_spec("torchvision") is not None:
+        return "torchvision is installed, and Unsloth refuses one that does not fit: make test-unsloth"
+    if "torch" in sys.modules and "unsloth" not in sys.modules:
+        return "torch came before Unsloth in this process: make test-unsloth runs these tests alone"
+    return None
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Any:
+    """The module `interpreter.py` beside this file."""
+    spec = spec_from_file_location("unsloth_interpreter", HERE / "interpreter.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unsloth(interpreter: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Unsloth, imported first and settled as the backend by the kit's own set-up."""
+    if (reason := _obstacle()) is not None:
+        pytest.skip(reason)
+    module = interpreter.import_unsloth(tmp_path_factory.mktemp("unsloth_compiled_cache"))
+    import rloo_kit
+
+    assert rloo_kit.setup_environment().backend == "unsloth"
+    return module
+
+
+@pytest.fixture(scope="session")
+def model_folder(
+    unsloth: Any,
+    make_tiny_model: Callable[..., Any],
+    tiny_tokenizer: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A Qwen3 of one layer, of sizes that the kernels take, that has learnt to write letters and close its thinking.
+
+    With random weights `</think>` comes once in 264 tokens, every reward is -1.0 and no step has a gradient.
+    """
+    import torch
+
+    model = make_tiny_model(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32,
+    )  # fmt: skip
+    tokens = torch.tensor([*tiny_tokenizer("abcdefgh ")["input_ids"], 258, 260, 260])  # </think> at 2 of 12 places
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    model.train()
+    for _ in range(40):
+        rows = tokens[torch.randint(len(tokens), (16, 24), generator=generator)]
+        model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    folder = tmp_path_factory.mktemp("thinking_model")
+    model.eval().save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def load(unsloth: Any, interpreter: Any, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`load(*overrides)`: the policy of a run on that model, through `load_policy`."""
+    file = tmp_path_factory.mktemp("run") / "run.yaml"
+    file.write_text(RUN.format(folder=model_folder))
+
+    def load_through_unsloth(*overrides: str) -> Any:
+        from rloo_kit import load_config, load_policy
+
+        interpreter.keep_on_cpu()
+        policy = load_policy(load_config(file, *overrides))
+        assert policy.backend == "unsloth"
+        return policy
+
+    return load_through_unsloth
+
+
+@pytest.fixture(scope="session")
+def reference(unsloth: Any, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`reference(adapter)`: what the transformers backend computes, in a process where Unsloth was never imported."""
+
+    def compute(adapter: Path) -> dict[str, Any]:
+        import torch
+
+        out = tmp_path_factory.mktemp("reference") / "numbers.pt"
+        command = [sys.executable, str(HERE / "reference.py"), str(model_folder), str(adapter), str(out)]
+        environment = {name: value for name, value in os.environ.items() if "UNSLOTH" not in name}
+        environment |= {"RLOO_KIT_BACKEND": "transformers", "PYTHONPATH": str(HERE.parents[1])}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return torch.load(out)
+
+    return compute
+
+
+@pytest.fixture(autouse=True)
+def quiet_threads() -> Iterator[None]:
+    """The interpreter runs one program at a time; torch's threads only stand in each other's way."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

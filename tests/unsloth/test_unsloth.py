@@ -1,0 +1,184 @@
+"""`backends/unsloth.py` and the kit's trainer on top of the RLOO trainer that Unsloth writes, without a card."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+THINK_END = 260
+
+
+@pytest.fixture(scope="module")
+def numbers() -> Any:
+    """`numbers(policy)` of `reference.py`."""
+    spec = importlib.util.spec_from_file_location("unsloth_reference", HERE / "reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.numbers
+
+
+def adapter_weights(policy: Any) -> dict[str, Any]:
+    return {
+        name: value.detach().clone() for name, value in policy.model.named_parameters() if ".default.weight" in name
+    }
+
+
+def move_adapter(policy: Any, scale: float = 0.05) -> None:
+    """Random values in the B matrices: a fresh adapter is the identity, and would hide a kernel that leaves it out."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, value in policy.model.named_parameters():
+            if "lora_B" in name:
+                value.copy_(scale * torch.randn(value.shape, generator=generator))
+
+
+def make_trainer(policy: Any, folder: Path, steps: int = 3, **options: Any) -> Any:
+    """The kit's trainer with `thinking_reward`: 2 prompts x 2 completions of at most 8 tokens a step."""
+    from datasets import Dataset
+
+    from rewards import thinking_reward
+    from rloo_kit import RLOOConfig, RLOOTrainer
+
+    args = RLOOConfig(
+        output_dir=str(folder),
+        max_steps=steps,
+        num_generations=2,
+        per_device_train_batch_size=4,
+        max_completion_length=8,
+        learning_rate=1e-2,
+        beta=0.05,
+        use_cpu=True,
+        bf16=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=3,
+        **policy.config_arguments | options,
+    )
+    return RLOOTrainer(
+        model=policy.model,
+        reward_funcs=thinking_reward.with_(think_end_id=THINK_END),
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["ab", "abc cab", "h", "ga fe"] * 4}),
+        processing_class=policy.tokenizer,
+    )
+
+
+def test_load_gives_unsloths_model_with_one_adapter(load: Any) -> None:
+    """Loaded through transformers by mistake, all else works and the card is half as fast: nobody would notice."""
+    policy = load()
+    model = policy.model
+    assert type(model.get_base_model().model).forward.__module__.startswith("unsloth.")
+    assert model._unsloth_gradient_checkpointing is True  # below 512 tokens Unsloth takes the plain form of its own
+    assert policy.config_arguments == {"gradient_checkpointing": False}
+    settings = model.peft_config["default"]
+    assert list(model.peft_config) == ["default"] and (settings.r, settings.lora_alpha) == (16, 16)
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    assert len(trained) == 2 * 7 and all("lora_" in name for name in trained)
+    assert policy.tags.end_id == THINK_END and policy.family == "thinking"
+    assert policy.tokenizer.padding_side == "left" and policy.tokenizer.pad_token_id == 256
+    assert "backend unsloth" in policy.describe()
+
+
+def test_both_backends_compute_the_same(load: Any, numbers: Any, reference: Any, tmp_path: Path) -> None:
+    """Unsloth's training forward drops the mask of left-padded rows: hidden states were off by half their scale.
+
+    Also compared: log-probabilities, their gradients through its checkpoints, and greedy generation.
+    """
+    import torch
+
+    from rloo_kit import save_adapter
+
+    policy = load()
+    move_adapter(policy)
+    expected = reference(save_adapter(policy, tmp_path / "adapter"))
+    found = numbers(policy)
+    assert found.keys() == expected.keys()
+    assert found["greedy"] == expected["greedy"] and any(found["greedy"])
+    for key in found.keys() - {"greedy", "gradients"}:
+        close = torch.isclose(found[key], expected[key], rtol=1e-4, atol=2e-5)
+        assert close.all(), f"{key}: off by {(found[key] - expected[key]).abs().max():.2g}"
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in found["gradients"].items():
+        assert gradient.any(), name
+        torch.testing.assert_close(gradient, expected["gradients"][name], rtol=1e-3, atol=1e-4)
+
+
+def test_inference_mode_gives_training_back(load: Any) -> None:
+    """After generation Unsloth's own checkpointing has to be on again, in the form it was set up in."""
+    import torch
+
+    policy = load()
+    policy.model.for_training(use_gradient_checkpointing=True)
+    with policy.inference_mode():
+        assert not policy.model.training and not torch.is_grad_enabled()
+    assert policy.model.training and torch.is_grad_enabled()
+    assert policy.model.get_base_model().model.gradient_checkpointing
+
+
+def test_the_trainer_stands_on_the_one_that_unsloth_writes(load: Any, tmp_path: Path) -> None:
+    """Unsloth replaces `trl.RLOOTrainer` by a rewritten copy with other defaults; ours must build on it and undo those.
+
+    Its constructor pads to the right and switches mixed precision on, float32 or not, if nobody holds on to them.
+    """
+    import os
+
+    import trl
+
+    from rloo_kit import RLOOConfig, RLOOTrainer
+
+    assert trl.RLOOTrainer.__name__ == "UnslothRLOOTrainer" and issubclass(RLOOTrainer, trl.RLOOTrainer)
+    assert RLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False).num_generations == 2  # Unsloth's: 8
+    policy = load()
+    mixed_precision = os.environ.get("UNSLOTH_MIXED_PRECISION")
+    trainer = make_trainer(policy, tmp_path)
+    assert (trainer.args.bf16, trainer.args.fp16, trainer.args.bf16_full_eval) == (False, False, False)
+    assert trainer.accelerator.mixed_precision == os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert os.environ.get("UNSLOTH_MIXED_PRECISION") == mixed_precision
+    assert policy.tokenizer.padding_side == "left"
+    assert trainer.args.learning_rate == 1e-2 and trainer.args.weight_decay == 0.0 and trainer.args.seed == 3
+
+
+def test_train_save_load_and_continue(load: Any, reference: Any, numbers: Any, tmp_path: Path) -> None:
+    """The whole way on Unsloth: three steps that learn something, an adapter that both backends read, one more step."""
+    import torch
+
+    from rloo_kit import save_adapter
+
+    policy = load()
+    before = adapter_weights(policy)
+    trainer = make_trainer(policy, tmp_path / "first")
+    rows: list[dict[str, Any]] = []
+    trainer.rollout_listeners.append(rows.extend)
+    trainer.train()
+    assert trainer.state.global_step == 3 and len(rows) == 12
+    for row in rows:
+        assert row["closed"] == (THINK_END in row["completion_ids"])
+        lowest_band = 0.3 if row["closed"] else -1.0  # 8 tokens at most
+        assert row["rewards"]["thinking_reward"] == pytest.approx(lowest_band)
+    assert {row["closed"] for row in rows} == {True, False}
+    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert len(steps) == 3 and all(entry["val/ratio"] == 1.0 for entry in steps)
+    assert any(entry["grad_norm"] > 0 for entry in steps)
+    after = adapter_weights(policy)
+    assert after.keys() == before.keys() and any(not torch.equal(after[name], before[name]) for name in after)
+
+    adapter = save_adapter(policy, tmp_path / "adapter")
+    again = load(f"model.adapter={adapter}")
+    assert list(again.model.peft_config) == ["default"]
+    loaded = adapter_weights(again)
+    assert all(torch.equal(loaded[name], after[name]) for name in after)
+    logps = numbers(again)["logps"]
+    torch.testing.assert_close(logps, reference(adapter)["logps"], rtol=1e-4, atol=2e-5)
+
+    further = load(f"model.adapter={adapter}")
+    continued = make_trainer(further, tmp_path / "second", steps=1)
+    continued.train()
+    assert continued.state.global_step == 1 and "ref" in further.model.peft_config  # measured from where it starts
+    assert all(value.isfinite().all() for value in adapter_weights(further).values())
