@@ -6,6 +6,7 @@ a run then trains at another speed, or not at all, without a word. So every modu
 further call after one that was in time is harmless.
 """
 
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -78,6 +79,8 @@ def load_stack() -> Stack:
     """
     global _stack
     if _stack is None:
+        # bitsandbytes tells everyone without a card that a faster 4-bit kernel for the CPU could be fetched
+        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         _import_backend(environment.current())
         modules = {name: _import(name) for name in ("torch", "transformers", "trl", "peft", "datasets")}
         _stack = Stack(**modules, unsloth=sys.modules.get("unsloth"))
