@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from rloo_kit.measurement import Evaluation
 
@@ -129,8 +130,8 @@ def _draw_panel(title: str, rows: list[tuple[int, float]], low: float | None, hi
             window = max(5, len(rows) // 10)
             axes.plot(steps, _moving_mean(values, window), color=BLUE, linewidth=2.0)
         axes.set_title(title)
-        axes.set_xlabel(f"step (line: mean of {window} rows)" if smooth else "step", fontsize=9)
-        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(nbins=6, integer=True))
+        axes.set_xlabel(f"step (line: mean of the last {window})" if smooth else "step", fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axes.margins(x=0.02)
         if low is not None:
             axes.set_ylim(bottom=low - (0.02 if high is not None else 0))
