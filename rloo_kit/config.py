@@ -55,8 +55,24 @@ class RunConfig(Section):
         """Where everything of the run lies: output_dir/name."""
         return Path(self.run.output_dir) / self.name
 
+    def check(self) -> None:
+        """Check again what holds between sections: a key that is assigned is checked within its own section only.
+
+        Raises:
+            ConfigError: as `load_config`.
+        """
+        try:
+            type(self).model_validate(self.model_dump())
+        except ValidationError as error:
+            raise ConfigError("\n".join(explain_error(entry, RunConfig) for entry in error.errors())) from None
+
     def to_yaml(self) -> str:
-        """The resolved run, every key included; `load_config` reads it back to an equal object."""
+        """The resolved run, every key included; `load_config` reads it back to an equal object.
+
+        Raises:
+            ConfigError: it would not, because assignments have left sections that contradict each other.
+        """
+        self.check()
         return dump_yaml(self.model_dump(mode="json"))
 
     def __eq__(self, other: object) -> bool:

@@ -309,6 +309,23 @@ def test_keys_of_the_file_are_fields_of_the_config(config_class: type, tmp_path:
     assert (config.max_steps, config.num_generations) == (run.rloo.max_steps, run.rloo.num_generations)
 
 
+def kinds(annotation: Any) -> set[type]:
+    """The plain types in an annotation."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return {type(choice) for choice in typing.get_args(annotation)}
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return {annotation}
+    return set().union(*(kinds(part) for part in typing.get_args(annotation)))
+
+
+def test_types_of_the_file_are_types_of_the_config(config_class: type) -> None:
+    """A number that TRL turned into a mapping would pass the file's check and break the trainer."""
+    hints = typing.get_type_hints(config_class)
+    for name, key in RLOOSection.model_fields.items():
+        theirs = kinds(hints[name]) | ({int} if float in kinds(hints[name]) else set())
+        assert kinds(key.annotation) - {type(None)} <= theirs, f"rloo.{name}: TRL takes {hints[name]}"
+
+
 def test_choices_of_the_file_are_choices_of_transformers() -> None:
     """A scheduler's or optimiser's name that is gone fails when the first step is taken."""
     from transformers.trainer_utils import SchedulerType

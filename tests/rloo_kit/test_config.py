@@ -113,6 +113,17 @@ def test_assignment_is_checked_and_a_refused_one_changes_nothing(minimal: Path) 
     assert run.rloo.learning_rate == 1e-4
 
 
+def test_contradicting_assignments_are_found_before_the_run_is_written(minimal: Path) -> None:
+    """Two assignments in two sections are each fine; the run's folder then held a file that no command could read."""
+    run = load_config(minimal)
+    run.rloo.max_completion_length = 5000
+    for use in (run.check, run.to_yaml):
+        with pytest.raises(ConfigError, match="= 5064 tokens, more than model.max_seq_length"):
+            use()
+    run.model.max_seq_length = 5064
+    assert "max_completion_length: 5000" in run.to_yaml()
+
+
 def test_run_built_in_python() -> None:
     """Without a file there is no stem; the run says that it needs a name instead of writing into a folder `None`."""
     values = read_yaml(MINIMAL)[0]
