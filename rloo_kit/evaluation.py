@@ -22,8 +22,9 @@ from rloo_kit.intervals import clustered, pass_at_k
 from rloo_kit.measurement import Comparison, Evaluation, compare
 from rloo_kit.reward_registry import build_rewards
 from rloo_kit.rollout import Completion, generate_completions
+from rloo_kit.tokens import split_thinking
 
-__all__ = ["Comparison", "Evaluation", "compare", "evaluate", "split_thinking"]
+__all__ = ["Comparison", "Evaluation", "compare", "evaluate"]
 
 ANSWER_REWARDS = ("answer_reward", "math_answer_reward")
 JUDGED_AT_ONCE = 32  # completions in one call of the answer reward: its time limit is for a call
@@ -111,7 +112,7 @@ def _measure_sampled(run: Any, policy: Any, dataset: Any, judge: _Judge, label: 
         truncated_share=_mean([not completion.ended for completion in completions]),
         mean_thinking_tokens=_mean(thinking) if thinking and is_thinking else None,
         mean_tokens=_mean([len(completion.ids) for completion in completions]),
-        samples=_samples(run, policy, dataset, completions, verdicts, is_thinking),
+        samples=_samples(run, policy, dataset, completions, verdicts),
         prompts_digest=hashlib.sha256("\0".join(dataset["prompt"]).encode()).hexdigest()[:16],
     )
     if verdicts is not None:
@@ -162,14 +163,14 @@ def _generate(run: Any, policy: Any, dataset: Any, **options: Any) -> list[Compl
 
 
 def _samples(
-    run: Any, policy: Any, dataset: Any, completions: list[Completion], verdicts: list[bool] | None, is_thinking: bool
+    run: Any, policy: Any, dataset: Any, completions: list[Completion], verdicts: list[bool] | None
 ) -> list[dict[str, Any]]:
     """The first completion of each of the first prompts, thinking and answer apart."""
     samples = []
     for index in range(min(run.eval.num_completions, len(dataset))):
         number = index * run.eval.num_samples
         completion = completions[number]
-        thinking, answer = split_thinking(policy, completion, is_thinking)
+        thinking, answer = split_thinking(completion.ids, policy.tokenizer, policy.tags, policy.family == "thinking")
         samples.append(
             {
                 "prompt": dataset[index]["prompt"],
@@ -184,18 +185,6 @@ def _samples(
             }
         )
     return samples
-
-
-def split_thinking(policy: Any, completion: Completion, is_thinking: bool = True) -> tuple[str, str]:
-    """The texts before and after the last `</think>`, by ids; without one all is thinking, or all is answer."""
-    end_id = policy.tags.end_id
-    decode = policy.tokenizer.decode
-    if end_id is None or end_id not in completion.ids:
-        return (completion.text.strip(), "") if is_thinking else ("", completion.text.strip())
-    last = len(completion.ids) - 1 - completion.ids[::-1].index(end_id)
-    parts = (completion.ids[:last], completion.ids[last + 1 :])
-    thinking, answer = (decode(ids, skip_special_tokens=True).strip() for ids in parts)
-    return thinking.removeprefix("<think>").strip(), answer
 
 
 def _first_prompts(dataset: Any, num_prompts: int | None) -> Any:

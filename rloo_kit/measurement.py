@@ -160,11 +160,15 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
         (after.greedy_accuracy, after.greedy_low, after.greedy_high, after.greedy_per_prompt),
     )
     apart = None
-    if before.low is not None and after.low is not None:
-        apart = before.high < after.low or after.high < before.low  # type: ignore[operator]
+    if before.low is not None and before.high is not None and after.low is not None and after.high is not None:
+        apart = before.high < after.low or after.high < before.low
     return Comparison(
-        *(sampled or (None, None, None)),
-        *(greedy or (None, None, None)),
+        difference=sampled and sampled.value,
+        low=sampled and sampled.low,
+        high=sampled and sampled.high,
+        greedy_difference=greedy and greedy.value,
+        greedy_low=greedy and greedy.low,
+        greedy_high=greedy and greedy.high,
         paired=paired,
         num_prompts=min(before.num_prompts, after.num_prompts),
         apart=apart,

@@ -9,10 +9,11 @@ import pytest
 
 from rloo_kit.config import RunConfig
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.evaluation import compare, evaluate, split_thinking
+from rloo_kit.evaluation import compare, evaluate
 from rloo_kit.intervals import wilson
 from rloo_kit.measurement import Evaluation
-from rloo_kit.rollout import Completion, generate_completions
+from rloo_kit.rollout import generate_completions
+from rloo_kit.tokens import split_thinking
 
 THINK_END, TURN_END, END_OF_TEXT = 260, 258, 256
 NUM_PROMPTS = 12
@@ -75,8 +76,8 @@ def answers_of(policy: Any, **options: Any) -> list[str]:
     """What the policy itself answers, to be used as gold answers: right by construction."""
     options = {"max_completion_length": 6, "seed": 0} | options
     completions = generate_completions(policy, make_dataset()["prompt"][:], **options)
-    is_thinking = policy.family == "thinking"
-    return [split_thinking(policy, completion, is_thinking)[1] for completion in completions]
+    opened = policy.family == "thinking"
+    return [split_thinking(found.ids, policy.tokenizer, policy.tags, opened)[1] for found in completions]
 
 
 # ------------------------------------------------------------------------------------------------- accuracy
@@ -263,18 +264,22 @@ def test_nothing_to_evaluate_on(make_run: Any, make_policy: Any) -> None:
         evaluate(make_run(), make_policy(), make_dataset().rename_column("prompt", "question"))
 
 
-def test_split_thinking_is_by_the_last_tag(make_policy: Any) -> None:
-    """The answer that is shown has to be the one that is judged: what follows the last closing tag."""
-    policy = make_policy()
-
-    def complete(ids: list[int]) -> Completion:
-        return Completion(0, ids, policy.tokenizer.decode(ids, skip_special_tokens=True), True, True, 0)
-
-    a, b, c = (policy.tokenizer(letter)["input_ids"][0] for letter in "abc")
-    assert split_thinking(policy, complete([a, THINK_END, b, THINK_END, c, TURN_END])) == ("a</think>b", "c")
-    assert split_thinking(policy, complete([259, a, THINK_END, c])) == ("a", "c")
-    assert split_thinking(policy, complete([a, b])) == ("ab", "")
-    assert split_thinking(policy, complete([a, b]), is_thinking=False) == ("", "ab")
+def test_samples_are_split_at_the_tag_that_is_judged(make_run: Any, make_policy: Any) -> None:
+    """The answer that is shown has to be the one that is judged: what follows the last closing tag, by ids."""
+    policy = digits_policy(make_policy)
+    measured = evaluate(make_run(greedy=False), policy, make_dataset(["1"] * NUM_PROMPTS))
+    found = generate_completions(policy, make_dataset()["prompt"][:], max_completion_length=6, seed=0)
+    for sample, completion in zip(measured.samples, found[:10], strict=True):
+        thinking, tag, answer = completion.text.rpartition("</think>")
+        wanted = (thinking, answer) if tag else (answer, "")
+        assert (sample["thinking"], sample["answer"]) == wanted
+        assert (sample["ended"], sample["closed"], sample["tokens"], sample["thinking_tokens"]) == (
+            completion.ended,
+            completion.closed,
+            len(completion.ids),
+            completion.thinking_tokens,
+        )
+    assert {sample["closed"] for sample in measured.samples} == {True, False}
 
 
 # ------------------------------------------------------------------------------------------------- comparison
