@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 from rloo_kit.errors import DataError
 
-LIMITS = {"thinking": (10, 999), "instruct": (10, 199)}  # smallest and largest number of a question
-MAX_ROWS = {"thinking": 50_000, "instruct": 5_000}  # well under half of all pairs, so that drawing stays quick
+LIMITS = {"thinking": (10, 999), "instruct": (10, 249)}  # smallest and largest number of a question
+MAX_ROWS = {"thinking": 50_000, "instruct": 10_000}  # few enough that drawing stays quick
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def addition_rows(num: int, seed: int = 0, thinking: bool = True) -> list[dict[s
     ['prompt', 'answer']
 
     Args:
-        num: number of rows, at most 50000 (5000 for the model that answers at once, whose numbers end at 199).
+        num: number of rows, at most 50000 (10000 for the model that answers at once, whose numbers end at 249).
         seed: the same seed gives the same rows, and more rows of a seed begin with the fewer.
         thinking: rows for the model that thinks, or for the one that answers at once.
     Raises:

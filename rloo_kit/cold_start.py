@@ -187,4 +187,5 @@ def with_full_table(model: Any, plan: ColdStart, used: list[int], num_rows: int,
     table[used] = small[:-1]
     full.load_state_dict({**weights, "model.embed_tokens.weight": table, "lm_head.weight": table})
     full.generation_config.update(eos_token_id=[end, pad], pad_token_id=pad, do_sample=True)
+    full.generation_config._from_model_config = False  # else loading derives it anew, without the second end token
     return full.eval()
