@@ -37,13 +37,13 @@ def load(run: Any, source: Source, stack: Any) -> tuple[Any, Any]:
         BackendError: the checkpoint cannot be read, or the adapter does not fit it.
     """
     fast = stack.unsloth.FastLanguageModel
-    dtype = None if run.model.dtype == "auto" else getattr(stack.torch, run.model.dtype)
+    dtype_name = environment.current().dtype_name if run.model.dtype == "auto" else run.model.dtype
     try:
         max_seq_length = usable_length(run, stack.transformers.AutoConfig.from_pretrained(source.base))
         model, tokenizer = fast.from_pretrained(
             model_name=source.base,
             max_seq_length=max_seq_length,
-            dtype=dtype,
+            dtype=getattr(stack.torch, dtype_name),
             load_in_4bit=run.model.load_in_4bit,
             use_gradient_checkpointing=run.model.gradient_checkpointing,
         )
