@@ -1,7 +1,7 @@
 # Every command of the project. `make` lists them; each makes the environment it needs itself.
 #
 # Variables: PYTHON=python3.12   the interpreter that makes the environments (3.11 or newer)
-#            NO_GPU=1            leave the gpu extra out although a card is there
+#            NO_GPU=1            leave the gpu extra out although a card is there (in a fresh .venv)
 #            TORCH_INDEX=URL     install torch from that package index first (CPU builds, another CUDA version)
 #            JOBS=2              test processes side by side
 .DEFAULT_GOAL := help
@@ -29,7 +29,8 @@ comma := ,
 # A stamp for each set of packages: nothing is installed again until the lists of packages change.
 STAMP := $(VENV)/.stamp-run$(addprefix -,$(GPU_EXTRA))
 STAMP_DEV := $(VENV)/.stamp-dev$(addprefix -,$(GPU_EXTRA))
-PYTEST := $(BIN)/python -m pytest --ignore=tests/unsloth --ignore=tests/gpu -n $(JOBS)
+# The core tests are the same everywhere: a card is hidden from them, tests/gpu is for it.
+PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --ignore=tests/unsloth --ignore=tests/gpu -n $(JOBS)
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
