@@ -100,7 +100,11 @@ def _accuracy(before: Evaluation | None, after: Evaluation | None, comparison: C
         return "<p>The run was not evaluated (run.evaluate).</p>"
     parts = []
     if comparison is not None:
-        verdict = {True: " The two intervals are apart.", False: " The two intervals overlap.", None: ""}
+        verdict = {
+            True: " The intervals before and after are apart.",
+            False: " The intervals before and after overlap.",
+            None: "",
+        }
         parts.append(f"<p>After minus before: {_text(str(comparison))}.{verdict[comparison.apart]}</p>")
     drawing = draw_accuracies(before, after)
     if drawing is not None:

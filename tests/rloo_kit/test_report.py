@@ -125,7 +125,7 @@ def test_report_holds_everything(written: str, evaluations: tuple[Evaluation, Ev
     page = Page(written)
     text = " ".join(" ".join(page.texts).split())
     assert "my <run>" in text and "30 steps in 1 min 15 s; ran to its end." in text
-    assert str(compare(before, after)) in text and "The two intervals are apart." in text
+    assert str(compare(before, after)) in text and "The intervals before and after are apart." in text
     assert f"0.200 [{before.low:.3f}, {before.high:.3f}]" in text and f"0.600 [{after.low:.3f}" in text
     assert "accuracy, thinking at most 8 tokens" in text and "75.0%" in text
     assert text.count("✗ wrong") == 1 and text.count("✓ right") == 3
