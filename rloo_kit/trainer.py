@@ -26,7 +26,6 @@ from rloo_kit.errors import ConfigError, DataError, RewardError
 
 load_stack()
 
-import peft
 import torch
 import trl
 from accelerate.utils import gather, gather_object, is_peft_model
@@ -34,6 +33,7 @@ from transformers import TrainerCallback
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad, use_adapter
 
+from rloo_kit.adapters import is_identity, restore_precision, trainable_tensors, wrap_for_unsloth
 from rloo_kit.advantages import (
     combine_rewards,
     kl_penalty,
@@ -87,13 +87,13 @@ class RLOOTrainer(trl.RLOOTrainer):
         for name in ("train_dataset", "eval_dataset"):
             if arguments.get(name) is not None:
                 arguments[name] = prepare_old_dataset(arguments[name], arguments.get("processing_class"))
-        arguments = _wrapped_for_unsloth(arguments)
-        masters = _trainable_tensors(arguments.get("model"))
+        arguments = wrap_for_unsloth(arguments)
+        masters = trainable_tensors(arguments.get("model"))
         with keep_settings(arguments.get("args"), arguments.get("processing_class")):
             super().__init__(**arguments)
         if self.aux_loss_enabled:
             raise ConfigError("mixture-of-experts auxiliary losses are not scored here: set router_aux_loss_coef=0.0")
-        _restore_precision(self.model, masters)
+        restore_precision(self.model, masters)
         self._drop_redundant_reference()
         attach_token_scoring(self._causal_model(self.model), self.temperature)
         if self.ref_model is not None:
@@ -121,7 +121,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         model = self.accelerator.unwrap_model(self.model)
         if not is_peft_model(model) or "ref" not in model.peft_config:
             return
-        if self._option("reference") == "base" or _is_identity(model):
+        if self._option("reference") == "base" or is_identity(model):
             model.delete_adapter("ref")
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -382,33 +382,3 @@ def _with_reward_weights(args: Any, rewards: list[Any]) -> Any:
     if args is not None and args.reward_weights is None and all(isinstance(w, (int, float)) for w in weights):
         args.reward_weights = [float(weight) for weight in weights]
     return args
-
-
-def _wrapped_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The trainer that Unsloth generates takes `peft_config` and ignores it, so the adapter is made here."""
-    if load_stack().unsloth is None or arguments.get("peft_config") is None:
-        return arguments
-    rest = {name: value for name, value in arguments.items() if name != "peft_config"}
-    if is_peft_model(rest["model"]):
-        raise ConfigError("peft_config was given with a model that has an adapter already: leave one of them out")
-    return rest | {"model": peft.get_peft_model(rest["model"], arguments["peft_config"])}
-
-
-def _trainable_tensors(model: Any) -> dict[str, torch.Tensor]:
-    if not isinstance(model, torch.nn.Module):
-        return {}
-    return {name: parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def _restore_precision(model: torch.nn.Module, masters: dict[str, torch.Tensor]) -> None:
-    """TRL casts the adapters of a quantised model to bf16, where a step of 1e-6 on 0.01 changes nothing."""
-    for name, parameter in model.named_parameters():
-        if name in masters and parameter.dtype != masters[name].dtype:
-            parameter.data = masters[name]
-
-
-def _is_identity(model: torch.nn.Module) -> bool:
-    """Whether the "default" LoRA adapter changes nothing yet: every B matrix is zero."""
-    endings = ("lora_B.default", "lora_embedding_B.default")
-    matrices = [matrix for name, matrix in model.named_parameters() if any(ending in name for ending in endings)]
-    return bool(matrices) and not any(matrix.any() for matrix in matrices)

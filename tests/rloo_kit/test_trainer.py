@@ -245,19 +245,32 @@ def test_resume_goes_on_inside_a_window(make_trainer, tmp_path):
     assert steps == [1, 2]
 
 
-def test_adapters_of_a_quantised_model_keep_their_precision(make_trainer, make_tiny_model, monkeypatch):
-    """TRL casts them to bf16, where 0.01 + 1e-6 is 0.01: a run at the default learning rate that never moves."""
+@pytest.mark.parametrize("wrapped_by", ["TRL", "us"])
+def test_the_adapter_of_a_quantised_model_stays_in_float32(wrapped_by, tiny_folder, tiny_tokenizer, tmp_path):
+    """TRL casts it to bf16, where 0.01 + 1e-6 is 0.01: a run at the default learning rate that never moves."""
+    from datasets import Dataset
     from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    from rloo_kit import trainer as module
+    from rloo_kit.rloo_config import RLOOConfig
+    from rloo_kit.trainer import RLOOTrainer
 
-    model = get_peft_model(make_tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
-    masters = module._trainable_tensors(model)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(torch.bfloat16)
-    module._restore_precision(model, masters)
-    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    if wrapped_by == "us":
+        base = AutoModelForCausalLM.from_pretrained(tiny_folder, quantization_config=four_bit, dtype=torch.float32)
+        arguments = {"model": get_peft_model(base, lora)}
+    else:
+        arguments = {"model": str(tiny_folder), "quantization_config": four_bit, "peft_config": lora}
+    trainer = RLOOTrainer(
+        **arguments,
+        reward_funcs=by_length,
+        args=RLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
+        train_dataset=Dataset.from_dict({"prompt": ["x"] * 8}),
+        processing_class=tiny_tokenizer,
+    )
+    assert trainer.model.is_loaded_in_4bit
+    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
 
 
 def test_images_are_refused(make_trainer):

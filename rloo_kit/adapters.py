@@ -1,0 +1,55 @@
+"""The adapter of a policy around TRL's trainer: what its constructor would do to it, and what it would leave undone.
+
+TRL casts the adapter of a quantised model to bfloat16, copies every adapter as a reference, and, as Unsloth generates
+it, ignores `peft_config`. Left out: what happens to adapters in checkpoints, which is the trainer's.
+"""
+
+from typing import Any
+
+from rloo_kit._stack import load_stack
+from rloo_kit.errors import ConfigError
+
+load_stack()
+
+import peft
+import torch
+from accelerate.utils import is_peft_model
+
+
+def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The trainer that Unsloth generates takes `peft_config` and ignores it, so the adapter is made here."""
+    if load_stack().unsloth is None or arguments.get("peft_config") is None:
+        return arguments
+    rest = {name: value for name, value in arguments.items() if name != "peft_config"}
+    if is_peft_model(rest["model"]):
+        raise ConfigError("peft_config was given with a model that has an adapter already: leave one of them out")
+    return rest | {"model": peft.get_peft_model(rest["model"], arguments["peft_config"])}
+
+
+def trainable_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """What is trained, by name, as it is before TRL has seen it; nothing for the name of a checkpoint."""
+    if not isinstance(model, torch.nn.Module):
+        return {}
+    return {name: parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def restore_precision(model: torch.nn.Module, masters: dict[str, torch.Tensor]) -> None:
+    """TRL casts the adapter of a quantised model to bfloat16, where a step of 1e-6 on 0.01 changes nothing.
+
+    Args:
+        model: as TRL left it. masters: from `trainable_tensors`; an adapter that TRL made itself is taken to float32.
+    """
+    is_quantised = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
+    for name, parameter in model.named_parameters():
+        master = masters.get(name)
+        if master is not None and parameter.dtype != master.dtype:
+            parameter.data = master
+        elif master is None and is_quantised and parameter.requires_grad and parameter.dtype == torch.bfloat16:
+            parameter.data = parameter.data.float()
+
+
+def is_identity(model: torch.nn.Module) -> bool:
+    """Whether the "default" LoRA adapter changes nothing yet: every B matrix is zero."""
+    endings = ("lora_B.default", "lora_embedding_B.default")
+    matrices = [matrix for name, matrix in model.named_parameters() if any(ending in name for ending in endings)]
+    return bool(matrices) and not any(matrix.any() for matrix in matrices)
