@@ -89,7 +89,11 @@ def train(
         run = _load_config(file, overrides)
         with RunDir.create(run, resume=resume, overwrite=overwrite) as run_dir:
             run_dir.resume_command = shlex.join(["rloo-kit", "train", str(file), *(overrides or []), "--resume"])
-            stopped = _train_in(run_dir, run)
+            try:
+                stopped = _train_in(run_dir, run)
+            except KeyboardInterrupt:  # outside training, which handles its own
+                print(f"interrupted; to go on: {run_dir.resume_command}", flush=True)
+                raise
     if stopped:
         raise typer.Exit(INTERRUPTED)
 

@@ -147,6 +147,20 @@ def test_resume_equals_a_run_that_was_never_cut(num_prompts, start):
         assert torch.equal(tensor, whole[name]), name
 
 
+def test_resume_of_a_run_that_trains_every_parameter(start):
+    """Without an adapter the whole model is the state, and the reference is the model as it was published."""
+    from safetensors.torch import load_file
+
+    everything = ["model.lora=null", "rloo.beta=0.5", "rloo.learning_rate=1e-3"]
+    whole = start("rloo.max_steps=3", "run.name=whole", *everything)
+    start("rloo.max_steps=2", *everything)
+    result = start("rloo.max_steps=3", *everything, resume=True)
+    expected = load_file(whole.adapter_folder / "model.safetensors")
+    for name, tensor in load_file(result.adapter_folder / "model.safetensors").items():
+        assert torch.equal(tensor, expected[name]), name
+    assert result.metrics[-1]["kl"] == pytest.approx(whole.metrics[-1]["kl"], abs=1e-6) and result.metrics[-1]["kl"]
+
+
 def test_resume_keeps_the_reference_of_a_continued_adapter(start):
     """transformers loads an adapter's copies in subfolders or the adapter itself, not both: a continued adapter with
     a KL penalty came back untrained."""
