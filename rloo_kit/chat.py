@@ -189,7 +189,17 @@ def _message(message: Any, number: int) -> Message:
 def _non_empty(text: str, what: str) -> str:
     if not text.strip():
         raise DataError(f"{what} is empty")
+    refuse_surrogates(text, what)
     return text
+
+
+def refuse_surrogates(text: str, what: str) -> None:
+    """Half of a UTF-16 pair, which JSON can hold (`"\\ud83d"`), is no character and no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = text[error.start].encode("unicode_escape").decode()
+        raise DataError(f"{what} holds {found} at character {error.start}, which is half a character") from error
 
 
 def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:

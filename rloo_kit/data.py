@@ -14,7 +14,7 @@ from typing import Any
 
 from rloo_kit import _stack
 from rloo_kit.arithmetic import addition_rows
-from rloo_kit.chat import detect_family, render_prompt, resolve_family, thinks
+from rloo_kit.chat import detect_family, refuse_surrogates, render_prompt, resolve_family, thinks
 from rloo_kit.data_sources import Columns, Source, find_file, read_file, read_hub, read_rows, select_rows
 from rloo_kit.errors import DataError
 
@@ -124,8 +124,8 @@ def _answers(run: Any, source: Source) -> list[str] | None:
 
 def _answer(value: Any, section: Any, where: str) -> str:
     column = f"data.answer_column: {section.answer_column}"
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        what = "no answer" if value is None else f"an answer of type {type(value).__name__}"
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
+        what = "no answer" if value is None or value != value else f"an answer of type {type(value).__name__}"
         raise DataError(f"{where}: {what}; each row needs a text or a number ({column})")
     text = str(value).strip()
     if section.answer_after is not None:
@@ -134,6 +134,7 @@ def _answer(value: Any, section: Any, where: str) -> str:
             raise DataError(f"{where}: the answer has no {section.answer_after!r} in it (data.answer_after; {column})")
     if not text.strip():
         raise DataError(f"{where}: the answer is empty ({column})")
+    refuse_surrogates(text, f"{where}: the answer")
     return text.strip()
 
 

@@ -234,17 +234,24 @@ def _arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> l
     """`values` if Arrow can hold them in one column."""
     import pyarrow
 
-    try:
-        pyarrow.array(values)
-    except (pyarrow.ArrowException, TypeError, OverflowError) as error:
-        kinds = [type(value) for value in values]
-        first = next(kind for kind in kinds if kind is not type(None))
-        odd = next((row for row, kind in enumerate(kinds) if kind not in (first, type(None))), 0)
-        raise DataError(
-            f"{where(odd)}: column '{key}' holds a {kinds[odd].__name__}, and before it a {first.__name__}; a column "
-            f"needs one type ({error})"
-        ) from error
-    return values
+    def explain(rows: list[Any]) -> Exception | None:
+        try:
+            pyarrow.array(rows)
+        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
+            return error
+        return None
+
+    error = explain(values)
+    if error is None:
+        return values
+    kinds = [type(value) for value in values]
+    first = next(kind for kind in kinds if kind is not type(None))
+    odd = next((row for row, kind in enumerate(kinds) if kind not in (first, type(None))), None)
+    if odd is not None:
+        what = f"holds a {kinds[odd].__name__}, and before it a {first.__name__}; a column needs one type"
+        raise DataError(f"{where(odd)}: column '{key}' {what} ({error})") from error
+    alone = next((row for row, value in enumerate(values) if explain([value]) is not None), 0)
+    raise DataError(f"{where(alone)}: column '{key}' holds a value that Arrow cannot hold: {error}") from error
 
 
 def _require_columns(name: str, place: str, found: list[str], columns: Columns) -> None:

@@ -48,11 +48,12 @@ def evaluate(run: Any, policy: Any, dataset: Any, label: str = "") -> Evaluation
     dataset = _first_prompts(dataset, run.eval.num_prompts)
     _check_budgets(run, policy)
     judge = _Judge(run, policy.tokenizer, dataset)
-    measured = _measure_sampled(run, policy, dataset, judge, label)
+    generate = _Generator(run, policy, dataset, label)
+    measured = _measure_sampled(run, policy, dataset, judge, generate, label)
     if run.eval.greedy:
-        _measure_greedy(run, policy, dataset, judge, measured)
+        _measure_greedy(run, judge, generate, measured)
     for budget in run.eval.thinking_budgets:
-        measured.budgets.append(_measure_budget(run, policy, dataset, judge, budget))
+        measured.budgets.append(_measure_budget(run, judge, generate, budget))
     measured.unscored = judge.unscored
     measured.seconds = time.monotonic() - started
     judge.close()
@@ -96,9 +97,38 @@ class _Judge:
             worker.close()
 
 
-def _measure_sampled(run: Any, policy: Any, dataset: Any, judge: _Judge, label: str) -> Evaluation:
+class _Generator:
+    """Completions of the held-out prompts; says now and then how far it has come."""
+
+    def __init__(self, run: Any, policy: Any, dataset: Any, label: str) -> None:
+        self.run, self.policy, self.label = run, policy, label
+        self.prompts = list(dataset["prompt"])
+        self.limit = run.eval.max_completion_length or run.rloo.max_completion_length
+        self.printed_at = time.monotonic()
+
+    def __call__(self, what: str, temperature: float, **options: Any) -> list[Completion]:
+        def report(done: int, total: int) -> None:
+            if time.monotonic() - self.printed_at >= max(self.run.run.progress_every_s, 0.1) and done < total:
+                print(" ".join(f"evaluation {self.label}: {what} {done}/{total}".split()), flush=True)
+                self.printed_at = time.monotonic()
+
+        return generate_completions(
+            self.policy,
+            self.prompts,
+            max_completion_length=self.limit,
+            temperature=temperature,
+            batch_size=self.run.eval.batch_size,
+            seed=self.run.run.seed,
+            on_batch=report,
+            **options,
+        )
+
+
+def _measure_sampled(
+    run: Any, policy: Any, dataset: Any, judge: _Judge, generate: _Generator, label: str
+) -> Evaluation:
     num_samples = run.eval.num_samples
-    completions = _generate(run, policy, dataset, num_samples=num_samples, temperature=run.eval.temperature)
+    completions = generate("sampled", run.eval.temperature, num_samples=num_samples)
     verdicts = judge.judge(completions)
     thinking = [completion.thinking_tokens for completion in completions if completion.thinking_tokens is not None]
     is_thinking = thinks(policy.family, run.model.enable_thinking)
@@ -107,7 +137,7 @@ def _measure_sampled(run: Any, policy: Any, dataset: Any, judge: _Judge, label: 
         num_prompts=len(dataset),
         num_samples=num_samples,
         temperature=run.eval.temperature,
-        max_completion_length=run.eval.max_completion_length or run.rloo.max_completion_length,
+        max_completion_length=generate.limit,
         closed_share=_mean([completion.closed for completion in completions]) if is_thinking else None,
         truncated_share=_mean([not completion.ended for completion in completions]),
         mean_thinking_tokens=_mean(thinking) if thinking and is_thinking else None,
@@ -125,41 +155,25 @@ def _measure_sampled(run: Any, policy: Any, dataset: Any, judge: _Judge, label: 
     return measured
 
 
-def _measure_greedy(run: Any, policy: Any, dataset: Any, judge: _Judge, measured: Evaluation) -> None:
+def _measure_greedy(run: Any, judge: _Judge, generate: _Generator, measured: Evaluation) -> None:
     if run.eval.temperature == 0:
         measured.greedy_per_prompt = measured.per_prompt
     else:
-        verdicts = judge.judge(_generate(run, policy, dataset, temperature=0.0)) if judge.reward else None
+        verdicts = judge.judge(generate("greedy", 0.0)) if judge.reward else None
         measured.greedy_per_prompt = None if verdicts is None else _per_prompt(verdicts, 1)
     if measured.greedy_per_prompt is not None:
         estimate = clustered(measured.greedy_per_prompt, 1)
         measured.greedy_accuracy, measured.greedy_low, measured.greedy_high = estimate
 
 
-def _measure_budget(run: Any, policy: Any, dataset: Any, judge: _Judge, budget: int) -> dict[str, Any]:
-    completions = _generate(
-        run,
-        policy,
-        dataset,
-        temperature=run.eval.temperature,
-        thinking_budget=budget,
-        answer_budget=run.eval.answer_budget,
+def _measure_budget(run: Any, judge: _Judge, generate: _Generator, budget: int) -> dict[str, Any]:
+    completions = generate(
+        f"budget {budget}", run.eval.temperature, thinking_budget=budget, answer_budget=run.eval.answer_budget
     )
     verdicts = judge.judge(completions)
     accuracy, low, high = (None, None, None) if verdicts is None else clustered(_per_prompt(verdicts, 1), 1)
     forced_share = _mean([completion.forced for completion in completions])
     return {"budget": budget, "accuracy": accuracy, "low": low, "high": high, "forced_share": forced_share}
-
-
-def _generate(run: Any, policy: Any, dataset: Any, **options: Any) -> list[Completion]:
-    return generate_completions(
-        policy,
-        list(dataset["prompt"]),
-        max_completion_length=run.eval.max_completion_length or run.rloo.max_completion_length,
-        batch_size=run.eval.batch_size,
-        seed=run.run.seed,
-        **options,
-    )
 
 
 def _samples(

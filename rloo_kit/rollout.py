@@ -13,7 +13,7 @@ Left out: beams, several devices, vLLM; the training loop has its own generation
 Source of the budget: s1, https://arxiv.org/abs/2501.19393; separate budgets: https://arxiv.org/abs/2505.05315.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +73,7 @@ def generate_completions(
     seed: int = 0,
     thinking_budget: int | None = None,
     answer_budget: int | None = None,
+    on_batch: Callable[[int, int], None] | None = None,
 ) -> list[Completion]:
     """Completions of rendered prompts, prompt by prompt, `num_samples` in a row for each.
 
@@ -87,6 +88,8 @@ def generate_completions(
         thinking_budget: tokens after which open thinking is closed; None lets the model think until it ends.
         answer_budget: with a thinking budget, tokens at most after `</think>`; None for what the budget leaves of
             `max_completion_length` (at least 1).
+        on_batch: called after each batch with the completions done so far and their number in all; with a budget,
+            once more from 0 on for the answers.
 
     Returns:
         len(prompts) x num_samples completions.
@@ -105,7 +108,7 @@ def generate_completions(
     answer = 0 if thinking_budget is None else answer_budget or max(1, max_completion_length - thinking_budget - 1)
     _check_lengths(policy, prompt_ids, budget + answer)
     prefixes = [ids for ids in prompt_ids for _ in range(num_samples)]  # prompt-major
-    sampler = _Sampler(policy, temperature, batch_size)
+    sampler = _Sampler(policy, temperature, batch_size, on_batch)
     with policy.inference_mode(), torch.no_grad(), _seeded(torch, seed):
         if thinking_budget is None:
             rows, forced = sampler.extend(prefixes, max_completion_length), [False] * len(prefixes)
@@ -127,7 +130,10 @@ def find_end_ids(policy: Any) -> list[int]:
 class _Sampler:
     """Extends lists of ids by what the model generates."""
 
-    def __init__(self, policy: Any, temperature: float, batch_size: int) -> None:
+    def __init__(
+        self, policy: Any, temperature: float, batch_size: int, on_batch: Callable[[int, int], None] | None = None
+    ) -> None:
+        self.on_batch = on_batch or (lambda done, total: None)
         self.model = policy.model
         self.end_ids = find_end_ids(policy)
         pad = policy.tokenizer.pad_token_id
@@ -148,6 +154,7 @@ class _Sampler:
             batch = order[start : start + self.batch_size]
             for row, ids in zip(batch, self._generate([prefixes[row] for row in batch], limit, stops), strict=True):
                 rows[row] = _cut(ids, stops)
+            self.on_batch(start + len(batch), len(order))
         return rows
 
     def _generate(self, prefixes: list[list[int]], limit: int, stops: list[int]) -> list[list[int]]:

@@ -214,6 +214,11 @@ BAD_JSONL = [
     (jsonl({"prompt": "a", "answer": "1"}, {"prompt": "b"}), "line 2: no answer; each row needs"),
     (jsonl({"prompt": "a", "answer": ""}), "line 1: the answer is empty (data.answer_column: answer)"),
     (jsonl({"prompt": "a", "answer": ["1"]}), "line 1: an answer of type list"),
+    (jsonl({"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": float("nan")}), "line 2: no answer; each row"),
+    (jsonl({"prompt": "a\ud800"}), "line 1: the prompt holds \\ud800 at character 1, which is half a character"),
+    (jsonl({"prompt": "a", "answer": "\ud800"}), "line 1: the answer holds \\ud800 at character 0"),
+    (jsonl({"prompt": "a", "n": "b"}, {"prompt": "b", "n": "\ud800"}), "line 2: column 'n' holds a value that Arrow"),
+    (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": 2**70}), "line 2: column 'n' holds a value that Arrow"),
     (jsonl({"prompt": "a", "answer": True}), "line 1: an answer of type bool"),
     (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": "2"}), "line 2: column 'n' holds a str, and before it a int"),
 ]

@@ -249,6 +249,20 @@ def test_same_seed_same_evaluation(make_run: Any, make_policy: Any) -> None:
     assert first == second
 
 
+def test_long_evaluation_says_how_far_it_is(
+    make_run: Any, make_policy: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two hundred prompts of a 4B model take many minutes; a silent one looked hung and was killed. A quick one is
+    quiet."""
+    policy = digits_policy(make_policy)
+    evaluate(make_run(), policy, make_dataset())
+    assert capsys.readouterr().out == ""
+    run = make_run(batch_size=1, num_samples=4, thinking_budgets=[2])
+    run.run.progress_every_s = 0.0
+    evaluate(run, policy, make_dataset(), "before")
+    assert "evaluation before: sampled " in capsys.readouterr().out
+
+
 def test_temperature_zero_is_greedy_already(make_run: Any, make_policy: Any) -> None:
     """The same completions are not made twice."""
     policy = digits_policy(make_policy)

@@ -119,6 +119,14 @@ def test_several_samples_come_prompt_by_prompt(make_policy: Any) -> None:
     assert [completion.prompt_index for completion in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
+def test_progress_counts_completions(make_policy: Any) -> None:
+    """A line that counts batches, or never reaches the end, is worse than none."""
+    calls: list[tuple[int, int]] = []
+    options = {"max_completion_length": 2, "num_samples": 3, "batch_size": 5}
+    generate_completions(make_policy(), PROMPTS, on_batch=lambda *call: calls.append(call), **options)
+    assert calls == [(5, 12), (10, 12), (12, 12)]
+
+
 def test_flags_are_told_by_ids(make_policy: Any) -> None:
     """A completion that writes the letters of `</think>`, or whose text hides the end token, is told apart by ids."""
     ended = generate_completions(make_policy(bias={TURN_END: 100}), ["a"], max_completion_length=5)[0]
