@@ -116,7 +116,8 @@ def reference(unsloth: Any, model_folder: Path, tmp_path_factory: pytest.TempPat
         out = tmp_path_factory.mktemp("reference") / "numbers.pt"
         command = [sys.executable, str(HERE / "reference.py"), str(model_folder), str(adapter), str(out)]
         environment = {name: value for name, value in os.environ.items() if "UNSLOTH" not in name}
-        environment |= {"RLOO_KIT_BACKEND": "transformers", "PYTHONPATH": str(HERE.parents[1])}
+        environment |= {"RLOO_KIT_BACKEND": "transformers"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
         return torch.load(out)
