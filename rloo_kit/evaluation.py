@@ -49,14 +49,16 @@ def evaluate(run: Any, policy: Any, dataset: Any, label: str = "") -> Evaluation
     _check_budgets(run, policy)
     judge = _Judge(run, policy.tokenizer, dataset)
     generate = _Generator(run, policy, dataset, label)
-    measured = _measure_sampled(run, policy, dataset, judge, generate, label)
-    if run.eval.greedy:
-        _measure_greedy(run, judge, generate, measured)
-    for budget in run.eval.thinking_budgets:
-        measured.budgets.append(_measure_budget(run, judge, generate, budget))
+    try:
+        measured = _measure_sampled(run, policy, dataset, judge, generate, label)
+        if run.eval.greedy:
+            _measure_greedy(run, judge, generate, measured)
+        for budget in run.eval.thinking_budgets:
+            measured.budgets.append(_measure_budget(run, judge, generate, budget))
+    finally:
+        judge.close()
     measured.unscored = judge.unscored
     measured.seconds = time.monotonic() - started
-    judge.close()
     return measured
 
 
