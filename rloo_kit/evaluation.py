@@ -8,9 +8,7 @@ are made is said in `intervals`; what comes back, and how two of them compare, i
 Left out: several benchmarks at once, and judging by anything but the answer.
 """
 
-import contextlib
 import hashlib
-import io
 import math
 import time
 from typing import Any
@@ -20,7 +18,7 @@ from rloo_kit.config_sections import RewardSection
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.intervals import clustered, pass_at_k
 from rloo_kit.measurement import Comparison, Evaluation, compare
-from rloo_kit.reward_registry import build_rewards
+from rloo_kit.reward_registry import build_reward
 from rloo_kit.rollout import Completion, generate_completions
 from rloo_kit.tokens import split_thinking
 
@@ -71,9 +69,7 @@ class _Judge:
         self.reward = None
         if self.gold is not None:
             entry = next((entry for entry in run.rewards if entry.name in ANSWER_REWARDS), None)
-            alone = run.model_copy(update={"rewards": [entry or RewardSection(name="answer_reward")]})
-            with contextlib.redirect_stdout(io.StringIO()):  # it announces a run's rewards, and these are not the run's
-                (self.reward,) = build_rewards(alone, tokenizer)
+            self.reward = build_reward(run, tokenizer, entry or RewardSection(name="answer_reward"))
 
     def judge(self, completions: list[Completion]) -> list[bool] | None:
         """One verdict a completion; None without gold answers."""
@@ -94,7 +90,7 @@ class _Judge:
 
     def close(self) -> None:
         """End the process of a reward that has one."""
-        worker = vars(getattr(self.reward, "reward", self)).get("worker")
+        worker = None if self.reward is None else vars(self.reward).get("worker")  # asking for it would start one
         if worker is not None:
             worker.close()
 

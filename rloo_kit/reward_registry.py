@@ -68,16 +68,25 @@ def build_rewards(run: Any, tokenizer: Any) -> list[NamedReward]:
     """
     if not run.rewards:
         raise ConfigError("rewards is empty; a run needs at least one, for example - {name: answer_reward}")
-    bound = _bind(run, tokenizer)
-    names: list[str] = []
-    built = []
+    built: list[NamedReward] = []
     for index, entry in enumerate(run.rewards):
-        reward = _build_one(f"rewards.{index}", entry, bound, run)
-        name = _free_name(reward.__name__, names)
-        names.append(name)
+        reward = build_reward(run, tokenizer, entry, f"rewards.{index}")
+        name = _free_name(reward.__name__, [other.__name__ for other in built])
         built.append(NamedReward(reward, name, entry.weight))
-    print(_describe(built, bound["think_end_id"]), flush=True)
+    print(_describe(built, bind_think_tags(tokenizer).end_id), flush=True)
     return built
+
+
+def build_reward(run: Any, tokenizer: Any, entry: Any, key: str = "rewards") -> Any:
+    """One reward with this tokenizer's ids bound, without its weight.
+
+    Args:
+        run, tokenizer: as in `build_rewards`. entry: one of `run.rewards`, or one that is made for a purpose.
+        key: what an error calls the entry.
+    Raises:
+        ConfigError, TokenizerError: as `build_rewards`.
+    """
+    return _build_one(key, entry, _bind(run, tokenizer), run)
 
 
 def _bind(run: Any, tokenizer: Any) -> dict[str, Any]:

@@ -150,14 +150,10 @@ def test_answers_that_cannot_be_judged(make_run: Any, make_policy: Any, monkeypa
     """math-verify can give up on an answer: that is not right, and it is said how often it happened."""
     from rloo_kit import evaluation
 
-    real = evaluation.build_rewards
+    def unsure(**batch: Any) -> list[float | None]:
+        return [float("nan"), None, 1.0] * (len(batch["completions"]) // 3)
 
-    def failing(run: Any, tokenizer: Any) -> Any:
-        (reward,) = real(run, tokenizer)
-        reward.reward = lambda **batch: [float("nan"), None, 1.0] * (len(batch["completions"]) // 3)
-        return [reward]
-
-    monkeypatch.setattr(evaluation, "build_rewards", failing)
+    monkeypatch.setattr(evaluation, "build_reward", lambda *_: unsure)
     measured = evaluate(make_run(greedy=False), digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS))
     assert measured.accuracy == pytest.approx(1 / 3) and measured.unscored == 8
     assert "could not be judged" in str(measured)
