@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -90,14 +91,23 @@ def model_folder(
 
 
 @pytest.fixture(scope="session")
-def load(unsloth: Any, interpreter: Any, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`load(*overrides)`: the policy of a run on that model, through `load_policy`."""
-    file = tmp_path_factory.mktemp("run") / "run.yaml"
-    file.write_text(RUN.format(folder=model_folder))
+def embedded_folder(unsloth: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model in its own sizes after two steps of its cold start: it cannot add, and is there at once."""
+    from rloo_kit import tiny_model
 
-    def load_through_unsloth(*overrides: str) -> Any:
+    with mock.patch.dict(os.environ, {tiny_model.CACHE_VARIABLE: str(tmp_path_factory.mktemp("cache"))}):
+        return tiny_model.build("thinking", steps=2)
+
+
+@pytest.fixture(scope="session")
+def load(unsloth: Any, interpreter: Any, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`load(*overrides, model=folder)`: the policy of a run on that model, through `load_policy`."""
+    file = tmp_path_factory.mktemp("run") / "run.yaml"
+
+    def load_through_unsloth(*overrides: str, model: Path = model_folder) -> Any:
         from rloo_kit import load_config, load_policy
 
+        file.write_text(RUN.format(folder=model))
         interpreter.keep_on_cpu()
         policy = load_policy(load_config(file, *overrides))
         assert policy.backend == "unsloth"
@@ -108,13 +118,13 @@ def load(unsloth: Any, interpreter: Any, model_folder: Path, tmp_path_factory: p
 
 @pytest.fixture(scope="session")
 def reference(unsloth: Any, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`reference(adapter)`: what the transformers backend computes, in a process where Unsloth was never imported."""
+    """`reference(adapter, model=folder)`: what transformers computes in a process that never imported Unsloth."""
 
-    def compute(adapter: Path) -> dict[str, Any]:
+    def compute(adapter: Path, model: Path = model_folder) -> dict[str, Any]:
         import torch
 
         out = tmp_path_factory.mktemp("reference") / "numbers.pt"
-        command = [sys.executable, str(HERE / "reference.py"), str(model_folder), str(adapter), str(out)]
+        command = [sys.executable, str(HERE / "reference.py"), str(model), str(adapter), str(out)]
         environment = {name: value for name, value in os.environ.items() if "UNSLOTH" not in name}
         environment |= {"RLOO_KIT_BACKEND": "transformers"}
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
