@@ -98,7 +98,8 @@ def save_adapter(policy: Policy, folder: str | Path) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(policy.model, "peft_config"):
-        policy.model.save_pretrained(str(folder), selected_adapters=["default"])  # TRL's copy "ref" stays behind
+        # TRL's copy "ref" stays behind. "auto" would ask the hub whether the embedding was resized; it never is here.
+        policy.model.save_pretrained(str(folder), selected_adapters=["default"], save_embedding_layers=False)
     else:
         policy.model.save_pretrained(str(folder))
     policy.tokenizer.padding_side = "left"
@@ -113,7 +114,7 @@ def keep_settings(args: Any, tokenizer: Any) -> Iterator[None]:
     Args:
         args: the trainer's config or None. tokenizer: its processing class or None.
     """
-    unsloth_is_there = "unsloth" in sys.modules
+    unsloth_is_there = sys.modules.get("unsloth") is not None
     guard = _module("unsloth").keep_precision(args) if unsloth_is_there else nullcontext()
     side = getattr(tokenizer, "padding_side", None)
     with guard:

@@ -31,12 +31,11 @@ def load(run: Any, source: Source, stack: Any) -> tuple[Any, Any]:
         BackendError: the checkpoint cannot be read, or what is asked for does not go together.
     """
     transformers, torch = stack.transformers, stack.torch
-    if run.model.load_in_4bit:
-        _check_4bit(run)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
         config = transformers.AutoConfig.from_pretrained(source.base)
         usable_length(run, config)
+        _check_quantised(run, config)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.base)
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source.base,
@@ -76,16 +75,19 @@ def config_arguments(run: Any) -> dict[str, Any]:
     return arguments
 
 
-def _check_4bit(run: Any) -> None:
-    if find_spec("bitsandbytes") is None:
+def _check_quantised(run: Any, config: Any) -> None:
+    """4-bit needs bitsandbytes, and quantised weights, the checkpoint's own too, need an adapter to be trained."""
+    if run.model.load_in_4bit and find_spec("bitsandbytes") is None:
         raise BackendError(
             "model.load_in_4bit is true, but bitsandbytes is not installed: pip install bitsandbytes, or set "
             "model.load_in_4bit=false"
         )
-    if run.model.lora is None:
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    if (run.model.load_in_4bit or is_quantised) and run.model.lora is None:
+        cure = "name a checkpoint that is not quantised" if is_quantised else "model.load_in_4bit=false"
         raise BackendError(
-            "model.load_in_4bit is true and model.lora is null, but 4-bit weights cannot be trained: set model.lora={} "
-            "or model.load_in_4bit=false"
+            f"{run.model.name} is loaded with quantised weights and model.lora is null, but quantised weights cannot "
+            f"be trained: set model.lora={{}} or {cure}"
         )
 
 

@@ -318,7 +318,18 @@ def test_adapter_and_full_training_contradict(make_run: Any, tmp_path: Path) -> 
 
 def test_4bit_weights_cannot_be_trained(make_run: Any) -> None:
     text = refused(make_run("model.load_in_4bit=true", "model.lora=null"))
-    assert "cannot be trained" in text and "model.load_in_4bit=false" in text
+    assert "cannot be trained" in text and "model.load_in_4bit=false" in text and "model.lora={}" in text
+
+
+def test_a_quantised_checkpoint_cannot_be_trained_whole(make_run: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    """A checkpoint that brings its own 4-bit weights needs no key to be quantised."""
+    folder = tmp_path / "model-bnb-4bit"
+    shutil.copytree(tiny_folder, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": quantised}))
+    text = refused(make_run("model.lora=null", name=folder))
+    assert "cannot be trained" in text and "not quantised" in text
 
 
 def test_4bit_without_bitsandbytes(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
