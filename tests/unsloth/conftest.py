@@ -18,9 +18,9 @@ import pytest
 HERE = Path(__file__).resolve().parent
 RUN = """\
 model: {{name: "{folder}", dtype: float32, max_seq_length: 128, gradient_checkpointing: unsloth}}
-data: {{source: embedded/addition, max_prompt_length: 32}}
+data: {{source: embedded/addition, num_prompts: 20, test_size: 4, max_prompt_length: 64}}
 rewards: [{{name: thinking_reward}}]
-rloo: {{max_steps: 3, max_completion_length: 8}}
+rloo: {{max_steps: 1, max_completion_length: 8, num_generations: 2, per_device_train_batch_size: 4, beta: 0.05}}
 """
 
 
@@ -100,16 +100,28 @@ def embedded_folder(unsloth: Any, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="session")
-def load(unsloth: Any, interpreter: Any, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`load(*overrides, model=folder)`: the policy of a run on that model, through `load_policy`."""
+def make_run(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`make_run(*overrides, model=folder)`: a run of one step on that model."""
     file = tmp_path_factory.mktemp("run") / "run.yaml"
 
-    def load_through_unsloth(*overrides: str, model: Path = model_folder) -> Any:
-        from rloo_kit import load_config, load_policy
+    def build(*overrides: str, model: Path = model_folder) -> Any:
+        from rloo_kit import load_config
 
         file.write_text(RUN.format(folder=model))
+        return load_config(file, *overrides)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def load(interpreter: Any, make_run: Any, model_folder: Path) -> Any:
+    """`load(*overrides, model=folder)`: the policy of such a run, through `load_policy`."""
+
+    def load_through_unsloth(*overrides: str, model: Path = model_folder) -> Any:
+        from rloo_kit import load_policy
+
         interpreter.keep_on_cpu()
-        policy = load_policy(load_config(file, *overrides))
+        policy = load_policy(make_run(*overrides, model=model))
         assert policy.backend == "unsloth"
         return policy
 

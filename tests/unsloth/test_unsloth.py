@@ -37,7 +37,7 @@ def move_adapter(policy: Any, scale: float = 0.05) -> None:
                 value.copy_(scale * torch.randn(value.shape, generator=generator))
 
 
-def make_trainer(policy: Any, folder: Path, steps: int = 3, **options: Any) -> Any:
+def make_trainer(policy: Any, folder: Path) -> Any:
     """The kit's trainer with `thinking_reward`: 2 prompts x 2 completions of at most 8 tokens a step."""
     from datasets import Dataset
 
@@ -46,7 +46,7 @@ def make_trainer(policy: Any, folder: Path, steps: int = 3, **options: Any) -> A
 
     args = RLOOConfig(
         output_dir=str(folder),
-        max_steps=steps,
+        max_steps=3,
         num_generations=2,
         per_device_train_batch_size=4,
         max_completion_length=8,
@@ -59,7 +59,7 @@ def make_trainer(policy: Any, folder: Path, steps: int = 3, **options: Any) -> A
         report_to=[],
         disable_tqdm=True,
         seed=3,
-        **policy.config_arguments | options,
+        **policy.config_arguments,
     )
     return RLOOTrainer(
         model=policy.model,
@@ -168,8 +168,8 @@ def test_the_trainer_stands_on_the_one_that_unsloth_writes(load: Any, tmp_path: 
     assert trainer.args.learning_rate == 1e-2 and trainer.args.weight_decay == 0.0 and trainer.args.seed == 3
 
 
-def test_train_save_load_and_continue(load: Any, reference: Any, numbers: Any, tmp_path: Path) -> None:
-    """The whole way on Unsloth: three steps that learn something, an adapter that both backends read, one more step."""
+def test_train_save_load_and_continue(load: Any, make_run: Any, reference: Any, numbers: Any, tmp_path: Path) -> None:
+    """The whole way on Unsloth: three steps that learn something, an adapter that both backends read, a run on it."""
     import torch
 
     policy = load()
@@ -199,7 +199,16 @@ def test_train_save_load_and_continue(load: Any, reference: Any, numbers: Any, t
     torch.testing.assert_close(logps, reference(adapter)["logps"], rtol=1e-4, atol=2e-5)
 
     further = load(f"model.adapter={adapter}")
-    continued = make_trainer(further, tmp_path / "second", steps=1)
-    continued.train()
-    assert continued.state.global_step == 1 and "ref" in further.model.peft_config  # measured from where it starts
-    assert all(value.isfinite().all() for value in adapter_weights(further).values())
+    result = train_a_run(make_run(f"model.adapter={adapter}", f"run.output_dir={tmp_path / 'outputs'}"), further)
+    assert result.steps == 1 and result.stopped is None
+    moved = adapter_weights(further)
+    assert moved.keys() == after.keys() and all(value.isfinite().all() for value in moved.values())
+    assert list(further.model.peft_config) == ["default"] and (result.adapter_folder / "adapter_config.json").is_file()
+
+
+def train_a_run(run: Any, policy: Any) -> Any:
+    """What `rloo-kit train` does: the kit's callbacks, its run folder and its rewards on Unsloth's training loop."""
+    import rloo_kit
+
+    data = rloo_kit.load_data(run, policy.tokenizer)
+    return rloo_kit.train(run, policy, data, rloo_kit.build_rewards(run, policy.tokenizer))
