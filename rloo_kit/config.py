@@ -24,7 +24,7 @@ from rloo_kit.config_sections import (
 )
 from rloo_kit.config_yaml import Key, Lines, apply_override, dump_yaml, merge, read_file
 from rloo_kit.errors import ConfigError
-from rloo_kit.old_names import forget_overruled, translate_file
+from rloo_kit.old_names import CONFIG_NAMES, forget_overruled, translate_file
 
 
 class RunConfig(Section):
@@ -150,6 +150,10 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
         forget_overruled(
             values["rloo"], {*sections.get("rloo", {}), *(str(key[1]) for key in changed if key[0] == "rloo")}
         )
+    for key, override in list(changed.items()):  # an old name in an override: what it became came from there too
+        new = CONFIG_NAMES[str(key[1])].new if key[0] == "rloo" and str(key[-1]) in CONFIG_NAMES else None
+        if new is not None:
+            changed[("rloo", new)] = override
     for message in messages + translate_file(values, count_processes()):
         warnings.warn(f"{path}: {message}", FutureWarning, stacklevel=2)
     values["run"] = {} if values.get("run") is None else values["run"]

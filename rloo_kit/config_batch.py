@@ -1,13 +1,16 @@
 """The arithmetic of a rollout: whole groups of `num_generations` completions, or the nearest numbers that give them."""
 
+import math
 import os
 
 from rloo_kit.errors import ConfigError
 
+_LOOK = 10_000  # how far from the wanted group size a fitting one is looked for
+
 
 def count_processes() -> int:
     """Processes of a distributed run (WORLD_SIZE, which launchers set); 1 without one."""
-    text = os.environ.get("WORLD_SIZE", "1")
+    text = os.environ.get("WORLD_SIZE") or "1"  # an empty variable counts as none
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"the environment's WORLD_SIZE is {text!r}; a launcher sets it to a whole number, 1 or more")
     return int(text)
@@ -27,8 +30,7 @@ def check_generation_batch(
     total = per_device * processes * passes
     if total % num_generations == 0:
         return
-    group_sizes = [k for k in range(2, total + 1) if total % k == 0]
-    fitting = [f"num_generations={k}" for k in _nearest(group_sizes, num_generations)]
+    fitting = [f"num_generations={k}" for k in _nearest_divisors(total, num_generations)]
     fitting += [f"{passes_key}={p}" for p in _nearest_multiples(per_device * processes, num_generations, passes)]
     fitting += [
         f"per_device_train_batch_size={b}" for b in _nearest_multiples(processes * passes, num_generations, per_device)
@@ -41,14 +43,15 @@ def check_generation_batch(
     )
 
 
-def _nearest(candidates: list[int], wanted: int) -> list[int]:
-    """The candidates next to `wanted` on either side."""
-    below = [c for c in candidates if c < wanted][-1:]
-    above = [c for c in candidates if c > wanted][:1]
-    return below + above
+def _nearest_divisors(total: int, wanted: int) -> list[int]:
+    """Divisors of `total`, 2 or more, next to `wanted` on either side; none that is further off than is looked."""
+    below = range(min(wanted - 1, total), max(1, min(wanted - 1, total) - _LOOK), -1)
+    above = range(wanted + 1, min(total, wanted + _LOOK) + 1)
+    found = [next((k for k in side if total % k == 0), None) for side in (below, above)]
+    return [k for k in found if k is not None]
 
 
 def _nearest_multiples(unit: int, group: int, wanted: int) -> list[int]:
     """Values next to `wanted` for which value x unit is a multiple of `group`."""
-    step = next(value for value in range(1, group + 1) if value * unit % group == 0)
+    step = group // math.gcd(unit, group)
     return [value for value in (wanted // step * step, (wanted // step + 1) * step) if value >= 1]

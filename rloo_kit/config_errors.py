@@ -63,9 +63,11 @@ def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:
         prefix: dotted path of that model in the file, with a trailing dot.
     """
     path = [part for part in entry["loc"] if not (isinstance(part, str) and part.startswith(("function-", "literal[")))]
-    known, annotation = _follow(path, model)
-    key = prefix + ".".join(map(str, known))
     kind, found = entry["type"], entry.get("input")
+    if kind == "missing" and isinstance(path[-1], int):  # an item of a list of fixed length: the list is at fault
+        path.pop()
+    known, annotation = _follow(path, model)
+    key = (prefix + ".".join(map(str, known))).rstrip(".")
     context = {name: _whole(value) for name, value in entry.get("ctx", {}).items()}
     if kind == "extra_forbidden":
         parent = model
@@ -73,7 +75,7 @@ def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:
             if part in parent.model_fields:
                 parent = _model_below(parent.model_fields[str(part)].annotation) or parent
         return f"{key}: unknown key{_suggest_key(str(known[-1]), key, parent, model)}"
-    if kind == "missing" and isinstance(known[-1], str):
+    if kind == "missing" and isinstance(entry["loc"][-1], str):
         return f"{key}: required, and not there; add it to the file, or to the command line as {key}=..."
     if kind == "value_error":
         return f"{key}: {context['error']}" if key else str(context["error"])
@@ -88,9 +90,8 @@ def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:
         return f"{key}: is {_show(found)}; it must be {limits[kind].format(**context)}"
     if kind in ("string_too_short", "too_short"):
         return f"{key}: is empty; it needs at least {context['min_length']}"
-    if kind == "missing":  # an item of a list of fixed length
-        key = key.rpartition(".")[0]
-    return f"{key}: is {_show(found)}; it takes {describe_type(annotation)}"
+    quote = " (put it in quotes)" if kind == "string_type" and isinstance(found, (int, float)) else ""
+    return f"{key}: is {_show(found)}; it takes {describe_type(annotation)}{quote}"
 
 
 def _whole(value: Any) -> Any:
@@ -113,11 +114,25 @@ def _follow(path: list[str | int], model: type[BaseModel]) -> tuple[list[str | i
     for part in path:
         if isinstance(part, int):
             known.append(part)
+            annotation = _item_of(annotation, part)
         elif annotation is None or fields:
             known.append(part)
             annotation = fields[part].annotation if part in fields else None
             fields = _fields_below(annotation)
     return known, annotation
+
+
+def _item_of(annotation: Any, index: int) -> Any:
+    """The annotation of a list's item: `list[int]`, `tuple[float, float]`, alone or beside null."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is list:
+        return arguments[0]
+    if origin is tuple:
+        return arguments[index] if index < len(arguments) else annotation
+    if origin in (Union, UnionType, Annotated):
+        inner = [_item_of(argument, index) for argument in arguments]
+        return next((item for item, outer in zip(inner, arguments, strict=True) if item is not outer), annotation)
+    return annotation
 
 
 def _suggest_key(name: str, key: str, parent: type[BaseModel], root: type[BaseModel]) -> str:

@@ -6,7 +6,7 @@ they are; those that differ from TRL's default are listed in `RLOO_DEFAULTS_OF_O
 What TRL offers beyond these keys (vLLM, DeepSpeed, several GPUs) is left out until the loop supports it.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -22,14 +22,19 @@ RLOO_DEFAULTS_OF_OURS = {
     "report_to": "a list, so that adding a tracker is adding an item",
 }
 
+Tracker = Literal[
+    "tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "swanlab", "clearml", "neptune", "dvclive", "dagshub",
+    "azure_ml", "codecarbon", "flyte", "kubeflow",
+]  # fmt: skip
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class Section(BaseModel):
     """A strict group of keys: unknown keys, true where a number belongs, NaN and infinity are refused."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=())
+    prefix: ClassVar[str] = ""  # of its keys, for the errors of an assignment
 
     @model_validator(mode="before")
     @classmethod
@@ -53,13 +58,15 @@ class Section(BaseModel):
         try:
             checked = type(self).model_validate({**dict(self), name: value})
         except ValidationError as error:
-            raise ConfigError("\n".join(explain_error(entry, type(self)) for entry in error.errors())) from None
+            faults = [explain_error(entry, type(self), self.prefix) for entry in error.errors()]
+            raise ConfigError("\n".join(faults)) from None
         super().__setattr__(name, getattr(checked, name))
 
 
 class RunSection(Section):
     """Where a run's files go, what is printed while it trains, and when it stops itself."""
 
+    prefix: ClassVar[str] = "run."
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
     name: str | None = Field(default=None, description="name of the run's folder; the config file's stem unless given")
@@ -93,6 +100,7 @@ class RunSection(Section):
 class LoraSection(Section):
     """The adapter that is trained."""
 
+    prefix: ClassVar[str] = "model.lora."
     r: Count = Field(default=16, description="rank")
     alpha: float = Field(default=16, gt=0, description="scale; the update is multiplied by alpha / r")
     dropout: float = Field(
@@ -106,6 +114,7 @@ class LoraSection(Section):
 class ModelSection(Section):
     """The policy: which model, loaded how, trained through which adapter."""
 
+    prefix: ClassVar[str] = "model."
     name: str = Field(min_length=1, description="hub id, local folder, embedded/thinking or embedded/instruct")
     family: Literal["auto", "thinking", "hybrid", "instruct", "plain"] = Field(
         default="auto", description="how its chat template treats thinking; auto reads the template"
@@ -153,6 +162,7 @@ class ModelSection(Section):
 class DataSection(Section):
     """Prompts: where they come from, which columns, how they are split."""
 
+    prefix: ClassVar[str] = "data."
     source: str = Field(min_length=1, description="embedded/addition, a hub id, or a .jsonl, .csv or .parquet path")
     subset: str | None = Field(default=None, description="hub sources only: the configuration's name, 'main' for gsm8k")
     split: str = Field(default="train", description="hub sources only: the split that is read")
@@ -185,6 +195,7 @@ class DataSection(Section):
 class RewardSection(Section):
     """One reward: its name in the registry or `module:function`, its weight and its parameters."""
 
+    prefix: ClassVar[str] = "rewards.N."
     name: str = Field(min_length=1, description="a registered reward or module:function of your own")
     weight: float = Field(default=1.0, description="factor of this reward in the sum")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
@@ -203,6 +214,7 @@ def _read_report_to(value: Any) -> Any:
 class RLOOSection(Section):
     """The loop: TRL's own names, passed to `RLOOConfig` as they are."""
 
+    prefix: ClassVar[str] = "rloo."
     max_steps: Count | None = Field(default=None, description="optimizer steps; wins over num_train_epochs")
     num_train_epochs: float | None = Field(
         default=None, gt=0, description="passes over the prompts, when max_steps is null"
@@ -226,7 +238,7 @@ class RLOOSection(Section):
         default=None, description="such passes fed by one rollout; null: gradient_accumulation_steps"
     )
     num_generations: int = Field(
-        default=2, ge=2, description="completions of each prompt, K; the baseline needs siblings"
+        default=2, ge=2, lt=2**31, description="completions of each prompt, K; the baseline needs siblings"
     )
     num_iterations: Count = Field(default=1, description="times each rollout is used; above 1 the ratio is clipped")
     beta: float = Field(default=0.05, ge=0, description="KL coefficient; 0 loads and runs no reference")
@@ -266,7 +278,7 @@ class RLOOSection(Section):
     logging_steps: Count = Field(default=1, description="optimizer steps between two rows of metrics.jsonl")
     save_steps: Count = Field(default=500, description="optimizer steps between two checkpoints")
     save_total_limit: Count | None = Field(default=None, description="checkpoints kept; null keeps all")
-    report_to: Annotated[list[str], BeforeValidator(_read_report_to)] = Field(
+    report_to: Annotated[list[Tracker], BeforeValidator(_read_report_to)] = Field(
         default_factory=list, description="trackers besides metrics.jsonl: tensorboard, trackio, wandb"
     )
 
@@ -308,6 +320,7 @@ class RLOOSection(Section):
 class EvalSection(Section):
     """What is measured on the held-out prompts."""
 
+    prefix: ClassVar[str] = "eval."
     num_prompts: Count | None = Field(default=None, description="held-out prompts that are used; null for all")
     num_samples: Count = Field(default=1, description="completions of each prompt")
     temperature: float = Field(default=1.0, ge=0, description="sampling temperature; 0 is greedy")

@@ -6,7 +6,6 @@ kept, so that an error can point at it.
 """
 
 import re
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +22,38 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """As read, before `<<` is filled in: a key that overrides a merged one is not given twice."""
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key_node.tag != "tag:yaml.org,2002:merge" and isinstance(key, Hashable):
-                if key in seen:
+            if isinstance(key_node, yaml.ScalarNode):
+                if key_node.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key '{key}' is given twice; keep one", key_node.start_mark
+                        None, None, f"the key '{key_node.value}' is given twice; keep one", key_node.start_mark
                     )
-                seen.add(key)
-        return super().construct_mapping(node, deep)
+                seen.add(key_node.value)
+        return node
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """An alias of the node that it stands in would be a run without an end."""
+        event = self.peek_event()
+        open_node = self.anchors.get(event.anchor) if isinstance(event, yaml.AliasEvent) else None
+        if isinstance(open_node, yaml.CollectionNode) and open_node.end_mark is None:
+            raise yaml.composer.ComposerError(
+                None, None, f"the alias '*{event.anchor}' stands within what it names", event.start_mark
+            )
+        return super().compose_node(parent, index)
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    return int(loader.construct_scalar(node).replace("_", ""), 0 if "x" in node.value else 10)
+    digits = loader.construct_scalar(node).replace("_", "")
+    try:
+        return int(digits, 0 if "x" in digits else 10)
+    except ValueError:  # Python reads no more than 4300 digits
+        raise yaml.constructor.ConstructorError(
+            None, None, f"a number of {len(digits)} digits", node.start_mark
+        ) from None
 
 
 def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
@@ -74,16 +90,20 @@ def read_yaml(text: str, source: str = "the configuration") -> tuple[dict[str, A
     Raises:
         ConfigError: the text is not YAML, not a mapping, or gives a key twice; says the line.
     """
-    loader = _Loader(text)
+    loader = None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         values = loader.construct_document(node) if node is not None else {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None) or str(error)
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{source}{f':{mark.line + 1}' if mark else ''}: not readable as YAML: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: not readable as YAML: brackets or keys within each other, too deep") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     if not isinstance(values, dict):
         raise ConfigError(
             f"{source}: holds a {type(values).__name__}; a mapping of sections (model:, rloo:, ...) is needed"
@@ -112,7 +132,7 @@ def read_value(text: str) -> Any:
     """
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return text
 
 

@@ -104,7 +104,7 @@ def test_assignment_is_checked_and_a_refused_one_changes_nothing(minimal: Path) 
         run.rloo.num_generations = 3
     with pytest.raises(ConfigError, match=r"top_p: is 1.5; it must be at most 1"):
         run.rloo.top_p = 1.5
-    with pytest.raises(ConfigError, match="num_generation: unknown key; did you mean num_generations"):
+    with pytest.raises(ConfigError, match="rloo.num_generation: unknown key; did you mean rloo.num_generations"):
         run.rloo.num_generation = 4
     with pytest.raises(ConfigError, match=r"more than model.max_seq_length \(256\)"):
         run.rloo = run.rloo.model_copy(update={"max_completion_length": 500})
@@ -151,3 +151,11 @@ def test_arguments_for_the_trainer_leave_out_what_is_not_set(minimal: Path) -> N
     assert arguments["max_steps"] == 3 and arguments["report_to"] == "none"
     assert not {"num_train_epochs", "bf16", "fp16", "steps_per_generation", "missing_eos_penalty"} & set(arguments)
     assert load_config(minimal, "rloo.report_to=tensorboard").rloo.to_arguments()["report_to"] == ["tensorboard"]
+
+
+def test_merge_keys(tmp_path: Path) -> None:
+    """`<<: *base` is how people share settings; an own key over a merged one is not that key given twice."""
+    values, _ = read_yaml("base: &base {a: 1, b: 2}\nmore: &more {<<: *base, b: 3}\nmost: {<<: *more, a: 4}")
+    assert (values["more"], values["most"]) == ({"a": 1, "b": 3}, {"a": 4, "b": 3})
+    with pytest.raises(ConfigError, match="expected a mapping or list of mappings for merging"):
+        read_yaml("a: {<<: 3}")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rloo_kit.config import load_config
-from rloo_kit.config_batch import check_generation_batch
+from rloo_kit.config_batch import check_generation_batch, count_processes
 from rloo_kit.errors import ConfigError
 
 TEXT = """\
@@ -42,8 +42,16 @@ WRONG = {
     "model.gradient_checkpointing=maybe": "is 'maybe'; it takes true or false or 'unsloth'",
     "model.backend=vllm": "model.backend: is 'vllm'; it takes 'auto', 'unsloth', 'transformers'",
     "rloo=null": "rloo: is null; it takes a mapping",
+    "rewards.0=answer_reward": "rewards.0: is 'answer_reward'; it takes a mapping",
+    "eval.thinking_budgets=[8, a]": "eval.thinking_budgets.1: is 'a'; it takes a whole number",
+    "rloo.reward_clip_range=[1, b]": "rloo.reward_clip_range.1: is 'b'; it takes a number",
+    "rloo.report_to=tensorbord": "rloo.report_to.0: is 'tensorbord'; it takes 'tensorboard', 'trackio', 'wandb'",
+    "data.split=5": "data.split: is 5; it takes text (put it in quotes)",
     # bounds
     "rloo.num_generations=1": "rloo.num_generations: is 1; it must be at least 2",
+    "rloo.num_generations=99999999999": "rloo.num_generations: is 99999999999; it must be below 2147483648",
+    "rloo.max_steps=99999999999": "rloo.max_steps: is 99999999999; it must be below 2147483648",
+    "rloo.kl_coef=-0.1": "override rloo.kl_coef=-0.1: rloo.beta: is -0.1; it must be at least 0",
     "rloo.top_p=0": "rloo.top_p: is 0; it must be above 0",
     "rloo.top_p=1.1": "rloo.top_p: is 1.1; it must be at most 1",
     "rloo.min_p=-0.1": "rloo.min_p: is -0.1; it must be at least 0",
@@ -88,6 +96,7 @@ def refusal(path: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:.*old TRL name:FutureWarning")
 @pytest.mark.parametrize("override", WRONG, ids=str)
 def test_refusals_say_what_mends_them(path: Path, override: str) -> None:
     """`1 validation error for RunConfig` with a link to pydantic's site is no help to someone who mistyped."""
@@ -125,6 +134,11 @@ def test_missing_keys(tmp_path: Path) -> None:
         ("rloo: [1\n", "run.yaml:2: not readable as YAML"),
         ("- a\n- b\n", "holds a list; a mapping of sections"),
         ("a: 1\n\tb: 2\n", "run.yaml:2: not readable as YAML"),
+        ("a: 1\n---\nb: 2\n", "run.yaml:2: not readable as YAML: but found another document"),
+        ("a: &x\n  b: [*x]\n", "run.yaml:2: not readable as YAML: the alias '*x' stands within what it names"),
+        ("a: " + "[" * 5000, "run.yaml: not readable as YAML: brackets or keys within each other, too deep"),
+        ("a:\n  b: " + "9" * 5000, "run.yaml:2: not readable as YAML: a number of 5000 digits"),
+        ("a: \0", "run.yaml: not readable as YAML: unacceptable character #x0000: special characters are not allowed"),
     ],
 )
 def test_broken_yaml_says_where(tmp_path: Path, text: str, message: str) -> None:
@@ -193,3 +207,32 @@ def test_every_number_that_the_refusal_names_works() -> None:
                         fixed = start | {key: int(value)}
                         check_generation_batch(*fixed.values())
                         assert fixed["num_generations"] >= 2
+
+
+@pytest.mark.parametrize("numbers", [(128, 1, 10**9), (10**9 + 7, 1, 8), (2**31 - 1, 2**31 - 1, 2**31 - 2)])
+def test_huge_numbers_are_refused_at_once(numbers: tuple[int, int, int]) -> None:
+    """The nearest numbers that work were searched for one by one: a slip of the keyboard hung the command."""
+    with pytest.raises(ConfigError, match="does not divide into whole groups"):
+        check_generation_batch(*numbers)
+
+
+def test_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty variable, as `.env` files and CI leave them, is no number of processes and no mistake."""
+    monkeypatch.setenv("WORLD_SIZE", "")
+    assert count_processes() == 1
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="the environment's WORLD_SIZE is 'two'; a launcher sets it to a whole numb"):
+        count_processes()
+
+
+def test_assignments_name_the_whole_key(path: Path) -> None:
+    """`beta: unknown key` in a notebook left open which of six sections was meant."""
+    run = load_config(path)
+    for section, key, message in (
+        (run.rloo, "bta", "rloo.bta: unknown key; did you mean rloo.beta?"),
+        (run.rloo, "num_generations", "rloo: a rollout has 8 completions"),
+        (run.model.lora, "r", "model.lora.r: is 7.5; it takes a whole number"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            setattr(section, key, 3 if key != "r" else 7.5)
+        assert str(caught.value).startswith(message)
