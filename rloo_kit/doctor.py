@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass
@@ -91,17 +92,28 @@ def check_installation(root: Path | None = None) -> Report:
     Returns:
         The Report; print it for two tables, `.to_dict()` for JSON, `.exit_code` for a script.
     """
-    checks = []
-    try:
-        settled = prepare_environment(root=root)
-    except (ConfigError, SetupError) as error:  # a backend that cannot be had is a finding; all else ends here again
-        settled = prepare_environment("transformers", root)
-        checks.append(Check("set-up", "fail", "setup_environment() refuses", str(error)))
+    settled, checks = _settle(root)
     checks += [_python(settled), *_packages(settled), _gpu(settled)]
     if settled.card is not None:
         checks += [_bitsandbytes(), _gpu_memory(settled)]
     checks += [*_disk(), _kernel_spec(), _hub(), *_keys(settled)]
     return Report(settled, checks)
+
+
+def _settle(root: Path | None) -> tuple[Environment, list[Check]]:
+    """The environment; where set-up refuses, that finding, and as much of the environment as there is."""
+    try:
+        return prepare_environment(root=root), []
+    except (ConfigError, SetupError) as error:
+        refused = [Check("set-up", "fail", "setup_environment() refuses", str(error))]
+    try:
+        return prepare_environment("transformers", root), refused  # it was the backend that cannot be had
+    except (ConfigError, SetupError):
+        os.environ.pop("TQDM_NOTEBOOK", None)
+        with tempfile.TemporaryDirectory() as nowhere:  # it was .env, or a value in it
+            settled = prepare_environment("transformers", Path(nowhere))
+        settled.root, settled.env_file = None, "left out, see set-up below"
+        return settled, refused
 
 
 def run_doctor(json: bool = False) -> int:

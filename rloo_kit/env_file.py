@@ -72,7 +72,8 @@ def load_env_file(root: Path | None = None, expected: Sequence[str] = EXPECTED_K
             os.environ[name] = value
     # Only names that look like one are reported: a broken multi-line secret leaves scraps of itself as "names".
     empty = [name for name, value in values.items() if value == "" and _PLAIN_NAME.fullmatch(name)]
-    for name in dict.fromkeys([*expected, *empty]):
+    asked = [expected] if isinstance(expected, str) else expected
+    for name in dict.fromkeys([*asked, *empty]):
         report.keys[name] = _state(name, values, before)
     return report
 

@@ -178,3 +178,17 @@ def test_the_real_bitsandbytes_answers_the_probe() -> None:
     found = doctor._bitsandbytes()
     assert found.found.startswith("loads libbitsandbytes_cuda") or found.found == "only its CPU library loads"
     assert (found.status == "ok") == found.found.startswith("loads")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(b"TQDM_NOTEBOOK=maybe\n", "set TQDM_NOTEBOOK=false"), (b"\xff\xfe", "save it as UTF-8"),
+     (b"RLOO_KIT_BACKEND=unslot\n", "use auto, unsloth, transformers")],
+)  # fmt: skip
+def test_set_up_that_refuses_is_a_finding(run_fresh: RunFresh, tmp_path: Path, text: bytes, message: str) -> None:
+    """With a broken .env the doctor itself gave up: no table, no JSON, and an exit code of neither 0 nor 1."""
+    (tmp_path / "work" / ".env").write_bytes(text)
+    done = run_fresh(AS_JSON)
+    found = findings(done)
+    assert done.returncode == 1 and found["set-up"]["status"] == "fail" and message in found["set-up"]["todo"]
+    assert found["trl"]["status"] == "ok"

@@ -119,3 +119,8 @@ def test_a_token_is_found_wherever_the_hub_looks(tmp_path: Path) -> None:
     assert find_token() == "found (the file that the login wrote)"
     os.environ["HF_TOKEN"] = SECRET
     assert find_token() == "found (HF_TOKEN)"
+
+
+def test_one_key_as_text_is_one_key(tmp_path: Path) -> None:
+    """`keys="WANDB_API_KEY"` was taken letter by letter: thirteen missing keys called W, A, N, ..."""
+    assert list(load_env_file(tmp_path, "WANDB_API_KEY").keys) == ["WANDB_API_KEY"]
