@@ -7,6 +7,7 @@ on stderr, without a traceback. Exit codes: 0 done, 1 doctor found something bro
 
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,7 +147,13 @@ def report(
 def _load_config(file: Path, overrides: list[str] | None) -> Any:
     from rloo_kit.config import load_config
 
-    return load_config(file, *(overrides or []))
+    with warnings.catch_warnings(record=True) as caught:  # a message, not a line of this module's source
+        warnings.simplefilter("always", FutureWarning)
+        try:
+            return load_config(file, *(overrides or []))
+        finally:
+            for warning in caught:
+                print(f"rloo-kit: {warning.message}", file=sys.stderr)
 
 
 def _with_adapter(file: Path, overrides: list[str] | None, adapter: Path | None) -> list[str]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError
+from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFoundError, SetupError
 from rloo_kit.resume_rules import refuse_changes
 from rloo_kit.versions import installed_versions
 
@@ -73,8 +73,22 @@ class RunDir:
                 holds something that is not a run.
             RunNotFoundError: `resume`, and no run lies there.
             ConfigError: both flags; or `resume` with a configuration that would train something else.
+            SetupError: the folder cannot be made or written.
         """
         self = cls(Path(run.folder))
+        try:
+            self._open(run, resume, overwrite)
+        except RlooKitError:  # some of them are an OSError too
+            raise
+        except OSError as error:
+            self.close()
+            raise SetupError(
+                f"the run's folder {self.folder} cannot be written: {error.strerror or error}; choose another place "
+                "with run.output_dir=... or another name with run.name=..."
+            ) from error
+        return self
+
+    def _open(self, run: Run, resume: bool, overwrite: bool) -> None:
         self.check(run, resume=resume, overwrite=overwrite)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
@@ -84,7 +98,6 @@ class RunDir:
         self.write_text("config.yaml", run.to_yaml())
         self.write_json("versions.json", describe_versions())
         self.set_status("running", **({} if resume else {"step": 0}))
-        return self
 
     def check(self, run: Run, *, resume: bool = False, overwrite: bool = False) -> None:
         """The refusals of `create`, without touching anything: to be asked before slow work is done."""

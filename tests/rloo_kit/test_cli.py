@@ -148,3 +148,13 @@ def test_a_run_without_signal_exits_2_with_the_key_to_change(config_file, tmp_pa
     code, _, errors = call("train", config_file, *words, "run.evaluate=false")
     assert code == 2 and "stopped at step 1 of 2 (run.stop_when_no_signal)" in errors
     assert "rloo.max_completion_length (currently 4)" in errors and "--resume" in errors
+
+
+def test_old_names_are_told_in_one_line(config_file):
+    """Python's own format showed a path of the package, a line of its source, and then the message."""
+    code, printed, told = call("config", config_file, "rloo.kl_coef=0.0", "rloo.lam=0.9")
+    assert code == 0 and "kl_coef" not in printed
+    assert told.splitlines()[0] == (
+        f"rloo-kit: {config_file}: rloo.kl_coef is an old TRL name of rloo.beta; read as rloo.beta=0.0"
+    )
+    assert "rloo.lam is an old TRL name and has no effect" in told.splitlines()[1] and len(told.splitlines()) == 2

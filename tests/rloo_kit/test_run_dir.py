@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError
+from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
 from rloo_kit.resume_rules import changed_keys
 from rloo_kit.run_dir import RunDir, git_revision, write_text
 
@@ -232,3 +232,15 @@ def test_git_revision_is_that_of_the_checkout_that_tracks_the_file(tmp_path):
     tracked.write_text("2")
     assert git_revision(tracked)["changed"]
     assert git_revision(untracked) is None
+
+
+@pytest.mark.parametrize(("name", "reason"), [("a_file/x", "Not a directory"), ("y" * 300, "File name too long")])
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, name, reason):
+    """A read-only disk, a file in the way or a name that is too long ended in a traceback of pathlib."""
+    (tmp_path / "a_file").touch()
+    with pytest.raises(SetupError) as caught:
+        RunDir.create(Run(tmp_path / name))
+    assert str(caught.value) == (
+        f"the run's folder {tmp_path / name} cannot be written: {reason}; choose another place with "
+        "run.output_dir=... or another name with run.name=..."
+    )
