@@ -8,6 +8,7 @@ The split is over distinct prompts, compared without regard to white space: a pr
 is ten training rows or one test row, and never both.
 """
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,8 +125,9 @@ def _answers(run: Any, source: Source) -> list[str] | None:
 
 def _answer(value: Any, section: Any, where: str) -> str:
     column = f"data.answer_column: {section.answer_column}"
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
-        what = "no answer" if value is None or value != value else f"an answer of type {type(value).__name__}"
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not isinstance(value, str) and not (number and math.isfinite(value)):
+        what = "no answer" if number or value is None else f"an answer of type {type(value).__name__}"
         raise DataError(f"{where}: {what}; each row needs a text or a number ({column})")
     text = str(value).strip()
     if section.answer_after is not None:
@@ -174,7 +176,7 @@ def _split(source: Source, rows: list[int], section: Any, notes: list[str]) -> t
     for row in rows:
         groups.setdefault(_identity(source.prompts[row]), []).append(row)
     size = section.test_size
-    wanted = int(size) if size >= 1 else round(size * len(groups))
+    wanted = int(size) if size >= 1 else max(round(size * len(groups)), 1 if size > 0 else 0)
     if wanted >= len(groups):
         raise DataError(
             f"{source.name} has {len(groups)} different prompts, and data.test_size={size} holds {wanted} of them out: "

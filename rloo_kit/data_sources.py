@@ -10,12 +10,14 @@ and pass the result to `load_data` as `rows`.
 
 import csv
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rloo_kit import _stack
+from rloo_kit.chat import refuse_surrogates
 from rloo_kit.errors import DataError
 
 FILE_KINDS = (".jsonl", ".csv", ".parquet")
@@ -84,9 +86,16 @@ def read_file(path: Path, columns: Columns) -> Source:
     try:
         return reader(path, columns)
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text (byte {error.start}: {error.reason}). Save it as UTF-8.") from error
+        line = _first_line_not_utf8(path)
+        raise DataError(f"{path}, line {line}: not UTF-8 text ({error.reason}). Save the file as UTF-8.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _first_line_not_utf8(path: Path) -> int:
+    """The reader decodes in pieces and knows only a place within one."""
+    lines = path.read_bytes().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.decode(errors="replace").encode() != line)
 
 
 def read_hub(source: str, subset: str | None, split: str, columns: Columns) -> Source:
@@ -111,6 +120,11 @@ def read_rows(rows: Any, columns: Columns) -> Source:
     """
     if hasattr(rows, "column_names") and hasattr(rows, "select"):
         return from_dataset(rows, "the dataset", columns)
+    if isinstance(rows, (str, dict)) or hasattr(rows, "columns") or not hasattr(rows, "__iter__"):
+        raise DataError(
+            f"rows is a {type(rows).__name__}; it takes a list of dicts or of prompts, or a datasets.Dataset (of a "
+            "DatasetDict one split, rows['train']; of a pandas table rows.to_dict('records'))"
+        )
     bare = [row if isinstance(row, dict) else {columns.prompt: row} for row in rows]
     return _from_dicts(bare, [f"row {number}" for number in range(1, len(bare) + 1)], "the list of rows", columns)
 
@@ -157,6 +171,8 @@ def _read_jsonl(path: Path, columns: Columns) -> Source:
                 hint = ". Is this one JSON document? JSONL has one object a line" if number == 1 else ""
                 what = f"broken JSON: {error.msg} at column {error.colno}{hint}"
                 raise DataError(f"{path}, line {number}: {what}") from error
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+                raise DataError(f"{path}, line {number}: JSON that cannot be read: {error}") from error
             if not isinstance(row, dict):
                 raise DataError(f"{path}, line {number}: a JSON {type(row).__name__}; each line has to be an object")
             rows.append(row)
@@ -214,6 +230,8 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
     names = list(dict.fromkeys(key for row in rows for key in row))
     for place, row in zip(places, rows, strict=True):
         _require_columns(name, place, list(row), columns)
+        for key in row:
+            refuse_surrogates(str(key), f"{name}, {place}: the column name")
     taken, notes = _taken_columns(name, names, columns)
     others = {
         key: _arrow_column(key, [row.get(key) for row in rows], lambda row: f"{name}, {places[row]}")
@@ -250,8 +268,9 @@ def _arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> l
     if odd is not None:
         what = f"holds a {kinds[odd].__name__}, and before it a {first.__name__}; a column needs one type"
         raise DataError(f"{where(odd)}: column '{key}' {what} ({error})") from error
-    alone = next((row for row, value in enumerate(values) if explain([value]) is not None), 0)
-    raise DataError(f"{where(alone)}: column '{key}' holds a value that Arrow cannot hold: {error}") from error
+    first_bad = bisect_left(range(len(values)), True, key=lambda row: explain(values[: row + 1]) is not None)
+    what = f"column '{key}' holds a value that Arrow cannot hold with those before it: {error}"
+    raise DataError(f"{where(first_bad)}: {what}") from error
 
 
 def _require_columns(name: str, place: str, found: list[str], columns: Columns) -> None:

@@ -4,6 +4,7 @@ import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,6 +220,14 @@ BAD_JSONL = [
     (jsonl({"prompt": "a", "answer": "\ud800"}), "line 1: the answer holds \\ud800 at character 0"),
     (jsonl({"prompt": "a", "n": "b"}, {"prompt": "b", "n": "\ud800"}), "line 2: column 'n' holds a value that Arrow"),
     (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": 2**70}), "line 2: column 'n' holds a value that Arrow"),
+    (jsonl({"prompt": "a", "n": {"b": 1}}, {"prompt": "b", "n": {"b": "x"}}), "line 2: column 'n' holds a value that"),
+    (jsonl({"prompt": "a"}, {"prompt": "b", "\ud800": 1}), "line 2: the column name holds \\ud800 at character 0"),
+    (
+        jsonl({"prompt": "a"}) + '{"prompt": ' + "9" * 5000 + "}\n",
+        "line 2: JSON that cannot be read: Exceeds the limit",
+    ),
+    (jsonl({"prompt": "a"}) + '{"n": ' + "[" * 99_999 + "\n", "line 2: JSON that cannot be read: maximum recursion"),
+    (jsonl({"prompt": "a", "answer": float("-inf")}), "line 1: no answer; each row needs"),
     (jsonl({"prompt": "a", "answer": True}), "line 1: an answer of type bool"),
     (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": "2"}), "line 2: column 'n' holds a str, and before it a int"),
 ]
@@ -268,8 +277,8 @@ def test_bad_parquet(make_run: Any, write: Any, tmp_path: Path, tiny_tokenizer: 
 def test_bad_encoding(make_run: Any, tmp_path: Path, tiny_tokenizer: Any) -> None:
     """A spreadsheet saves Latin-1 unless told otherwise."""
     path = tmp_path / "rows.csv"
-    path.write_bytes("prompt\ncafé\n".encode("latin-1"))
-    with pytest.raises(DataError, match=r"rows.csv is not UTF-8 text"):
+    path.write_bytes(b"prompt\n" + b"coffee\n" * 9_000 + "café\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"rows.csv, line 9002: not UTF-8 text \(.*\). Save the file as UTF-8."):
         load_data(make_run(path), tiny_tokenizer)
 
 
@@ -279,6 +288,9 @@ def test_bad_rows_in_python(make_run: Any, tiny_tokenizer: Any) -> None:
         load_data(make_run(), tiny_tokenizer, rows=[])
     with pytest.raises(DataError, match="the list of rows, row 2: the prompt is of type int"):
         load_data(make_run(), tiny_tokenizer, rows=["a", 5])
+    for rows in (3, "abc", {"prompt": ["a"]}, SimpleNamespace(columns=["prompt"], __iter__=None)):  # the last: pandas
+        with pytest.raises(DataError, match=f"rows is a {type(rows).__name__}; it takes a list of dicts or of prompts"):
+            load_data(make_run(), tiny_tokenizer, rows=rows)
 
 
 # ------------------------------------------------------------------------------------------------- columns
@@ -365,9 +377,10 @@ def prompts_of(data: Data) -> tuple[list[str], list[str]]:
     return data.train["prompt"][:], data.test["prompt"][:]
 
 
-@pytest.mark.parametrize(("size", "held_out"), [(5, 5), (0.25, 5), (0, 0), (0.0, 0)])
+@pytest.mark.parametrize(("size", "held_out"), [(5, 5), (0.25, 5), (0.01, 1), (0, 0), (0.0, 0)])
 def test_split_sizes(make_run: Any, tiny_tokenizer: Any, size: float, held_out: int) -> None:
-    """A whole number is prompts, a share is a share, and nothing is nothing."""
+    """A whole number is prompts, a share is a share (of few prompts at least one: it was none, and `evaluate` had
+    nothing to measure on), and nothing is nothing."""
     train, test = prompts_of(load_data(make_run(test_size=size), tiny_tokenizer, rows=ROWS))
     assert (len(train), len(test)) == (20 - held_out, held_out)
     assert not set(train) & set(test) and len({*train, *test}) == 20
