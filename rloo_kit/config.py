@@ -81,10 +81,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_sections_together(self) -> "RunConfig":
         problems = [*self._find_length_problems(), *self._find_reward_problems()]
-        if self.model.is_embedded != (self.data.source == "embedded/addition") and self.model.is_embedded:
+        own_file = self.data.source.lower().endswith((".jsonl", ".csv", ".parquet"))  # may well hold additions
+        if self.model.is_embedded and self.data.source != "embedded/addition" and not own_file:
             problems.append(
                 f"model.name is {self.model.name}, which knows only addition, but data.source is {self.data.source}; "
-                "set data.source=embedded/addition or another model.name"
+                "set data.source=embedded/addition, a file of additions of your own, or another model.name"
             )
         if self.run.evaluate and self.data.test_size == 0:
             problems.append(

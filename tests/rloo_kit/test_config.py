@@ -159,3 +159,8 @@ def test_merge_keys(tmp_path: Path) -> None:
     assert (values["more"], values["most"]) == ({"a": 1, "b": 3}, {"a": 4, "b": 3})
     with pytest.raises(ConfigError, match="expected a mapping or list of mappings for merging"):
         read_yaml("a: {<<: 3}")
+
+
+def test_the_embedded_model_takes_a_file_of_ones_own(minimal: Path) -> None:
+    """Without a GPU it is the only model to try one's own JSONL with; what is in the file, the config cannot know."""
+    assert load_config(minimal, "data.source=sums.jsonl").data.source == "sums.jsonl"
