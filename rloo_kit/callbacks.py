@@ -105,7 +105,7 @@ class ProgressLine(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not is_step_row(logs) or not state.is_world_process_zero:
             return
-        self._logs = logs
+        self._logs = self._logs | logs  # a step that reuses a rollout logs nothing about it
         due = time.monotonic() - self._printed_at >= self.every_s
         if due or self._printed_step is None or state.global_step >= state.max_steps:
             self._print(state)

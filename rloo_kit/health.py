@@ -12,6 +12,10 @@ from typing import Any
 
 TRUNCATED_LIMIT = 0.95  # share of completions cut off from which a step teaches next to nothing
 EQUAL_REWARDS = 1e-6  # a standard deviation below this is rounding
+ROLLOUT_METRICS = {  # kinds that only a row with a rollout can tell about, by what it then holds
+    "tied": ("frac_score_zero_std", "frac_reward_zero_std", "reward_std"),
+    "truncated": ("completions/clipped_ratio",),
+}
 
 
 @dataclass(frozen=True)
@@ -136,12 +140,20 @@ class SignalWatch:
         problems = find_problems(metrics)
         findings = []
         for kind in self.KINDS:
-            self._rows[kind] = self._rows[kind] + covered if kind in problems else 0
+            if _tells(metrics, kind):
+                self._rows[kind] = self._rows[kind] + covered if kind in problems else 0
+            elif self._rows[kind]:  # this step reused the rollout of the last one, with what was wrong with it
+                self._rows[kind] += covered
             if self._rows[kind] >= max(self.patience, 2 * self._said[kind]):
                 self._said[kind] = self._rows[kind]
                 message = explain(kind, self._rows[kind], metrics, self.rloo)
                 findings.append(Finding(kind, self._rows[kind], message))
         return findings
+
+
+def _tells(metrics: Mapping[str, Any], kind: str) -> bool:
+    """Whether a row says if `kind` is so; a step that reuses a rollout (`rloo.num_iterations`) logs none."""
+    return kind not in ROLLOUT_METRICS or any(metrics.get(name) is not None for name in ROLLOUT_METRICS[kind])
 
 
 def _number(metrics: Mapping[str, Any], name: str, default: float) -> float:

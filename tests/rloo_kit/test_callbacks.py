@@ -68,6 +68,20 @@ def test_progress_is_throttled_but_never_misses_the_first_and_the_last(rollouts,
     assert steps == ["step 1/20", "step 6/20", "step 11/20", "step 16/20", "step 20/20"]
 
 
+def test_progress_keeps_what_the_last_rollout_said(rollouts, clock, capsys):
+    """With num_iterations=2 every second step logs no reward, and half of the lines said nothing."""
+    from rloo_kit.callbacks import ProgressLine
+
+    line = ProgressLine(rollouts, every_s=0.0)
+    line.on_train_begin(None, state(0), None)
+    for step, logs in enumerate([LOGS, {"loss": 0.1}, LOGS | {"reward": None}], start=1):
+        clock.now += 1
+        line.on_log(None, state(step), None, logs=logs)
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert "reward 0.250 | accuracy 0.500 | think 41" in second and second.startswith("step 2/20")
+    assert "reward" in first and "reward" not in third.replace("accuracy", "")
+
+
 def test_an_interrupted_run_prints_its_last_step(rollouts, clock, capsys):
     """The last line that was printed is where people take a stopped run to be."""
     from rloo_kit.callbacks import ProgressLine

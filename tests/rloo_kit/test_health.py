@@ -34,6 +34,14 @@ def test_it_speaks_once_and_again_when_the_row_has_doubled():
     assert [step for step, kind, _ in watch([TIED] * 4 + [HEALTHY] + [TIED] * 6)] == [3, 11]
 
 
+def test_steps_that_reuse_a_rollout_count_with_it():
+    """With num_iterations=2 every second row holds no rewards; it used to end the row, so nothing was ever said."""
+    truncated = TIED | {"completions/clipped_ratio": 1.0, "grad_norm": 0.2}
+    found = watch([truncated, {"grad_norm": 0.2}] * 3, patience=4)
+    assert [(step, kind) for step, kind, _ in found] == [(4, "tied"), (4, "truncated")]
+    assert watch([HEALTHY, {"grad_norm": 0.2}] * 5, patience=1) == []
+
+
 def test_a_logged_row_stands_for_the_steps_since_the_last_one():
     """With logging_steps=10 five steps without signal are less than one row."""
     guard = SignalWatch(20, RLOO | {"logging_steps": 10})
