@@ -51,9 +51,15 @@ from rloo_kit.loop_metrics import (
     rollout_rows,
     sample_statistics,
 )
+from rloo_kit.reward_failures import FailureWatch
 from rloo_kit.reward_guard import guard
 from rloo_kit.rloo_config import RLOOConfig, prepare_old_dataset, translate_trainer_arguments
 from rloo_kit.tokens import bind_think_tags
+
+# TRL's arguments behind eval_dataset, in its order, for code that gives them by position
+FURTHER_ARGUMENTS = (
+    "processing_class", "reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config",
+)  # fmt: skip
 
 
 class RLOOTrainer(trl.RLOOTrainer):
@@ -75,14 +81,17 @@ class RLOOTrainer(trl.RLOOTrainer):
             `reward_failure_steps` generation batches in a row; a checkpoint is saved first.
     """
 
-    def __init__(self, model=None, reward_funcs=None, args=None, train_dataset=None, eval_dataset=None, **keywords):
+    def __init__(
+        self, model=None, reward_funcs=None, args=None, train_dataset=None, eval_dataset=None, *more, **keywords
+    ):
         named = {"model": model, "reward_funcs": reward_funcs, "args": args}
         named |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        named |= dict(zip(FURTHER_ARGUMENTS[: len(more)], more, strict=True))
         given = {name: value for name, value in named.items() if value is not None}
         arguments = translate_trainer_arguments(given | keywords)
         rewards = arguments.get("reward_funcs")
         rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
-        arguments["args"] = _with_reward_weights(arguments.get("args"), rewards)
+        arguments["args"] = _with_reward_weights(arguments.get("args") or _default_config(arguments["model"]), rewards)
         arguments["reward_funcs"] = [guard(reward) for reward in rewards]
         for name in ("train_dataset", "eval_dataset"):
             if arguments.get(name) is not None:
@@ -101,7 +110,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         self.think_tags = bind_think_tags(self._tokenizer)
         self.rollout_listeners: list[Callable[[list[dict[str, Any]]], None]] = []
         self._train_sampler: Any = None
-        self._failing_batches = 0
+        self._failures = FailureWatch(self._option("max_reward_failure_share"), self._option("reward_failure_steps"))
         self._episodes = 0
         self._started_at: float | None = None
         self.add_callback(_AlignMicroSteps(self))
@@ -205,16 +214,18 @@ class RLOOTrainer(trl.RLOOTrainer):
         self._metrics[mode]["rewards/failed_ratio"].append(share)
         if mode == "eval":
             return
-        limit, steps = self._option("max_reward_failure_share"), self._option("reward_failure_steps")
-        self._failing_batches = self._failing_batches + 1 if share > limit else 0
-        if self._failing_batches < steps:
+        messages = [message for guarded in self.reward_funcs for message in getattr(guarded, "failures", [])[:1]]
+        if failed.any() and not messages:
+            messages = ["a reward model returned infinity, or a reward failed in another process"]
+        self._failures.observe(share, messages)
+        if not self._failures.exceeded:
             return
         self._save_checkpoint(self.model, trial=None)
-        last = [message for guarded in self.reward_funcs for message in getattr(guarded, "failures", [])[-1:]]
+        limit, steps = self._failures.limit, self._failures.patience
         raise RewardError(
             f"rewards failed for {share:.0%} of the samples, more than max_reward_failure_share = {limit:.0%} in "
             f"{steps} generation batches in a row, so training stopped. The state is saved in {self.args.output_dir}; "
-            f"mend the reward and resume. Last failure: {' | '.join(last) or 'a reward returned infinity'}"
+            f"mend the reward and resume. A failure: {' | '.join(messages)}"
         )
 
     def _rollout_logps(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -283,7 +294,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         if per_token_kl is None or self._option("kl_form") != "per_token":
             return zero_unscored(mine)
         to_go = kl_penalty(per_token_kl, batch["loss_mask"], "per_token")
-        return zero_unscored(mine[:, None] - self.beta * to_go)
+        return zero_unscored(unscore_non_finite(mine[:, None] - self.beta * to_go))
 
     def _local_rows(self, rows: int) -> slice:
         first = self.accelerator.process_index * rows
@@ -376,9 +387,15 @@ class _AlignMicroSteps(TrainerCallback):
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
 
 
+def _default_config(model: Any) -> RLOOConfig:
+    """What TRL makes where no `args` are given, as the kit's own: TRL's refuses to run without an accelerator."""
+    name = model if isinstance(model, str) else model.config.name_or_path
+    return RLOOConfig(output_dir=f"{name.rstrip('/').split('/')[-1]}-RLOO")
+
+
 def _with_reward_weights(args: Any, rewards: list[Any]) -> Any:
     """Rewards that `build_rewards` made carry their weights; `reward_weights` of the config goes before them."""
-    weights = [getattr(reward, "weight", None) for reward in rewards]
-    if args is not None and args.reward_weights is None and all(isinstance(w, (int, float)) for w in weights):
-        args.reward_weights = [float(weight) for weight in weights]
+    weights = [getattr(reward, "weight", 1.0) for reward in rewards]
+    if args.reward_weights is None:
+        args.reward_weights = [float(weight) if isinstance(weight, (int, float)) else 1.0 for weight in weights]
     return args

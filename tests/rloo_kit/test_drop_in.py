@@ -41,6 +41,46 @@ def test_todays_trl_code_runs_with_only_its_import_changed(make_tiny_model, tiny
     assert trainer.state.log_history[0]["reward"] > 0
 
 
+def test_arguments_are_taken_by_position_as_in_trl(tiny_folder, tiny_tokenizer, prompts, tmp_path):
+    """`RLOOTrainer(model, reward, args, dataset, None, tokenizer)` is valid TRL code."""
+    import inspect
+
+    import trl
+
+    from rloo_kit import RLOOConfig, RLOOTrainer
+    from rloo_kit.trainer import FURTHER_ARGUMENTS
+
+    stock = next(c for c in reversed(trl.RLOOTrainer.__mro__) if c.__name__ == "RLOOTrainer")
+    assert list(inspect.signature(stock).parameters)[5:] == list(FURTHER_ARGUMENTS)
+    config = RLOOConfig(output_dir=str(tmp_path), num_generations=2, per_device_train_batch_size=2, **PLAIN)
+    trainer = RLOOTrainer(str(tiny_folder), rewards.length_reward, config, prompts, None, tiny_tokenizer)
+    assert trainer.processing_class is tiny_tokenizer
+
+
+def test_a_trainer_without_args_runs_on_the_cpu(tiny_folder, tiny_tokenizer, prompts):
+    """TRL makes a config of its own then, which asks for bf16 and raises without an accelerator."""
+    from rloo_kit import RLOOConfig, RLOOTrainer
+
+    trainer = RLOOTrainer(str(tiny_folder), rewards.length_reward, train_dataset=prompts)
+    assert isinstance(trainer.args, RLOOConfig)
+    assert trainer.args.output_dir == f"{tiny_folder.name}-RLOO"
+
+
+def test_weights_count_beside_a_reward_that_has_none(tiny_folder, tiny_tokenizer, prompts, tmp_path):
+    """One plain function in the list made the weights of all others 1, in silence."""
+    from rloo_kit import RLOOConfig, RLOOTrainer
+
+    def weighted(completions, **_):
+        return [0.0] * len(completions)
+
+    weighted.weight = 3.0
+    config = RLOOConfig(output_dir=str(tmp_path), **PLAIN)
+    trainer = RLOOTrainer(
+        str(tiny_folder), [weighted, rewards.length_reward], config, prompts, processing_class=tiny_tokenizer
+    )
+    assert trainer.reward_weights.tolist() == [3.0, 1.0]
+
+
 def test_the_published_recipe_runs_as_written(tiny_folder, tiny_tokenizer, prompts, tmp_path):
     """It names `kl_coef`, `num_ppo_epochs`, `cliprange`, `rloo_k` and `reward_model=`, all of them gone from TRL."""
     from transformers import AutoModelForCausalLM

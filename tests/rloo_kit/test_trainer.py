@@ -212,6 +212,30 @@ def test_too_many_failures_stop_the_run_with_a_saved_state(make_trainer, tmp_pat
     assert (tmp_path / "run" / "checkpoint-1" / "adapter_model.safetensors").exists()
 
 
+def test_failures_that_a_run_stands_are_said(make_trainer, capsys):
+    """A reward that failed for a tenth of the samples all night was seen in no place but a metric."""
+
+    def shaky(completion_ids, **_):
+        return [1.0, float("inf"), 3.0, 5.0][: len(completion_ids)] * (len(completion_ids) // 4)
+
+    trainer = make_trainer(shaky, [[70, EOS]] * 8, max_steps=4, reward_failure_steps=1)
+    trainer.train()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert len(said) == 3  # of four failing rollouts the first, second and fourth
+    assert "reward 'shaky' failed on sample 1" in said[0] and "it returned inf" in said[0]
+    assert "(25% of the samples of this rollout are not scored)" in said[0]
+
+
+def test_an_infinite_kl_token_moves_nothing(make_trainer):
+    """A token that the reference rules out gave an infinite advantage in the per-token form, and a loss of NaN."""
+    trainer = make_trainer(kl_form="per_token", beta=0.5)
+    kl = torch.tensor([[0.1, torch.inf], [0.2, 0.3]])
+    batch = {"loss_mask": torch.ones(2, 2), "truncated": torch.zeros(2, dtype=torch.bool)}
+    advantages = trainer._local_advantages(torch.tensor([1.0, 1.0]), kl, batch)
+    assert advantages.isfinite().all()
+    assert advantages[1].tolist() == pytest.approx([0.75, 0.85])
+
+
 @pytest.mark.parametrize(
     ("accumulation", "steps_per_generation", "iterations", "on_policy"),
     [(2, 2, 1, True), (2, 1, 1, True), (4, 2, 2, True), (2, 4, 1, False), (2, 2, 2, False), (1, 1, 2, False)],
