@@ -86,8 +86,10 @@ def train(
     """Evaluate, train, evaluate again and write the report."""
     with _exit_codes():
         from rloo_kit.run_dir import RunDir
+        from rloo_kit.versions import check_trackers
 
         run = _load_config(file, overrides)
+        check_trackers(run.rloo.report_to)
         with RunDir.create(run, resume=resume, overwrite=overwrite) as run_dir:
             run_dir.resume_command = shlex.join(["rloo-kit", "train", str(file), *(overrides or []), "--resume"])
             try:

@@ -20,6 +20,7 @@ from rloo_kit.data import Data
 from rloo_kit.errors import NoSignalError, RunNotFoundError
 from rloo_kit.health import SignalWatch
 from rloo_kit.run_dir import RunDir
+from rloo_kit.versions import check_trackers
 
 
 @dataclass
@@ -64,9 +65,10 @@ def train(
         `TrainResult`. Ctrl-C does not raise: it saves, says how to go on, and `stopped` is "interrupted".
 
     Raises:
-        RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create`.
+        RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create`; or a tracker's library is missing.
         RewardError: rewards failed too often (`run.max_reward_failure_share`); the state is saved.
     """
+    check_trackers(run.rloo.report_to)
     owned = run_dir is None
     opened = RunDir.create(run, resume=resume, overwrite=overwrite) if run_dir is None else run_dir
     with opened if owned else nullcontext():

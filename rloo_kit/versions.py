@@ -6,7 +6,10 @@ contract tests in `tests/contracts` say what of TRL the loop relies on.
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from importlib import metadata
+
+from rloo_kit.errors import ConfigError
 
 TESTED_PYTHON = ">=3.11,<3.13"
 
@@ -24,6 +27,8 @@ TESTED_EXTRAS = {
     "unsloth": "==2026.10.6",
     "unsloth-zoo": "==2026.10.7",
 }
+# the usual trackers and the modules that transformers accepts for them; the others it checks itself, later
+TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "wandb": ("wandb",)}
 
 
 def installed_version(name: str) -> str | None:
@@ -60,6 +65,20 @@ def is_importable(module: str) -> bool:
         return sys.modules[module] is not None  # None there blocks the import
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse a tracker whose library is missing, before a model is loaded and measured for nothing.
+
+    Raises:
+        ConfigError: with the command that mends it.
+    """
+    for name in names:
+        if name in TRACKERS and not any(is_importable(module) for module in TRACKERS[name]):
+            raise ConfigError(
+                f"rloo.report_to names {name}, which is not installed: run pip install {name}, or leave it out "
+                "(metrics.jsonl is written in any case)"
+            )
 
 
 def is_cpu_torch() -> bool:

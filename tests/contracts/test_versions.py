@@ -1,9 +1,11 @@
 """The versions: what is installed, what constraints.txt locks, what pyproject.toml allows and what was tested agree."""
 
 import re
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
@@ -11,7 +13,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from rloo_kit.versions import TESTED, TESTED_EXTRAS
+from rloo_kit.errors import ConfigError
+from rloo_kit.versions import TESTED, TESTED_EXTRAS, check_trackers
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -70,3 +73,13 @@ def test_the_tested_ranges_are_the_ones_that_are_installed_by() -> None:
         requirement = (BASE | gpu).get(canonicalize_name(name))
         assert requirement is not None, f"rloo_kit/versions.py tests {name}, which pyproject.toml does not ask for"
         assert requirement.specifier == SpecifierSet(tested), f"{name}: pyproject {requirement.specifier}, {tested}"
+
+
+def test_a_missing_tracker_is_refused_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came as a traceback out of transformers, after the model had been loaded and evaluated."""
+    monkeypatch.setitem(sys.modules, "wandb", None)  # blocks the import, installed or not
+    with pytest.raises(ConfigError, match=r"rloo.report_to names wandb, which is not installed: run pip install wandb"):
+        check_trackers(["wandb"])
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboardX", ModuleType("tensorboardX"))
+    check_trackers(["tensorboard"])
