@@ -147,14 +147,12 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     for section, changes in sections.items():
         merge(values, section, changes)
     changed = {apply_override(values, override): override for override in overrides}
+    loop_keys = {str(key[1]): override for key, override in changed.items() if key[0] == "rloo" and len(key) > 1}
     if isinstance(values.get("rloo"), dict):
-        forget_overruled(
-            values["rloo"], {*sections.get("rloo", {}), *(str(key[1]) for key in changed if key[0] == "rloo")}
-        )
-    for key, override in list(changed.items()):  # an old name in an override: what it became came from there too
-        new = CONFIG_NAMES[str(key[1])].new if key[0] == "rloo" and str(key[-1]) in CONFIG_NAMES else None
-        if new is not None:
-            changed[("rloo", new)] = override
+        forget_overruled(values["rloo"], {*sections.get("rloo", {}), *loop_keys})
+    for name, override in loop_keys.items():  # what an old name of an override became comes from there too
+        if name in CONFIG_NAMES and CONFIG_NAMES[name].new is not None:
+            changed[("rloo", str(CONFIG_NAMES[name].new))] = override
     for message in messages + translate_file(values, count_processes()):
         warnings.warn(f"{path}: {message}", FutureWarning, stacklevel=2)
     values["run"] = {} if values.get("run") is None else values["run"]

@@ -210,3 +210,12 @@ def test_a_prompt_that_writes_the_bos_itself(bos_tokenizer: Any) -> None:
     """Plain text often comes with the BOS typed in front of it."""
     ids = bos_tokenizer(render_prompt(bos_tokenizer, "<s>Once", "plain"))["input_ids"]
     assert ids == bos_tokenizer("Once")["input_ids"]
+
+
+def test_plain_takes_text_only_and_families_are_known(with_template: Any) -> None:
+    """A conversation given to a base model has no template to be rendered with."""
+    tokenizer = with_template("plain")
+    with pytest.raises(DataError, match="the prompt is a list, but model.family is 'plain', which applies no chat tem"):
+        render_prompt(tokenizer, [{"role": "user", "content": "a"}], "plain")
+    with pytest.raises(ConfigError, match="model.family is 'chatty'; it has to be auto or one of thinking, hybrid, in"):
+        resolve_family(tokenizer, "m", "chatty")

@@ -74,6 +74,10 @@ WRONG = {
     "data.max_prompt_length=256": "= 320 tokens, more than model.max_seq_length (256); set model.max_seq_length=320",
     "rewards.0.weight=0": "every reward has weight 0",
     "data.test_size=0": "run.evaluate is true, but data.test_size is 0: there is nothing to measure on",
+    "data.test_size=1.5": "test_size is 1.5; a share is below 1, a number of prompts is whole",
+    "data={source: embedded/addition, num_prompts: 9, test_size: 9}": "test_size (9) leaves none of num_prompts (9) to "
+    "train on; lower data.test_size or raise data.num_prompts",
+    "rloo={max_steps: 1, bf16: true, fp16: true}": "bf16 and fp16 are both true; set one of them to null or false",
     "eval.pass_at_k=[1, 8]": "8 completions of a prompt, num_samples gives 1; set eval.num_samples=8",
     "data.source=some/set": "model.name is embedded/thinking, which knows only addition, but data.source is some/set",
     "model.name=embedded/x": "the embedded models are embedded/thinking and embedded/instruct",

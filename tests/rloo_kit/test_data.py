@@ -282,10 +282,21 @@ def test_bad_encoding(make_run: Any, tmp_path: Path, tiny_tokenizer: Any) -> Non
         load_data(make_run(path), tiny_tokenizer)
 
 
+def test_a_file_that_cannot_be_read(make_run: Any, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """A disk that fails, or a file of another user; /proc/self/mem is a file whose reading fails, for root too."""
+    (tmp_path / "rows.jsonl").symlink_to("/proc/self/mem")
+    with pytest.raises(DataError, match=r"rows.jsonl cannot be read: Input/output error"):
+        load_data(make_run(tmp_path / "rows.jsonl"), tiny_tokenizer)
+
+
 def test_bad_rows_in_python(make_run: Any, tiny_tokenizer: Any) -> None:
     """Rows from a notebook have numbers too."""
+    import datasets
+
     with pytest.raises(DataError, match="the list of rows has no rows"):
         load_data(make_run(), tiny_tokenizer, rows=[])
+    with pytest.raises(DataError, match="the dataset has no rows"):
+        load_data(make_run(), tiny_tokenizer, rows=datasets.Dataset.from_dict({"prompt": []}))
     with pytest.raises(DataError, match="the list of rows, row 2: the prompt is of type int"):
         load_data(make_run(), tiny_tokenizer, rows=["a", 5])
     for rows in (3, "abc", {"prompt": ["a"]}, SimpleNamespace(columns=["prompt"], __iter__=None)):  # the last: pandas

@@ -124,3 +124,10 @@ def test_a_token_is_found_wherever_the_hub_looks(tmp_path: Path) -> None:
 def test_one_key_as_text_is_one_key(tmp_path: Path) -> None:
     """`keys="WANDB_API_KEY"` was taken letter by letter: thirteen missing keys called W, A, N, ..."""
     assert list(load_env_file(tmp_path, "WANDB_API_KEY").keys) == ["WANDB_API_KEY"]
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    """A .env of another user was passed over, and the run asked the hub without a token."""
+    (tmp_path / ".env").symlink_to("/proc/self/mem")  # a file whose reading fails, for root too
+    with pytest.raises(SetupError, match=r"\.env cannot be read \(Input/output error\): mend its permissions \(chmod"):
+        load_env_file(tmp_path)

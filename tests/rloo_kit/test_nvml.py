@@ -110,3 +110,10 @@ def test_holders_are_named_by_program_only(monkeypatch: pytest.MonkeyPatch) -> N
 def test_holders_without_a_driver_are_nobody() -> None:
     """The driver can go away between two questions."""
     assert nvml.find_holders(nvml.Card(0, "A10", 24.0, 24.0, (8, 6), "580.00")) == []
+
+
+def test_without_the_bindings_there_is_no_card_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing package of 50 kB looked like a missing card."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml.find_cards().card is None
+    assert "NVML's Python bindings (nvidia-ml-py) are not installed" in nvml.find_cards().reason
