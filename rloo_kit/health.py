@@ -70,6 +70,11 @@ def explain(kind: str, steps: int, metrics: Mapping[str, Any], rloo: Mapping[str
         thinking = "" if closed is None else f", and {closed:.0%} of them close their thinking"
         return f"nearly every completion was truncated in {steps} steps in a row: {longer}{thinking}"
     if kind == "tied":
+        if _number(metrics, "rewards/unscored_ratio", 0.0) >= 1.0:
+            return (
+                f"no completion was scored in {steps} steps in a row: every reward failed (see rewards/failed_ratio) "
+                "or answered None, as one does that misses its column; check rewards and data.answer_column"
+            )
         reward = metrics.get("reward")
         found = "every group of completions earned one and the same reward"
         value = "" if reward is None else f" (mean reward {reward:.3g})"

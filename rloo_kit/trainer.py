@@ -16,9 +16,11 @@ methods that this class stands in for.
 Shapes: B completions of this process, A of all processes, P prompt, C completion tokens, F reward functions.
 """
 
+import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rloo_kit._stack import load_stack
@@ -201,7 +203,8 @@ class RLOOTrainer(trl.RLOOTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         """TRL's rewards (A, F); a sample for which any reward failed is NaN throughout, so it is not scored."""
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        with _mute("All reward functions returned None", super()._calculate_rewards.__module__):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         flags = [guarded.failed for guarded in self.reward_funcs if hasattr(guarded, "failed")]
         local = torch.tensor([any(row) for row in zip(*flags, strict=True)] if flags else [False] * len(prompts))
         failed = gather(local.to(rewards.device)) | rewards.isinf().any(dim=1)  # (A,)
@@ -385,6 +388,24 @@ class _AlignMicroSteps(TrainerCallback):
         if sampler is not None and sampler.shuffle:
             for _ in range(int(state.epoch or 0)):  # passes that are over
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
+
+
+@contextmanager
+def _mute(beginning: str, logger_name: str) -> Iterator[None]:
+    """Drop TRL's warning about unscored samples: it prints a whole completion each rollout.
+
+    `rewards/unscored_ratio` counts them, failures have a line of their own, and the health rules say the rest.
+    """
+    logger = logging.getLogger(logger_name)
+
+    def keep(record: logging.LogRecord) -> bool:
+        return beginning not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 def _default_config(model: Any) -> RLOOConfig:

@@ -59,6 +59,14 @@ def test_truncation_names_the_limit_and_its_value():
     assert "mean reward -1" in found[0][2] and "0% of them close their thinking" in found[1][2]
 
 
+def test_a_run_that_scores_nothing_is_not_called_tied():
+    """All rewards None came out as "one and the same reward", with the advice to raise the temperature."""
+    row = TIED | {"reward": None, "reward_std": None, "rewards/unscored_ratio": 1.0, "rewards/failed_ratio": 0.0}
+    ((_, kind, message),) = watch([row] * 3)
+    assert kind == "tied" and "no completion was scored in 3 steps" in message
+    assert "rewards/failed_ratio" in message and "data.answer_column" in message and "temperature" not in message
+
+
 def test_ties_without_truncation_name_what_tells_completions_apart():
     """A longer limit does not help a run whose prompts are all too hard or all too easy."""
     ((_, _, message),) = watch([TIED] * 3)

@@ -226,6 +226,15 @@ def test_failures_that_a_run_stands_are_said(make_trainer, capsys):
     assert "(25% of the samples of this rollout are not scored)" in said[0]
 
 
+def test_unscored_samples_do_not_fill_the_terminal(make_trainer, caplog, capsys):
+    """TRL prints the first unscored sample of each rollout whole: 4,096 tokens of thinking between two lines."""
+    trainer = make_trainer(lambda completion_ids, **_: [None] * len(completion_ids), [[70, EOS]] * 8, max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["rewards/unscored_ratio"] == 1.0
+    captured = capsys.readouterr()
+    assert "returned None" not in caplog.text + captured.out + captured.err
+
+
 def test_an_infinite_kl_token_moves_nothing(make_trainer):
     """A token that the reference rules out gave an infinite advantage in the per-token form, and a loss of NaN."""
     trainer = make_trainer(kl_form="per_token", beta=0.5)
