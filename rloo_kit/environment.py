@@ -7,6 +7,7 @@ one (Unsloth, where it is the backend) and the check of the import order are in 
 
 import io
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -100,7 +101,9 @@ class Environment:
 
 
 def render_rows(rows: Sequence[tuple[str, str]], title: str, width: int = 110) -> str:
-    """A two-column table as plain text."""
+    """A two-column table as plain text, `width` columns at most and no wider than the terminal."""
+    if sys.stdout is not None and sys.stdout.isatty():
+        width = min(width, shutil.get_terminal_size().columns)
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -108,7 +111,7 @@ def render_rows(rows: Sequence[tuple[str, str]], title: str, width: int = 110) -
         table.add_row(Text(name), Text(value))
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
     console.print(table)
-    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
 def choose_precision(card: Card | None) -> tuple[str, str]:

@@ -183,3 +183,14 @@ def test_widgets_that_were_loaded_before_are_reported(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TQDM_NOTEBOOK", "false")
     assert "tqdm.auto was imported before set-up; restart the kernel" in progress.set_up_progress()
     assert sys.modules["tqdm.autonotebook"] is widgets
+
+
+def test_the_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 80 columns a table of 110 wraps in the middle of its frame, and nothing in it can be read."""
+    from rloo_kit.environment import render_rows
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = render_rows([("versions", "torch 2.13.0, " * 20)], title="a table").splitlines()
+    assert max(map(len, lines)) == 80
+    assert lines[0] == "a table"
