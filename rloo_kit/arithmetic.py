@@ -25,7 +25,8 @@ from dataclasses import dataclass
 
 from rloo_kit.errors import DataError
 
-LIMITS = {"thinking": (10, 999), "instruct": (10, 249)}  # smallest and largest number of a question
+LIMITS = {"thinking": (10, 999), "instruct": (100, 349)}  # smallest and largest number of a question
+EASY_LIMITS = (100, 199)  # where the model that adds in its head begins: one carry after another is what it finds hard
 MAX_ROWS = {"thinking": 50_000, "instruct": 10_000}  # few enough that drawing stays quick
 
 
@@ -38,7 +39,7 @@ class Noise:
     """
 
     skip: float = 0.3
-    digit: float = 0.35
+    digit: float = 0.3
     guess: float = 0.5
 
 
@@ -73,7 +74,7 @@ def addition_rows(num: int, seed: int = 0, thinking: bool = True) -> list[dict[s
     ['prompt', 'answer']
 
     Args:
-        num: number of rows, at most 50000 (10000 for the model that answers at once, whose numbers end at 249).
+        num: number of rows, at most 50000 (10000 for the model that answers at once, whose numbers end at 349).
         seed: the same seed gives the same rows, and more rows of a seed begin with the fewer.
         thinking: rows for the model that thinks, or for the one that answers at once.
     Raises:

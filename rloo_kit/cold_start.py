@@ -31,17 +31,18 @@ SECONDS_BETWEEN_REPORTS = 5.0
 class ColdStart:
     """Everything that the weights depend on beside the seed, the code and the libraries.
 
-    steps and batch_size: optimizer steps and demonstrations in each; clean_share: share of the steps, from the first,
-    whose demonstrations have no mistakes. head_dim is a power of two and hidden_size a multiple of 64, as the kernels
-    of Unsloth and bitsandbytes want them.
+    steps and batch_size: optimizer steps and demonstrations in each; clean_share, easy_share: shares of the steps, from
+    the first, whose demonstrations have no mistakes and whose numbers lie in `arithmetic.EASY_LIMITS`. head_dim is a
+    power of two and hidden_size a multiple of 64, as the kernels of Unsloth and bitsandbytes want them.
     """
 
-    steps: int = 320
-    batch_size: int = 48
+    steps: int = 640
+    batch_size: int = 24
     learning_rate: float = 3e-3
     warmup_steps: int = 50
     decay_share: float = 0.6
     clean_share: float = 0.65
+    easy_share: float = 0.0
     noise: arithmetic.Noise = arithmetic.Noise()
     hidden_size: int = 128
     intermediate_size: int = 256
@@ -54,7 +55,7 @@ class ColdStart:
 PLANS = {
     "thinking": ColdStart(),
     "instruct": ColdStart(
-        steps=500, batch_size=64, learning_rate=4e-3, clean_share=0.7, noise=arithmetic.Noise(guess=0.35)
+        steps=600, batch_size=64, clean_share=0.7, easy_share=0.37, noise=arithmetic.Noise(guess=0.35)
     ),
 }
 
@@ -84,7 +85,9 @@ def train(
     for step in range(plan.steps):
         optimizer.param_groups[0]["lr"] = plan.learning_rate * _schedule(step, plan)
         noise = plan.noise if step >= plan.clean_share * plan.steps else arithmetic.Noise(0.0, 0.0, 0.0)
-        tokens, targets = draw_batch(tokenizer, slots, kind, plan.batch_size, noise, rng)
+        limits = arithmetic.EASY_LIMITS if step < plan.easy_share * plan.steps else arithmetic.LIMITS[kind]
+        pairs = [arithmetic.draw_pair(rng, limits, reserved=True) for _ in range(plan.batch_size)]
+        tokens, targets = demonstrate(tokenizer, slots, kind, pairs, noise, rng)
         loss = imitation_loss(model, tokens, targets, ROWS[vocabulary] - len(used))
         optimizer.zero_grad()
         loss.backward()
@@ -126,12 +129,16 @@ def used_ids(tokenizer: Any) -> list[int]:
     return sorted(set(tokenizer(text)["input_ids"]))
 
 
-def draw_batch(
-    tokenizer: Any, slots: dict[int, int], kind: str, size: int, noise: arithmetic.Noise, rng: random.Random
+def demonstrate(
+    tokenizer: Any,
+    slots: dict[int, int],
+    kind: str,
+    pairs: Sequence[tuple[int, int]],
+    noise: arithmetic.Noise,
+    rng: random.Random,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`size` demonstrations as rows of `slots`, padded on the right: tokens (B, T), and targets (B, T - 1) of the
-    completion's tokens (the prompt's and the padding's are IGNORED)."""
-    pairs = [arithmetic.draw_pair(rng, arithmetic.LIMITS[kind], reserved=True) for _ in range(size)]
+    """A demonstration for each pair as a row of `slots`, padded on the right: tokens (B, T), and targets (B, T - 1) of
+    the completion's tokens (the prompt's and the padding's are IGNORED)."""
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": arithmetic.question(*pair)}], add_generation_prompt=True, tokenize=False
@@ -143,7 +150,7 @@ def draw_batch(
     rows = [prompt + rest for prompt, rest in zip(prompt_rows, _encode(tokenizer, slots, completions), strict=True)]
     width = max(map(len, rows))
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-    targets = torch.full((size, width), IGNORED)
+    targets = torch.full(tokens.shape, IGNORED)
     for index, (prompt, row) in enumerate(zip(prompt_rows, rows, strict=True)):
         targets[index, len(prompt) : len(row)] = tokens[index, len(prompt) : len(row)]
     return tokens, targets[:, 1:]

@@ -112,9 +112,10 @@ def _run_cold_start(recipe: dict[str, Any], folder: Path, report: Callable[[str]
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "RLOO_KIT_BACKEND": "transformers",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    command = [sys.executable, "-c", "from rloo_kit import tiny_model; tiny_model.run_as_program()"]
+    program = "from rloo_kit import tiny_model; tiny_model.run_as_program()"
+    command = [sys.executable, "-P", "-c", program]  # -P: nothing is imported from the working directory
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
             [*command, json.dumps(recipe), str(folder)],

@@ -141,7 +141,8 @@ def test_cold_start_trains_the_model_that_it_saves(
     small = Qwen3ForCausalLM(cold_start.model_config(short_plan, len(used) + 1))
     full = cold_start.with_full_table(small, short_plan, used, ROWS[vocabulary], tokenizer)
     slots = {token: slot for slot, token in enumerate(used)}
-    tokens, targets = cold_start.draw_batch(tokenizer, slots, "thinking", 2, short_plan.noise, random.Random(1))
+    pairs = [(47, 385), (12, 9)]
+    tokens, targets = cold_start.demonstrate(tokenizer, slots, "thinking", pairs, short_plan.noise, random.Random(1))
     with torch.no_grad():
         loss = cold_start.imitation_loss(small, tokens, targets, ROWS[vocabulary] - len(used))
         logits = full(input_ids=torch.tensor(used)[tokens]).logits[:, :-1]
