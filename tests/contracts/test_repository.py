@@ -90,6 +90,19 @@ def test_links_of_the_documents_lead_somewhere() -> None:
     assert not broken, "\n".join(broken)
 
 
+def test_paths_in_commands_exist() -> None:
+    """A command that is copied from a document fails on a config that was renamed."""
+    named = r"(?:configs|tests|benchmarks|rloo_kit|rewards|docs)/[\w/]+\.(?:yaml|py|md|json)"
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, text in texts()
+        if path.suffix in (".md", ".yaml")
+        for name in re.findall(rf"(?<![\w/]){named}", text)
+        if not (ROOT / name).exists() and not re.search(r"/(x\.|my_)", name)  # the reader's own
+    ]
+    assert not missing, "\n".join(missing)
+
+
 def test_every_make_target_is_explained_in_the_readme() -> None:
     """A target nobody reads of is not used; one that is only in the README does not run."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
