@@ -174,6 +174,10 @@ def _prepare(run: Any, with_rewards: bool = True) -> tuple[Any, Any, Any]:
     import rloo_kit as kit
 
     print(kit.setup_environment(run.model.backend), flush=True)
+    if with_rewards:
+        from rloo_kit.reward_registry import check_reward_names
+
+        check_reward_names(run)
     policy = kit.load_policy(run)
     print(f"policy: {policy.describe()}", flush=True)
     data = kit.load_data(run, policy.tokenizer)

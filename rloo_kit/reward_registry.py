@@ -89,6 +89,25 @@ def build_reward(run: Any, tokenizer: Any, entry: Any, key: str = "rewards") -> 
     return _build_one(key, entry, _bind(run, tokenizer), run)
 
 
+def check_reward_names(run: Any) -> None:
+    """Refuse a name that no reward has; needs no tokenizer, so it can come before a model is downloaded.
+
+    Raises:
+        ConfigError: the name, the nearest one and all that are known.
+    """
+    for index, entry in enumerate(run.rewards):
+        if ":" not in entry.name:
+            _check_name(f"rewards.{index}", entry.name)
+
+
+def _check_name(key: str, name: str) -> None:
+    if name not in REGISTRY:
+        raise ConfigError(
+            f"{key}.name: there is no reward '{name}'{_nearest(name, REGISTRY)}. Known: {', '.join(REGISTRY)}; a "
+            "function of your own is module:function"
+        )
+
+
 def _bind(run: Any, tokenizer: Any) -> dict[str, Any]:
     vocab = tokenizer.get_vocab()
     end_ids = [tokenizer.eos_token_id, *(vocab.get(token) for token in END_TOKENS)]
@@ -105,13 +124,8 @@ def _bind(run: Any, tokenizer: Any) -> dict[str, Any]:
 def _build_one(key: str, entry: Any, bound: dict[str, Any], run: Any) -> Any:
     if ":" in entry.name:
         return _build_worker(key, entry, run)
-    factory = REGISTRY.get(entry.name)
-    if factory is None:
-        near = _nearest(entry.name, REGISTRY)
-        raise ConfigError(
-            f"{key}.name: there is no reward '{entry.name}'{near}. Known: {', '.join(REGISTRY)}; a function of your "
-            "own is module:function"
-        )
+    _check_name(key, entry.name)
+    factory = REGISTRY[entry.name]
     takes = [name for name in inspect.signature(factory).parameters if name not in BOUND_ONLY]
     for name in entry.params:
         if name not in takes:

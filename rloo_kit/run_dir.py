@@ -70,7 +70,7 @@ class RunDir:
 
         Raises:
             RunExistsError: a run lies there and neither flag is given, it is being written right now, or the folder
-                holds something that is not a run.
+                holds something that is not a run. One that failed before its first step is no run.
             RunNotFoundError: `resume`, and no run lies there.
             ConfigError: both flags; or `resume` with a configuration that would train something else.
             SetupError: the folder cannot be made or written.
@@ -93,11 +93,16 @@ class RunDir:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         self.resumed = resume
-        if overwrite:
+        if overwrite or self._never_began():
             self._delete_run()
         self.write_text("config.yaml", run.to_yaml())
         self.write_json("versions.json", describe_versions())
         self.set_status("running", **({} if resume else {"step": 0}))
+
+    def _never_began(self) -> bool:
+        """Whether the run that lies here failed before its first step (a mistyped model): nothing to go on with."""
+        status = self.status()
+        return status.get("state") == "failed" and not status.get("step")
 
     def check(self, run: Run, *, resume: bool = False, overwrite: bool = False) -> None:
         """The refusals of `create`, without touching anything: to be asked before slow work is done."""
@@ -108,7 +113,7 @@ class RunDir:
             if state is None:
                 raise RunNotFoundError(f"there is no run to resume in {self.folder}; start it without --resume")
             refuse_changes(self.folder / "config.yaml", run.to_yaml())
-        elif state is not None and not overwrite:
+        elif state is not None and not overwrite and not self._never_began():
             step = self.status().get("step")
             raise RunExistsError(
                 f"{self.folder} holds a run already ({state}{f' at step {step}' if step else ''}): go on with it with "

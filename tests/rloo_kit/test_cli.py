@@ -71,6 +71,14 @@ def test_config_prints_a_run_that_loads_back(config_file, tmp_path):
     assert load_config(again) == load_config(config_file, "rloo.beta=0.5", "eval.thinking_budgets=[2, 4]")
 
 
+def test_a_mistyped_reward_is_refused_before_the_model_is_loaded(config_file):
+    """A download of gigabytes came before the news that no reward has that name."""
+    words = ("train", config_file, "rewards=[{name: lenght_reward}]", "model.name=/nowhere/at/all")
+    code, _, said = call(*words)
+    assert code == 2 and "there is no reward 'lenght_reward'; did you mean 'length_reward'?" in said
+    assert "/nowhere" not in said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -67,6 +67,14 @@ def test_a_run_that_is_there_is_refused(run, state):
     assert isinstance(error.value, FileExistsError)
 
 
+def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(run):
+    """A mistyped model name once had to be mended twice: in the command, and with --overwrite."""
+    with pytest.raises(ValueError, match="no such model"), RunDir.create(run):
+        raise ValueError("no such model")
+    with RunDir.create(run) as run_dir:
+        assert run_dir.status()["state"] == "running"
+
+
 def test_overwrite_deletes_the_run_and_nothing_else(run):
     """Notes that somebody keeps beside a run are not the kit's to delete."""
     with RunDir.create(run) as run_dir:
