@@ -394,3 +394,23 @@ def test_trainer_settings_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     args.bf16 = True
     with unsloth.keep_precision(args):
         assert unsloth.PRECISION_VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(("wanted", "threads"), [(None, 1), ("2", 2)])
+def test_an_embedded_model_takes_one_thread(wanted, threads, make_run, tiny_folder, monkeypatch):
+    """Two threads that wait for each other made a demo of two minutes last twenty on a busy machine."""
+    import torch
+
+    from rloo_kit import tiny_model
+
+    monkeypatch.setattr(tiny_model, "build", lambda *_, **__: tiny_folder)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if wanted:
+        monkeypatch.setenv("OMP_NUM_THREADS", wanted)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        load(make_run(name="embedded/thinking"))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
