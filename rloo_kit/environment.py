@@ -26,6 +26,7 @@ from rloo_kit.progress import set_up_progress
 from rloo_kit.versions import installed_version, installed_versions, is_cpu_torch, is_importable
 
 BACKENDS = ("unsloth", "transformers")
+CACHE_VARIABLE = "RLOO_KIT_CACHE"
 BACKEND_VARIABLE = "RLOO_KIT_BACKEND"
 BF16_CAPABILITY = (8, 0)  # Ampere and later do bf16 in hardware; Turing and Volta only emulate it
 PRECISIONS = {  # name: (torch's dtype, what ACCELERATE_MIXED_PRECISION says)
@@ -151,12 +152,14 @@ def choose_backend(requested: str, card: Card | None, card_reason: str) -> tuple
 
 
 def cache_folder() -> Path:
-    """The kit's own cache, made if need be: RLOO_KIT_CACHE, else `rloo-kit` in XDG_CACHE_HOME or `~/.cache`.
+    """The kit's own cache: RLOO_KIT_CACHE as it stands, else `rloo-kit` in XDG_CACHE_HOME or `~/.cache`.
 
-    Where that cannot be written (a read-only home), a folder of this user in the temporary directory.
+    Where the latter cannot be written (a read-only home), a folder of this user in the temporary directory.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.get("RLOO_KIT_CACHE") or base / "rloo-kit").expanduser()
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "rloo-kit"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

@@ -22,18 +22,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.environment import CACHE_VARIABLE, cache_folder
 from rloo_kit.errors import ConfigError, SetupError
 
-CACHE_VARIABLE = "RLOO_KIT_CACHE"
 RECORD = "embedded.json"  # what was built, and the sign that the folder is complete
 _SOURCES = ("arithmetic.py", "cold_start.py", "tiny_tokenizer.py")
 _LIBRARIES = ("torch", "transformers", "tokenizers")
 _PROGRESS = "progress: "
-
-
-def cache_folder() -> Path:
-    """Where built models are kept: RLOO_KIT_CACHE, else `.cache/rloo-kit` in the home folder."""
-    return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/rloo-kit").expanduser()
 
 
 def build(
