@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rloo_kit import _stack
+from rloo_kit.advantages import KL_FORMS
 from rloo_kit.config_batch import check_generation_batch, count_processes
 from rloo_kit.config_errors import suggest
 from rloo_kit.errors import ConfigError
@@ -29,7 +30,6 @@ import trl
 
 __all__ = ["RLOOConfig", "prepare_old_dataset", "translate_trainer_arguments"]
 
-KL_FORMS = ("sum", "length_normalized", "per_token")
 REFERENCES = ("start", "base")
 
 
