@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rloo_kit import _stack
-from rloo_kit.advantages import KL_FORMS
 from rloo_kit.config_batch import check_generation_batch, count_processes
 from rloo_kit.config_errors import suggest
 from rloo_kit.errors import ConfigError
@@ -27,6 +26,8 @@ _stack.load_stack()
 
 import torch
 import trl
+
+from rloo_kit.advantages import KL_FORMS
 
 __all__ = ["RLOOConfig", "prepare_old_dataset", "translate_trainer_arguments"]
 
