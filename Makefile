@@ -67,9 +67,7 @@ test-gpu: $(STAMP_DEV) ## the tests that need a CUDA card (skipped, with the rea
 check: lint test ## lint and test
 
 notebooks: $(STAMP_DEV) ## generate the notebooks from their sources
-	@if ls notebooks/*.py >/dev/null 2>&1; then \
-		$(BIN)/python $(PIP_INSTALL) -e '.[notebook]' && $(BIN)/jupytext --to ipynb --update notebooks/*.py; \
-	else echo "no notebooks in this version"; fi
+	$(BIN)/jupytext --to ipynb --update notebooks/*.py
 
 bench: $(STAMP) ## measure the demo again for seeds 0, 1 and 2; figures go to benchmarks/results/
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/demo_learning.py
@@ -101,13 +99,13 @@ endef
 $(STAMP): $(REQUIRED) | $(BIN)/python
 	@echo "installing the packages of rloo-kit$(if $(HAS_GPU), with Unsloth for the NVIDIA card) into $(VENV)"
 	$(torch_first)
-	$(BIN)/python $(PIP_INSTALL) -e '.$(addsuffix ],$(addprefix [,$(GPU_EXTRA)))'
+	$(BIN)/python $(PIP_INSTALL) -e '.[notebook$(addprefix $(comma),$(GPU_EXTRA))]'
 	@touch $@
 
 $(STAMP_DEV): $(REQUIRED) | $(BIN)/python
 	@echo "installing the packages of rloo-kit and its tests$(if $(HAS_GPU), with Unsloth for the NVIDIA card) into $(VENV)"
 	$(torch_first)
-	$(BIN)/python $(PIP_INSTALL) -e '.[dev,math$(addprefix $(comma),$(GPU_EXTRA))]'
+	$(BIN)/python $(PIP_INSTALL) -e '.[dev,math,notebook$(addprefix $(comma),$(GPU_EXTRA))]'
 	@touch $(STAMP) $@
 
 # unsloth and unsloth-zoo come without what they require: torchvision and xformers have no builds that fit a CPU torch.

@@ -62,16 +62,16 @@ def test_torch_index_is_for_torch_only_and_comes_first(clone: Path) -> None:
     """An index of torch builds does not carry the other packages in the locked versions."""
     first, second = installs(clone, "demo", "HAS_GPU=", "TORCH_INDEX=file:///builds")
     assert first.endswith("--index-url file:///builds torch")
-    assert "index-url" not in second and second.endswith("-e '.'")
+    assert "index-url" not in second and second.endswith("-e '.[notebook]'")
 
 
 def test_a_card_adds_the_gpu_extra(clone: Path, tmp_path: Path) -> None:
     """torchvision has to come from the index that torch came from, or its operators do not load."""
     script(tmp_path, "nvidia-smi", "echo 'GPU 0: a card'")
     torch, kit = installs(clone, "demo", "TORCH_INDEX=file:///builds", path=str(tmp_path))
-    assert torch.endswith("torch torchvision") and kit.endswith("-e '.[gpu]'")
-    assert installs(clone, "test", path=str(tmp_path))[0].endswith("-e '.[dev,math,gpu]'")
-    assert installs(clone, "demo", "NO_GPU=1", path=str(tmp_path))[0].endswith("-e '.'")
+    assert torch.endswith("torch torchvision") and kit.endswith("-e '.[notebook,gpu]'")
+    assert installs(clone, "test", path=str(tmp_path))[0].endswith("-e '.[dev,math,notebook,gpu]'")
+    assert installs(clone, "demo", "NO_GPU=1", path=str(tmp_path))[0].endswith("-e '.[notebook]'")
 
 
 def test_an_nvidia_smi_without_a_card_adds_nothing(clone: Path, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_an_nvidia_smi_without_a_card_adds_nothing(clone: Path, tmp_path: Path) 
     if Path("/proc/driver/nvidia/version").exists():
         pytest.skip("this machine has an NVIDIA driver, which is the other sign of a card")
     script(tmp_path, "nvidia-smi", "echo 'NVIDIA-SMI has failed: no driver'; exit 9")
-    assert installs(clone, "demo", path=str(tmp_path))[0].endswith("-e '.'")
+    assert installs(clone, "demo", path=str(tmp_path))[0].endswith("-e '.[notebook]'")
 
 
 def test_nothing_is_installed_twice(clone: Path) -> None:
