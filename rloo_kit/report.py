@@ -13,7 +13,7 @@ from typing import Any
 from rloo_kit.measurement import Comparison, Evaluation, compare
 from rloo_kit.report_figures import draw_accuracies, draw_learning_curve
 from rloo_kit.report_style import STYLE_SHEET
-from rloo_kit.run_dir import write_text
+from rloo_kit.run_dir import RunDir
 from rloo_kit.versions import installed_versions
 
 FILES = {
@@ -32,7 +32,7 @@ _PICTURED = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t
 
 
 def write_report(run: Any, result: Any, before: Evaluation | None = None, after: Evaluation | None = None) -> Path:
-    """Write `report.html` into the run's folder.
+    """Write `report.html` into the run's folder, and the evaluations it shows as `before.json` and `after.json`.
 
     Args:
         run: the `RunConfig`.
@@ -43,6 +43,11 @@ def write_report(run: Any, result: Any, before: Evaluation | None = None, after:
         The file.
     """
     folder = Path(result.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    run_dir = RunDir(folder)
+    for name, evaluation in (("before.json", before), ("after.json", after)):
+        if evaluation is not None:
+            run_dir.write_json(name, evaluation.to_dict())
     comparison = compare(before, after) if before is not None and after is not None else None
     sections = [
         _headline(run, result, before, after, comparison),
@@ -57,8 +62,7 @@ def write_report(run: Any, result: Any, before: Evaluation | None = None, after:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<style>{STYLE_SHEET}</style>\n</head>\n<body>\n<main>\n{''.join(sections)}</main>\n</body>\n</html>\n"
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    return write_text(folder / "report.html", page)
+    return run_dir.write_text("report.html", page)
 
 
 def _headline(

@@ -1,5 +1,6 @@
 """The report: one file that opens anywhere, in light and dark, whatever the model wrote into its completions."""
 
+import json
 import re
 from html.parser import HTMLParser
 from types import SimpleNamespace
@@ -134,6 +135,18 @@ def test_report_holds_everything(written: str, evaluations: tuple[Evaluation, Ev
     assert {"adapter", "config.yaml", "versions.json"} <= set(page.values("href"))
     assert "rollouts.jsonl" not in page.values("href")  # it is not there
     assert sum(tag == "svg" for tag, _ in page.tags) == 1 + 6
+
+
+def test_the_evaluations_are_kept_beside_the_report(
+    run: RunConfig, result: Any, evaluations: tuple[Evaluation, Evaluation]
+) -> None:
+    """A notebook kept no before.json, so `rloo-kit report` lost its accuracies and a batch had none to compare."""
+    page = write_report(run, result, *evaluations).read_text()
+    saved = [
+        Evaluation.from_dict(json.loads((result.folder / name).read_text())) for name in ("before.json", "after.json")
+    ]
+    assert tuple(saved) == evaluations
+    assert "before.json" in page and write_report(run, result, *saved).read_text() == page
 
 
 def test_report_is_self_contained(written: str) -> None:
