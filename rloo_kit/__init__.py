@@ -24,6 +24,8 @@ _EXPORTS = {
     "write_report": "report",
     "release_memory": "kernel",
     "bind_think_tags": "tokens",
+    "split_thinking": "tokens",
+    "read_parameters": "parameters",
     "RLOOConfig": "rloo_config",
     "RLOOTrainer": "trainer",
     "RlooKitError": "errors",
