@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from rloo_kit.config_batch import count_processes
-from rloo_kit.config_errors import explain_error
+from rloo_kit.config_errors import explain_error, explain_errors
 from rloo_kit.config_sections import (
     DataSection,
     EvalSection,
@@ -22,7 +22,7 @@ from rloo_kit.config_sections import (
     RunSection,
     Section,
 )
-from rloo_kit.config_yaml import Key, Lines, apply_override, dump_yaml, merge, read_file
+from rloo_kit.config_yaml import apply_override, dump_yaml, merge, read_file
 from rloo_kit.errors import ConfigError
 from rloo_kit.old_names import CONFIG_NAMES, forget_overruled, translate_file
 
@@ -161,26 +161,6 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_explain(error, path, lines, changed)) from None
+        raise ConfigError(explain_errors(error, RunConfig, path, lines, changed)) from None
     config._source = path
     return config
-
-
-def _explain(error: ValidationError, path: Path, lines: Lines, changed: dict[Key, str]) -> str:
-    """All faults of a file, one a line, each with the place it came from."""
-    messages: dict[str, None] = {}  # a dict, because a union reports the same fault once for each of its branches
-    for entry in error.errors():
-        place = _place(tuple(entry["loc"]), path, lines, changed)
-        messages |= {f"{place}: {message}": None for message in explain_error(entry, RunConfig).split("\n")}
-    return "\n".join(messages)
-
-
-def _place(where: Key, path: Path, lines: Lines, changed: dict[Key, str]) -> str:
-    """The override or the line that a fault comes from; for a whole section, its line and what was overridden in it."""
-    for key, override in changed.items():
-        if where[: len(key)] == key:
-            return f"override {override}"
-    line = next((lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), None)
-    within = [override for key, override in changed.items() if key[: len(where)] == where]
-    place = f"{path}:{line}" if line else str(path)
-    return f"{place} with {', '.join(within)}" if within else place

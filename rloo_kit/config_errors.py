@@ -5,11 +5,13 @@ unknown key, the nearest known one.
 """
 
 import difflib
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
+from rloo_kit.config_yaml import Key, Lines
 from rloo_kit.old_names import CONFIG_NAMES
 
 
@@ -92,6 +94,34 @@ def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:
         return f"{key}: is empty; it needs at least {context['min_length']}"
     quote = " (put it in quotes)" if kind == "string_type" and isinstance(found, (int, float)) else ""
     return f"{key}: is {_show(found)}; it takes {describe_type(annotation)}{quote}"
+
+
+def explain_errors(
+    error: ValidationError, model: type[BaseModel], path: Path, lines: Lines, changed: dict[Key, str]
+) -> str:
+    """All faults of a file, one a line, each with the place it came from.
+
+    Args:
+        error: of the validation of `model`.
+        path, lines: the file and the line of each of its keys.
+        changed: the keys that an override set, with its text.
+    """
+    messages: dict[str, None] = {}  # a dict, because a union reports the same fault once for each of its branches
+    for entry in error.errors():
+        place = _place(tuple(entry["loc"]), path, lines, changed)
+        messages |= {f"{place}: {message}": None for message in explain_error(entry, model).split("\n")}
+    return "\n".join(messages)
+
+
+def _place(where: Key, path: Path, lines: Lines, changed: dict[Key, str]) -> str:
+    """The override or the line that a fault comes from; for a whole section, its line and what was overridden in it."""
+    for key, override in changed.items():
+        if where[: len(key)] == key:
+            return f"override {override}"
+    line = next((lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), None)
+    within = [override for key, override in changed.items() if key[: len(where)] == where]
+    place = f"{path}:{line}" if line else str(path)
+    return f"{place} with {', '.join(within)}" if within else place
 
 
 def _whole(value: Any) -> Any:

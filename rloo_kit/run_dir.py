@@ -128,19 +128,12 @@ class RunDir:
 
     def _take_lock(self) -> None:
         try:
-            import fcntl
-        except ImportError:  # not on Windows: two writers are then not noticed
-            return
-        lock = open(self.folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held until close)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
+            self._lock = lock_folder(self.folder)
+        except BlockingIOError:
             raise RunExistsError(
                 f"{self.folder} is being written by another process ({self.status().get('pid', 'unknown')}): wait for "
                 "it, stop it, or give this run another name with run.name=..."
             ) from None
-        self._lock = lock
 
     def _delete_run(self) -> None:
         for name in FILES:
@@ -177,14 +170,11 @@ class RunDir:
 
     def write_json(self, name: str, value: Any) -> Path:
         """`write_text` of `value` as JSON; NaN and infinities, which JSON has not, become null."""
-        return self.write_text(name, json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n")
+        return write_json(self.folder / name, value)
 
     def read_json(self, name: str) -> Any:
         """The value of a JSON file, or None where there is none (or none that can be read)."""
-        try:
-            return json.loads((self.folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
+        return read_json(self.folder / name)
 
     def append_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
         """Add one line a row and hand them to the system at once, so that a crash loses none of them."""
@@ -262,6 +252,41 @@ def write_text(path: Path, text: str) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def write_json(path: Path, value: Any) -> Path:
+    """`write_text` of `value` as JSON; NaN and infinities, which JSON has not, become null."""
+    return write_text(path, json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file, or None where there is none (or none that can be read)."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def lock_folder(folder: Path) -> IO[str] | None:
+    """Take the folder's lock; it is let go when the file is closed or the process ends, however it ends.
+
+    Returns:
+        The open lock file; None on a system without locks (Windows), where two writers are not noticed.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held until closed)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise BlockingIOError(f"{folder} is locked") from None
+    return lock
 
 
 def describe_versions() -> dict[str, Any]:
