@@ -142,8 +142,8 @@ def _way_to(name: str) -> str:
     """How a name that the configuration knows is given to a notebook."""
     if name in KNOWN:
         return f"set {name}"
-    keys = _keys_of(name)
-    return f'it is a key of the configuration: put it into overrides, as overrides = "{" or ".join(keys)}=..."'
+    ways = " or ".join(f'overrides = "{key}=..."' for key in _keys_of(name))
+    return f"it is a key of the configuration, so it goes into overrides: {ways}"
 
 
 def _keys_of(name: str) -> list[str]:
