@@ -6,7 +6,6 @@ flushed, at most every few seconds (nbclient keeps each flush as an output of it
 
 import re
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -17,13 +16,13 @@ from rloo_kit._stack import load_stack
 
 load_stack()
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
 
 from rloo_kit.health import Finding, SignalWatch
 from rloo_kit.run_dir import RunDir
+from rloo_kit.text_tables import print_table
 from rloo_kit.tokens import ThinkTags, split_thinking
 
 CHAT_TOKENS = re.compile(r"<\|\w+\|>")
@@ -177,11 +176,7 @@ class SampleTable(TrainerCallback):
         period = state.global_step // self.every_steps
         if self.rollouts.rows and period != self._shown:
             self._shown = period
-            console = Console()
-            if not (console.is_terminal or console.is_jupyter):
-                console = Console(width=120)
-            console.print(self.table(f"Completions of step {state.global_step}"))
-            sys.stdout.flush()
+            print_table(self.table(f"Completions of step {state.global_step}"))
 
     def table(self, title: str) -> Table:
         """Completions of the last batch, one of each prompt first, as a rich table."""

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rloo_kit.environment import Environment, cache_folder, prepare_environment
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.nvml import find_holders
+from rloo_kit.text_tables import as_text, print_table
 from rloo_kit.versions import TESTED, TESTED_EXTRAS, TESTED_PYTHON, in_range, is_importable
 
 HUB_TIMEOUT_S = 3.0
@@ -32,7 +32,6 @@ PROBE_TIMEOUT_S = 120.0
 DISK_LOW_GIB, DISK_FULL_GIB = 10.0, 1.0  # a 4-bit Qwen3-4B takes 2.5 GiB, its checkpoints little
 HELD_BY_OTHERS_GIB = 1.0
 GIB = 2**30
-WIDTH = 110  # of the tables where there is no terminal
 _REINSTALL = "make setup (or pip install -c constraints.txt -e .)"
 
 
@@ -66,10 +65,7 @@ class Report:
         }
 
     def __str__(self) -> str:
-        console = Console(width=WIDTH, color_system=None, force_jupyter=False)
-        with console.capture() as capture:
-            console.print(self._table())
-        return f"{self.environment}\n{capture.get().rstrip()}"
+        return f"{self.environment}\n{as_text(self._table())}"
 
     __repr__ = __str__
 
@@ -123,8 +119,7 @@ def run_doctor(json: bool = False) -> int:
         print(json_text.dumps(report.to_dict(), indent=2))
     else:
         print(report.environment)
-        console = Console()
-        (console if console.is_terminal else Console(width=WIDTH)).print(report._table())
+        print_table(report._table())
     return report.exit_code
 
 

@@ -5,7 +5,6 @@ one (Unsloth, where it is the backend) and the check of the import order are in 
 `setup_environment()`; modules that only want to know what was settled ask `current()`.
 """
 
-import io
 import os
 import shutil
 import sys
@@ -15,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +21,7 @@ from rloo_kit.env_file import EXPECTED_KEYS, EnvFile, find_token, load_env_file
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.nvml import Card, Cards, find_cards
 from rloo_kit.progress import set_up_progress
+from rloo_kit.text_tables import WIDTH, as_text
 from rloo_kit.versions import installed_version, installed_versions, is_cpu_torch, is_importable
 
 BACKENDS = ("unsloth", "transformers")
@@ -101,7 +100,7 @@ class Environment:
     __repr__ = __str__
 
 
-def render_rows(rows: Sequence[tuple[str, str]], title: str, width: int = 110) -> str:
+def render_rows(rows: Sequence[tuple[str, str]], title: str, width: int = WIDTH) -> str:
     """A two-column table as plain text, `width` columns at most and no wider than the terminal."""
     if sys.stdout is not None and sys.stdout.isatty():
         width = min(width, shutil.get_terminal_size().columns)
@@ -110,9 +109,7 @@ def render_rows(rows: Sequence[tuple[str, str]], title: str, width: int = 110) -
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(Text(name), Text(value))
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
-    console.print(table)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+    return as_text(table, width)
 
 
 def choose_precision(card: Card | None) -> tuple[str, str]:

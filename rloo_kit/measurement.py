@@ -4,11 +4,11 @@ Left out: how it is measured (`evaluation`) and how the intervals are made (`int
 `after.json` hold, so a report can be written again on a machine without torch.
 """
 
-import io
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rloo_kit.intervals import Estimate, paired_difference, unpaired_difference
+from rloo_kit.text_tables import as_text
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Evaluation:
         return table
 
     def __str__(self) -> str:
-        return _as_text(self)
+        return as_text(self)
 
 
 @dataclass(frozen=True)
@@ -189,11 +189,3 @@ def _with_interval(value: float | None, low: float | None, high: float | None) -
 
 def _signed(value: float | None, low: float | None, high: float | None) -> str:
     return "" if value is None else f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
-
-
-def _as_text(renderable: Any) -> str:
-    from rich.console import Console
-
-    console = Console(width=100, file=io.StringIO(), force_terminal=False)
-    console.print(renderable)
-    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 tqdm reads no such variable: in a notebook `tqdm.auto` takes widgets, which a batch runner's log shows once, frozen at
 0 %. So set-up puts a module of its own in the place of `tqdm.autonotebook`, where `tqdm.auto` looks for the notebook
-bar, before anything imports `tqdm.auto`; it offers the text bar of `tqdm.std`. `TQDM_NOTEBOOK=true` leaves tqdm alone.
+bar, before anything imports `tqdm.auto`; it offers `rloo_kit.text_bars`. `TQDM_NOTEBOOK=true` leaves tqdm alone.
 The training loop's own progress line does not depend on it (`rloo_kit.callbacks`).
 """
 
@@ -32,17 +32,18 @@ def set_up_progress() -> str:
     os.environ[VARIABLE] = "true" if value in _TRUE else "false"
     if value in _TRUE:
         return f"left to tqdm ({VARIABLE}=true)"
-    std = import_module("tqdm.std")
-    loaded = sys.modules.get(_NAME)
-    if loaded is None:
-        sys.modules[_NAME] = _text_module(std)
-    elif loaded.tqdm is not std.tqdm:
-        return "notebook widgets: tqdm.auto was imported before set-up; restart the kernel and run set-up first"
-    return f"text ({VARIABLE}=false)"
+    bars = import_module("rloo_kit.text_bars")
+    loaded = sys.modules.setdefault(_NAME, _text_module(bars))
+    if loaded.tqdm is bars.TextBar:
+        return f"text ({VARIABLE}=false)"
+    late = "tqdm.auto was imported before set-up; restart the kernel and run set-up first"
+    if loaded.tqdm is import_module("tqdm.std").tqdm:
+        return f"text that redraws itself, for terminals only: {late}"
+    return f"notebook widgets: {late}"
 
 
-def _text_module(std: ModuleType) -> ModuleType:
+def _text_module(bars: ModuleType) -> ModuleType:
     module = ModuleType(_NAME, "rloo-kit's stand-in: text bars in notebooks too (TQDM_NOTEBOOK=false).")
     module.__spec__ = ModuleSpec(_NAME, loader=None)  # without one importlib.util.find_spec raises
-    module.__dict__.update(tqdm=std.tqdm, trange=std.trange, __all__=["tqdm", "trange"])
+    module.__dict__.update(tqdm=bars.TextBar, trange=bars.trange, __all__=["tqdm", "trange"])
     return module

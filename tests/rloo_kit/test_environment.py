@@ -152,10 +152,11 @@ def test_text_bars_reach_tqdm_auto(run_fresh: Run) -> None:
     """TQDM_NOTEBOOK is read by no library: bars in a papermill log were frozen at 0 %."""
     code = """
 rloo_kit.setup_environment()
-import importlib.util, tqdm.auto, tqdm.std, tqdm.asyncio
+import importlib.util, tqdm.auto, tqdm.asyncio
 assert importlib.util.find_spec("tqdm.autonotebook") is not None
 from tqdm.autonotebook import tqdm as bar, trange
-assert tqdm.auto.tqdm is tqdm.asyncio.tqdm_asyncio and bar is tqdm.std.tqdm and list(trange(2)) == [0, 1]
+assert issubclass(tqdm.auto.tqdm, (bar, tqdm.asyncio.tqdm_asyncio)) and list(trange(2)) == [0, 1]
+assert tqdm.auto.tqdm.__mro__[1] is bar and bar.__module__ == 'rloo_kit.text_bars'
 print(os.environ["TQDM_NOTEBOOK"], sys.modules["tqdm.autonotebook"].__doc__[:8])
 """
     assert printed(run_fresh(code)) == "false rloo-kit"
