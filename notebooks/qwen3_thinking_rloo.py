@@ -1,0 +1,433 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # RLOO on Qwen3-4B-Thinking
+#
+# This notebook trains a model with reinforcement learning, start to end: load it, measure it, train it, measure it
+# again, look at what changed, save it, use it. It needs one NVIDIA card and `make setup` on that machine, and it
+# downloads the model (about 3 GB) and the data once. `arithmetic_thinking` shows the same on any machine in minutes.
+#
+# **The model** is Qwen3-4B-Thinking-2507 with 4-bit weights. It first thinks, for hundreds or thousands of tokens,
+# closes its thinking with `</think>`, and then writes the answer. The task is school mathematics (GSM8K).
+#
+# **The training** is RLOO: REINFORCE with a leave-one-out baseline. Nobody shows the model how to solve a problem. It
+# is told whether its answer is right, and, with a fifth of the weight, whether it closed its thinking and ended
+# properly.
+#
+# `qwen3_instruct_rloo` is the twin without thinking. How long a run takes on a card has not been measured yet.
+
+# %% [markdown]
+# ## 1. Set up
+#
+# This cell comes before everything else, because the heavy libraries have to be imported in the right order. It reads
+# the project's `.env`, finds the graphics card if there is one, and chooses the number format to compute in.
+
+# %%
+import itertools
+import json
+import statistics
+
+import rloo_kit as kit
+
+print(kit.setup_environment())
+
+# %% [markdown]
+# ## 2. Parameters
+#
+# The next cell is the one to edit. Its values win over those of the file that `config` names; a value that the file
+# has and the cell has not is changed through `overrides`. A batch sets them from outside, and nothing else has to
+# change: `papermill NOTEBOOK.ipynb OUTPUT.ipynb -p max_steps 20 -p beta 0.01`. A name or a value that makes no sense
+# is refused.
+#
+# If the run's folder holds a run already: `resume = True` goes on with it, `overwrite = True` deletes it and starts
+# anew.
+
+# %% [markdown]
+# ### What fits on which card
+#
+# The values below are for a card with 40 GB. For a smaller one set these three together (computed, not measured):
+#
+# | card | `config` | `num_generations` | `max_completion_length` |
+# |---|---|---|---|
+# | 8 GB | `configs/qwen3_4b_thinking_8gb.yaml` | 4 | 4096 |
+# | 12 GB | `configs/qwen3_4b_thinking_12gb.yaml` | 8 | 4096 |
+# | 16 GB | `configs/qwen3_4b_thinking_16gb.yaml` | 8 | 6144 |
+# | 24 GB | `configs/qwen3_4b_thinking_24gb.yaml` | 8 | 12288 |
+#
+# Out of memory all the same? Lower `max_completion_length` first, then `num_generations`: during the rollout the
+# cache of all completions of a group lies on the card at once, and that is what fills it.
+
+# %% tags=["parameters"]
+# Parameters: plain values. papermill replaces them: papermill ... -p max_steps 20
+config = "configs/qwen3_4b_thinking.yaml"  # one run = one file; relative to the project's folder
+run_name = ""  # folder of the run in output_dir; empty: the file's name
+output_dir = "outputs"
+max_steps = 200
+num_generations = 16  # K
+learning_rate = 1e-5
+beta = 0.0
+max_completion_length = 12288
+eval_prompts = 100
+seed = 0
+overrides = ""  # more keys of the file: "rloo.temperature=0.9 eval.num_samples=4"
+resume = False
+overwrite = False
+
+# %%
+parameters = kit.read_parameters(globals())
+run = kit.load_config(parameters.config, *parameters.overrides)
+print(parameters)
+print(f"\nthe run's folder: {run.folder}")
+
+# %% [markdown]
+# ## 3. The policy
+#
+# The policy is the model that is trained. It gives each possible next token a probability; sampling from it token by
+# token makes a completion. Its own weights stay as they are. What is trained is an adapter (LoRA): small matrices
+# beside the large ones, at first without any effect.
+
+# %%
+policy = kit.load_policy(run)
+print(policy.describe())
+
+# %% [markdown]
+# ## 4. The data
+#
+# Prompts, each with the right answer. Some are held out: the model never trains on them, and accuracy is measured on
+# them alone. No prompt is in both parts.
+
+# %%
+data = kit.load_data(run, policy.tokenizer)
+print(data)
+print(data.train[0]["prompt"])
+print("the right answer:", data.train[0]["answer"])
+
+# %% [markdown]
+# The prompt ends with `<think>`: the thinking is open already when the model begins to write. So a completion is the
+# thinking, then the one token `</think>`, then the answer. The two are always parted by the **id of that token**.
+# Text cannot tell: a model can spell out the letters of `</think>` without closing anything.
+
+# %% [markdown]
+# ## 5. The reward
+#
+# A reward is a function that looks at a completion and returns a number. Here it is *verifiable*: a program checks,
+# no person and no second model has to judge. `answer_reward` is 1 if the answer is right and 0 if it is not. It looks
+# at the answer alone, so the model is free to think whatever helps. Several rewards are added up, each with its
+# weight.
+#
+# The reward is all that the model is told. It gets better at whatever raises that number, intended or not.
+
+# %%
+reward_funcs = kit.build_rewards(run, policy.tokenizer)
+
+# %% [markdown]
+# ## 6. Before training
+#
+# Where does it stand? The policy answers held-out prompts, sampled at temperature 1, which is how it is trained.
+# *Greedy* takes the likeliest token every time. The interval says where the true accuracy lies with 95 % confidence;
+# with few prompts it is wide.
+
+# %%
+before = kit.evaluate(run, policy, data.test, "before")
+print(before)
+
+# %%
+kit.show_completions(before, num=4)
+
+# %% [markdown]
+# ## 7. How RLOO learns
+#
+# **REINFORCE**, the oldest of these methods, samples a completion, asks for its reward, and changes the weights so
+# that the completion becomes more likely, in proportion to the reward:
+#
+# $$\text{gradient} = R \cdot \nabla \log \pi(\text{completion})$$
+#
+# That is right on average, and very noisy. If nine of ten completions are right, nearly every step says "more of
+# this", also to the tokens that had nothing to do with it. What should count is not whether a completion is good, but
+# whether it is **better than could be expected** for this prompt. What could be expected is called the *baseline*.
+
+# %% [markdown]
+# ### The leave-one-out baseline
+#
+# RLOO samples a group of $K$ completions for each prompt (`num_generations`). What could be expected from one of them
+# is the mean reward of its siblings, the other $K - 1$. The difference is its *advantage*:
+#
+# $$A_i = R_i - \frac{1}{K-1} \sum_{j \neq i} R_j$$
+#
+# The policy itself is the yardstick. No second network has to learn what to expect, as in PPO. (Kool et al. 2019;
+# Ahmadian et al. 2024, "Back to Basics", arXiv 2402.14740.) An example with $K = 4$, of which two are right:
+
+# %%
+rewards = [1.0, 0.0, 0.0, 1.0]
+K = len(rewards)
+for number, reward in enumerate(rewards, 1):
+    siblings = (sum(rewards) - reward) / (K - 1)
+    advantage = reward - siblings
+    print(f"completion {number}: reward {reward:.0f}, siblings' mean {siblings:.2f}, advantage {advantage:+.2f}")
+
+# %% [markdown]
+# Right ones are made more likely, wrong ones less, and the advantages of a group add up to zero. In a group where all
+# are right, or all are wrong, every advantage is 0: such a prompt teaches nothing in this step. It is too easy or too
+# hard for the policy of today.
+
+# %% [markdown]
+# ### Why it is calmer, and still right
+#
+# **Still right (unbiased).** The siblings were sampled independently of completion $i$, so their mean $b_i$ knows
+# nothing about it. What it adds to the gradient is $b_i \cdot \nabla \log \pi$, and that is zero on average, whatever
+# $b_i$ is. With the completion's own reward in the baseline this would not hold exactly.
+#
+# **Calmer (lower variance).** The noise of a gradient grows with the mean square of the factor in front of it, as
+# long as right and wrong completions have gradients of about the same size. Plain REINFORCE has $R$ in front, RLOO
+# has $R - b$. With rewards of 0 and 1, right with probability $p$, the mean squares are $p$ and $p\,(1-p)\,K/(K-1)$:
+
+# %%
+print("right   REINFORCE   RLOO, K = 8")
+for p in (0.2, 0.5, 0.9, 0.99):
+    print(f"{p:5.0%} {p:11.3f} {p * (1 - p) * 8 / 7:13.3f}")
+
+# %% [markdown]
+# The better the policy, the more of plain REINFORCE is noise. And add 10 to every reward: RLOO does not change at
+# all, because the baseline takes out what all siblings share. Plain REINFORCE would drown in it.
+
+# %% [markdown]
+# ### How many completions: K = 2, 4, 8, 16
+#
+# - **K = 2** costs least. One sibling is a rough yardstick, and only a pair of one right and one wrong answer
+#   teaches. With enough prompts it can do (arXiv 2510.00977).
+# - **K = 4** is what fits a large model on a small card.
+# - **K = 8** is the usual choice, and that of most files in `configs/`.
+# - **K = 16 and more** pays where prompts are hard: someone has to be right for the group to teach.
+#
+# Memory for the rollout and time grow in proportion to K. At the same number of completions a step, a larger K means
+# fewer different prompts. The table: groups that teach, for prompts solved in 10 % and in 50 % of the tries, and the
+# factor that the baseline's own noise adds, K / (K - 1).
+
+# %%
+print("  K   10 % right   50 % right   noise")
+for k in (2, 4, 8, 16, 32):
+    hard, even = (1 - p**k - (1 - p) ** k for p in (0.1, 0.5))
+    print(f"{k:3d} {hard:11.0%} {even:12.0%} {k / (k - 1):9.2f}")
+
+# %% [markdown]
+# ### KL and beta
+#
+# `beta` holds the policy near where it began. From each reward it takes $\beta$ times an estimate of the KL
+# divergence from the starting policy: $\log \pi - \log \pi_{\text{start}}$ of the completion, summed over its tokens
+# (called k1). In the reward this estimate is unbiased on-policy; k3 as a term of the loss is not (arXiv 2510.01555,
+# 2512.21852).
+#
+# **The sum is a trap for models that think.** At 0.005 nats a token, the penalty with `beta = 0.05` is:
+
+# %%
+for tokens in (30, 500, 4096, 12288):
+    print(f"{tokens:6d} tokens: {0.05 * 0.005 * tokens:.3f}")
+
+# %% [markdown]
+# From about 4,000 tokens on it costs more than a right answer earns, so the model learns to think less, not better.
+# `overrides = "rloo.kl_form=length_normalized"` takes the mean over the tokens instead: a long thought then costs no
+# more than a short one. `beta = 0`, as in the files of this project, needs no starting policy at all, and no time for
+# it.
+
+# %% [markdown]
+# ### RLOO and GRPO
+#
+# | | RLOO | GRPO |
+# |---|---|---|
+# | baseline | mean of the K - 1 siblings | mean of all K, the completion itself included |
+# | scale | none | divided by the standard deviation of the group |
+# | ratio and clipping | one ratio for the completion; exactly 1 on-policy, nothing to clip | one ratio for each token |
+#
+# The division makes groups louder in which nearly all are right or nearly all wrong, because their deviation is small
+# (Dr. GRPO, arXiv 2503.20783). What a right completion gets, in a group of 8:
+
+# %%
+for right in (1, 4, 7):
+    rewards = [1.0] * right + [0.0] * (8 - right)
+    rloo = 1 - (right - 1) / 7
+    grpo = (1 - statistics.mean(rewards)) / statistics.stdev(rewards)
+    print(f"{right} of 8 right: RLOO {rloo:.2f}, GRPO {grpo:.2f}, {grpo / rloo:.2f} times as much")
+
+# %% [markdown]
+# At the same budget, published runs of the two end in a tie. What speaks for RLOO is not accuracy but exactness and
+# cost: on average its step is the gradient of the mean reward, unscaled; it needs no second network; and on-policy,
+# with `beta = 0`, it scores each completion once and needs neither old nor reference log-probabilities.
+
+# %% [markdown]
+# ## 8. Training
+#
+# Each step: sample K completions for some prompts, ask the rewards, subtract the baselines, change the adapter a
+# little. One line of text every few seconds says how it goes. The stop button (Ctrl-C in a terminal) lets the step
+# end and saves; `resume = True` goes on from there.
+
+# %% [markdown]
+# **What to look for.** `reward` moves over tens of steps, not from one to the next: prompts differ. Watch that
+# `completions/clipped_ratio` stays low: a completion that is cut off inside its thinking has no answer, and where all
+# are cut off nothing is learnt. The published recipe with 128 tokens for a Thinking model failed on just that. `loss`
+# is not printed, because it says nothing: the advantages of a group add up to zero, so it stays near zero.
+
+# %%
+overwrite = parameters.overwrite and not parameters.resume
+result = kit.train(run, policy, data, reward_funcs, resume=parameters.resume, overwrite=overwrite)
+print(f"{result.steps} steps, {result.seconds:.0f} s")
+
+# %% [markdown]
+# A run that was stopped ends here, so that nobody takes it for a whole one. The cells below still work, one by one,
+# on what has been learnt so far.
+
+# %%
+if result.stopped:
+    raise kit.RlooKitError(f"stopped early ({result.stopped}) at step {result.steps}; resume = True goes on from there")
+
+# %% [markdown]
+# ### One group of this run
+#
+# Everything that was sampled is in `rollouts.jsonl`, one line a completion. Here is the first group whose rewards
+# differ, with the advantages that the trainer used, and the siblings' mean worked out again. With `beta` above 0 the
+# trainer's advantage also holds the penalty.
+
+# %%
+K = run.rloo.num_generations
+with (run.folder / "rollouts.jsonl").open(encoding="utf-8") as lines:
+    rows = [json.loads(line) for line in itertools.islice(lines, 32 * K)]
+groups = [rows[start : start + K] for start in range(0, len(rows), K)]
+telling = [group for group in groups if None not in (rewards := {row["reward"] for row in group}) and len(rewards) > 1]
+group = telling[0] if telling else []
+
+# %%
+print("reward   siblings   advantage   the completion ends with")
+for row in group:
+    siblings = (sum(other["reward"] for other in group) - row["reward"]) / (K - 1)
+    end = row["completion"][-40:]
+    print(f"{row['reward']:6.2f} {siblings:10.2f} {row['advantage']:+11.2f}   {end!r}")
+
+# %% [markdown]
+# ## 9. After training
+#
+# The same held-out prompts as before, sampled the same way.
+
+# %%
+after = kit.evaluate(run, policy, data.test, "after")
+print(after)
+
+# %%
+print(kit.compare(before, after))
+
+# %% [markdown]
+# The difference is taken prompt by prompt, and its interval says how sure one may be of it. An interval that holds 0
+# has not shown any change. Sampled accuracy rises more than greedy accuracy where the model knew the answer and was
+# only careless: RLOO makes likelier what it finds, it does not teach what never occurs in a rollout.
+
+# %% [markdown]
+# ## 10. Step by step
+#
+# Thin lines are single steps, the thick line a moving mean. The reward here is on training prompts; held-out accuracy
+# is in the tables above. KL is drawn only with `beta` above 0, because only then it is computed.
+
+# %%
+kit.plot_training(result)
+
+# %% [markdown]
+# ## 11. Completions before and after
+#
+# The same prompts, answered before and after. Figures say that something changed; only reading says what.
+
+# %%
+kit.show_completions(before, after, num=4)
+
+# %% [markdown]
+# Read more of them, in `rollouts.jsonl` and in the report, whenever the reward rises. A reward can be had in ways
+# nobody thought of: an answer guessed from the wording, a thought that repeats itself, a format without content.
+
+# %% [markdown]
+# ## 12. When training looks wrong
+#
+# | what you see | what it means | what to change |
+# |---|---|---|
+# | "every group earned one and the same reward" | nothing is learnt | easier prompts, graded rewards, larger K |
+# | `completions/clipped_ratio` over 0.3 | completions are cut off; over 0.8 alarming | raise `max_completion_length` |
+# | `thinking/closed_ratio` low | thinking does not end | `max_completion_length`; add `think_format_reward` |
+# | `grad_norm` exactly 0 | no signal, or nothing to train | as for equal rewards; look at `model.lora` |
+# | `grad_norm` over 10 | steps are too large | lower `learning_rate` |
+# | `entropy` under 0.01 early on | always the same answer | lower `learning_rate`, raise `beta` or temperature |
+# | `kl` over 2 nats a token | far from where it began | raise `beta` or lower `learning_rate` |
+# | thinking shrinks, `beta` above 0 | the KL sum punishes length | smaller `beta`, `kl_form=length_normalized` |
+# | reward rises, held-out accuracy does not | the reward is being gamed | read completions; change `rewards` |
+
+# %% [markdown]
+# Three more. `rewards/failed_ratio` above 0: a reward raises errors; the warning names it. `clip_ratio/region_mean`
+# above 0 on-policy (`num_iterations` is 1): a bug, since the ratio is exactly 1 there; report it. And with `beta`
+# above 0 watch `frac_score_zero_std`, not `frac_reward_zero_std`: the penalty alone makes equal rewards look
+# different. The limits are starting points, not laws. The first and the last step of this run:
+
+# %%
+names = ("reward", "frac_score_zero_std", "completions/clipped_ratio", "thinking/closed_ratio", "grad_norm", "entropy")
+for name in names:
+    values = [row[name] for row in result.metrics if row.get(name) is not None]
+    if values:
+        print(f"{name:26} {values[0]:8.3f} {values[-1]:8.3f}")
+
+# %% [markdown]
+# ## 13. The report
+#
+# One HTML file with the figures, the curves and the completions, for whoever was not here. What else the run's folder
+# holds: the configuration, every metric, every completion, both evaluations, the checkpoints and the adapter.
+
+# %%
+report = kit.write_report(run, result, before, after)
+print(f"report: {report}")
+print("beside it:", ", ".join(sorted(path.name for path in run.folder.iterdir())))
+
+# %% [markdown]
+# ## 14. Save the adapter
+#
+# Training has saved it in the run's folder already. A copy elsewhere outlives an `overwrite`. To go on from it, or to
+# measure it: `overrides = "model.adapter=FOLDER"`, or `rloo-kit eval FILE --adapter FOLDER`.
+
+# %%
+print(f"saved by the run: {result.adapter_folder}")
+copy = kit.save_adapter(policy, run.folder.parent / "adapters" / run.folder.name)
+print(f"a copy: {copy}")
+
+# %% [markdown]
+# ## 15. Use it
+#
+# A question of one's own, answered once, greedily. The thinking is split off at the id of `</think>`, so what a user
+# would be shown is the answer alone.
+
+# %%
+question = "A bakery bakes 14 trays of 12 rolls. In the evening 29 rolls are left. How many were sold?"
+
+# %%
+messages = [{"role": "user", "content": question}]
+if run.data.system_prompt:
+    messages.insert(0, {"role": "system", "content": run.data.system_prompt})
+prompt = policy.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+length = run.rloo.max_completion_length
+completion = kit.generate_completions(policy, [prompt], max_completion_length=length, temperature=0)[0]
+
+# %%
+opened = policy.family == "thinking"
+thinking, answer = kit.split_thinking(completion.ids, policy.tokenizer, policy.tags, opened=opened)
+print(f"thinking ({completion.thinking_tokens or 0} tokens):\n{thinking or '(none)'}\n")
+print(f"answer:\n{answer}")
+
+# %% [markdown]
+# ## 16. The end
+#
+# Memory is given back and the kernel shuts down, once nothing is being saved any more. Outputs stay in the notebook:
+# save it as usual. Restart the kernel to run again.
+
+# %%
+del policy, data, reward_funcs
+kit.shutdown_kernel()
