@@ -27,6 +27,7 @@ _EXPORTS = {
     "split_thinking": "tokens",
     "read_parameters": "parameters",
     "RLOOConfig": "rloo_config",
+    "shutdown_kernel": "kernel",
     "RLOOTrainer": "trainer",
     "RlooKitError": "errors",
 }

@@ -14,6 +14,7 @@ from rloo_kit.measurement import Comparison, Evaluation, compare
 from rloo_kit.report_figures import draw_accuracies, draw_learning_curve
 from rloo_kit.report_style import STYLE_SHEET
 from rloo_kit.run_dir import RunDir
+from rloo_kit.saves import saving
 from rloo_kit.versions import installed_versions
 
 FILES = {
@@ -62,7 +63,8 @@ def write_report(run: Any, result: Any, before: Evaluation | None = None, after:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<style>{STYLE_SHEET}</style>\n</head>\n<body>\n<main>\n{''.join(sections)}</main>\n</body>\n</html>\n"
     )
-    return run_dir.write_text("report.html", page)
+    with saving(folder / "report.html"):
+        return run_dir.write_text("report.html", page)
 
 
 def _headline(

@@ -12,10 +12,12 @@ import math
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, Protocol
+from weakref import WeakKeyDictionary
 
 from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFoundError, SetupError
 from rloo_kit.resume_rules import refuse_changes
@@ -33,6 +35,8 @@ FILES = (
 )
 FOLDERS = ("checkpoints", "adapter")
 STATES = ("running", "finished", "interrupted", "failed")
+
+_open: "WeakKeyDictionary[RunDir, threading.Thread]" = WeakKeyDictionary()  # each with the thread that opened it
 
 
 class Run(Protocol):
@@ -98,6 +102,7 @@ class RunDir:
         self.write_text("config.yaml", run.to_yaml())
         self.write_json("versions.json", describe_versions())
         self.set_status("running", **({} if resume else {"step": 0}))
+        _open[self] = threading.current_thread()
 
     def _never_began(self) -> bool:
         """Whether the run that lies here failed before its first step (a mistyped model): nothing to go on with."""
@@ -143,6 +148,7 @@ class RunDir:
 
     def close(self) -> None:
         """Let go of the folder; harmless a second time."""
+        _open.pop(self, None)
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -238,6 +244,18 @@ class RunDir:
             if (self.folder / name).exists():
                 kept = [row for row in self.read_jsonl(name) if row.get("step", 0) <= step]
                 self.write_text(name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+
+
+def open_runs() -> list[Path]:
+    """Folders of the runs that this process has open and that go on: training in a thread, above all.
+
+    A run that is over (`status.json`), or whose thread has ended, does not count.
+    """
+    return [
+        run_dir.folder
+        for run_dir, thread in list(_open.items())
+        if thread.is_alive() and run_dir.status().get("state") == "running"
+    ]
 
 
 def write_text(path: Path, text: str) -> Path:

@@ -56,6 +56,7 @@ from rloo_kit.loop_metrics import (
 from rloo_kit.reward_failures import FailureWatch
 from rloo_kit.reward_guard import guard
 from rloo_kit.rloo_config import RLOOConfig, prepare_old_dataset, translate_trainer_arguments
+from rloo_kit.saves import saving
 from rloo_kit.tokens import bind_think_tags
 
 # TRL's arguments behind eval_dataset, in its order, for code that gives them by position
@@ -154,6 +155,15 @@ class RLOOTrainer(trl.RLOOTrainer):
             policy.set_adapter("default")
         elif "ref" in policy.peft_config:
             policy.delete_adapter("ref")
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with saving(os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")):
+            super()._save_checkpoint(model, trial)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """TRL's; whoever ends the process waits for it (`rloo_kit.saves`)."""
+        with saving(output_dir or self.args.output_dir):
+            super().save_model(output_dir, _internal_call)
 
     @property
     def _on_policy(self) -> bool:

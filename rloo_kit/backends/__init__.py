@@ -19,6 +19,7 @@ from rloo_kit._stack import load_stack
 from rloo_kit.backends.checkpoint import Source, bind_padding, find_source
 from rloo_kit.chat import resolve_family
 from rloo_kit.errors import BackendError
+from rloo_kit.saves import saving
 from rloo_kit.tokens import ThinkTags, bind_think_tags
 
 _MODULES = {"unsloth": "rloo_kit.backends.unsloth", "transformers": "rloo_kit.backends.transformers"}
@@ -99,13 +100,14 @@ def save_adapter(policy: Policy, folder: str | Path) -> Path:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if hasattr(policy.model, "peft_config"):
-        # TRL's copy "ref" stays behind. "auto" would ask the hub whether the embedding was resized; it never is here.
-        policy.model.save_pretrained(str(folder), selected_adapters=["default"], save_embedding_layers=False)
-    else:
-        policy.model.save_pretrained(str(folder))
-    policy.tokenizer.padding_side = "left"
-    policy.tokenizer.save_pretrained(str(folder))
+    with saving(folder):
+        if hasattr(policy.model, "peft_config"):
+            # TRL's copy "ref" stays behind. "auto" would ask the hub whether the embedding was resized; it never is.
+            policy.model.save_pretrained(str(folder), selected_adapters=["default"], save_embedding_layers=False)
+        else:
+            policy.model.save_pretrained(str(folder))
+        policy.tokenizer.padding_side = "left"
+        policy.tokenizer.save_pretrained(str(folder))
     return folder
 
 

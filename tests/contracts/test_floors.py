@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS = {
     1: "errors thresholds tokens config config_batch config_errors config_sections config_yaml old_names chat env_file "
     "environment nvml progress doctor versions run_dir resume_rules health intervals measurement leave_one_out kernel "
+    "kernel_end kernel_server process_memory runner saves "
     "reward_failures parameters parameter_cells text_bars text_tables",
     2: "_stack backends data data_sources arithmetic cold_start tiny_tokenizer tiny_model reward_registry reward_guard "
     "reward_models reward_worker reward_process rollout logprobs adapters advantages loop_metrics rloo_config "
@@ -23,6 +24,7 @@ FLOORS = {
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 LIGHT = {"pydantic", "pydantic_core", "yaml", "dotenv", "pynvml", "packaging", "rich", "tqdm"}
+LIGHT |= {"jupyter_core", "jupyter_client"}  # where a kernel runs they are loaded; inside functions only
 HEAVY = {"torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes", "unsloth", "unsloth_zoo"}
 # torch alone may come before Unsloth: tensor arithmetic needs no stack. What Unsloth rewrites may not.
 ORDERED = HEAVY - {"torch"}

@@ -24,7 +24,7 @@ def test_garbage_is_collected_and_torch_is_not_imported(monkeypatch: pytest.Monk
     try:
         model = weakref.ref(Model())
         assert model() is not None
-        assert kernel.release_memory() is None
+        kernel.release_memory()
         assert model() is None
     finally:
         gc.enable()
@@ -47,7 +47,12 @@ def test_the_figures_on_a_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert capsys.readouterr().out == ""
 
 
-def test_a_process_without_a_cuda_context_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_a_cuda_context_opens_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Asking CUDA for its memory opens a context, which holds a few hundred MiB: worse than nothing."""
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False)))  # type: ignore[arg-type]
-    assert kernel.release_memory() is None
+    released = kernel.release_memory()
+    assert released is not None and released.device == "cpu"
+    expected = f"memory held by this process: {released.before_gib:.2f} GiB before, {released.after_gib:.2f} after\n"
+    assert capsys.readouterr().out == expected
