@@ -4,8 +4,9 @@ A progress bar redraws itself, which a notebook that is run in batch shows once 
 flushed, at most every few seconds (nbclient keeps each flush as an output of its own). Everything else goes to files.
 """
 
-import re
+import os
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -16,22 +17,31 @@ from rloo_kit._stack import load_stack
 
 load_stack()
 
-from rich.table import Table
-from rich.text import Text
-from transformers import TrainerCallback
+from transformers import ProgressCallback, TrainerCallback
 
 from rloo_kit.health import Finding, SignalWatch
+from rloo_kit.progress import VARIABLE
+from rloo_kit.progress import format_seconds
 from rloo_kit.run_dir import RunDir
-from rloo_kit.text_tables import print_table
-from rloo_kit.tokens import ThinkTags, split_thinking
 
-CHAT_TOKENS = re.compile(r"<\|\w+\|>")
 ACCURACY_REWARDS = ("answer_reward", "math_answer_reward")  # the mean of a 0/1 reward is the accuracy
 
 
 def is_step_row(logs: dict[str, Any] | None) -> bool:
     """Whether logs are those of a training step; the trainer also logs a summary at the end."""
     return logs is not None and "loss" in logs
+
+
+def use_text_progress(trainer: Any) -> None:
+    """Take the HTML table that a trainer has in a notebook for the bar that it has in a terminal; off stays off.
+
+    A batch runner's log shows that table as `<IPython.core.display.HTML object>`. `TQDM_NOTEBOOK=true` keeps it.
+    """
+    notebook = sys.modules.get("transformers.utils.notebook")  # the trainer has loaded it if it took this for one
+    if notebook is None or os.environ.get(VARIABLE) == "true":
+        return
+    if trainer.pop_callback(notebook.NotebookProgressCallback) is not None:
+        trainer.add_callback(ProgressCallback)
 
 
 class RolloutLog:
@@ -142,65 +152,6 @@ def progress_line(step: int, steps: int, logs: dict[str, Any], tokens_per_s: flo
     if logs.get("kl") is not None:
         parts.append(f"kl {logs['kl']:.4f}")
     return " | ".join([*parts, f"{tokens_per_s:.0f} tok/s", f"eta {format_seconds(left_s)}"])
-
-
-def format_seconds(seconds: float) -> str:
-    """
-    >>> format_seconds(75), format_seconds(3675)
-    ('1:15', '1:01:15')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-class SampleTable(TrainerCallback):
-    """A table of sample completions after the first step and every `every_steps`, thinking and answer apart.
-
-    Args:
-        rollouts: has the last batch. tokenizer, tags, family: how a completion is split and decoded.
-        every_steps: 0 for never. num_samples: rows of the table.
-    """
-
-    def __init__(
-        self, rollouts: RolloutLog, tokenizer: Any, tags: ThinkTags, family: str, every_steps: int, num_samples: int
-    ):
-        self.rollouts = rollouts
-        self.tokenizer, self.tags, self.family = tokenizer, tags, family
-        self.every_steps, self.num_samples = every_steps, num_samples
-        self._shown: int | None = None
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if not is_step_row(logs) or not state.is_world_process_zero or not self.every_steps or not self.num_samples:
-            return
-        period = state.global_step // self.every_steps
-        if self.rollouts.rows and period != self._shown:
-            self._shown = period
-            print_table(self.table(f"Completions of step {state.global_step}"))
-
-    def table(self, title: str) -> Table:
-        """Completions of the last batch, one of each prompt first, as a rich table."""
-        table = Table(title=title, show_lines=True)
-        for name, ratio in (("prompt", 2), ("thinking", 4), ("answer", 2), ("reward", 1)):
-            table.add_column(name, ratio=ratio, overflow="fold")
-        firsts = {str(row["prompt"]): row for row in reversed(self.rollouts.rows)}
-        others = [row for row in self.rollouts.rows if row is not firsts[str(row["prompt"])]]
-        for row in [*reversed(firsts.values()), *others][: self.num_samples]:
-            prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-            prompt = CHAT_TOKENS.sub("", prompt).strip()
-            thinking, answer = split_thinking(
-                row["completion_ids"], self.tokenizer, self.tags, self.family == "thinking"
-            )
-            reward = "not scored" if row["reward"] is None else f"{row['reward']:.2f}\nadv. {row['advantage']:+.2f}"
-            if row["truncated"]:
-                answer += "\n(cut off)"
-            cells = (_shorten(prompt, 160), _shorten(thinking, 480), _shorten(answer, 240), reward)
-            table.add_row(*(Text(cell) for cell in cells))
-        return table
-
-
-def _shorten(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
 class SignalGuard(TrainerCallback):

@@ -47,3 +47,14 @@ def _text_module(bars: ModuleType) -> ModuleType:
     module.__spec__ = ModuleSpec(_NAME, loader=None)  # without one importlib.util.find_spec raises
     module.__dict__.update(tqdm=bars.TextBar, trange=bars.trange, __all__=["tqdm", "trange"])
     return module
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as a clock shows them.
+
+    >>> format_seconds(75), format_seconds(3675)
+    ('1:15', '1:01:15')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
