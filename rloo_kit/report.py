@@ -14,6 +14,7 @@ from rloo_kit.measurement import Comparison, Evaluation, compare
 from rloo_kit.report_figures import draw_accuracies, draw_learning_curve
 from rloo_kit.report_style import STYLE_SHEET
 from rloo_kit.run_dir import RunDir
+from rloo_kit.samples import SamplePair, describe_sample, is_thinking, pair_samples, picture_controls
 from rloo_kit.saves import saving
 from rloo_kit.versions import installed_versions
 
@@ -28,8 +29,6 @@ FILES = {
     "after.json": "the evaluation after training",
     "checkpoints": "what --resume goes on from",
 }
-# Control characters have no place in HTML; the symbols that picture them do.
-_PICTURED = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 
 
 def write_report(run: Any, result: Any, before: Evaluation | None = None, after: Evaluation | None = None) -> Path:
@@ -140,38 +139,29 @@ def _learning_curve(metrics: list[dict[str, Any]]) -> str:
 
 
 def _completions(before: Evaluation | None, after: Evaluation | None) -> str:
-    by_prompt: dict[str, dict[str, dict[str, Any]]] = {}
-    for title, evaluation in (("before", before), ("after", after)):
-        for sample in evaluation.samples if evaluation is not None else ():
-            by_prompt.setdefault(sample["prompt"], {})[title] = sample
-    if not by_prompt:
+    pairs = pair_samples(before=before, after=after)
+    if not pairs:
         return "<p>No completions were kept (eval.num_completions).</p>"
-    return "".join(_pair(number, prompt, pair) for number, (prompt, pair) in enumerate(by_prompt.items(), 1))
+    return "".join(_pair(number, pair) for number, pair in enumerate(pairs, 1))
 
 
-def _pair(number: int, prompt: str, pair: dict[str, dict[str, Any]]) -> str:
-    gold = next((sample["gold"] for sample in pair.values() if sample.get("gold") is not None), None)
-    expected = "" if gold is None else f"<p class='gold'>right answer: <b>{_text(gold)}</b></p>"
-    sides = "".join(_side(title, pair[title]) for title in ("before", "after") if title in pair)
+def _pair(number: int, pair: SamplePair) -> str:
+    expected = "" if pair.gold is None else f"<p class='gold'>right answer: <b>{_text(pair.gold)}</b></p>"
+    sides = "".join(_side(title, sample) for title, sample in pair.samples.items())
     return (
-        f"<article><div class='prompt'><span class='number'>{number}</span><pre>{_text(prompt.strip())}</pre></div>"
-        f"{expected}<div class='pair'>{sides}</div></article>\n"
+        f"<article><div class='prompt'><span class='number'>{number}</span><pre>{_text(pair.prompt.strip())}</pre>"
+        f"</div>{expected}<div class='pair'>{sides}</div></article>\n"
     )
 
 
 def _side(title: str, sample: dict[str, Any]) -> str:
     marks = {True: "<span class='mark right'>✓ right</span>", False: "<span class='mark wrong'>✗ wrong</span>"}
-    notes = [f"{sample['tokens']} tokens"]
-    if sample["thinking_tokens"] is not None:
-        notes.append(f"{sample['thinking_tokens']} of them thinking")
-    if not sample["ended"]:
-        notes.append("truncated")
-    thinks = sample["thinking"] or sample["closed"]
-    thinking = f"<div class='label'>thinking</div>{_block('thinking', sample['thinking'])}" if thinks else ""
+    block = _block("thinking", sample["thinking"])
+    thinking = f"<div class='label'>thinking</div>{block}" if is_thinking(sample) else ""
     return (
         f"<div class='side'><div class='title'>{title} {marks.get(sample['correct'], '')}</div>{thinking}"
         f"<div class='label'>answer</div>{_block('answer', sample['answer'])}"
-        f"<p class='notes'>{_text(', '.join(notes))}</p></div>"
+        f"<p class='notes'>{_text(describe_sample(sample))}</p></div>"
     )
 
 
@@ -205,7 +195,7 @@ def _section(title: str, content: str) -> str:
 
 
 def _text(value: Any) -> str:
-    return html.escape(str(value).translate(_PICTURED))
+    return html.escape(picture_controls(str(value)))
 
 
 def _duration(seconds: float) -> str:

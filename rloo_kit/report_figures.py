@@ -63,9 +63,9 @@ def draw_learning_curve(metrics: Sequence[dict[str, Any]]) -> list[str]:
     """
     drawings = []
     for title, names, low, high in PANELS:
-        name = next((name for name in names if any(_is_number(row.get(name)) for row in metrics)), None)
+        name = next((name for name in names if any(is_number(row.get(name)) for row in metrics)), None)
         if name is not None:
-            rows = [(row["step"], row[name]) for row in metrics if "step" in row and _is_number(row.get(name))]
+            rows = [(row["step"], row[name]) for row in metrics if "step" in row and is_number(row.get(name))]
             drawings.append(_draw_panel(title, rows, low, high))
     return drawings
 
@@ -90,7 +90,7 @@ def draw_accuracies(before: Evaluation | None, after: Evaluation | None) -> str 
         axes.set_xlabel("share of right answers, 95 % interval")
         axes.tick_params(length=0)
         figure.legend(loc="outside upper right", ncols=2)
-        return _to_svg(figure, "accuracies", "Accuracy before and after training with 95 % intervals")
+        return to_svg(figure, "accuracies", "Accuracy before and after training with 95 % intervals")
 
 
 def _accuracies(evaluation: Evaluation) -> dict[str, tuple[float, float, float]]:
@@ -119,25 +119,40 @@ def _draw_interval(
 
 
 def _draw_panel(title: str, rows: list[tuple[int, float]], low: float | None, high: float | None) -> str:
-    steps, values = [step for step, _ in rows], [value for _, value in rows]
-    smooth = len(rows) >= SMOOTH_FROM
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3.6, 2.3), layout="constrained")
-        axes = figure.add_subplot()
-        marker = "o" if len(rows) == 1 else None
-        axes.plot(steps, values, color=BLUE, linewidth=1.0, alpha=0.35 if smooth else 1.0, marker=marker)
-        if smooth:
-            window = max(5, len(rows) // 10)
-            axes.plot(steps, _moving_mean(values, window), color=BLUE, linewidth=2.0)
-        axes.set_title(title)
-        axes.set_xlabel(f"step (line: mean of the last {window})" if smooth else "step", fontsize=9)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        axes.margins(x=0.02)
-        if low is not None:
-            axes.set_ylim(bottom=low - (0.02 if high is not None else 0))
-        if high is not None:
-            axes.set_ylim(top=high + 0.02)
-        return _to_svg(figure, re.sub(r"\W+", "-", title.lower()), f"{title} over the steps of the run")
+        draw_curve(figure.add_subplot(), title, rows, low, high, BLUE)
+        return to_svg(figure, re.sub(r"\W+", "-", title.lower()), f"{title} over the steps of the run")
+
+
+def draw_curve(
+    axes: Axes, title: str, rows: list[tuple[int, float]], low: float | None, high: float | None, color: str
+) -> None:
+    """A metric over the steps, with a moving mean over it from `SMOOTH_FROM` rows on.
+
+    Args:
+        rows: at least one pair of step and value. low, high: ends of the axis where it has fixed ones.
+    """
+    steps, values = [step for step, _ in rows], [value for _, value in rows]
+    smooth = len(rows) >= SMOOTH_FROM
+    marker = "o" if len(rows) == 1 else None
+    axes.plot(steps, values, color=color, linewidth=1.0, alpha=0.35 if smooth else 1.0, marker=marker)
+    if smooth:
+        window = mean_window(len(rows))
+        axes.plot(steps, _moving_mean(values, window), color=color, linewidth=2.0)
+    axes.set_title(title)
+    axes.set_xlabel(f"step (line: mean of the last {window})" if smooth else "step", fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.margins(x=0.02)
+    if low is not None:
+        axes.set_ylim(bottom=low - (0.02 if high is not None else 0))
+    if high is not None:
+        axes.set_ylim(top=high + 0.02)
+
+
+def mean_window(rows: int) -> int:
+    """Rows of the moving mean over so many."""
+    return max(5, rows // 10)
 
 
 def _moving_mean(values: Sequence[float], window: int) -> list[float]:
@@ -149,7 +164,7 @@ def _moving_mean(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def _to_svg(figure: Figure, name: str, description: str) -> str:
+def to_svg(figure: Figure, name: str, description: str) -> str:
     """The figure as an SVG element for a page: its own ids, the page's colours and font."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -165,5 +180,6 @@ def _to_svg(figure: Figure, name: str, description: str) -> str:
     return f'{head} role="img" aria-label="{description}">{rest}'
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a metric's value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
