@@ -45,6 +45,7 @@ from rloo_kit.advantages import (
     zero_unscored,
 )
 from rloo_kit.backends import keep_settings
+from rloo_kit.callbacks import use_text_progress
 from rloo_kit.logprobs import attach_token_scoring, completion_scores
 from rloo_kit.loop_metrics import (
     GenerationBatch,
@@ -117,6 +118,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         self._episodes = 0
         self._started_at: float | None = None
         self.add_callback(_AlignMicroSteps(self))
+        use_text_progress(self)
 
     # ------------------------------------------------------------------------------------------------ set-up
 

@@ -15,11 +15,12 @@ from typing import Any
 from rloo_kit import environment
 from rloo_kit._stack import load_stack
 from rloo_kit.backends import Policy, save_adapter
-from rloo_kit.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SampleTable, SignalGuard
+from rloo_kit.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SignalGuard
 from rloo_kit.data import Data
 from rloo_kit.errors import NoSignalError, RunNotFoundError
 from rloo_kit.health import SignalWatch
 from rloo_kit.run_dir import RunDir
+from rloo_kit.sample_table import SampleTable
 from rloo_kit.versions import check_trackers
 
 

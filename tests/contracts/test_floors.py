@@ -18,7 +18,7 @@ FLOORS = {
     "reward_failures parameters parameter_cells samples text_bars text_tables",
     2: "_stack backends data data_sources arithmetic cold_start tiny_tokenizer tiny_model reward_registry reward_guard "
     "reward_models reward_worker reward_process rollout logprobs adapters advantages loop_metrics rloo_config "
-    "old_trainer trainer callbacks",
+    "old_trainer trainer callbacks sample_table",
     3: "training evaluation report report_figures report_style",
     4: "cli __main__",
 }
