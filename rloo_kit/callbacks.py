@@ -20,8 +20,7 @@ load_stack()
 from transformers import ProgressCallback, TrainerCallback
 
 from rloo_kit.health import Finding, SignalWatch
-from rloo_kit.progress import VARIABLE
-from rloo_kit.progress import format_seconds
+from rloo_kit.progress import VARIABLE, format_seconds
 from rloo_kit.run_dir import RunDir
 
 ACCURACY_REWARDS = ("answer_reward", "math_answer_reward")  # the mean of a 0/1 reward is the accuracy
