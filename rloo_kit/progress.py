@@ -34,12 +34,11 @@ def set_up_progress() -> str:
         return f"left to tqdm ({VARIABLE}=true)"
     bars = import_module("rloo_kit.text_bars")
     loaded = sys.modules.setdefault(_NAME, _text_module(bars))
-    if loaded.tqdm is bars.TextBar:
+    its_own = loaded.tqdm is import_module("tqdm.std").tqdm
+    if loaded.tqdm is bars.TextBar or (its_own and bars.is_terminal(sys.stderr)):
         return f"text ({VARIABLE}=false)"
     late = "tqdm.auto was imported before set-up; restart the kernel and run set-up first"
-    if loaded.tqdm is import_module("tqdm.std").tqdm:
-        return f"text that redraws itself, for terminals only: {late}"
-    return f"notebook widgets: {late}"
+    return f"{'text that redraws itself, for terminals only' if its_own else 'notebook widgets'}: {late}"
 
 
 def _text_module(bars: ModuleType) -> ModuleType:

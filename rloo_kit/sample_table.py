@@ -1,6 +1,5 @@
 """A table of sample completions while a run trains: what the policy thinks and answers, apart, and what it earned."""
 
-import re
 from typing import Any
 
 from rloo_kit._stack import load_stack
@@ -12,10 +11,9 @@ from rich.text import Text
 from transformers import TrainerCallback
 
 from rloo_kit.callbacks import RolloutLog, is_step_row
+from rloo_kit.samples import picture_controls, plain_prompt
 from rloo_kit.text_tables import print_table
 from rloo_kit.tokens import ThinkTags, split_thinking
-
-CHAT_TOKENS = re.compile(r"<\|\w+\|>")
 
 
 class SampleTable(TrainerCallback):
@@ -44,22 +42,21 @@ class SampleTable(TrainerCallback):
 
     def table(self, title: str) -> Table:
         """Completions of the last batch, one of each prompt first, as a rich table."""
-        table = Table(title=title, show_lines=True)
+        table = Table(title=title, title_justify="left", show_lines=True)
         for name, ratio in (("prompt", 2), ("thinking", 4), ("answer", 2), ("reward", 1)):
             table.add_column(name, ratio=ratio, overflow="fold")
         firsts = {str(row["prompt"]): row for row in reversed(self.rollouts.rows)}
         others = [row for row in self.rollouts.rows if row is not firsts[str(row["prompt"])]]
         for row in [*reversed(firsts.values()), *others][: self.num_samples]:
             prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-            prompt = CHAT_TOKENS.sub("", prompt).strip()
             thinking, answer = split_thinking(
                 row["completion_ids"], self.tokenizer, self.tags, self.family == "thinking"
             )
             reward = "not scored" if row["reward"] is None else f"{row['reward']:.2f}\nadv. {row['advantage']:+.2f}"
             if row["truncated"]:
                 answer += "\n(cut off)"
-            cells = (_shorten(prompt, 160), _shorten(thinking, 480), _shorten(answer, 240), reward)
-            table.add_row(*(Text(cell) for cell in cells))
+            cells = (_shorten(plain_prompt(prompt), 160), _shorten(thinking, 480), _shorten(answer, 240), reward)
+            table.add_row(*(Text(picture_controls(cell)) for cell in cells))
         return table
 
 

@@ -30,7 +30,7 @@ class TextBar(tqdm):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         file = args[_FILE] if len(args) > _FILE else kwargs.get("file")
         file = sys.stderr if file is None else file
-        self._in_lines = file is not None and not _is_terminal(file)
+        self._in_lines = file is not None and not is_terminal(file)
         if self._in_lines:
             if _is_in_kernel():
                 if len(args) <= _FILE and file is sys.stderr:
@@ -83,7 +83,7 @@ def trange(*args: int, **kwargs: Any) -> TextBar:
     return TextBar(range(*args), **kwargs)
 
 
-def _is_terminal(file: Any) -> bool:
+def is_terminal(file: Any) -> bool:
     """Whether what is written to file can be redrawn; a file that does not say cannot."""
     return bool(getattr(file, "isatty", bool)())
 

@@ -11,6 +11,7 @@ from rloo_kit.run_dir import RunDir
 from rloo_kit.tokens import ThinkTags
 
 TAGS = ThinkTags(start_id=259, end_id=260)
+PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n"
 LOGS = {"loss": 0.0, "reward": 0.25, "rewards/answer_reward/mean": 0.5, "thinking/mean_length": 41.0}
 
 
@@ -36,7 +37,7 @@ def state(step, max_steps=20):
 
 
 def row(ids, **changes):
-    values = {"step": 0, "prompt": "<|im_start|>user\n1+2=", "completion_ids": ids, "completion_tokens": len(ids)}
+    values = {"step": 0, "prompt": PROMPT.format("1+2="), "completion_ids": ids, "completion_tokens": len(ids)}
     return values | {"reward": 1.0, "advantage": 0.5, "truncated": False} | changes
 
 
@@ -149,7 +150,8 @@ def test_thinking_and_answer_are_parted_by_token_id(text, opened, expected, tiny
 
 
 def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, capsys):
-    """Markup of rich in a completion, [/bold] for one, must not be taken for markup: it raises."""
+    """Markup of rich in a completion, [/bold] for one, must not be taken for markup: it raises. A completion that
+    moves the cursor (a model may write any byte) must not draw over the table."""
     from rloo_kit.sample_table import SampleTable
 
     def ids(text):
@@ -157,9 +159,9 @@ def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, 
 
     rollouts(
         [
-            row(ids("scratch[/bold]</think>[red]3"), reward=None),
+            row(ids("scratch[/bold]\r\x1b[2K</think>[red]3"), reward=None),
             row(ids("same prompt")),
-            row(ids("endless"), prompt="<|im_start|>user\n5+5=", truncated=True, advantage=-0.25),
+            row(ids("endless"), prompt=PROMPT.format("5+5="), truncated=True, advantage=-0.25),
         ]
     )
     table = SampleTable(rollouts, tiny_tokenizer, TAGS, "thinking", every_steps=10, num_samples=2)
@@ -167,10 +169,11 @@ def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, 
         table.on_log(None, state(step), None, logs=LOGS)
     printed = capsys.readouterr().out
     assert printed.count("Completions of step") == 2 and "step 1" in printed and "step 10" in printed
-    assert "scratch[/bold]" in printed and "[red]3" in printed and "not scored" in printed
+    assert "scratch[/bold]\u240d\u241b[2K" in printed and "[red]3" in printed and "not scored" in printed
     assert "cut off" in printed and "adv. -0.25" in printed
     assert "same prompt" not in printed, "one completion of each prompt before a second one"
-    assert "im_start" not in printed
+    assert "im_start" not in printed and "assistant" not in printed and "5+5=" in printed
+    assert max(map(len, printed.splitlines())) <= 110, "a wider table wraps in the middle of its frame"
 
 
 @pytest.mark.parametrize(("every", "samples"), [(0, 2), (5, 0)])
