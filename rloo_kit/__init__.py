@@ -22,6 +22,8 @@ _EXPORTS = {
     "compare": "evaluation",
     "train": "training",
     "write_report": "report",
+    "plot_training": "notebook_display",
+    "show_completions": "notebook_display",
     "release_memory": "kernel",
     "bind_think_tags": "tokens",
     "split_thinking": "tokens",

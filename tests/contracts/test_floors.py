@@ -15,11 +15,13 @@ FLOORS = {
     1: "errors thresholds tokens config config_batch config_errors config_sections config_yaml old_names chat env_file "
     "environment nvml progress doctor versions run_dir resume_rules health intervals measurement leave_one_out kernel "
     "kernel_end kernel_server process_memory runner saves "
-    "reward_failures parameters parameter_cells samples text_bars text_tables",
+    "reward_failures parameters parameter_cells samples text_bars text_tables "
+    "batch_notebook batch_file batch_status",
     2: "_stack backends data data_sources arithmetic cold_start tiny_tokenizer tiny_model reward_registry reward_guard "
     "reward_models reward_worker reward_process rollout logprobs adapters advantages loop_metrics rloo_config "
     "old_trainer trainer callbacks sample_table",
-    3: "training evaluation report report_figures report_style",
+    3: "training evaluation report report_figures report_style notebook_display notebook_figures "
+    "completion_cards batch batch_process batch_progress batch_report batch_figures",
     4: "cli __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
