@@ -272,8 +272,14 @@ for right in (1, 4, 7):
 # near zero while the model learns.
 
 # %%
-overwrite = parameters.overwrite and not parameters.resume
-result = kit.train(run, policy, data, reward_funcs, resume=parameters.resume, overwrite=overwrite)
+result = kit.train(
+    run,
+    policy,
+    data,
+    reward_funcs,
+    resume=parameters.resume,
+    overwrite=parameters.overwrite and not parameters.resume,
+)
 print(f"{result.steps} steps, {result.seconds:.0f} s")
 
 # %% [markdown]
@@ -296,15 +302,14 @@ K = run.rloo.num_generations
 with (run.folder / "rollouts.jsonl").open(encoding="utf-8") as lines:
     rows = [json.loads(line) for line in itertools.islice(lines, 32 * K)]
 groups = [rows[start : start + K] for start in range(0, len(rows), K)]
-telling = [group for group in groups if None not in (rewards := {row["reward"] for row in group}) and len(rewards) > 1]
-group = telling[0] if telling else []
+group = next((group for group in groups if len({row["reward"] for row in group} - {None}) > 1), [])
 
 # %%
+scored = [row for row in group if row["reward"] is not None]
 print("reward   siblings   advantage   the completion ends with")
-for row in group:
-    siblings = (sum(other["reward"] for other in group) - row["reward"]) / (K - 1)
-    end = row["completion"][-40:]
-    print(f"{row['reward']:6.2f} {siblings:10.2f} {row['advantage']:+11.2f}   {end!r}")
+for row in scored:
+    siblings = (sum(other["reward"] for other in scored) - row["reward"]) / (len(scored) - 1)
+    print(f"{row['reward']:6.2f} {siblings:10.2f} {row['advantage']:+11.2f}   {row['completion'][-40:]!r}")
 
 # %% [markdown]
 # ## 9. After training

@@ -1,0 +1,367 @@
+"""The notebooks' form: each .ipynb says what its .py says, twins share their cells, the lifecycle is whole."""
+
+import ast
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from notebook_cells import FOLDER, NAMES, ROOT, Cell, cells_of, code_of, find_drift, read_notebook, read_script
+
+MAX_LINES, MAX_COLUMNS = 15, 120
+KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+GENERATE = ["jupytext", "--to", "ipynb", "--update"]  # and notebooks/*.py: what `make notebooks` runs
+
+# Cells that are not the same in all four notebooks, by section and place in it. "own": each notebook has its own.
+# "thinking": one text for the two that think and one for the two that do not.
+MAY_DIFFER = {
+    ("", 0): "own",  # title: model, task, what it needs
+    ("2. Parameters", 1): "own",  # what to try, or what fits on which card
+    ("2. Parameters", 2): "own",  # the parameters
+    ("4. The data", 2): "thinking",  # where the prompt ends
+    ("8. Training", 1): "own",  # what to look for
+    ("15. Use it", 0): "thinking",  # what there is to split off
+    ("15. Use it", 1): "own",  # the question
+}
+
+# The lifecycle: sections in order, each with the calls of the kit that it makes, in order.
+STAGES = {
+    "1. Set up": ["setup_environment"],
+    "2. Parameters": ["read_parameters", "load_config"],
+    "3. The policy": ["load_policy"],
+    "4. The data": ["load_data"],
+    "5. The reward": ["build_rewards"],
+    "6. Before training": ["evaluate", "show_completions"],
+    "7. How RLOO learns": [],
+    "8. Training": ["train", "RlooKitError"],
+    "9. After training": ["evaluate", "compare"],
+    "10. Step by step": ["plot_training"],
+    "11. Completions before and after": ["show_completions"],
+    "12. When training looks wrong": [],
+    "13. The report": ["write_report"],
+    "14. Save the adapter": ["save_adapter"],
+    "15. Use it": ["generate_completions", "split_thinking"],
+    "16. The end": ["shutdown_kernel"],
+}
+LESSONS = ["The leave-one-out baseline", "Why it is calmer, and still right", "How many completions: K = 2, 4, 8, 16"]
+LESSONS += ["KL and beta", "RLOO and GRPO", "One group of this run"]
+
+each_notebook = pytest.mark.parametrize("name", NAMES)
+
+
+def places(cells: list[Cell]) -> dict[tuple[str, int], Cell]:
+    """Each cell by its section's heading and its number in the section."""
+    section, number, found = "", 0, {}
+    for cell in cells:
+        if cell.kind == "markdown" and cell.source.startswith("## "):
+            section, number = cell.lines[0].removeprefix("## "), 0
+        found[section, number] = cell
+        number += 1
+    return found
+
+
+def calls_of_kit(code: str) -> list[ast.Call]:
+    """Calls of `kit.something(...)`, in the order of the text."""
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if ast.unparse(call.func).startswith("kit.")]
+    return sorted(calls, key=lambda call: (call.lineno, call.col_offset))
+
+
+def parameter_cells(cells: list[Cell]) -> list[int]:
+    return [number for number, cell in enumerate(cells) if "parameters" in cell.tags]
+
+
+# ------------------------------------------------------------------------------------------------------ the pair
+
+
+def test_every_notebook_is_a_pair() -> None:
+    """An .ipynb without its .py is edited by hand from then on; a fifth notebook would escape the lists here."""
+    for ending in ("py", "ipynb"):
+        assert sorted(path.stem for path in FOLDER.glob(f"*.{ending}")) == sorted(NAMES), ending
+
+
+@each_notebook
+def test_both_files_of_a_pair_say_the_same(name: str) -> None:
+    """jupytext's own --test passes on a pair that has drifted, and --sync goes by file times and may lose the edit."""
+    drift = find_drift(FOLDER / f"{name}.py", FOLDER / f"{name}.ipynb")
+    assert not drift, (
+        "\n".join(drift) + "\nThe .py is the source. If the edit was made there: make notebooks. If it was made in the "
+        ".ipynb, take it over into the .py first: make notebooks would throw it away."
+    )
+
+
+def edit_source(cells: list[dict]) -> None:
+    cells[-1]["source"] = "print('edited')"
+
+
+def edit_prose(cells: list[dict]) -> None:
+    cells[1]["source"] = "## 1. Set up, differently"
+
+
+def drop_tag(cells: list[dict]) -> None:
+    for cell in cells:
+        cell["metadata"].pop("tags", None)
+
+
+def change_type(cells: list[dict]) -> None:
+    cells[3] = {"cell_type": "raw", "metadata": {}, "source": cells[3]["source"]}
+
+
+def add_cell(cells: list[dict]) -> None:
+    cells.append({"cell_type": "markdown", "metadata": {}, "source": "one more"})
+
+
+def drop_cell(cells: list[dict]) -> None:
+    del cells[4]
+
+
+@pytest.mark.parametrize("newer", ["script", "notebook"])
+@pytest.mark.parametrize("edited", ["script", "notebook"])
+@pytest.mark.parametrize("edit", [edit_source, edit_prose, drop_tag, change_type, add_cell, drop_cell])
+def test_a_drifted_pair_is_caught(
+    tmp_path: Path, edit: Callable[[list[dict]], None], edited: str, newer: str, repository: Path
+) -> None:
+    """A check by file times calls the pair equal whose older file was edited and then touched by a checkout."""
+    import jupytext
+    import nbformat
+
+    script, notebook = tmp_path / "pair.py", tmp_path / "pair.ipynb"
+    shutil.copy(FOLDER / f"{NAMES[0]}.py", script)
+    shutil.copy(FOLDER / f"{NAMES[0]}.ipynb", notebook)
+    assert find_drift(script, notebook) == []
+    if edited == "notebook":
+        content = json.loads(notebook.read_text(encoding="utf-8"))
+        edit(content["cells"])
+        notebook.write_text(json.dumps(content), encoding="utf-8")
+    else:
+        content = jupytext.read(script)
+        edit(content["cells"])
+        content = nbformat.from_dict(content)
+        script.write_text(jupytext.writes(content, fmt="py:percent"), encoding="utf-8")
+    for path, time in ((script, 2e9 if newer == "script" else 1e9), (notebook, 1e9 if newer == "script" else 2e9)):
+        os.utime(path, (time, time))
+    assert find_drift(script, notebook), f"{edit.__name__} in the {edited} was not seen"
+
+
+def generate(folder: Path) -> None:
+    command = [sys.executable, "-m", *GENERATE, *sorted(str(path) for path in folder.glob("*.py"))]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+def test_generating_again_changes_nothing(tmp_path: Path) -> None:
+    """New random cell ids at each generation would make every change a change of the whole file."""
+    assert "$(BIN)/jupytext --to ipynb --update notebooks/*.py" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
+    generate(tmp_path)
+    for name in NAMES:
+        for ending in ("py", "ipynb"):
+            ours, again = FOLDER / f"{name}.{ending}", tmp_path / f"{name}.{ending}"
+            assert again.read_bytes() == ours.read_bytes(), f"{ours.name} is not what `make notebooks` writes"
+
+
+def test_generating_carries_an_edit_over_and_keeps_the_ids(tmp_path: Path) -> None:
+    """A generator that kept the old cell would be a pair that agrees in nothing but its file times."""
+    script, notebook = tmp_path / "x.py", tmp_path / "x.ipynb"
+    shutil.copy(FOLDER / f"{NAMES[0]}.ipynb", notebook)
+    text = (FOLDER / f"{NAMES[0]}.py").read_text(encoding="utf-8")
+    script.write_text(text.replace("print(kit.compare(before, after))", "print('changed')"), encoding="utf-8")
+    ids = [cell["id"] for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]]
+    generate(tmp_path)
+    assert find_drift(script, notebook) == []
+    assert "print('changed')" in [cell.source for cell in read_notebook(notebook)]
+    assert [cell["id"] for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]] == ids
+
+
+# ------------------------------------------------------------------------------------------------------ the files
+
+
+@each_notebook
+def test_the_notebook_is_clean_and_valid(name: str) -> None:
+    """An unregistered kernel's name fails in every runner; outputs carry the figures of one machine."""
+    import nbformat
+
+    content = json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))
+    nbformat.validate(nbformat.from_dict(content))
+    assert content["metadata"] == {"kernelspec": KERNEL}
+    ids = [cell["id"] for cell in content["cells"]]
+    assert len(set(ids)) == len(ids)
+    for number, cell in enumerate(content["cells"]):
+        assert cell["cell_type"] in ("markdown", "code"), number
+        assert not cell.get("outputs") and cell.get("execution_count") is None, f"cell {number} of {name} has outputs"
+        assert set(cell["metadata"]) <= {"tags"} and not cell.get("attachments"), f"cell {number} of {name}"
+
+
+@each_notebook
+def test_cells_are_short(name: str) -> None:
+    """A cell that does not fit on a screen is scrolled past."""
+    for number, cell in enumerate(cells_of(name)):
+        assert len(cell.lines) <= MAX_LINES, f"cell {number} of {name} has {len(cell.lines)} lines: {cell.lines[0]}"
+        assert max(map(len, cell.lines)) <= MAX_COLUMNS, f"cell {number} of {name}: {cell.lines[0]}"
+        assert cell.source.strip(), f"cell {number} of {name} is empty"
+
+
+# ------------------------------------------------------------------------------------------------------ the cells
+
+
+@each_notebook
+def test_the_parameters_are_one_cell_of_plain_literals(name: str) -> None:
+    """papermill's values come after the tagged cell: what is computed in it keeps the old ones. A parameter that one
+    notebook lacks makes a batch over two of them fail."""
+    from rloo_kit.parameters import KNOWN
+
+    cells = cells_of(name)
+    (number,) = parameter_cells(cells)
+    cell = cells[number]
+    assert cell.kind == "code" and cell.tags == ("parameters",) and cell.lines[0].startswith("# Parameters")
+    names = []
+    for statement in ast.parse(cell.source).body:
+        assert isinstance(statement, ast.Assign) and len(statement.targets) == 1, ast.unparse(statement)
+        names.append(ast.unparse(statement.targets[0]))
+        assert isinstance(ast.literal_eval(statement.value), str | int | float | bool), ast.unparse(statement)
+    assert names == list(KNOWN)
+
+
+@each_notebook
+def test_the_configuration_is_built_in_the_next_cell(name: str) -> None:
+    """A configuration built before papermill's cell runs with the notebook's values and says nothing."""
+    cells = cells_of(name)
+    (number,) = parameter_cells(cells)
+    after = cells[number + 1]
+    assert after.kind == "code"
+    read, load = ast.parse(after.source).body[:2]
+    assert ast.unparse(read) == "parameters = kit.read_parameters(globals())"
+    assert ast.unparse(load) == "run = kit.load_config(parameters.config, *parameters.overrides)"
+    earlier = "\n".join(cell.source for cell in cells[:number] if cell.kind == "code")
+    assert [ast.unparse(call.func) for call in calls_of_kit(earlier)] == ["kit.setup_environment"]
+
+
+@each_notebook
+def test_parameters_agree_with_the_file(name: str) -> None:
+    """A notebook whose numbers differ from its file's trains another run than the command line does."""
+    from rloo_kit.config import load_config
+
+    namespace: dict = {}
+    cells = cells_of(name)
+    exec(cells[parameter_cells(cells)[0]].source, namespace)
+    run = load_config(ROOT / namespace["config"])
+    assert Path(namespace["config"]).stem.startswith(name.removesuffix("_rloo").replace("qwen3_", "qwen3_4b_"))
+    for key in ("max_steps", "num_generations", "learning_rate", "beta", "max_completion_length"):
+        assert namespace[key] == getattr(run.rloo, key), key
+    assert namespace["eval_prompts"] == (run.eval.num_prompts or run.data.test_size)
+    assert namespace["seed"] == run.run.seed
+    assert namespace["overwrite"] is name.startswith("arithmetic")  # a run of hours is not deleted by Run All
+
+
+@each_notebook
+def test_the_lifecycle_is_whole_and_in_order(name: str) -> None:
+    """A notebook that lost its last evaluation, or shuts down before the report, still looks whole on a skim."""
+    cells = cells_of(name)
+    by_section: dict[str, list[str]] = {}
+    for (section, _), cell in places(cells).items():
+        made = by_section.setdefault(section, [])
+        if cell.kind == "code":
+            made += [ast.unparse(call.func).removeprefix("kit.") for call in calls_of_kit(cell.source)]
+    assert by_section.pop("") == [] and list(by_section) == list(STAGES)
+    assert by_section == STAGES
+    headings = [line.lstrip("# ") for cell in cells for line in cell.lines if line.startswith("### ")]
+    assert [lesson for lesson in LESSONS if lesson not in headings] == []
+
+
+@each_notebook
+def test_shutting_down_is_the_last_thing(name: str) -> None:
+    """Whatever follows the shutdown runs in some runners and not in others."""
+    last = cells_of(name)[-1]
+    assert last.kind == "code" and last.lines[-1] == "kit.shutdown_kernel()"
+
+
+@each_notebook
+def test_every_code_cell_compiles_and_imports_little(name: str) -> None:
+    """Logic in cells needs a second test suite; and `import torch` before the set-up loses Unsloth's patches."""
+    for number, cell in enumerate(code_of(name)):
+        tree = ast.parse(cell.source, filename=f"{name} code cell {number}")
+        compile(tree, f"{name} code cell {number}", "exec")
+        for node in ast.walk(tree):
+            assert not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ImportFrom), ast.unparse(node)
+            if isinstance(node, ast.Import):
+                assert number == 0, "imports are in the first cell"
+                modules = {alias.name for alias in node.names}
+                assert modules <= sys.stdlib_module_names | {"rloo_kit"}, modules
+
+
+def signature_of(module: str, name: str) -> ast.arguments | None:
+    """The arguments of a public function, read from the source; None for a class."""
+    path = ROOT / "rloo_kit" / module
+    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return node.args
+        if isinstance(node, ast.ImportFrom) and name in {alias.name for alias in node.names}:
+            return signature_of(str(node.module).removeprefix("rloo_kit."), name)
+    return None
+
+
+@each_notebook
+def test_calls_fit_the_kits_signatures(name: str) -> None:
+    """A renamed keyword shows after the training, an hour later. Names outside the public ones may go any time."""
+    import rloo_kit
+
+    for cell in code_of(name):
+        names = {
+            node.attr
+            for node in ast.walk(ast.parse(cell.source))
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "kit"
+        }
+        assert names <= set(rloo_kit._EXPORTS), names - set(rloo_kit._EXPORTS)
+        for call in calls_of_kit(cell.source):
+            function = ast.unparse(call.func).removeprefix("kit.")
+            arguments = signature_of(rloo_kit._EXPORTS[function], function)
+            if arguments is None:
+                continue
+            positional = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args]]
+            keywords = {keyword.arg for keyword in call.keywords if keyword.arg}
+            unknown = keywords - {*positional, *(argument.arg for argument in arguments.kwonlyargs)}
+            assert not unknown, f"kit.{function} has no {unknown}"
+            given = [argument for argument in call.args if not isinstance(argument, ast.Starred)]
+            assert arguments.vararg or len(given) <= len(positional), f"kit.{function}: {ast.unparse(call)}"
+
+
+# ------------------------------------------------------------------------------------------------------ the twins
+
+
+def test_twins_share_their_cells() -> None:
+    """A lesson mended in one notebook and not in its twins teaches two things."""
+    found = {name: places(cells_of(name)) for name in NAMES}
+    first = found[NAMES[0]]
+    for name in NAMES[1:]:
+        assert list(found[name]) == list(first), f"{name} has other cells than {NAMES[0]}"
+        different = {place for place, cell in found[name].items() if cell != first[place]}
+        assert different <= set(MAY_DIFFER), f"{name} alone: {sorted(different - set(MAY_DIFFER))}"
+    for place, kind in MAY_DIFFER.items():
+        texts = {name: found[name][place].source for name in NAMES}
+        assert len(set(texts.values())) > 1, f"{place} is the same everywhere: take it off MAY_DIFFER"
+        if kind == "thinking":
+            for one, other in itertools.combinations(NAMES, 2):
+                same_kind = ("thinking" in one) == ("thinking" in other)
+                assert (texts[one] == texts[other]) == same_kind, f"{place}: {one} and {other}"
+
+
+def test_the_list_of_own_cells_does_not_grow() -> None:
+    """Each cell of its own has to be kept true four times. Find a text that fits all, or a value for the parameters."""
+    assert len(MAY_DIFFER) <= 7
+    own_code = [place for place in MAY_DIFFER if places(cells_of(NAMES[0]))[place].kind == "code"]
+    assert own_code == [("2. Parameters", 2), ("15. Use it", 1)]
+
+
+def test_read_script_sees_what_jupytext_writes(tmp_path: Path) -> None:
+    """The checks above are worth what their reader finds."""
+    path = tmp_path / "x.py"
+    path.write_text('# %% [markdown]\n# # Title\n#\n# text\n\n# %% tags=["parameters"]\n# Parameters\na = 1\n')
+    assert read_script(path) == [
+        Cell("markdown", "# Title\n\ntext"),
+        Cell("code", "# Parameters\na = 1", ("parameters",)),
+    ]

@@ -1,0 +1,168 @@
+"""What the notebooks teach is true: their worked figures, and the keys, metrics and files that their prose names."""
+
+import contextlib
+import io
+import itertools
+import re
+import statistics
+
+import pytest
+from notebook_cells import NAMES, ROOT, cells_of
+
+from rloo_kit.leave_one_out import leave_one_out_advantages
+
+LESSON = "## 7. How RLOO learns"
+each_notebook = pytest.mark.parametrize("name", NAMES)
+
+
+def printed(first_line: str) -> list[str]:
+    """What a code cell of the lesson prints, line by line; the twins' test says that all notebooks share it."""
+    cells = [cell for cell in cells_of(NAMES[0]) if cell.kind == "code"]
+    (source,) = [cell.source for cell in cells if cell.lines[0].startswith(first_line)]
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(source, {"statistics": statistics})
+    return output.getvalue().splitlines()
+
+
+def numbers(line: str) -> list[float]:
+    return [float(text) for text in re.findall(r"[+-]?\d+(?:\.\d+)?", line)]
+
+
+def groups(size: int, chance: float) -> list[tuple[tuple[int, ...], float]]:
+    """Every outcome of a group of right (1) and wrong (0) completions, with its probability."""
+    outcomes = itertools.product((0, 1), repeat=size)
+    return [(group, chance ** sum(group) * (1 - chance) ** (size - sum(group))) for group in outcomes]
+
+
+def test_the_worked_example_is_the_oracles() -> None:
+    """A baseline with the completion's own reward in it gives other numbers, and looks as plausible."""
+    expected = leave_one_out_advantages([1.0, 0.0, 0.0, 1.0], 4)
+    lines = printed("rewards = [1.0")
+    assert [numbers(line)[-1] for line in lines] == [round(advantage, 2) for advantage in expected]
+    assert [numbers(line)[1:3] for line in lines] == [[1, 0.33], [0, 0.67], [0, 0.67], [1, 0.33]]
+
+
+def test_the_mean_squares_are_right() -> None:
+    """The claim of lower variance stands on these figures: here they are counted over all 256 groups of 8."""
+    for line in printed('print("right   REINFORCE'):
+        if "%" in line:
+            percent, plain, left_out = numbers(line)
+            outcomes = groups(8, percent / 100)
+            assert plain == pytest.approx(sum(p * group[0] ** 2 for group, p in outcomes), abs=5e-4)
+            first = sum(p * leave_one_out_advantages(group, 8)[0] ** 2 for group, p in outcomes)
+            assert left_out == pytest.approx(first, abs=5e-4)
+
+
+def test_the_baseline_is_unbiased_and_the_groups_own_mean_is_not() -> None:
+    """One logit, reward 1 for one of two tokens: the mean over all groups of the advantage times the score is the true
+    gradient p (1 - p); with the completion's own reward in the baseline it is short by the factor (K - 1) / K."""
+    for chance, size in itertools.product((0.1, 0.5, 0.8), (2, 4)):
+        loo = own = 0.0
+        for group, p in groups(size, chance):
+            scores = [token - chance for token in group]
+            advantages = leave_one_out_advantages(group, size)
+            loo += p * sum(a * s for a, s in zip(advantages, scores, strict=True)) / size
+            own += p * sum((r - sum(group) / size) * s for r, s in zip(group, scores, strict=True)) / size
+        assert loo == pytest.approx(chance * (1 - chance))
+        assert own == pytest.approx(chance * (1 - chance) * (size - 1) / size)
+
+
+def test_the_table_of_group_sizes_is_right() -> None:
+    """Figures for K = 2 decide whether a reader with 8 GB believes that it can work."""
+    for line in printed('print("  K ')[1:]:
+        size, hard, even, noise = numbers(line)
+        if size <= 8:
+            for chance, share in ((0.1, hard), (0.5, even)):
+                teaching = sum(p for group, p in groups(int(size), chance) if 0 < sum(group) < size)
+                assert share == pytest.approx(100 * teaching, abs=0.5)
+        assert noise == pytest.approx(size / (size - 1), abs=5e-3)
+
+
+def test_what_the_penalty_costs() -> None:
+    """The prose says that about 4,000 tokens cost what a right answer earns."""
+    costs = dict(numbers(line) for line in printed("for tokens in"))
+    assert costs[4096] == pytest.approx(1.02, abs=5e-3) and costs[500] < 0.2
+
+
+def test_grpo_makes_lopsided_groups_louder() -> None:
+    """1 and 7 of 8 right: GRPO's scale is 1.5 times that of an even group; RLOO's is the same for all."""
+    found = {int(numbers(line)[0]): numbers(line)[2:] for line in printed("for right in")}
+    for right, (rloo, grpo, _) in found.items():
+        group = [1.0] * right + [0.0] * (8 - right)
+        assert rloo == pytest.approx(leave_one_out_advantages(group, 8)[0], abs=5e-3)
+        assert grpo == pytest.approx((1 - statistics.mean(group)) / statistics.stdev(group), abs=5e-3)
+    assert found[1][2] == found[7][2] > 1.4 * found[4][2]
+
+
+# ------------------------------------------------------------------------------------------------------ the prose
+
+
+def prose_of(name: str) -> str:
+    return "\n".join(cell.source for cell in cells_of(name) if cell.kind == "markdown")
+
+
+def in_backticks(name: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", prose_of(name))
+
+
+@each_notebook
+def test_keys_and_parameters_of_the_prose_exist(name: str) -> None:
+    """Advice that names a key of an older version ends in an error about the key."""
+    from rloo_kit.config import RunConfig
+    from rloo_kit.parameters import KNOWN
+
+    sections = {key: field.annotation for key, field in RunConfig.model_fields.items() if key != "rewards"}
+    loop = sections["rloo"].model_fields
+    for text in in_backticks(name):
+        for section, key in re.findall(r"\b(run|model|data|rloo|eval)\.([a-z_]+)(?!\.py)", text):
+            assert key in sections[section].model_fields, text
+        assigned = re.fullmatch(r"([a-z_]+) ?= ?[^ =].*", text)
+        if assigned:
+            assert assigned[1] in KNOWN or assigned[1] in loop, text
+
+
+@each_notebook
+def test_metrics_of_the_prose_are_logged(name: str) -> None:
+    """A table of alarms with a name that no run logs is never looked at twice."""
+    metrics = (ROOT / "docs" / "10-metrics.md").read_text(encoding="utf-8")
+    (table,) = [cell.source for cell in cells_of(name) if cell.source.startswith("## 12.")]
+    named = set(re.findall(r"`([a-z_]+/[a-z_]+)`", prose_of(name)))
+    named |= {row.split("`")[1] for row in table.splitlines() if row.startswith("| `")}
+    assert {"kl", "entropy", "grad_norm", "completions/clipped_ratio"} <= named
+    assert [metric for metric in named if f"`{metric}`" not in metrics] == []
+
+
+@each_notebook
+def test_files_and_notebooks_of_the_prose_exist(name: str) -> None:
+    """A notebook that sends its reader to a file that was renamed."""
+    for text in in_backticks(name):
+        if re.fullmatch(r"configs/\S+", text):
+            assert (ROOT / text).exists(), text
+        if re.match(r"(arithmetic|qwen3)_\w+$", text):
+            assert text in NAMES, text
+
+
+def test_the_sizes_for_smaller_cards_load() -> None:
+    """The three values of a row belong together: with one of them left the configuration is refused."""
+    from rloo_kit.config import load_config
+    from rloo_kit.errors import ConfigError
+
+    rows = re.findall(r"^\| \d+ GB \| `(\S+)` \| (\d+) \| (\d+) \|$", prose_of("qwen3_thinking_rloo"), flags=re.M)
+    assert len(rows) == 4
+    for file, generations, length in rows:
+        wanted = [f"rloo.num_generations={generations}", f"rloo.max_completion_length={length}"]
+        run = load_config(ROOT / file, *wanted)
+        assert run == load_config(ROOT / file), "the row is not what the file says"
+        with pytest.raises(ConfigError, match=r"num_generations|max_seq_length"):
+            load_config(ROOT / file, "rloo.num_generations=16", "rloo.max_completion_length=12288")
+    more = ["rloo.num_generations=16", "rloo.steps_per_generation=16"]
+    assert 'overrides = "rloo.steps_per_generation=16"' in prose_of("qwen3_instruct_rloo")
+    load_config(ROOT / "configs/qwen3_4b_instruct.yaml", *more)
+
+
+@each_notebook
+def test_sources_are_those_that_the_project_cites(name: str) -> None:
+    """A paper's number with one digit wrong leads to another paper."""
+    cited = set(re.findall(r"\d{4}\.\d{5}", prose_of(name)))
+    assert cited == {"2402.14740", "2510.00977", "2510.01555", "2512.21852", "2503.20783"}
