@@ -1,12 +1,14 @@
-"""The command line: `rloo-kit doctor | config | train | eval | report`.
+"""The command line: `rloo-kit doctor | config | train | eval | report | batch`.
 
 It says what a notebook says, in the same order, with the same functions. Heavy libraries are imported inside the
 commands that need them, so that `rloo-kit --help` answers at once. What the kit raises on purpose becomes one message
-on stderr, without a traceback. Exit codes: 0 done, 1 doctor found something broken, 2 the kit refused, 130 interrupted.
+on stderr, without a traceback. Exit codes: 0 done, 1 doctor found something broken, 2 the kit refused, 130 interrupted;
+`batch` counts the runs that are not done.
 """
 
 import shlex
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +16,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from rloo_kit import __version__
 from rloo_kit.errors import NoSignalError, RlooKitError, RunNotFoundError
 
 REFUSED, INTERRUPTED = 2, 130
+BATCH_REFUSED, MOST_COUNTED = 125, 100  # of `batch`, whose small codes count runs
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -144,6 +148,64 @@ def report(
         result = load_result(run)
         saved = [_read_evaluation(run, name, Evaluation.from_dict) for name in ("before.json", "after.json")]
         print(f"report: {write_report(run, result, *saved)}")
+
+
+class BatchCommand(TyperCommand):
+    """`batch` with an exit code of its own for words that it does not know: 2 means two runs that are not done."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # a UsageError of click, of which typer may bring its own
+            if getattr(error, "exit_code", None) == REFUSED:
+                error.exit_code = BATCH_REFUSED
+            raise
+
+
+@app.command(cls=BatchCommand)
+def batch(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A batch's YAML file: configs/batch_arithmetic.yaml.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example parameters.max_steps=20"),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Runs side by side; 1 unless the file says so.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Do what is missing or failed, and nothing else.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the batch that is there, start anew.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")] = False,
+) -> None:
+    """Run a notebook with many parameters, each run in a process of its own, and compare the runs.
+
+    Exit codes: 0 when every run is done, else the number of runs that are not (100 for 100 or more); 125 refused, or
+    an error of the batch itself; 130 interrupted (Ctrl-C, SIGTERM, hang-up).
+    """
+    try:
+        result = _run_batch(file, overrides, jobs, resume, overwrite)
+        if json:
+            from json import dumps
+
+            print(dumps(result.to_dict()))
+    except RlooKitError as error:
+        print(f"rloo-kit: {error}", file=sys.stderr, flush=True)
+        raise typer.Exit(BATCH_REFUSED) from None
+    except KeyboardInterrupt:
+        print("rloo-kit: interrupted", file=sys.stderr, flush=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception:  # its exit code would be 1: one run that is not done
+        traceback.print_exc()
+        raise typer.Exit(BATCH_REFUSED) from None
+    raise typer.Exit(INTERRUPTED if result.interrupted else min(result.not_done, MOST_COUNTED))
+
+
+def _run_batch(file: Path, overrides: list[str] | None, jobs: int | None, resume: bool, overwrite: bool) -> Any:
+    from rloo_kit.batch import run_batch
+    from rloo_kit.batch_file import load_batch
+
+    words = [*(overrides or []), *([f"jobs={jobs}"] if jobs else [])]
+    command = shlex.join(["rloo-kit", "batch", str(file), *words, "--resume"])
+    return run_batch(load_batch(file, *words), resume=resume, overwrite=overwrite, command=command)
 
 
 def _load_config(file: Path, overrides: list[str] | None) -> Any:

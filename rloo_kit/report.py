@@ -5,16 +5,15 @@ and answer apart, the configuration, the versions, and where the files are. Ever
 data or the configuration is escaped. Left out: several runs side by side.
 """
 
-import html
 import json
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.measurement import Comparison, Evaluation, compare
 from rloo_kit.report_figures import draw_accuracies, draw_learning_curve
-from rloo_kit.report_style import STYLE_SHEET
+from rloo_kit.report_style import escape_text, format_duration, make_page, make_section
 from rloo_kit.run_dir import RunDir
-from rloo_kit.samples import SamplePair, describe_sample, is_thinking, pair_samples, picture_controls
+from rloo_kit.samples import SamplePair, describe_sample, is_thinking, pair_samples
 from rloo_kit.saves import saving
 from rloo_kit.versions import installed_versions
 
@@ -51,17 +50,12 @@ def write_report(run: Any, result: Any, before: Evaluation | None = None, after:
     comparison = compare(before, after) if before is not None and after is not None else None
     sections = [
         _headline(run, result, before, after, comparison),
-        _section("Accuracy", _accuracy(before, after, comparison)),
-        _section("Learning curve", _learning_curve(result.metrics)),
-        _section("Completions before and after", _completions(before, after)),
-        _section("Configuration, versions, files", _details(run, folder)),
+        make_section("Accuracy", _accuracy(before, after, comparison)),
+        make_section("Learning curve", _learning_curve(result.metrics)),
+        make_section("Completions before and after", _completions(before, after)),
+        make_section("Configuration, versions, files", _details(run, folder)),
     ]
-    page = (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f"<title>{_text(run.name)} - RLOO run</title>\n"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>{STYLE_SHEET}</style>\n</head>\n<body>\n<main>\n{''.join(sections)}</main>\n</body>\n</html>\n"
-    )
+    page = make_page(f"{run.name} - RLOO run", sections)
     with saving(folder / "report.html"):
         return run_dir.write_text("report.html", page)
 
@@ -71,7 +65,9 @@ def _headline(
 ) -> str:
     end = {None: "ran to its end", "interrupted": "was interrupted", "no signal": "stopped for want of signal"}
     how = end.get(result.stopped, f"stopped: {result.stopped}")
-    summary = f"{run.model.name} on {run.data.source}: {result.steps} steps in {_duration(result.seconds)}; {how}."
+    summary = (
+        f"{run.model.name} on {run.data.source}: {result.steps} steps in {format_duration(result.seconds)}; {how}."
+    )
     tiles = [
         _tile("accuracy", before and before.accuracy, after and after.accuracy, comparison and comparison.sampled),
         _tile(
@@ -85,7 +81,9 @@ def _headline(
             "thinking tokens", before and before.mean_thinking_tokens, after and after.mean_thinking_tokens, form=".1f"
         ),
     ]
-    return f"<h1>{_text(run.name)}</h1>\n<p>{_text(summary)}</p>\n<div class='tiles'>{''.join(tiles)}</div>\n"
+    return (
+        f"<h1>{escape_text(run.name)}</h1>\n<p>{escape_text(summary)}</p>\n<div class='tiles'>{''.join(tiles)}</div>\n"
+    )
 
 
 def _tile(name: str, before: float | None, after: float | None, change: str | None = None, form: str = ".3f") -> str:
@@ -93,9 +91,9 @@ def _tile(name: str, before: float | None, after: float | None, change: str | No
         return ""
     old, new = ("-" if value is None else format(value, form) for value in (before, after))
     return (
-        f"<div class='tile'><div class='name'>{_text(name)}</div>"
+        f"<div class='tile'><div class='name'>{escape_text(name)}</div>"
         f"<div class='value'><span class='old'>{old}</span> → {new}</div>"
-        + (f"<div class='change'>{_text(change)}</div></div>" if change else "</div>")
+        + (f"<div class='change'>{escape_text(change)}</div></div>" if change else "</div>")
     )
 
 
@@ -110,7 +108,7 @@ def _accuracy(before: Evaluation | None, after: Evaluation | None, comparison: C
             False: " The intervals before and after overlap.",
             None: "",
         }
-        parts.append(f"<p>After minus before: {_text(str(comparison))}.{verdict[comparison.apart]}</p>")
+        parts.append(f"<p>After minus before: {escape_text(str(comparison))}.{verdict[comparison.apart]}</p>")
     drawing = draw_accuracies(before, after)
     if drawing is not None:
         parts.append(f"<figure class='wide'>{drawing}</figure>")
@@ -119,8 +117,8 @@ def _accuracy(before: Evaluation | None, after: Evaluation | None, comparison: C
     titles = [title for title, evaluation in (("before", before), ("after", after)) if evaluation is not None]
     head = "".join(f"<th>{title}</th>" for title in titles)
     rows = "".join(
-        f"<tr><td>{_text(name)}</td>"
-        + "".join(f"<td>{_text(column.get(name, '-'))}</td>" for column in columns)
+        f"<tr><td>{escape_text(name)}</td>"
+        + "".join(f"<td>{escape_text(column.get(name, '-'))}</td>" for column in columns)
         + "</tr>"
         for name in names
     )
@@ -146,11 +144,11 @@ def _completions(before: Evaluation | None, after: Evaluation | None) -> str:
 
 
 def _pair(number: int, pair: SamplePair) -> str:
-    expected = "" if pair.gold is None else f"<p class='gold'>right answer: <b>{_text(pair.gold)}</b></p>"
+    expected = "" if pair.gold is None else f"<p class='gold'>right answer: <b>{escape_text(pair.gold)}</b></p>"
     sides = "".join(_side(title, sample) for title, sample in pair.samples.items())
     return (
-        f"<article><div class='prompt'><span class='number'>{number}</span><pre>{_text(pair.prompt.strip())}</pre>"
-        f"</div>{expected}<div class='pair'>{sides}</div></article>\n"
+        f"<article><div class='prompt'><span class='number'>{number}</span>"
+        f"<pre>{escape_text(pair.prompt.strip())}</pre></div>{expected}<div class='pair'>{sides}</div></article>\n"
     )
 
 
@@ -161,24 +159,25 @@ def _side(title: str, sample: dict[str, Any]) -> str:
     return (
         f"<div class='side'><div class='title'>{title} {marks.get(sample['correct'], '')}</div>{thinking}"
         f"<div class='label'>answer</div>{_block('answer', sample['answer'])}"
-        f"<p class='notes'>{_text(describe_sample(sample))}</p></div>"
+        f"<p class='notes'>{escape_text(describe_sample(sample))}</p></div>"
     )
 
 
 def _block(kind: str, text: str) -> str:
-    return f"<pre class='{kind}'>{_text(text)}</pre>" if text else "<p class='notes'>none</p>"
+    return f"<pre class='{kind}'>{escape_text(text)}</pre>" if text else "<p class='notes'>none</p>"
 
 
 def _details(run: Any, folder: Path) -> str:
     files = "".join(
-        f"<tr><td><a href='{name}'>{name}</a></td><td>{_text(what)}</td></tr>"
+        f"<tr><td><a href='{name}'>{name}</a></td><td>{escape_text(what)}</td></tr>"
         for name, what in FILES.items()
         if (folder / name).exists()
     )
     return (
-        f"<details><summary>Configuration</summary><pre>{_text(run.to_yaml())}</pre></details>\n"
-        f"<details><summary>Versions</summary><pre>{_text(_versions(folder))}</pre></details>\n"
-        f"<p>Everything of the run lies in <code>{_text(folder)}</code>.</p>\n<table><tbody>{files}</tbody></table>\n"
+        f"<details><summary>Configuration</summary><pre>{escape_text(run.to_yaml())}</pre></details>\n"
+        f"<details><summary>Versions</summary><pre>{escape_text(_versions(folder))}</pre></details>\n"
+        f"<p>Everything of the run lies in <code>{escape_text(folder)}</code>.</p>\n"
+        f"<table><tbody>{files}</tbody></table>\n"
     )
 
 
@@ -188,17 +187,3 @@ def _versions(folder: Path) -> str:
         return (folder / "versions.json").read_text(encoding="utf-8")
     except OSError:
         return json.dumps(installed_versions(), indent=2)
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section>\n<h2>{title}</h2>\n{content}\n</section>\n"
-
-
-def _text(value: Any) -> str:
-    return html.escape(picture_controls(str(value)))
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

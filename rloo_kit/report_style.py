@@ -1,4 +1,10 @@
-"""The style sheet of `report.html`: system fonts, two colour schemes, columns that fold on a narrow screen."""
+"""What the kit's pages share: the frame without scripts, the escaping, and the style sheet with two colour schemes."""
+
+import html
+from collections.abc import Iterable
+from typing import Any
+
+from rloo_kit.samples import picture_controls
 
 STYLE_SHEET = """
 :root { color-scheme: light dark; --ink: #1b1f27; --soft: #5c6470; --ground: #ffffff; --box: #f4f5f7; --line: #d9dce1;
@@ -43,7 +49,49 @@ article { border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px 
 .thinking { color: var(--soft); }
 .answer { font-weight: 600; }
 .notes { color: var(--soft); font-size: 13px; }
+.scroll { overflow-x: auto; }
+.runs td { white-space: nowrap; }
+.interval { color: var(--soft); font-size: 13px; }
 details { margin: 8px 0; }
 summary { cursor: pointer; }
 details pre { background: var(--box); border-radius: 6px; padding: 10px 12px; }
 """
+
+
+def make_page(title: str, sections: Iterable[str]) -> str:
+    """A whole page: nothing to fetch, and columns that fold on a narrow screen.
+
+    Args:
+        title: as plain text.
+        sections: HTML, escaped by whoever made it.
+    """
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape_text(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>{STYLE_SHEET}</style>\n</head>\n<body>\n<main>\n{''.join(sections)}</main>\n</body>\n</html>\n"
+    )
+
+
+def make_section(title: str, content: str) -> str:
+    """A section with its heading."""
+    return f"<section>\n<h2>{title}</h2>\n{content}\n</section>\n"
+
+
+def escape_text(value: Any) -> str:
+    """Any value as text that HTML shows as it is.
+
+    >>> escape_text("a <b> & c")
+    'a &lt;b&gt; &amp; c'
+    """
+    return html.escape(picture_controls(str(value)))
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds in words.
+
+    >>> format_duration(7.25), format_duration(75), format_duration(3675)
+    ('7.2 s', '1 min 15 s', '1 h 1 min')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
