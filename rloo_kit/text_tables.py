@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-WIDTH = 110  # columns: JupyterLab's cell at a usual window width, with a file browser beside it
+WIDTH = 100  # columns that fit a cell of JupyterLab on a laptop, with its file browser open
 
 
 def as_text(renderable: Any, width: int = WIDTH) -> str:

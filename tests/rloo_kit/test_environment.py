@@ -187,7 +187,7 @@ def test_widgets_that_were_loaded_before_are_reported(monkeypatch: pytest.Monkey
 
 
 def test_the_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 80 columns a table of 110 wraps in the middle of its frame, and nothing in it can be read."""
+    """At 80 columns a wider table wraps in the middle of its frame, and nothing in it can be read."""
     from rloo_kit.environment import render_rows
 
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
