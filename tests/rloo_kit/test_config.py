@@ -8,8 +8,9 @@ from rloo_kit.config import RunConfig, load_config
 from rloo_kit.config_yaml import dump_yaml, read_value, read_yaml
 from rloo_kit.errors import ConfigError
 
-CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
-DEMO = CONFIGS[0].parent / "arithmetic_thinking.yaml"
+FOLDER = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith("batch_"))
+DEMO = FOLDER / "arithmetic_thinking.yaml"
 MINIMAL = """
 model: {name: embedded/thinking, max_seq_length: 256}
 data: {source: embedded/addition, max_prompt_length: 64}

@@ -8,7 +8,8 @@ import pytest
 from rloo_kit.config import RunConfig, load_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
-FILES = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith("batch_"))  # test_batch.py has those
+# Batches are in test_batch.py.
+FILES = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith("batch_"))
 WANTED = {"arithmetic_instruct", "arithmetic_thinking", "qwen3_4b_instruct", "qwen3_1_7b", "qwen3_0_6b"}
 WANTED |= {f"qwen3_4b_thinking{size}" for size in ("", "_8gb", "_12gb", "_16gb", "_24gb")}
 CACHE_KIB = {"4B": 36 * 8 * 128 * 4 / 1024, "1.7B": 28 * 8 * 128 * 4 / 1024, "0.6B": 28 * 8 * 128 * 4 / 1024}
