@@ -1,0 +1,208 @@
+"""The real skill installer, on what the repository holds now.
+
+These and test_installed_package.py are the only tests that use a network, and only package registries. Without one they
+are skipped with the reason; a registry that answers and an installation that fails is a failure.
+
+Write the table of docs/14-skill.md: RLOO_KIT_WRITE_TABLES=1 pytest tests/skill/test_installer.py
+"""
+
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.skill import installer
+from tests.skill.installer import ADDRESS, ROOT, SKILL, Node, Person, Tree
+
+PAGE = ROOT / "docs" / "14-skill.md"
+COLUMNS = ["installer", "Node asked for", "where", "exit code", "installed", "equal to the tracked files"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to install: npm's package and version, the words after the address, and what is known to come of it."""
+
+    version: str
+    where: str
+    options: tuple[str, ...] = ()
+    installed: str = "all"
+    package: str = "skills"
+
+    @property
+    def name(self) -> str:
+        return f"`{self.package}` {self.version}"
+
+
+CASES = [
+    Case("1.7.4", "project"),
+    Case("1.7.4", "project, `--copy`", ("--copy",)),
+    Case("1.7.4", "project, two agents", ("-a", "cursor")),
+    Case("1.7.4", "user's folder, `-g`", ("-g",)),
+    Case("1.5.18", "project"),
+    Case("1.5.18", "project, `--copy`", ("--copy",)),
+    Case("1.5.18", "project, two agents", ("-a", "cursor")),
+    Case("1.5.18", "user's folder, `-g`", ("-g",)),
+    Case("2.0.0", "project", package="add-skill"),
+    *(Case(f"1.5.{patch}", "project", installed="SKILL.md alone") for patch in (14, 15, 16, 17)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: re.sub(r"\W+", "-", f"{case.version}-{case.where}").strip("-"))
+def test_the_installed_tree_is_the_repository(
+    case: Case, make_person: Callable[..., Person], expected: Tree, workplace: Path
+) -> None:
+    """Installers end with exit code 0 and a tick whatever they copied: four versions in a row copied SKILL.md alone,
+    and everything that the page points to was missing. Only the files tell."""
+    person = make_person(case.version)
+    done = person.install(case.version, *case.options, package=case.package)
+    folder = (person.home if "-g" in case.options else person.project) / SKILL
+    assert (folder / "SKILL.md").is_file(), f"nothing was installed:\n{done}"
+    found = installer.tree(folder.resolve())
+    differs = installer.difference(expected, found)
+    if case.installed == "all":
+        assert not differs, "\n".join([*differs, str(done)])
+    else:
+        assert list(found) == ["SKILL.md"] and found["SKILL.md"] == expected["SKILL.md"], f"{list(found)}\n{done}"
+    assert folder.is_symlink() == ("cursor" in case.options), "two agents share one folder, .agents/skills/rloo"
+    other = person.project if "-g" in case.options else person.home
+    assert not (other / SKILL).exists(), "installed into the other scope as well"
+
+    asked = installer.asked_node(workplace / "npm-cache", case.package, case.version).replace(">=", "from ")
+    outcome = "all" if len(found) == len(expected) else "SKILL.md alone" if len(found) == 1 else f"{len(found)} files"
+    row = [case.name, asked, case.where, str(done.exit_code), outcome, "no" if differs else "yes"]
+    _check_row(row)
+
+
+def _check_row(row: list[str]) -> None:
+    """The row stands in the page as measured; under RLOO_KIT_WRITE_TABLES it is put there."""
+    line, text = f"| {' | '.join(row)} |", PAGE.read_text(encoding="utf-8")
+    if os.environ.get("RLOO_KIT_WRITE_TABLES"):
+        start = rf"\| {re.escape(row[0])} \| [^|]* \| {re.escape(row[2])} \|.*"
+        text, replaced = re.subn(start, lambda _: line, text)
+        if not replaced:
+            rule = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
+            last = re.search(re.escape(rule) + r"(?:\|.*\n)*", text)
+            assert last, f"{PAGE.name} has no table that begins with\n{rule}"
+            text = text[: last.end()] + line + "\n" + text[last.end() :]
+        PAGE.write_text(text, encoding="utf-8")
+    assert line in text.splitlines(), f"measured, but not in {PAGE.name} (RLOO_KIT_WRITE_TABLES=1 writes it):\n{line}"
+
+
+def test_the_table_lists_the_installers_that_are_tried() -> None:
+    """A row whose test is gone stays in the page for ever, and nothing measures it again."""
+    rows = [line.split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    tried = [(row[0].removeprefix("| "), row[2]) for row in rows if "skill" in row[0]]
+    assert tried == [(case.name, case.where) for case in CASES]
+
+
+def test_no_tracked_file_is_one_that_installers_leave_out() -> None:
+    """A page of data named metadata.json is there in a clone and missing in every installed skill."""
+    try:
+        names = installer.tracked()
+    except LookupError as reason:
+        pytest.skip(str(reason))
+    assert [name for name in names if installer.is_left_out(name)] == []
+    assert [name for name in names if name.split("/")[-1].lower() == "skill.md"] in ([], ["SKILL.md"])
+    assert not any(name.startswith("skills/") for name in names), "a folder skills/ is taken for the skill's place"
+
+
+@pytest.mark.slow
+def test_without_yes_nothing_is_installed(make_person: Callable[..., Person]) -> None:
+    """An agent has no terminal: the installer asks its first question, ends with exit code 0, and nothing is there."""
+    person = make_person("1.7.4")
+    done = person.run(["npx", "--yes", "skills@1.7.4", "add", ADDRESS, "-a", "claude-code"])
+    assert not (person.project / ".claude").exists() and done.exit_code == 0, str(done)
+
+
+@pytest.mark.slow
+def test_an_update_leaves_no_old_file(
+    make_person: Callable[..., Person], tmp_path: Path, snapshot: tuple[Path, Tree]
+) -> None:
+    """Files that a new version no longer has would be read on for ever. The folder is made anew, so whatever a person
+    kept in it is gone too: environments and outputs belong into the project."""
+    older = tmp_path / "older"
+    older.mkdir()
+    names = {"SKILL.md", "references/gone.md", "scripts/gone.py"}
+    for name in names:
+        (older / name).parent.mkdir(exist_ok=True)
+        text = (ROOT / name).read_text(encoding="utf-8") if name == "SKILL.md" else "an older version\n"
+        (older / name).write_text(text, encoding="utf-8")
+    person = make_person("1.7.4")
+    person.serve(installer.bare_clone(tmp_path / "older_clone", older, sorted(names)))
+    person.install("1.7.4")
+    assert set(installer.tree(person.project / SKILL)) == names
+    (person.project / SKILL / "mine.txt").write_text("kept here by mistake\n", encoding="utf-8")
+
+    clone, expected = snapshot
+    person.serve(clone)
+    done = person.install("1.7.4")
+    differs = installer.difference(expected, installer.tree(person.project / SKILL))
+    assert not differs, "\n".join([*differs, str(done)])
+
+
+@pytest.mark.slow
+def test_skill_md_alone_says_how_to_get_the_rest(make_person: Callable[..., Person], expected: Tree) -> None:
+    """Installed by 1.5.16, SKILL.md stands alone: its first check must show that, the page must say what to do about
+    it, and doing it must give the rest."""
+    person = make_person("1.7.4")
+    person.install("1.5.16")
+    folder = person.project / SKILL
+    assert [path.name for path in folder.iterdir()] == ["SKILL.md"]
+    text = (folder / "SKILL.md").read_text(encoding="utf-8")
+    block = re.search(r"^## First check$.*?^```bash\n(.*?)^```", text, flags=re.M | re.S)
+    assert block, "SKILL.md has no shell block under `## First check`"
+    person.env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{person.env['PATH']}"
+    alone = person.run(["bash", "-c", block.group(1)])
+    assert alone.output.strip() == str(folder.resolve()), f"more or less than the path:\n{alone}"
+    assert "pyproject.toml" in text and "npx skills" in text.replace("@latest", "")
+
+    person.install("1.7.4")
+    assert not installer.difference(expected, installer.tree(folder))
+    whole = person.run(["bash", "-c", block.group(1)])
+    path, _, report = whole.output.partition("\n")
+    assert path == str(folder.resolve()) and json.loads(report)["skill"]["missing"] == [], str(whole)
+
+
+class _NothingHere(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *_: object) -> None:
+        """Stays quiet."""
+
+
+@pytest.mark.slow
+def test_only_a_registry_that_does_not_answer_is_a_reason_to_skip(
+    older_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test that skips on every fault is green for ever: the installer was broken for four versions."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _NothingHere)
+    there = f"http://127.0.0.1:{server.server_port}/"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CONFIG_FILE"):
+        monkeypatch.setenv(name, os.devnull if name == "PIP_CONFIG_FILE" else "")
+
+    def ask(address: str) -> tuple[str | None, str | None]:
+        monkeypatch.setenv("npm_config_registry", address)
+        monkeypatch.setenv("PIP_INDEX_URL", address)
+        return installer.no_npm_registry(older_node, tmp_path), installer.no_package_index(tmp_path)
+
+    try:
+        with pytest.raises(AssertionError, match="npm's registry answers, but not with what is needed"):
+            ask(there)
+        with pytest.raises(AssertionError, match="the Python package index answers, but not with what is needed"):
+            installer.no_package_index(tmp_path)
+    finally:
+        server.shutdown()
+        server.server_close()
+    npm, pip = ask(there)
+    assert npm == "npm's registry cannot be reached (ECONNREFUSED)"
+    assert pip == "the Python package index cannot be reached (connection broken by)"
