@@ -72,6 +72,7 @@ class TextBar(tqdm):
             name = str(values["prefix"]).removesuffix(": ")
             values["prefix"] = f"{name}: " if name else ""
             count = "{percentage:.0f}% | {n_fmt}/{total_fmt}" if self.total else "{n_fmt} {unit}"
+            values["ncols"] = None  # the line's length is its own
             values["bar_format"] = f"{{desc}}{count} | {{rate_fmt}} | {end}{{postfix}}"
         self.fp.write(" ".join(self.format_meter(**values).split()) + "\n")
         self.fp.flush()
