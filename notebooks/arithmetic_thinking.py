@@ -45,9 +45,9 @@ print(kit.setup_environment())
 # ## 2. Parameters
 #
 # The next cell is the one to edit. Its values win over those of the file that `config` names; a value that the file
-# has and the cell has not is changed through `overrides`. A batch sets them from outside, and nothing else has to
-# change: `papermill NOTEBOOK.ipynb OUTPUT.ipynb -p max_steps 20 -p beta 0.01`. A name or a value that makes no sense
-# is refused.
+# has and the cell has not is changed through `overrides`, as in `overrides = "rloo.temperature=0.9
+# eval.num_samples=4"`. A batch sets the values from outside: `papermill NOTEBOOK.ipynb OUTPUT.ipynb -p max_steps 20
+# -p beta 0.01`. A name or a value that makes no sense is refused.
 #
 # If the run's folder holds a run already: `resume = True` goes on with it, `overwrite = True` deletes it and starts
 # anew.
@@ -64,7 +64,7 @@ print(kit.setup_environment())
 
 # %% tags=["parameters"]
 # Parameters: plain values. papermill replaces them: papermill ... -p max_steps 20
-config = "configs/arithmetic_thinking.yaml"  # one run = one file; relative to the project's folder
+config = "configs/arithmetic_thinking.yaml"  # one file is one run; relative to the project's folder
 run_name = ""  # folder of the run in output_dir; empty: the file's name
 output_dir = "outputs"
 max_steps = 60
@@ -74,7 +74,7 @@ beta = 0.0
 max_completion_length = 48
 eval_prompts = 1000
 seed = 0
-overrides = ""  # more keys of the file: "rloo.temperature=0.9 eval.num_samples=4"
+overrides = ""  # more keys of the file, as on the command line
 resume = False
 overwrite = True
 
@@ -142,10 +142,10 @@ kit.show_completions(before, num=4)
 # %% [markdown]
 # ## 7. How RLOO learns
 #
-# **REINFORCE**, the oldest of these methods, samples a completion, asks for its reward, and changes the weights so
-# that the completion becomes more likely, in proportion to the reward:
+# **REINFORCE**, the oldest of these methods, samples a completion, asks for its reward R, and changes the weights so
+# that the completion becomes more likely, in proportion to R:
 #
-# $$\text{gradient} = R \cdot \nabla \log \pi(\text{completion})$$
+#     gradient = R x (gradient of log-probability of the completion)
 #
 # That is right on average, and very noisy. If nine of ten completions are right, nearly every step says "more of
 # this", also to the tokens that had nothing to do with it. What should count is not whether a completion is good, but
@@ -154,13 +154,13 @@ kit.show_completions(before, num=4)
 # %% [markdown]
 # ### The leave-one-out baseline
 #
-# RLOO samples a group of $K$ completions for each prompt (`num_generations`). What could be expected from one of them
-# is the mean reward of its siblings, the other $K - 1$. The difference is its *advantage*:
+# RLOO samples a group of K completions for each prompt (`num_generations`). What could be expected from one of them
+# is the mean reward of its siblings, the other K - 1. The difference is its *advantage*, and takes the place of R:
 #
-# $$A_i = R_i - \frac{1}{K-1} \sum_{j \neq i} R_j$$
+#     advantage of completion i = R_i - (sum of the other R_j) / (K - 1)
 #
-# The policy itself is the yardstick. No second network has to learn what to expect, as in PPO. (Kool et al. 2019;
-# Ahmadian et al. 2024, "Back to Basics", arXiv 2402.14740.) An example with $K = 4$, of which two are right:
+# The policy itself is the yardstick; no second network has to learn what to expect, as in PPO. (Kool et al. 2019;
+# Ahmadian et al. 2024, "Back to Basics", arXiv 2402.14740.) An example with K = 4, of which two are right:
 
 # %%
 rewards = [1.0, 0.0, 0.0, 1.0]
@@ -178,13 +178,13 @@ for number, reward in enumerate(rewards, 1):
 # %% [markdown]
 # ### Why it is calmer, and still right
 #
-# **Still right (unbiased).** The siblings were sampled independently of completion $i$, so their mean $b_i$ knows
-# nothing about it. What it adds to the gradient is $b_i \cdot \nabla \log \pi$, and that is zero on average, whatever
-# $b_i$ is. With the completion's own reward in the baseline this would not hold exactly.
+# **Still right (unbiased).** The siblings were sampled independently of completion i, so their mean knows nothing
+# about it, and what it adds to the gradient is zero on average. (The mean of the whole group, the completion's own
+# reward included, would make the gradient too small by the factor (K - 1) / K.)
 #
-# **Calmer (lower variance).** The noise of a gradient grows with the mean square of the factor in front of it, as
-# long as right and wrong completions have gradients of about the same size. Plain REINFORCE has $R$ in front, RLOO
-# has $R - b$. With rewards of 0 and 1, right with probability $p$, the mean squares are $p$ and $p\,(1-p)\,K/(K-1)$:
+# **Calmer (lower variance).** The noise of a gradient grows with the mean square of the number in front of it, as
+# long as right and wrong completions have gradients of about the same size. Plain REINFORCE has R in front, RLOO the
+# advantage. With rewards of 0 and 1, right with probability p, the mean squares are p and p (1 - p) K / (K - 1):
 
 # %%
 print("right   REINFORCE   RLOO, K = 8")
@@ -200,7 +200,7 @@ for p in (0.2, 0.5, 0.9, 0.99):
 #
 # - **K = 2** costs least. One sibling is a rough yardstick, and only a pair of one right and one wrong answer
 #   teaches. With enough prompts it can do (arXiv 2510.00977).
-# - **K = 4** is what fits a large model on a small card.
+# - **K = 4** is what fits Qwen3-4B-Thinking on a card with 8 GB (computed, not measured).
 # - **K = 8** is the usual choice, and that of most files in `configs/`.
 # - **K = 16 and more** pays where prompts are hard: someone has to be right for the group to teach.
 #
@@ -217,10 +217,10 @@ for k in (2, 4, 8, 16, 32):
 # %% [markdown]
 # ### KL and beta
 #
-# `beta` holds the policy near where it began. From each reward it takes $\beta$ times an estimate of the KL
-# divergence from the starting policy: $\log \pi - \log \pi_{\text{start}}$ of the completion, summed over its tokens
-# (called k1). In the reward this estimate is unbiased on-policy; k3 as a term of the loss is not (arXiv 2510.01555,
-# 2512.21852).
+# `beta` holds the policy near where it began. From each reward it takes `beta` times an estimate of the KL divergence
+# from the starting policy: for each token the log-probability now less the one at the start, summed over the
+# completion (called k1). In the reward this estimate is unbiased on-policy; k3 as a term of the loss is not (arXiv
+# 2510.01555, 2512.21852).
 #
 # **The sum is a trap for models that think.** At 0.005 nats a token, the penalty with `beta = 0.05` is:
 
@@ -266,10 +266,10 @@ for right in (1, 4, 7):
 # end and saves; `resume = True` goes on from there.
 
 # %% [markdown]
-# **What to look for.** `reward` and `accuracy` rise within the first steps. `think`, the mean length of the thinking,
-# rises first: the model learns to think every time, because answers without thinking are mostly wrong. Then it learns
-# to be careful. `loss` is not printed, because it says nothing: the advantages of a group add up to zero, so it stays
-# near zero while the model learns.
+# **What to look for.** `reward` and `accuracy` rise from the first steps on. `think`, the mean length of the
+# thinking, rises within ten to twenty steps and stays: the model learns to think every time, because answers without
+# thinking are mostly wrong. Beside that it learns to be careful. `loss` is not printed, because it says nothing: the
+# advantages of a group add up to zero, so it stays near zero while the model learns.
 
 # %%
 result = kit.train(
@@ -368,10 +368,11 @@ kit.show_completions(before, after, num=4)
 # Three more. `rewards/failed_ratio` above 0: a reward raises errors; the warning names it. `clip_ratio/region_mean`
 # above 0 on-policy (`num_iterations` is 1): a bug, since the ratio is exactly 1 there; report it. And with `beta`
 # above 0 watch `frac_score_zero_std`, not `frac_reward_zero_std`: the penalty alone makes equal rewards look
-# different. The limits are starting points, not laws. The first and the last step of this run:
+# different. The limits are starting points, not laws. Below: this run's first and last step.
 
 # %%
 names = ("reward", "frac_score_zero_std", "completions/clipped_ratio", "thinking/closed_ratio", "grad_norm", "entropy")
+print(f"{'':26}    first     last")
 for name in names:
     values = [row[name] for row in result.metrics if row.get(name) is not None]
     if values:
@@ -386,7 +387,7 @@ for name in names:
 # %%
 report = kit.write_report(run, result, before, after)
 print(f"report: {report}")
-print("beside it:", ", ".join(sorted(path.name for path in run.folder.iterdir())))
+print("beside it:", ", ".join(sorted(path.name for path in run.folder.iterdir() if path.name[0] != ".")))
 
 # %% [markdown]
 # ## 14. Save the adapter
@@ -419,8 +420,8 @@ completion = kit.generate_completions(policy, [prompt], max_completion_length=le
 # %%
 opened = policy.family == "thinking"
 thinking, answer = kit.split_thinking(completion.ids, policy.tokenizer, policy.tags, opened=opened)
-print(f"thinking ({completion.thinking_tokens or 0} tokens):\n{thinking or '(none)'}\n")
-print(f"answer:\n{answer}")
+print(f"thinking:\n{thinking or '(none)'}\n")
+print(f"answer:\n{answer or '(none: the limit came first)'}")
 
 # %% [markdown]
 # ## 16. The end

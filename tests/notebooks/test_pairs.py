@@ -227,6 +227,16 @@ def test_the_parameters_are_one_cell_of_plain_literals(name: str) -> None:
 
 
 @each_notebook
+def test_papermill_reads_every_parameter(name: str) -> None:
+    """papermill cannot parse a line with a second '=' in its comment, and then calls the parameter unknown."""
+    from papermill import inspect_notebook
+
+    from rloo_kit.parameters import KNOWN
+
+    assert list(inspect_notebook(FOLDER / f"{name}.ipynb")) == list(KNOWN)
+
+
+@each_notebook
 def test_the_configuration_is_built_in_the_next_cell(name: str) -> None:
     """A configuration built before papermill's cell runs with the notebook's values and says nothing."""
     cells = cells_of(name)
