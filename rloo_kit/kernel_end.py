@@ -5,6 +5,7 @@ are lost, and the runner calls it dead. So a thread waits until no cell has run 
 Jupyter server where there is one, else the kernel itself, on its control channel, as any client would.
 """
 
+import sys
 import threading
 import time
 from typing import Any
@@ -14,6 +15,7 @@ from rloo_kit.kernel_server import ServerError
 from rloo_kit.runner import Runner
 
 POLL_S = 0.2
+SLOW_CLIENT_S = 60.0  # how long large output may take to leave the kernel, once it is idle
 
 _WORDS = {
     "script": "This is a script: its process ends with it.",
@@ -70,7 +72,8 @@ class _Ending(threading.Thread):
         self._last = time.monotonic()
 
     def _may_end(self) -> bool:
-        if self._executing or time.monotonic() - self._last < self._idle_s:
+        idle_s = time.monotonic() - self._last
+        if self._executing or idle_s < self._idle_s or (_unsent_messages() and idle_s < SLOW_CLIENT_S):
             return False
         if not self._force and (saves.running_saves() or run_dir.open_runs()):
             return False
@@ -85,7 +88,16 @@ class _Ending(threading.Thread):
             server.shut_down(self._runner.kernel_id)
 
 
-def _request_shutdown(connection: dict[str, Any]) -> None:
+def _unsent_messages() -> int:
+    """Large messages that some client of the kernel has not taken yet; pyzmq keeps them until they are sent.
+
+    A kernel that ends with some of them loses them after a second, or crashes: their memory goes before their sender.
+    """
+    garbage = sys.modules.get("zmq.utils.garbage")
+    return 0 if garbage is None else len(garbage.gc.refs)
+
+
+def _request_shutdown(connection: Any) -> None:
     """A shutdown request to the kernel with these ports and this key: it finishes what it does, and exits with 0."""
     from jupyter_client.blocking import BlockingKernelClient  # there wherever ipykernel is
 

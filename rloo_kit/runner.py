@@ -45,7 +45,7 @@ def find_runner() -> Runner:
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None:
         return Runner("script")
-    kernel = getattr(shell, "kernel", None)
+    kernel: Any = getattr(shell, "kernel", None)
     if not hasattr(getattr(kernel, "parent", None), "get_connection_info"):  # none, or one inside another program
         return Runner("terminal", shell)
     request = kernel.get_parent("shell") or {}
