@@ -40,17 +40,19 @@ class TrainingPlot:
     Attributes:
         summary: one line: steps, and each metric at the start and at the end.
         curves: what is drawn.
+        notes: what could not be drawn, and why.
     """
 
     summary: str
     curves: list[Curve] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     _png: bytes | None = None
 
     @property
     def png(self) -> bytes | None:
         """The image, for a file of one's own; None where there is nothing to draw."""
         if self._png is None and self.curves:
-            self._png = draw_curves(self.curves)
+            self._png = draw_curves(self.curves, "; ".join(self.notes))
         return self._png
 
     def __repr__(self) -> str:
@@ -78,7 +80,8 @@ def plot_training(result: Any) -> TrainingPlot:
     """
     by_step = {row["step"]: row for row in result.metrics if "step" in row}  # of a step that was done twice the last
     rows = [by_step[step] for step in sorted(by_step)]
-    thinks = any("thinking/mean_length" in row for row in rows)
+    # Of a model that does not think a stray tag may log it now and then.
+    thinks = sum("thinking/mean_length" in row for row in rows) > len(rows) / 2
     curves, parts, notes = [], [], []
     for metric, title, low, high, form in (_REWARD, _KL, *(_THINKING if thinks else _ANSWERING)):
         points = [(row["step"], row[metric]) for row in rows if is_number(row.get(metric))]
@@ -90,7 +93,7 @@ def plot_training(result: Any) -> TrainingPlot:
             notes.append(_NO_KL if metric == "kl" else f"{title.lower()} not logged")
         if len(points) < logged:
             notes.append(f"{title}: {logged - len(points)} of {logged} steps without a finite number")
-    return _shown(TrainingPlot(_summary(rows, parts, notes), curves))
+    return _shown(TrainingPlot(_summary(rows, parts, notes), curves, notes))
 
 
 def _summary(rows: list[dict[str, Any]], parts: list[str], notes: list[str]) -> str:

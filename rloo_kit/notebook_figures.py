@@ -24,13 +24,20 @@ _STYLE |= {"grid.color": INK, "grid.alpha": 0.3, "axes.linewidth": 0.8, "font.si
 Curve = tuple[str, list[tuple[int, float]], float | None, float | None]  # title, step and value, ends of the axis
 
 
-def draw_curves(curves: Sequence[Curve]) -> bytes:
-    """One panel for each curve, at most three in a row and two where there are four; at least one curve."""
+def draw_curves(curves: Sequence[Curve], note: str = "") -> bytes:
+    """A PNG with one panel for each curve, three in a row or two where there are four, and a note below.
+
+    Args:
+        curves: at least one. note: one line; empty for none.
+    """
     columns = 2 if len(curves) == 4 else min(len(curves), 3)
     rows = -(-len(curves) // columns)
     width = WIDTH_PX / _DPI if columns > 1 else 0.6 * WIDTH_PX / _DPI
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(width, 2.5 * rows), layout="constrained")
+        figure = Figure(figsize=(width, 2.5 * rows + (0.3 if note else 0)), layout="constrained")
+        figure.get_layout_engine().set(h_pad=0.08)
+        if note:
+            figure.supxlabel(note, x=0.01, ha="left", fontsize=9)
         for number, curve in enumerate(curves, 1):
             draw_curve(figure.add_subplot(rows, columns, number), *curve, LINE)
         buffer = io.BytesIO()

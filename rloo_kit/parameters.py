@@ -215,9 +215,9 @@ def _number(value: Any) -> int | float | None:
     """A finite number, given as one or as text; None for anything else, True and False included."""
     if isinstance(value, bool):
         return None
-    if isinstance(value, numbers.Integral):
-        return int(value)
     try:
+        if isinstance(value, numbers.Integral):
+            return int(value) if math.isfinite(value) else None  # too large for a float: OverflowError
         number = int(value) if isinstance(value, str) and value.strip().lstrip("+-").isdecimal() else float(value)
         return number if math.isfinite(number) else None
     except (TypeError, ValueError, OverflowError):

@@ -135,11 +135,15 @@ def draw_curve(
     """
     steps, values = [step for step, _ in rows], [value for _, value in rows]
     smooth = len(rows) >= SMOOTH_FROM
-    marker = "o" if len(rows) == 1 else None
-    axes.plot(steps, values, color=color, linewidth=1.0, alpha=0.35 if smooth else 1.0, marker=marker)
     if smooth:
+        axes.plot(steps, values, color=color, linewidth=1.0, alpha=0.45)
         window = mean_window(len(rows))
         axes.plot(steps, _moving_mean(values, window), color=color, linewidth=2.0)
+    elif len(rows) > 1:
+        axes.plot(steps, values, color=color, linewidth=1.5)
+    else:
+        axes.plot(steps, values, "o", color=color, clip_on=False)
+        axes.set_xlim(steps[0] - 1, steps[0] + 1)
     axes.set_title(title)
     axes.set_xlabel(f"step (line: mean of the last {window})" if smooth else "step", fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
