@@ -18,7 +18,7 @@ from typing import Any
 from rloo_kit.batch_file import Batch, BatchRun
 from rloo_kit.batch_notebook import find_error, last_line
 from rloo_kit.batch_process import KERNEL_DIED, RunProcess, Watchdog, end_left_over, papermill_command
-from rloo_kit.batch_progress import Progress
+from rloo_kit.batch_progress import Progress, first_line
 from rloo_kit.batch_report import make_text_table, write_comparison
 from rloo_kit.batch_status import BatchDir, RunStatus, now
 from rloo_kit.errors import SetupError
@@ -170,6 +170,10 @@ class _BatchRun:
 
     def _say_end(self, files: list[Path]) -> None:
         self.progress.say(as_text(make_text_table(self.place)))
+        for status in self.place.statuses.values():
+            if status.error and status.attempts:
+                log = self.place.run_folder(status.name) / "log.txt"
+                self.progress.say(f"{status.name}: {status.state}: {first_line(status.error)}; log: {log}")
         for path in files:
             self.progress.say(f"comparison: {path}")
         left = self.place.to_do()
@@ -261,8 +265,9 @@ class _BatchRun:
     def _interrupt(self) -> None:
         """Let training runs save a checkpoint, then end everything; a second signal ends it at once."""
         asked = [active for active in self.active if self._ask_to_save(active)]
-        saving = f"{len(asked)} training runs save a checkpoint first; once more ends them" if asked else "ending"
-        self.progress.say(f"{self.signals.name}: {saving}")
+        many = "1 training run saves" if len(asked) == 1 else f"{len(asked)} training runs save"
+        ending = f"{many} a checkpoint first; once more ends at once" if asked else "ending the runs"
+        self.progress.say(f"{self.signals.name}: {ending}")
         until = time.monotonic() + SAVE_TIMEOUT_S
         while self.signals.count < 2 and time.monotonic() < until and any(map(self._is_saving, asked)):
             self.progress.show()

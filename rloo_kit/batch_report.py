@@ -162,21 +162,25 @@ def _failure(status: RunStatus) -> str:
 
 
 def make_text_table(place: BatchDir) -> Table:
-    """The comparison for a terminal or a log."""
+    """The comparison for a terminal or a log; figures that no run has are left out."""
     table = Table(title=f"batch {place.batch.name}", title_justify="left")
-    titles = ["run", "state", "time", "accuracy", "95 % after", "thinking tokens", "closed"]
-    for title in titles:
+    rows = collect_rows(place)
+    columns = {
+        "run": [row["name"] for row in rows],
+        "state": [row["state"] for row in rows],
+        "time": [format_seconds(row["seconds"]) if row["seconds"] else "-" for row in rows],
+        "accuracy": [change(row, "accuracy", ".3f") for row in rows],
+        "after, 95 %": [_bounds(row["accuracy_low_after"], row["accuracy_high_after"]) for row in rows],
+        "thinking tokens": [change(row, "thinking_tokens", ".1f") for row in rows],
+        "closed": [change(row, "closed_share", ".3f") for row in rows],
+    }
+    shown = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
+    for title in shown:
         table.add_column(title, overflow="fold", justify="left" if title in ("run", "state") else "right")
-    for row in collect_rows(place):
-        low, high = row["accuracy_low_after"], row["accuracy_high_after"]
-        cells = [
-            row["name"],
-            row["state"],
-            format_seconds(row["seconds"]) if row["seconds"] else "-",
-            change(row, "accuracy", ".3f"),
-            f"[{low:.3f}, {high:.3f}]" if low is not None and high is not None else "-",
-            change(row, "thinking_tokens", ".1f"),
-            change(row, "closed_share", ".3f"),
-        ]
+    for cells in zip(*shown.values(), strict=True):
         table.add_row(*map(Text, cells))
     return table
+
+
+def _bounds(low: float | None, high: float | None) -> str:
+    return "-" if low is None or high is None else f"[{low:.3f}, {high:.3f}]"

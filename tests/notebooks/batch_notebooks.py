@@ -1,0 +1,146 @@
+"""Small notebooks for the tests of batches, and what is needed to see what a batch leaves behind. No torch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from rloo_kit.batch_process import RUN_MARK
+
+PARAMETERS = """# Parameters
+mode = "ok"
+number = 0
+notes = ""
+"""
+# What each mode does. `notes` is a folder: a file `mended` in it makes every mode behave.
+BODY = """
+import os, pathlib, signal, subprocess, sys, time
+folder = pathlib.Path(notes)
+with open(folder / "starts.txt", "a") as file:
+    file.write(f"{mode} {number} {os.getpid()}\\n")
+behave = (folder / "mended").exists()
+print("mode", mode, "number", number)
+"""
+MODES = """
+if mode == "fail" and not behave:
+    raise ValueError(f"number is {number}; it must be above 3")
+if mode == "kernel" and not behave:
+    os.kill(os.getpid(), signal.SIGKILL)
+if mode == "papermill" and not behave:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(120)
+if mode == "child":
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+if mode == "sleep" and not behave:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    (folder / "asleep").write_text("")
+    time.sleep(600)
+"""
+
+
+def write_notebook(path: Path, *cells: str, parameters: str = PARAMETERS) -> Path:
+    """A notebook of code cells, the first one tagged `parameters`."""
+    sources = [(parameters, {"tags": ["parameters"]}), *((cell, {}) for cell in cells)]
+    path.write_text(
+        json.dumps(
+            {
+                "nbformat": 4,
+                "nbformat_minor": 5,
+                "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
+                "cells": [
+                    {
+                        "cell_type": "code",
+                        "id": f"cell-{index}",
+                        "metadata": metadata,
+                        "source": source,
+                        "outputs": [],
+                        "execution_count": None,
+                    }
+                    for index, (source, metadata) in enumerate(sources)
+                ],
+            }
+        )
+    )
+    return path
+
+
+def write_batch(folder: Path, runs: list[dict[str, Any]], **values: Any) -> Path:
+    """A batch file in `folder` with a notebook that has every mode; its runs note what they do in `folder`."""
+    write_notebook(folder / "small.ipynb", BODY, MODES, "print('end')")
+    content = {"notebook": "small.ipynb", "output_dir": str(folder / "out"), "parameters": {"notes": str(folder)}}
+    file = folder / "batch.yaml"
+    file.write_text(yaml.safe_dump(content | {"name": "b", "runs": runs} | values))
+    return file
+
+
+def start_batch(*words: Any, **environment: str) -> subprocess.Popen[str]:
+    """`rloo-kit batch words` in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "rloo_kit.cli", "batch", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+    )
+
+
+def call_batch(*words: Any, timeout: float = 120, **environment: str) -> tuple[int, str]:
+    """Exit code and everything that `rloo-kit batch words` printed."""
+    process = start_batch(*words, **environment)
+    try:
+        printed, _ = process.communicate(timeout=timeout)
+    finally:
+        stop(process)
+    return process.returncode, printed
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End a batch that a failing test has left."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of the running processes that belong to a batch in `folder`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            mark = process.environ().get(RUN_MARK, "")
+            if mark.startswith(str(folder)) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout: float = 60) -> Any:
+    """The first true value of `condition`; fails after `timeout` seconds."""
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{what}: not within {timeout} s")
+
+
+def read_status(folder: Path, run: str) -> dict[str, Any]:
+    """A run's `status.json`; empty where there is none."""
+    path = folder / "out" / "b" / run / "status.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def starts(folder: Path) -> list[str]:
+    """The mode and number of every start of a notebook, in order."""
+    path = folder / "starts.txt"
+    return [" ".join(line.split()[:2]) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,250 @@
+"""Batches with real papermill processes and kernels: what fails, what is killed, what goes on, what is left behind."""
+
+import csv
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from batch_notebooks import (
+    BODY,
+    call_batch,
+    processes_of,
+    read_status,
+    start_batch,
+    starts,
+    stop,
+    wait_for,
+    write_batch,
+    write_notebook,
+)
+
+pytestmark = pytest.mark.slow
+WATCHDOG = "rloo_kit.batch_process"
+
+
+def run_of(mode, number=0, **values):
+    return {"name": mode, "parameters": {"mode": mode, "number": number}} | values
+
+
+def test_failing_and_killed_runs_are_not_done_and_resume_does_nothing_else(tmp_path):
+    """papermill's own notebook says `completed` for a cell whose kernel was killed, and a loop over runs that trusts it
+    counts the run as done; a loop that starts again from the first run throws hours away."""
+    modes = ["ok", "fail", "kernel", "papermill", "child"]
+    file = write_batch(tmp_path, [run_of(mode, number) for number, mode in enumerate(modes)])
+    code, printed = call_batch(file, "--jobs", 2)
+    assert code == 3, printed
+    found = {mode: read_status(tmp_path, mode) for mode in modes}
+    states = {"ok": "done", "fail": "failed", "kernel": "killed", "papermill": "killed", "child": "done"}
+    assert {mode: status["state"] for mode, status in found.items()} == states
+    assert found["fail"]["error"] == "cell [4]: ValueError: number is 1; it must be above 3"
+    assert found["fail"]["exit_code"] == 1 and found["kernel"]["exit_code"] == 138
+    assert found["papermill"]["exit_code"] == -signal.SIGKILL and "SIGKILL" in found["papermill"]["error"]
+    assert "the kernel died" in found["kernel"]["error"]
+    folder = tmp_path / "out" / "b"
+    assert "fail: failed after " in printed and f"log: {folder / 'fail' / 'log.txt'}" in printed
+    assert processes_of(tmp_path) == [], "also not what a notebook has started in a session of its own"
+
+    done_at = {mode: (folder / mode / "notebook.ipynb").stat().st_mtime_ns for mode in ("ok", "child")}
+    (tmp_path / "mended").touch()
+    code, printed = call_batch(file, "--jobs", 2, "--resume")
+    assert code == 0, printed
+    assert sorted(starts(tmp_path)[5:]) == ["fail 1", "kernel 2", "papermill 3"]
+    assert {mode: (folder / mode / "notebook.ipynb").stat().st_mtime_ns for mode in done_at} == done_at
+    assert [read_status(tmp_path, mode)["attempts"] for mode in modes] == [1, 2, 2, 2, 1]
+    assert "=== attempt 1" in (folder / "fail" / "log.txt").read_text(), "the first attempt's log is kept"
+    rows = list(csv.DictReader((folder / "comparison.csv").open()))
+    assert [row["state"] for row in rows] == ["done"] * 5 and [row["parameters.number"] for row in rows] == list(
+        "01234"
+    )
+
+    code, printed = call_batch(file, "--resume")
+    assert code == 0 and "0 runs to do, 5 done already" in printed and len(starts(tmp_path)) == 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_batch_and_everything_it_started(tmp_path, number):
+    """A kernel is in a session of its own: after Ctrl-C it went on, and held the card's memory until the morning."""
+    file = write_batch(tmp_path, [run_of("sleep"), run_of("ok")])
+    batch = start_batch(file)
+    try:
+        wait_for((tmp_path / "asleep").exists, "the first run sleeps")
+        assert len(processes_of(tmp_path)) == 3, "papermill, the kernel, the kernel's child"
+        os.kill(batch.pid, number)
+        printed, _ = batch.communicate(timeout=30)
+    finally:
+        stop(batch)
+    assert batch.returncode == 130, printed
+    assert processes_of(tmp_path) == []
+    assert (
+        read_status(tmp_path, "sleep")["state"] == "interrupted" and read_status(tmp_path, "ok")["state"] == "waiting"
+    )
+    state = json.loads((tmp_path / "out" / "b" / "batch.json").read_text())
+    assert state["state"] == "interrupted" and state["counts"] == {"waiting": 1, "interrupted": 1}
+    assert "to go on: rloo-kit batch" in printed and "--resume" in printed
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["watchdog", "watchdog-killed-too"])
+def test_a_killed_batch_leaves_no_process_and_is_resumed(tmp_path, guarded):
+    """After SIGKILL (the system out of memory) nobody is left to end the kernels, which trained on for hours beside the
+    batch that was started next."""
+    file = write_batch(tmp_path, [run_of("ok"), run_of("sleep"), run_of("fail", 5)], jobs=2)
+    batch = start_batch(file)
+    try:
+        wait_for((tmp_path / "asleep").exists, "a run sleeps")
+        wait_for(lambda: read_status(tmp_path, "ok").get("state") == "done", "the first run is done")
+        code, printed = call_batch(file, "--resume")
+        assert code == 125 and f"is being written by another process ({batch.pid})" in printed
+        watchdogs = [child for child in psutil.Process(batch.pid).children() if child.cmdline()[2:3] == [WATCHDOG]]
+        assert len(watchdogs) == 1
+        if not guarded:
+            watchdogs[0].kill()
+        os.kill(batch.pid, signal.SIGKILL)
+        batch.communicate(timeout=30)
+        if guarded:
+            wait_for(lambda: not processes_of(tmp_path), "the watchdog ends what was left", 20)
+            psutil.wait_procs(watchdogs, timeout=10)
+            assert not watchdogs[0].is_running(), "and then itself"
+        else:
+            assert processes_of(tmp_path), "nobody is there to end them"
+    finally:
+        stop(batch)
+    assert read_status(tmp_path, "sleep")["state"] == "running", "nobody was left to write anything else"
+    (tmp_path / "mended").touch()
+    code, printed = call_batch(file, "--resume")
+    assert code == 0, printed
+    assert processes_of(tmp_path) == [], "resuming ends what an earlier batch has left"
+    assert starts(tmp_path).count("ok 0") == 1 and read_status(tmp_path, "sleep")["state"] == "done"
+
+
+def test_two_runs_go_side_by_side_and_one_that_takes_too_long_is_ended(tmp_path):
+    """A run that hangs in a download would hold up every run behind it."""
+    file = write_batch(tmp_path, [run_of("sleep", timeout_s=12), run_of("ok"), run_of("child")])
+    code, printed = call_batch(file, "--jobs", 2)
+    assert code == 1, printed
+    slept, ok = read_status(tmp_path, "sleep"), read_status(tmp_path, "ok")
+    assert slept["state"] == "killed" and slept["error"] == "took longer than timeout_s=12"
+    assert ok["state"] == "done" and ok["started"] < slept["ended"] and read_status(tmp_path, "child")["state"] == "done"
+    assert processes_of(tmp_path) == []
+
+
+# A stand-in for training: it writes the files of a run's folder as `rloo_kit.train` does, step by step.
+TRAINING = """
+import json, os, pathlib, signal, time
+folder = pathlib.Path(output_dir) / run_name
+(folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+def state(word, step):
+    text = json.dumps({"state": word, "step": step, "max_steps": 3, "pid": os.getpid()})
+    (folder / "status.tmp").write_text(text)
+    os.replace(folder / "status.tmp", folder / "status.json")
+def save(step):
+    path = folder / "checkpoints" / f"checkpoint-{step}"
+    path.mkdir(exist_ok=True)
+    (path / "trainer_state.json").write_text("{}")
+first = 1 + max([int(p.name.split("-")[1]) for p in (folder / "checkpoints").iterdir()], default=0) if resume else 1
+with open(pathlib.Path(notes) / "starts.txt", "a") as file:
+    file.write(f"from {first} {os.getpid()}\\n")
+asked = []
+signal.signal(signal.SIGINT, lambda *_: asked.append(1) if mode != "deaf" else None)
+state("running", first - 1)
+slow = mode in ("slow", "deaf") and not (pathlib.Path(notes) / "mended").exists()
+for step in range(first, 4):
+    for _ in range(3000 if slow and step == 2 else 1):
+        if asked:
+            break
+        time.sleep(0.1)
+    if asked:
+        save(step)
+        state("interrupted", step)
+        time.sleep(600)
+    state("running", step)
+if mode != "leaves":
+    state("finished", 3)
+"""
+TRAINING_PARAMETERS = """# Parameters
+mode = "slow"
+notes = ""
+run_name = ""
+output_dir = "outputs"
+resume = False
+overwrite = False
+"""
+
+
+def write_training(folder, *modes):
+    write_notebook(folder / "training.ipynb", TRAINING, parameters=TRAINING_PARAMETERS)
+    runs = [{"name": mode, "notebook": "training.ipynb", "parameters": {"mode": mode}} for mode in modes]
+    return write_batch(folder, runs)
+
+
+def test_ctrl_c_lets_a_training_run_save_and_resume_goes_on_from_there(tmp_path):
+    """Ctrl-C ten steps after the last checkpoint, and those ten were trained again, at minutes each."""
+    file = write_training(tmp_path, "slow")
+    training = tmp_path / "out" / "b" / "slow" / "run"
+    batch = start_batch(file)
+    try:
+        wait_for(lambda: '"step": 1' in _text(training / "status.json"), "step 1 is done")
+        os.kill(batch.pid, signal.SIGINT)
+        printed, _ = batch.communicate(timeout=60)
+    finally:
+        stop(batch)
+    assert batch.returncode == 130 and "1 training run saves a checkpoint first" in printed, printed
+    assert processes_of(tmp_path) == []
+    assert (training / "checkpoints" / "checkpoint-2").is_dir() and read_status(tmp_path, "slow")[
+        "state"
+    ] == "interrupted"
+    (tmp_path / "mended").touch()
+    before = read_status(tmp_path, "slow")["seconds"]
+    code, printed = call_batch(file, "--resume")
+    assert code == 0 and [line.split()[1] for line in starts(tmp_path)] == ["1", "3"], printed
+    given = (training.parent / "parameters.yaml").read_text()
+    assert "resume: true" in given and "overwrite: false" in given and "run_name: run" in given
+    assert read_status(tmp_path, "slow")["seconds"] > before, "the time of both attempts"
+
+
+def test_a_second_ctrl_c_waits_for_nobody(tmp_path):
+    """A run that does not listen (it hangs in a driver) must not hold the terminal for two minutes."""
+    file = write_training(tmp_path, "deaf")
+    batch = start_batch(file)
+    try:
+        wait_for(
+            lambda: '"step": 1' in _text(tmp_path / "out" / "b" / "deaf" / "run" / "status.json"), "step 1 is done"
+        )
+        os.kill(batch.pid, signal.SIGINT)
+        time.sleep(2)
+        assert batch.poll() is None and len(processes_of(tmp_path)) == 2, "the first one lets it save"
+        os.kill(batch.pid, signal.SIGINT)
+        printed, _ = batch.communicate(timeout=30)
+    finally:
+        stop(batch)
+    assert batch.returncode == 130 and processes_of(tmp_path) == [], printed
+    assert read_status(tmp_path, "deaf")["state"] == "interrupted"
+
+
+def test_a_clean_exit_without_a_finished_training_run_is_not_done(tmp_path):
+    """A notebook whose training was stopped goes on to its last cell and ends with exit code 0."""
+    code, printed = call_batch(write_training(tmp_path, "leaves", "quick"))
+    assert code == 1, printed
+    status = read_status(tmp_path, "leaves")
+    assert status["state"] == "failed" and status["exit_code"] == 0
+    assert status["error"] == "the notebook ended cleanly, but its training run is 'running' (run/status.json)"
+    assert read_status(tmp_path, "quick")["state"] == "done"
+
+
+def test_papermill_does_not_outlive_a_kernel_that_dies_between_cells(tmp_path):
+    """papermill has been seen to wait for ever for a kernel that is gone."""
+    cells = (BODY, "import threading\nthreading.Timer(0.5, os.kill, (os.getpid(), 9)).start()", "time.sleep(1)", "1")
+    write_notebook(tmp_path / "dies.ipynb", *cells)
+    code, printed = call_batch(write_batch(tmp_path, [{"name": "dies", "notebook": "dies.ipynb"}]))
+    assert code == 1 and read_status(tmp_path, "dies")["state"] == "killed", printed
+
+
+def _text(path):
+    return path.read_text() if path.exists() else ""
