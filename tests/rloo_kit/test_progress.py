@@ -11,7 +11,9 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -45,15 +47,14 @@ def on_a_terminal(code: str, repository: Path, folder: Path, **variables: str) -
     code = "import os, sys\nimport rloo_kit\n" + code
     with subprocess.Popen([sys.executable, "-c", code], env=env, cwd=folder, stdout=child, stderr=child) as process:
         os.close(child)
+        watchdog = threading.Timer(60, process.kill)
+        watchdog.start()
         seen = b""
-        try:
+        with suppress(OSError):  # how Linux says that the other side is closed
             while chunk := os.read(main, 65536):
                 seen += chunk
-        except OSError:  # how Linux says that the other side is closed
-            pass
-        finally:
-            process.kill() if process.poll() is None and process.wait(60) is None else None
-            os.close(main)
+        watchdog.cancel()
+    os.close(main)
     assert process.returncode == 0, seen.decode()
     return seen.decode()
 

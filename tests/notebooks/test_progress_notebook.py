@@ -1,0 +1,149 @@
+"""What a run prints in a notebook: read in the saved notebook and in the log of a real papermill.
+
+The flow is a user's: set-up, a model that is built, a dataset that is mapped, evaluation, training with tables of
+samples, a report, and TRL's trainer used directly. The model is a cold start of a few steps, which learns nothing.
+"""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from runners import COMMANDS, LIMIT_S, environment
+
+pytestmark = pytest.mark.slow
+
+CELLS = """
+import time
+import rloo_kit as kit
+print(kit.setup_environment())
+# %%
+from rloo_kit import text_bars, tiny_model
+folder = tiny_model.build(steps=30)
+# %%
+quick = ["rloo.max_steps=3", "rloo.per_device_train_batch_size=8", "run.sample_every_steps=2", "eval.greedy=false"]
+quick += ["data.num_prompts=48", "data.test_size=8", "eval.num_prompts=8", "run.output_dir=outputs"]
+run = kit.load_config(CONFIG, f"model.name={folder}", *quick)
+policy = kit.load_policy(run)
+data = kit.load_data(run, policy.tokenizer)
+reward_funcs = kit.build_rewards(run, policy.tokenizer)
+# %%
+before = kit.evaluate(run, policy, data.test, label="before")
+print(before)
+# %%
+result = kit.train(run, policy, data, reward_funcs)
+# %%
+after = kit.evaluate(run, policy, data.test, label="after")
+print(kit.compare(before, after))
+kit.write_report(run, result, before, after)
+# %%
+text_bars.INTERVAL_S = 1.0  # of bars; the test is in a hurry
+mapped = data.train.map(lambda row: time.sleep(0.1) or {"x": 1})
+# %%
+from huggingface_hub.utils.tqdm import _create_progress_bar, tqdm
+with _create_progress_bar(cls=tqdm, log_level=30, desc="Downloading", total=30) as download:
+    for _ in range(30):
+        time.sleep(0.1)
+        download.update(1)
+# %%
+arguments = {"report_to": "none", "save_strategy": "no", "use_cpu": True, "bf16": False, "max_completion_length": 48}
+arguments |= {"per_device_train_batch_size": 8, "max_steps": 2, "logging_steps": 1, "output_dir": "outputs/plain"}
+trainer = kit.RLOOTrainer(
+    policy.model, reward_funcs, kit.RLOOConfig(**arguments), data.train, processing_class=policy.tokenizer
+)
+trainer.train()
+"""
+ENVIRONMENT, BUILD, LOAD, BEFORE, TRAIN, AFTER, MAP, DOWNLOAD, TRAINER = range(9)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator[tuple[Any, str]]:
+    """The saved notebook, and papermill's log."""
+    folder = tmp_path_factory.mktemp("progress")
+    source = CELLS.replace("CONFIG", repr(str(repository / "configs/arithmetic_thinking.yaml")))
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in source.split("# %%\n")],
+        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
+    )
+    nbformat.write(notebook, folder / "in.ipynb")
+    with environment(folder) as (env, _):
+        env["RLOO_KIT_CACHE"] = str(folder / "cache")
+        command = [str(word) for word in COMMANDS["papermill"]]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=2 * LIMIT_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    yield nbformat.read(folder / "out.ipynb", as_version=4), done.stdout + done.stderr
+
+
+def printed(notebook: Any, cell: int) -> list[str]:
+    """The lines of a cell's streams."""
+    texts = [output.text for output in notebook.cells[cell].outputs if output.output_type == "stream"]
+    return "".join(texts).splitlines()
+
+
+def seconds(notebook: Any, cell: int) -> float:
+    """How long papermill says that a cell took."""
+    return float(notebook.cells[cell].metadata["papermill"]["duration"])
+
+
+def test_only_text_is_in_the_saved_notebook(ran: tuple[Any, str]) -> None:
+    """Evaluations and sample tables were HTML, which no text tool reads; transformers' training table was an
+    `<IPython.core.display.HTML object>` in the log; stderr is shown as an error."""
+    notebook, log = ran
+    outputs = [output for cell in notebook.cells for output in cell.outputs]
+    assert {output.output_type for output in outputs} <= {"stream", "execute_result"}
+    assert {name for output in outputs for name in output.get("data", {})} <= {"text/plain"}
+    assert {output.name for output in outputs if output.output_type == "stream"} == {"stdout"}
+    assert "HTML object" not in log and "IPython.core.display" not in log and "widget" not in log.lower()
+
+
+def test_lines_are_whole_and_nothing_is_redrawn(ran: tuple[Any, str]) -> None:
+    """A redrawn bar is a carriage return each tenth of a second in the log, and frozen at 0 % in the notebook."""
+    notebook, log = ran
+    for cell in notebook.cells:
+        for output in cell.outputs:
+            assert output.output_type != "stream" or output.text.endswith("\n"), output.text
+    text = log + "".join(line for number in range(len(notebook.cells)) for line in printed(notebook, number))
+    assert "\r" not in text and "\x1b" not in text and "█" not in text
+    assert not re.search(r"(?<![\d.])0%\|", text) and "Loading weights" not in text
+    assert max(len(line) for number in (ENVIRONMENT, BEFORE, TRAIN) for line in printed(notebook, number)) <= 100
+
+
+def test_training_says_where_it_is(ran: tuple[Any, str]) -> None:
+    """The one thing that people look for, in the notebook and in the log: steps, then samples as a table."""
+    notebook, log = ran
+    told = printed(notebook, TRAIN)
+    steps = [line for line in told if re.fullmatch(r"step \d/3 \| reward .* \| \d+ tok/s \| eta 0:\d\d", line)]
+    assert steps[0].startswith("step 1/3") and steps[-1].startswith("step 3/3") and set(steps) <= set(log.splitlines())
+    assert [line for line in told if "Completions" in line] == ["Completions of step 1", "Completions of step 2"]
+    assert "Completions of step 2" in log
+    assert any(line.startswith("embedded/thinking: step 30/30") for line in printed(notebook, BUILD))
+    assert any(line.startswith("│ accuracy, temperature 1") for line in printed(notebook, BEFORE))
+    assert printed(notebook, AFTER)[-1].startswith("accuracy ")
+
+
+@pytest.mark.parametrize(
+    ("cell", "line", "every_s"),
+    [
+        (TRAIN, r"step \d/3 .*", 5.0),
+        (MAP, r"Map: \d+% \| \d+/40 \| [\d.]+ examples/s \| (eta|took) 00:\d\d", 1.0),
+        (DOWNLOAD, r"Downloading: \d+% \| \d+/30 \| [\d.]+it/s \| (eta|took) 00:\d\d", 1.0),
+    ],
+)
+def test_lines_come_now_and_then(ran: tuple[Any, str], cell: int, line: str, every_s: float) -> None:
+    """nbclient keeps every flush as an output of its own: a line for each step makes a notebook of megabytes. A
+    download of gigabytes that says nothing is as bad: the hub's bar is switched off outside a terminal."""
+    notebook, log = ran
+    told = [text for text in printed(notebook, cell) if re.fullmatch(line, text)]
+    assert 2 <= len(told) <= seconds(notebook, cell) / every_s + 3, told
+    assert set(told) <= set(log.splitlines())
+    if cell in (MAP, DOWNLOAD):
+        assert "100%" in told[-1] and "took" in told[-1] and told == printed(notebook, cell)
+
+
+def test_trls_trainer_prints_text_too(ran: tuple[Any, str]) -> None:
+    """Used without `train`, the trainer showed an HTML table of the loss, which for RLOO says nothing."""
+    told = printed(ran[0], TRAINER)
+    assert any(line.startswith("{'loss'") and "'reward'" in line for line in told), told
