@@ -1,0 +1,199 @@
+"""The notebooks run whole: by papermill from another folder, and as plain scripts, cut to a few small steps."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from notebook_cells import FOLDER
+
+pytestmark = pytest.mark.slow
+
+PAPERMILL = Path(sys.executable).with_name("papermill")
+LIMIT_S = 300  # of one run: fifteen seconds where nothing else runs; this is for one that hangs
+SMALL: dict[str, Any] = {"max_steps": 3, "num_generations": 4, "eval_prompts": 12}
+OVERRIDES = "data.num_prompts=200 data.test_size=40 rloo.per_device_train_batch_size=16 eval.num_completions=4"
+# The Qwen3 notebooks with the embedded model: every cell of theirs runs, with the file of their small twin.
+EMBEDDED = {
+    "qwen3_thinking_rloo": {"config": "configs/arithmetic_thinking.yaml", "max_completion_length": 40},
+    "qwen3_instruct_rloo": {"config": "configs/arithmetic_instruct.yaml", "max_completion_length": 8},
+}
+WHOLE = {"config.yaml", "versions.json", "status.json", "metrics.jsonl", "rollouts.jsonl", "checkpoints", "adapter"}
+WHOLE |= {"before.json", "after.json", "report.html"}
+
+Start = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def embedded_models() -> None:
+    """Both models in the cache: their building (minutes, once a machine) is not part of any run's time limit."""
+    from rloo_kit.tiny_model import build
+
+    for kind in ("thinking", "instruct"):
+        build(kind)
+
+
+@pytest.fixture
+def start(tmp_path: Path, embedded_models: None) -> Iterator[Start]:
+    """`start(*command)` runs a command in an empty folder. What it leaves running is found by a mark in its
+    environment: a kernel is a session of its own, so that no process group holds it."""
+    mark = f"NOTEBOOK_TEST={uuid.uuid4().hex}"
+    name, _, value = mark.partition("=")
+    env = {key: text for key, text in os.environ.items() if not key.startswith(("JPY_", "PYTEST_"))} | {name: value}
+    work = tmp_path / "elsewhere"
+    work.mkdir()
+
+    def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+        words = [str(word) for word in command]
+        done = subprocess.run(words, cwd=work, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+        deadline = time.monotonic() + 10
+        while (left := marked(mark)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left, f"still running: {left}"
+        return done
+
+    try:
+        yield run
+    finally:
+        for process in marked(mark):
+            os.kill(process, signal.SIGKILL)
+
+
+def marked(mark: str) -> list[int]:
+    """Processes whose environment has the mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:  # ended meanwhile, or another user's
+                continue
+    return found
+
+
+def papermill(start: Start, name: str, output: Path, **parameters: Any) -> subprocess.CompletedProcess[str]:
+    values = [word for key, value in parameters.items() for word in ("-p", key, str(value))]
+    return start(PAPERMILL, FOLDER / f"{name}.ipynb", output, *values, "--no-progress-bar")
+
+
+def cell_outputs(path: Path, call: str) -> list[dict[str, Any]]:
+    """What the first code cell with `call` in it has shown."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return next(cell["outputs"] for cell in cells if cell["cell_type"] == "code" and call in "".join(cell["source"]))
+
+
+def shown(path: Path, call: str) -> set[str]:
+    """The MIME types in which it did."""
+    return {kind for output in cell_outputs(path, call) for kind in output.get("data", ())}
+
+
+def text_of(path: Path, call: str) -> str:
+    return "".join("".join(output.get("text", "")) for output in cell_outputs(path, call))
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def check_folder(folder: Path, steps: int) -> None:
+    """Everything that `rloo-kit train` leaves is there, and says that the run is finished."""
+    assert {path.name for path in folder.iterdir()} >= WHOLE
+    status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+    assert (status["state"], status["step"]) == ("finished", steps)
+    assert [row["step"] for row in rows(folder / "metrics.jsonl")] == list(range(1, steps + 1))
+    assert (folder / "adapter" / "adapter_config.json").is_file()
+    assert (folder.parent / "adapters" / folder.name / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["arithmetic_thinking", "arithmetic_instruct", *EMBEDDED])
+def test_papermill_runs_it_from_another_folder(name: str, start: Start, tmp_path: Path) -> None:
+    """Started elsewhere, python-dotenv finds nothing, relative paths lead nowhere and the run lands in the wrong
+    folder. A kernel that is shut down under papermill makes it end with code 138."""
+    output, folder = tmp_path / "executed.ipynb", tmp_path / "runs"
+    parameters = SMALL | {"output_dir": folder, "run_name": "small", "overrides": OVERRIDES} | EMBEDDED.get(name, {})
+    done = papermill(start, name, output, **parameters)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert not re.search(r"unknown parameter|Unable to parse|Traceback", done.stderr), done.stderr
+    check_folder(folder / "small", steps=3)
+
+    assert {"image/png", "text/plain"} <= shown(output, "kit.plot_training(")
+    assert {"text/html", "text/plain"} <= shown(output, "kit.show_completions(before, after")
+    before = json.loads((folder / "small" / "before.json").read_text(encoding="utf-8"))
+    assert before["num_prompts"] == SMALL["eval_prompts"]
+    assert f"{before['accuracy']:.3f}" in text_of(output, "before = kit.evaluate")
+    assert re.search(r"^accuracy [+-]\d", text_of(output, "kit.compare("))
+    check_group(text_of(output, "scored = "))
+    thinking, answer = re.fullmatch(
+        r"thinking:\n(.+)\n\nanswer:\n(.+)\n", text_of(output, "kit.split_thinking("), flags=re.S
+    ).groups()
+    assert "think>" not in thinking + answer
+    if name not in EMBEDDED:  # those ask the small model what only a large one can answer
+        assert re.fullmatch(r"\d+", answer), "a number, with nothing of the thinking left in it"
+        assert re.fullmatch(r"(\d[\d+]*=\d+\n?)+" if "thinking" in name else r"\(none\)", thinking)
+
+
+def check_group(table: str) -> None:
+    """The siblings' means that the notebook works out give the advantages that the trainer used."""
+    for line in table.splitlines()[1:]:
+        reward, siblings, advantage = map(float, line.split()[:3])
+        assert advantage == pytest.approx(reward - siblings, abs=0.011)
+
+
+def test_a_run_goes_on_with_resume(start: Start, tmp_path: Path) -> None:
+    """`overwrite` is True in the small notebooks: beside `resume` it was refused, or deleted what was to go on."""
+    common = SMALL | {"output_dir": tmp_path / "runs", "overrides": OVERRIDES}
+    first = papermill(start, "arithmetic_thinking", tmp_path / "first.ipynb", **common)
+    assert first.returncode == 0, first.stderr[-4000:]
+    folder = tmp_path / "runs" / "arithmetic_thinking"
+    earlier = rows(folder / "metrics.jsonl")
+    more = common | {"resume": True, "max_steps": 5}
+    second = papermill(start, "arithmetic_thinking", tmp_path / "second.ipynb", **more)
+    assert second.returncode == 0, second.stderr[-4000:]
+    check_folder(folder, steps=5)
+    assert rows(folder / "metrics.jsonl")[:3] == earlier
+    assert "from step 3" in text_of(tmp_path / "second.ipynb", "kit.train(")
+
+
+def test_a_run_that_stopped_early_fails_the_notebook(start: Start, tmp_path: Path) -> None:
+    """A notebook that goes on after a run without signal exits 0, and a batch counts it as done. It is also what the
+    notebook says happens with `max_completion_length = 4`."""
+    stop = f"{OVERRIDES} run.stop_when_no_signal=true run.no_signal_steps=2"
+    parameters = SMALL | {"output_dir": tmp_path / "runs", "overrides": stop, "max_completion_length": 4}
+    done = papermill(start, "arithmetic_thinking", tmp_path / "x.ipynb", **parameters)
+    assert done.returncode == 1
+    assert "stopped early (no signal) at step 2; resume = True goes on from there" in done.stderr
+    said = text_of(tmp_path / "x.ipynb", "kit.train(")
+    assert "raise rloo.max_completion_length (currently 4)" in said
+
+
+def test_a_misspelt_parameter_ends_it_before_the_model_is_loaded(start: Start, tmp_path: Path) -> None:
+    """papermill only warns of an unknown parameter, and the batch trains with the value that was to be changed."""
+    done = papermill(start, "arithmetic_instruct", tmp_path / "x.ipynb", max_step=3, output_dir=tmp_path / "runs")
+    assert done.returncode == 1
+    assert "max_step: unknown parameter" in done.stderr and "max_steps" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_source_runs_as_a_plain_script(start: Start, tmp_path: Path) -> None:
+    """Without IPython there is no display, no `In` and no kernel to end: the .py is for a terminal too."""
+    text = (FOLDER / "arithmetic_instruct.py").read_text(encoding="utf-8")
+    values = SMALL | {"output_dir": str(tmp_path / "runs"), "overrides": OVERRIDES}
+    for name, value in values.items():
+        text, count = re.subn(rf"^{name} = [^#\n]*", f"{name} = {value!r}  ", text, flags=re.M)
+        assert count == 1, name
+    script = tmp_path / "arithmetic_instruct.py"
+    script.write_text(text, encoding="utf-8")
+    done = start(sys.executable, script)
+    assert done.returncode == 0, done.stderr[-4000:]
+    check_folder(tmp_path / "runs" / "arithmetic_instruct", steps=3)
+    assert "reward" in done.stdout and "answer:" in done.stdout
+    assert "HTML object" not in done.stdout and "Figure" not in done.stdout
