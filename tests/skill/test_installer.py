@@ -19,10 +19,8 @@ from pathlib import Path
 import pytest
 
 from tests.skill import installer
-from tests.skill.installer import ADDRESS, ROOT, SKILL, Node, Person, Tree
-
-PAGE = ROOT / "docs" / "14-skill.md"
-COLUMNS = ["installer", "Node asked for", "where", "exit code", "installed", "equal to the tracked files"]
+from tests.skill.install_table import PLUGIN_ROW, check_row, read_rows
+from tests.skill.installer import ADDRESS, SKILL, Node, Person, Tree
 
 
 @dataclass(frozen=True)
@@ -75,32 +73,16 @@ def test_the_installed_tree_is_the_repository(
     other = person.project if "-g" in case.options else person.home
     assert not (other / SKILL).exists(), "installed into the other scope as well"
 
-    asked = installer.asked_node(workplace / "npm-cache", case.package, case.version).replace(">=", "from ")
+    asked = installer.asked_node(workplace / "npm-cache", case.package, case.version)
     outcome = "all" if len(found) == len(expected) else "SKILL.md alone" if len(found) == 1 else f"{len(found)} files"
     row = [case.name, asked, case.where, str(done.exit_code), outcome, "no" if differs else "yes"]
-    _check_row(row)
-
-
-def _check_row(row: list[str]) -> None:
-    """The row stands in the page as measured; under RLOO_KIT_WRITE_TABLES it is put there."""
-    line, text = f"| {' | '.join(row)} |", PAGE.read_text(encoding="utf-8")
-    if os.environ.get("RLOO_KIT_WRITE_TABLES"):
-        start = rf"\| {re.escape(row[0])} \| [^|]* \| {re.escape(row[2])} \|.*"
-        text, replaced = re.subn(start, lambda _: line, text)
-        if not replaced:
-            rule = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
-            last = re.search(re.escape(rule) + r"(?:\|.*\n)*", text)
-            assert last, f"{PAGE.name} has no table that begins with\n{rule}"
-            text = text[: last.end()] + line + "\n" + text[last.end() :]
-        PAGE.write_text(text, encoding="utf-8")
-    assert line in text.splitlines(), f"measured, but not in {PAGE.name} (RLOO_KIT_WRITE_TABLES=1 writes it):\n{line}"
+    check_row(row)
 
 
 def test_the_table_lists_the_installers_that_are_tried() -> None:
     """A row whose test is gone stays in the page for ever, and nothing measures it again."""
-    rows = [line.split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
-    tried = [(row[0].removeprefix("| "), row[2]) for row in rows if "skill" in row[0]]
-    assert tried == [(case.name, case.where) for case in CASES]
+    tried = [(case.name, case.where) for case in CASES]
+    assert [(row[0], row[2]) for row in read_rows()] == [*tried, PLUGIN_ROW]
 
 
 def test_no_tracked_file_is_one_that_installers_leave_out() -> None:
@@ -133,7 +115,7 @@ def test_an_update_leaves_no_old_file(
     names = {"SKILL.md", "references/gone.md", "scripts/gone.py"}
     for name in names:
         (older / name).parent.mkdir(exist_ok=True)
-        text = (ROOT / name).read_text(encoding="utf-8") if name == "SKILL.md" else "an older version\n"
+        text = (installer.ROOT / name).read_text(encoding="utf-8") if name == "SKILL.md" else "an older version\n"
         (older / name).write_text(text, encoding="utf-8")
     person = make_person("1.7.4")
     person.serve(installer.bare_clone(tmp_path / "older_clone", older, sorted(names)))

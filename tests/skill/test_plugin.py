@@ -26,13 +26,14 @@ def test_the_plugin_is_the_skill_at_the_root() -> None:
 
 
 def test_the_plugins_version_is_the_packages() -> None:
-    """A plugin is updated when its version changes: one that stands still leaves people on the old skill."""
+    """`claude plugin update` compares versions only: where it stands still people stay on the old skill."""
     assert read(PLUGIN)["version"] == rloo_kit.__version__
 
 
 def test_the_marketplace_offers_the_plugin_from_its_own_root() -> None:
     """A source without the leading ./ is refused; another name than the plugin's is found by no one."""
     marketplace = read(MARKETPLACE)
+    assert marketplace.get("description"), f"{MARKETPLACE}: `claude plugin validate --strict` wants a `description`"
     assert re.fullmatch(r"[a-z0-9]+(?:-[a-z0-9]+)*", marketplace["name"]) and marketplace["owner"]["name"]
     (entry,) = marketplace["plugins"]
     assert entry["name"] == read(PLUGIN)["name"] and entry["source"] == "./" and entry["description"]
@@ -44,7 +45,7 @@ def test_nothing_but_known_keys(path: Path) -> None:
     """A key with a slip of the finger is ignored in silence, or the whole plugin is refused, by version."""
     known = {
         "plugin.json": "name version description author license keywords skills homepage repository",
-        "marketplace.json": "name owner metadata plugins",
+        "marketplace.json": "name description owner plugins",
     }[path.name].split()
     assert set(read(path)) <= set(known), sorted(set(read(path)) - set(known))
     text = path.read_text(encoding="utf-8")
