@@ -226,7 +226,7 @@ def _number(value: Any) -> int | float | None:
 
 def _read_bool(value: Any) -> bool:
     known = _SWITCHES.get(str(value).strip().lower())
-    if known is None or not isinstance(value, bool | str | int):
+    if known is None:
         raise ValueError("it takes True or False")
     return known
 

@@ -167,7 +167,7 @@ def test_plot_of_a_model_that_does_not_think() -> None:
         ([{"step": 1, "reward": None}], "step 1: Reward: 1 of 1 steps without a finite number; KL not measured"),
         ([{"step": 4, "loss": 0.0}], "step 4: reward not logged; KL not measured: rloo.beta is 0; completion"),
         ([{"step": 1, "reward": 0.0, "kl": math.nan}, {"step": 2, "reward": math.inf, "kl": None}],
-         "steps 1 to 2: reward 0.000; Reward: 1 of 2 steps without a finite number; KL to the reference, nats a token: "),
+         "steps 1 to 2: reward 0.000; Reward: 1 of 2 steps without a finite number; KL to the reference, nats a tok"),
     ],
 )  # fmt: skip
 def test_plot_of_hardly_anything(rows: list[dict[str, Any]], summary: str) -> None:
