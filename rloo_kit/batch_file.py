@@ -138,7 +138,7 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
         ConfigError: everything that is wrong with it: keys, notebooks that are not there, parameters that a notebook
             does not know or whose values its configuration refuses, runs that are given twice.
     """
-    path = Path(path).absolute()
+    path = Path(path)
     values, lines = read_file(path)
     changed: dict[Key, str] = {apply_override(values, override): override for override in overrides}
     try:
@@ -146,7 +146,7 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
     except ValidationError as error:
         raise ConfigError(explain_errors(error, BatchFile, path, lines, changed)) from None
     name = file.name or path.stem
-    root = find_root(path.parent) or path.parent
+    root = find_root(path.absolute().parent) or path.absolute().parent
     batch = Batch(name, Path(file.output_dir).expanduser().absolute() / name, root, jobs=file.jobs)
     problems = [] if _NAME.fullmatch(name) else [_refuse_name("name", name)]
     batch.runs = _list_runs(file, path, root, problems)
@@ -183,7 +183,7 @@ def _list_runs(file: BatchFile, path: Path, root: Path, problems: list[str]) -> 
 
 def _find_notebook(wanted: str, path: Path, root: Path) -> Path:
     given = Path(wanted).expanduser()
-    places = [given] if given.is_absolute() else [root / given, path.parent / given]
+    places = [given] if given.is_absolute() else [root / given, path.absolute().parent / given]
     for place in places:
         if place.is_file():
             return place.resolve()

@@ -83,13 +83,12 @@ class RunProcess:
 
     def end(self) -> list[int]:
         """End everything that the run started and still runs. Returns the ids of what would not end."""
-        with suppress(ProcessLookupError, PermissionError):
-            if self._popen.poll() is None:
+        if self._popen.poll() is None:
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
-        left = end_marked(lambda marks: marks.get(RUN_MARK) == str(self.folder))
-        with suppress(subprocess.TimeoutExpired):
-            self._popen.wait(END_TIMEOUT_S)
-        return left
+            with suppress(subprocess.TimeoutExpired):
+                self._popen.wait(END_TIMEOUT_S)  # before psutil waits for it, which would keep the exit code for itself
+        return end_marked(lambda marks: marks.get(RUN_MARK) == str(self.folder))
 
 
 def papermill_command(notebook: Path, folder: Path, parameters: dict[str, Any]) -> list[str]:

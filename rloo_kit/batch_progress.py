@@ -17,7 +17,7 @@ from rloo_kit.batch_report import read_figures
 from rloo_kit.batch_status import BatchDir, RunStatus, count_states
 from rloo_kit.progress import format_seconds
 
-EVERY_S = 10.0
+EVERY_S = 30.0
 STYLES = {"done": "green", "failed": "red", "killed": "red", "interrupted": "yellow", "running": "bold"}
 
 
