@@ -13,7 +13,8 @@ import rloo_kit as kit
 from rloo_kit.config import RunConfig
 from rloo_kit.errors import ConfigError
 from rloo_kit.parameter_cells import assigned_names
-from rloo_kit.parameters import KIT_ROOT, KNOWN, Parameters, read_parameters
+from rloo_kit.parameter_values import KIT_ROOT, KNOWN
+from rloo_kit.parameters import Parameters, read_parameters
 
 CONFIG = "configs/arithmetic_thinking.yaml"
 OWN = f"# Parameters: plain values\nconfig = {CONFIG!r}\nmax_steps = 60\n"
