@@ -335,7 +335,7 @@ def test_papermill_from_another_folder(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "papermill", "--log-output", "--no-progress-bar", "../in.ipynb", "out.ipynb"]
         env = os.environ | {"PYTHONPATH": str(KIT_ROOT), "IPYTHONDIR": str(tmp_path / "ipython")}
         done = subprocess.run(
-            [*command, *arguments], cwd=work, env=env, capture_output=True, text=True, timeout=120, check=False
+            [*command, *arguments], cwd=work, env=env, capture_output=True, text=True, timeout=240, check=False
         )
         return done.returncode, done.stdout + done.stderr
 
