@@ -4,7 +4,10 @@ Outside a terminal a line about the runs that are going comes every few seconds 
 short and still shows that something moves.
 """
 
+import os
+import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +21,7 @@ from rloo_kit.batch_status import BatchDir, RunStatus, count_states
 from rloo_kit.progress import format_seconds
 
 EVERY_S = 30.0
+LINES_AROUND = 8  # of the table, and of what was printed above it
 STYLES = {"done": "green", "failed": "red", "killed": "red", "interrupted": "yellow", "running": "bold"}
 
 
@@ -41,19 +45,26 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            with suppress(OSError):
-                self._live.stop()
+        live, self._live = self._live, None
+        if live is not None:
+            self._try(live.stop)
+
+    def _try(self, show: Callable[[], object]) -> None:
+        """Do what writes to the screen; where that is gone, everything that is printed goes nowhere from now on."""
+        try:
+            show()
+        except OSError:
             self._live = None
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def say(self, text: str) -> None:
         """A line of text, above the table where there is one."""
         self._printed_at = time.monotonic()
-        with suppress(OSError):
-            if self._live is not None:
-                self.console.print(Text(text))
-            else:
-                print(text, flush=True)
+        if self._live is not None:
+            self._try(lambda: self.console.print(Text(text)))
+        else:
+            self._try(lambda: print(text, flush=True))
 
     def tell(self, status: RunStatus) -> None:
         """A run has started or ended."""
@@ -76,8 +87,8 @@ class Progress:
     def show(self) -> None:
         """Draw the table again; outside a terminal a line, if the last one is some seconds old."""
         if self._live is not None:
-            with suppress(OSError):
-                self._live.update(self.table(), refresh=True)
+            table = self.table()
+            self._try(lambda: self._live.update(table, refresh=True) if self._live else None)
         elif time.monotonic() - self._printed_at >= EVERY_S:
             going = [status for status in self.place.statuses.values() if status.state == "running"]
             counts = count_states(self.place.statuses.values())
@@ -86,16 +97,19 @@ class Progress:
             self.say(" | ".join([*parts, rest] if rest else parts))
 
     def table(self) -> Table:
-        """Every run with its state."""
-        table = Table(title=f"batch {self.place.batch.name}", title_justify="left")
+        """Every run with its state; on a small screen those that are going or went wrong."""
+        statuses = list(self.place.statuses.values())
+        counts = ", ".join(f"{count} {state}" for state, count in count_states(statuses).items())
+        table = Table(title=f"batch {self.place.batch.name}: {counts}", title_justify="left")
         for name in ("run", "state", "where", "note"):
             table.add_column(name, overflow="fold")
-        for status in self.place.statuses.values():
+        if len(statuses) + LINES_AROUND > self.console.height:
+            statuses = [status for status in statuses if status.state not in ("waiting", "done")]
+        for status in statuses:
             where = self._where(status) if status.state == "running" else format_seconds(status.seconds)
             where = "" if status.state == "waiting" else where
-            note = first_line(status.error or "")
             state = Text(status.state, style=STYLES.get(status.state, ""))
-            table.add_row(Text(status.name), state, Text(where), Text(note))
+            table.add_row(Text(status.name), state, Text(where), Text(first_line(status.error or "", 80)))
         return table
 
     def _where(self, status: RunStatus) -> str:

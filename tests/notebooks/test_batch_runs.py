@@ -4,15 +4,10 @@ import csv
 import json
 import os
 import signal
-import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from batch_notebooks import (
     BODY,
     call_batch,

@@ -255,6 +255,30 @@ def test_what_a_run_started_ends_with_it_whatever_its_session(tmp_path: Path) ->
     assert other.poll() == -signal.SIGKILL and left == []
 
 
+def test_papermill_that_goes_on_without_its_kernel_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions of papermill have waited for ever for a kernel that was killed, and the batch with them."""
+    monkeypatch.setattr("rloo_kit.batch_process.KERNEL_GONE_S", 0.1)
+    code = (
+        "import subprocess, sys, time\n"
+        "kernel = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], start_new_session=True)\n"
+        "time.sleep(300)"
+    )
+    process = RunProcess([sys.executable, "-c", code], tmp_path, tmp_path / "log.txt", tmp_path, "id-3")
+    try:
+        until = time.monotonic() + 30
+        assert not process.hangs(), "a kernel that has not started yet is not gone"
+        while not (children := psutil.Process(process.pid).children()) and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(0.2)
+        assert not process.hangs()
+        children[0].kill()
+        while not process.hangs() and time.monotonic() < until:
+            time.sleep(0.02)
+        assert process.hangs()
+    finally:
+        process.end()
+
+
 def test_a_batch_in_a_notebook_does_not_pass_that_notebook_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With JPY_SESSION_NAME of the notebook around it, a run's last cell takes itself for one of a Jupyter server."""
     monkeypatch.setenv("JPY_SESSION_NAME", "mine.ipynb")
@@ -434,6 +458,25 @@ def test_lines_outside_a_terminal(compared: BatchDir, capsys: pytest.CaptureFixt
         "[3/4] trains-seed=3: failed after 0:00; cell [3]: ValueError: <script>alert(1)</script> &"
     )
     assert failed.endswith(f"; log: {compared.folder / 'trains-seed=3' / 'log.txt'}")
+
+
+def test_a_screen_that_is_gone_ends_the_talking_and_not_the_batch(folder: Path) -> None:
+    """`rloo-kit batch ... | head` and a closed terminal: the first line that could not be written ended the night."""
+    load(folder, grid={"seed": [1]})
+    code = f"""
+from rloo_kit.batch_file import load_batch
+from rloo_kit.batch_progress import Progress
+from rloo_kit.batch_status import BatchDir
+with BatchDir.create(load_batch({str(folder / "configs" / "b.yaml")!r})) as place, Progress(place) as progress:
+    progress.say("nobody reads this")
+    progress.say("nor this")
+print("nor this")
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # ------------------------------------------------------------------------------------------------ the command
