@@ -21,12 +21,12 @@ def read_rows() -> list[list[str]]:
 
 
 def check_row(row: Sequence[str]) -> None:
-    """The row stands in the page as it was measured; with RLOO_KIT_WRITE_TABLES set it is put there first."""
+    """The row stands in the page as it was measured; with INSTALLERS_TABLE=write it is put there first."""
     line = f"| {' | '.join(row)} |"
-    if os.environ.get("RLOO_KIT_WRITE_TABLES"):
+    if os.environ.get("INSTALLERS_TABLE") == "write":
         _write_row(line, rf"\| {re.escape(row[0])} \| [^|]* \| {re.escape(row[2])} \|.*")
     measured = list(row) in read_rows()
-    assert measured, f"measured, but not in {PAGE.name} (RLOO_KIT_WRITE_TABLES=1 writes it):\n{line}"
+    assert measured, f"measured, but not in {PAGE.name} (INSTALLERS_TABLE=write writes it):\n{line}"
 
 
 def _write_row(line: str, old: str) -> None:
