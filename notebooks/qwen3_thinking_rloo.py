@@ -45,9 +45,10 @@ print(kit.setup_environment())
 # ## 2. Parameters
 #
 # The next cell is the one to edit. Its values win over those of the file that `config` names; a value that the file
-# has and the cell has not is changed through `overrides`, as in `overrides = "rloo.temperature=0.9
-# eval.num_samples=4"`. A batch sets the values from outside: `papermill NOTEBOOK.ipynb OUTPUT.ipynb -p max_steps 20
-# -p beta 0.01`. A name or a value that makes no sense is refused.
+# has and the cell has not is changed through `overrides`, as in
+# `overrides = "rloo.temperature=0.9 eval.num_samples=4"`. A batch sets the values from outside:
+# `papermill NOTEBOOK.ipynb OUTPUT.ipynb -p max_steps 20 -p beta 0.01`. A name or a value that makes no sense is
+# refused.
 #
 # If the run's folder holds a run already: `resume = True` goes on with it, `overwrite = True` deletes it and starts
 # anew.
@@ -184,8 +185,9 @@ for number, reward in enumerate(rewards, 1):
 # ### Why it is calmer, and still right
 #
 # **Still right (unbiased).** The siblings were sampled independently of completion i, so their mean knows nothing
-# about it, and what it adds to the gradient is zero on average. (The mean of the whole group, the completion's own
-# reward included, would make the gradient too small by the factor (K - 1) / K.)
+# about it. It multiplies the gradient of a log-probability, which is zero on average, and so adds nothing on average.
+# (The mean of the whole group, the completion's own reward included, would make the gradient too small by the factor
+# (K - 1) / K.)
 #
 # **Calmer (lower variance).** The noise of a gradient grows with the mean square of the number in front of it, as
 # long as right and wrong completions have gradients of about the same size. Plain REINFORCE has R in front, RLOO the
@@ -209,9 +211,9 @@ for p in (0.2, 0.5, 0.9, 0.99):
 # - **K = 8** is the usual choice, and that of most files in `configs/`.
 # - **K = 16 and more** pays where prompts are hard: someone has to be right for the group to teach.
 #
-# Memory for the rollout and time grow in proportion to K. At the same number of completions a step, a larger K means
-# fewer different prompts. The table: groups that teach, for prompts solved in 10 % and in 50 % of the tries, and the
-# factor that the baseline's own noise adds, K / (K - 1).
+# For the same prompts, time and the memory of a rollout grow in proportion to K. At the same number of completions a
+# step, a larger K means fewer different prompts. The table: groups that teach, for prompts solved in 10 % and in 50 %
+# of the tries, and the factor that the baseline's own noise adds, K / (K - 1).
 
 # %%
 print("  K   10 % right   50 % right   noise")

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +35,7 @@ def read_notebook(path: Path) -> list[Cell]:
     return [_cell(cell) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
 
 
+@cache
 def cells_of(name: str) -> list[Cell]:
     """The cells of a notebook's source."""
     return read_script(FOLDER / f"{name}.py")

@@ -103,14 +103,14 @@ def prose_of(name: str) -> str:
 
 
 def in_backticks(name: str) -> list[str]:
-    return re.findall(r"`([^`\n]+)`", prose_of(name))
+    return [" ".join(text.split()) for text in re.findall(r"`([^`]+)`", prose_of(name))]
 
 
 @each_notebook
 def test_keys_and_parameters_of_the_prose_exist(name: str) -> None:
     """Advice that names a key of an older version ends in an error about the key."""
     from rloo_kit.config import RunConfig
-    from rloo_kit.parameters import KNOWN
+    from rloo_kit.parameter_values import KNOWN
 
     sections = {key: field.annotation for key, field in RunConfig.model_fields.items() if key != "rewards"}
     loop = sections["rloo"].model_fields
