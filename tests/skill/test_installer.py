@@ -96,6 +96,24 @@ def test_no_tracked_file_is_one_that_installers_leave_out() -> None:
     assert not any(name.startswith("skills/") for name in names), "a folder skills/ is taken for the skill's place"
 
 
+def test_the_comparison_sees_every_kind_of_difference(tmp_path: Path) -> None:
+    """A comparison of names alone passes where a script came without its executable bit, or empty."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder in (there, here):
+        folder.mkdir()
+        for name in ("same.md", "content.md", "script.py"):
+            (folder / name).write_text(name, encoding="utf-8")
+        (folder / f"only_{folder.name}.md").touch()
+    (there / "script.py").chmod(0o755)
+    (here / "content.md").write_text("", encoding="utf-8")
+    assert installer.difference(installer.tree(there), installer.tree(here)) == [
+        "added: only_here.md",
+        "content differs: content.md",
+        "executable True, installed False: script.py",
+        "missing: only_there.md",
+    ]
+
+
 @pytest.mark.slow
 def test_without_yes_nothing_is_installed(make_person: Callable[..., Person]) -> None:
     """An agent has no terminal: the installer asks its first question, ends with exit code 0, and nothing is there."""
