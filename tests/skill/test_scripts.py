@@ -166,7 +166,7 @@ def check_elsewhere(tmp_path: Path, environment: dict[str, str]) -> tuple[int, A
     skill.mkdir()
     for name in ("SKILL.md", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, skill)
-    for name in ("configs", "docs", "references", "rewards", "rloo_kit", "scripts"):
+    for name in ("configs", "docs", "notebooks", "references", "rewards", "rloo_kit", "scripts"):
         shutil.copytree(ROOT / name, skill / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [python, skill / "scripts" / "check_setup.py", "--project", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
