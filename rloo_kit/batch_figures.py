@@ -63,7 +63,8 @@ def _draw_thinking(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         for value, color in zip(values, (GREY, BLUE), strict=True):
             if value is not None:
                 axes.plot([value], [y], "o", color=color, markersize=6)
-    axes.set_xlim(left=0)
+    longest = max(row[f"thinking_tokens_{when}"] or 0.0 for row in rows for when in ("before", "after"))
+    axes.set_xlim(0, 1.08 * longest or 1.0)
 
 
 def _draw_time(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:

@@ -31,6 +31,7 @@ MEASURES = {
     "tokens": "mean_tokens",
     "eval_prompts": "num_prompts",
 }
+WIDEST_NAME = 44  # columns of a name in the table of text, before it is folded
 COLORS = {"done": "right", "failed": "wrong", "killed": "wrong"}
 
 
@@ -99,6 +100,14 @@ def short_label(row: dict[str, Any]) -> str:
     return ", ".join(parts) or str(row["name"])
 
 
+def short_names(rows: list[dict[str, Any]]) -> list[str]:
+    """Names for a table: without the notebook's, where every run begins with the same one."""
+    names = [str(row["name"]) for row in rows]
+    stems = {f"{Path(row['notebook']).stem}-" for row in rows}
+    stem = stems.pop()
+    return names if stems or not all(name.startswith(stem) for name in names) else [n.removeprefix(stem) for n in names]
+
+
 def _common(place: BatchDir) -> str:
     """The parameters that every run was given alike."""
     varying = set(place.batch.varying())
@@ -109,22 +118,30 @@ def _common(place: BatchDir) -> str:
 
 def _table(place: BatchDir, rows: list[dict[str, Any]]) -> str:
     varying = [name for name in rows[0] if name.startswith("parameters.")]
-    titles = ["run", *(name.partition(".")[2] for name in varying), "state", "time", "accuracy before", "after"]
-    titles += ["greedy before", "after", "thinking tokens", "closed"]
+    varying = [key for key in varying if not all(f"-{key.partition('.')[2]}=" in row["name"] for row in rows)]
+    titles = [
+        "run",
+        *(name.partition(".")[2] for name in varying),
+        "state",
+        "time",
+        "accuracy before",
+        "accuracy after",
+    ]
+    titles += ["greedy accuracy", "thinking tokens", "closed"]
     head = "".join(f"<th>{escape_text(title)}</th>" for title in titles)
-    body = "".join(_row(row, varying) for row in rows)
+    body = "".join(_row(row, name, varying) for row, name in zip(rows, short_names(rows), strict=True))
     return f"<table class='runs'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _row(row: dict[str, Any], varying: list[str]) -> str:
-    name = escape_text(row["name"])
+def _row(row: dict[str, Any], short_name: str, varying: list[str]) -> str:
+    name, shown = escape_text(row["name"]), escape_text(short_name)
     state = f"<span class='{COLORS.get(row['state'], '')}'>{row['state']}</span>"
-    cells = [f"<a href='{name}/notebook.ipynb'>{name}</a>" if row["attempts"] else name]
+    cells = [f"<a href='{name}/notebook.ipynb'>{shown}</a>" if row["attempts"] else shown]
     cells += [escape_text(row[key]) for key in varying]
     cells += [state, escape_text(format_duration(row["seconds"])) if row["seconds"] else "-"]
     cells += [_interval(row, f"accuracy{{}}_{when}") for when in ("before", "after")]
-    cells += [_interval(row, f"greedy_accuracy{{}}_{when}") for when in ("before", "after")]
-    cells += [change(row, "thinking_tokens", ".1f"), change(row, "closed_share", ".3f")]
+    cells += [change(row, "greedy_accuracy", ".3f"), change(row, "thinking_tokens", ".1f")]
+    cells.append(change(row, "closed_share", ".3f"))
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
@@ -166,17 +183,17 @@ def make_text_table(place: BatchDir) -> Table:
     table = Table(title=f"batch {place.batch.name}", title_justify="left")
     rows = collect_rows(place)
     columns = {
-        "run": [row["name"] for row in rows],
+        "run": short_names(rows),
         "state": [row["state"] for row in rows],
         "time": [format_seconds(row["seconds"]) if row["seconds"] else "-" for row in rows],
         "accuracy": [change(row, "accuracy", ".3f") for row in rows],
         "after, 95 %": [_bounds(row["accuracy_low_after"], row["accuracy_high_after"]) for row in rows],
         "thinking tokens": [change(row, "thinking_tokens", ".1f") for row in rows],
-        "closed": [change(row, "closed_share", ".3f") for row in rows],
     }
     shown = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
     for title in shown:
         table.add_column(title, overflow="fold", justify="left" if title in ("run", "state") else "right")
+    table.columns[0].min_width = min(max(map(len, columns["run"])), WIDEST_NAME)
     for cells in zip(*shown.values(), strict=True):
         table.add_row(*map(Text, cells))
     return table
