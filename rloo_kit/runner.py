@@ -58,7 +58,7 @@ def _owner(shell: Any, connection_file: Path) -> Runner:
     kernel_id = connection_file.stem.removeprefix("kernel-")
     refusal = next((reason for name, reason in _HOSTED.items() if name in os.environ), "")
     servers = find_servers({connection_file.parent, _runtime_folder()})
-    for server in servers:
+    for server in sorted(servers, key=lambda server: server.pid not in _parents()):  # the likely one first
         try:
             if server.execution_state(kernel_id) is not None:
                 return Runner("server", shell, kernel_id, server)

@@ -1,0 +1,162 @@
+"""Starting the real runners, each in a process group and a home of its own, and finding what they leave behind."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+import pexpect
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
+PYTHON = Path(sys.executable)
+LIMIT_S = 120
+MARK = "RLOO_KIT_TEST_RUN"
+# nbclient gives a cell's output 4 s to follow its reply; on a machine that is busy elsewhere 30 MB do not make it.
+OVERLOADED = "Timeout waiting for IOPub output"
+ATTEMPTS = 3
+
+NBCLIENT = """
+import nbformat, sys
+from nbclient import NotebookClient
+notebook = nbformat.read("in.ipynb", as_version=4)
+NotebookClient(notebook, timeout=100, iopub_timeout=60).execute()
+nbformat.write(notebook, "out.ipynb")
+"""
+COMMANDS = {
+    "papermill": [PYTHON, "-m", "papermill", "in.ipynb", "out.ipynb", "--no-progress-bar"],
+    "nbclient": [PYTHON, "-c", NBCLIENT],
+    "jupyter nbconvert --execute": [
+        *(PYTHON.with_name("jupyter"), "nbconvert", "--to", "notebook", "--execute", "in.ipynb", "--output", "out"),
+    ],
+    "jupyter execute": [PYTHON.with_name("jupyter"), "execute", "in.ipynb", "--output=out"],
+    "jupyter_client": [PYTHON, HERE / "raw_client.py", "cells.json", "texts.json"],
+    "script": [PYTHON, "script.py"],
+}
+
+
+@dataclass
+class Ended:
+    """What a runner left: its exit code in words, the text that its user sees, and the mark of its processes."""
+
+    exit_code: str
+    text: str
+    mark: str
+
+
+def run(runner: str, cells: list[str], folder: Path) -> Ended:
+    """Run the cells to the end; raises subprocess.TimeoutExpired after LIMIT_S seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if runner == "IPython in a terminal":
+        return _run_terminal(cells, folder)
+    cell = nbformat.v4.new_code_cell
+    notebook = nbformat.v4.new_notebook(cells=[cell(code.strip()) for code in cells])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, folder / "in.ipynb")
+    (folder / "cells.json").write_text(json.dumps(cells))
+    (folder / "script.py").write_text("\n".join(cells))
+    with environment(folder) as (env, mark):
+        command = [str(word) for word in COMMANDS[runner]]
+        for _ in range(ATTEMPTS):
+            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+            if OVERLOADED not in done.stderr:
+                break
+        if done.returncode:
+            print(f"{runner} exited with {done.returncode}:\n{done.stderr[-3000:]}")
+    return Ended(str(done.returncode), _read(folder, done.stdout), mark)
+
+
+def _read(folder: Path, stdout: str) -> str:
+    if (folder / "out.ipynb").exists():
+        cells = nbformat.read(folder / "out.ipynb", as_version=4).cells
+        return "".join(output.get("text", "") for cell in cells for output in cell.get("outputs", []))
+    if (folder / "texts.json").exists():
+        return "".join(json.loads((folder / "texts.json").read_text()))
+    return stdout
+
+
+def _run_terminal(cells: list[str], folder: Path) -> Ended:
+    """IPython on a pseudo-terminal: a person types, one command after the other's prompt."""
+    seen = io.BytesIO()
+    with environment(folder) as (env, mark):
+        words = ["-m", "IPython", "--simple-prompt", "--no-banner", "--no-confirm-exit", "--colors=nocolor"]
+        shell = pexpect.spawn(
+            *(str(PYTHON), words),
+            **{"cwd": folder, "env": env, "echo": False, "timeout": LIMIT_S, "maxread": 2**20},
+            searchwindowsize=200,
+        )
+        shell.logfile_read = seen
+        try:
+            for number, code in enumerate(cells):
+                shell.expect(rb"In \[\d+\]: ")
+                (folder / f"cell_{number}.py").write_text(code)
+                shell.sendline(code if "\n" not in code.strip() else f"%run -i cell_{number}.py")
+            shell.expect(rb"In \[\d+\]: ")
+            shell.sendline("exit")
+            shell.expect(pexpect.EOF)
+            shell.wait()
+        finally:
+            shell.close(force=True)
+    text = re.sub(r"In \[\d+\]: ", "", seen.getvalue().decode().replace("\r\n", "\n"))
+    return Ended(str(shell.exitstatus), text, mark)
+
+
+@contextmanager
+def environment(folder: Path) -> Iterator[tuple[dict[str, str], str]]:
+    """Variables of a process with a home of its own, and the mark by which all that it starts are found.
+
+    Nothing with this mark lives on after the block has been left with an error.
+    """
+    mark = uuid.uuid4().hex
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "JPY_", "PYTEST"))}
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    path = os.pathsep.join((str(PYTHON.parent), os.environ["PATH"]))
+    own = {"HOME": str(home), "IPYTHONDIR": str(home / "ipython"), "JUPYTER_RUNTIME_DIR": str(home / "runtime")}
+    own |= {"PYTHONPATH": str(REPOSITORY), "PATH": path, MARK: mark, "TERM": "dumb"}
+    own |= {"JUPYTER_CONFIG_DIR": str(home / "config"), "JUPYTER_DATA_DIR": str(home / "data")}
+    try:
+        yield kept | own, mark
+    except BaseException:
+        for pid in processes(mark):
+            os.kill(pid, signal.SIGKILL)
+        raise
+
+
+def processes(mark: str) -> list[int]:
+    """The living processes that were started with this mark, by whichever way; this one excepted."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:  # ended by now, or somebody else's
+            continue
+    return found
+
+
+def all_gone(mark: str, within_s: float = 15) -> bool:
+    """Whether every process of the mark is gone, or goes within some seconds; what stays is killed."""
+    gone = wait_until(lambda: not processes(mark), within_s)
+    for pid in processes(mark):
+        os.kill(pid, signal.SIGKILL)
+    return gone
+
+
+def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
