@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -82,6 +81,8 @@ def check_packages() -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise SetupError(f"a batch needs {', '.join(missing)}, not installed here; pip install 'rloo-kit[notebook]'")
+    if not hasattr(signal, "SIGKILL"):
+        raise SetupError("a batch ends its runs with the signals of Linux and macOS; on Windows run it in WSL")
 
 
 class Signals:
@@ -140,7 +141,6 @@ class _BatchRun:
             self.place.save(self.place.statuses[run.name])
         end_left_over(self.place.folder, self.watchdog.batch_id)
         self.progress.say(self._describe_start(waiting))
-        files: list[Path] = []
         with self.watchdog, self.progress:
             self.place.save_batch("running", resume=self.command)
             try:
@@ -156,7 +156,7 @@ class _BatchRun:
                 for active in list(self.active):
                     active.process.end()
         interrupted = self.signals.count > 0 and bool(self.place.to_do())
-        files = write_comparison(self.place)
+        files = self._compare()
         self.place.save_batch("interrupted" if interrupted else "finished", resume=self.command)
         self._say_end(files)
         return BatchResult(self.place.folder, list(self.place.statuses.values()), interrupted, files)
@@ -252,8 +252,14 @@ class _BatchRun:
         status.ended = now()
         status.seconds = round(active.seconds_before + time.monotonic() - active.begun, 1)
         self._record(status)
-        with suppress(OSError):
-            write_comparison(self.place)
+        self._compare()
+
+    def _compare(self) -> list[Path]:
+        try:
+            return write_comparison(self.place)
+        except Exception as error:  # figures come from files of any notebook: no run is given up for a drawing
+            self.progress.say(f"the comparison could not be written: {type(error).__name__}: {error}")
+            return []
 
     def _record(self, status: RunStatus) -> None:
         self.place.save(status)
@@ -274,7 +280,7 @@ class _BatchRun:
             time.sleep(POLL_S)
         for active in list(self.active):
             code = active.process.poll()
-            if code is not None and active not in asked:
+            if code == 0 or (code is not None and active not in asked):
                 self._conclude(active, *self._judge(active, code))
             else:
                 self._conclude(active, "interrupted", f"the batch was ended by {self.signals.name}")

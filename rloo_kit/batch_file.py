@@ -8,6 +8,7 @@ otherwise found out hours later, in a table of equal runs.
 import contextlib
 import hashlib
 import itertools
+import math
 import re
 import warnings
 from dataclasses import dataclass, field
@@ -67,6 +68,15 @@ class BatchFile(Section):
             for name, values in self.grid.items()
             if not isinstance(values, list) or not values
         ]
+        given = {f"parameters.{name}": value for name, value in self.parameters.items()}
+        given |= {f"grid.{name}": values for name, values in self.grid.items()}
+        for index, entry in enumerate(self.runs):
+            given |= {f"runs.{index}.parameters.{name}": value for name, value in entry.parameters.items()}
+        problems += [
+            f"{key}: is {value!r}; it takes text, finite numbers, true, false, null and lists of these"
+            for key, value in given.items()
+            if not _is_plain(value)
+        ]
         if self.grid and self.notebook is None:
             problems.append("notebook: required by grid, and not there; add it to the file")
         if not self.grid and not self.runs:
@@ -79,6 +89,13 @@ class BatchFile(Section):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is the same after it has been through JSON and papermill's YAML."""
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int) or isinstance(value, float) and math.isfinite(value)
 
 
 @dataclass(frozen=True)

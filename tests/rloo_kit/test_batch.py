@@ -127,6 +127,8 @@ def test_the_resolved_file_is_the_same_batch(folder: Path) -> None:
         ({"grids": {"seed": [1]}}, "grids: unknown key; did you mean grid?"),
         ({"grid": {"seed": 3}}, "grid.seed: is 3; it takes a list with a value or more"),
         ({"grid": {"seed": []}}, "grid.seed: is []; it takes a list with a value or more"),
+        ({"grid": {"seed": [1, math.inf]}}, "grid.seed: is [1, inf]; it takes text, finite numbers, true, false, null"),
+        ({"runs": [{"parameters": {"seed": {1: 2}}}]}, "runs.0.parameters.seed: is {1: 2}; it takes text, finite"),
         ({}, "there is nothing to run; give a grid or runs"),
         ({"runs": [{}], "jobs": 0}, "jobs: is 0; it must be at least 1"),
         ({"runs": [{"timeout_s": 0}]}, "runs.0.timeout_s: is 0; it must be above 0"),
