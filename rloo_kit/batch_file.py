@@ -157,6 +157,11 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
     """
     path = Path(path)
     values, lines = read_file(path)
+    if {"model", "rloo"} <= values.keys():
+        raise ConfigError(
+            f"{path} describes one run, not a batch of runs; use: rloo-kit train {path}, or name a notebook that reads "
+            "it in a batch file such as configs/batch_arithmetic.yaml"
+        )
     changed: dict[Key, str] = {apply_override(values, override): override for override in overrides}
     try:
         file = BatchFile.model_validate(values)

@@ -143,6 +143,8 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     """
     path = Path(path)
     values, lines = read_file(path)
+    if values.keys() & {"grid", "runs"} and not values.keys() & {"model", "rloo"}:
+        raise ConfigError(f"{path} describes a batch of runs, not one run; use: rloo-kit batch {path}")
     messages = translate_file(values, count_processes())
     for section, changes in sections.items():
         merge(values, section, changes)

@@ -29,6 +29,7 @@ from rloo_kit.batch_progress import Progress
 from rloo_kit.batch_report import collect_rows, make_text_table, write_comparison
 from rloo_kit.batch_status import BatchDir, RunStatus
 from rloo_kit.cli import app
+from rloo_kit.config import load_config
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError
 from rloo_kit.measurement import Evaluation
 from rloo_kit.text_tables import as_text
@@ -150,6 +151,14 @@ def test_an_error_names_the_line_or_the_override(folder: Path) -> None:
     assert re.match(r".*/b\.yaml:3: jbos: unknown key", refusal(folder, jbos=2, runs=[{}]))
     assert refusal(folder, "jobs=many", runs=[{}]).startswith("override jobs=many: jobs: is 'many'")
     assert load(folder, "grid.seed=[4, 5]", "jobs=3", grid={"seed": [1]}).jobs == 3
+
+
+def test_a_batch_and_a_run_are_told_apart() -> None:
+    """`rloo-kit train` on a batch file named twelve missing keys, and not the command that was meant."""
+    with pytest.raises(ConfigError, match=r"batch_arithmetic.yaml describes a batch of runs, .* use: rloo-kit batch"):
+        load_config(SHIPPED)
+    with pytest.raises(ConfigError, match=r"describes one run, not a batch of runs; use: rloo-kit train"):
+        load_batch(SHIPPED.with_name("arithmetic_thinking.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""What the batch that ships learns: the real command, its comparison; figures go to `results/batch_arithmetic.json`.
+
+    python benchmarks/batch_arithmetic.py               # six runs anew, about a quarter of an hour on two free cores
+    python benchmarks/batch_arithmetic.py --resume      # what is missing or failed; then the figures of all
+
+The seed of a run decides its adapter, the order of its prompts and its sampling; the model, the problems and their
+split are the same for all six. Left out: the times, which depend on whatever else the machine is doing.
+"""
+
+import argparse
+import csv
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "batch_arithmetic.json"
+CONFIG = "configs/batch_arithmetic.yaml"
+TEXT = ("name", "state")
+FIGURES = tuple(
+    f"{name}_{when}"
+    for name in ("accuracy", "accuracy_low", "accuracy_high", "greedy_accuracy", "thinking_tokens", "closed_share")
+    for when in ("before", "after")
+)
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of comparison.csv: name, state, parameters and figures, as numbers."""
+    with (folder / "comparison.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    wanted = [*(name for name in rows[0] if name.startswith("parameters.")), "steps", "eval_prompts_after", *FIGURES]
+    return [
+        {name: row[name] for name in TEXT} | {name: json.loads(row[name] or "null") for name in wanted} for row in rows
+    ]
+
+
+def main() -> int:
+    """Run the batch and write the results; the exit code is the batch's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs")
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+    flag = "--resume" if options.resume else "--overwrite"
+    command = [str(Path(sys.executable).with_name("rloo-kit")), "batch", CONFIG, f"output_dir={options.output}", flag]
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    if code:
+        return code
+    folder = options.output / Path(CONFIG).stem
+    rows = read_rows(folder)
+    versions = json.loads((folder / rows[0]["name"] / "run" / "versions.json").read_text(encoding="utf-8"))
+    result = {
+        "command": f"rloo-kit batch {CONFIG}",
+        "measured": time.strftime("%Y-%m-%d"),
+        "revision": versions["git"] and versions["git"]["revision"],
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "versions": versions["versions"],
+        "runs": rows,
+    }
+    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"figures: {RESULT}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
