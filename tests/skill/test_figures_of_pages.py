@@ -1,0 +1,48 @@
+"""Figures on the skill's pages that the code or the configs hold too: token ids and memory."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rloo_kit.tokens import QWEN3_IDS
+from tests.skill.pages import ROOT
+
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("qwen3_*.yaml"))
+
+
+def read(page: str) -> str:
+    return (ROOT / "references" / page).read_text(encoding="utf-8")
+
+
+def test_the_ids_are_the_codes() -> None:
+    """A reward that was written with a wrong id gives every completion the same."""
+    from rloo_kit import tiny_tokenizer
+
+    text = read("thinking-tokens.md").replace("\\|", "|")
+    rows = re.findall(r"^\| `(<[^`]+>)`[^\n]* \| (\d+) \| (\d+) \|$", text, flags=re.M)
+    assert {name: int(large) for name, large, _ in rows} == QWEN3_IDS
+    vocabulary = tiny_tokenizer.build_tokenizer("thinking", "compact").get_vocab()
+    assert {name: int(small) for name, _, small in rows} == {name: vocabulary[name] for name in QWEN3_IDS}
+    skill = (ROOT / "SKILL.md").read_text(encoding="utf-8")
+    assert f"**{QWEN3_IDS['</think>']}**" in skill and f"think_end_id={QWEN3_IDS['</think>']}" in skill
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_the_memory_table_is_the_configs(config: Path) -> None:
+    """A config that was made smaller leaves a table that sends people to a larger card."""
+    text = config.read_text(encoding="utf-8")
+    values = {key: re.search(rf"{key}: (\d+)", text) for key in ("num_generations", "max_completion_length")}
+    memory = re.search(r"of cache = ([\d.]+) GiB", text)
+    card = re.search(r"GPU with (\d+) GB", text)
+    assert memory is not None and card is not None and None not in values.values()
+    cells = [card[1] + " GB", f"`{config.name}`", *(found[1] for found in values.values() if found), memory[1]]
+    assert f"| {' | '.join(cells)} |" in read("memory.md")
+
+
+def test_the_fixed_parts_are_the_configs() -> None:
+    """The estimate on the page and the one in the configs have the same terms."""
+    text = read("memory.md")
+    for config in CONFIGS:
+        found = re.search(r"# Memory:  ([\d.]+) GiB \+ .* x (\d+) KiB", config.read_text(encoding="utf-8"))
+        assert found is not None and found[1] in text and f"{found[2]} KiB" in text, config.name
