@@ -26,6 +26,7 @@ from rloo_kit.text_tables import as_text
 POLL_S = 0.2
 SAVE_TIMEOUT_S = 120.0  # an interrupted training run has this long to end its step and save a checkpoint
 LONGEST_ERROR = 2000
+TABLE_WIDTH = 130  # columns
 NEEDED = ("papermill", "ipykernel", "psutil")
 
 
@@ -169,7 +170,7 @@ class _BatchRun:
         return f"batch {self.batch.name}: {len(waiting)} runs to do{kept}{side}; all in {self.place.folder}{left}"
 
     def _say_end(self, files: list[Path]) -> None:
-        self.progress.say(as_text(make_text_table(self.place)))
+        self.progress.say(as_text(make_text_table(self.place), TABLE_WIDTH))
         for status in self.place.statuses.values():
             if status.error and status.attempts:
                 log = self.place.run_folder(status.name) / "log.txt"

@@ -81,8 +81,7 @@ def make_comparison(place: BatchDir, rows: list[dict[str, Any]]) -> str:
     counts = ", ".join(f"{count} {state}" for state, count in count_states(place.statuses.values()).items())
     seconds = sum(row["seconds"] or 0 for row in rows)
     summary = f"{len(rows)} runs: {counts}; {format_duration(seconds)} of running time in all."
-    labels = [short_label(row) for row in rows]
-    drawing = draw_runs(rows, labels)
+    drawing = draw_runs(rows, short_names(rows))
     sections = [
         f"<h1>{escape_text(place.batch.name)}</h1>\n<p>{escape_text(summary)}</p>\n{_common(place)}",
         make_section("Runs side by side", f"<figure>{drawing}</figure>") if drawing else "",
@@ -94,18 +93,11 @@ def make_comparison(place: BatchDir, rows: list[dict[str, Any]]) -> str:
     return make_page(f"{place.batch.name} - batch of RLOO runs", sections)
 
 
-def short_label(row: dict[str, Any]) -> str:
-    """A run in a drawing: the parameters in which the runs differ; its name where there are none."""
-    parts = [f"{name.partition('.')[2]}={value}" for name, value in row.items() if name.startswith("parameters.")]
-    return ", ".join(parts) or str(row["name"])
-
-
 def short_names(rows: list[dict[str, Any]]) -> list[str]:
-    """Names for a table: without the notebook's, where every run begins with the same one."""
+    """Names for a table or a drawing: without the notebook's in front, if they still differ then."""
     names = [str(row["name"]) for row in rows]
-    stems = {f"{Path(row['notebook']).stem}-" for row in rows}
-    stem = stems.pop()
-    return names if stems or not all(name.startswith(stem) for name in names) else [n.removeprefix(stem) for n in names]
+    short = [name.removeprefix(f"{Path(row['notebook']).stem}-") for name, row in zip(names, rows, strict=True)]
+    return short if len(set(short)) == len(names) else names
 
 
 def _common(place: BatchDir) -> str:
@@ -117,27 +109,23 @@ def _common(place: BatchDir) -> str:
 
 
 def _table(place: BatchDir, rows: list[dict[str, Any]]) -> str:
-    varying = [name for name in rows[0] if name.startswith("parameters.")]
-    varying = [key for key in varying if not all(f"-{key.partition('.')[2]}=" in row["name"] for row in rows)]
-    titles = [
-        "run",
-        *(name.partition(".")[2] for name in varying),
-        "state",
-        "time",
-        "accuracy before",
-        "accuracy after",
-    ]
+    titles = ["run", "state", "time", "accuracy before", "accuracy after"]
     titles += ["greedy accuracy", "thinking tokens", "closed"]
-    head = "".join(f"<th>{escape_text(title)}</th>" for title in titles)
-    body = "".join(_row(row, name, varying) for row, name in zip(rows, short_names(rows), strict=True))
+    head = "".join(f"<th>{title}</th>" for title in titles)
+    varying, names = place.batch.varying(), short_names(rows)
+    body = ""
+    for run, row, name in zip(place.batch.runs, rows, names, strict=True):
+        unsaid = [f"{key}={run.parameters[key]}" for key in varying if key in run.parameters and f"{key}=" not in name]
+        body += _row(row, name, ", ".join(unsaid))
     return f"<table class='runs'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _row(row: dict[str, Any], short_name: str, varying: list[str]) -> str:
+def _row(row: dict[str, Any], short_name: str, unsaid: str) -> str:
+    """A run's row; `unsaid` are the parameters that its name does not show."""
     name, shown = escape_text(row["name"]), escape_text(short_name)
     state = f"<span class='{COLORS.get(row['state'], '')}'>{row['state']}</span>"
     cells = [f"<a href='{name}/notebook.ipynb'>{shown}</a>" if row["attempts"] else shown]
-    cells += [escape_text(row[key]) for key in varying]
+    cells[0] += f"<span class='under'>{escape_text(unsaid)}</span>" if unsaid else ""
     cells += [state, escape_text(format_duration(row["seconds"])) if row["seconds"] else "-"]
     cells += [_interval(row, f"accuracy{{}}_{when}") for when in ("before", "after")]
     cells += [change(row, "greedy_accuracy", ".3f"), change(row, "thinking_tokens", ".1f")]
@@ -149,7 +137,7 @@ def _interval(row: dict[str, Any], key: str) -> str:
     value, low, high = (row[key.format(end)] for end in ("", "_low", "_high"))
     if value is None:
         return "-"
-    return f"{value:.3f}" if low is None else f"{value:.3f} <span class='interval'>[{low:.3f}, {high:.3f}]</span>"
+    return f"{value:.3f}" if low is None else f"{value:.3f} <span class='under'>[{low:.3f}, {high:.3f}]</span>"
 
 
 def change(row: dict[str, Any], name: str, form: str) -> str:

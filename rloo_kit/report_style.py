@@ -52,7 +52,7 @@ article { border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px 
 .scroll { overflow-x: auto; }
 .runs td { white-space: nowrap; }
 .runs td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 180px; }
-.interval { display: block; color: var(--soft); font-size: 13px; }
+.under { display: block; color: var(--soft); font-size: 13px; }
 details { margin: 8px 0; }
 summary { cursor: pointer; }
 details pre { background: var(--box); border-radius: 6px; padding: 10px 12px; }

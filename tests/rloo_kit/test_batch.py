@@ -435,7 +435,7 @@ def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir) -> N
     text = as_text(make_text_table(compared))
     assert "0.200 → 0.750" in text and "[0.650, 0.850]" in text and "10.0 → 20.0" in text and "1:15" in text
     html = page.read_text(encoding="utf-8")
-    assert "0.750 <span class='interval'>[0.650, 0.850]</span>" in html and html.count("<svg") == 1
+    assert "0.750 <span class='under'>[0.650, 0.850]</span>" in html and html.count("<svg") == 1
     assert "4 runs: 1 waiting, 2 done, 1 failed; 2 min 30 s" in html
 
 
