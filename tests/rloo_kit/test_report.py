@@ -11,6 +11,7 @@ import pytest
 from rloo_kit.config import RunConfig
 from rloo_kit.measurement import Evaluation, compare
 from rloo_kit.report import write_report
+from rloo_kit.saves import saved_paths
 from rloo_kit.report_figures import PANELS, draw_accuracies, draw_learning_curve
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -117,6 +118,7 @@ def written(run: RunConfig, finished: Any, evaluations: tuple[Evaluation, Evalua
     """The text of a whole report."""
     path = write_report(run, finished, *evaluations)
     assert path == run.folder / "report.html"
+    assert path.absolute() in saved_paths()  # shutdown_kernel tells where it lies
     return path.read_text(encoding="utf-8")
 
 

@@ -330,3 +330,24 @@ def test_precision_of_the_file_wins_over_the_environment(monkeypatch):
     assert mixed_precision(run(None, True)) == {"bf16": False, "fp16": True}
     assert mixed_precision(run(False, None)) == {"bf16": False, "fp16": False}
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
+
+
+def test_a_run_is_open_while_it_trains_and_its_saves_are_known(start):
+    """Whoever ends the kernel asks for both; a trainer that saved unnoticed would be cut in the middle of a file."""
+    from rloo_kit.run_dir import open_runs
+    from rloo_kit.saves import saved_paths
+
+    seen = []
+
+    def watching(completion_ids, **_):
+        seen.append(open_runs())
+        return by_ids(completion_ids)
+
+    result = start("rloo.max_steps=2", "rloo.save_steps=1", rewards=(watching,))
+    assert seen and all(found == [result.folder.absolute()] for found in seen)
+    assert open_runs() == []
+    checkpoints = [result.folder.absolute() / "checkpoints" / f"checkpoint-{step}" for step in (1, 2)]
+    assert [path for path in saved_paths() if path.is_relative_to(result.folder.absolute())] == [
+        *checkpoints,
+        result.adapter_folder.absolute(),
+    ]
