@@ -11,8 +11,8 @@ import pytest
 from rloo_kit.config import RunConfig
 from rloo_kit.measurement import Evaluation, compare
 from rloo_kit.report import write_report
-from rloo_kit.saves import saved_paths
 from rloo_kit.report_figures import PANELS, draw_accuracies, draw_learning_curve
+from rloo_kit.saves import saved_paths
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> \x00\x1b[31m & <think> ünïcode 你好"
