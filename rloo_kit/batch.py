@@ -167,7 +167,8 @@ class _BatchRun:
         left = f"; no longer in the file, and left as they are: {', '.join(self.place.left)}" if self.place.left else ""
         side = f", {self.batch.jobs} side by side" if self.batch.jobs > 1 else ""
         kept = f", {done} done already" if done else ""
-        return f"batch {self.batch.name}: {len(waiting)} runs to do{kept}{side}; all in {self.place.folder}{left}"
+        runs = "1 run" if len(waiting) == 1 else f"{len(waiting)} runs"
+        return f"batch {self.batch.name}: {runs} to do{kept}{side}; all in {self.place.folder}{left}"
 
     def _say_end(self, files: list[Path]) -> None:
         self.progress.say(as_text(make_text_table(self.place), TABLE_WIDTH))
@@ -179,7 +180,7 @@ class _BatchRun:
             self.progress.say(f"comparison: {path}")
         left = self.place.to_do()
         if left:
-            self.progress.say(f"{len(left)} of {len(self.batch.runs)} runs are not done; to go on: {self.command}")
+            self.progress.say(f"not done: {len(left)} of {len(self.batch.runs)} runs; to go on: {self.command}")
 
     # ------------------------------------------------------------------------------------------------ one run
 
