@@ -15,7 +15,7 @@
 #
 # This notebook trains a model with reinforcement learning, start to end: load it, measure it, train it, measure it
 # again, look at what changed, save it, use it. It runs anywhere. Two processor cores are enough: no graphics card,
-# nothing to download. The whole takes about two minutes, and some minutes more the first time, when the model is
+# nothing to download. The whole takes about two minutes, and a minute or two more the first time, when the model is
 # built.
 #
 # **The model** is a tiny Qwen3 with half a million weights. Asked `147+285=`, it answers at once: it has to add in
@@ -57,10 +57,11 @@ print(kit.setup_environment())
 # %% [markdown]
 # ### What to try here
 #
-# - `num_generations = 2`, then `16`: the reward learns more slowly or more smoothly.
-# - `beta = 0.05`: the model is held close to where it began.
+# - `num_generations = 2`, then `16`: a step has 128 completions in either case. What differs is
+#   `frac_score_zero_std`, the share of groups that teach nothing.
+# - `beta = 0.05`: the KL is measured and drawn.
 # - `max_completion_length = 2`: the answer is cut off before it ends, and the run says what is wrong.
-# - `learning_rate = 1e-5`: right for a model of billions; here almost nothing moves.
+# - `learning_rate = 1e-5`: the choice for the large models; here nothing moves.
 #
 # Give each try a `run_name` of its own, and the folders lie side by side in `outputs/`.
 

@@ -56,10 +56,11 @@ print(kit.setup_environment())
 # %% [markdown]
 # ### What to try here
 #
-# - `num_generations = 2`, then `16`: the reward learns more slowly or more smoothly.
-# - `beta = 0.05`: the model is held close to where it began.
+# - `num_generations = 2`, then `16`: accuracy gains as much, 0.69. A step has 128 completions in either case. What
+#   differs is `frac_score_zero_std`, the share of groups that teach nothing: at first 0.6 with pairs, 0.1 with eight.
+# - `beta = 0.05`: the KL is measured and drawn. Thoughts are short here, so the penalty is small and the gain the same.
 # - `max_completion_length = 4`: all thinking is cut off before it ends, and the run says what is wrong.
-# - `learning_rate = 1e-5`: right for a model of billions; here almost nothing moves.
+# - `learning_rate = 1e-5`: the choice for the large models; here nothing moves.
 #
 # Give each try a `run_name` of its own, and the folders lie side by side in `outputs/`.
 

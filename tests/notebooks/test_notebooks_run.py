@@ -197,3 +197,22 @@ def test_the_source_runs_as_a_plain_script(start: Start, tmp_path: Path) -> None
     check_folder(tmp_path / "runs" / "arithmetic_instruct", steps=3)
     assert "reward" in done.stdout and "answer:" in done.stdout
     assert "HTML object" not in done.stdout and "Figure" not in done.stdout
+    check_command_line(start, tmp_path)
+
+
+def check_command_line(start: Start, folder: Path) -> None:
+    """`rloo-kit train` with the same values gives the same figures to the last digit: one program, two surfaces."""
+    overrides = [f"run.output_dir={folder / 'cli'}", "rloo.max_steps=3", "rloo.num_generations=4", *OVERRIDES.split()]
+    config = FOLDER.parent / "configs" / "arithmetic_instruct.yaml"
+    done = start(PAPERMILL.with_name("rloo-kit"), "train", config, *overrides, "eval.num_prompts=12")
+    assert done.returncode == 0, done.stderr[-4000:]
+    notebook, command = (folder / name / "arithmetic_instruct" for name in ("runs", "cli"))
+    clocks = {"seconds", "step_time", "eps"}
+    for ours, theirs in zip(rows(notebook / "metrics.jsonl"), rows(command / "metrics.jsonl"), strict=True):
+        assert {k: v for k, v in ours.items() if k not in clocks} == {
+            k: v for k, v in theirs.items() if k not in clocks
+        }
+    for name in ("before.json", "after.json"):
+        ours, theirs = (json.loads((path / name).read_text(encoding="utf-8")) for path in (notebook, command))
+        assert ours | {"seconds": 0} == theirs | {"seconds": 0}
+    assert {path.name for path in notebook.iterdir()} == {path.name for path in command.iterdir()}
