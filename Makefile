@@ -37,8 +37,10 @@ help: ## this list
 
 setup: $(STAMP) ## the environment .venv; with the gpu extra where there is an NVIDIA card
 
-demo: $(STAMP) ## build the embedded model, evaluate, train, evaluate again, report (CPU: minutes)
-	HF_HUB_OFFLINE=1 $(BIN)/rloo-kit train configs/arithmetic_thinking.yaml --overwrite
+demo: $(STAMP) ## run the notebook arithmetic_thinking: a small model is built, measured, trained, measured again
+	@mkdir -p outputs
+	HF_HUB_OFFLINE=1 $(BIN)/papermill notebooks/arithmetic_thinking.ipynb outputs/arithmetic_thinking.ipynb \
+		--no-progress-bar --log-level ERROR --stdout-file - --stderr-file -
 
 lint: $(STAMP_DEV) ## ruff (rules and format) and mypy (floors 0 and 1)
 	$(BIN)/ruff check .
