@@ -39,7 +39,7 @@ class Progress:
         self._printed_at = time.monotonic()
 
     def __enter__(self) -> "Progress":
-        if self.console.is_terminal:
+        if self.console.file.isatty():  # not is_terminal, which FORCE_COLOR from a kernel makes true in a pipe
             self._live = Live(self.table(), console=self.console, auto_refresh=False, transient=True)
             self._live.start(refresh=True)
         return self

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 BARE = "# Parameters"  # the first line of the cell that papermill adds
+OF_PAPERMILL = ("PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH")  # papermill --inject-paths puts them there
 _FIRST_LINE = re.compile(r"#\s*Parameters\s*(:.*)?")
 _CELL_MARK = re.compile(r"^# ?%%.*$", re.MULTILINE)
 
@@ -72,7 +73,8 @@ def _parsed(cell: str) -> ast.Module | None:
 def _stored(cell: str) -> list[str]:
     tree = _parsed(cell)
     nodes = ast.walk(tree) if tree is not None else ()
-    return [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    stored = (node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    return [name for name in stored if name not in OF_PAPERMILL]
 
 
 def _script_cells(file: Any) -> list[tuple[str, str]]:

@@ -81,9 +81,9 @@ def check(skill: Path, project: Path) -> tuple[dict, int]:
 
 def tell_missing(skill: Path) -> str:
     return (
-        f"only a part of the skill is in {skill}: install it again with `npx skills add` (a current version) from the "
-        "address that it came from, or clone the repository that it came from into that place; ask the user for the "
-        "address"
+        f"only a part of the skill is in {skill}: install it again with `npx skills@1.5.18 add ADDRESS -a "
+        "claude-code -y` (-g for the user's folder), or clone the repository into that place; ADDRESS is where the "
+        "skill came from: ask the user for it"
     )
 
 

@@ -74,6 +74,12 @@ def test_undeclared_names_are_not_overridden() -> None:
     assert list(parameters.values) == ["config", "max_steps"]
 
 
+def test_paths_that_papermill_injects_are_no_parameters_of_the_run() -> None:
+    """`papermill --inject-paths` was refused for two names that nobody had misspelt."""
+    parameters = read(OWN, "# Parameters\nmax_steps = 2\nPAPERMILL_INPUT_PATH = 'a'\nPAPERMILL_OUTPUT_PATH = 'b'\n")
+    assert parameters.overrides == ["rloo.max_steps=2"] and list(parameters.values) == ["config", "max_steps"]
+
+
 def test_variables_of_the_notebook_are_no_parameters() -> None:
     """Run again after training, the cell once took `seed` and `beta` of later cells for parameters."""
     parameters = read(OWN, "seed = 'abc'; beta = object(); steps = 3", "x = 1  # Parameters")

@@ -113,7 +113,10 @@ def check_papermill(words: tuple[str, ...]) -> list[str]:
 
 
 def check_npx(words: tuple[str, ...]) -> list[str]:
-    return [] if words[1:3] == ("skills", "add") else [f"unknown {' '.join(words)}"]
+    """An installation that asks nothing: without -y it installs nothing, without -a it installs for every agent."""
+    known = words[1].partition("@")[0] == "skills" and (words[2:] == () or words[2] == "add")
+    ready = len(words) <= 3 or {"-y", "-a"} <= set(words)  # a bare `npx skills add` is a name, not a command to run
+    return [] if known and ready else [f"unknown {' '.join(words)}"]
 
 
 CHECKS: dict[str, Callable[[tuple[str, ...]], list[str]]] = {
@@ -175,6 +178,7 @@ def test_every_command_of_the_page_runs(page: str, text: str) -> None:
         ('python "$RLOO/scripts/none.py"', "is not there"),
         ('python -m pip install -e "$RLOO[cuda]"', "no extra cuda"),
         ('papermill "$RLOO/notebooks/arithmetic_thinking.ipynb" outputs/x.ipynb -p steps 20', "no parameter steps"),
+        ("npx skills add ADDRESS", "unknown npx"),
         ("curl -O https://x.y/z", "unknown program curl"),
         ("mkdir -p outputs && rloo-kit evaluate configs/my_run.yaml > log 2>&1 &", "no command evaluate"),
     ],

@@ -145,7 +145,7 @@ def test_check_setup_tells_a_part_of_the_skill(tmp_path: Path) -> None:
     shutil.copy(ROOT / "SKILL.md", tmp_path)
     code, found, _ = call("check_setup.py", "--skill", tmp_path)
     assert code == 3 and "pyproject.toml" in found["skill"]["missing"] and "SKILL.md" not in found["skill"]["missing"]
-    assert "npx skills add" in found["error"] and found["error"] == found["todo"][0]
+    assert "npx skills@1.5.18 add ADDRESS -a claude-code -y" in found["error"] and found["error"] == found["todo"][0]
 
 
 def bare_environment(tmp_path: Path, **programs: str) -> dict[str, str]:
