@@ -66,7 +66,7 @@ def shutdown_kernel(force: bool = False, wait_s: float = 600.0, idle_s: float = 
     """Give memory back, say where the files are, and end the notebook's kernel where nothing else ends it.
 
     Safe as the last cell and in the middle (the cells that follow still run, then the kernel ends), and twice. It ends
-    nothing while work could be lost: it waits for running saves, and leaves a kernel alone in which a run is being trained.
+    nothing while work could be lost: it waits for running saves, and leaves a kernel alone that trains a run.
 
     | run by | what happens |
     |---|---|

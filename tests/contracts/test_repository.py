@@ -18,8 +18,8 @@ WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".n
 LAYOUT = (
     "README.md CHANGELOG.md CONTRIBUTING.md LICENSE Makefile pyproject.toml constraints.txt .ci/run configs "
     "docs/README.md rewards/__init__.py rloo_kit/__init__.py benchmarks/results tests/README.md tests/rewards "
-    "tests/rloo_kit tests/contracts tests/gpu tests/unsloth tests/notebooks tests/skill notebooks SKILL.md references scripts "
-    ".claude-plugin/plugin.json"
+    "tests/rloo_kit tests/contracts tests/gpu tests/unsloth tests/notebooks tests/skill "
+    "notebooks SKILL.md references scripts .claude-plugin/plugin.json"
 )
 
 
