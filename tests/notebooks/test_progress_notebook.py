@@ -71,7 +71,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator[
     nbformat.write(notebook, folder / "in.ipynb")
     with environment(folder) as (env, _):
         env["RLOO_KIT_CACHE"] = str(folder / "cache")
-        command = [str(word) for word in COMMANDS["papermill"]]
+        command = [str(word) for word in (*COMMANDS["papermill"], "--log-output")]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=2 * LIMIT_S)
     assert done.returncode == 0, done.stderr[-3000:]
     yield nbformat.read(folder / "out.ipynb", as_version=4), done.stdout + done.stderr
