@@ -82,7 +82,7 @@ def write_batch(folder: Path, runs: list[dict[str, Any]], **values: Any) -> Path
 
 
 def start_batch(*words: Any, **environment: str) -> subprocess.Popen[str]:
-    """`rloo-kit batch words` in a process group of its own."""
+    """`rloo-kit batch words` in a process group of its own, with SIGHUP heard even where the tests run under nohup."""
     return subprocess.Popen(
         [sys.executable, "-m", "rloo_kit.cli", "batch", *map(str, words)],
         stdout=subprocess.PIPE,
@@ -90,6 +90,7 @@ def start_batch(*words: Any, **environment: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
 
 
