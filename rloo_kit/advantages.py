@@ -9,7 +9,7 @@ Shapes: B = prompts x K completions, K generations a prompt, F reward functions,
 
 import torch
 
-KL_FORMS = ("sum", "length_normalized", "per_token")
+from rloo_kit.config_checks import KL_FORMS
 
 
 def combine_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

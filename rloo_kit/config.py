@@ -19,6 +19,7 @@ from rloo_kit.config_sections import (
     ModelSection,
     RewardSection,
     RLOOSection,
+    RolloutSection,
     RunSection,
     Section,
 )
@@ -35,6 +36,7 @@ class RunConfig(Section):
     data: DataSection = Field(description="the prompts")
     rewards: list[RewardSection] = Field(min_length=1, description="the rewards, summed by weight")
     rloo: RLOOSection = Field(description="the loop")
+    rollout: RolloutSection = Field(default_factory=lambda: RolloutSection(), description="the sampling")
     eval: EvalSection = Field(default_factory=lambda: EvalSection(), description="the measurement")
     _source: Path | None = PrivateAttr(None)
 

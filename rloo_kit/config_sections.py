@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from rloo_kit.config_batch import check_generation_batch, count_processes
+from rloo_kit.config_checks import find_loop_problems
 from rloo_kit.config_errors import accepts_bool, describe_type, explain_error
 from rloo_kit.errors import ConfigError
 
@@ -88,6 +89,9 @@ class RunSection(Section):
     )
     reward_failure_steps: Count = Field(
         default=3, description="failed steps in a row after which the run saves and stops"
+    )
+    max_skipped_steps: Count = Field(
+        default=3, description="steps in a row skipped for NaN or infinity, after which the run saves and stops"
     )
 
     @model_validator(mode="after")
@@ -212,7 +216,7 @@ def _read_report_to(value: Any) -> Any:
 
 
 class RLOOSection(Section):
-    """The loop: TRL's own names, passed to `RLOOConfig` as they are."""
+    """The loop, passed to `RLOOConfig` under the same names: TRL's own, and the kit's where TRL has none."""
 
     prefix: ClassVar[str] = "rloo."
     max_steps: Count | None = Field(default=None, description="optimizer steps; wins over num_train_epochs")
@@ -232,10 +236,16 @@ class RLOOSection(Section):
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the second moment")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="term that keeps Adam's division finite")
-    per_device_train_batch_size: Count = Field(default=8, description="completions in one forward and backward pass")
-    gradient_accumulation_steps: Count = Field(default=1, description="such passes in one optimizer step")
+    per_device_train_batch_size: Count = Field(default=8, description="completions of one micro-step")
+    gradient_accumulation_steps: Count = Field(default=1, description="micro-steps of one optimizer step")
     steps_per_generation: Count | None = Field(
-        default=None, description="such passes fed by one rollout; null: gradient_accumulation_steps"
+        default=None, description="micro-steps fed by one rollout; null: gradient_accumulation_steps"
+    )
+    memory: Literal["fast", "balanced", "low"] = Field(
+        default="fast", description="graphs kept group by group, log-probs first, or one sequence at a time"
+    )
+    tokens_per_pass: Count | None = Field(
+        default=None, description="tokens in one forward and backward pass; null: by the machine"
     )
     num_generations: int = Field(
         default=2, ge=2, lt=2**31, description="completions of each prompt, K; the baseline needs siblings"
@@ -248,18 +258,39 @@ class RLOOSection(Section):
     reference: Literal["start", "base"] = Field(
         default="start", description="KL against the start of training or the base model"
     )
+    ratio_form: Literal["sum", "length_normalized", "per_token"] | None = Field(
+        default=None, description="ratio of a completion, of its mean token (GSPO) or of each; null: as kl_form needs"
+    )
     epsilon: float = Field(default=0.2, gt=0, lt=1, description="ratio is clipped below 1 - epsilon")
     epsilon_high: float | None = Field(default=None, gt=0, description="and above 1 + epsilon_high; null: epsilon")
-    temperature: float = Field(default=1.0, gt=0, description="sampling temperature of the rollout")
-    top_p: float = Field(
-        default=1.0, gt=0, le=1, description="nucleus; below 1 the sampled and the scored distribution differ"
+    delta: float | None = Field(
+        default=None, gt=1, description="bound on the ratio where the advantage is negative; null: none, as in TRL"
     )
-    top_k: int = Field(default=0, ge=0, description="keep the k likeliest tokens; 0 keeps all; same caution as top_p")
-    min_p: float | None = Field(
-        default=None, ge=0, le=1, description="drop tokens below this share of the likeliest one"
+    baseline: Literal["leave_one_out", "group_mean", "none"] = Field(
+        default="leave_one_out", description="what a reward is compared with: its siblings, its whole group, nothing"
     )
-    repetition_penalty: float = Field(default=1.0, gt=0, description="1 is off; same caution as top_p")
+    baseline_includes_masked: bool = Field(
+        default=True, description="false: what mask_truncated_completions masks leaves the siblings' baseline too"
+    )
+    sampler_correction: Literal["none", "sequence", "token"] = Field(
+        default="none", description="weigh by the trainer's over the sampler's probability, whole or token by token"
+    )
+    sampler_correction_cap: float = Field(default=2.0, ge=1, description="such a weight is cut off here")
+    temperature: float = Field(default=1.0, gt=0, description="of sampling and of scoring alike")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="only 1: a filter is not part of what is scored")
+    top_k: int = Field(default=0, ge=0, description="only 0, for the same reason")
+    min_p: float | None = Field(default=None, ge=0, le=1, description="only null or 0, for the same reason")
+    repetition_penalty: float = Field(default=1.0, gt=0, description="only 1, for the same reason")
     max_completion_length: Count = Field(default=512, description="tokens of a completion, thinking included")
+    thinking_budget: Count | None = Field(
+        default=None, description="tokens of thinking after which it is closed by force; null: never"
+    )
+    answer_budget: Count | None = Field(
+        default=None, description="tokens for the answer after a forced close; null: what is left"
+    )
+    thinking_close: Literal["tag", "sentence"] = Field(
+        default="tag", description="what closes it: </think> alone, or a closing sentence before it"
+    )
     mask_truncated_completions: bool = Field(
         default=False, description="truncated completions are left out of the loss"
     )
@@ -267,8 +298,8 @@ class RLOOSection(Section):
         default=None, gt=0, description="subtracted from a truncated completion's reward"
     )
     reward_clip_range: tuple[float, float] | None = Field(default=None, description="[lowest, highest] summed reward")
-    normalize_rewards: bool = Field(
-        default=False, description="rewards of a generation batch to mean 0 and deviation 1"
+    normalize_rewards: bool | Literal["running"] = Field(
+        default=False, description="rewards to mean 0 and deviation 1, of their rollout or of all so far"
     )
     normalize_advantages: bool = Field(default=False, description="advantages of a generation batch likewise")
     disable_dropout: bool = Field(default=True, description="dropout off in the policy, as the reference needs")
@@ -308,12 +339,55 @@ class RLOOSection(Section):
         if self.reward_clip_range is not None and self.reward_clip_range[0] >= self.reward_clip_range[1]:
             low, high = self.reward_clip_range
             raise ValueError(f"reward_clip_range is [{low}, {high}]; the first number must be below the second")
+        problems = find_loop_problems(dict(self), self.prefix)
+        if problems:
+            raise ValueError("\n".join(problems))
         check_generation_batch(
             self.per_device_train_batch_size,
             self.steps_per_generation or self.gradient_accumulation_steps,
             self.num_generations,
             passes_key="steps_per_generation" if self.steps_per_generation else "gradient_accumulation_steps",
         )
+        return self
+
+
+class RolloutSection(Section):
+    """How completions are sampled, and which prompts they are spent on."""
+
+    prefix: ClassVar[str] = "rollout."
+    engine: Literal["auto", "native", "generate", "continuous", "vllm"] = Field(
+        default="auto", description="what samples; auto: the fastest that the backend and the machine offer"
+    )
+    rows: Count | None = Field(default=None, description="completions generated at once; null: planned by the memory")
+    resample_rounds: int = Field(
+        default=0, ge=0, description="times a rollout's groups without signal get fresh prompts; 0: never"
+    )
+    difficulty_samples: int = Field(
+        default=0, ge=0, description="completions of each prompt that measure its pass rate before training; 0: none"
+    )
+    min_pass_rate: Share = Field(default=0.0, description="prompts with a pass rate of at most this are skipped")
+    max_pass_rate: Share = Field(default=1.0, description="and those with one of at least this")
+
+    def to_arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `RLOOConfig`; what chooses prompts before training is not among them."""
+        return {
+            "rollout_engine": self.engine,
+            "rollout_rows": self.rows,
+            "resample_rounds": self.resample_rounds,
+        }
+
+    @model_validator(mode="after")
+    def _check_pass_rates(self) -> "RolloutSection":
+        if self.min_pass_rate >= self.max_pass_rate:
+            raise ValueError(
+                f"min_pass_rate ({self.min_pass_rate}) is not below max_pass_rate ({self.max_pass_rate}), so every "
+                "prompt would be skipped; lower rollout.min_pass_rate"
+            )
+        if self.difficulty_samples == 0 and (self.min_pass_rate, self.max_pass_rate) != (0.0, 1.0):
+            raise ValueError(
+                f"min_pass_rate ({self.min_pass_rate}) and max_pass_rate ({self.max_pass_rate}) choose prompts by a "
+                "pass rate that is not measured; set rollout.difficulty_samples=8"
+            )
         return self
 
 

@@ -13,10 +13,22 @@ import inspect
 import os
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rloo_kit import _stack
 from rloo_kit.config_batch import check_generation_batch, count_processes
+from rloo_kit.config_checks import (
+    BASELINES,
+    ENGINES,
+    KL_FORMS,
+    MEMORY_MODES,
+    RATIO_FORMS,
+    REFERENCES,
+    SAMPLER_CORRECTIONS,
+    THINKING_CLOSES,
+    find_loop_problems,
+    find_sampling_problems,
+)
 from rloo_kit.config_errors import suggest
 from rloo_kit.errors import ConfigError
 from rloo_kit.old_names import CONFIG_NAMES, translate_config
@@ -27,12 +39,11 @@ _stack.load_stack()
 import torch
 import trl
 
-from rloo_kit.advantages import KL_FORMS
+__all__ = ["RLOOConfig", "check_sampling", "prepare_old_dataset", "translate_trainer_arguments"]
 
-__all__ = ["RLOOConfig", "prepare_old_dataset", "translate_trainer_arguments"]
 
-REFERENCES = ("start", "base")
-
+# `--normalize_rewards` alone is true, as a flag of a bool is; HfArgumentParser hands these to argparse.
+_BARE_FLAG: dict[str, Any] = {"nargs": "?", "const": True}
 
 # TRL's own class, below the one that Unsloth generates (and may call RLOOConfig too).
 _STOCK = next(c for c in reversed(trl.RLOOConfig.__mro__) if c.__name__ == "RLOOConfig")
@@ -61,10 +72,27 @@ class RLOOConfig(trl.RLOOConfig):
     Args:
         missing_eos_penalty: subtracted from the reward of a completion that was cut off; above 0, None for none.
         kl_form: "sum" over the completion (TRL's), "length_normalized" (its mean a token) or "per_token".
-        normalize_rewards: rewards of a generation batch to mean 0 and deviation 1, before `reward_clip_range`.
         reference: what the KL is measured against: the policy at the "start" of training, or the "base" model.
+        ratio_form: ratio of the policy to the one that sampled: "sum" over the completion (TRL's), "length_normalized"
+            (its mean token's, GSPO) or "per_token"; None for "per_token" where `kl_form` is, else "sum".
+        delta: bound on the ratio where the advantage is negative, above 1 + epsilon_high; None for none (TRL's).
+        baseline: what a reward is compared with: "leave_one_out", "group_mean" or "none".
+        baseline_includes_masked: whether completions masked by `mask_truncated_completions` count in the baseline.
+        normalize_rewards: to mean 0 and deviation 1 before `reward_clip_range`: True over a generation batch,
+            "running" over all of them so far.
+        sampler_correction: "sequence" or "token" weigh by the trainer's over the sampler's probability, "none" not.
+        sampler_correction_cap: where such a weight is cut off, 1 or more.
+        memory: "fast" keeps the graphs of a pass, "balanced" takes log-probabilities first, "low" one sequence a pass.
+        tokens_per_pass: tokens in one forward and backward pass; None by the machine.
+        thinking_budget: tokens of thinking after which it is closed by force; None for never.
+        answer_budget: tokens for the answer after that; None for what is left of `max_completion_length`.
+        thinking_close: what closes it: the "tag" alone or a closing "sentence" before it.
+        rollout_engine: "auto", "native", "generate", "continuous" or "vllm".
+        rollout_rows: completions generated at once; None: planned by the memory.
+        resample_rounds: times that a rollout's groups without signal get fresh prompts; 0 for never.
         max_reward_failure_share: share of samples with a failed reward, 0 to 1, above which a batch counts as failed.
         reward_failure_steps: failed batches in a row, 1 or more, after which training saves and stops.
+        max_skipped_steps: steps in a row skipped for NaN or infinity, 1 or more, after which it saves and stops.
 
     Old keywords (`kl_coef`, `rloo_k`, `total_episodes`, ...) are translated with a warning each: see `old_names`.
     Without an accelerator, `use_cpu=True` and `bf16=False` are the defaults.
@@ -77,15 +105,51 @@ class RLOOConfig(trl.RLOOConfig):
         default=None, metadata={"help": "Subtracted from the reward of a truncated completion; above 0."}
     )
     kl_form: str = field(default="sum", metadata={"help": "KL in the reward: sum, length_normalized or per_token."})
-    normalize_rewards: bool = field(
-        default=False, metadata={"help": "Rewards of a generation batch to mean 0 and deviation 1."}
-    )
     reference: str = field(default="start", metadata={"help": "KL against the start of training or the base model."})
+    ratio_form: str | None = field(
+        default=None, metadata={"help": "Ratio: sum, length_normalized or per_token; unset: as kl_form needs."}
+    )
+    delta: float | None = field(
+        default=None, metadata={"help": "Bound on the ratio where the advantage is negative; above 1 + epsilon_high."}
+    )
+    baseline: str = field(default="leave_one_out", metadata={"help": "leave_one_out, group_mean or none."})
+    baseline_includes_masked: bool = field(
+        default=True, metadata={"help": "Whether masked completions count in their siblings' baseline."}
+    )
+    normalize_rewards: Literal[False, True, "running"] = field(
+        default=False,
+        metadata={"help": "Rewards to mean 0 and deviation 1: True a batch, running over all.", **_BARE_FLAG},
+    )
+    sampler_correction: str = field(
+        default="none", metadata={"help": "Trainer over sampler probability as a weight: none, sequence or token."}
+    )
+    sampler_correction_cap: float = field(default=2.0, metadata={"help": "Where such a weight is cut off; 1 or more."})
+    memory: str = field(default="fast", metadata={"help": "fast, balanced or low."})
+    tokens_per_pass: int | None = field(
+        default=None, metadata={"help": "Tokens in one forward and backward pass; unset: by the machine."}
+    )
+    thinking_budget: int | None = field(
+        default=None, metadata={"help": "Tokens of thinking after which it is closed by force."}
+    )
+    answer_budget: int | None = field(default=None, metadata={"help": "Tokens for the answer after a forced close."})
+    thinking_close: str = field(default="tag", metadata={"help": "What closes a thought by force: tag or sentence."})
+    rollout_engine: str = field(
+        default="auto", metadata={"help": "What samples: auto, native, generate, continuous or vllm."}
+    )
+    rollout_rows: int | None = field(
+        default=None, metadata={"help": "Completions generated at once; unset: planned by the memory."}
+    )
+    resample_rounds: int = field(
+        default=0, metadata={"help": "Times that a rollout's groups without signal get fresh prompts."}
+    )
     max_reward_failure_share: float = field(
         default=0.5, metadata={"help": "Share of samples with a failed reward above which a batch counts as failed."}
     )
     reward_failure_steps: int = field(
         default=3, metadata={"help": "Failed batches in a row after which training saves and stops."}
+    )
+    max_skipped_steps: int = field(
+        default=3, metadata={"help": "Steps in a row skipped for NaN or infinity after which training saves and stops."}
     )
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
@@ -182,6 +246,44 @@ def _check_batch(values: dict[str, Any]) -> None:
     )
 
 
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "kl_form": KL_FORMS,
+    "reference": REFERENCES,
+    "ratio_form": (None, *RATIO_FORMS),
+    "baseline": BASELINES,
+    "normalize_rewards": (False, True, "running"),
+    "sampler_correction": SAMPLER_CORRECTIONS,
+    "memory": MEMORY_MODES,
+    "thinking_close": THINKING_CLOSES,
+    "rollout_engine": ENGINES,
+}
+_AT_LEAST = {
+    "reward_failure_steps": 1,
+    "max_skipped_steps": 1,
+    "sampler_correction_cap": 1,
+    "resample_rounds": 0,
+    "tokens_per_pass": 1,
+    "thinking_budget": 1,
+    "answer_budget": 1,
+    "rollout_rows": 1,
+}
+_MAY_BE_NONE = ("tokens_per_pass", "thinking_budget", "answer_budget", "rollout_rows")
+
+
+def check_sampling(args: Any) -> None:
+    """Refuse a config that samples from another distribution than the one that is scored; TRL's own takes any.
+
+    Args:
+        args: an `RLOOConfig`, the kit's or TRL's.
+
+    Raises:
+        ConfigError: names each setting and what to set instead.
+    """
+    problems = find_sampling_problems(vars(args))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 def _check_own_fields(config: RLOOConfig) -> None:
     problems = []
     if config.missing_eos_penalty is not None and not config.missing_eos_penalty > 0:
@@ -189,13 +291,16 @@ def _check_own_fields(config: RLOOConfig) -> None:
             f"missing_eos_penalty is {config.missing_eos_penalty}; it is subtracted, so it must be above 0 "
             "(None for none)"
         )
-    if config.kl_form not in KL_FORMS:
-        problems.append(f"kl_form is {config.kl_form!r}; it must be one of {', '.join(KL_FORMS)}")
-    if config.reference not in REFERENCES:
-        problems.append(f"reference is {config.reference!r}; it must be one of {', '.join(REFERENCES)}")
+    for name, choices in _CHOICES.items():
+        if getattr(config, name) not in choices:
+            known = ", ".join(map(str, choices))
+            problems.append(f"{name} is {getattr(config, name)!r}; it must be one of {known}")
+    for name, least in _AT_LEAST.items():
+        value = getattr(config, name)
+        if not (value is None and name in _MAY_BE_NONE) and not (value is not None and value >= least):
+            problems.append(f"{name} is {value}; it must be at least {least}")
     if not 0 <= config.max_reward_failure_share <= 1:
         problems.append(f"max_reward_failure_share is {config.max_reward_failure_share}; it must be from 0 to 1")
-    if config.reward_failure_steps < 1:
-        problems.append(f"reward_failure_steps is {config.reward_failure_steps}; it must be at least 1")
+    problems += find_loop_problems(vars(config))
     if problems:
         raise ConfigError("\n".join(problems))

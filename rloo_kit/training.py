@@ -242,8 +242,10 @@ def training_arguments(run: Any, policy: Policy, folder: Path) -> dict[str, Any]
             "dataloader_pin_memory": not on_cpu,
             "max_reward_failure_share": run.run.max_reward_failure_share,
             "reward_failure_steps": run.run.reward_failure_steps,
+            "max_skipped_steps": run.run.max_skipped_steps,
         }
         | run.rloo.to_arguments()
+        | run.rollout.to_arguments()
         | mixed_precision(run)
         | policy.config_arguments
     )

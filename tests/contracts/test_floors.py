@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = {
-    1: "errors thresholds tokens config config_batch config_errors config_sections config_yaml old_names chat env_file "
+    1: "errors thresholds tokens config config_batch config_checks config_errors config_sections config_yaml old_names chat env_file "
     "environment nvml progress doctor versions run_dir resume_rules health intervals measurement leave_one_out kernel "
     "kernel_end kernel_server process_memory runner saves "
     "reward_failures parameters parameter_cells parameter_values samples text_bars text_tables "

@@ -19,6 +19,7 @@ SECTIONS: dict[str, type[Section]] = {
     "data": RunConfig.model_fields["data"].annotation,
     "rewards": RewardSection,
     "rloo": RunConfig.model_fields["rloo"].annotation,
+    "rollout": RunConfig.model_fields["rollout"].annotation,
     "eval": RunConfig.model_fields["eval"].annotation,
 }  # type: ignore[dict-item]
 

@@ -1,0 +1,153 @@
+"""What has to hold between the keys of the loop: one set of checks for a run's file and for `RLOOConfig`.
+
+Each function takes the values by name and returns one sentence for each contradiction, with the key that mends it. What
+one key may hold by itself is in `config_sections` (a file) and `rloo_config` (keywords). Left out: TRL's own checks.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+KL_FORMS = ("sum", "length_normalized", "per_token")
+RATIO_FORMS = ("sum", "length_normalized", "per_token")
+BASELINES = ("leave_one_out", "group_mean", "none")
+SAMPLER_CORRECTIONS = ("none", "sequence", "token")
+MEMORY_MODES = ("fast", "balanced", "low")
+THINKING_CLOSES = ("tag", "sentence")
+ENGINES = ("auto", "native", "generate", "continuous", "vllm")
+REFERENCES = ("start", "base")
+
+# Values that leave the sampled distribution as the model gives it; -1 is how vLLM writes "all tokens".
+SAMPLING_FILTERS: dict[str, tuple[Any, ...]] = {
+    "top_p": (1.0, None),
+    "top_k": (0, -1, None),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (1.0, None),
+}
+# The same for what else `generate` takes and `generation_kwargs` could carry.
+HIDDEN_FILTERS: dict[str, tuple[Any, ...]] = SAMPLING_FILTERS | {
+    "typical_p": (1.0, None),
+    "top_h": (None,),
+    "epsilon_cutoff": (0.0, None),
+    "eta_cutoff": (0.0, None),
+    "no_repeat_ngram_size": (0, None),
+    "encoder_repetition_penalty": (1.0, None),
+    "presence_penalty": (0.0, None),
+    "frequency_penalty": (0.0, None),
+    "do_sample": (True, None),
+    "num_beams": (1, None),
+    "penalty_alpha": (None,),
+    "guidance_scale": (1.0, None),
+    "min_length": (0, None),
+    "min_new_tokens": (None, 0),
+    "min_tokens": (0, None),
+    "bad_words_ids": (None, []),
+    "bad_words": (None, []),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "sequence_bias": (None, {}),
+    "logit_bias": (None, {}),
+    "exponential_decay_length_penalty": (None,),
+    "watermarking_config": (None,),
+}
+# Tokens that closing a thought takes in Qwen3's vocabulary: the tag; or its report's sentence, the tag, a blank line.
+CLOSE_TOKENS = {"tag": 1, "sentence": 24}
+
+_WHY_REFUSED = (
+    "tokens would be drawn from a filtered distribution, but scored under the whole one, so the gradient would be that "
+    "of another policy"
+)
+
+
+def find_sampling_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Settings that sample from another distribution than the one that is scored. `temperature` is part of both.
+
+    >>> find_sampling_problems({"top_p": 0.9}, "rloo.")[0][:90]
+    'rloo.top_p is 0.9: tokens would be drawn from a filtered distribution, but scored under t'
+    >>> find_sampling_problems({"top_p": 1.0, "temperature": 0.7})
+    []
+
+    Args:
+        values: the keys of the loop by name, `generation_kwargs` among them where there are any.
+        prefix: what messages put before a key.
+    """
+    problems = [
+        f"{prefix}{name} is {values[name]}: {_WHY_REFUSED}. Set {prefix}{name}={_written(neutral[0])}; to sample more "
+        f"sharply lower {prefix}temperature, which is scored too"
+        for name, neutral in SAMPLING_FILTERS.items()
+        if name in values and values[name] not in neutral
+    ]
+    hidden = values.get("generation_kwargs")
+    for name, value in hidden.items() if isinstance(hidden, Mapping) else ():
+        if name in HIDDEN_FILTERS and value not in HIDDEN_FILTERS[name]:
+            problems.append(
+                f"{prefix}generation_kwargs has {name}={value}: {_WHY_REFUSED}. Remove it; {prefix}temperature is "
+                "scored too and may be set"
+            )
+        if name == "temperature" and value != values.get("temperature", 1.0):
+            problems.append(
+                f"{prefix}generation_kwargs has temperature={value}, but {prefix}temperature, which is scored, is "
+                f"{values.get('temperature', 1.0)}; set {prefix}temperature={value} instead"
+            )
+    return problems
+
+
+def find_loop_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Contradictions between the keys of the loop.
+
+    >>> find_loop_problems({"delta": 1.1, "epsilon": 0.2})
+    ['delta is 1.1; it bounds the ratio above the clip, so it must be above 1 + epsilon = 1.2']
+
+    Args:
+        values: the keys by name. prefix: what messages put before a key.
+    """
+    return [
+        *find_sampling_problems(values, prefix),
+        *_find_ratio_problems(values, prefix),
+        *_find_thinking_problems(values, prefix),
+    ]
+
+
+def _find_ratio_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
+    problems = []
+    delta = values.get("delta")
+    key = "epsilon" if values.get("epsilon_high") is None else "epsilon_high"
+    if delta is not None and delta <= 1 + values.get(key, 0.2):
+        problems.append(
+            f"{prefix}delta is {delta}; it bounds the ratio above the clip, so it must be above 1 + {prefix}{key} = "
+            f"{1 + values.get(key, 0.2):g}"
+        )
+    form = values.get("ratio_form")
+    if values.get("kl_form") == "per_token" and form not in (None, "per_token"):
+        problems.append(
+            f"{prefix}kl_form is per_token, which gives every token its own advantage, but {prefix}ratio_form is "
+            f"{form}, one ratio for a whole completion; set {prefix}ratio_form=per_token (or null), or another "
+            f"{prefix}kl_form"
+        )
+    return problems
+
+
+def _find_thinking_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
+    thinking, answer = values.get("thinking_budget"), values.get("answer_budget")
+    if thinking is None:
+        if answer is None:
+            return []
+        return [
+            f"{prefix}answer_budget is {answer}, but {prefix}thinking_budget is null, so no thought is closed by force "
+            f"and there is nothing to answer after; set {prefix}thinking_budget or {prefix}answer_budget=null"
+        ]
+    closing = CLOSE_TOKENS.get(values.get("thinking_close", "tag"), 1)
+    needed = thinking + closing + (answer or 1)
+    limit = values.get("max_completion_length")
+    if limit is None or needed <= limit:
+        return []
+    parts = f"{prefix}thinking_budget ({thinking}) + its closing ({closing})"
+    parts += f" + {prefix}answer_budget ({answer})" if answer else " + an answer of 1 token"
+    return [
+        f"{parts} = {needed} tokens, more than {prefix}max_completion_length ({limit}); raise it to {needed} or lower "
+        f"{prefix}thinking_budget"
+    ]
+
+
+def _written(value: Any) -> str:
+    """A value as a file writes it."""
+    return "null" if value is None else str(value)
