@@ -116,10 +116,10 @@ def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"):
         if getattr(text_config, key, None) not in (None, 1.0):
             raise BackendError(f"the model's config sets {key}; the kit scores plain heads only (Qwen3 has one)")
-    plain_forward = model.forward
+    plain_forward = getattr(model.forward, "without_scoring", model.forward)
 
     @functools.wraps(type(model).forward)  # generate() checks its arguments against the original signature
-    def forward(self, *args, score_positions=None, score_targets=None, **kwargs):
+    def forward(self, *args, score_positions=None, score_targets=None, need_entropy=True, **kwargs):
         if score_positions is None:
             return plain_forward(*args, **kwargs)
         states = self.base_model(*args, **kwargs, use_cache=False).last_hidden_state  # (B, L, H)
@@ -130,6 +130,7 @@ def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
         )
         return TokenScores(logps=logps, entropies=entropies)
 
+    forward.without_scoring = plain_forward
     model.forward = types.MethodType(forward, model)
 
 

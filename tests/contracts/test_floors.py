@@ -20,7 +20,8 @@ FLOORS = {
     2: "_stack backends data data_sources arithmetic cold_start tiny_tokenizer tiny_model reward_registry reward_guard "
     "reward_models reward_worker reward_process rollout logprobs adapters advantages loop_metrics rloo_config "
     "old_trainer trainer callbacks sample_table "
-    "resample thinking_metrics answer_judge",
+    "resample thinking_metrics answer_judge "
+    "packing packed_attention scoring",
     3: "training difficulty evaluation report report_figures report_style notebook_display notebook_figures "
     "completion_cards batch batch_process batch_progress batch_report batch_figures",
     4: "cli __main__",

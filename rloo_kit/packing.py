@@ -1,0 +1,212 @@
+"""Completions laid out for one scoring pass: a prompt once for all its completions, nothing padded, or plain rows.
+
+A pass over a batch of prompts with K completions each costs as many tokens as its layout holds. Three layouts, from the
+smallest to the one that every model takes:
+
+- shared: one row [prompt, c1 .. cK, next prompt, ...]; each completion is to attend to its prompt and to itself;
+- repeated: one row [prompt, c1, prompt, c2, ...] of independent sequences;
+- padded: a row for each completion, padded on the right.
+
+Only where tokens lie is said here, in plain index tensors; attending so is `packed_attention.py`'s work, and choosing a
+layout that a model computes rightly is `scoring.py`'s. Left out: prompts that share only a beginning, and cutting a
+batch into passes (the caller knows its memory).
+
+Shapes: S sequences (prompt + completion), T tokens of the layout, N scored tokens (all completion tokens).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+Span = tuple[int, int]  # first token and the one behind the last, in a flat row
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt and its completions: (P,) token ids, P at least 1, and K times (C_i,), any of them may be empty."""
+
+    prompt: torch.Tensor
+    completions: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Token ids and positions of one pass, and which of its states predict the scored tokens.
+
+    Attributes:
+        input_ids, position_ids: (1, T) for a packed row, (S, L) for padded ones.
+        score_positions, score_targets: (N,), flat places whose state predicts a completion token, and that token.
+        sequences: of a packed row, the spans that make up each sequence, one after the other: (prompt, completion)
+            where the prompt is shared, a single span otherwise. Empty for padded rows.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    score_positions: torch.Tensor
+    score_targets: torch.Tensor
+    sequences: list[list[Span]]
+
+
+def count_tokens(groups: Sequence[Group], layout: str) -> int:
+    """Tokens that a pass over these groups computes in a layout: "shared", "repeated" or "padded"."""
+    pairs = [(len(group.prompt), len(completion)) for group in groups for completion in group.completions]
+    if layout == "shared":
+        return sum(len(group.prompt) for group in groups if group.completions) + sum(length for _, length in pairs)
+    lengths = [prompt + completion for prompt, completion in pairs]
+    return sum(lengths) if layout == "repeated" else len(lengths) * max(lengths, default=0)
+
+
+def lay_out(groups: Sequence[Group], layout: str, pad_id: int = 0) -> Layout:
+    """The groups in a layout: "shared", "repeated" or "padded" (with `pad_id`, any id that the model knows).
+
+    Scored tokens are in the order of the groups, their completions, and the tokens of each.
+    """
+    if layout == "padded":
+        return _padded(groups, pad_id)
+    return _packed(groups, shared=layout == "shared")
+
+
+def _packed(groups: Sequence[Group], shared: bool) -> Layout:
+    pieces: list[torch.Tensor] = []
+    positions: list[torch.Tensor] = []
+    predictors: list[torch.Tensor] = []
+    sequences: list[list[Span]] = []
+    end = 0
+
+    def put(tokens: torch.Tensor, first_position: int) -> Span:
+        nonlocal end
+        pieces.append(tokens)
+        positions.append(torch.arange(first_position, first_position + len(tokens), device=tokens.device))
+        end += len(tokens)
+        return end - len(tokens), end
+
+    for group in groups:
+        length = len(group.prompt)
+        prompt: Span | None = None
+        for completion in group.completions:
+            if prompt is None or not shared:
+                prompt = put(group.prompt, 0)
+            span = put(completion, length)
+            places = torch.arange(span[0] - 1, span[1] - 1, device=completion.device)
+            places[:1] = prompt[1] - 1  # the first token of a completion is predicted by the prompt's last
+            predictors.append(places)
+            sequences.append([prompt, span] if shared else [(prompt[0], span[1])])
+    return Layout(
+        input_ids=torch.cat(pieces)[None],
+        position_ids=torch.cat(positions)[None],
+        score_positions=torch.cat(predictors),
+        score_targets=torch.cat([completion for group in groups for completion in group.completions]),
+        sequences=sequences,
+    )
+
+
+def _padded(groups: Sequence[Group], pad_id: int) -> Layout:
+    rows = [(group.prompt, completion) for group in groups for completion in group.completions]
+    width = max(len(prompt) + len(completion) for prompt, completion in rows)
+    input_ids = torch.full((len(rows), width), pad_id, dtype=torch.long, device=rows[0][0].device)
+    predictors = []
+    for row, (prompt, completion) in enumerate(rows):
+        end = len(prompt) + len(completion)
+        input_ids[row, :end] = torch.cat([prompt, completion])
+        first = row * width + len(prompt) - 1
+        predictors.append(torch.arange(first, first + len(completion), device=input_ids.device))
+    return Layout(
+        input_ids=input_ids,
+        position_ids=torch.arange(width, device=input_ids.device).expand(len(rows), width),
+        score_positions=torch.cat(predictors),
+        score_targets=torch.cat([completion for _, completion in rows]),
+        sequences=[],
+    )
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences that attend together: `index` (S * L,) are their tokens' places in the row, row by row, L each.
+
+    A shorter one is filled up behind its end with its own last token: under a causal mask nobody sees that.
+    """
+
+    index: torch.Tensor
+    rows: int
+    length: int
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How a packed row attends: gathered into buckets, each causal in itself, and back.
+
+    Attributes:
+        buckets: all sequences. inverse: (T,), for each token of the row its place in the buckets laid end to end.
+        flat_index: (F,), the sequences end to end without fillers, for attention of varying lengths;
+            boundaries: (S + 1,) int32, where each begins. longest: tokens of the longest.
+        flat_inverse: (T,), for each token of the row its place in `flat_index`.
+    """
+
+    buckets: list[Bucket]
+    inverse: torch.Tensor
+    flat_index: torch.Tensor
+    flat_inverse: torch.Tensor
+    boundaries: torch.Tensor
+    longest: int
+
+
+SPARED_CALL = 96**2  # padded attention scores that cost as much as one further call (`benchmarks` of packed attention)
+
+
+def plan_attention(layout: Layout) -> AttentionPlan:
+    """The plan of a packed layout. A token in several sequences (a shared prompt) takes its state from the first."""
+    device = layout.input_ids.device
+    tokens = layout.input_ids.numel()
+    members = [
+        torch.cat([torch.arange(first, last, device=device) for first, last in spans]) for spans in layout.sequences
+    ]
+    lengths = [len(member) for member in members]
+    buckets, order, starts = [], [], []
+    offset = 0
+    for chosen in _alike(lengths):
+        length = max(lengths[row] for row in chosen)
+        filled = [torch.cat([members[row], members[row][-1:].expand(length - lengths[row])]) for row in chosen]
+        buckets.append(Bucket(torch.cat(filled), len(chosen), length))
+        for place, row in enumerate(chosen):
+            order.append(row)
+            starts.append(offset + place * length)
+        offset += len(chosen) * length
+    begin = [0]
+    for length in lengths:
+        begin.append(begin[-1] + length)
+    return AttentionPlan(
+        buckets=buckets,
+        inverse=_inverse([members[row] for row in order], starts, tokens),
+        flat_index=torch.cat(members),
+        flat_inverse=_inverse(members, begin[:-1], tokens),
+        boundaries=torch.tensor(begin, dtype=torch.int32, device=device),
+        longest=max(lengths),
+    )
+
+
+def _inverse(members: list[torch.Tensor], starts: list[int], tokens: int) -> torch.Tensor:
+    """(T,): where each token of the row stands among the members laid out from `starts` on, its first place."""
+    inverse = torch.empty(tokens, dtype=torch.long, device=members[0].device)
+    for member, start in reversed(list(zip(members, starts, strict=True))):
+        inverse[member] = torch.arange(start, start + len(member), device=member.device)
+    return inverse
+
+
+def _alike(lengths: list[int]) -> list[list[int]]:
+    """Sequences in buckets of similar length: one joins the next longer ones while its filling costs less than a call.
+
+    >>> _alike([100, 12, 10, 99])
+    [[0, 3, 1, 2]]
+    >>> _alike([1000, 12, 10, 999])
+    [[0, 3], [1, 2]]
+    """
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    buckets = [[order[0]]]
+    for row in order[1:]:
+        longest = lengths[buckets[-1][0]]
+        if longest**2 - lengths[row] ** 2 <= SPARED_CALL:
+            buckets[-1].append(row)
+        else:
+            buckets.append([row])
+    return buckets
