@@ -12,13 +12,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = {
-    1: "errors thresholds tokens config config_batch config_checks config_errors config_sections config_yaml old_names chat env_file "
-    "environment nvml progress doctor versions run_dir resume_rules health intervals measurement leave_one_out kernel "
-    "kernel_end kernel_server process_memory runner saves "
+    1: "errors thresholds tokens config config_batch config_checks config_errors config_sections config_yaml old_names "
+    "chat env_file finite_guard environment nvml progress doctor versions run_dir resume_rules health intervals "
+    "measurement leave_one_out kernel kernel_end kernel_server process_memory runner saves "
     "reward_failures parameters parameter_cells parameter_values samples text_bars text_tables "
     "batch_notebook batch_file batch_status",
     2: "_stack backends data data_sources arithmetic cold_start tiny_tokenizer tiny_model reward_registry reward_guard "
     "reward_models reward_worker reward_process rollout logprobs adapters advantages loop_metrics rloo_config "
+    "objective kl_report "
     "old_trainer trainer callbacks sample_table "
     "resample thinking_metrics answer_judge "
     "packing packed_attention scoring",
