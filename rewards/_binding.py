@@ -14,11 +14,13 @@ from rewards.text import as_ids, as_text
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion as `score` sees it: text, token ids, and the value of the `answer` column."""
+    """One completion as `score` sees it: text, token ids, the value of the `answer` column, and whether its thinking
+    was closed for it when it had spent its budget (the column `thinking_forced`; False where there is none)."""
 
     text: str = ""
     ids: list[int] | None = None
     answer: Any = None
+    forced: bool = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -54,7 +56,8 @@ class Reward:
             completions: strings or lists of messages.
             completion_ids: token ids of each completion, unpadded, the end token included; lists, tuples, arrays or
                 tensors.
-            columns: the other columns of the dataset, one value per completion, and whatever else the trainer passes.
+            columns: the other columns of the dataset, one value per completion, and whatever else the trainer passes;
+                `thinking_forced` among them where the run has a thinking budget.
 
         Raises:
             ValueError: something that the reward needs was not passed, or two arguments differ in length.
@@ -65,7 +68,9 @@ class Reward:
         if len(set(lengths.values())) > 1:
             counts = ", ".join(f"{count} {name}" for name, count in lengths.items())
             raise ValueError(f"{self.__name__} got {counts}; it needs one of each per completion")
-        return [self._score_row(dict(zip(self.needs, row, strict=True))) for row in zip(*needed, strict=True)]
+        forced = self._read_forced(columns.get("thinking_forced"), len(needed[0]))
+        rows = zip(zip(*needed, strict=True), forced, strict=True)
+        return [self._score_row(dict(zip(self.needs, row, strict=True)), close) for row, close in rows]
 
     def with_(self, **params: Any) -> Self:
         """A copy of this reward with other parameters."""
@@ -82,12 +87,22 @@ class Reward:
             )
         raise ValueError(f"{self.__name__} needs {name}, one per completion, as TRL's trainers pass them; none came")
 
-    def _score_row(self, row: dict[str, Any]) -> float | None:
+    def _read_forced(self, values: Any, count: int) -> list[bool]:
+        if values is None:
+            return [False] * count
+        if len(values) != count:
+            raise ValueError(
+                f"{self.__name__} got {count} completions, {len(values)} thinking_forced; it needs one of each per "
+                "completion"
+            )
+        return [bool(value) for value in values]
+
+    def _score_row(self, row: dict[str, Any], forced: bool) -> float | None:
         if any(value is None for value in row.values()):
             return None
         text = as_text(row["completions"]) if "completions" in row else ""
         ids = as_ids(row["completion_ids"]) if "completion_ids" in row else None
-        return self.score(Sample(text, ids, row.get("answer")))
+        return self.score(Sample(text, ids, row.get("answer"), forced))
 
 
 def check_int(name: str, value: Any, low: int, *, none_allowed: bool = False) -> None:
@@ -96,6 +111,12 @@ def check_int(name: str, value: Any, low: int, *, none_allowed: bool = False) ->
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {low}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be true or false")
 
 
 def check_positive(name: str, value: Any) -> None:

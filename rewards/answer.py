@@ -10,7 +10,7 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from rewards._binding import Reward, Sample, check_int
+from rewards._binding import Reward, Sample, check_bool, check_int
 from rewards.text import THINK_END_ID, Decode, answer_text
 
 LONGEST_NUMBER = 64  # characters; what is longer is no answer, and exact arithmetic on it would take its time
@@ -98,6 +98,8 @@ def find_last_number(text: str) -> str:
 class AnswerReward(Reward):
     """1.0 for the right answer, 0.0 for a wrong one, for none, and for thinking that was never closed.
 
+    An answer after a close that the thinking budget forced counts like any other.
+
     None where the sample has no answer to compare with: None, blank, or not a number (NaN) in a numeric column.
 
     Args:
@@ -120,8 +122,7 @@ class AnswerReward(Reward):
 
     def __post_init__(self) -> None:
         check_int("think_end_id", self.think_end_id, 0)
-        if not isinstance(self.thinking, bool):
-            raise ValueError(f"thinking is {self.thinking!r}; it must be true or false")
+        check_bool("thinking", self.thinking)
         if self.find not in FINDERS:
             raise ValueError(f"find is {self.find!r}; it must be one of {', '.join(FINDERS)}")
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rewards._binding import Reward, Sample, check_ids, check_int, check_positive
+from rewards._binding import Reward, Sample, check_bool, check_ids, check_int, check_positive
 from rewards.text import EOS_TOKEN_IDS, THINK_END, THINK_END_ID, Decode, split_at_tag
 
 
@@ -11,8 +11,9 @@ from rewards.text import EOS_TOKEN_IDS, THINK_END, THINK_END_ID, Decode, split_a
 class ThinkFormatReward(Reward):
     """1.0 where the completion is whole, 0.0 otherwise.
 
-    Whole means: the closing tag occurs exactly once in the ids, something other than end tokens and whitespace follows
-    it, and the last id is an end token (the completion was not cut off).
+    Whole means: the closing tag occurs exactly once in the ids, the model wrote it itself (with
+    `forced_counts_as_closed` the thinking budget may have), something other than end tokens and whitespace follows it,
+    and the last id is an end token (the completion was not cut off).
 
     >>> think_format_reward(completions=["so</think>4", "so</think>4"],
     ...                     completion_ids=[[7, 151668, 19, 151645], [7, 151668, 19]])
@@ -23,14 +24,18 @@ class ThinkFormatReward(Reward):
 
     think_end_id: int = THINK_END_ID
     eos_token_ids: tuple[int, ...] = EOS_TOKEN_IDS
+    forced_counts_as_closed: bool = False
     decode: Decode | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_int("think_end_id", self.think_end_id, 0)
         check_ids("eos_token_ids", self.eos_token_ids)
+        check_bool("forced_counts_as_closed", self.forced_counts_as_closed)
 
     def score(self, sample: Sample) -> float:
         ids = sample.token_ids
+        if sample.forced and not self.forced_counts_as_closed:
+            return 0.0
         if ids.count(self.think_end_id) != 1 or ids[-1] not in self.eos_token_ids:
             return 0.0
         after = [token for token in ids[ids.index(self.think_end_id) + 1 :] if token not in self.eos_token_ids]
@@ -44,7 +49,8 @@ class ThinkFormatReward(Reward):
 class MissingEosPenalty(Reward):
     """`-penalty` where the last id is no end token (the completion was cut off, or is empty), 0.0 otherwise.
 
-    The same as a reward as `rloo.missing_eos_penalty` is in the loop; a run uses one of the two.
+    The same as a reward as `rloo.missing_eos_penalty` is in the loop; a run uses one of the two. A completion whose
+    thinking the budget closed is judged by its answer's end like any other.
 
     >>> missing_eos_penalty(completion_ids=[[7, 151645], [7, 8]])
     [0.0, -1.0]

@@ -2,12 +2,16 @@
 
 The length is the number of ids before the first `think_end_id`. A chat template that opens `<think>` in the prompt
 (Thinking-2507) leaves only the thinking itself there; a hybrid model writes the opening tag, which then counts as one.
+
+Where a thinking budget closed the thinking (the column `thinking_forced`), the model did not: it counts as never
+closed, so that closing by itself goes on being learnt. `forced_counts_as_closed` takes the forced tag for the model's
+own; the forced tokens before it then count as thinking.
 """
 
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rewards._binding import Reward, Sample, check_int
+from rewards._binding import Reward, Sample, check_bool, check_int
 from rewards.text import THINK_END_ID, Decode, split_at_tag
 
 
@@ -15,17 +19,20 @@ from rewards.text import THINK_END_ID, Decode, split_at_tag
 class ThinkingReward(Reward):
     """Did the model think, and for how long.
 
-    No closing tag: -1.0. Fewer than `min_tokens` tokens before it: 0.3. Fewer than `full_tokens`: 0.7. Otherwise: 1.0.
-    The two upper bands gain 0.1 where the thinking holds a question mark. Range -1.0 to 1.1.
+    No closing tag, or one that the budget forced: -1.0. Fewer than `min_tokens` tokens before it: 0.3. Fewer than
+    `full_tokens`: 0.7. Otherwise: 1.0. The two upper bands gain 0.1 where the thinking holds a question mark.
+    Range -1.0 to 1.1.
 
     Args:
         think_end_id: id of `</think>`; 151668 is Qwen3's.
         min_tokens: where the band of 0.7 begins, in tokens.
         full_tokens: where the band of 1.0 begins, in tokens.
+        forced_counts_as_closed: whether a close that the thinking budget forced is judged like the model's own.
         decode: a tokenizer's `decode`, used only where the text alone cannot tell which tag is the real one.
 
-    >>> thinking_reward(completions=["Why?</think>4"], completion_ids=[[7] * 30 + [151668, 19]])
-    [1.1]
+    >>> batch = {"completions": ["Why?</think>4"], "completion_ids": [[7] * 30 + [151668, 19]]}
+    >>> thinking_reward(**batch), thinking_reward(**batch, thinking_forced=[True])
+    ([1.1], [-1.0])
     """
 
     __name__: ClassVar[str] = "thinking_reward"
@@ -33,17 +40,19 @@ class ThinkingReward(Reward):
     think_end_id: int = THINK_END_ID
     min_tokens: int = 10
     full_tokens: int = 30
+    forced_counts_as_closed: bool = False
     decode: Decode | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_int("think_end_id", self.think_end_id, 0)
         check_int("min_tokens", self.min_tokens, 0)
         check_int("full_tokens", self.full_tokens, self.min_tokens)
+        check_bool("forced_counts_as_closed", self.forced_counts_as_closed)
 
     def score(self, sample: Sample) -> float:
         ids = sample.token_ids
         parts = split_at_tag(sample.text, ids, self.think_end_id, last=False, decode=self.decode)
-        if parts is None:
+        if parts is None or (sample.forced and not self.forced_counts_as_closed):
             return -1.0
         length = ids.index(self.think_end_id)
         if length < self.min_tokens:
@@ -59,7 +68,7 @@ class ThinkingBudgetReward(Reward):
     """Did the thinking end within a target band of tokens.
 
     From `min_tokens` to `max_tokens`, both included: 1.0. Outside it falls in a straight line to 0.0 over
-    `margin_tokens` (0: at once). Thinking that was never closed: 0.0. Range 0.0 to 1.0.
+    `margin_tokens` (0: at once). Thinking that was never closed, or that the budget closed: 0.0. Range 0.0 to 1.0.
 
     >>> thinking_budget_reward.with_(min_tokens=4, max_tokens=8, margin_tokens=4)(completion_ids=[[7] * 9 + [151668]])
     [0.75]
@@ -72,15 +81,17 @@ class ThinkingBudgetReward(Reward):
     min_tokens: int = 30
     max_tokens: int = 512
     margin_tokens: int = 0
+    forced_counts_as_closed: bool = False
 
     def __post_init__(self) -> None:
         check_int("think_end_id", self.think_end_id, 0)
         check_int("min_tokens", self.min_tokens, 0)
         check_int("max_tokens", self.max_tokens, self.min_tokens)
         check_int("margin_tokens", self.margin_tokens, 0)
+        check_bool("forced_counts_as_closed", self.forced_counts_as_closed)
 
     def score(self, sample: Sample) -> float:
-        if self.think_end_id not in sample.token_ids:
+        if self.think_end_id not in sample.token_ids or (sample.forced and not self.forced_counts_as_closed):
             return 0.0
         length = sample.token_ids.index(self.think_end_id)
         outside = max(self.min_tokens - length, length - self.max_tokens, 0)

@@ -21,8 +21,11 @@ from rloo_kit.chat import refuse_surrogates
 from rloo_kit.errors import DataError
 
 FILE_KINDS = (".jsonl", ".csv", ".parquet")
-# Names that TRL itself passes to a reward, or reads as an image prompt: a column may not use them.
-TAKEN_COLUMNS = ("prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+# Names that the trainer itself passes to a reward, or reads as an image prompt: a column may not use them.
+TAKEN_COLUMNS = (
+    "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
+    "thinking_forced",
+)  # fmt: skip
 IMAGE_COLUMNS = ("image", "images")
 
 

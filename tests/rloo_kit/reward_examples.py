@@ -23,6 +23,10 @@ def sees(completions, **columns):
     return [float(sum(key in columns for key in ("answer", "trainer_state", "prompts")))] * len(completions)
 
 
+def reads_forced(completions, thinking_forced=None, **columns):
+    return [-1.0 if forced else 1.0 for forced in thinking_forced or [False] * len(completions)]
+
+
 def logs(completions, log_metric=None, log_extra=None, **columns):
     log_metric("lengths/mean", 2.0)
     log_extra("first", [text[0] for text in completions])

@@ -100,6 +100,17 @@ def test_asking_again_passes_columns_and_logs_nothing_twice() -> None:
     assert logged == [("calls", 1)]
 
 
+def test_asking_again_keeps_each_samples_flag() -> None:
+    """Guards against a batch asked again one by one in which nobody's thinking, or everybody's, was closed by force."""
+
+    def strict(completions: list[str], thinking_forced: list[bool], **batch: Any) -> list[float]:
+        if len(completions) > 1:
+            raise ValueError("one at a time")
+        return [-1.0 if forced else 1.0 for forced in thinking_forced]
+
+    assert guard(strict)(**BATCH, thinking_forced=[False, True, False]) == [1.0, -1.0, 1.0]
+
+
 def test_an_interrupt_is_no_failure() -> None:
     """Guards against swallowing Ctrl-C, after which the run could not be saved."""
 

@@ -144,7 +144,7 @@ def test_an_id_that_the_tokenizer_contradicts_is_refused(make_run: Make, tiny_to
         (
             {"name": "thinking_reward", "params": {"min_token": 3}},
             r"rewards.0.params.min_token: thinking_reward has no parameter of that name; did you mean 'min_tokens'\?; "
-            "it takes think_end_id, min_tokens, full_tokens$",
+            "it takes think_end_id, min_tokens, full_tokens, forced_counts_as_closed$",
         ),
         (
             {"name": "thinking_reward", "params": {"full_tokens": 3}},

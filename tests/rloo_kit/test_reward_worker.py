@@ -36,6 +36,13 @@ def test_a_good_reward_gives_what_it_gives_in_place(reward: WorkerReward, expect
     assert reward(**BATCH, answer=["1", "2"], trainer_state=object()) == expected
 
 
+@pytest.mark.parametrize("reward", ["reads_forced"], indirect=True)
+def test_the_workers_function_sees_which_thoughts_were_closed_by_force(reward: WorkerReward) -> None:
+    """Guards against a reward of the user's own that pays for a close which the budget made."""
+    assert reward(**BATCH, thinking_forced=[True, False]) == [-1.0, 1.0]
+    assert reward(**BATCH) == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("reward", ["scorer"], indirect=True)
 def test_an_object_with_get_rewards_works_by_name(reward: WorkerReward) -> None:
     """Guards against a config that can name functions but not the object of a reward server."""
