@@ -13,6 +13,7 @@ _EXPORTS = {
     "setup_environment": "_stack",
     "check_installation": "doctor",
     "load_config": "config",
+    "plan_vram": "vram",
     "load_policy": "backends",
     "save_adapter": "backends",
     "load_data": "data",

@@ -1,9 +1,9 @@
-"""The command line: `rloo-kit doctor | config | train | eval | report | batch`.
+"""The command line: `rloo-kit doctor | config | plan | train | eval | report | batch`.
 
 It says what a notebook says, in the same order, with the same functions. Heavy libraries are imported inside the
 commands that need them, so that `rloo-kit --help` answers at once. What the kit raises on purpose becomes one message
-on stderr, without a traceback. Exit codes: 0 done, 1 doctor found something broken, 2 the kit refused, 130 interrupted;
-`batch` counts the runs that are not done.
+on stderr, without a traceback. Exit codes: 0 done, 1 doctor found something broken or the planned run does not fit, 2
+the kit refused, 130 interrupted; `batch` counts the runs that are not done.
 """
 
 import shlex
@@ -78,6 +78,26 @@ def config(file: ConfigFile, overrides: Overrides = None) -> None:
     """Print the resolved run: every key with its value."""
     with _exit_codes():
         print(_load_config(file, overrides).to_yaml(), end="")
+
+
+@app.command()
+def plan(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    card_gib: Annotated[
+        float | None, typer.Option("--card-gib", help="Plan for a card with so many GiB instead of this machine.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compute the memory that a run takes; exit code 1 where it does not fit, with what to change."""
+    with _exit_codes():
+        from json import dumps
+
+        from rloo_kit.vram import plan_vram
+
+        planned = plan_vram(_load_config(file, overrides), card_gib)
+        print(dumps(planned.to_dict(), indent=2) if json else planned)
+    raise typer.Exit(0 if planned.fits else 1)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What this process holds of the RAM, and giving it back to the system. Left out: systems without /proc or glibc."""
+"""What this process holds of the RAM, what it may come to hold, and giving it back. Left out: no /proc, no glibc."""
 
 import ctypes
 import os
@@ -37,3 +37,23 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError, TypeError):  # another C library
         return
+
+
+def available_gib() -> float:
+    """RAM in GiB that this process may come to hold: what it holds, and what the machine or its container has free."""
+    import psutil
+
+    held = int(psutil.Process().memory_info().rss)
+    return (held + min(int(psutil.virtual_memory().available), _free_in_container())) / GIB
+
+
+def _free_in_container(folder: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes below the limit of this control group (version 2), its page cache counted as free; no limit: very many."""
+    try:
+        limit = int((folder / "memory.max").read_text(encoding="ascii"))
+        held = int((folder / "memory.current").read_text(encoding="ascii"))
+        lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+        files = sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
+    except (OSError, ValueError):  # no such file, or "max"
+        return sys.maxsize
+    return max(0, limit - held + files)

@@ -16,7 +16,7 @@ FLOORS = {
     "chat env_file finite_guard environment nvml progress doctor versions run_dir resume_rules health intervals "
     "measurement leave_one_out kernel kernel_end kernel_server process_memory runner saves "
     "reward_failures parameters parameter_cells parameter_values samples text_bars text_tables "
-    "batch_notebook batch_file batch_status",
+    "vram vram_parts vram_plan vram_shapes batch_notebook batch_file batch_status",
     2: "_stack backends data data_sources arithmetic cold_start tiny_tokenizer tiny_model reward_registry reward_guard "
     "reward_models reward_worker reward_process rollout logprobs adapters advantages loop_metrics rloo_config "
     "objective kl_report "
@@ -28,7 +28,7 @@ FLOORS = {
     4: "cli __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
-LIGHT = {"pydantic", "pydantic_core", "yaml", "dotenv", "pynvml", "packaging", "rich", "tqdm"}
+LIGHT = {"pydantic", "pydantic_core", "yaml", "dotenv", "pynvml", "packaging", "rich", "tqdm", "psutil"}
 LIGHT |= {"jupyter_core", "jupyter_client"}  # where a kernel runs they are loaded; inside functions only
 HEAVY = {"torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes", "unsloth", "unsloth_zoo"}
 # torch alone may come before Unsloth: tensor arithmetic needs no stack. What Unsloth rewrites may not.

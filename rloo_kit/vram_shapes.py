@@ -1,0 +1,239 @@
+"""The shape of a model, from its `config.json` alone: how many weights it has, and how large they and its cache are.
+
+`find_shape` reads a folder, the embedded models' known shapes, a file in the Hugging Face cache (no network, no library)
+or the published shapes of Qwen3, in this order. Left out: mixtures of experts and layers without a key-value cache,
+which are refused; windows of attention, whose cache is counted whole.
+
+Source of the table: `config.json` of Qwen/Qwen3-0.6B to Qwen3-32B; the 2507 models have the shapes of theirs.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.errors import ConfigError
+
+SUPPORTED = ("qwen3", "qwen2", "llama", "mistral")  # the same layers, with or without norms of q and k, and biases
+QWEN3_ROWS = 151936
+DYNAMIC_ENDING = "-unsloth-bnb-4bit"  # Unsloth's copies that keep some layers in 16 bit
+_ENDINGS = (DYNAMIC_ENDING, "-bnb-4bit", "-instruct-2507", "-thinking-2507", "-base")
+_KEYS = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of the Llama family; widths in elements.
+
+    Attributes:
+        tied: the head is the embedding. qk_norm: norms of queries and keys, as in Qwen3. qkv_bias: as in Qwen2.
+        is_quantised: the checkpoint holds 4-bit weights. kept: patterns of modules that it keeps in 16 bit.
+        source: where the shape was read, for people.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    qk_norm: bool = True
+    qkv_bias: bool = False
+    is_quantised: bool = False
+    kept: tuple[str, ...] = ()
+    source: str = "given"
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together, which is that of the values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """The matrices of one layer by name: (rows out, columns in)."""
+        hidden, wide, query, kv = self.hidden_size, self.intermediate_size, self.query_size, self.kv_size
+        return {
+            "self_attn.q_proj": (query, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, query),
+            "mlp.gate_proj": (wide, hidden),
+            "mlp.up_proj": (wide, hidden),
+            "mlp.down_proj": (hidden, wide),
+        }
+
+    @property
+    def body_weights(self) -> int:
+        """Weights in the matrices of all layers: what 4-bit loading quantises."""
+        return self.num_layers * sum(rows * columns for rows, columns in self.matrices.values())
+
+    @property
+    def vector_weights(self) -> int:
+        """Weights of norms and biases, the last norm included."""
+        layer = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        layer += self.query_size + 2 * self.kv_size if self.qkv_bias else 0
+        return self.num_layers * layer + self.hidden_size
+
+    @property
+    def table_weights(self) -> int:
+        """Weights of the embedding, and of the head where it is a table of its own."""
+        return self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+
+    @property
+    def num_weights(self) -> int:
+        """All weights, each counted once."""
+        return self.body_weights + self.vector_weights + self.table_weights
+
+    @property
+    def cache_elements(self) -> int:
+        """Elements of the key-value cache for one token."""
+        return 2 * self.num_layers * self.kv_size
+
+    def is_kept(self, module: str) -> bool:
+        """Whether a quantised checkpoint keeps `module` ("model.layers.3.mlp.up_proj") in 16 bit.
+
+        The rule is that of transformers 5: a pattern matches from the start, or the name ends with it.
+        """
+        return any(re.match(pattern, module) or module.endswith(pattern) for pattern in self.kept)
+
+
+def _qwen3(hidden: int, wide: int, layers: int, heads: int, tied: bool) -> ModelShape:
+    return ModelShape(hidden, wide, layers, heads, 8, 128, QWEN3_ROWS, tied, source="the published shapes of Qwen3")
+
+
+PUBLISHED = {
+    "0.6b": _qwen3(1024, 3072, 28, 16, True),
+    "1.7b": _qwen3(2048, 6144, 28, 16, True),
+    "4b": _qwen3(2560, 9728, 36, 32, True),
+    "8b": _qwen3(4096, 12288, 36, 32, False),
+    "14b": _qwen3(5120, 17408, 40, 40, False),
+    "32b": _qwen3(5120, 25600, 64, 64, False),
+}
+# Both embedded models; cold_start holds the same numbers (a test compares), and imports torch.
+EMBEDDED = ModelShape(128, 256, 3, 4, 2, 32, 320, True, source="the embedded model")
+EMBEDDED_ROWS = {"compact": 320, "qwen3": QWEN3_ROWS}
+
+
+def find_shape(run: Any) -> ModelShape:
+    """The shape of the model of `run.model`, without a network and without loading anything.
+
+    Raises:
+        ConfigError: the model is not at hand and not known, or it is of a kind that is not computed here.
+    """
+    if run.model.is_embedded:
+        return replace(EMBEDDED, vocab_size=EMBEDDED_ROWS[run.model.vocabulary])
+    return _find_by_name(run.model.name)
+
+
+def _find_by_name(name: str, depth: int = 0) -> ModelShape:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if (folder / "config.json").is_file():
+            return _read_shape(folder / "config.json")
+        base = read_adapter(folder).get("base_model_name_or_path")
+        if not base or depth:
+            raise ConfigError(
+                f"model.name is {name}, a folder without config.json (and no adapter that names its base model), so "
+                "its memory cannot be planned; name a folder written by save_pretrained, or a hub id"
+            )
+        return _find_by_name(str(base), depth + 1)
+    cached = _find_in_cache(name)
+    if cached is not None:
+        return _read_shape(cached)
+    known = _find_published(name)
+    if known is not None:
+        return known
+    raise ConfigError(
+        f"model.name is {name}, which lies neither in a folder nor in the Hugging Face cache ({_hub_cache()}), and is "
+        f"none of the sizes known here (Qwen3 {', '.join(PUBLISHED)}), so its memory cannot be planned. Fetch its "
+        f"config.json first: hf download {name} config.json"
+    )
+
+
+def read_adapter(folder: str | Path) -> dict[str, Any]:
+    """`adapter_config.json` of an adapter's folder; empty where there is none that can be read."""
+    try:
+        found = json.loads((Path(folder).expanduser() / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_shape(file: Path) -> ModelShape:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); fetch the model again, or mend model.name") from None
+    return shape_of_config(config, str(file))
+
+
+def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> ModelShape:
+    """The shape that the content of a `config.json` describes.
+
+    Raises:
+        ConfigError: a key is missing, or the model has experts, or layers that are not counted here.
+    """
+    text = config.get("text_config") or config
+    kind, missing = text.get("model_type"), [key for key in _KEYS if not isinstance(text.get(key), int)]
+    has_experts = any(text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if kind not in SUPPORTED or has_experts or missing:
+        why = f"lacks {', '.join(missing)}" if kind in SUPPORTED and missing else f"is of the type {kind!r}"
+        raise ConfigError(
+            f"the memory of this model cannot be planned: {source} {why}; what is computed here are the dense models "
+            f"{', '.join(SUPPORTED)}. Training goes on without a plan; set rollout.rows by hand"
+        )
+    quantisation = text.get("quantization_config") or config.get("quantization_config") or {}
+    heads = text["num_attention_heads"]
+    return ModelShape(
+        hidden_size=text["hidden_size"],
+        intermediate_size=text["intermediate_size"],
+        num_layers=text["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+        vocab_size=text["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        qk_norm=kind == "qwen3",
+        qkv_bias=kind == "qwen2",
+        is_quantised=bool(quantisation.get("load_in_4bit") or quantisation.get("_load_in_4bit")),
+        kept=tuple(quantisation.get("llm_int8_skip_modules") or ()),
+        source=source,
+    )
+
+
+def _hub_cache() -> Path:
+    """Where huggingface_hub keeps what it fetched."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+
+
+def _find_in_cache(name: str) -> Path | None:
+    """`config.json` of a hub id in the cache: of the branch main, or else the newest that is there."""
+    folder = _hub_cache() / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        commit = ""
+    files = [path for path in folder.glob("snapshots/*/config.json") if path.is_file()]
+    files.sort(key=lambda path: (path.parent.name == commit, path.stat().st_mtime))
+    return files[-1] if files else None
+
+
+def _find_published(name: str) -> ModelShape | None:
+    """A size of Qwen3 by its id, whoever publishes the copy; None for a name that says more than that."""
+    short = name.rpartition("/")[2].lower()
+    is_quantised = short.endswith("-bnb-4bit")
+    for ending in _ENDINGS:
+        short = short.removesuffix(ending)
+    found = PUBLISHED.get(short.removeprefix("qwen3-")) if short.startswith("qwen3-") else None
+    return found and replace(found, is_quantised=is_quantised)
