@@ -169,8 +169,8 @@ class SignalGuard(TrainerCallback):
         if not is_step_row(logs):
             return control
         for finding in self.watch.observe(state.global_step, logs):
-            print(f"WARNING: no learning signal: {finding.message}", flush=True)
-            if self.stop and self.finding is None:
+            print(f"WARNING: {'no learning signal: ' if finding.may_stop else ''}{finding.message}", flush=True)
+            if self.stop and finding.may_stop and self.finding is None:
                 self.finding = finding
                 control.should_save = control.should_training_stop = True
         return control

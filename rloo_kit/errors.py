@@ -48,3 +48,7 @@ class RunNotFoundError(RlooKitError, FileNotFoundError):
 
 class NoSignalError(RlooKitError, RuntimeError):
     """Training was stopped because its steps carried no learning signal."""
+
+
+class NonFiniteError(RlooKitError, FloatingPointError):
+    """Training was stopped because NaN or infinity came up in too many steps in a row."""

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 TRUNCATED_LIMIT = 0.95  # share of completions cut off from which a step teaches next to nothing
+SPREAD_LIMIT = 1.0  # the KL penalty's spread within a group over the reward's, above which the penalty decides
 EQUAL_REWARDS = 1e-6  # a standard deviation below this is rounding
 ROLLOUT_METRICS = {  # kinds that only a row with a rollout can tell about, by what it then holds
     "tied": ("frac_score_zero_std", "frac_reward_zero_std", "reward_std"),
     "truncated": ("completions/clipped_ratio",),
+    "kl_outweighs": ("kl/spread_ratio",),
 }
+NEVER_STOP = ("kl_outweighs",)  # kinds under which a run still learns, if not what was meant
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Finding:
     """One thing that is wrong, and what to change.
 
     Attributes:
-        kind: "tied", "truncated" or "zero_gradient".
+        kind: "tied", "truncated", "zero_gradient" or, which never stops a run, "kl_outweighs".
         steps: how many steps in a row it has been so.
         message: what was found and the key that mends it.
     """
@@ -31,6 +34,11 @@ class Finding:
     kind: str
     steps: int
     message: str
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether `run.stop_when_no_signal` counts it."""
+        return self.kind not in NEVER_STOP
 
 
 def find_problems(metrics: Mapping[str, Any]) -> set[str]:
@@ -47,6 +55,8 @@ def find_problems(metrics: Mapping[str, Any]) -> set[str]:
         problems.add("tied")
     if _number(metrics, "completions/clipped_ratio", 0.0) >= TRUNCATED_LIMIT:
         problems.add("truncated")
+    if _number(metrics, "kl/spread_ratio", 0.0) > SPREAD_LIMIT:
+        problems.add("kl_outweighs")
     norm = metrics.get("grad_norm")
     if norm is not None and norm == 0.0:
         problems.add("zero_gradient")
@@ -79,9 +89,26 @@ def explain(kind: str, steps: int, metrics: Mapping[str, Any], rloo: Mapping[str
         found = "every group of completions earned one and the same reward"
         value = "" if reward is None else f" (mean reward {reward:.3g})"
         return f"{found} in {steps} steps in a row{value}, so every advantage is zero: {_untie(clipped, longer, rloo)}"
+    if kind == "kl_outweighs":
+        return _explain_kl(steps, metrics, rloo)
     return (
         f"the gradient was zero in {steps} steps in a row, so no weight moved: {_find_gradient(clipped, longer, rloo)}"
     )
+
+
+def _explain_kl(steps: int, metrics: Mapping[str, Any], rloo: Mapping[str, Any]) -> str:
+    ratio, form = _number(metrics, "kl/spread_ratio", 0.0), rloo.get("kl_form", "sum")
+    if math.isinf(ratio):
+        found = f"nothing but the KL penalty told the completions of a prompt apart in {steps} steps in a row"
+    else:
+        found = (
+            f"the KL penalty differed {ratio:.2g} times as much within a group as the task reward in {steps} steps in "
+            "a row"
+        )
+    mend = f"lower rloo.beta (currently {rloo.get('beta')})"
+    if form != "length_normalized":
+        mend += f", or set rloo.kl_form=length_normalized (currently {form}): a long thought is charged no more then"
+    return f"{found}, so the policy learns to stay near its reference rather than to earn rewards: {mend}"
 
 
 def _untie(clipped: float, longer: str, rloo: Mapping[str, Any]) -> str:
@@ -123,7 +150,7 @@ class SignalWatch:
     ['tied', 'truncated']
     """
 
-    KINDS = ("tied", "truncated", "zero_gradient")
+    KINDS = ("tied", "truncated", "zero_gradient", "kl_outweighs")
 
     def __init__(self, patience: int, rloo: Mapping[str, Any]):
         self.patience = patience

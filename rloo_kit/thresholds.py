@@ -92,6 +92,11 @@ THRESHOLDS = (
     ),
     Threshold(("kl",), high=0.5, alarm_high=2.0, if_high="raise rloo.beta or lower rloo.learning_rate"),
     Threshold(
+        ("kl/spread_ratio",),
+        high=1.0,
+        if_high="the KL penalty decides more than the reward: lower rloo.beta or set rloo.kl_form=length_normalized",
+    ),
+    Threshold(
         ("grad_norm",),
         low=0.001,
         high=1.0,
