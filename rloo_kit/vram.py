@@ -171,7 +171,7 @@ def _own_bytes(load: Load) -> int:
 
 def rollout_gib(load: Load, rows: int) -> float:
     """Peak of a rollout with `rows` completions at once, each at its full length, in GiB."""
-    cache = rows * load.row_tokens * parts.cache_bytes_per_token(load)
+    cache = parts.cache_bytes(load, rows) + parts.decoding_bytes(load, rows)
     return (_resting_bytes(load) + cache + parts.sampling_bytes(load, rows)) / GIB
 
 
@@ -285,8 +285,8 @@ def _list_parts(load: Load, rows: int) -> Iterator[Part]:
         yield both("unpacking", parts.work_bytes(load), "the largest matrix, while it multiplies")
     yield both("context", parts.context_bytes(load), "CUDA" if load.on_cuda else "Python and its libraries")
     kib = parts.cache_bytes_per_token(load) / 1024
-    cache = rows * load.row_tokens * parts.cache_bytes_per_token(load)
-    yield Part("cache", cache / GIB, 0.0, f"{rows} rows x {load.row_tokens} tokens x {kib:g} KiB")
+    yield Part("cache", parts.cache_bytes(load, rows) / GIB, 0.0, f"{rows} x {load.cache_tokens} tokens x {kib:g} KiB")
+    yield Part("decoding", parts.decoding_bytes(load, rows) / GIB, 0.0, "a layer's keys and values for each query head")
     yield Part("sampling", parts.sampling_bytes(load, rows) / GIB, 0.0, "logits of the rows, prefill of the prompts")
     detail = f"{load.pass_tokens} tokens in a pass, checkpointing {load.checkpointing}"
     yield Part("activations", 0.0, parts.activation_bytes(load) / GIB, detail)

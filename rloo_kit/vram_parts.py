@@ -19,6 +19,7 @@ CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries
 PROCESS_GIB = 0.7  # without a card: Python with torch, transformers and trl
 BLOCK, NESTED_BLOCK = 64, 256  # weights to an absmax of 8 bit, and of those to an absmax of 32 bit (bitsandbytes)
 QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # of each matrix: the tables of both quantisations, and an offset
+CACHE_BLOCK = 256  # tokens by which the cache grows: `slot_cache` holds the same number
 FLOAT = 4
 
 
@@ -60,6 +61,11 @@ class Load:
     def row_tokens(self) -> int:
         """Tokens of a prompt and its completion."""
         return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the cache holds room for in a row: it grows by blocks."""
+        return -(-self.row_tokens // CACHE_BLOCK) * CACHE_BLOCK
 
     @property
     def pass_tokens(self) -> int:
@@ -108,7 +114,7 @@ def _trained_matrices(load: Load) -> Iterator[tuple[int, int, int]]:
         if name.rpartition(".")[2] in load.lora_targets:
             yield rows, load.lora_rank, shape.num_layers
             yield load.lora_rank, columns, shape.num_layers
-    for name in {"lm_head", "embed_tokens"} & set(load.lora_targets):
+    for _ in {"lm_head", "embed_tokens"} & set(load.lora_targets):
         yield shape.vocab_size, load.lora_rank, 1
         yield load.lora_rank, shape.hidden_size, 1
 
@@ -147,6 +153,21 @@ def cache_bytes_per_token(load: Load) -> int:
     return load.shape.cache_elements * load.weight_bytes
 
 
+def cache_bytes(load: Load, rows: int) -> int:
+    """The rollout's cache with `rows` completions at their full length, in whole blocks."""
+    return rows * load.cache_tokens * cache_bytes_per_token(load)
+
+
+def decoding_bytes(load: Load, rows: int) -> int:
+    """Keys and values of one layer once for each query head: attention with a mask copies them so, layer by layer.
+
+    Where there are as many key heads as query heads, what the growing of one layer's keys takes instead.
+    """
+    shape = load.shape
+    width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size
+    return rows * load.cache_tokens * width * load.weight_bytes
+
+
 def saved_bytes_per_token(load: Load) -> int:
     """What one layer keeps of a token for its backward pass.
 
@@ -164,9 +185,7 @@ def saved_bytes_per_token(load: Load) -> int:
     if load.lora_rank is not None and size < FLOAT:
         copied = sum(columns + load.lora_rank for name, columns in inputs.items() if name in load.lora_targets)
     else:
-        copied = sum(
-            columns for name, columns in inputs.items() if name in ("q_proj", "o_proj", "up_proj", "down_proj")
-        )
+        copied = sum(inputs[name] for name in ("q_proj", "o_proj", "up_proj", "down_proj"))
     norms = (2 * shape.hidden_size + qk_norm) * (FLOAT + size)
     return norms + (2 * attention + 3 * shape.intermediate_size + copied) * size
 

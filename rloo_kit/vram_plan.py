@@ -156,11 +156,11 @@ class VramPlan:
     def _verdict(self) -> str:
         machine = self.machine
         left = f"{machine.total_gib:.2f} GiB less {machine.reserve_gib:.1f} kept free"
-        at_once = f"{self.rows} of {self.completions} completions of a rollout at once"
+        rows = f"Rows of a rollout: {self.rows} of {self.completions} at once."
         if self.fits:
-            return f"fits: {self.headroom_gib:.2f} GiB to spare of {left}; {self.binds} binds; {at_once}"
+            return f"Fits: {self.headroom_gib:.2f} GiB to spare of {left}; {self.binds} binds.\n{rows}"
         return (
-            f"does not fit: {-self.headroom_gib:.2f} GiB too much for {left}; {self.binds} binds; {at_once}.\n"
+            f"Does not fit: {-self.headroom_gib:.2f} GiB too much for {left}; {self.binds} binds.\n{rows}\n"
             "To change, in this order, each on top of those before it:"
         )
 

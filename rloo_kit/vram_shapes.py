@@ -1,8 +1,8 @@
 """The shape of a model, from its `config.json` alone: how many weights it has, and how large they and its cache are.
 
-`find_shape` reads a folder, the embedded models' known shapes, a file in the Hugging Face cache (no network, no library)
-or the published shapes of Qwen3, in this order. Left out: mixtures of experts and layers without a key-value cache,
-which are refused; windows of attention, whose cache is counted whole.
+`find_shape` knows the embedded models, reads a folder or a file in the Hugging Face cache (no network, no library), or
+takes the published shapes of Qwen3. Left out: mixtures of experts and layers without a key-value cache, which are
+refused; windows of attention, whose cache is counted whole.
 
 Source of the table: `config.json` of Qwen/Qwen3-0.6B to Qwen3-32B; the 2507 models have the shapes of theirs.
 """
