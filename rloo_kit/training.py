@@ -17,11 +17,12 @@ from rloo_kit._stack import load_stack
 from rloo_kit.backends import Policy, save_adapter
 from rloo_kit.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SignalGuard
 from rloo_kit.data import Data
-from rloo_kit.errors import NoSignalError, RunNotFoundError
+from rloo_kit.errors import ConfigError, NoSignalError, RunNotFoundError
 from rloo_kit.health import SignalWatch
 from rloo_kit.run_dir import RunDir
 from rloo_kit.sample_table import SampleTable
 from rloo_kit.versions import check_trackers
+from rloo_kit.vram import TOKENS_PER_PASS, plan_vram
 
 
 @dataclass
@@ -246,9 +247,34 @@ def training_arguments(run: Any, policy: Policy, folder: Path) -> dict[str, Any]
         }
         | run.rloo.to_arguments()
         | run.rollout.to_arguments()
+        | planned_limits(run, policy)
         | mixed_precision(run)
         | policy.config_arguments
     )
+
+
+def planned_limits(run: Any, policy: Policy) -> dict[str, int]:
+    """`rollout_rows`, and `tokens_per_pass` where memory asks for fewer than usual: the file's, else by `plan_vram`.
+
+    Says so where the plan limits anything. A model that cannot be planned for is left to the out-of-memory handling.
+    """
+    try:
+        plan = plan_vram(run, config=policy.model.config.to_dict())
+    except ConfigError as error:
+        print(f"memory: {error}", flush=True)
+        return {}
+    limits = {"rollout_rows": plan.rows}
+    if run.rloo.tokens_per_pass is None and plan.tokens_per_pass < TOKENS_PER_PASS:
+        limits["tokens_per_pass"] = plan.tokens_per_pass
+    if not plan.fits:
+        print(f"memory: {plan}", flush=True)
+    elif plan.rows < plan.completions and run.rollout.rows is None:
+        print(
+            f"memory: {plan.rows} of the {plan.completions} completions of a rollout are generated at once, as many as "
+            f"fit {plan.machine.name} (computed; rollout.rows sets it by hand)",
+            flush=True,
+        )
+    return limits
 
 
 def mixed_precision(run: Any) -> dict[str, bool]:
