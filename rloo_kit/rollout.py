@@ -1,42 +1,63 @@
-"""Sampling completions from a policy outside the training loop: for evaluation, the report and a look in a notebook.
+"""Sampling completions from a policy: one interface for training and evaluation, several engines behind it.
 
-Generation is `model.generate` on left-padded batches, sorted by prompt length. What comes back is the model's own ids,
-cut after the first end token; nothing is decoded and encoded again. The policy samples from its whole distribution:
-the top-k, top-p and penalties that many checkpoints carry in their generation config are switched off, because RLOO
-trains the distribution itself and an evaluation is to measure the same one.
+`build_engine` chooses the engine (`rollout.engine`) and says why; `generate_completions` samples texts with it for
+evaluation, the report and a look in a notebook. Every engine samples from the policy's whole distribution, because RLOO
+trains the distribution itself and an evaluation is to measure the same one, and every engine keeps the same rules for a
+thinking budget (`thinking_budget`). What comes back is the model's own ids; nothing is decoded and encoded again.
 
-With a thinking budget the thinking of a completion that is still open after so many tokens is closed for the model
-(the id of `</think>` is appended, nothing else) and it answers; a completion that closed in time answers under the same
-limit, so all answers have the same room.
-
-Left out: beams, several devices, vLLM; the training loop has its own generation.
-Source of the budget: s1, https://arxiv.org/abs/2501.19393; separate budgets: https://arxiv.org/abs/2505.05315.
+Left out: beams, several devices. vLLM is TRL's, and only training uses it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 from rloo_kit import _stack
-from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.backends import inference_mode
+from rloo_kit.errors import BackendError, ConfigError, DataError
+from rloo_kit.rollout_types import Limits, Progress, Rollout
+from rloo_kit.thinking_budget import close_ids_for, make_limits
 
-# Every option that narrows or bends the distribution, at the value that leaves it alone. All are given, because
-# `generate` fills what is missing from the checkpoint's own generation config.
-WHOLE_DISTRIBUTION = {
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "min_new_tokens": 0,
-}
-NO_PENALTIES = {key: WHOLE_DISTRIBUTION[key] for key in ("repetition_penalty", "no_repeat_ngram_size", "num_beams")}
+__all__ = [
+    "Completion", "Engine", "Limits", "Rollout", "build_engine", "choose_engine", "find_end_ids",
+    "generate_completions", "make_limits",
+]  # fmt: skip
+
+ENGINES = ("auto", "native", "generate", "continuous", "vllm")
+
+
+class Engine(Protocol):
+    """Samples completions of prompts.
+
+    Attributes:
+        name: native, generate or continuous. reason: why that one, one line for people.
+        rows: completions at once; None for all of a call. Halved for good when the device runs out of memory.
+    """
+
+    name: str
+    reason: str
+    rows: int | None
+
+    def sample(
+        self,
+        prompt_ids: list[list[int]],
+        limits: Limits,
+        expected_lengths: Sequence[float] | None = None,
+        on_progress: Progress | None = None,
+    ) -> Rollout:
+        """One completion for each prompt; neighbours with equal prompts are a group.
+
+        Args:
+            prompt_ids: token ids, at least one each.
+            limits: on the completions' lengths, see `make_limits`.
+            expected_lengths: one number a prompt; where not all rows fit at once, the longest start first.
+            on_progress: called with the completions done so far and their number in all.
+
+        The model is in evaluation mode meanwhile, and as it was afterwards. Random numbers are torch's global ones.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -45,12 +66,12 @@ class Completion:
 
     Attributes:
         prompt_index: which of the prompts it answers.
-        ids: token ids, the end token included where there is one, an appended `</think>` too.
+        ids: token ids, the end token included where there is one, forced ones too.
         text: the ids decoded without special tokens; the thinking tags stay.
         ended: the model ended it itself; False means that it was truncated.
         closed: it holds `</think>`.
         thinking_tokens: tokens before the first `</think>`; None if it is not closed.
-        forced: `</think>` was appended because the thinking budget was spent.
+        forced: the thinking was closed by force because the thinking budget was spent.
     """
 
     prompt_index: int
@@ -60,6 +81,90 @@ class Completion:
     closed: bool
     thinking_tokens: int | None
     forced: bool = False
+
+
+def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
+    """The engine's name and why, for `rollout.engine` = `wanted`.
+
+    Args:
+        backend: "unsloth" or "transformers". model: the policy's model.
+
+    Raises:
+        ConfigError: no such engine. BackendError: an engine that cannot be used here.
+    """
+    if wanted not in ENGINES:
+        raise ConfigError(f"rollout.engine is {wanted!r}; it is one of {', '.join(ENGINES)}")
+    is_unsloth = backend == "unsloth"
+    has_vllm = getattr(model, "vllm_engine", None) is not None
+    if wanted == "auto":
+        if is_unsloth:
+            if has_vllm:
+                return "vllm", "the model was loaded with Unsloth's fast_inference"
+            return "generate", "Unsloth's fast inference runs inside generate"
+        obstacle = _native_obstacle(model)
+        return ("generate", obstacle) if obstacle else ("native", "no padding, and rows that have ended are dropped")
+    if wanted == "native" and (is_unsloth or _native_obstacle(model)):
+        why = "Unsloth replaces the attention that it goes through" if is_unsloth else _native_obstacle(model)
+        raise BackendError(f"rollout.engine is native, but {why}: set rollout.engine=generate")
+    if wanted == "vllm" and find_spec("vllm") is None:
+        raise BackendError(
+            "rollout.engine is vllm, but vLLM is not installed: pip install vllm (it needs CUDA), or set "
+            "rollout.engine=auto"
+        )
+    return wanted, "rollout.engine asks for it"
+
+
+def _native_obstacle(model: Any) -> str | None:
+    """Why the model's own keys and values cannot be kept by `slot_cache`; None if they can."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
+        return f"{config.model_type} has layers that do not look at all tokens"
+    if model.config.is_encoder_decoder:
+        return f"{config.model_type} has an encoder"
+    return None
+
+
+def build_engine(
+    model: Any,
+    engine: str = "auto",
+    *,
+    backend: str = "transformers",
+    temperature: float,
+    end_ids: Sequence[int],
+    pad_id: int,
+    rows: int | None = None,
+    say: Callable[[str], None] = print,
+) -> Engine:
+    """The engine that samples from `model`.
+
+    Args:
+        model: a PeftModel or a causal language model, without DDP or accelerate around it; in any mode.
+        engine: `rollout.engine`: auto, native, generate or continuous (vllm is TRL's, see `choose_engine`).
+        backend: "unsloth" or "transformers", whichever loaded the model.
+        temperature: 0 takes the likeliest token each time.
+        end_ids: ids that end a completion. pad_id: what pads rows; it never reaches a result.
+        rows: completions at once at most; None for all.
+        say: gets one line when rows are halved because memory ran out.
+
+    Raises:
+        ConfigError, BackendError: as `choose_engine`.
+    """
+    name, reason = choose_engine(engine, backend, model)
+
+    def mode() -> Any:
+        return inference_mode(backend, model)
+
+    _stack.load_stack()
+    if name == "native":
+        from rloo_kit.rollout_native import NativeEngine
+
+        return NativeEngine(model, mode, reason, temperature, end_ids, rows, say)
+    if name == "generate":
+        from rloo_kit.rollout_generate import GenerateEngine
+
+        return GenerateEngine(model, mode, reason, temperature, end_ids, pad_id, rows, say)
+    raise BackendError(f"rollout.engine is {name}, which samples inside TRL's trainer only: set rollout.engine=auto")
 
 
 def generate_completions(
@@ -73,6 +178,8 @@ def generate_completions(
     seed: int = 0,
     thinking_budget: int | None = None,
     answer_budget: int | None = None,
+    thinking_close: str = "tag",
+    engine: str = "auto",
     on_batch: Callable[[int, int], None] | None = None,
 ) -> list[Completion]:
     """Completions of rendered prompts, prompt by prompt, `num_samples` in a row for each.
@@ -88,8 +195,9 @@ def generate_completions(
         thinking_budget: tokens after which open thinking is closed; None lets the model think until it ends.
         answer_budget: with a thinking budget, tokens at most after `</think>`; None for what the budget leaves of
             `max_completion_length` (at least 1).
-        on_batch: called after each batch with the completions done so far and their number in all; with a budget,
-            once more from 0 on for the answers.
+        thinking_close: what closes open thinking: "tag" for `</think>` alone, "sentence" for the Qwen3 report's.
+        engine: as `rollout.engine`; auto, native or generate.
+        on_batch: called now and then with the completions done so far and their number in all.
 
     Returns:
         len(prompts) x num_samples completions.
@@ -102,22 +210,38 @@ def generate_completions(
     _check(policy, max_completion_length, num_samples, temperature, batch_size, thinking_budget, answer_budget)
     if not prompts:
         return []
-    torch = _stack.load_stack().torch
+    limits = _limits(policy, max_completion_length, thinking_budget, answer_budget, thinking_close)
     prompt_ids = policy.tokenizer(list(prompts))["input_ids"]
-    budget = max_completion_length if thinking_budget is None else thinking_budget
-    answer = 0 if thinking_budget is None else answer_budget or max(1, max_completion_length - thinking_budget - 1)
-    _check_lengths(policy, prompt_ids, budget + answer)
+    _check_lengths(policy, prompt_ids, limits.max_completion_length)
     prefixes = [ids for ids in prompt_ids for _ in range(num_samples)]  # prompt-major
-    sampler = _Sampler(policy, temperature, batch_size, on_batch)
-    with policy.inference_mode(), torch.no_grad(), _seeded(torch, seed):
-        if thinking_budget is None:
-            rows, forced = sampler.extend(prefixes, max_completion_length), [False] * len(prefixes)
-        else:
-            rows, forced = _think_then_answer(sampler, prefixes, thinking_budget, answer, policy.tags.end_id)
+    end_ids, pad_id = find_end_ids(policy), policy.tokenizer.pad_token_id
+    sampler = build_engine(
+        policy.model,
+        engine,
+        backend=policy.backend,
+        temperature=temperature,
+        end_ids=end_ids,
+        pad_id=end_ids[0] if pad_id is None else pad_id,
+        rows=batch_size,
+    )
+    with _seeded(_stack.load_stack().torch, seed):
+        sampled = sampler.sample(prefixes, limits, on_progress=on_batch)
     return [
-        _completion(policy, number // num_samples, ids, sampler.end_ids, was_forced)
-        for number, (ids, was_forced) in enumerate(zip(rows, forced, strict=True))
+        _completion(policy, number // num_samples, ids, end_ids, was_forced)
+        for number, (ids, was_forced) in enumerate(zip(sampled.completion_ids, sampled.thinking_forced, strict=True))
     ]
+
+
+def _limits(
+    policy: Any, max_completion_length: int, thinking_budget: int | None, answer_budget: int | None, close: str
+) -> Limits:
+    """A budget for thinking may go beyond `max_completion_length` here, which then only says what is left to answer."""
+    if thinking_budget is None:
+        return Limits(max_completion_length)
+    close_ids = close_ids_for(policy.tokenizer, policy.tags, close)
+    answer = answer_budget or max(1, max_completion_length - thinking_budget - len(close_ids))
+    length = thinking_budget + len(close_ids) + answer
+    return Limits(length, thinking_budget, answer, close_ids, policy.tags.end_id)
 
 
 def find_end_ids(policy: Any) -> list[int]:
@@ -125,74 +249,6 @@ def find_end_ids(policy: Any) -> list[int]:
     declared = policy.model.generation_config.eos_token_id
     declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
     return list(dict.fromkeys([policy.tokenizer.eos_token_id, *declared]))
-
-
-class _Sampler:
-    """Extends lists of ids by what the model generates."""
-
-    def __init__(
-        self, policy: Any, temperature: float, batch_size: int, on_batch: Callable[[int, int], None] | None = None
-    ) -> None:
-        self.on_batch = on_batch or (lambda done, total: None)
-        self.model = policy.model
-        self.end_ids = find_end_ids(policy)
-        pad = policy.tokenizer.pad_token_id
-        self.pad_id = self.end_ids[0] if pad is None else pad
-        self.batch_size = batch_size
-        self.options: dict[str, Any] = {"do_sample": False, **NO_PENALTIES}
-        if temperature > 0:
-            self.options = {"do_sample": True, "temperature": temperature, **WHOLE_DISTRIBUTION}
-            if self.model.generation_config.min_p is None:
-                del self.options["min_p"]  # 0.0 removes nothing, yet costs a softmax over the vocabulary a token
-
-    def extend(self, prefixes: list[list[int]], limit: int, stop_ids: tuple[int, ...] = ()) -> list[list[int]]:
-        """At most `limit` new ids for each prefix, up to and with the first end id (or one of `stop_ids`)."""
-        rows: list[list[int]] = [[] for _ in prefixes]
-        stops = [*self.end_ids, *stop_ids]
-        order = sorted(range(len(prefixes)), key=lambda row: -len(prefixes[row]))  # the longest first: it fits, all fit
-        for start in range(0, len(order) if limit > 0 else 0, self.batch_size):
-            batch = order[start : start + self.batch_size]
-            for row, ids in zip(batch, self._generate([prefixes[row] for row in batch], limit, stops), strict=True):
-                rows[row] = _cut(ids, stops)
-            self.on_batch(start + len(batch), len(order))
-        return rows
-
-    def _generate(self, prefixes: list[list[int]], limit: int, stops: list[int]) -> list[list[int]]:
-        torch = _stack.load_stack().torch
-        width = max(len(ids) for ids in prefixes)
-        padded = [[self.pad_id] * (width - len(ids)) + ids for ids in prefixes]
-        mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prefixes]
-        device = next(self.model.parameters()).device
-        output = self.model.generate(
-            input_ids=torch.tensor(padded, device=device),  # (batch, P)
-            attention_mask=torch.tensor(mask, device=device),  # (batch, P)
-            max_new_tokens=limit,
-            eos_token_id=stops,
-            pad_token_id=self.pad_id,
-            use_cache=True,
-            **self.options,
-        )
-        return output[:, width:].tolist()  # (batch, C)
-
-
-def _think_then_answer(
-    sampler: _Sampler, prefixes: list[list[int]], thinking_budget: int, answer_budget: int, end_id: int
-) -> tuple[list[list[int]], list[bool]]:
-    """Ids of each completion, and whether its thinking was closed for it."""
-    rows = sampler.extend(prefixes, thinking_budget, stop_ids=(end_id,))
-    over = [bool(ids) and ids[-1] in sampler.end_ids for ids in rows]  # ended inside its thinking: left as it is
-    forced = [not ended and ids[-1:] != [end_id] for ids, ended in zip(rows, over, strict=True)]
-    rows = [[*ids, end_id] if close else ids for ids, close in zip(rows, forced, strict=True)]
-    going_on = [number for number, ended in enumerate(over) if not ended]
-    answers = sampler.extend([prefixes[number] + rows[number] for number in going_on], answer_budget)
-    for number, answer in zip(going_on, answers, strict=True):
-        rows[number] = rows[number] + answer
-    return rows, forced
-
-
-def _cut(ids: list[int], stops: list[int]) -> list[int]:
-    end = next((position for position, token in enumerate(ids) if token in stops), len(ids) - 1)
-    return ids[: end + 1]
 
 
 def _completion(policy: Any, prompt_index: int, ids: list[int], end_ids: list[int], forced: bool) -> Completion:

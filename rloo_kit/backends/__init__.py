@@ -49,7 +49,7 @@ class Policy:
 
     def inference_mode(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients, for generation; the mode before it is back afterwards."""
-        return _module(self.backend).inference_mode(self.model)
+        return inference_mode(self.backend, self.model)
 
     def describe(self) -> str:
         """One line: model, size, what is trained, where it lies, which backend and why."""
@@ -90,6 +90,11 @@ def load_policy(run: Any) -> Policy:
         family=resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking),
         config_arguments=_module(name).config_arguments(run),
     )
+
+
+def inference_mode(backend: str, model: Any) -> AbstractContextManager[None]:
+    """Evaluation mode of a model that `backend` loaded, without gradients; the mode before it is back afterwards."""
+    return _module(backend).inference_mode(model)
 
 
 def save_adapter(policy: Policy, folder: str | Path) -> Path:
@@ -165,4 +170,4 @@ def _num_weights(parameter: Any) -> int:
     return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
 
 
-__all__ = ["Policy", "Source", "keep_settings", "load_policy", "save_adapter"]
+__all__ = ["Policy", "Source", "inference_mode", "keep_settings", "load_policy", "save_adapter"]

@@ -16,9 +16,12 @@ FLOORS = {
     "chat env_file finite_guard environment nvml progress doctor versions run_dir resume_rules health intervals "
     "measurement leave_one_out kernel kernel_end kernel_server process_memory runner saves "
     "reward_failures parameters parameter_cells parameter_values samples text_bars text_tables "
-    "vram vram_parts vram_plan vram_shapes batch_notebook batch_file batch_status",
+    "vram vram_parts vram_plan vram_shapes batch_notebook batch_file batch_status "
+    "rollout_types thinking_budget",
     2: "_stack backends data data_sources arithmetic cold_start tiny_tokenizer tiny_model reward_registry reward_guard "
-    "reward_models reward_worker reward_process rollout logprobs adapters advantages loop_metrics rloo_config "
+    "reward_models reward_worker reward_process rollout rollout_native rollout_generate "
+    "rollout_continuous decoders fused_decoder slot_cache token_draw logprobs adapters advantages loop_metrics "
+    "rloo_config "
     "objective kl_report "
     "old_trainer trainer callbacks sample_table "
     "resample thinking_metrics answer_judge "

@@ -109,7 +109,7 @@ def test_only_full_marks_count(make_run: Any, make_policy: Any) -> None:
     gold = [answer or "none" for answer in answers_of(policy)]
     rewards = [{"name": "length_reward"}, {"name": "answer_reward", "weight": 0.1}]
     expected = evaluate(make_run(), policy, make_dataset(gold)).accuracy
-    assert expected is not None and expected > 0.2
+    assert expected is not None and expected > 0.1
     assert evaluate(make_run(rewards), policy, make_dataset(gold)).accuracy == expected
 
 

@@ -235,7 +235,7 @@ def test_answer_after_a_forced_close_is_the_models_own(make_policy: Any) -> None
         ({"thinking_budget": -1}, "thinking_budget is -1; it has to be 0 or more tokens"),
         ({"thinking_budget": 1, "answer_budget": 0}, "answer_budget is 0; it has to be at least 1"),
         ({"max_completion_length": 600}, "600 more are to be generated, but the model has 512 positions"),
-        ({"thinking_budget": 500, "answer_budget": 50}, "550 more are to be generated"),
+        ({"thinking_budget": 500, "answer_budget": 50}, "551 more are to be generated"),
     ],
 )
 def test_values_out_of_range(make_policy: Any, options: dict[str, Any], text: str) -> None:

@@ -1,0 +1,58 @@
+"""One token for each row from the whole distribution, by inverting its cumulative sum; exact at any vocabulary.
+
+`torch.multinomial` draws one random number for each entry of the vocabulary. Here each row takes one, in float64: it
+falls into a block of the vocabulary by the blocks' sums, then onto a token inside the block. That is the same
+distribution (the probability of a token is the length of its stretch) and one pass over the logits.
+
+Left out: top-k, top-p, min-p and penalties; RLOO trains the whole distribution and samples from it.
+
+Shapes: R rows, V vocabulary, N blocks of W entries.
+"""
+
+import torch
+
+BLOCK_ENTRIES = 128
+
+
+def draw(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sampled tokens and their log-probabilities.
+
+    Args:
+        logits: (R, V), any floating type.
+        temperature: 0 takes the likeliest token; else the logits are divided by it, in float32.
+
+    Returns:
+        tokens (R,) and log-probabilities (R,) in float32, in nats; zeros at temperature 0. A row whose logits hold a
+        NaN or an infinity above has a NaN log-probability, and its token means nothing.
+    """
+    if temperature == 0:
+        return logits.argmax(dim=-1), logits.new_zeros(logits.size(0), dtype=torch.float32)
+    scaled = logits.float() if temperature == 1 else logits.float() / temperature
+    log_norm = scaled.logsumexp(dim=-1, keepdim=True)
+    probabilities = (scaled - log_norm).exp_()
+    tokens = _invert(probabilities)
+    return tokens.squeeze(1), (scaled.gather(1, tokens) - log_norm).squeeze(1)
+
+
+def _invert(probabilities: torch.Tensor) -> torch.Tensor:
+    """(R, 1) tokens by one uniform number a row."""
+    rows, vocabulary = probabilities.shape
+    uniform = torch.rand(rows, 1, dtype=torch.float64, device=probabilities.device)
+    if vocabulary <= 4 * BLOCK_ENTRIES:
+        return _pick(probabilities.cumsum(1, dtype=torch.float64), uniform)
+    missing = -vocabulary % BLOCK_ENTRIES
+    if missing:
+        probabilities = torch.nn.functional.pad(probabilities, (0, missing))
+    blocks = probabilities.view(rows, -1, BLOCK_ENTRIES)  # (R, N, W)
+    sums = blocks.sum(2).cumsum(1, dtype=torch.float64)  # (R, N)
+    block = _pick(sums, uniform)  # (R, 1)
+    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK_ENTRIES)).squeeze(1).cumsum(1, dtype=torch.float64)
+    return (block * BLOCK_ENTRIES + _pick(inside, None, uniform * sums[:, -1:] - before)).clamp_(max=vocabulary - 1)
+
+
+def _pick(sums: torch.Tensor, uniform: torch.Tensor | None, target: torch.Tensor | None = None) -> torch.Tensor:
+    """The first entry whose cumulative sum lies above the target, so that one of probability 0 is never taken."""
+    if target is None:
+        target = uniform * sums[:, -1:]
+    return torch.searchsorted(sums, target, right=True).clamp_(max=sums.size(1) - 1)
