@@ -131,13 +131,13 @@ CONFIG_NAMES: dict[str, OldName] = {
         "what it promised is kl_form='per_token'",
     ),
     "whiten_rewards": OldName(
-        bool, None, "RLOO never whitened anything; today's way to do so is normalize_rewards=True"
+        bool, None, "RLOO never whitened anything; today's way to do so is normalize_rewards=True (or 'running')"
     ),
     "stop_token": OldName(str, None, "completions always end at the tokenizer's end token", read=_read_stop_token),
     "non_eos_penalty": OldName(bool, None, "false is how it is: see missing_eos_penalty", read=_read_non_eos_penalty),
     "penalty_reward_value": OldName(float, None, "it only counted with non_eos_penalty; see missing_eos_penalty"),
     "local_rollout_forward_batch_size": OldName(
-        int, None, "scoring takes per_device_train_batch_size completions at a time"
+        int, None, "scoring goes by tokens, not by completions: tokens_per_pass is the bound"
     ),
     "num_sample_generations": OldName(int, None, "log_completions=True prints completions every logging_steps"),
     "dataset_num_proc": OldName(int, None, "RLOO never read it"),

@@ -4,13 +4,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from rloo_kit.config import RunConfig
 from rloo_kit.config_yaml import read_file, read_yaml
 from rloo_kit.errors import ConfigError
 
-# Keys of the loop that may differ on a resume: they say how long to go on and what is written, not what is learnt.
-FREE_ON_RESUME = ("rloo.logging_steps", "rloo.save_steps", "rloo.save_total_limit", "rloo.report_to")
+# Keys that may differ on a resume: they say what is written, and how the same gradient is computed where.
+FREE_ON_RESUME = (
+    "rloo.logging_steps", "rloo.save_steps", "rloo.save_total_limit", "rloo.report_to", "rloo.memory",
+    "rloo.tokens_per_pass", "rollout.engine", "rollout.rows",
+)  # fmt: skip
 MAY_GROW_ON_RESUME = ("rloo.max_steps", "rloo.num_train_epochs")
-COMPARED_ON_RESUME = ("model", "data", "rewards", "rloo")
+COMPARED_ON_RESUME = ("model", "data", "rewards", "rloo", "rollout")
 
 
 def changed_keys(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -34,7 +40,7 @@ def refuse_changes(saved_config: Path, resolved: str) -> None:
     """
     if not saved_config.exists():
         return
-    saved, now = read_file(saved_config)[0], read_yaml(resolved)[0]
+    saved, now = _fill_in(read_file(saved_config)[0], read_yaml(resolved)[0])
     sections = [{name: values.get(name) for name in COMPARED_ON_RESUME} for values in (saved, now)]
     changed = changed_keys(*sections)
     refused = {key: pair for key, pair in changed.items() if key not in FREE_ON_RESUME and not _grew(key, *pair)}
@@ -45,6 +51,15 @@ def refuse_changes(saved_config: Path, resolved: str) -> None:
             + "\n".join(lines)
             + "\nput them back (rloo.max_steps may grow, run.* may change), or start anew: --overwrite or run.name=..."
         )
+
+
+def _fill_in(saved: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both with the keys that the kit has got since the run was saved, at their defaults; as they are if refused."""
+    try:
+        filled = [RunConfig.model_validate(values).model_dump(mode="json") for values in (saved, now)]
+    except ValidationError:
+        return saved, now
+    return filled[0], filled[1]
 
 
 def _grew(key: str, old: Any, new: Any) -> bool:

@@ -40,7 +40,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "token_level_kl": (True, "kl_form='per_token'"),
     "whiten_rewards": (True, "normalize_rewards=True"),
     "stop_token": ("eos", "end token"),
-    "local_rollout_forward_batch_size": (64, "per_device_train_batch_size"),
+    "local_rollout_forward_batch_size": (64, "tokens_per_pass"),
     "num_sample_generations": (10, "log_completions=True"),
     "dataset_num_proc": (4, "never read it"),
     "max_prompt_length": (512, "data.max_prompt_length"),

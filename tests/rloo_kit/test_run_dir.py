@@ -113,6 +113,7 @@ def test_resume_needs_a_run(run):
         ("model", {"name": "n"}, "model.name: 'm' then, 'n' now"),
         ("data", {"limit": 3}, "data.limit: None then, 3 now"),
         ("rloo", {"max_steps": 20, "save_steps": 1}, None),
+        ("rloo", {"memory": "low", "tokens_per_pass": 100}, None),
         ("run", {"seed": 1, "name": "other"}, None),
     ],
 )
@@ -126,6 +127,28 @@ def test_resume_refuses_what_would_train_something_else(run, section, change, me
     with pytest.raises(ConfigError) as error:
         RunDir.create(run, resume=True)
     assert message in str(error.value) and "--overwrite" in str(error.value)
+
+
+def test_keys_that_are_newer_than_the_run_are_no_difference(tmp_path):
+    """After an update of the kit every run of before was refused, `rloo.delta: None then, ...`, for keys it had not."""
+    from rloo_kit.config import RunConfig
+    from rloo_kit.resume_rules import refuse_changes
+
+    now = RunConfig.model_validate(
+        {"model": {"name": "m"}, "data": {"source": "a/b"}, "rewards": [{"name": "answer_reward"}],
+         "rloo": {"max_steps": 3}}
+    )  # fmt: skip
+    lines = now.to_yaml().splitlines()
+    first = lines.index("rollout:")
+    older = [line for line in lines[:first] if "baseline" not in line and "memory" not in line]
+    saved = tmp_path / "config.yaml"
+    saved.write_text("\n".join(older + lines[first + 7 :]))
+    assert "rollout" not in saved.read_text() and "eval:" in saved.read_text()
+    refuse_changes(saved, now.to_yaml())
+    now.rollout.resample_rounds, now.rollout.engine = 2, "generate"
+    with pytest.raises(ConfigError) as error:
+        refuse_changes(saved, now.to_yaml())
+    assert "rollout.resample_rounds: 0 then, 2 now" in str(error.value) and "engine" not in str(error.value)
 
 
 def test_changed_rewards_are_named_by_their_place(run):
