@@ -1,0 +1,133 @@
+"""What the benchmarks share: the head of a results file, its lines on the screen, and the tables of docs/17-benchmarks.md.
+
+A table stands in the page between two comments that name it; `write_tables` makes it again from the files in
+`benchmarks/results`, and a test compares, so that no figure in the page was typed in.
+"""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "17-benchmarks.md"
+
+
+def header(script: str) -> dict[str, Any]:
+    """Command, date, revision, machine and versions: the beginning of every results file."""
+    from rloo_kit.versions import installed_versions
+
+    return {
+        "command": " ".join(["python", script, *sys.argv[1:]]),
+        "measured": time.strftime("%Y-%m-%d"),
+        "revision": _git("rev-parse", "HEAD"),
+        "changed_files": bool(_git("status", "--porcelain", "--", "rloo_kit", "rewards", "configs")),
+        "machine": {
+            "processor": processor(),
+            "cores": os.cpu_count(),
+            "load_at_start": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
+        },
+        "versions": installed_versions(),
+    }
+
+
+def processor() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def write(result: dict[str, Any], target: Path) -> None:
+    """Write a results file, and say where."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"figures: {target}", flush=True)
+
+
+# -------------------------------------------------------------------------------------------------------- tables
+
+
+def write_tables(page: Path = PAGE, results: Path = RESULTS) -> None:
+    """Put the figures of the results files into the page."""
+    page.write_text(with_tables(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+    print(f"tables: {page}", flush=True)
+
+
+def with_tables(text: str, results: Path = RESULTS) -> str:
+    """A page's text with each `<!-- table: NAME -->` .. `<!-- end -->` filled from the results.
+
+    Raises:
+        KeyError: a table that nobody makes.
+    """
+
+    def fill(match: "re.Match[str]") -> str:
+        name = match.group(1)
+        make, file = TABLES[name]
+        path = results / file
+        lines = make(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ["Not measured yet."]
+        return "\n".join([f"<!-- table: {name} -->", "", *lines, "", "<!-- end -->"])
+
+    return re.sub(r"<!-- table: ([\w-]+) -->.*?<!-- end -->", fill, text, flags=re.S)
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """A Markdown table."""
+    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def step_line(row: dict[str, Any]) -> str:
+    """One row of rloo_step.json in words."""
+    return f"{row['what']}, {row['side']} ({row['workload']}): {_value(row)}{_bar(row)}"
+
+
+def _value(row: dict[str, Any]) -> str:
+    if "ratio" in row:
+        return f"{row['ratio']:.2f}x ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
+    return f"{row['share']:.2f} of stock" if "share" in row else f"{row['relative_error']:.1e}"
+
+
+def _bar(row: dict[str, Any]) -> str:
+    if row["holds"] is None:
+        return ""
+    bar = row.get("at_least", row.get("at_most"))
+    return f"; {'at least' if 'at_least' in row else 'at most'} {bar:g}: {'held' if row['holds'] else 'MISSED'}"
+
+
+def step_table(result: dict[str, Any]) -> list[str]:
+    """rloo_step.json: every row."""
+    rows = []
+    for row in result["rows"]:
+        stock, ours = (_amount(row, name) for name in ("stock", "ours"))
+        bar = row.get("at_least", row.get("at_most"))
+        limits = "" if bar is None else f"{bar:g} / {row['aim']:g}"
+        held = {None: "", True: "held", False: "**missed**"}[row["holds"]] + (
+            ", aim reached" if row["aim_reached"] else ""
+        )
+        rows.append([row["what"], row["workload"], f"`{row['side']}`", stock, ours, _value(row), limits, held])
+    return table(["part", "workload", "`memory`", "stock", "ours", "result", "bar / aim", ""], rows)
+
+
+def _amount(row: dict[str, Any], side: str) -> str:
+    import statistics
+
+    if f"{side}_cpu_s" in row:
+        return f"{statistics.median(row[f'{side}_cpu_s']):.2f} s"
+    if f"{side}_mib" in row:
+        return f"{statistics.median(row[f'{side}_mib']):.0f} MiB"
+    return ""
+
+
+TABLES: dict[str, tuple[Any, str]] = {"step": (step_table, "rloo_step.json")}

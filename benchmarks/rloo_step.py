@@ -1,0 +1,319 @@
+"""Our step against stock TRL's, in one process, step by step in turn; figures go to `results/rloo_step.json`.
+
+    python benchmarks/rloo_step.py                        # the rows that the project promises (about 20 minutes)
+    python benchmarks/rloo_step.py --full                 # and every other K, vocabulary, checkpointing and beta
+    python benchmarks/rloo_step.py --only training --repeats 5
+    python benchmarks/rloo_step.py --write-table          # only put the figures that there are into docs/17-benchmarks.md
+
+Both sides get the same model, adapter, prompts, completions and rewards, and are driven through `trainer.train()` one
+optimizer step at a time. The first step of each is discarded; then they take turns, and each pair of steps gives a
+ratio: the median is reported, with the smallest and the largest. Everything runs on one thread, so the seconds are
+those of the processor: what the step takes on a core of its own, whoever else is on the machine (wall clock beside it).
+
+- training: a step with canned completions and a trivial reward, less the time of both; the gradient of ours is held
+  against stock's from the same first steps, in float32, as the relative error over all LoRA parameters.
+- whole: real rollouts, with the lengths of the completions imposed on both sides in the same way; generation is the
+  trainer's own `_generate_single_turn` within them.
+- memory: a fresh process for each side; the peak of the resident memory during a step (Linux's VmHWM, reset before)
+  above what the process held before it, with the model loaded and the optimizer's state made by a short first step.
+  malloc gives freed blocks of 128 KiB and more back at once there, so that resident means in use.
+
+Stock TRL's head is a Triton kernel; without an accelerator it gets the stand-in of `trl_head.py`. On a CUDA machine the
+same command runs `step_cuda.py` instead. Exit code 1 where a row misses its "at least". Left out: several processes.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import argparse
+import gc
+import itertools
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
+
+import reporting
+from step_workload import BACKBONE, LORA, Workload, completion_lengths, padding_share, prompt_rows
+
+RESULT = ROOT / "benchmarks" / "results" / "rloo_step.json"
+PARTS = ("training", "whole", "memory")
+KIT_SIDES = ("fast", "balanced", "low")
+K4, K8 = Workload(num_generations=4), Workload(num_generations=8)
+LARGE = replace(K4, vocabulary=151936)
+TIED = replace(K4, beta=0.0, tied=True)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a figure has to reach. `lower`: smaller is better."""
+
+    at_least: float | None = None
+    aim: float | None = None
+    lower: bool = False
+
+    def judge(self, value: float) -> dict[str, Any]:
+        """The bar and whether the value holds it, for a row of the results."""
+
+        def reached(limit: float | None) -> bool | None:
+            return None if limit is None else value <= limit if self.lower else value >= limit
+
+        name = "at_most" if self.lower else "at_least"
+        return {name: self.at_least, "aim": self.aim, "holds": reached(self.at_least), "aim_reached": reached(self.aim)}
+
+
+NO_BAR = Bar()
+TRAINING_BARS = {
+    K4: Bar(4.5, 5.5),
+    K8: Bar(4.5, 5.5),
+    replace(K8, checkpointing=True): Bar(4.5, 5.5),
+    LARGE: Bar(2.0, 2.4),
+    TIED: Bar(10, 15),
+}
+GENERATION_BAR, WHOLE_BAR = Bar(4.0, 5.5), Bar(4.0, 5.5)
+MEMORY_BARS = {"fast": Bar(0.42, 0.2, lower=True), "low": Bar(0.25, 0.2, lower=True)}
+GRADIENT_BAR = Bar(1e-5, 1e-6, lower=True)
+
+
+# ------------------------------------------------------------------------------------------------------- timing
+
+
+def take_turns(sides: list[Any], repeats: int, canned: bool) -> dict[str, list[Any]]:
+    """`repeats` steps of each side, one after another in changing order, after one that is discarded."""
+    times: dict[str, list[Any]] = {side.name: [] for side in sides}
+    for turn in range(repeats + 1):
+        for side in sides if turn % 2 else reversed(sides):
+            step = side.step(canned=canned)
+            if turn:
+                times[side.name].append(step)
+    return times
+
+
+def compare(what: str, workload: Workload, side: str, ours: list[Any], stock: list[Any], part: str, bar: Bar) -> Any:
+    """A row: how many times faster our side is in a part ("training", "generation", "whole") of the steps."""
+
+    def seconds(steps: list[Any], kind: str) -> list[float]:
+        return [round(getattr(step, f"{part}_{kind}"), 4) for step in steps]
+
+    row = {"what": what, "workload": workload.label, "settings": asdict(workload), "side": side}
+    row |= {"stock_cpu_s": seconds(stock, "cpu_s"), "ours_cpu_s": seconds(ours, "cpu_s")}
+    row |= {"stock_wall_s": seconds(stock, "s"), "ours_wall_s": seconds(ours, "s")}
+    for kind in ("cpu", "wall"):
+        pairs = zip(row[f"stock_{kind}_s"], row[f"ours_{kind}_s"], strict=True)
+        ratios = [theirs / mine for theirs, mine in pairs]
+        name = "ratio" if kind == "cpu" else "wall_ratio"
+        row |= {name: statistics.median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
+    return row | bar.judge(row["ratio"])
+
+
+def measure_training(workload: Workload, sides: list[str], repeats: int, bar: Bar) -> Iterator[dict[str, Any]]:
+    """Rows for the training part of our sides, and for their gradients."""
+    from step_sides import build_side, gradient_error
+
+    built = [build_side(name, workload) for name in ("stock", *sides)]
+    times = take_turns(built, repeats, canned=True)
+    for side in built[1:]:
+        side_bar = bar if side.name == "fast" else NO_BAR
+        yield compare("training part", workload, side.name, times[side.name], times["stock"], "training", side_bar)
+        error = gradient_error(side, built[0])
+        row = {"what": "gradient", "workload": workload.label, "settings": asdict(workload), "side": side.name}
+        yield row | {"relative_error": error} | GRADIENT_BAR.judge(error)
+
+
+def measure_whole(workload: Workload, sides: list[str], repeats: int) -> Iterator[dict[str, Any]]:
+    """Rows for generation and for the whole step, from the same steps."""
+    from step_sides import build_side
+
+    built = [build_side(name, workload) for name in ("stock", *sides)]
+    times = take_turns(built, repeats, canned=False)
+    for side in built:
+        if side.completion_lengths != completion_lengths(workload):
+            raise AssertionError(f"{side.name} generated other lengths than imposed: {side.completion_lengths}")
+    for side in built[1:]:
+        bars = (GENERATION_BAR, WHOLE_BAR) if side.name == "fast" else (NO_BAR, NO_BAR)
+        for what, part, bar in (("generation", "generation", bars[0]), ("whole step", "whole", bars[1])):
+            row = compare(what, workload, side.name, times[side.name], times["stock"], part, bar)
+            yield row | {"engine": getattr(getattr(side.trainer, "rollout_engine", None), "name", None)}
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+def measure_memory(workload: Workload, sides: list[str], repeats: int) -> Iterator[dict[str, Any]]:
+    """Rows for the peak memory of the training part, each side in fresh processes."""
+    peaks = {name: [peak_in_fresh_process(name, workload) for _ in range(repeats)] for name in ("stock", *sides)}
+    stock = statistics.median(peaks["stock"])
+    for name in sides:
+        share = statistics.median(peaks[name]) / stock
+        row = {"what": "peak memory", "workload": workload.label, "settings": asdict(workload), "side": name}
+        row |= {"stock_mib": peaks["stock"], "ours_mib": peaks[name], "share": share}
+        yield row | MEMORY_BARS.get(name, NO_BAR).judge(share)
+
+
+def peak_in_fresh_process(name: str, workload: Workload) -> float:
+    """MiB above the level before the step."""
+    limits = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    command = [sys.executable, __file__, "--peak-of", name, "--workload", json.dumps(asdict(workload))]
+    done = subprocess.run(command, env=os.environ | limits, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the memory of {name} could not be measured:\n{done.stderr[-2000:]}")
+    return float(done.stdout.splitlines()[-1])
+
+
+def peak_of(name: str, workload: Workload) -> float:
+    """In the process that `peak_in_fresh_process` starts."""
+    from step_sides import build_side
+
+    side = build_side(name, workload)
+    full = side.canned_completions
+    side.canned_completions = [ids[:7] + ids[-1:] for ids in full]  # makes the optimizer's state, imports what is late
+    side.step()
+    side.canned_completions = full
+    gc.collect()
+    before = _memory_mib("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew here
+    side.step()
+    return round(_memory_mib("VmHWM") - before, 1)
+
+
+def _memory_mib(field: str) -> float:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.M)
+    return int(found.group(1)) / 1024 if found else float("nan")
+
+
+# ---------------------------------------------------------------------------------------------------- the command
+
+
+def plan(full: bool) -> list[tuple[str, Workload, Bar]]:
+    """What is measured: part, workload and bar of the training part."""
+    jobs = [("training", workload, bar) for workload, bar in TRAINING_BARS.items()]
+    jobs += [("whole", K4, NO_BAR), ("memory", K4, NO_BAR)]
+    if full:
+        every = itertools.product((4, 8), (2048, 151936), (False, True), (0.05, 0.0))
+        rows = [Workload(k, size, saved, beta, tied=beta == 0) for k, size, saved, beta in every]
+        jobs += [("training", workload, NO_BAR) for workload in rows if workload not in TRAINING_BARS]
+        jobs += [("whole", workload, NO_BAR) for workload in (K8, LARGE)]
+        jobs += [("memory", workload, NO_BAR) for workload in (K8, replace(K4, checkpointing=True), LARGE)]
+    return jobs
+
+
+def sides_of(part: str, workload: Workload, options: argparse.Namespace) -> list[str]:
+    """Our sides in a job: the default settings; every memory setting where memory or the gradient is the point."""
+    if options.side:
+        return options.side
+    return list(KIT_SIDES) if part == "memory" or (part == "training" and workload == K4) else ["fast"]
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All rows of the jobs that were asked for; each is printed as it comes."""
+    import torch
+    import trl_head
+
+    torch.set_num_threads(1)
+    rows = []
+    with trl_head.installed():
+        for part, workload, bar in plan(options.full):
+            if part not in options.only:
+                continue
+            sides = sides_of(part, workload, options)
+            repeats = options.repeats if workload.vocabulary == 2048 else min(options.repeats, 2)
+            if part == "training":
+                found = measure_training(workload, sides, repeats, bar)
+            elif part == "whole":
+                found = measure_whole(workload, sides, repeats)
+            else:
+                found = measure_memory(workload, sides, min(repeats, 2))
+            for row in found:
+                print(reporting.step_line(row), flush=True)
+                rows.append(row)
+            gc.collect()
+    return rows
+
+
+def describe() -> dict[str, Any]:
+    """What the rows have in common."""
+    import trl_head
+
+    lengths = {f"K {load.num_generations}": completion_lengths(load) for load in (K4, K8)}
+    return {
+        "workload": {
+            "backbone": BACKBONE,
+            "lora": LORA,
+            "completion_lengths": lengths,
+            "mean_length": statistics.mean(lengths["K 4"]),
+            "prompt_tokens": [len(row["prompt"]) for row in prompt_rows(K4)],
+            "padding_share": padding_share(K4),
+            "micro_batch": "one group, K completions; 16 / K micro-batches a step, on both sides",
+            "precision": "float32",
+        },
+        "stand_in": trl_head.tile_sizes() | {"what": "TRL's Triton head in plain torch, benchmarks/trl_head.py"},
+        "threads": 1,
+        "imposed_lengths": "the end token is impossible before a row's target and certain at it, on both sides",
+    }
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="every K, vocabulary, checkpointing and beta")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
+    parser.add_argument("--repeats", type=int, default=3, help="steps of each side after the one that is discarded")
+    parser.add_argument("--side", nargs="+", choices=KIT_SIDES, help="our memory settings; default: what the row needs")
+    parser.add_argument("--results", type=Path, default=RESULT)
+    parser.add_argument("--write-table", action="store_true", help="only bring docs/17-benchmarks.md up to date")
+    parser.add_argument("--peak-of", help=argparse.SUPPRESS)
+    parser.add_argument("--workload", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--cuda-child", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Measure and write; the exit code says whether every "at least" holds."""
+    options = parse()
+    if options.write_table:
+        reporting.write_tables()
+        return 0
+    if options.cuda_child:
+        import step_cuda
+
+        return step_cuda.run_child(json.loads(options.cuda_child))
+    import torch
+
+    if torch.cuda.is_available():
+        import step_cuda
+
+        return step_cuda.main(options)
+    from rloo_kit._stack import load_stack
+
+    load_stack()
+    if options.peak_of:
+        import trl_head
+
+        torch.set_num_threads(1)
+        with trl_head.installed():
+            print(peak_of(options.peak_of, Workload(**options.workload)))
+        return 0
+    started = time.monotonic()
+    header = reporting.header("benchmarks/rloo_step.py")
+    rows = measure(options)
+    result = header | {"seconds": round(time.monotonic() - started), **describe(), "rows": rows}
+    reporting.write(result, options.results)
+    missed = [row for row in rows if row["holds"] is False]
+    for row in missed:
+        print(f"MISSED: {reporting.step_line(row)}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""The two sides of `rloo_step.py`: stock TRL's trainer and the kit's, driven through `train()` and timed from outside.
+
+A step is what lies between TRL's callbacks `on_step_begin` and `on_step_end`: rollout, rewards, scoring, loss, backward
+and optimizer. Its rollout is the trainer's own `_generate_single_turn`, timed by itself, or canned completions. So the
+training part of a step is the step less its rollout and its rewards, on both sides, whatever a trainer is made of.
+
+Imposed lengths: how long a random model's completions get must not depend on chance or on the side. In `generate` a
+logits processor sets the end token's score: impossible before a row's target, certain at it, one column a step (2 % of
+nothing at 16 x 2048). The kit's native engine is given the same targets; see `impose_lengths`.
+"""
+
+import contextlib
+import inspect
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import step_workload
+import torch
+from step_workload import Workload
+
+LEARNING_RATE = 1e-6  # TRL's default: the weights stay where they are, as far as time and gradients can tell
+MEMORY_SETTINGS = ("fast", "balanced", "low")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step, in seconds of wall clock and of this process's processors."""
+
+    whole_s: float
+    generation_s: float
+    reward_s: float
+    whole_cpu_s: float
+    generation_cpu_s: float
+
+    @property
+    def training_s(self) -> float:
+        return self.whole_s - self.generation_s - self.reward_s
+
+    @property
+    def training_cpu_s(self) -> float:
+        return self.whole_cpu_s - self.generation_cpu_s - self.reward_s
+
+
+class Clock:
+    """Wall and processor time of a section."""
+
+    def __init__(self) -> None:
+        self.wall_s = self.cpu_s = 0.0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        _synchronize()
+        wall, cpu = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            _synchronize()
+            self.wall_s += time.perf_counter() - wall
+            self.cpu_s += time.process_time() - cpu
+
+    def reset(self) -> None:
+        self.wall_s = self.cpu_s = 0.0
+
+
+class Side:
+    """A trainer on a workload.
+
+    Args:
+        name: "stock", or the kit's memory setting: "fast", "balanced" or "low".
+        trainer: as made by `build_side`; its rollout and its rewards are wrapped here.
+    """
+
+    def __init__(self, name: str, workload: Workload, trainer: Any, end_id: int):
+        self.name, self.workload, self.trainer = name, workload, trainer
+        self.canned = True
+        self.whole = Clock()
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.completion_lengths: list[int] = []
+        self._rollout, self._rewards = Clock(), Clock()
+        self.canned_completions = step_workload.completions(workload, end_id)
+        self._targets = step_workload.completion_lengths(workload)
+        self._wrap_rollout(end_id)
+        self._wrap_rewards()
+        trainer.add_callback(_step_clock(self))
+
+    def step(self, canned: bool = True) -> StepTime:
+        """One optimizer step through `trainer.train()`."""
+        self.canned = canned
+        for clock in (self._rollout, self._rewards, self.whole):
+            clock.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.trainer.train()
+        return StepTime(
+            self.whole.wall_s, self._rollout.wall_s, self._rewards.wall_s, self.whole.cpu_s, self._rollout.cpu_s
+        )
+
+    def _wrap_rollout(self, end_id: int) -> None:
+        original = self.trainer._generate_single_turn
+
+        def rollout(prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> Any:
+            with self._rollout.running():
+                if self.canned:
+                    return self._answer([list(ids) for ids in self.canned_completions])
+                with impose_lengths(self.trainer, self._targets, end_id):
+                    completion_ids = original(prompt_ids, *arguments, **keywords)
+            ids = completion_ids[0] if isinstance(completion_ids, tuple) else completion_ids
+            self.completion_lengths = [len(row) for row in ids]
+            return completion_ids
+
+        self.trainer._generate_single_turn = rollout
+
+    def _answer(self, completion_ids: list[list[int]]) -> Any:
+        """As the trainer's rollout answers: TRL's GRPO trainer gives log-probabilities too, None from `generate`."""
+        return (completion_ids, None) if self.name == "grpo" else completion_ids
+
+    def keep_gradients(self) -> None:
+        """The gradients of the first step, before the optimizer uses them."""
+        if not self.gradients:
+            self.gradients = {
+                name: parameter.grad.detach().clone()
+                for name, parameter in self.trainer.model.named_parameters()
+                if parameter.requires_grad and parameter.grad is not None
+            }
+
+    def _wrap_rewards(self) -> None:
+        original = self.trainer._calculate_rewards
+
+        def rewards(*arguments: Any, **keywords: Any) -> Any:
+            with self._rewards.running():
+                return original(*arguments, **keywords)
+
+        self.trainer._calculate_rewards = rewards
+
+
+def _step_clock(side: Side) -> Any:
+    """A callback that runs a side's clock from the beginning of a step to its end, and keeps its first gradients."""
+    from transformers import TrainerCallback
+
+    class StepClock(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.section = side.whole.running()
+            self.section.__enter__()
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            side.keep_gradients()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.section.__exit__(None, None, None)
+
+    return StepClock()
+
+
+def build_side(name: str, workload: Workload, **options: Any) -> Side:
+    """A side on the small Qwen3; equal weights for equal workloads.
+
+    Args:
+        name: "stock" or one of `MEMORY_SETTINGS`. options: more arguments of the config.
+    """
+    from peft import LoraConfig
+
+    tokenizer = step_workload.build_tokenizer(workload)
+    model = step_workload.build_model(workload, tokenizer)
+    return wrap_model(name, workload, model, tokenizer, LoraConfig(**step_workload.LORA), **options)
+
+
+def wrap_model(name: str, workload: Workload, model: Any, tokenizer: Any, peft_config: Any, **options: Any) -> Side:
+    """The trainer of one side around a model.
+
+    Args:
+        name: "stock", "grpo" (TRL's GRPO trainer, or what Unsloth makes of it) or one of `MEMORY_SETTINGS`.
+        peft_config: None where the model has its adapter. options: more arguments of the config.
+    """
+    import trl
+    from datasets import Dataset
+
+    config_class, trainer_class = trl.RLOOConfig, trl.RLOOTrainer
+    if name == "grpo":
+        config_class, trainer_class = trl.GRPOConfig, trl.GRPOTrainer
+    elif name != "stock":
+        from rloo_kit.rloo_config import RLOOConfig
+        from rloo_kit.trainer import RLOOTrainer
+
+        config_class, trainer_class = RLOOConfig, RLOOTrainer
+        options = kit_options(name) | options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = trainer_class(
+            model=model,
+            reward_funcs=step_workload.length_reward,
+            args=config_class(**trainer_arguments(workload) | options),
+            train_dataset=Dataset.from_list(step_workload.prompt_rows(workload)),
+            processing_class=tokenizer,
+            peft_config=peft_config,
+        )
+    quieten(trainer)
+    step_workload.move_adapter(trainer.model)
+    return Side(name, workload, trainer, tokenizer.eos_token_id)
+
+
+def kit_options(name: str) -> dict[str, Any]:
+    """The kit's own option for a memory setting; none where this version of the kit has no such option."""
+    from rloo_kit.rloo_config import RLOOConfig
+
+    return {"memory": name} if "memory" in inspect.signature(RLOOConfig).parameters else {}
+
+
+def trainer_arguments(workload: Workload) -> dict[str, Any]:
+    """What both configs are given. Clipping is on, as by default, but at a norm that leaves the gradient as it is."""
+    return {
+        "output_dir": tempfile.mkdtemp(prefix="rloo-step-"),
+        "use_cpu": True,
+        "bf16": False,
+        "max_steps": 1,
+        "learning_rate": LEARNING_RATE,
+        "max_grad_norm": 1e9,
+        "per_device_train_batch_size": workload.num_generations,
+        "gradient_accumulation_steps": workload.groups,
+        "num_generations": workload.num_generations,
+        "max_completion_length": step_workload.LONGEST,
+        "gradient_checkpointing": workload.checkpointing,
+        "beta": workload.beta,
+        "temperature": 1.0,
+        "shuffle_dataset": False,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+
+
+def quieten(trainer: Any) -> None:
+    """No line a step: it would be printed once for every call of `train()`."""
+    from transformers.trainer_callback import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)
+
+
+def gradient_error(side: Side, stock: Side) -> float:
+    """|ours - stock| / |stock| over all LoRA parameters together, float64 arithmetic."""
+    if side.gradients.keys() != stock.gradients.keys():
+        raise AssertionError(f"{side.name} and stock train different parameters")
+    names = sorted(stock.gradients)
+    ours, theirs = (torch.cat([one.gradients[name].double().flatten() for name in names]) for one in (side, stock))
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+# ---------------------------------------------------------------------------------------------- imposed lengths
+
+
+@contextlib.contextmanager
+def impose_lengths(trainer: Any, targets: list[int], end_id: int) -> Iterator[None]:
+    """Inside the block, row i of the trainer's rollout ends, with the end token, after `targets[i]` tokens."""
+    with _end_in_generate(trainer.model, targets, end_id), _end_in_native(targets, end_id):
+        yield
+
+
+class EndAt:
+    """A logits processor: the end token is impossible before a row's target and certain at it."""
+
+    def __init__(self, targets: list[int], prompt_tokens: int, end_id: int):
+        self.targets, self.prompt_tokens, self.end_id = torch.tensor(targets), prompt_tokens, end_id
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.targets.device != scores.device:
+            self.targets = self.targets.to(scores.device)
+        due = self.targets <= input_ids.size(1) - self.prompt_tokens + 1
+        scores[:, self.end_id] = torch.where(due, 1e4, -torch.inf).to(scores.dtype)
+        return scores
+
+
+@contextlib.contextmanager
+def _end_in_generate(model: Any, targets: list[int], end_id: int) -> Iterator[None]:
+    original: Callable[..., Any] = model.generate
+
+    def generate(*arguments: Any, input_ids: torch.Tensor, logits_processor: Any = (), **keywords: Any) -> Any:
+        processors = [EndAt(targets, input_ids.size(1), end_id), *(logits_processor or ())]
+        return original(*arguments, input_ids=input_ids, logits_processor=processors, **keywords)
+
+    before = vars(model).get("generate")
+    model.generate = generate
+    try:
+        yield
+    finally:
+        if before is None:
+            del model.generate
+        else:
+            model.generate = before
+
+
+@contextlib.contextmanager
+def _end_in_native(targets: list[int], end_id: int) -> Iterator[None]:
+    """The native engine keeps each completion in a `Turn`, made in the order of the prompts; it gets its target here.
+
+    A token is replaced once it is drawn, which costs a comparison a token; the model computes as many steps as ever.
+    """
+    try:
+        from rloo_kit import rollout_native
+    except ImportError:  # a version of the kit before its own engine
+        yield
+        return
+    waiting = iter(targets)
+
+    class TargetedTurn(rollout_native.Turn):  # type: ignore[misc]
+        def __init__(self, *arguments: Any):
+            super().__init__(*arguments)
+            self.target = next(waiting)
+
+        def take(self, token: int, logp: float) -> None:
+            due = len(self.ids) + 1 >= self.target
+            super().take(end_id if due else 0 if token == end_id else token, logp)
+
+    before, rollout_native.Turn = rollout_native.Turn, TargetedTurn
+    try:
+        yield
+    finally:
+        rollout_native.Turn = before
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,145 @@
+"""What both sides of `rloo_step.py` work on: a small Qwen3, prompts, completion lengths and rewards, all fixed.
+
+The lengths are the quantiles of a lognormal distribution between 64 and 889 tokens (mean 284 for 16 completions), dealt
+to the groups once, so that every run has the same: of a batch that is padded to its longest prompt and its longest
+completion 61 % is padding, as in the workload of a model that thinks. A reward is a completion's length, so no group
+ties unless it is told to. Left out: real text; the cost of a step does not depend on it.
+"""
+
+import itertools
+import math
+import random
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+COMPLETIONS = 16
+SHORTEST, LONGEST, SIGMA = 64, 889, 0.75
+PROMPT_TOKENS = (94, 108)  # the shortest and the longest; 101 on average
+BACKBONE = {
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "intermediate_size": 768,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+LORA = {
+    "r": 16,
+    "lora_alpha": 16,
+    "lora_dropout": 0.0,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "task_type": "CAUSAL_LM",
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step. `num_generations` is K; a micro-batch is one group, so a step is 16 / K micro-batches on both sides."""
+
+    num_generations: int = 4
+    vocabulary: int = 2048
+    checkpointing: bool = False
+    beta: float = 0.05
+    tied: bool = False  # every completion of half of the groups gets the same reward
+    completions: int = COMPLETIONS
+
+    @property
+    def groups(self) -> int:
+        return self.completions // self.num_generations
+
+    @property
+    def label(self) -> str:
+        parts = [f"K {self.num_generations}", f"vocabulary {self.vocabulary}", f"beta {self.beta:g}"]
+        return ", ".join(parts + ["checkpointing"] * self.checkpointing + ["half of the groups tied"] * self.tied)
+
+
+def completion_lengths(workload: Workload) -> list[int]:
+    """Tokens of each completion, the end token included; the groups' shares of the tokens are as equal as they get.
+
+    >>> values = completion_lengths(Workload())
+    >>> min(values), max(values), round(statistics.mean(values))
+    (64, 889, 284)
+    """
+    normal = statistics.NormalDist()
+    scores = [normal.inv_cdf((index + 0.5) / workload.completions) for index in range(workload.completions)]
+    median = LONGEST / math.exp(SIGMA * scores[-1])
+    values = [max(SHORTEST, round(median * math.exp(SIGMA * score))) for score in scores]
+    random.Random(0).shuffle(values)
+    return values
+
+
+def tied_groups(workload: Workload) -> list[int]:
+    """Half of the groups: those that hold closest to half of the completion tokens; none unless the workload says so.
+
+    >>> tied_groups(Workload()), len(tied_groups(Workload(tied=True)))
+    ([], 2)
+    """
+    if not workload.tied:
+        return []
+    lengths, size = completion_lengths(workload), workload.num_generations
+    shares = [sum(lengths[group * size : (group + 1) * size]) for group in range(workload.groups)]
+    choices = itertools.combinations(range(workload.groups), workload.groups // 2)
+    return list(min(choices, key=lambda chosen: abs(sum(shares[group] for group in chosen) - sum(lengths) / 2)))
+
+
+def prompt_rows(workload: Workload) -> list[dict[str, Any]]:
+    """One row for each group: a prompt of about 101 bytes (as many tokens), and whether its group ties."""
+    shortest, longest = PROMPT_TOKENS
+    tied = tied_groups(workload)
+    rows = []
+    for group in range(workload.groups):
+        size = shortest + (longest - shortest) * group // max(workload.groups - 1, 1)
+        text = f"Problem {group}: " + " ".join(f"{17 * n + group} + {23 * n}" for n in range(40))
+        rows.append({"prompt": text[:size], "tied": group in tied})
+    return rows
+
+
+def completions(workload: Workload, end_id: int) -> list[list[int]]:
+    """The canned completions of a step, group by group: random bytes, then the end token."""
+    chance = random.Random(1)
+    return [[chance.randrange(250) for _ in range(length - 1)] + [end_id] for length in completion_lengths(workload)]
+
+
+def length_reward(completion_ids: list[list[int]], tied: list[bool], **_: Any) -> list[float]:
+    """The length in thousands of tokens; 1 in a tied group."""
+    return [1.0 if even else len(ids) / 1000 for ids, even in zip(completion_ids, tied, strict=True)]
+
+
+def padding_share(workload: Workload) -> float:
+    """Share of a padded batch's tokens that is padding, 0 to 1."""
+    lengths = completion_lengths(workload)
+    prompts = [len(row["prompt"]) for row in prompt_rows(workload) for _ in range(workload.num_generations)]
+    return 1 - (sum(lengths) + sum(prompts)) / (len(lengths) * (max(lengths) + max(prompts)))
+
+
+def build_tokenizer(workload: Workload) -> Any:
+    """The embedded model's byte tokenizer: one token a byte, Qwen3's ids where the vocabulary is Qwen3's."""
+    from rloo_kit.tiny_tokenizer import build_tokenizer as build
+
+    return build("thinking", "qwen3" if workload.vocabulary > 2048 else "compact")
+
+
+def build_model(workload: Workload, tokenizer: Any, seed: int = 0) -> Any:
+    """The small Qwen3 in float32 with random weights; the same seed gives the same weights."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(Qwen3Config(vocab_size=workload.vocabulary, **BACKBONE, **ids))
+
+
+def move_adapter(model: Any, seed: int = 2) -> None:
+    """Give the fresh adapter weights, as in the middle of a run; where B is zero the policy is its own reference."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name and ".ref." not in name:
+                values = torch.randn(parameter.shape, generator=generator) * 0.02
+                parameter.copy_(values.to(parameter))
