@@ -1,9 +1,9 @@
 """Held-out accuracy with its interval, and what goes with it: greedy accuracy, pass@k, thinking, budgets.
 
 `evaluate` samples `eval.num_samples` completions of each held-out prompt from the policy's whole distribution and
-counts those whose answer is right: those to which the run's own answer reward gives exactly 1.0 (`answer_reward` or
-`math_answer_reward` with the parameters it has in the run, `answer_reward` if the run has neither). How the intervals
-are made is said in `intervals`; what comes back, and how two of them compare, in `measurement`.
+counts those whose answer is right by the run's own answer reward (`answer_judge`). With `eval.thinking_budgets` the
+thinking is closed as training closes it (`rloo.thinking_close`). How the intervals are made is said in `intervals`;
+what comes back, and how two of them compare, in `measurement`.
 
 Left out: several benchmarks at once, and judging by anything but the answer.
 """
@@ -13,19 +13,18 @@ import math
 import time
 from typing import Any
 
+from rloo_kit.answer_judge import AnswerJudge
 from rloo_kit.chat import thinks
-from rloo_kit.config_sections import RewardSection
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.intervals import clustered, pass_at_k
 from rloo_kit.measurement import Comparison, Evaluation, compare
-from rloo_kit.reward_registry import build_reward
 from rloo_kit.rollout import Completion, generate_completions
+from rloo_kit.thinking_budget import close_ids_for
 from rloo_kit.tokens import split_thinking
 
 __all__ = ["Comparison", "Evaluation", "compare", "evaluate"]
 
-ANSWER_REWARDS = ("answer_reward", "math_answer_reward")
-JUDGED_AT_ONCE = 32  # completions in one call of the answer reward: its time limit is for a call
+ENGINES = ("native", "generate")  # those that sample outside the trainer; for the others it is auto
 
 
 def evaluate(run: Any, policy: Any, dataset: Any, label: str = "") -> Evaluation:
@@ -45,7 +44,8 @@ def evaluate(run: Any, policy: Any, dataset: Any, label: str = "") -> Evaluation
     started = time.monotonic()
     dataset = _first_prompts(dataset, run.eval.num_prompts)
     _check_budgets(run, policy)
-    judge = _Judge(run, policy.tokenizer, dataset)
+    gold = list(dataset["answer"]) if "answer" in dataset.column_names else None
+    judge = AnswerJudge(run, policy.tokenizer, gold)
     generate = _Generator(run, policy, dataset, label)
     try:
         measured = _measure_sampled(run, policy, dataset, judge, generate, label)
@@ -58,41 +58,6 @@ def evaluate(run: Any, policy: Any, dataset: Any, label: str = "") -> Evaluation
     measured.unscored = judge.unscored
     measured.seconds = time.monotonic() - started
     return measured
-
-
-class _Judge:
-    """Says of completions whether their answers are right."""
-
-    def __init__(self, run: Any, tokenizer: Any, dataset: Any) -> None:
-        self.unscored = 0
-        self.gold = list(dataset["answer"]) if "answer" in dataset.column_names else None
-        self.reward = None
-        if self.gold is not None:
-            entry = next((entry for entry in run.rewards if entry.name in ANSWER_REWARDS), None)
-            self.reward = build_reward(run, tokenizer, entry or RewardSection(name="answer_reward"))
-
-    def judge(self, completions: list[Completion]) -> list[bool] | None:
-        """One verdict a completion; None without gold answers."""
-        if self.reward is None or self.gold is None:
-            return None
-        verdicts: list[bool] = []
-        for start in range(0, len(completions), JUDGED_AT_ONCE):
-            batch = completions[start : start + JUDGED_AT_ONCE]
-            scores = self.reward(
-                prompts=[""] * len(batch),
-                completions=[completion.text for completion in batch],
-                completion_ids=[completion.ids for completion in batch],
-                answer=[self.gold[completion.prompt_index] for completion in batch],
-            )
-            self.unscored += sum(score is None or math.isnan(score) for score in scores)
-            verdicts += [score == 1.0 for score in scores]
-        return verdicts
-
-    def close(self) -> None:
-        """End the process of a reward that has one."""
-        worker = None if self.reward is None else vars(self.reward).get("worker")  # asking for it would start one
-        if worker is not None:
-            worker.close()
 
 
 class _Generator:
@@ -117,13 +82,14 @@ class _Generator:
             temperature=temperature,
             batch_size=self.run.eval.batch_size,
             seed=self.run.run.seed,
+            engine=self.run.rollout.engine if self.run.rollout.engine in ENGINES else "auto",
             on_batch=report,
             **options,
         )
 
 
 def _measure_sampled(
-    run: Any, policy: Any, dataset: Any, judge: _Judge, generate: _Generator, label: str
+    run: Any, policy: Any, dataset: Any, judge: AnswerJudge, generate: _Generator, label: str
 ) -> Evaluation:
     num_samples = run.eval.num_samples
     completions = generate("sampled", run.eval.temperature, num_samples=num_samples)
@@ -153,7 +119,7 @@ def _measure_sampled(
     return measured
 
 
-def _measure_greedy(run: Any, judge: _Judge, generate: _Generator, measured: Evaluation) -> None:
+def _measure_greedy(run: Any, judge: AnswerJudge, generate: _Generator, measured: Evaluation) -> None:
     if run.eval.temperature == 0:
         measured.greedy_per_prompt = measured.per_prompt
     else:
@@ -164,14 +130,23 @@ def _measure_greedy(run: Any, judge: _Judge, generate: _Generator, measured: Eva
         measured.greedy_accuracy, measured.greedy_low, measured.greedy_high = estimate
 
 
-def _measure_budget(run: Any, judge: _Judge, generate: _Generator, budget: int) -> dict[str, Any]:
+def _measure_budget(run: Any, judge: AnswerJudge, generate: _Generator, budget: int) -> dict[str, Any]:
+    """One entry of `Evaluation.budgets`: accuracy over all completions, over those the budget closed and the others."""
     completions = generate(
-        f"budget {budget}", run.eval.temperature, thinking_budget=budget, answer_budget=run.eval.answer_budget
+        f"budget {budget}",
+        run.eval.temperature,
+        thinking_budget=budget,
+        answer_budget=run.eval.answer_budget,
+        thinking_close=run.rloo.thinking_close,
     )
     verdicts = judge.judge(completions)
-    accuracy, low, high = (None, None, None) if verdicts is None else clustered(_per_prompt(verdicts, 1), 1)
-    forced_share = _mean([completion.forced for completion in completions])
-    return {"budget": budget, "accuracy": accuracy, "low": low, "high": high, "forced_share": forced_share}
+    forced = [completion.forced for completion in completions]
+    entry: dict[str, Any] = {"budget": budget, "forced_share": _mean(forced)}
+    for prefix, sides in (("", (True, False)), ("forced_", (True,)), ("unforced_", (False,))):
+        chosen = [float(v) for v, closed in zip(verdicts or [], forced, strict=verdicts is not None) if closed in sides]
+        estimate = clustered(chosen, 1) if chosen else (None, None, None)
+        entry |= dict(zip((f"{prefix}accuracy", f"{prefix}low", f"{prefix}high"), estimate, strict=True))
+    return entry
 
 
 def _samples(
@@ -194,6 +169,7 @@ def _samples(
                 "closed": completion.closed,
                 "tokens": len(completion.ids),
                 "thinking_tokens": completion.thinking_tokens,
+                "forced": completion.forced,
             }
         )
     return samples
@@ -218,11 +194,12 @@ def _check_budgets(run: Any, policy: Any) -> None:
             f"eval.thinking_budgets is {budgets}, but this model does not think (family {policy.family}). Set "
             "eval.thinking_budgets: []"
         )
-    needed = run.data.max_prompt_length + max(budgets) + 1 + run.eval.answer_budget
+    forced = len(close_ids_for(policy.tokenizer, policy.tags, run.rloo.thinking_close))
+    needed = run.data.max_prompt_length + max(budgets) + forced + run.eval.answer_budget
     if needed > run.model.max_seq_length:
         raise ConfigError(
             f"data.max_prompt_length ({run.data.max_prompt_length}) + the largest of eval.thinking_budgets "
-            f"({max(budgets)}) + 1 + eval.answer_budget ({run.eval.answer_budget}) is {needed} tokens, but "
+            f"({max(budgets)}) + {forced} + eval.answer_budget ({run.eval.answer_budget}) is {needed} tokens, but "
             f"model.max_seq_length is {run.model.max_seq_length}. Lower one of the first three or raise the last"
         )
 

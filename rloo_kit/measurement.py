@@ -25,9 +25,11 @@ class Evaluation:
         truncated_share: completions that the limit cut off.
         mean_thinking_tokens: over the closed completions.
         mean_tokens: over all completions.
-        budgets: one dict for each thinking budget: budget, accuracy, low, high, forced_share.
+        budgets: one dict for each thinking budget: budget, accuracy, low, high, forced_share; the accuracy of the
+            completions whose thinking the budget closed, forced_accuracy, forced_low, forced_high, and of the others,
+            unforced_accuracy, unforced_low, unforced_high (None where there are none of them).
         samples: the first completion of the first `eval.num_completions` prompts: prompt, thinking, answer, gold,
-            correct, ended, closed, tokens, thinking_tokens.
+            correct, ended, closed, tokens, thinking_tokens, forced.
         unscored: completions that the answer reward could not judge; they count as wrong.
         seconds: how long it took.
         prompts_digest: tells whether two evaluations are of the same prompts.
@@ -77,7 +79,7 @@ class Evaluation:
         for entry in self.budgets:
             found = _with_interval(entry["accuracy"], entry["low"], entry["high"]) or "no answer column"
             rows.append((f"accuracy, thinking at most {entry['budget']} tokens", found))
-            rows.append((f"thinking closed for it at {entry['budget']}", f"{entry['forced_share']:.1%}"))
+            rows += _forced_rows(entry)
         if self.closed_share is not None:
             rows.append(("thinking closed", f"{self.closed_share:.1%}"))
         if self.mean_thinking_tokens is not None:
@@ -181,6 +183,16 @@ def _difference(paired: bool, before: tuple[Any, ...], after: tuple[Any, ...]) -
     if paired and before[3] is not None and after[3] is not None:
         return paired_difference(before[3], after[3])
     return unpaired_difference(Estimate(*before[:3]), Estimate(*after[:3]))
+
+
+def _forced_rows(entry: dict[str, Any]) -> list[tuple[str, str]]:
+    """How often a budget closed the thinking, and the accuracies apart; evaluations of before had only the first."""
+    at = f"at {entry['budget']}"
+    rows = [(f"closed by the budget {at}", f"{entry['forced_share']:.1%}")]
+    for side, name in (("forced", f"accuracy {at}, closed by the budget"), ("unforced", f"accuracy {at}, the others")):
+        found = _with_interval(*(entry.get(f"{side}_{key}") for key in ("accuracy", "low", "high")))
+        rows += [(name, found)] if found else []
+    return rows
 
 
 def _with_interval(value: float | None, low: float | None, high: float | None) -> str:

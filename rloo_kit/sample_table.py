@@ -11,7 +11,7 @@ from rich.text import Text
 from transformers import TrainerCallback
 
 from rloo_kit.callbacks import RolloutLog, is_step_row
-from rloo_kit.samples import picture_controls, plain_prompt
+from rloo_kit.samples import CLOSED_BY_THE_BUDGET, picture_controls, plain_prompt
 from rloo_kit.text_tables import print_table
 from rloo_kit.tokens import ThinkTags, split_thinking
 
@@ -55,7 +55,8 @@ class SampleTable(TrainerCallback):
             reward = "not scored" if row["reward"] is None else f"{row['reward']:.2f}\nadv. {row['advantage']:+.2f}"
             if row["truncated"]:
                 answer += "\n(cut off)"
-            cells = (_shorten(plain_prompt(prompt), 160), _shorten(thinking, 480), _shorten(answer, 240), reward)
+            shown = _shorten(thinking, 480) + (f"\n({CLOSED_BY_THE_BUDGET})" if row.get("forced") else "")
+            cells = (_shorten(plain_prompt(prompt), 160), shown, _shorten(answer, 240), reward)
             table.add_row(*(Text(picture_controls(cell)) for cell in cells))
         return table
 

@@ -8,6 +8,7 @@ from rloo_kit.measurement import Evaluation
 
 # Control characters have no place in a page or on a terminal (a model may write any); the symbols that picture them do.
 _PICTURED = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+CLOSED_BY_THE_BUDGET = "closed by the budget"  # the model had not, when its thinking budget was spent
 _MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 
 
@@ -41,10 +42,14 @@ def describe_sample(sample: dict[str, Any]) -> str:
     """
     >>> describe_sample({"tokens": 9, "thinking_tokens": 5, "ended": False})
     '9 tokens, 5 of them thinking, truncated'
+    >>> describe_sample({"tokens": 9, "thinking_tokens": 5, "ended": True, "forced": True})
+    '9 tokens, 5 of them thinking, closed by the budget'
     """
     notes = [f"{sample['tokens']} tokens"]
     if sample["thinking_tokens"] is not None:
         notes.append(f"{sample['thinking_tokens']} of them thinking")
+    if sample.get("forced"):  # evaluations written before there were budgets have no such entry
+        notes.append(CLOSED_BY_THE_BUDGET)
     if not sample["ended"]:
         notes.append("truncated")
     return ", ".join(notes)

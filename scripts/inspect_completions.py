@@ -2,8 +2,9 @@
 """Completions of a run with thinking and answer apart, and the shares that closed their thinking and were cut off.
 
 FOLDER is a run's folder, outputs/NAME. Reads rollouts.jsonl: the id of the closing tag, not the text, decides whether a
-completion closed its thinking. Prints one JSON object on stdout. A text that spells the tag in ordinary tokens besides
-cannot be split by it: then `thinking` and `answer` are null and `text` has it whole.
+completion closed its thinking; `forced` says that it was closed by the budget, because the model had not. Prints one
+JSON object on stdout. A text that spells the tag in ordinary tokens besides cannot be split by it: then `thinking` and
+`answer` are null and `text` has it whole.
 
 Exit codes: 0 done;
 """
@@ -68,6 +69,7 @@ def describe(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "num_completions": count,
         "closed_share": sum(row["closed"] for row in rows) / count,
+        "forced_share": sum(bool(row.get("forced")) for row in rows) / count,
         "truncated_share": sum(row["truncated"] for row in rows) / count,
         "tied_groups_share": sum(len(rewards) == 1 for rewards in groups.values()) / len(groups),
         "mean_tokens": sum(row["completion_tokens"] for row in rows) / count,
@@ -96,8 +98,9 @@ def describe_one(row: dict[str, Any], end_id: int | None, limit: int) -> dict[st
     else:
         opened = str(row["prompt"]).rstrip().endswith(OPENING) or text.lstrip().startswith(OPENING)
         parts["thinking" if opened else "answer"] = shorten(text, limit)
-    kept = ("closed", "truncated", "completion_tokens", "thinking_tokens", "reward", "advantage", "rewards")
+    kept = ("closed", "forced", "truncated", "completion_tokens", "thinking_tokens", "reward", "advantage", "rewards")
     start = {"prompt": shorten(str(row["prompt"]), limit)}
+    row = {"forced": False} | row  # runs of before there were budgets do not say
     return start | parts | {key: row[key] for key in kept} | {"columns": row.get("columns", {})}
 
 

@@ -160,8 +160,8 @@ def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, 
     rollouts(
         [
             row(ids("scratch[/bold]\r\x1b[2K</think>[red]3"), reward=None),
-            row(ids("same prompt")),
-            row(ids("endless"), prompt=PROMPT.format("5+5="), truncated=True, advantage=-0.25),
+            row(ids("same prompt"), forced=True),
+            row(ids("endless"), forced=True, prompt=PROMPT.format("5+5="), truncated=True, advantage=-0.25),
         ]
     )
     table = SampleTable(rollouts, tiny_tokenizer, TAGS, "thinking", every_steps=10, num_samples=2)
@@ -170,6 +170,7 @@ def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, 
     printed = capsys.readouterr().out
     assert printed.count("Completions of step") == 2 and "step 1" in printed and "step 10" in printed
     assert "scratch[/bold]\u240d\u241b[2K" in printed and "[red]3" in printed and "not scored" in printed
+    assert printed.count("closed by the budget") == 2, "once in each of the two tables"
     assert "cut off" in printed and "adv. -0.25" in printed
     assert "same prompt" not in printed, "one completion of each prompt before a second one"
     assert "im_start" not in printed and "assistant" not in printed and "5+5=" in printed

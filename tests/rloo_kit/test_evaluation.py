@@ -148,12 +148,12 @@ def test_without_answers_accuracy_is_none(make_run: Any, make_policy: Any) -> No
 
 def test_answers_that_cannot_be_judged(make_run: Any, make_policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """math-verify can give up on an answer: that is not right, and it is said how often it happened."""
-    from rloo_kit import evaluation
+    from rloo_kit import answer_judge
 
     def unsure(**batch: Any) -> list[float | None]:
         return [float("nan"), None, 1.0] * (len(batch["completions"]) // 3)
 
-    monkeypatch.setattr(evaluation, "build_reward", lambda *_: unsure)
+    monkeypatch.setattr(answer_judge, "build_reward", lambda *_: unsure)
     measured = evaluate(make_run(greedy=False), digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS))
     assert measured.accuracy == pytest.approx(1 / 3) and measured.unscored == 8
     assert "could not be judged" in str(measured)
@@ -200,6 +200,29 @@ def test_accuracy_at_thinking_budgets(make_run: Any, make_policy: Any) -> None:
     for entry in measured.budgets:
         assert (entry["accuracy"], entry["forced_share"]) == (1.0, 1.0)
         assert entry["low"] == pytest.approx(wilson(1.0, NUM_PROMPTS).low)
+        assert (entry["forced_accuracy"], entry["forced_low"]) == (1.0, entry["low"])
+        assert entry["unforced_accuracy"] is entry["unforced_low"] is None
+    rows = dict(measured.rows())
+    assert rows["closed by the budget at 4"] == "100.0%" and rows["accuracy at 4, closed by the budget"][:5] == "1.000"
+    assert "accuracy at 4, the others" not in rows
+
+
+def test_forced_and_unforced_accuracy_apart(make_run: Any, make_policy: Any) -> None:
+    """One accuracy at a budget hides whether it is the cut-off thoughts that are wrong. The same numbers by hand."""
+    policy = digits_policy(make_policy)
+    options: dict[str, Any] = {"max_completion_length": 6, "thinking_budget": 2, "answer_budget": 3}
+    found = generate_completions(policy, make_dataset()["prompt"][:], **options)
+    gold = answers_of(policy, **options)
+    gold = [answer if answer and index % 2 else "no such answer" for index, answer in enumerate(gold)]
+    measured = evaluate(make_run(thinking_budgets=[2], answer_budget=3), policy, make_dataset(gold))
+    (entry,) = measured.budgets
+    verdicts = [float(answer != "no such answer") for answer in gold]
+    for side, name in ((True, "forced"), (False, "unforced")):
+        chosen = [right for right, completion in zip(verdicts, found, strict=True) if completion.forced is side]
+        assert chosen and entry[f"{name}_accuracy"] == pytest.approx(sum(chosen) / len(chosen))
+        assert entry[f"{name}_high"] == pytest.approx(wilson(sum(chosen) / len(chosen), len(chosen)).high)
+    assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
+    assert "accuracy at 2, closed by the budget" in str(measured) and "accuracy at 2, the others" in str(measured)
 
 
 def test_budgets_need_a_model_that_thinks(make_run: Any, make_policy: Any) -> None:

@@ -245,6 +245,15 @@ def test_completions_as_text() -> None:
     )
 
 
+def test_a_thought_that_the_budget_closed_is_marked() -> None:
+    """A thought that ends in mid-sentence reads like a broken model where nobody says that it was cut."""
+    shown = show_completions(
+        make_evaluation(make_sample("12+34=", forced=True)), make_evaluation(make_sample("12+34="))
+    )
+    assert repr(shown).count("5 of them thinking, closed by the budget") == 1
+    assert html_of(shown).count("5 of them thinking, closed by the budget") == 1
+
+
 def test_completions_of_one_evaluation() -> None:
     """Before training there is one side; a model that does not think has no thinking to show."""
     plain = make_sample("q", thinking="", closed=False, thinking_tokens=None, gold=None, correct=None)

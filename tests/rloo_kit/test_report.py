@@ -67,6 +67,7 @@ def make_evaluation(label: str, right: int, samples: list[dict[str, Any]]) -> Ev
     evaluation.accuracy, evaluation.low, evaluation.high = clustered(shares, 1)
     evaluation.greedy_accuracy, evaluation.greedy_low, evaluation.greedy_high = clustered(shares, 1)
     evaluation.budgets = [{"budget": 8, "accuracy": 0.1, "low": 0.05, "high": 0.2, "forced_share": 0.75}]
+    evaluation.budgets[0] |= {"forced_accuracy": 0.0625, "forced_low": 0.01, "forced_high": 0.3}
     return evaluation
 
 

@@ -329,7 +329,7 @@ def test_thinking_and_answer_are_parted_by_ids(make_run: Callable[..., Path]) ->
         make_row("never closes", [64, 65, 66]),
         make_row("says </think> but goes on", [64, 65, 66, 67]),
         make_row("says </think> first</think>2", [64, 65, 260, 17]),
-        make_row("two</think>and</think>2", [64, 260, 65, 260, 17]),
+        make_row("two</think>and</think>2", [64, 260, 65, 260, 17], forced=True),
         make_row("just 2", [64, 17, 258], prompt="1+1=", truncated=False),
     ]
     RunDir(folder).append_jsonl("rollouts.jsonl", rows)
@@ -345,6 +345,8 @@ def test_thinking_and_answer_are_parted_by_ids(make_run: Callable[..., Path]) ->
         (None, "just 2", None),
     ]
     assert found["closed_share"] == 0.5 and found["truncated_share"] == pytest.approx(1 / 3)
+    assert found["forced_share"] == pytest.approx(1 / 6), "a run of before there were budgets has no such entry"
+    assert [one["forced"] for one in found["completions"]] == [False] * 4 + [True, False]
 
 
 def test_long_texts_lose_their_middle(make_run: Callable[..., Path]) -> None:
