@@ -53,3 +53,18 @@ def is_identity(model: torch.nn.Module) -> bool:
     endings = ("lora_B.default", "lora_embedding_B.default")
     matrices = [matrix for name, matrix in model.named_parameters() if any(ending in name for ending in endings)]
     return bool(matrices) and not any(matrix.any() for matrix in matrices)
+
+
+def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
+    """Whether the policy's adapter is still what the KL is measured against, tensor by tensor.
+
+    Args:
+        model: a PeftModel. reference: "start", the copy "ref" where there is one, or "base".
+    """
+    if not is_peft_model(model):
+        return False
+    if reference == "base" or "ref" not in model.peft_config:
+        return is_identity(model)
+    named = dict(model.named_parameters())
+    pairs = [(value, named[name.replace(".default", ".ref")]) for name, value in named.items() if ".default" in name]
+    return all(torch.equal(value, copy) for value, copy in pairs)

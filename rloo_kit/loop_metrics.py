@@ -7,14 +7,17 @@ Shapes: B completions of this process, A of all processes, C completion tokens.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rloo_kit.advantages import tied_groups
+from rloo_kit.advantages import kl_penalty, tied_groups
 from rloo_kit.tokens import ThinkTags
 
-COLUMNS = ("tokens", "eos_tokens", "thinks", "closed", "thinking_tokens", "kl", "kl_tokens")
+if TYPE_CHECKING:
+    from rloo_kit.trainer_rollout import Sampled
+
+COLUMNS = ("tokens", "eos_tokens", "thinks", "closed", "thinking_tokens", "kl", "kl_tokens", "penalty")
 
 
 @dataclass
@@ -22,23 +25,13 @@ class GenerationBatch:
     """One rollout of this process and what became of it; what the metrics and the listeners read.
 
     Attributes:
-        inputs: the data set's rows, B dicts. prompts, completions, completion_ids: B entries each.
-        tensors: padded ids and masks, see `RLOOTrainer._tensors`.
-        rewards_per_func: (A, F), NaN where a reward does not apply.
-        per_token_kl: (B, C), or None when beta is 0.
-        raw_scores: (A,), weighted rewards as the functions gave them; NaN where a sample is not scored.
-        scores: (A,), after the penalty for a missing end, normalisation and clipping.
+        sampled: the completions and their rewards. tensors: made of them, see `TrainerRollout._tensors`.
+        scores: (A,), after the penalty for a missing end, normalisation and clipping; NaN where not scored.
         rewards: (A,), scores less the KL penalty. advantages: (A,), 0 where there is no baseline.
     """
 
-    inputs: list[dict[str, Any]]
-    prompts: list[Any]
-    completions: list[Any]
-    completion_ids: list[list[int]]
-    tensors: dict[str, torch.Tensor]
-    rewards_per_func: torch.Tensor
-    per_token_kl: torch.Tensor | None
-    raw_scores: torch.Tensor
+    sampled: "Sampled"
+    tensors: dict[str, Any]
     scores: torch.Tensor
     rewards: torch.Tensor
     advantages: torch.Tensor
@@ -58,12 +51,17 @@ def std(values: torch.Tensor) -> float:
 
 
 def sample_statistics(
-    batch: dict[str, torch.Tensor], tags: ThinkTags, eos_token_ids: list[int], per_token_kl: torch.Tensor | None
+    batch: dict[str, Any],
+    tags: ThinkTags,
+    eos_token_ids: list[int],
+    per_token_kl: torch.Tensor | None,
+    kl_form: str = "sum",
 ) -> torch.Tensor:
     """One row of numbers per completion, (B, len(COLUMNS)) float32, ready to be gathered across processes.
 
     `thinking_tokens` are those before the first `</think>`; a completion that never closes has spent all of its tokens
     on thinking, so that truncation does not make thoughts look short. `thinks` is 0 for a model that was not asked to.
+    `penalty` is what the whole completion is charged, before beta.
     """
     ids, mask = batch["completion_ids"], batch["completion_mask"].bool()
     tokens = mask.sum(dim=1)
@@ -81,9 +79,11 @@ def sample_statistics(
             thinks = closed | opened.any(dim=1) | asked.any(dim=1)
     columns = [tokens, eos.sum(dim=1), thinks, closed, thinking_tokens]
     if per_token_kl is None:
-        columns += [torch.zeros_like(tokens)] * 2
+        columns += [torch.zeros_like(tokens)] * 3
     else:
-        columns += [(per_token_kl * batch["loss_mask"]).sum(dim=1), batch["loss_mask"].sum(dim=1)]
+        mask = batch["loss_mask"]
+        charged = kl_penalty(per_token_kl, mask, "sum" if kl_form == "per_token" else kl_form)
+        columns += [(per_token_kl * mask).sum(dim=1), mask.sum(dim=1), charged]
     return torch.stack([column.float() for column in columns], dim=1)
 
 
@@ -98,15 +98,15 @@ def rollout_metrics(
     column = dict(zip(COLUMNS, statistics.T, strict=True))
     metrics = {}
     for index, name in enumerate(names):
-        metrics[f"rewards/{name}/mean"] = mean(rollout.rewards_per_func[:, index])
-        metrics[f"rewards/{name}/std"] = std(rollout.rewards_per_func[:, index])
+        metrics[f"rewards/{name}/mean"] = mean(rollout.sampled.rewards_per_func[:, index])
+        metrics[f"rewards/{name}/std"] = std(rollout.sampled.rewards_per_func[:, index])
     metrics |= {
-        "reward": mean(rollout.raw_scores),
-        "reward_std": std(rollout.raw_scores),
+        "reward": mean(rollout.sampled.raw_scores),
+        "reward_std": std(rollout.sampled.raw_scores),
         "frac_reward_zero_std": tied_groups(rollout.rewards, group).float().mean().item(),
         # before the KL penalty, which alone keeps the rewards of a group from being equal
         "frac_score_zero_std": tied_groups(rollout.scores, group).float().mean().item(),
-        "rewards/unscored_ratio": rollout.raw_scores.isnan().float().mean().item(),
+        "rewards/unscored_ratio": rollout.sampled.raw_scores.isnan().float().mean().item(),
         "objective/scores": mean(rollout.scores),
         "objective/rlhf_reward": mean(rollout.rewards),
         "objective/non_score_reward": mean(rollout.rewards - rollout.scores),
@@ -122,39 +122,42 @@ def rollout_metrics(
     return metrics
 
 
-def loss_metrics(
-    accelerator: Any,
-    ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    entropies: torch.Tensor,
-    inputs: dict[str, torch.Tensor],
-    limits: tuple[float, float],
-) -> dict[str, float]:
-    """Entropy, ratio and clip shares of one micro-batch, over all processes.
+def loss_metrics(rows: torch.Tensor, sums: torch.Tensor, largest_gap: torch.Tensor) -> dict[str, float]:
+    """Entropy, ratio, clip shares and the gap to the sampler of the passes of one step, over all processes.
 
     Args:
-        ratio: (B,) for the sequence, (B, C) for each token. advantages: of the same shape.
-        entropies: (B, C), nats. limits: the clip range of the ratio.
+        rows: (A, 4), ratio, clipped below, clipped above and bounded by `delta` of each completion; NaN for one that
+            was not computed (its advantage is 0).
+        sums: (6,), of the entropies and their tokens, of the gaps to the sampler and their tokens, of the importance
+            weights and theirs. largest_gap: of one token.
+
+    Returns:
+        metrics by name; what nothing was computed for is left out.
     """
-    mask = inputs["loss_mask"]
-    entropy = accelerator.reduce(torch.stack([(entropies * mask).sum(), mask.sum().float()]), reduction="sum")
-    low = (ratio < limits[0]) & (advantages < 0)
-    high = (ratio > limits[1]) & (advantages > 0)
-    rows = torch.stack([ratio, low.float(), high.float()], dim=-1)
-    if ratio.dim() == 2:  # shares per completion, over its own tokens
-        weights = mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
-        rows = (rows * weights[..., None]).sum(dim=1)
-    ratios, lows, highs = accelerator.gather(rows).unbind(dim=-1)
-    return {
-        "entropy": (entropy[0] / entropy[1].clamp(min=1)).item(),
-        "clip_ratio/low_mean": lows.mean().item(),
-        "clip_ratio/low_min": lows.min().item(),
-        "clip_ratio/high_mean": highs.mean().item(),
-        "clip_ratio/high_max": highs.max().item(),
-        "clip_ratio/region_mean": (lows + highs).mean().item(),
-        "val/ratio": ratios.mean().item(),
-        "val/ratio_var": ratios.var(unbiased=False).item(),
-    }
+    computed = rows[~rows[:, 0].isnan()]
+    metrics = {}
+    if len(computed):
+        ratios, lows, highs, bounded = computed.unbind(dim=1)
+        metrics = {
+            "clip_ratio/low_mean": lows.mean().item(),
+            "clip_ratio/low_min": lows.min().item(),
+            "clip_ratio/high_mean": highs.mean().item(),
+            "clip_ratio/high_max": highs.max().item(),
+            "clip_ratio/region_mean": (lows + highs).mean().item(),
+            "clip_ratio/delta_mean": bounded.mean().item(),
+            "val/ratio": ratios.mean().item(),
+            "val/ratio_var": ratios.var(unbiased=False).item(),
+        }
+    metrics["rollout/skipped_rows_ratio"] = 1 - len(computed) / max(len(rows), 1)
+    entropy, tokens, gap, gap_tokens, weight, weight_tokens = sums.tolist()
+    if tokens:
+        metrics["entropy"] = entropy / tokens
+    if gap_tokens:
+        metrics["sampling/logp_difference_mean"] = gap / gap_tokens
+        metrics["sampling/logp_difference_max"] = largest_gap.item()
+    if weight_tokens:
+        metrics["sampling/importance_weight_mean"] = weight / weight_tokens
+    return metrics
 
 
 def rollout_rows(
@@ -170,23 +173,24 @@ def rollout_rows(
     for index, numbers in enumerate(statistics.tolist()):
         column = dict(zip(COLUMNS, numbers, strict=True))
         closed = bool(column["closed"])
-        rewards = rollout.rewards_per_func[first + index].tolist()
+        rewards = rollout.sampled.rewards_per_func[first + index].tolist()
         rows.append(
             {
                 "step": step,
-                "prompt": rollout.prompts[index],
-                "completion": rollout.completions[index],
-                "completion_ids": rollout.completion_ids[index],
+                "prompt": rollout.sampled.prompts[index],
+                "completion": rollout.sampled.completions[index],
+                "completion_ids": rollout.sampled.completion_ids[index],
                 "prompt_tokens": int(rollout.tensors["prompt_mask"][index].sum()),
                 "completion_tokens": int(column["tokens"]),
                 "thinking_tokens": int(column["thinking_tokens"]) if closed else None,
                 "closed": closed,
                 "truncated": bool(rollout.tensors["truncated"][index]),
+                "forced": bool(rollout.tensors["thinking_forced"][index]),
                 "kl": column["kl"],
                 "rewards": {name: _or_none(value) for name, value in zip(names, rewards, strict=True)},
-                "reward": _or_none(rollout.raw_scores[first + index].item()),
+                "reward": _or_none(rollout.sampled.raw_scores[first + index].item()),
                 "advantage": rollout.advantages[first + index].item(),
-                "columns": {name: value for name, value in rollout.inputs[index].items() if name != "prompt"},
+                "columns": {name: value for name, value in rollout.sampled.inputs[index].items() if name != "prompt"},
             }
         )
     return rows

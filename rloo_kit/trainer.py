@@ -1,72 +1,74 @@
 """The patched RLOO loop: a subclass of whatever `trl.RLOOTrainer` is once Unsloth has had its turn.
 
-A step reads top to bottom in `_generate_and_score_completions` (rollout, rewards, KL, advantages) and `_compute_loss`.
-What differs from TRL 1.15, and why:
+One rollout is sampled and judged in `_roll_out`; its gradient is made in `_compute_loss`, for all rows of an optimizer
+step together at the step's last micro-step. So `per_device_train_batch_size` x `gradient_accumulation_steps` says how
+many completions make a step, and what is computed at once is the kit's own business (`memory`, `tokens_per_pass`):
+1 x 8, 2 x 4 and 8 x 1 are one and the same step. What differs from TRL 1.15, and why, is told in docs/11-loop.md.
 
-- log-probabilities come from `logprobs.py`: no Triton, no left padding, no [tokens, vocabulary];
-- an on-policy step compares the policy with itself under stop-gradient, so its ratio is exactly 1 and nothing is
-  clipped by numeric drift; TRL's extra pass is made only where the KL penalty needs it;
-- a reward that fails is named and its samples are not scored; too many failures stop the run with its state saved;
-- `missing_eos_penalty`, `normalize_rewards`, `kl_form` and `reference` are options of the loop (`rloo_config.py`);
-- an adapter that is still the identity is its own reference, so TRL's second copy of it is dropped.
-
-Left out: images, mixture-of-experts auxiliary losses, packing. `tests/contracts/test_upstream.py` fingerprints the
+The halves: `trainer_rollout` samples and scores, `policy_pass` and `streamed_pass` make the gradient, `trainer_log`
+writes. Left out: images, mixture-of-experts auxiliary losses. `tests/contracts/test_upstream.py` fingerprints the
 methods that this class stands in for.
 
 Shapes: B completions of this process, A of all processes, P prompt, C completion tokens, F reward functions.
 """
 
-import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rloo_kit._stack import load_stack
-from rloo_kit.errors import ConfigError, DataError, RewardError
+from rloo_kit.errors import ConfigError
 
 load_stack()
 
 import torch
 import trl
-from accelerate.utils import gather, gather_object, is_peft_model
+from accelerate.utils import gather, is_peft_model
 from transformers import TrainerCallback
 from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import pad, use_adapter
+from trl.trainer.utils import disable_dropout_in_model, use_adapter
 
-from rloo_kit.adapters import is_identity, restore_precision, trainable_tensors, wrap_for_unsloth
+from rloo_kit.adapters import is_identity, restore_precision, same_as_reference, trainable_tensors, wrap_for_unsloth
 from rloo_kit.advantages import (
-    combine_rewards,
+    RunningMoments,
+    baseline_advantages,
+    find_moments,
     kl_penalty,
-    leave_one_out,
+    merge_moments,
     standardize,
-    unscore_non_finite,
+    standardize_tokens,
     zero_unscored,
 )
 from rloo_kit.backends import keep_settings
 from rloo_kit.callbacks import use_text_progress
-from rloo_kit.logprobs import attach_token_scoring, completion_scores
-from rloo_kit.loop_metrics import (
-    GenerationBatch,
-    loss_metrics,
-    rollout_metrics,
-    rollout_rows,
-    sample_statistics,
-)
+from rloo_kit.finite_guard import FiniteWatch
+from rloo_kit.objective import Objective, all_finite, choose_ratio_form
+from rloo_kit.packing import Group
+from rloo_kit.policy_pass import PassSettings, PolicyPass, RowStatistics, Work, take_rows
+from rloo_kit.resample import PromptReservoir
 from rloo_kit.reward_failures import FailureWatch
 from rloo_kit.reward_guard import guard
-from rloo_kit.rloo_config import RLOOConfig, prepare_old_dataset, translate_trainer_arguments
+from rloo_kit.rloo_config import RLOOConfig, check_sampling, prepare_old_dataset, translate_trainer_arguments
+from rloo_kit.rollout import build_engine, make_limits
+from rloo_kit.run_dir import read_json, write_json
 from rloo_kit.saves import saving
+from rloo_kit.scoring import Scorer, Scores
+from rloo_kit.streamed_pass import StreamedPass
 from rloo_kit.tokens import bind_think_tags
+from rloo_kit.trainer_log import TrainerLog
+from rloo_kit.trainer_rollout import Sampled, TrainerRollout
 
 # TRL's arguments behind eval_dataset, in its order, for code that gives them by position
 FURTHER_ARGUMENTS = (
     "processing_class", "reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config",
 )  # fmt: skip
+TOKENS_PER_PASS = 8192
+LOOP_STATE = "loop_state.json"  # in a checkpoint
 
 
-class RLOOTrainer(trl.RLOOTrainer):
+class RLOOTrainer(TrainerRollout, TrainerLog, trl.RLOOTrainer):
     """Drop-in for `trl.RLOOTrainer`: the same arguments, and the keywords of TRL's older trainer with a warning.
 
     Args:
@@ -83,6 +85,8 @@ class RLOOTrainer(trl.RLOOTrainer):
         ConfigError: an argument has no meaning today, or names something that the loop does not do.
         RewardError: from `train()`, when rewards failed for more than `max_reward_failure_share` of the samples in
             `reward_failure_steps` generation batches in a row; a checkpoint is saved first.
+        NonFiniteError: from `train()`, when `max_skipped_steps` steps in a row had to be skipped because of a NaN or
+            an infinity; a checkpoint is saved first.
     """
 
     def __init__(
@@ -106,21 +110,100 @@ class RLOOTrainer(trl.RLOOTrainer):
             super().__init__(**arguments)
         if self.aux_loss_enabled:
             raise ConfigError("mixture-of-experts auxiliary losses are not scored here: set router_aux_loss_coef=0.0")
+        check_sampling(self.args)
         restore_precision(self.model, masters)
         self._drop_redundant_reference()
-        attach_token_scoring(self._causal_model(self.model), self.temperature)
-        if self.ref_model is not None:
-            attach_token_scoring(self._causal_model(self.ref_model), self.temperature)
         self.think_tags = bind_think_tags(self._tokenizer)
         self.rollout_listeners: list[Callable[[list[dict[str, Any]]], None]] = []
         self._train_sampler: Any = None
         self._failures = FailureWatch(self._option("max_reward_failure_share"), self._option("reward_failure_steps"))
+        self._finite = FiniteWatch(self._option("max_skipped_steps"))
+        self._running = RunningMoments()
+        self._reservoir = self._build_reservoir()
         self._episodes = 0
         self._started_at: float | None = None
-        self.add_callback(_AlignMicroSteps(self))
+        self._window: dict[str, Any] | None = None  # the rollout in use
+        self._order: list[int] = []  # of its rows
+        self._due: list[int] = []  # rows whose gradient this optimizer step still has to make
+        self._may_be_reference = True
+        self._broken: str | None = None  # what was not finite in this step
+        self._build_passes()
+        self._build_engine()
+        self.add_callback(_LoopCallback(self))
         use_text_progress(self)
 
     # ------------------------------------------------------------------------------------------------ set-up
+
+    def _build_passes(self) -> None:
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                disable_dropout_in_model(model)  # the ratio compares one policy with itself, not two random parts of it
+        pad_id = self._tokenizer.pad_token_id
+        self._scorer = Scorer(self._causal_model(self.model), self.temperature, pad_id)
+        if self.ref_model is not None:
+            self._ref_scorer = Scorer(self._causal_model(self.ref_model), self.temperature, pad_id, self._scorer.layout)
+        kl_form = self._option("kl_form")
+        form = choose_ratio_form(self._option("ratio_form"), kl_form)
+        settings = PassSettings(
+            Objective(self.epsilon_low, self.epsilon_high, self._option("delta"), form),
+            num_generations=self.num_generations,
+            beta=self.beta,
+            kl_form=kl_form,
+            baseline=self._option("baseline"),
+            memory=self._option("memory"),
+            tokens_per_pass=self._option("tokens_per_pass") or TOKENS_PER_PASS,
+            sampler_correction=self._option("sampler_correction"),
+            sampler_correction_cap=self._option("sampler_correction_cap"),
+        )
+        make = StreamedPass if settings.memory == "low" else PolicyPass
+        self._passes = make(settings, self._score, self._scorer.tokens, self._reference_logps)
+        obstacle = self._why_not_open()
+        if self.beta and settings.memory != "balanced" and obstacle:
+            print(f"rloo.memory: {settings.memory} falls back to balanced: {obstacle}", flush=True)
+
+    def _why_not_open(self) -> str | None:
+        """Why advantages cannot wait for the pass that scores the policy; None if they can."""
+        if not self._on_policy or self.num_iterations > 1:
+            return "the step is off-policy, so log-probabilities of the rollout are needed first"
+        if self.normalize_advantages:
+            return "normalize_advantages needs the advantages of the whole rollout first"
+        rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
+        if rows % self.num_generations:
+            return f"a process holds {rows} completions, which are no whole groups of {self.num_generations}"
+        if self._option("memory") == "low" and self.accelerator.num_processes > 1:
+            return "several processes add up their gradients during the pass"
+        return "rloo.memory asks for it" if self._option("memory") == "balanced" else None
+
+    def _build_engine(self) -> None:
+        unwrapped = self.accelerator.unwrap_model(self.model)
+        self._limits = make_limits(
+            self._tokenizer,
+            self.think_tags,
+            self.max_completion_length,
+            self._option("thinking_budget"),
+            self._option("answer_budget"),
+            self._option("thinking_close"),
+        )
+        self._engine = None
+        wanted = "continuous" if self.use_transformers_continuous_batching else self._option("rollout_engine")
+        if self.use_vllm or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return  # TRL's own code syncs or gathers the weights
+        self._engine = build_engine(
+            unwrapped,
+            wanted,
+            backend="unsloth" if load_stack().unsloth is not None else "transformers",
+            temperature=self.temperature,
+            end_ids=list(self.eos_token_ids),
+            pad_id=self._tokenizer.pad_token_id,
+            rows=self._option("rollout_rows"),
+        )
+
+    def _build_reservoir(self) -> PromptReservoir | None:
+        if not self._option("resample_rounds"):
+            return None
+        if self.accelerator.num_processes > 1:
+            raise ConfigError("rollout.resample_rounds draws prompts within one process; set it to 0 for several")
+        return PromptReservoir(self.train_dataset, self.args.seed)
 
     def _option(self, name: str) -> Any:
         """An option of the kit's config; its default where `args` is TRL's own config."""
@@ -149,6 +232,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         is resumed in the process it was cut in has a trained adapter, which TRL has just copied as the reference.
         """
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_loop_state(resume_from_checkpoint)
         policy = self.accelerator.unwrap_model(self.model)
         if not is_peft_model(policy):
             return
@@ -158,9 +242,21 @@ class RLOOTrainer(trl.RLOOTrainer):
         elif "ref" in policy.peft_config:
             policy.delete_adapter("ref")
 
+    def _load_loop_state(self, folder: str) -> None:
+        state = read_json(Path(folder) / LOOP_STATE)
+        if state is None:
+            return  # written by TRL's trainer, or by the kit before its loop had a state
+        self._running = RunningMoments.from_dict(state["rewards"])
+        if self._reservoir is not None and state["reservoir"] is not None:
+            self._reservoir.load_state_dict(state["reservoir"])
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with saving(os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")):
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        with saving(folder):
             super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                reservoir = None if self._reservoir is None else self._reservoir.state_dict()
+                write_json(folder / LOOP_STATE, {"rewards": self._running.to_dict(), "reservoir": reservoir})
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """TRL's; whoever ends the process waits for it (`rloo_kit.saves`)."""
@@ -174,222 +270,203 @@ class RLOOTrainer(trl.RLOOTrainer):
 
     # ------------------------------------------------------------------------------------------------ a step
 
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        """Sample at a window's first micro-step; hand out the rows of an optimizer step at its last one, else nothing.
+
+        TRL hands out one micro-batch at a time. Here the gradient of all rows is made at once, in passes cut by tokens.
+        """
+        if not self.model.training:
+            return self._roll_out(generation_batch)
+        passes = self.args.steps_per_generation
+        place = self._step % (passes * self.num_iterations)
+        if place == 0 or self._window is None:  # None: resumed inside a window
+            is_open = self._why_not_open() is None and self.beta != 0.0
+            self._window = self._roll_out(generation_batch, leave_open=is_open)
+            self._order = self._shuffle_rows(len(generation_batch))
+        micro = place % passes
+        size = self.args.per_device_train_batch_size
+        self._due += self._order[micro * size : (micro + 1) * size]
+        if not self.accelerator.sync_gradients and micro + 1 < passes:
+            return {}
+        rows, self._due = sorted(self._due), []
+        whole = len(rows) == len(self._window["lengths"])
+        batch = self._window if whole else take_rows(self._window, rows)
+        return batch | {"micro_steps": len(rows) / size}
+
+    def _shuffle_rows(self, rows: int) -> list[int]:
+        """The order in which off-policy steps take the rows: random, by whole groups where they fit a step."""
+        if self._on_policy:
+            return list(range(rows))
+        step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        unit = self.num_generations if step % self.num_generations == 0 else 1
+        return [first * unit + row for first in torch.randperm(rows // unit).tolist() for row in range(unit)]
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Rollout, rewards, KL and advantages of one generation batch, as tensors for `_compute_loss`."""
-        if any(column in inputs[0] for column in ("image", "images")):
-            raise DataError("the data set has an image column; the kit trains text models only: drop the column")
+        """TRL's interface: rollout, rewards, KL and advantages of one generation batch, for `_compute_loss`."""
+        return self._roll_out(inputs)
+
+    def _roll_out(self, inputs: list[dict[str, Any]], leave_open: bool = False) -> dict[str, Any]:
+        """One rollout as tensors; with `leave_open`, KL and advantages wait for the pass that scores the policy."""
         self._started_at = self._started_at or time.monotonic()
-        prompts = [row["prompt"] for row in inputs]
-        prompt_ids, completion_ids, completions = self._generate(prompts)
-        batch = self._tensors(prompt_ids, completion_ids)
-        rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)  # (A, F)
-        logps, ref_logps = self._rollout_logps(batch)
-        per_token_kl = None if ref_logps is None else (logps - ref_logps) * batch["completion_mask"]  # (B, C)
-        outcome = self._judge(rewards_per_func, per_token_kl, batch)
-        batch["advantages"] = self._local_advantages(outcome["advantages"], per_token_kl, batch)
-        if not self._on_policy:
+        sampled = self._resample(self._sample(inputs))
+        self._watch_failures(sampled.failed)
+        batch = self._tensors(sampled)
+        scores = self._normalized(sampled.scores)  # (A,)
+        if not self._option("baseline_includes_masked"):
+            masked = gather(batch["loss_mask"].sum(dim=1) == 0)
+            scores = scores.masked_fill(masked, torch.nan)
+        batch["scores"] = scores[self._local_rows(len(inputs))]
+        if leave_open:
+            batch["per_token_kl"] = torch.zeros(batch["completion_ids"].shape, device=self.accelerator.device)
+            batch["record"] = (sampled, scores)
+            return batch
+        self._score_rollout(batch)
+        self._settle(batch, sampled, scores)
+        return batch
+
+    def _score_rollout(self, batch: dict[str, Any]) -> None:
+        """Log-probabilities under the sampling policy and the reference, (B, C), where something needs them."""
+        stale = self.model.training and not self._on_policy
+        if not stale and self.beta == 0.0:
+            return
+        logps, ref_logps = self._passes.score_all(self.model, batch)
+        if stale:
             batch["old_per_token_logps"] = logps
-        everyones = outcome | {"advantages": zero_unscored(outcome["advantages"])}
-        self._record_rollout(
-            GenerationBatch(
-                inputs, prompts, completions, completion_ids, batch, rewards_per_func, per_token_kl, **everyones
-            )
-        )
-        return batch
+        if ref_logps is not None:
+            batch["per_token_kl"] = (logps - ref_logps).where(batch["loss_mask"].bool(), 0.0)
+            if not all_finite(batch["per_token_kl"]):
+                self._broken = "the KL"
 
-    def _tensors(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> dict[str, torch.Tensor]:
-        """Padded as TRL does (prompts left, completions right), so its buffering and splitting apply."""
-        pad_id = self._tokenizer.pad_token_id
-        batch = {}
-        for name, rows, side in (("prompt", prompt_ids, "left"), ("completion", completion_ids, "right")):
-            tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-            masks = [torch.ones_like(row) for row in tensors]
-            batch[f"{name}_ids"] = pad(tensors, padding_value=pad_id, padding_side=side)
-            batch[f"{name}_mask"] = pad(masks, padding_value=0, padding_side=side)
-        ended = [*self.eos_token_ids, pad_id]
-        batch["truncated"] = torch.tensor([not row or row[-1] not in ended for row in completion_ids])
-        batch = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
-        keep = ~batch["truncated"] if self.mask_truncated_completions else torch.ones_like(batch["truncated"])
-        batch["loss_mask"] = batch["completion_mask"] * keep[:, None]  # (B, C)
-        return batch
+    def _settle(self, batch: dict[str, Any], sampled: Sampled, scores: torch.Tensor) -> None:
+        """Advantages of this process into the batch, (B,), or (B, C) with the penalty paid token by token; the log."""
+        kl, form, mask = batch.get("per_token_kl"), self._option("kl_form"), batch["loss_mask"]
+        rewards = scores
+        if kl is not None and form != "per_token":
+            rewards = scores - self.beta * gather(kl_penalty(kl, mask, form))
+        if self._group_size > 1:
+            advantages = baseline_advantages(rewards, self._group_size, self._option("baseline"))  # (A,)
+        else:  # evaluation with a single generation: there is no baseline
+            advantages = torch.full_like(rewards, torch.nan)
+        mine = self._local_rows(len(batch["lengths"]))
+        if kl is not None and form == "per_token":
+            local = (advantages[mine][:, None] - self.beta * kl_penalty(kl, mask, form)).where(mask.bool(), torch.nan)
+            if self.normalize_advantages:
+                moments = merge_moments(gather(find_moments(local)[None].to(local.device)).cpu())
+                local = standardize_tokens(local, mask, 1e-4, moments)
+        else:
+            if self.normalize_advantages:
+                advantages = standardize(advantages, eps=1e-4)
+            local = advantages[mine]
+        if "advantages" not in batch:
+            batch["advantages"] = zero_unscored(local)
+        self._record_rollout(sampled, batch, scores, rewards, zero_unscored(advantages))
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        """TRL's rewards (A, F); a sample for which any reward failed is NaN throughout, so it is not scored."""
-        with _mute("All reward functions returned None", super()._calculate_rewards.__module__):
-            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        flags = [guarded.failed for guarded in self.reward_funcs if hasattr(guarded, "failed")]
-        local = torch.tensor([any(row) for row in zip(*flags, strict=True)] if flags else [False] * len(prompts))
-        failed = gather(local.to(rewards.device)) | rewards.isinf().any(dim=1)  # (A,)
-        self._watch_failures(failed)
-        return rewards.masked_fill(failed[:, None], torch.nan)
+    @property
+    def _on_policy(self) -> bool:
+        """Whether every completion is used before the weights that sampled it change."""
+        return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
 
-    def _watch_failures(self, failed: torch.Tensor) -> None:
-        share = failed.float().mean().item()
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode]["rewards/failed_ratio"].append(share)
-        if mode == "eval":
-            return
-        messages = [message for guarded in self.reward_funcs for message in getattr(guarded, "failures", [])[:1]]
-        if failed.any() and not messages:
-            messages = ["a reward model returned infinity, or a reward failed in another process"]
-        self._failures.observe(share, messages)
-        if not self._failures.exceeded:
-            return
-        self._save_checkpoint(self.model, trial=None)
-        limit, steps = self._failures.limit, self._failures.patience
-        raise RewardError(
-            f"rewards failed for {share:.0%} of the samples, more than max_reward_failure_share = {limit:.0%} in "
-            f"{steps} generation batches in a row, so training stopped. The state is saved in {self.args.output_dir}; "
-            f"mend the reward and resume. A failure: {' | '.join(messages)}"
-        )
+    # ------------------------------------------------------------------------------------------------ the gradient
 
-    def _rollout_logps(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Log-probabilities under the sampling policy and the reference, (B, C); None where nothing needs them."""
-        if self._on_policy and self.beta == 0.0:
-            return None, None
-        batch_size = (
-            self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
-        )
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            logps, _ = self._score(self.model, batch, batch_size)
-            if self.beta == 0.0:
-                return logps, None
-            if self.ref_model is not None:
-                return logps, self._score(self.ref_model, batch, batch_size)[0]
-            policy = self.accelerator.unwrap_model(self.model)
-            with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
-                return logps, self._score(self.model, batch, batch_size)[0]
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """Clipped policy-gradient loss, a mean over completions, times the micro-steps that it stands for.
 
-    def _score(self, model, batch: dict[str, torch.Tensor], batch_size: int | None):
-        """Log-probabilities and entropies of the batch's completions under `model`, (B, C) each."""
-        prompts = [ids[mask.bool()] for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
-        completions = [
-            ids[mask.bool()] for ids, mask in zip(batch["completion_ids"], batch["completion_mask"], strict=True)
-        ]
+        All passes but the last are backpropagated here; the value that is returned carries the last one's graph. An
+        empty batch (a micro-step before the last one) is a loss of 0.
+        """
+        if not inputs:
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        share = inputs.get("micro_steps", 1) / len(inputs["lengths"])
+
+        def backward(loss: torch.Tensor) -> None:
+            steps = getattr(self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps)
+            with self.accelerator.no_sync(model):
+                self.accelerator.backward(loss * share / steps)
+
+        work = Work(model, inputs, backward, RowStatistics(len(inputs["lengths"]), self.accelerator.device))
+        loss = self._passes.loss(work) * share
+        if not work.found.is_finite:
+            self._broken = "the log-probabilities or the KL"
+        if "record" in inputs:
+            sampled, scores = inputs["record"]
+            self._settle(inputs, sampled, scores)
+        self._record_loss(work.found)
+        return loss
+
+    def _score(self, model: torch.nn.Module, groups: list[Group], need_entropy: bool = True) -> Scores:
+        """Log-probabilities and entropies of the groups' completions under `model`, (N,)."""
         with self.accelerator.autocast():
-            width = batch["completion_ids"].size(1)
-            return completion_scores(model, prompts, completions, width, self._tokenizer.pad_token_id, batch_size)
+            return self._scorer.score(model, groups, need_entropy)
+
+    def _reference_logps(self, model: torch.nn.Module, groups: list[Group]) -> torch.Tensor | None:
+        """(N,) under the reference, without a graph; None while the policy is its own reference, or without a KL."""
+        if self.beta == 0.0 or self._is_reference():
+            return None
+        kwargs = self.args.gradient_checkpointing_kwargs
+        with torch.no_grad(), self.accelerator.autocast():
+            if self.ref_model is not None:
+                return self._ref_scorer.score(self.ref_model, groups, need_entropy=False).logps
+            policy = self.accelerator.unwrap_model(self.model)
+            with (
+                disable_gradient_checkpointing(self.model, kwargs),
+                use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None),
+            ):
+                return self._scorer.score(model, groups, need_entropy=False).logps
+
+    def _is_reference(self) -> bool:
+        """Whether the policy's weights are still those of the reference; asked until they have moved once."""
+        if self._may_be_reference:
+            self._may_be_reference = self.ref_model is None and same_as_reference(
+                self.accelerator.unwrap_model(self.model), self._option("reference")
+            )
+        return self._may_be_reference
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **_unused
     ):
         """TRL's interface to the scoring above: (B, P + C) in, log-probabilities and entropies (B, C) out."""
-        batch = {}
-        for name, part in (("prompt", slice(None, -logits_to_keep)), ("completion", slice(-logits_to_keep, None))):
-            batch[f"{name}_ids"] = input_ids[:, part]
-            batch[f"{name}_mask"] = attention_mask[:, part]
-        logps, entropies = self._score(model, batch, batch_size)
-        return logps, entropies if compute_entropy else None, None
+        masks = attention_mask.bool()
+        groups = [
+            Group(ids[:-logits_to_keep][kept[:-logits_to_keep]], [ids[-logits_to_keep:][kept[-logits_to_keep:]]])
+            for ids, kept in zip(input_ids, masks, strict=True)
+        ]
+        scores = self._score(model, groups, compute_entropy)
+        scored = masks[:, -logits_to_keep:]
+        empty = torch.zeros(scored.shape, device=input_ids.device)
+        entropies = empty.masked_scatter(scored, scores.entropies) if compute_entropy else None
+        return empty.masked_scatter(scored, scores.logps), entropies, None
 
-    def _judge(self, rewards_per_func, per_token_kl, batch) -> dict[str, torch.Tensor]:
-        """Scores, rewards after the KL penalty, and advantages of all completions, (A,) each; NaN where unscored."""
-        raw_scores = scores = combine_rewards(rewards_per_func, self.reward_weights.to(rewards_per_func.device))
-        penalty = self._option("missing_eos_penalty")
-        if penalty is not None:
-            scores = scores - penalty * gather(batch["truncated"]).float()
-        if self._option("normalize_rewards"):
-            scores = standardize(scores, eps=1e-8)
-        if self.reward_clip_range:
-            scores = scores.clamp(*self.reward_clip_range)
-        rewards = scores
-        if per_token_kl is not None and self._option("kl_form") != "per_token":
-            kl = kl_penalty(per_token_kl, batch["loss_mask"], self._option("kl_form"))
-            rewards = unscore_non_finite(scores - self.beta * gather(kl))
-        if self._group_size > 1:
-            advantages = leave_one_out(rewards, self._group_size)
-        else:  # evaluation with a single generation: there is no baseline
-            advantages = torch.full_like(rewards, torch.nan)
-        if self.normalize_advantages:
-            advantages = standardize(advantages, eps=1e-4)
-        return {"raw_scores": raw_scores, "scores": scores, "rewards": rewards, "advantages": advantages}
+    def _close_step(self) -> None:
+        """Before the optimizer's step: drop the gradients of a step with a NaN or an infinity in it, and count it.
 
-    def _local_advantages(self, advantages, per_token_kl, batch) -> torch.Tensor:
-        """This process's advantages, (B,), 0 where unscored; (B, C) when the KL penalty is paid token by token."""
-        mine = advantages[self._local_rows(len(batch["truncated"]))]
-        if per_token_kl is None or self._option("kl_form") != "per_token":
-            return zero_unscored(mine)
-        to_go = kl_penalty(per_token_kl, batch["loss_mask"], "per_token")
-        return zero_unscored(unscore_non_finite(mine[:, None] - self.beta * to_go))
-
-    def _local_rows(self, rows: int) -> slice:
-        first = self.accelerator.process_index * rows
-        return slice(first, first + rows)
-
-    @property
-    def _group_size(self) -> int:
-        return self.num_generations if self.model.training else self.num_generations_eval
-
-    def _compute_loss(self, model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Clipped policy-gradient loss, a mean over completions.
-
-        The ratio is that of the whole completion; with advantages per token, (B, C), it is each token's.
+        A step in which no row had a signal has gradients of 0, not none, as in TRL: Adam's momentum still moves.
         """
-        logps, entropies = self._score(model, inputs, batch_size=None)  # (B, C)
-        mask, advantages = inputs["loss_mask"], inputs["advantages"]
-        old_logps = inputs.get("old_per_token_logps", logps.detach())
-        log_ratio = (logps - old_logps) * mask  # differences token by token: sums of long sequences lose digits
-        if advantages.dim() == 1:
-            log_ratio = log_ratio.sum(dim=1)  # (B,)
-        ratio = torch.exp(log_ratio)
-        clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
-        objective = torch.min(ratio * advantages, clipped * advantages)
-        if advantages.dim() == 2:
-            objective = (objective * mask).sum(dim=1)
-        self._record_loss(ratio.detach(), advantages, entropies.detach(), inputs)
-        return -objective.mean()
-
-    # ------------------------------------------------------------------------------------------------ what is logged
-
-    def _record_rollout(self, rollout: GenerationBatch) -> None:
-        """Metrics, TRL's table of completions, and the rows for the listeners."""
-        mode = "train" if self.model.training else "eval"
-        names = self.reward_func_names
-        statistics = sample_statistics(rollout.tensors, self.think_tags, self.eos_token_ids, rollout.per_token_kl)
-        gathered = gather(statistics)  # (A, columns)
-        for name, value in rollout_metrics(rollout, gathered, names, self._group_size, self.beta).items():
-            self._metrics[mode][name].append(value)
-        self._log_completions(rollout, mode)
-        if mode == "train":
-            self._episodes += len(gathered)
-            if self.rollout_listeners:
-                first = self._local_rows(len(rollout.prompts)).start
-                rows = rollout_rows(rollout, statistics, names, first, self.state.global_step)
-                for listener in self.rollout_listeners:
-                    listener(rows)
-
-    def _log_completions(self, rollout: GenerationBatch, mode: str) -> None:
-        """Fill TRL's table of completions and flush what rewards logged themselves, in one order on all processes."""
-        self._logs["prompt"].extend(gather_object(rollout.prompts))
-        self._logs["completion"].extend(gather_object(rollout.completions))
-        for index, name in enumerate(self.reward_func_names):
-            self._logs["rewards"][name].extend(rollout.rewards_per_func[:, index].tolist())
-        self._logs["advantages"].extend(rollout.advantages.tolist())
-        for column in sorted(set(gather_object(list(self._pending_extra_logs)))):
-            self._logs["extra"][column].extend(
-                gather_object(self._pending_extra_logs.get(column, [None] * len(rollout.prompts)))
-            )
-        self._pending_extra_logs.clear()
-        for name in sorted(set(gather_object(list(self._pending_metrics)))):
-            values = gather_object(self._pending_metrics.get(name, []))
-            self._metrics[mode][name].append(sum(values) / len(values))
-        self._pending_metrics.clear()
-
-    def _record_loss(self, ratio, advantages, entropies, inputs) -> None:
-        mode = "train" if self.model.training else "eval"
-        limits = (1 - self.epsilon_low, 1 + self.epsilon_high)
-        for name, value in loss_metrics(self.accelerator, ratio, advantages, entropies, inputs, limits).items():
-            self._metrics[mode][name].append(value)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.model.training and self._started_at is not None and self._metrics["train"]:
-            elapsed = max(time.monotonic() - self._started_at, 1e-9)
-            self._metrics["train"]["eps"] = [self._episodes / elapsed]
-        super().log(logs, start_time)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        scales_itself = self.accelerator.scaler is not None  # float16: skips steps of its own, and goes on
+        if gradients and not scales_itself and not all_finite(*torch._foreach_norm(gradients)):
+            self._broken = self._broken or "the gradient"
+        broken_here = torch.tensor([self._broken is not None], device=self.accelerator.device)
+        is_broken = bool(gather(broken_here).any())
+        self._finite.observe(self.state.global_step + 1, (self._broken or "another process") if is_broken else None)
+        self._broken = None
+        for parameter in parameters:
+            if is_broken:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._metrics["train"]["steps/skipped"].append(float(self._finite.skipped))
+        if self._finite.exceeded:
+            self._save_checkpoint(self.model, trial=None)
+            raise self._finite.make_error(self.args.output_dir)
 
 
-class _AlignMicroSteps(TrainerCallback):
-    """TRL counts micro-steps from 0 in every process, and its sampler draws the first pass's order anew; a resumed run
-    has to go on with both where they were."""
+class _LoopCallback(TrainerCallback):
+    """What the loop has to do at certain places of the library's.
+
+    TRL counts micro-steps from 0 in every process, and its sampler draws the first pass's order anew; a resumed run
+    has to go on with both where they were.
+    """
 
     def __init__(self, trainer: RLOOTrainer):
         self.trainer = trainer
@@ -401,23 +478,8 @@ class _AlignMicroSteps(TrainerCallback):
             for _ in range(int(state.epoch or 0)):  # passes that are over
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
 
-
-@contextmanager
-def _mute(beginning: str, logger_name: str) -> Iterator[None]:
-    """Drop TRL's warning about unscored samples: it prints a whole completion each rollout.
-
-    `rewards/unscored_ratio` counts them, failures have a line of their own, and the health rules say the rest.
-    """
-    logger = logging.getLogger(logger_name)
-
-    def keep(record: logging.LogRecord) -> bool:
-        return beginning not in record.getMessage()
-
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer._close_step()
 
 
 def _default_config(model: Any) -> RLOOConfig:

@@ -235,14 +235,47 @@ def test_unscored_samples_do_not_fill_the_terminal(make_trainer, caplog, capsys)
     assert "returned None" not in caplog.text + captured.out + captured.err
 
 
-def test_an_infinite_kl_token_moves_nothing(make_trainer):
-    """A token that the reference rules out gave an infinite advantage in the per-token form, and a loss of NaN."""
-    trainer = make_trainer(kl_form="per_token", beta=0.5)
-    kl = torch.tensor([[0.1, torch.inf], [0.2, 0.3]])
-    batch = {"loss_mask": torch.ones(2, 2), "truncated": torch.zeros(2, dtype=torch.bool)}
-    advantages = trainer._local_advantages(torch.tensor([1.0, 1.0]), kl, batch)
-    assert advantages.isfinite().all()
-    assert advantages[1].tolist() == pytest.approx([0.75, 0.85])
+@pytest.mark.parametrize("form", ["sum", "per_token"])
+@pytest.mark.parametrize("memory", ["fast", "balanced", "low"])
+def test_an_infinite_kl_token_moves_nothing(form, memory, make_trainer, capsys):
+    """A token that the reference rules out gave an infinite advantage and a loss of NaN, or a gradient of 3.4e38."""
+    trainer = make_trainer(kl_form=form, beta=0.5, memory=memory, max_steps=2)
+    plain, calls = trainer._passes.reference, []
+
+    def broken_once(model, groups):
+        calls.append(groups)
+        logps = trainer._score(model, groups, need_entropy=False).logps.detach()
+        if len(calls) == 1:
+            logps[0] = -torch.inf
+        return logps
+
+    trainer._passes.reference = broken_once
+    seen = []
+    plain = trainer._close_step
+    trainer._close_step = lambda: (plain(), seen.append([p.grad for p in trainer.model.parameters()]))
+    trainer.train()
+    assert all(gradient is None for gradient in seen[0]), "the step is skipped whole"
+    assert any(gradient is not None for gradient in seen[1]), "the next one is not"
+    assert "step 1 is skipped: NaN or infinity in the" in capsys.readouterr().out
+    assert [logs["steps/skipped"] for logs in trainer.state.log_history if "steps/skipped" in logs] == [1.0, 1.0]
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+
+
+def test_steps_that_stay_broken_stop_the_run_with_a_saved_state(make_trainer, tmp_path):
+    """A policy that has blown up trained on nothing for the rest of the night."""
+    from rloo_kit.errors import NonFiniteError
+
+    trainer = make_trainer(beta=0.5, max_steps=9, max_skipped_steps=2)
+
+    def broken(model, groups):
+        logps = trainer._score(model, groups, need_entropy=False).logps.detach()
+        return logps.fill_(torch.nan)
+
+    trainer._passes.reference = broken
+    with pytest.raises(NonFiniteError, match="2 steps in a row"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    assert (tmp_path / "run" / "checkpoint-1" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
