@@ -65,7 +65,37 @@ WRONG = {
     "rewards=[]": "rewards: is empty; it needs at least 1",
     "model.lora.target_modules=[]": "model.lora.target_modules: is empty; it needs at least 1",
     "rewards.0.timeout_s=0": "rewards.0.timeout_s: is 0; it must be above 0",
+    "rloo.delta=1": "rloo.delta: is 1; it must be above 1",
+    "rloo.baseline=mean": "rloo.baseline: is 'mean'; it takes 'leave_one_out', 'group_mean', 'none'",
+    "rloo.memory=tiny": "rloo.memory: is 'tiny'; it takes 'fast', 'balanced', 'low'",
+    "rloo.normalize_rewards=always": "rloo.normalize_rewards: is 'always'; it takes true or false or 'running'",
+    "rloo.sampler_correction_cap=0.5": "rloo.sampler_correction_cap: is 0.5; it must be at least 1",
+    "rloo.thinking_budget=0": "rloo.thinking_budget: is 0; it must be at least 1",
+    "run.max_skipped_steps=0": "run.max_skipped_steps: is 0; it must be at least 1",
+    "rollout.engine=fast": "rollout.engine: is 'fast'; it takes 'auto', 'native', 'generate', 'continuous', 'vllm'",
+    "rollout.rows=0": "rollout.rows: is 0; it must be at least 1",
+    "rollout.resample_rounds=-1": "rollout.resample_rounds: is -1; it must be at least 0",
+    # sampled from one distribution, scored under another
+    "rloo.top_p=0.9": "rloo.top_p is 0.9: tokens would be drawn from a filtered distribution, but scored under the "
+    "whole one, so the gradient would be that of another policy. Set rloo.top_p=1.0; to sample more sharply lower "
+    "rloo.temperature, which is scored too",
+    "rloo.top_k=20": "Set rloo.top_k=0;",
+    "rloo.min_p=0.05": "Set rloo.min_p=null;",
+    "rloo.repetition_penalty=1.1": "Set rloo.repetition_penalty=1.0;",
     # what has to hold together
+    "rloo={max_steps: 1, delta: 1.2}": "rloo.delta is 1.2; it bounds the ratio above the clip, so it must be above 1 + "
+    "rloo.epsilon = 1.2",
+    "rloo={max_steps: 1, delta: 1.3, epsilon_high: 0.4}": "above 1 + rloo.epsilon_high = 1.4",
+    "rloo={max_steps: 1, kl_form: per_token, ratio_form: sum}": "rloo.ratio_form is sum, one ratio for a whole "
+    "completion; set rloo.ratio_form=per_token (or null), or another rloo.kl_form",
+    "rloo={max_steps: 1, kl_form: per_token, ratio_form: length_normalized}": "ratio_form is length_normalized, one",
+    "rloo.answer_budget=8": "rloo.answer_budget is 8, but rloo.thinking_budget is null",
+    "rloo={max_steps: 1, max_completion_length: 64, thinking_budget: 60, answer_budget: 8}": "rloo.thinking_budget "
+    "(60) + its closing (1) + rloo.answer_budget (8) = 69 tokens, more than rloo.max_completion_length (64); raise it to 69",
+    "rloo={max_steps: 1, max_completion_length: 64, thinking_budget: 63}": "+ an answer of 1 token = 65 tokens",
+    "rloo={max_steps: 1, max_completion_length: 64, thinking_budget: 40, thinking_close: sentence}": "its closing (24)",
+    "rollout={difficulty_samples: 4, min_pass_rate: 0.5, max_pass_rate: 0.5}": "every prompt would be skipped",
+    "rollout.min_pass_rate=0.1": "by a pass rate that is not measured; set rollout.difficulty_samples=8",
     "rloo.max_steps=null": "the length of training is open; set rloo.max_steps or rloo.num_train_epochs",
     "rloo.reward_clip_range=[1, -1]": "reward_clip_range is [1.0, -1.0]; the first number must be below the second",
     "rloo.max_completion_length=300": "data.max_prompt_length (64) + rloo.max_completion_length (300) = 364 tokens, "
