@@ -1,8 +1,9 @@
 """What takes memory, part by part, in bytes: the arithmetic of `vram`, from a shape and a handful of settings.
 
-Everything is counted at its largest: every completion at its full length. Weights, adapter, optimizer and cache are
-exact (tests count them in real models); activations are derived from what the layers save, and are an estimate.
-Nothing here was measured on a card. Left out: several cards, vLLM, what other programs hold.
+Everything is counted at its largest: every completion at its full length. Weights, adapter, gradients and cache are
+exact, and what a layer saves for its backward pass is within a few percent (tests count them in real models); what a
+backward pass holds on its way, and Unsloth's kernels, are estimates. Nothing here was measured on a card. Left out:
+several cards, vLLM, what other programs hold.
 """
 
 from collections.abc import Iterator
@@ -169,12 +170,12 @@ def decoding_bytes(load: Load, rows: int) -> int:
 
 
 def saved_bytes_per_token(load: Load) -> int:
-    """What one layer keeps of a token for its backward pass.
+    """What one layer keeps of a token for its backward pass; a test counts it in a real model.
 
-    Two norms and, in Qwen3, those of q and k (each its input in float32 and its output); q, k, v and the attention's
-    output, twice, because packing gathers them by completion; gate, its activation and up; and the inputs of the
-    matrices, of which an adapter in float32 over a 16-bit model casts a copy for each matrix that it stands on.
-    Unsloth's kernels keep the inputs of the norms and of the blocks, q, k, v and the output once, gate and up.
+    The inputs of the norms in float32 (in Qwen3 q and k have theirs); q, k, v and the attention's output; gate, its
+    activation and up; and the inputs of the matrices, of which an adapter in float32 over a 16-bit model casts a copy
+    for each matrix that it stands on. Unsloth's kernels keep the inputs of norms and blocks, q, k, v and the output,
+    gate and up (read in their sources, not counted).
     """
     shape, size = load.shape, load.compute_bytes
     qk_norm = shape.query_size + shape.kv_size if shape.qk_norm else 0
@@ -182,12 +183,14 @@ def saved_bytes_per_token(load: Load) -> int:
     if load.fused:
         return (4 * shape.hidden_size + qk_norm + attention + 2 * shape.intermediate_size) * size
     inputs = {name.rpartition(".")[2]: columns for name, (_, columns) in shape.matrices.items()}
-    if load.lora_rank is not None and size < FLOAT:
-        copied = sum(columns + load.lora_rank for name, columns in inputs.items() if name in load.lora_targets)
+    trained = [name for name in inputs if name in load.lora_targets] if load.lora_rank is not None else []
+    if trained and size < FLOAT:
+        copied = sum(inputs[name] + 2 * (load.lora_rank or 0) for name in trained)
     else:
         copied = sum(inputs[name] for name in ("q_proj", "o_proj", "up_proj", "down_proj"))
-    norms = (2 * shape.hidden_size + qk_norm) * (FLOAT + size)
-    return norms + (2 * attention + 3 * shape.intermediate_size + copied) * size
+        copied += len(trained) * (load.lora_rank or 0)
+    norms = (2 * shape.hidden_size + qk_norm) * FLOAT
+    return norms + (attention + 3 * shape.intermediate_size + copied) * size
 
 
 def activation_bytes(load: Load) -> int:

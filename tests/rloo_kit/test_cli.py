@@ -35,7 +35,9 @@ def call(*words):
     return result.exit_code, result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"], ["config", "FILE"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["--version"], ["config", "FILE"], ["plan", "FILE"]]
+)
 def test_light_commands_load_no_torch(words, config_file):
     """Four seconds of imports before a page of help teach people not to ask for it."""
     words = [str(config_file) if word == "FILE" else word for word in words]
@@ -51,10 +53,10 @@ finally:
     assert done.returncode == 0 and "HEAVY []" in done.stdout, done.stdout + done.stderr
 
 
-def test_help_names_the_five_commands():
+def test_help_names_the_commands():
     """The command line says the same as a notebook; what it leaves out cannot be found."""
     code, printed, _ = call("--help")
-    assert code == 0 and all(word in printed for word in ("doctor", "config", "train", "eval", "report"))
+    assert code == 0 and all(word in printed for word in ("doctor", "config", "plan", "train", "eval", "report"))
     from rloo_kit import __version__
 
     assert call("--version")[1] == f"rloo-kit {__version__}\n"
@@ -79,10 +81,22 @@ def test_a_mistyped_reward_is_refused_before_the_model_is_loaded(config_file):
     assert "/nowhere" not in said
 
 
+def test_plan_says_by_its_exit_code_whether_a_run_fits(config_file):
+    """A batch script asks before it starts; JSON is all that it prints then."""
+    code, printed, errors = call("plan", config_file, "--card-gib", "2")
+    assert code == 0 and "Fits: " in printed and not errors
+    code, printed, _ = call("plan", config_file, "rollout.rows=2", "--card-gib", "0.5", "--json")
+    plan = json.loads(printed)
+    assert code == 1 and plan["fits"] is False and plan["rows"] == 2 and plan["total_gib"] == 0.5
+    assert call("plan", config_file)[0] == 0, "this machine"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["config", "FILE", "rloo.bta=0.5"], "rloo.bta"),
+        (["plan", "FILE", "model.name=google/gemma-3-4b-it"], "hf download google/gemma-3-4b-it config.json"),
+        (["plan", "FILE", "--card-gib", "-1"], "card_gib is -1.0"),
         (["train", "FILE", "--resume"], "no run to resume"),
         (["train", "FILE", "--resume", "--overwrite"], "--resume and --overwrite were both given"),
         (["eval", "FILE", "--adapter", "nowhere"], "--adapter nowhere: there is no such folder"),
