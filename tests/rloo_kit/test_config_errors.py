@@ -91,7 +91,8 @@ WRONG = {
     "rloo={max_steps: 1, kl_form: per_token, ratio_form: length_normalized}": "ratio_form is length_normalized, one",
     "rloo.answer_budget=8": "rloo.answer_budget is 8, but rloo.thinking_budget is null",
     "rloo={max_steps: 1, max_completion_length: 64, thinking_budget: 60, answer_budget: 8}": "rloo.thinking_budget "
-    "(60) + its closing (1) + rloo.answer_budget (8) = 69 tokens, more than rloo.max_completion_length (64); raise it to 69",
+    "(60) + its closing (1) + rloo.answer_budget (8) = 69 tokens, more than rloo.max_completion_length (64); raise it "
+    "to 69",
     "rloo={max_steps: 1, max_completion_length: 64, thinking_budget: 63}": "+ an answer of 1 token = 65 tokens",
     "rloo={max_steps: 1, max_completion_length: 64, thinking_budget: 40, thinking_close: sentence}": "its closing (24)",
     "rollout={difficulty_samples: 4, min_pass_rate: 0.5, max_pass_rate: 0.5}": "every prompt would be skipped",
