@@ -56,7 +56,7 @@ def make_model(**changes: Any) -> Any:
 
 
 def test_the_published_sizes_are_those_of_the_reports() -> None:
-    """A wrong width in the table makes a plan that is wrong everywhere. Qwen3 report, table 1 (total, without tables)."""
+    """A wrong width in the table makes a plan that is wrong everywhere. Source: the Qwen3 report."""
     reported = {"0.6b": 0.6, "1.7b": 1.7, "4b": 4.0, "8b": 8.2, "14b": 14.8, "32b": 32.8}
     bodies = {"0.6b": 0.44, "1.7b": 1.4, "4b": 3.6, "8b": 6.95, "14b": 13.2, "32b": 31.2}
     for size, shape in PUBLISHED.items():
@@ -197,13 +197,14 @@ def test_what_a_layer_saves_is_what_torch_saves(half: bool) -> None:
 
 def test_numbers_that_are_held_twice_agree() -> None:
     """The arithmetic may not import torch, so it holds some numbers of modules that do."""
-    from rloo_kit import cold_start, logprobs, slot_cache, tiny_tokenizer
+    from rloo_kit import cold_start, logprobs, slot_cache, tiny_tokenizer, trainer, vram
 
     for vocabulary in (320, 2048, 151936):
         (tile, *_) = logprobs._tiles(10_000, vocabulary)
         clipped = min(parts.MAX_TILE_TOKENS, parts.TILE_ELEMENTS // vocabulary)
         assert tile.stop - tile.start == max(parts.MIN_TILE_TOKENS, clipped)
     assert slot_cache.BLOCK_TOKENS == parts.CACHE_BLOCK
+    assert trainer.TOKENS_PER_PASS == vram.TOKENS_PER_PASS
     assert EMBEDDED_ROWS == tiny_tokenizer.ROWS
     for plan in cold_start.PLANS.values():
         config = cold_start.model_config(plan, tiny_tokenizer.ROWS["compact"]).to_dict()

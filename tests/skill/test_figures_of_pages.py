@@ -33,16 +33,22 @@ def test_the_memory_table_is_the_configs(config: Path) -> None:
     """A config that was made smaller leaves a table that sends people to a larger card."""
     text = config.read_text(encoding="utf-8")
     values = {key: re.search(rf"{key}: (\d+)", text) for key in ("num_generations", "max_completion_length")}
-    memory = re.search(r"of cache = ([\d.]+) GiB", text)
+    memory = re.search(r"([\d.]+) GiB in a rollout, ([\d.]+) GiB in training", text)
     card = re.search(r"GPU with (\d+) GB", text)
     assert memory is not None and card is not None and None not in values.values()
-    cells = [card[1] + " GB", f"`{config.name}`", *(found[1] for found in values.values() if found), memory[1]]
+    cells = [card[1] + " GB", f"`{config.name}`", *(found[1] for found in values.values() if found), *memory.groups()]
     assert f"| {' | '.join(cells)} |" in read("memory.md")
 
 
-def test_the_fixed_parts_are_the_configs() -> None:
-    """The estimate on the page and the one in the configs have the same terms."""
-    text = read("memory.md")
-    for config in CONFIGS:
-        found = re.search(r"# Memory:  ([\d.]+) GiB \+ .* x (\d+) KiB", config.read_text(encoding="utf-8"))
-        assert found is not None and found[1] in text and f"{found[2]} KiB" in text, config.name
+def test_the_parts_are_those_of_the_plan() -> None:
+    """The page and the command say the same of Qwen3-4B in 4-bit."""
+    from rloo_kit import load_config, plan_vram
+
+    plan = plan_vram(load_config(ROOT / "configs" / "qwen3_4b_thinking_12gb.yaml"), 12)
+    parts, text = {part.name: part for part in plan.parts}, read("memory.md")
+    layers, tables = parts["weights: layers"].rollout_gib, parts["weights: tables"].rollout_gib
+    assert f"| weights: 4-bit body {layers:.2f}, bf16 embedding {tables:.2f} | {layers + tables:.2f} |" in text
+    adapter = sum(parts[name].rollout_gib for name in ("adapter", "gradients", "optimizer"))
+    assert f"8-bit Adam | {adapter:.2f} |" in text
+    assert f"| CUDA context | {parts['context'].rollout_gib:.1f} |" in text
+    assert "144 KiB" in text and "144 KiB" in parts["cache"].detail
