@@ -24,6 +24,7 @@ FILES = {
     "status.json": "how the run ended",
     "metrics.jsonl": "one row of metrics a step",
     "rollouts.jsonl": "every completion with its ids, rewards and advantage",
+    "prompts.json": "the training prompts that were chosen by their pass rate",
     "before.json": "the evaluation before training",
     "after.json": "the evaluation after training",
     "checkpoints": "what --resume goes on from",

@@ -1,10 +1,10 @@
 """A run's folder: what lies in it, who may write to it, and how a run that was cut short goes on.
 
 `outputs/<name>/` holds `config.yaml` (resolved), `versions.json`, `status.json`, `metrics.jsonl` (one line a logged
-step), `rollouts.jsonl` (one line a completion), `checkpoints/`, `adapter/`, `before.json`, `after.json` and
-`report.html`. Files that others poll are replaced in one piece, so no reader sees half of one; whether a run is done is
-said by `status.json` alone. While a process has the folder open it holds a lock on it, which the system lets go of
-however that process ends.
+step), `rollouts.jsonl` (one line a completion), `prompts.json` (where prompts were chosen), `checkpoints/`, `adapter/`,
+`before.json`, `after.json` and `report.html`. Files that others poll are replaced in one piece, so no reader sees half
+of one; whether a run is done is said by `status.json` alone. While a process has the folder open it holds a lock on it,
+which the system lets go of however that process ends.
 """
 
 import json
@@ -29,6 +29,7 @@ FILES = (
     "status.json",
     "metrics.jsonl",
     "rollouts.jsonl",
+    "prompts.json",
     "before.json",
     "after.json",
     "report.html",

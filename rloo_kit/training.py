@@ -17,6 +17,7 @@ from rloo_kit._stack import load_stack
 from rloo_kit.backends import Policy, save_adapter
 from rloo_kit.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SignalGuard
 from rloo_kit.data import Data
+from rloo_kit.difficulty import select_prompts
 from rloo_kit.errors import ConfigError, NoSignalError, RunNotFoundError
 from rloo_kit.health import SignalWatch
 from rloo_kit.run_dir import RunDir
@@ -107,9 +108,10 @@ class _Training:
             SignalWatch(run.run.no_signal_steps, run.rloo.model_dump()), stop=run.run.stop_when_no_signal
         )
         self.interrupts = Interrupts()
-        self.trainer = self._build_trainer(data, reward_funcs)
+        prompts = select_prompts(run, policy, data.train, run_dir)
+        self.trainer = self._build_trainer(prompts, reward_funcs)
 
-    def _build_trainer(self, data: Data, reward_funcs: list[Any]) -> Any:
+    def _build_trainer(self, prompts: Any, reward_funcs: list[Any]) -> Any:
         load_stack()
         from transformers.trainer_callback import PrinterCallback
 
@@ -135,7 +137,7 @@ class _Training:
             model=policy.model,
             reward_funcs=reward_funcs,
             args=RLOOConfig(**training_arguments(run, policy, self.run_dir / "checkpoints")),
-            train_dataset=data.train,
+            train_dataset=prompts,
             processing_class=policy.tokenizer,
             callbacks=callbacks,
         )

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS = {
     1: "errors thresholds tokens config config_batch config_checks config_errors config_sections config_yaml old_names "
     "chat env_file finite_guard environment nvml progress doctor versions run_dir resume_rules health intervals "
-    "measurement leave_one_out kernel kernel_end kernel_server process_memory runner saves "
+    "measurement leave_one_out kernel kernel_end kernel_server process_memory runner saves pass_rate_cache "
     "reward_failures parameters parameter_cells parameter_values samples text_bars text_tables "
     "vram vram_parts vram_plan vram_shapes batch_notebook batch_file batch_status "
     "rollout_types thinking_budget",
