@@ -88,6 +88,16 @@ print(parameters)
 print(f"\nthe run's folder: {run.folder}")
 
 # %% [markdown]
+# ### Does it fit?
+#
+# The plan adds up what the run takes of the memory at its largest, part by part, from the model's shape alone: in the
+# rollout, where the cache of the completions grows, and in training. `Rows of a rollout` says how many completions
+# are generated at once. Where a run does not fit, the plan names the keys to change, in the order that costs least.
+
+# %%
+print(kit.plan_vram(run))
+
+# %% [markdown]
 # ## 3. The policy
 #
 # The policy is the model that is trained. It gives each possible next token a probability; sampling from it token by

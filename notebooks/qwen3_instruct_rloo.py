@@ -59,8 +59,8 @@ print(kit.setup_environment())
 # `num_generations = 16` needs `overrides = "rloo.steps_per_generation=16"` with it, so that a rollout holds whole
 # groups.
 #
-# Out of memory all the same? Lower `max_completion_length` first, then `num_generations`: during the rollout the
-# cache of all completions of a group lies on the card at once, and that is what fills it.
+# On a smaller card fewer completions are generated at once, which takes longer. The plan below says how many, and what
+# to change where that is not enough.
 
 # %% tags=["parameters"]
 # Parameters: plain values. papermill replaces them: papermill ... -p max_steps 20
@@ -83,6 +83,16 @@ parameters = kit.read_parameters(globals())
 run = kit.load_config(parameters.config, *parameters.overrides)
 print(parameters)
 print(f"\nthe run's folder: {run.folder}")
+
+# %% [markdown]
+# ### Does it fit?
+#
+# The plan adds up what the run takes of the memory at its largest, part by part, from the model's shape alone: in the
+# rollout, where the cache of the completions grows, and in training. `Rows of a rollout` says how many completions
+# are generated at once. Where a run does not fit, the plan names the keys to change, in the order that costs least.
+
+# %%
+print(kit.plan_vram(run))
 
 # %% [markdown]
 # ## 3. The policy

@@ -56,7 +56,8 @@ print(kit.setup_environment())
 # %% [markdown]
 # ### What fits on which card
 #
-# The values below are for a card with 40 GB. For a smaller one set these three together (computed, not measured):
+# The values below are for a card with 40 GB. On a smaller one, set these three together to generate a whole group at
+# once (computed, not measured):
 #
 # | card | `config` | `num_generations` | `max_completion_length` |
 # |---|---|---|---|
@@ -65,8 +66,8 @@ print(kit.setup_environment())
 # | 16 GB | `configs/qwen3_4b_thinking_16gb.yaml` | 8 | 6144 |
 # | 24 GB | `configs/qwen3_4b_thinking_24gb.yaml` | 8 | 12288 |
 #
-# Out of memory all the same? Lower `max_completion_length` first, then `num_generations`: during the rollout the
-# cache of all completions of a group lies on the card at once, and that is what fills it.
+# On a smaller card than a row's, fewer completions are generated at once, which takes longer. The plan below says how
+# many, and what to change where that is not enough.
 
 # %% tags=["parameters"]
 # Parameters: plain values. papermill replaces them: papermill ... -p max_steps 20
@@ -89,6 +90,16 @@ parameters = kit.read_parameters(globals())
 run = kit.load_config(parameters.config, *parameters.overrides)
 print(parameters)
 print(f"\nthe run's folder: {run.folder}")
+
+# %% [markdown]
+# ### Does it fit?
+#
+# The plan adds up what the run takes of the memory at its largest, part by part, from the model's shape alone: in the
+# rollout, where the cache of the completions grows, and in training. `Rows of a rollout` says how many completions
+# are generated at once. Where a run does not fit, the plan names the keys to change, in the order that costs least.
+
+# %%
+print(kit.plan_vram(run))
 
 # %% [markdown]
 # ## 3. The policy

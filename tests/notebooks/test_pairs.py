@@ -32,7 +32,7 @@ MAY_DIFFER = {
 # The lifecycle: sections in order, each with the calls of the kit that it makes, in order.
 STAGES = {
     "1. Set up": ["setup_environment"],
-    "2. Parameters": ["read_parameters", "load_config"],
+    "2. Parameters": ["read_parameters", "load_config", "plan_vram"],
     "3. The policy": ["load_policy"],
     "4. The data": ["load_data"],
     "5. The reward": ["build_rewards"],
