@@ -228,3 +228,44 @@ def test_each_setting_moves_its_part() -> None:
     assert parts.optimizer_bytes(replace(load, optim="adafactor")) < parts.optimizer_bytes(load)
     assert parts.work_bytes(replace(load, four_bit=False)) == 0 < parts.work_bytes(load)
     assert parts.sampling_bytes(load, 8) < 0.1 * GIB and parts.head_bytes(load) < 0.2 * GIB
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def page_rows() -> list[str]:
+    """The rows of the tables in docs/16-memory-plan.md: what each size of Qwen3 takes, and how much of it fits where."""
+    from rloo_kit.vram import largest_rows, rollout_gib, training_gib
+    from rloo_kit.vram_plan import Machine
+
+    takes, fits = [], []
+    for size, shape in PUBLISHED.items():
+        load = load_of(shape, prompt_tokens=512)
+        long = replace(load, completion_tokens=15872)
+        trained = parts.trained_weights(load)
+        whole = 4 * trained + parts.gradient_bytes(load) + parts.optimizer_bytes(load)
+        resting = training_gib(load) - (parts.activation_bytes(load) + parts.head_bytes(load)) / GIB
+        a_token = (parts.activation_bytes(load) + parts.head_bytes(load)) / load.pass_tokens / 1024
+        cells = [f"{parts.body_bytes(load) / GIB:.2f} + {parts.table_bytes(load) / GIB:.2f}", f"{whole / GIB:.2f}"]
+        cells += [f"{resting:.1f}", f"{parts.cache_bytes_per_token(load) / 1024:.0f}"]
+        cells += [f"{parts.decoding_bytes(load, 1) / load.cache_tokens / 1024:.0f}", f"{a_token:.0f}"]
+        cells += [f"{rollout_gib(load, 8):.1f}", f"{training_gib(load):.1f}"]
+        cells += [f"{rollout_gib(long, 8):.1f}", f"{training_gib(long):.1f}"]
+        takes.append(f"| {size.upper()} | {' | '.join(cells)} |")
+        cells = []
+        for card in (8, 12, 16, 24, 40, 80):
+            limit = Machine("", card * 1e9 / GIB, 0.8, True).usable_gib
+            for one in (load, long):
+                held = largest_rows(replace(one, completions=64), limit)
+                is_held = max(rollout_gib(one, held), training_gib(one)) <= limit
+                cells.append(str(held) if is_held else "-")
+        pairs = [f"{short}, {other}" for short, other in zip(cells[::2], cells[1::2], strict=True)]
+        fits.append(f"| {size.upper()} | {' | '.join(pairs)} |")
+    return takes + fits
+
+
+def test_the_page_shows_what_the_plan_computes(repository: Any) -> None:
+    """A table of memory that was typed in by hand is wrong after the first change of the arithmetic."""
+    page = (repository / "docs" / "16-memory-plan.md").read_text(encoding="utf-8").splitlines()
+    missing = [row for row in page_rows() if row not in page]
+    assert not missing, "docs/16-memory-plan.md lacks:\n" + "\n".join(missing)

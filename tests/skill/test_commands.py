@@ -198,7 +198,7 @@ def test_the_pages_hold_the_whole_workflow() -> None:
         one.words for page, text in read_pages() for block in find_shell(page, text) for one in split_commands(block)
     ]
     used = {words[1] for words in commands if words[0] == "rloo-kit"}
-    assert used == {"doctor", "config", "train", "eval", "report", "batch"}
+    assert used == {"doctor", "config", "plan", "train", "eval", "report", "batch"}
     assert {"--resume", "--overwrite", "--jobs", "--adapter", "--json"} <= {
         word for words in commands for word in words
     }
