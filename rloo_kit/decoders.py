@@ -1,6 +1,7 @@
 """What the generation loop asks of a model: fill a cache with prompts, and the logits of the next token of each row.
 
-`ModuleDecoder` goes through the modules of transformers, whatever they are and whatever PEFT has put into them.
+`ModuleDecoder` goes through the modules of transformers, whatever they are and whatever PEFT has put into them;
+`fused_decoder.FusedDecoder` does the same sums in fewer kernels for the models that it knows.
 
 Left out: models with sliding windows or without plain keys and values, which `generate` is for.
 
@@ -28,9 +29,37 @@ class Decoder(Protocol):
         ...
 
 
-def make_decoder(model: Any) -> Decoder:
-    """The decoder for a causal language model, plain or with an adapter."""
-    return ModuleDecoder(model)
+CHECK_PROMPT = (3, 1, 2, 0)
+TOLERANCE = 1e-4  # of a logit, relative to the largest
+
+
+def make_decoder(model: Any, choice: "type[ModuleDecoder] | None" = None) -> "ModuleDecoder":
+    """The decoder for a causal language model, plain or with an adapter, in evaluation mode.
+
+    Args:
+        choice: the class that an earlier call for the same model chose; None chooses, and compares the fused decoder
+            with the modules on a few tokens before it is trusted.
+    """
+    from rloo_kit.fused_decoder import FusedDecoder, NotPlainError
+
+    if choice is ModuleDecoder:
+        return ModuleDecoder(model)
+    try:
+        fused = FusedDecoder(model)
+    except (NotPlainError, AttributeError):
+        return ModuleDecoder(model)
+    return fused if choice is FusedDecoder or _agree(fused, ModuleDecoder(model)) else ModuleDecoder(model)
+
+
+def _agree(fused: "ModuleDecoder", plain: "ModuleDecoder") -> bool:
+    """Whether two decoders say the same of two rows of unequal length."""
+    found = []
+    for decoder in (fused, plain):
+        cache = SlotCache(slots=2, block_tokens=8)
+        decoder.prefill([list(CHECK_PROMPT), list(CHECK_PROMPT[:2])], cache, [(0, 1), (1, 1)])
+        tokens = torch.tensor(CHECK_PROMPT[:2], device=decoder.device)
+        found.append(decoder.decode(tokens, cache.begin([4, 2], decoder.device), cache).float())
+    return bool((found[0] - found[1]).abs().max() <= TOLERANCE * found[1].abs().max().clamp(min=1))
 
 
 class ModuleDecoder:
@@ -50,7 +79,11 @@ class ModuleDecoder:
             for number, (first, count) in enumerate(slots):
                 length = len(prompts[number])
                 keys, values = states.keys[number, :, :length], states.values[number, :, :length]  # (G, P, D)
-                cache.insert(layer, first, count, keys, values)
+                cache.insert(layer, first, count, self.arrange(keys), values)
+
+    def arrange(self, keys: torch.Tensor) -> torch.Tensor:
+        """Keys as the decoder keeps them, (G, P, D)."""
+        return keys
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
         """The 4-D mask is taken as it is by every attention of transformers."""
@@ -62,7 +95,7 @@ class ModuleDecoder:
             input_ids=tokens[:, None],
             position_ids=positions[:, None],
             attention_mask=mask,
-            past_key_values=_StepCache(cache, positions),
+            past_key_values=_StepCache(cache),
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
@@ -73,14 +106,13 @@ class _StepCache:
 
     is_compileable = False
 
-    def __init__(self, cache: SlotCache, positions: torch.Tensor) -> None:
-        self._cache, self._positions = cache, positions
+    def __init__(self, cache: SlotCache) -> None:
+        self._cache = cache
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_more: Any, **_named: Any) -> Any:
         """(R, G, 1, D) each in, (R, G, L, D) each out."""
-        found = self._cache.write(layer, keys[:, :, 0], values[:, :, 0])
-        return tuple(states.transpose(1, 2) for states in found)
+        return self._cache.write(layer, keys[:, :, 0], values[:, :, 0])
 
     def get_seq_length(self, layer: int = 0) -> int:
         """Tokens before the step; positions are given, so it decides nothing."""
-        return self._cache.mask.size(-1) - 1
+        return self._cache.length - 1

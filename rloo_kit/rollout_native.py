@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rloo_kit.decoders import Decoder, make_decoder
+from rloo_kit.decoders import Decoder, ModuleDecoder, make_decoder
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout_types import Limits, Progress, Rollout
 from rloo_kit.slot_cache import SlotCache
@@ -75,6 +75,7 @@ class NativeEngine:
     ) -> None:
         self.reason, self.rows = reason, rows
         self._model, self._mode = model, mode
+        self._decoder: type[ModuleDecoder] | None = None  # as chosen in the first rollout
         self._temperature, self._end_ids, self._say = temperature, frozenset(end_ids), say
 
     def sample(
@@ -90,7 +91,8 @@ class NativeEngine:
         if expected_lengths is not None:
             rows.sort(key=lambda row: -expected_lengths[row.number])  # stable: siblings stay neighbours
         with self._mode(), torch.no_grad():
-            decoder = make_decoder(self._model)
+            decoder = make_decoder(self._model, self._decoder)
+            self._decoder = type(decoder)
             waiting = deque(rows)
             while waiting:
                 self._run(decoder, waiting, len(turns), on_progress)
