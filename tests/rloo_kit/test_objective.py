@@ -161,8 +161,8 @@ def test_a_long_sum_of_log_probabilities_loses_what_the_ratio_is_made_of():
 
 def test_two_passes_in_bfloat16_clip_a_step_that_is_on_policy(make_tiny_model):
     """Phantom clipping: the weights have not changed, but one pass is padded and the other is not (or is another
-    kernel), their bf16 differs, and over a long thought the sum leaves the clip range. Ours compares with itself. Measured here: 0.012
-    nats a token, either way, and a ratio of 0.33 over 3000 of them."""
+    kernel), their bf16 differs, and over a long thought the sum leaves the clip range: measured here 0.012 nats a
+    token, either way, and a ratio of 0.33 over 3000 of them. Ours compares with itself."""
     torch.manual_seed(0)
     model = (
         make_tiny_model(max_position_embeddings=8192, hidden_size=64, initializer_range=0.3).to(torch.bfloat16).eval()
