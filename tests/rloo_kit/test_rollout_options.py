@@ -1,0 +1,151 @@
+"""The options of the rollout through real runs on a tiny Qwen3: forced closes, dynamic sampling."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+CONFIG = """
+run: {{output_dir: {output}, evaluate: false, progress_every_s: 0, sample_every_steps: 1, num_samples: 4}}
+model: {{name: {model}, lora: {{r: 2, alpha: 2, target_modules: [q_proj, v_proj]}}, max_seq_length: 128}}
+data: {{source: {data}, test_size: 2, max_prompt_length: 64}}
+rewards: [{{name: answer_reward}}]
+rloo:
+  max_steps: 2
+  learning_rate: 1e-2
+  lr_scheduler_type: constant
+  per_device_train_batch_size: 8
+  num_generations: 4
+  max_completion_length: 8
+  beta: 0.0
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path, tiny_folder: Path) -> Any:
+    """`start("rloo.max_steps=2", rewards=[...], resume=True)`: load everything afresh, train, return the result."""
+
+    def run(*overrides: str, rewards: Any = None, **options: Any) -> Any:
+        from rloo_kit import build_rewards, load_config, load_data, load_policy, train
+
+        rows = [{"prompt": f"add {number}", "answer": str(number)} for number in range(16)]
+        (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file = tmp_path / "tiny.yaml"
+        file.write_text(CONFIG.format(output=tmp_path / "outputs", model=tiny_folder, data=tmp_path / "prompts.jsonl"))
+        config = load_config(file, *overrides)
+        policy = load_policy(config)
+        rewards = rewards or build_rewards(config, policy.tokenizer)
+        return train(config, policy, load_data(config, policy.tokenizer), rewards, **options)
+
+    return run
+
+
+def lines(result: Any, name: str = "rollouts.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (result.folder / name).read_text().splitlines()]
+
+
+# ------------------------------------------------------------------------------------------------- forced closes
+
+
+def test_a_forced_close_is_seen_by_rewards_and_kept(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A random model never closes its thinking: without a budget each completion is a cut-off thought, with one each
+    has an answer that is scored, and nobody is paid for the close."""
+    seen: list[list[bool]] = []
+
+    def watch(completion_ids: Any, thinking_forced: Any, **columns: Any) -> list[float]:
+        assert "prompt" not in columns and len(thinking_forced) == len(completion_ids)
+        seen.append(list(thinking_forced))
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+    import rewards
+
+    form = rewards.think_format_reward.with_(think_end_id=260, eos_token_ids=(258, 256))
+    budget = ("rloo.thinking_budget=3", "rloo.answer_budget=4")
+    answer = rewards.answer_reward.with_(think_end_id=260)
+    result = start(*budget, rewards=[watch, form, answer])
+    rows = lines(result)
+    assert [row["forced"] for row in rows] == [flag for batch in seen for flag in batch]
+    assert sum(row["forced"] for row in rows) > len(rows) / 2
+    for row in rows:
+        if not row["forced"]:
+            continue
+        assert row["completion_ids"][3] == 260 and row["thinking_tokens"] == 3 and row["closed"]
+        assert len(row["completion_ids"]) <= 8 and row["rewards"]["think_format_reward"] == 0.0
+        assert row["columns"] == {"answer": row["columns"]["answer"]}, "the flag is no column of the data"
+    for metrics in result.metrics:
+        step = [row for row in rows if row["step"] == metrics["step"]]
+        assert metrics["thinking/forced_ratio"] == pytest.approx(sum(row["forced"] for row in step) / len(step))
+        assert metrics["thinking/forced_accuracy"] == pytest.approx(
+            sum(row["rewards"]["answer_reward"] for row in step if row["forced"]) / sum(row["forced"] for row in step)
+        )
+    assert "closed by the budget" in capsys.readouterr().out, "in the table of samples"
+
+
+def test_without_a_budget_nothing_of_it_is_there(start: Any) -> None:
+    """A column that is always false would be asked for by every reward of a user's own."""
+    asked: set[str] = set()
+
+    def watch(completion_ids: Any, **columns: Any) -> list[float]:
+        asked.update(columns)
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+    result = start("rloo.max_steps=1", rewards=[watch])
+    assert "thinking_forced" not in asked and not any(row["forced"] for row in lines(result))
+    assert not [name for name in result.metrics[0] if "forced" in name or "resampled" in name]
+
+
+# ------------------------------------------------------------------------------------------------- dynamic sampling
+
+
+def tied_for_even_prompts(prompts: Any, completion_ids: Any, **columns: Any) -> list[float]:
+    """Equal for every completion of an even prompt; different for nearly every one of an odd prompt."""
+    even = [int(answer) % 2 == 0 for answer in columns["answer"]]
+    return [0.5 if tied else sum(ids) % 97 / 97 for tied, ids in zip(even, completion_ids, strict=True)]
+
+
+def test_groups_without_signal_give_way_to_fresh_prompts(start: Any) -> None:
+    """With enough rounds a batch holds groups that differ and nothing else, each of one prompt, and its own rewards."""
+    result = start("rollout.resample_rounds=6", "rloo.max_steps=3", rewards=[tied_for_even_prompts])
+    rows = lines(result)
+    assert len(rows) == 3 * 8
+    replaced = [metrics["rollout/resampled_groups"] for metrics in result.metrics]
+    assert sum(replaced) > 0, "half of the prompts are tied, so some of the six groups are"
+    for start_row in range(0, len(rows), 4):
+        group = rows[start_row : start_row + 4]
+        assert len({row["prompt"] for row in group}) == 1
+        assert int(group[0]["columns"]["answer"]) % 2 == 1, "an even prompt is left"
+        for row in group:
+            assert row["reward"] == pytest.approx(sum(row["completion_ids"]) % 97 / 97), "another row's reward"
+            assert f"add {row['columns']['answer']}<" in row["prompt"]
+        assert len({row["reward"] for row in group}) > 1
+    for metrics in result.metrics:
+        assert metrics["frac_score_zero_std"] == 0.0
+
+
+def test_rounds_are_a_limit(start: Any) -> None:
+    """Where every prompt is tied, drawing until the batch is full never ends."""
+    calls: list[int] = []
+
+    def always(completion_ids: Any, **_: Any) -> list[float]:
+        calls.append(len(completion_ids))
+        return [1.0] * len(completion_ids)
+
+    result = start("rollout.resample_rounds=2", "rloo.max_steps=1", rewards=[always])
+    assert calls == [8, 8, 8] and len(lines(result)) == 8
+    assert result.metrics[0]["rollout/resampled_groups"] == 0 and result.metrics[0]["frac_score_zero_std"] == 1.0
+
+
+def test_a_resumed_run_draws_what_the_whole_one_drew(start: Any) -> None:
+    """The reservoir's place is part of the state: lost, a resumed run trains on other prompts than the uncut one."""
+    from safetensors.torch import load_file
+
+    options = ("rollout.resample_rounds=2",)
+    whole = start("rloo.max_steps=4", "run.name=whole", *options, rewards=[tied_for_even_prompts])
+    start("rloo.max_steps=2", *options, rewards=[tied_for_even_prompts])
+    resumed = start("rloo.max_steps=4", *options, rewards=[tied_for_even_prompts], resume=True)
+    assert [row["completion_ids"] for row in lines(resumed)] == [row["completion_ids"] for row in lines(whole)]
+    expected = load_file(whole.adapter_folder / "adapter_model.safetensors")
+    for name, tensor in load_file(resumed.adapter_folder / "adapter_model.safetensors").items():
+        assert torch.equal(tensor, expected[name]), name
