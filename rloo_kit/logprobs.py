@@ -3,10 +3,11 @@
 TRL 1.15 scores through a Triton kernel that needs an accelerator, and pads prompts on the left, which Unsloth's
 training forward silently ignores (its mask is dropped: gradients off by half). Here each row is laid out as prompt +
 completion, padded on the right: no token ever sees padding, so no mask is needed and every backend gives the same
-numbers.
+numbers. The head works on tiles of tokens and vocabulary: the softmax is summed up as the vocabulary goes by.
 
 `attach_token_scoring` gives one model instance a second way to be called, through whatever wraps it (PEFT, DDP,
-autocast), as TRL does for its fused head. Left out: packing and shared prompts.
+autocast), as TRL does for its fused head. Left out: packing and shared prompts (`packing.py`, `scoring.py`), and heads
+that are split over cards.
 
 Shapes: B rows, P prompt tokens, C completion tokens, H hidden size, V vocabulary, N scored tokens of a micro-batch.
 """
@@ -23,8 +24,10 @@ load_stack()
 import torch
 from transformers.utils import ModelOutput
 
-TILE_ELEMENTS = 2**22  # logits of one tile: 16 MiB in float32
-MAX_TILE_TOKENS = 1024
+# Tokens and vocabulary rows of one tile, on an accelerator and on the CPU (`[is_cpu]`): 32 MiB and 4 MiB of float32.
+# On one thread 151936 rows take a third of the time that they take in tiles of whole rows, which leave the cache.
+TILE_TOKENS = (1024, 512)
+TILE_VOCABULARY = (8192, 2048)
 
 
 @dataclass
@@ -36,72 +39,139 @@ class TokenScores(ModelOutput):
 
 
 class _ScoreTokens(torch.autograd.Function):
-    """log softmax(h W^T + b)[target] by tiles of tokens; the backward pass makes each tile's logits again."""
+    """log softmax((h W^T + b) / temperature)[target], tile by tile.
+
+    With a frozen head the backward pass is prepared in the forward one, where the exponentials are at hand: how a
+    log-probability changes with its state, (W[target] - sum of p W) / temperature, is (N, H) and all that is kept. A
+    head that is trained has its logits made again in the backward pass.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature):
-        with torch.autocast(hidden.device.type, enabled=False):
-            logps, entropies, log_norms = [], [], []
-            for rows in _tiles(hidden.size(0), weight.size(0)):
-                logits = _tile_logits(hidden[rows], weight, bias, temperature)  # (tile, V)
-                log_norm = logits.logsumexp(dim=1)
-                logps.append(logits.gather(1, targets[rows, None]).squeeze(1) - log_norm)
-                entropies.append(log_norm - (torch.softmax(logits, dim=1) * logits).sum(dim=1))
-                log_norms.append(log_norm)
-        ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(log_norms))
-        ctx.temperature = temperature
-        entropy = torch.cat(entropies)
-        ctx.mark_non_differentiable(entropy)
-        return torch.cat(logps), entropy
+    def forward(ctx, hidden, weight, bias, targets, temperature, need_entropy, prepare):
+        tiles = [
+            _score_tile(hidden[rows], weight, bias, targets[rows], temperature, need_entropy, prepare)
+            for rows in _row_tiles(hidden)
+        ]
+        logps, log_norms, entropies, slopes = (torch.cat(parts) for parts in zip(*tiles, strict=True))
+        ctx.is_prepared, ctx.temperature = prepare, temperature
+        if prepare:
+            ctx.save_for_backward(slopes)
+        else:
+            ctx.save_for_backward(hidden, weight, bias, targets, log_norms)
+        ctx.mark_non_differentiable(entropies)
+        return logps, entropies
 
     @staticmethod
     def backward(ctx, grad_logps, _grad_entropies):
-        hidden, weight, bias, targets, log_norms = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        for rows in _tiles(hidden.size(0), weight.size(0)):
-            logits = _tile_logits(hidden[rows], weight, bias, ctx.temperature)
-            grad_logits = torch.exp(logits - log_norms[rows, None]).mul_(-grad_logps[rows, None])  # (tile, V)
-            grad_logits.scatter_add_(1, targets[rows, None], grad_logps[rows, None])
+        if ctx.is_prepared:
+            (slopes,) = ctx.saved_tensors
+            return (slopes * grad_logps[:, None]).to(slopes.dtype), *[None] * 6
+        return *_gradients(ctx, grad_logps), *[None] * 4
+
+
+def _score_tile(hidden, weight, bias, targets, temperature, need_entropy, prepare):
+    """Of a tile's tokens: logps, log norms, entropies (n,), slopes (n, H); the last two empty where not wanted.
+
+    One pass over the vocabulary: sums of exponentials are kept relative to the largest logit so far. The target's own
+    is kept apart from the rest, so that 1 - p is exact in 16 bits where p is close to 1.
+    """
+    own = rest = spread = slopes = top = chosen = torch.zeros(len(hidden), device=hidden.device)
+    for columns in _column_tiles(weight):
+        logits = _tile_logits(hidden, weight, bias, columns, temperature)  # (n, v), float32
+        place = (targets - columns.start).clamp(0, logits.size(1) - 1)[:, None]
+        is_here = (targets >= columns.start) & (targets < columns.stop)
+        chosen = torch.where(is_here, logits.gather(1, place).squeeze(1), chosen)
+        largest = logits.amax(dim=1)
+        if columns.start > 0:
+            largest = torch.maximum(largest, top)
+            drop = top - largest
+            shrink = drop.exp()
+            spread = shrink * (spread + drop * (own + rest))
+            own, rest = own * shrink, rest * shrink
+            slopes = slopes * shrink[:, None] if prepare else slopes
+        top = largest
+        logits.sub_(top[:, None])
+        exponentials = logits.exp() if need_entropy else logits.exp_()
+        if need_entropy:
+            spread = spread + torch.bmm(exponentials[:, None], logits[:, :, None]).flatten()
+        mine = exponentials.gather(1, place).squeeze(1)
+        own = own + torch.where(is_here, mine, 0.0)
+        exponentials.scatter_(1, place, torch.where(is_here, 0.0, mine)[:, None])
+        rest = rest + exponentials.sum(dim=1)
+        if prepare:
+            product = (exponentials.to(weight.dtype) @ weight[columns]).float()
+            slopes = product if columns.start == 0 else slopes + product
+    total = own + rest
+    log_norm = top + total.log()
+    entropy = total.log() - spread / total if need_entropy else total[:0]
+    if prepare:
+        away = (weight[targets].float() * rest[:, None] - slopes).div_(total[:, None] * temperature)
+        slopes = away.to(hidden.dtype)
+    return chosen - log_norm, log_norm, entropy, slopes
+
+
+def _gradients(ctx, grad_logps):
+    """Of states, weight and bias, each None where it is not needed."""
+    hidden, weight, bias, targets, log_norms = ctx.saved_tensors
+    wanted = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+    sums = [torch.zeros_like(tensor, dtype=torch.float32) if needed else None for tensor, needed in wanted]
+    for rows in _row_tiles(hidden):
+        for columns in _column_tiles(weight):
+            logits = _tile_logits(hidden[rows], weight, bias, columns, ctx.temperature)
+            grad_logits = logits.sub_(log_norms[rows, None]).exp_().mul_(-grad_logps[rows, None])  # (n, v)
+            place = (targets[rows] - columns.start).clamp(0, logits.size(1) - 1)[:, None]
+            is_here = (targets[rows] >= columns.start) & (targets[rows] < columns.stop)
+            grad_logits.scatter_add_(1, place, torch.where(is_here, grad_logps[rows], 0.0)[:, None])
             grad_logits.div_(ctx.temperature)
-            if grad_hidden is not None:
-                grad_hidden[rows] = (grad_logits.to(weight.dtype) @ weight).to(hidden.dtype)
-            if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[rows].float()
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(dim=0)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-        )
+            if sums[0] is not None:
+                sums[0][rows] += (grad_logits.to(weight.dtype) @ weight[columns]).float()
+            if sums[1] is not None:
+                sums[1][columns] += grad_logits.T @ hidden[rows].float()
+            if sums[2] is not None:
+                sums[2][columns] += grad_logits.sum(dim=0)
+    likes = (hidden, weight, bias)
+    return [None if total is None else total.to(like.dtype) for total, like in zip(sums, likes, strict=True)]
 
 
-def _tiles(tokens: int, vocabulary: int) -> list[slice]:
-    size = max(16, min(MAX_TILE_TOKENS, TILE_ELEMENTS // vocabulary))
+def _row_tiles(hidden: torch.Tensor) -> list[slice]:
+    tokens, size = hidden.size(0), TILE_TOKENS[hidden.device.type == "cpu"]
     return [slice(start, start + size) for start in range(0, max(tokens, 1), size)]
 
 
-def _tile_logits(hidden, weight, bias, temperature):
-    return torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias).float() / temperature
+def _column_tiles(weight: torch.Tensor) -> list[slice]:
+    rows, size = weight.size(0), TILE_VOCABULARY[weight.device.type == "cpu"]
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _tile_logits(hidden, weight, bias, columns, temperature):
+    part = None if bias is None else bias[columns]
+    logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight[columns], part).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def score_tokens(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: float,
+    need_entropy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of each target and entropy of its distribution, through the language-model head.
 
     Args:
         hidden: (N, H), the states that predict the targets. weight: (V, H). bias: (V,) or None.
         targets: (N,) token ids. temperature: above 0; the logits are divided by it, as in sampling.
+        need_entropy: without it the second result is None.
 
     Returns:
-        logps (N,) and entropies (N,), float32, in nats. Only the logps carry a gradient.
+        logps and entropies (N,), float32, in nats. Only the logps carry a gradient.
     """
-    return _ScoreTokens.apply(hidden, weight, bias, targets, temperature)
+    is_trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+    prepare = torch.is_grad_enabled() and hidden.requires_grad and not is_trained
+    with torch.autocast(hidden.device.type, enabled=False):
+        logps, entropies = _ScoreTokens.apply(hidden, weight, bias, targets, temperature, need_entropy, prepare)
+    return logps, entropies if need_entropy else None
 
 
 def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
@@ -125,8 +195,9 @@ def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
         states = self.base_model(*args, **kwargs, use_cache=False).last_hidden_state  # (B, L, H)
         head = self.get_output_embeddings()
         scored = states.flatten(0, 1)[score_positions.to(states.device)].to(head.weight.device)  # (N, H)
+        bias = getattr(head, "bias", None)
         logps, entropies = score_tokens(
-            scored, head.weight, getattr(head, "bias", None), score_targets.to(scored.device), temperature
+            scored, head.weight, bias, score_targets.to(scored.device), temperature, need_entropy
         )
         return TokenScores(logps=logps, entropies=entropies)
 

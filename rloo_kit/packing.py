@@ -151,7 +151,7 @@ class AttentionPlan:
     longest: int
 
 
-SPARED_CALL = 96**2  # padded attention scores that cost as much as one further call (`benchmarks` of packed attention)
+SPARED_CALL = 32**2  # padded attention scores that cost about as much as one further call (measured, one thread)
 
 
 def plan_attention(layout: Layout) -> AttentionPlan:
