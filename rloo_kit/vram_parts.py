@@ -14,8 +14,8 @@ from rloo_kit.vram_shapes import ModelShape
 GIB = 2**30
 MIB = 2**20
 
-# The tiles of the language-model head: `logprobs` holds the same numbers (a test compares), and imports torch.
-TILE_ELEMENTS, MIN_TILE_TOKENS, MAX_TILE_TOKENS = 2**22, 16, 1024
+# A tile of logits, on a card and on the CPU: `logprobs` holds the same numbers (a test compares), and imports torch.
+TILE_TOKENS, TILE_VOCABULARY = (1024, 256), (8192, 2048)
 CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries
 PROCESS_GIB = 0.7  # without a card: Python with torch, transformers and trl
 BLOCK, NESTED_BLOCK = 64, 256  # weights to an absmax of 8 bit, and of those to an absmax of 32 bit (bitsandbytes)
@@ -208,10 +208,12 @@ def activation_bytes(load: Load) -> int:
 
 
 def head_bytes(load: Load) -> int:
-    """Scored states with their gradient, and one tile of logits with what is computed from it."""
-    tile = min(max(MIN_TILE_TOKENS, min(MAX_TILE_TOKENS, TILE_ELEMENTS // load.shape.vocab_size)), load.pass_tokens)
-    states = load.pass_tokens * load.shape.hidden_size * (load.compute_bytes + FLOAT)
-    return states + tile * load.shape.vocab_size * (load.compute_bytes + 3 * FLOAT)
+    """Scored states with their slopes and gradient, one tile of logits, and the gradient of a head that is trained."""
+    shape, size, is_cpu = load.shape, load.compute_bytes, not load.on_cuda
+    tokens = min(TILE_TOKENS[is_cpu], load.pass_tokens)
+    tile = tokens * (min(TILE_VOCABULARY[is_cpu], shape.vocab_size) * 2 + 3 * shape.hidden_size) * (size + FLOAT)
+    table = shape.vocab_size * shape.hidden_size * FLOAT if load.lora_rank is None else 0
+    return load.pass_tokens * shape.hidden_size * (2 * size + FLOAT) + tile + table
 
 
 def sampling_bytes(load: Load, rows: int) -> int:

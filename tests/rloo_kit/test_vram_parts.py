@@ -199,10 +199,7 @@ def test_numbers_that_are_held_twice_agree() -> None:
     """The arithmetic may not import torch, so it holds some numbers of modules that do."""
     from rloo_kit import cold_start, logprobs, slot_cache, tiny_tokenizer, trainer, vram
 
-    for vocabulary in (320, 2048, 151936):
-        (tile, *_) = logprobs._tiles(10_000, vocabulary)
-        clipped = min(parts.MAX_TILE_TOKENS, parts.TILE_ELEMENTS // vocabulary)
-        assert tile.stop - tile.start == max(parts.MIN_TILE_TOKENS, clipped)
+    assert (logprobs.TILE_TOKENS, logprobs.TILE_VOCABULARY) == (parts.TILE_TOKENS, parts.TILE_VOCABULARY)
     assert slot_cache.BLOCK_TOKENS == parts.CACHE_BLOCK
     assert trainer.TOKENS_PER_PASS == vram.TOKENS_PER_PASS
     assert EMBEDDED_ROWS == tiny_tokenizer.ROWS
@@ -227,7 +224,7 @@ def test_each_setting_moves_its_part() -> None:
     assert parts.optimizer_bytes(replace(load, optim="sgd")) == 0
     assert parts.optimizer_bytes(replace(load, optim="adafactor")) < parts.optimizer_bytes(load)
     assert parts.work_bytes(replace(load, four_bit=False)) == 0 < parts.work_bytes(load)
-    assert parts.sampling_bytes(load, 8) < 0.1 * GIB and parts.head_bytes(load) < 0.2 * GIB
+    assert parts.sampling_bytes(load, 8) < 0.1 * GIB and parts.head_bytes(load) < 0.4 * GIB
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
