@@ -302,7 +302,7 @@ class RLOOSection(Section):
         default=False, description="rewards to mean 0 and deviation 1, of their rollout or of all so far"
     )
     normalize_advantages: bool = Field(default=False, description="advantages of a generation batch likewise")
-    disable_dropout: bool = Field(default=True, description="dropout off in the policy, as the reference needs")
+    disable_dropout: bool = Field(default=True, description="dropout off in the policy; false is refused")
     shuffle_dataset: bool = Field(default=True, description="draw the prompts in random order")
     bf16: bool | None = Field(default=None, description="null: decided by the machine")
     fp16: bool | None = Field(default=None, description="null: decided by the machine")
@@ -334,6 +334,11 @@ class RLOOSection(Section):
     def _check_consistency(self) -> "RLOOSection":
         if self.max_steps is None and self.num_train_epochs is None:
             raise ValueError("the length of training is open; set rloo.max_steps or rloo.num_train_epochs")
+        if not self.disable_dropout:
+            raise ValueError(
+                "disable_dropout is false, but dropout is always off while completions are scored: with it the ratio "
+                "would compare two random parts of the policy. Set rloo.disable_dropout=true"
+            )
         if self.bf16 and self.fp16:
             raise ValueError("bf16 and fp16 are both true; set one of them to null or false")
         if self.reward_clip_range is not None and self.reward_clip_range[0] >= self.reward_clip_range[1]:

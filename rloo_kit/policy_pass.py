@@ -105,8 +105,8 @@ class FlatRows:
         width = batch["completion_ids"].size(1)
         self.lengths = [batch["lengths"][row] for row in rows]
         self.rows = torch.tensor(rows, device=device)  # (R,)
-        ranges = [range(row * width, row * width + length) for row, length in zip(rows, self.lengths, strict=True)]
-        self.at = torch.tensor([position for span in ranges for position in span], dtype=torch.long, device=device)
+        places = [torch.arange(row * width, row * width + batch["lengths"][row]) for row in rows]
+        self.at = torch.cat(places).to(device)  # (N,)
 
     def read(self, padded: torch.Tensor) -> torch.Tensor:
         """(B, C) -> (N,)."""

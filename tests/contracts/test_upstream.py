@@ -15,13 +15,15 @@ STOOD_IN_FOR = {
     "_generate_and_score_completions": "305e4f754722",
     "_compute_loss": "786faa03f5e7",
     "_get_per_token_logps_and_entropies": "31bbe58ca8ba",
+    "_generate_single_turn": "c68cc95ac91c",
+    "_prepare_inputs": "b6f38f7a05aa",
     "log": "777a11a6b926",
 }
 LEANED_ON = {
     "__init__": "77e9c1916fd3",
     "_calculate_rewards": "bf97e1294896",
     "_generate": "a63e2a443c7d",
-    "_prepare_inputs": "b6f38f7a05aa",
+    "_save_checkpoint": "9e443b9bdf40",
     "training_step": "96c133253ca1",
     "prediction_step": "b62f3bb0d975",
     "_get_train_sampler": "1b25d1c0176a",
