@@ -49,6 +49,7 @@ PANELS: tuple[tuple[str, tuple[str, ...], float | None, float | None], ...] = (
     ("KL to the reference, nats a token", ("kl",), None, None),
     ("Thinking tokens", ("thinking/mean_length",), 0.0, None),
     ("Share that closes its thinking", ("thinking/closed_ratio",), 0.0, 1.0),
+    ("Share closed by the budget", ("thinking/forced_ratio",), 0.0, 1.0),
     ("Share truncated", ("completions/clipped_ratio",), 0.0, 1.0),
     ("Groups without signal", ("frac_reward_zero_std",), 0.0, 1.0),
     ("Gradient norm", ("grad_norm",), 0.0, None),
