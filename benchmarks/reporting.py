@@ -1,4 +1,4 @@
-"""What the benchmarks share: the head of a results file, its lines on the screen, and the tables of docs/17-benchmarks.md.
+"""What the benchmarks share: the head of a results file, its lines on the screen, the tables of docs/17-benchmarks.md.
 
 A table stands in the page between two comments that name it; `write_tables` makes it again from the files in
 `benchmarks/results`, and a test compares, so that no figure in the page was typed in.
@@ -17,6 +17,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "17-benchmarks.md"
+
+
+def settle() -> None:
+    """First thing in a benchmark: one thread, no network, and `rewards` is the package, not the file in this folder."""
+    for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}.items():
+        os.environ.setdefault(name, value)  # before torch reads it
+    here = str(Path(__file__).resolve().parent)
+    sys.path[:] = [str(ROOT), *(entry for entry in sys.path if entry != here), here]
 
 
 def header(script: str) -> dict[str, Any]:
@@ -104,6 +112,15 @@ def _bar(row: dict[str, Any]) -> str:
         return ""
     bar = row.get("at_least", row.get("at_most"))
     return f"; {'at least' if 'at_least' in row else 'at most'} {bar:g}: {'held' if row['holds'] else 'MISSED'}"
+
+
+def kl_line(run: dict[str, Any]) -> str:
+    """One run of kl_forms.json in words."""
+    before, after = run["before"], run["after"]
+    return (
+        f"{run['arm']}, seed {run['seed']}: thinking {before['mean_thinking_tokens']:.1f} -> "
+        f"{after['mean_thinking_tokens']:.1f} tokens, accuracy {before['accuracy']:.3f} -> {after['accuracy']:.3f}"
+    )
 
 
 def step_table(result: dict[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
     python benchmarks/rloo_step.py                        # the rows that the project promises (about 20 minutes)
     python benchmarks/rloo_step.py --full                 # and every other K, vocabulary, checkpointing and beta
     python benchmarks/rloo_step.py --only training --repeats 5
-    python benchmarks/rloo_step.py --write-table          # only put the figures that there are into docs/17-benchmarks.md
+    python benchmarks/rloo_step.py --write-table          # only put the figures into docs/17-benchmarks.md
 
 Both sides get the same model, adapter, prompts, completions and rewards, and are driven through `trainer.train()` one
 optimizer step at a time. The first step of each is discarded; then they take turns, and each pair of steps gives a
@@ -22,16 +22,11 @@ Stock TRL's head is a Triton kernel; without an accelerator it gets the stand-in
 same command runs `step_cuda.py` instead. Exit code 1 where a row misses its "at least". Left out: several processes.
 """
 
-import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
 import argparse
 import gc
 import itertools
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -42,13 +37,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
-
 import reporting
 from step_workload import BACKBONE, LORA, Workload, completion_lengths, padding_share, prompt_rows
 
-RESULT = ROOT / "benchmarks" / "results" / "rloo_step.json"
+RESULT = reporting.RESULTS / "rloo_step.json"
 PARTS = ("training", "whole", "memory")
 KIT_SIDES = ("fast", "balanced", "low")
 K4, K8 = Workload(num_generations=4), Workload(num_generations=8)
@@ -166,7 +158,9 @@ def peak_in_fresh_process(name: str, workload: Workload) -> float:
     """MiB above the level before the step."""
     limits = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
     command = [sys.executable, __file__, "--peak-of", name, "--workload", json.dumps(asdict(workload))]
-    done = subprocess.run(command, env=os.environ | limits, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=os.environ | limits, cwd=reporting.ROOT, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"the memory of {name} could not be measured:\n{done.stderr[-2000:]}")
     return float(done.stdout.splitlines()[-1])
@@ -280,6 +274,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Measure and write; the exit code says whether every "at least" holds."""
+    reporting.settle()
     options = parse()
     if options.write_table:
         reporting.write_tables()
