@@ -15,7 +15,7 @@ GIB = 2**30
 MIB = 2**20
 
 # A tile of logits, on a card and on the CPU: `logprobs` holds the same numbers (a test compares), and imports torch.
-TILE_TOKENS, TILE_VOCABULARY = (1024, 256), (8192, 2048)
+TILE_TOKENS, TILE_VOCABULARY = (1024, 512), (8192, 2048)
 CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries
 PROCESS_GIB = 0.7  # without a card: Python with torch, transformers and trl
 BLOCK, NESTED_BLOCK = 64, 256  # weights to an absmax of 8 bit, and of those to an absmax of 32 bit (bitsandbytes)

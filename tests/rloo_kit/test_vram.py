@@ -235,3 +235,28 @@ def test_widths_follow_the_run() -> None:
     assert widths(None) == (4, 4, False)
     with pytest.raises(ConfigError, match="card_gib is 0"):
         plan_vram(load_config(THINKING), 0)
+
+
+def test_training_generates_as_many_rows_as_are_planned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_model: Any
+) -> None:
+    """A plan that is printed and not followed runs out of memory all the same. A model that cannot be planned for is
+    no reason not to train it."""
+    from types import SimpleNamespace
+
+    from rloo_kit import vram
+    from rloo_kit.training import planned_limits
+
+    run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=512", "rloo.memory=low")
+    policy = SimpleNamespace(model=SimpleNamespace(config=tiny_model.config))
+    load = read_load(run, find_machine(), tiny_model.config.to_dict())
+    free = rollout_gib(load, 100) + vram.CPU_RESERVE_GIB
+    monkeypatch.setattr(vram, "available_gib", lambda: free + 1e-6)
+    assert planned_limits(run, policy) == {"rollout_rows": 100}
+    assert "100 of the 128 completions of a rollout are generated at once" in capsys.readouterr().out
+    run.rollout.rows = 7
+    assert planned_limits(run, policy) == {"rollout_rows": 7} and not capsys.readouterr().out
+    monkeypatch.setattr(vram, "available_gib", lambda: 0.5)
+    assert planned_limits(run, policy)["rollout_rows"] == 7 and "Does not fit" in capsys.readouterr().out
+    policy.model.config = SimpleNamespace(to_dict=lambda: {"model_type": "mamba"})
+    assert planned_limits(run, policy) == {} and "cannot be planned" in capsys.readouterr().out

@@ -90,7 +90,7 @@ def test_peaks_of_qwen3_4b() -> None:
     for tokens, training in ((4096, 4.9), (16384, 7.3)):
         load = load_of(PUBLISHED["4b"], completion_tokens=tokens)
         fused, plain = training_gib(load), training_gib(replace(load, fused=False))
-        assert 0.87 * training < fused < training < 1.06 * plain < 1.15 * training
+        assert 0.88 * training < fused < training < 1.06 * plain and plain < 1.1 * training
 
 
 # -- against real models ----------------------------------------------------------------------------------------------
@@ -195,6 +195,61 @@ def test_what_a_layer_saves_is_what_torch_saves(half: bool) -> None:
     assert parts.saved_bytes_per_token(load) == pytest.approx(one_layer, rel=0.05)
 
 
+def measure_peak(checkpointing: bool) -> tuple[float, Any, int]:
+    """Bytes that are alive at once at the peak of a packed pass, forward and backward, the model's own apart; its
+    config, and the tokens of a completion (there are two, and a prompt of four)."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    from rloo_kit.packing import Group
+    from rloo_kit.scoring import Scorer
+
+    class Peak(TorchDispatchMode):
+        def __init__(self, own: set[int]):
+            super().__init__()
+            self.own, self.live, self.most = own, {}, 0
+
+        def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = call(*args, **(kwargs or {}))
+            for tensor in tree_leaves(made):
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.own:
+                    storage = tensor.untyped_storage()
+                    reference = StorageWeakRef(storage)
+                    self.live[reference.cdata] = reference, storage.nbytes()
+            self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
+            self.most = max(self.most, sum(size for _, size in self.live.values()))
+            return made
+
+    model = make_model(num_hidden_layers=4)
+    model = get_peft_model(model, LoraConfig(r=16, target_modules=PROJECTIONS, task_type="CAUSAL_LM"))
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    scorer, length = Scorer(model.train(), 1.0, 0), 300
+    groups = [Group(torch.randint(0, 320, (4,)), [torch.randint(0, 320, (length,)) for _ in range(2)])]
+    assert scorer.layout == "shared"
+    peak = Peak({parameter.untyped_storage().data_ptr() for parameter in model.parameters()})
+    with peak:
+        scorer.score(model, groups).logps.sum().backward()
+    return peak.most, model.config.to_dict(), length
+
+
+@pytest.mark.parametrize(("checkpointing", "most"), [(False, 1.2), (True, 1.6)])
+def test_the_peak_of_a_pass_is_not_above_the_plan(checkpointing: bool, most: float) -> None:
+    """What a pass holds beside what is saved (gradients on their way, the head's tiles) is an estimate: from above."""
+    peak, config, length = measure_peak(checkpointing)
+    load = load_of(
+        shape_of_config(config), four_bit=False, weight_bytes=4, compute_bytes=4, fused=False, on_cuda=False,
+        checkpointing="on" if checkpointing else "off", tokens_per_pass=2 * length + 4, prompt_tokens=4,
+        completion_tokens=length,
+    )  # fmt: skip
+    planned = parts.activation_bytes(load) + parts.head_bytes(load) + parts.gradient_bytes(load)
+    assert peak < planned < most * peak
+
+
 def test_numbers_that_are_held_twice_agree() -> None:
     """The arithmetic may not import torch, so it holds some numbers of modules that do."""
     from rloo_kit import cold_start, logprobs, slot_cache, tiny_tokenizer, trainer, vram
@@ -231,7 +286,7 @@ def test_each_setting_moves_its_part() -> None:
 
 
 def page_rows() -> list[str]:
-    """The rows of the tables in docs/16-memory-plan.md: what each size of Qwen3 takes, and how much of it fits where."""
+    """The rows of the tables in docs/16-memory-plan.md: what each size of Qwen3 takes, and how much fits where."""
     from rloo_kit.vram import largest_rows, rollout_gib, training_gib
     from rloo_kit.vram_plan import Machine
 
