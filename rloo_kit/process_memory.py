@@ -1,4 +1,7 @@
-"""What this process holds of the RAM, what it may come to hold, and giving it back. Left out: no /proc, no glibc."""
+"""What this process holds of the RAM, what it may come to hold, and giving it back to the system.
+
+Left out: what it holds where there is no /proc, and giving back where the C library is not glibc.
+"""
 
 import ctypes
 import os

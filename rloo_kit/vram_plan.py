@@ -169,4 +169,6 @@ class VramPlan:
 
 def _written(gib: float) -> str:
     """Two decimals, three where the figure is small; empty where there is nothing."""
-    return "" if gib == 0 else f"{gib:.2f}" if gib >= 0.1 else f"{gib:.3f}"
+    if gib == 0:
+        return ""
+    return f"{gib:.2f}" if gib >= 0.1 else f"{gib:.3f}" if gib >= 0.0005 else "<0.001"
