@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -351,3 +353,30 @@ def test_a_run_is_open_while_it_trains_and_its_saves_are_known(start):
         *checkpoints,
         result.adapter_folder.absolute(),
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["fast", "low"])
+def test_the_command_trains_alike_however_the_batch_is_split(memory, write_config, tmp_path):
+    """Who lowers the batch to save memory and raises the accumulation must get the run that was meant, not another."""
+    from safetensors.torch import load_file
+
+    config, found = write_config(), []
+    for batch, accumulation in ((8, 1), (2, 4), (1, 8)):
+        name = f"{batch}x{accumulation}"
+        words = [f"rloo.per_device_train_batch_size={batch}", f"rloo.gradient_accumulation_steps={accumulation}"]
+        words += [f"run.name={name}", "rloo.beta=0.1", f"rloo.memory={memory}", "rloo.max_steps=3"]
+        command = [sys.executable, "-m", "rloo_kit.cli", "train", str(config), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        folder = tmp_path / "outputs" / name
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        found.append((rows, load_file(folder / "adapter" / "adapter_model.safetensors")))
+    (rows, weights), others = found[0], found[1:]
+    assert rows[0]["grad_norm"] > 1e-3
+    for other_rows, other_weights in others:
+        for row, other in zip(rows, other_rows, strict=True):
+            for name in ("loss", "reward", "grad_norm", "kl", "entropy", "completions/mean_length"):
+                assert other[name] == pytest.approx(row[name], rel=1e-4, abs=1e-6), name
+        for name, weight in weights.items():
+            assert torch.allclose(weight, other_weights[name], atol=1e-5), name
