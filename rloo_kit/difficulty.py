@@ -19,7 +19,7 @@ import rloo_kit
 from rloo_kit._stack import load_stack
 from rloo_kit.answer_judge import AnswerJudge
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.evaluation import ENGINES
+from rloo_kit.evaluation import engine_outside_training
 from rloo_kit.pass_rate_cache import PassRateCache
 from rloo_kit.rollout import generate_completions
 from rloo_kit.run_dir import RunDir
@@ -152,7 +152,7 @@ def _measure(run: Any, policy: Any, judge: AnswerJudge, cache: PassRateCache, to
             num_samples=samples,
             batch_size=rows,
             seed=_seed(run.run.seed, prompts[0]),
-            engine=run.rollout.engine if run.rollout.engine in ENGINES else "auto",
+            engine=engine_outside_training(run, policy),
             on_batch=report,
             **_sampling(run),
         )

@@ -24,8 +24,6 @@ from rloo_kit.tokens import split_thinking
 
 __all__ = ["Comparison", "Evaluation", "compare", "evaluate"]
 
-ENGINES = ("native", "generate")  # those that sample outside the trainer; for the others it is auto
-
 
 def evaluate(run: Any, policy: Any, dataset: Any, label: str = "") -> Evaluation:
     """Measure a policy on held-out prompts.
@@ -60,6 +58,13 @@ def evaluate(run: Any, policy: Any, dataset: Any, label: str = "") -> Evaluation
     return measured
 
 
+def engine_outside_training(run: Any, policy: Any) -> str:
+    """`rollout.engine`, where it can sample without the trainer; else what can."""
+    if run.rollout.engine in ("native", "generate"):
+        return str(run.rollout.engine)
+    return "generate" if policy.backend == "unsloth" else "auto"
+
+
 class _Generator:
     """Completions of the held-out prompts; says now and then how far it has come."""
 
@@ -82,7 +87,7 @@ class _Generator:
             temperature=temperature,
             batch_size=self.run.eval.batch_size,
             seed=self.run.run.seed,
-            engine=self.run.rollout.engine if self.run.rollout.engine in ENGINES else "auto",
+            engine=engine_outside_training(self.run, self.policy),
             on_batch=report,
             **options,
         )

@@ -255,6 +255,19 @@ def test_num_prompts_takes_the_first(make_run: Any, make_policy: Any) -> None:
     assert evaluate(make_run(num_prompts=99), make_policy(), make_dataset()).num_prompts == NUM_PROMPTS
 
 
+@pytest.mark.parametrize("engine", ["auto", "native", "generate", "continuous", "vllm"])
+def test_every_engine_of_training_can_be_evaluated(engine: str, make_run: Any, make_policy: Any) -> None:
+    """A run that trains through vLLM ended at its first evaluation: outside the trainer there is no vLLM to ask."""
+    from rloo_kit.evaluation import engine_outside_training
+
+    run = make_run(greedy=False)
+    run.rollout.engine = engine
+    assert evaluate(run, make_policy(), make_dataset(["1"] * NUM_PROMPTS)).accuracy is not None
+    policy = make_policy()
+    policy.backend = "unsloth"
+    assert engine_outside_training(run, policy) == (engine if engine in ("native", "generate") else "generate")
+
+
 def test_same_seed_same_evaluation(make_run: Any, make_policy: Any) -> None:
     """Two evaluations of one policy must not differ by luck; and training's random state is left alone."""
     import torch
