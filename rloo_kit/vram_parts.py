@@ -80,8 +80,8 @@ class Load:
 def nf4_bytes(weights: int) -> int:
     """Bytes of a matrix in NF4 with double quantisation, its tables included.
 
-    >>> nf4_bytes(2560 * 9728) / (2560 * 9728)  # about 0.516 a weight
-    0.5159...
+    >>> round(nf4_bytes(2560 * 9728) / (2560 * 9728), 4)  # bytes a weight
+    0.5159
     """
     blocks = -(-weights // BLOCK)
     return -(-weights // 2) + blocks + FLOAT * -(-blocks // NESTED_BLOCK) + QUANT_STATE_BYTES
