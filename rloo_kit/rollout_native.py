@@ -115,14 +115,18 @@ class NativeEngine:
                 finished = self._step(decoder, cache, live)
                 if finished:
                     live = _compact(cache, live)
+                    if not waiting:
+                        cache.shrink(len(live))
                     if on_progress is not None:
                         on_progress(total - len(waiting) - len(live), total)
             return
         except torch.OutOfMemoryError:
-            if slots == 1:
+            tried = len(live) + len(entering)
+            if tried == 1:
                 raise
+        del cache
         waiting.extendleft(reversed([row for row in (*live, *entering) if not row.turn.finished]))
-        self._halve(slots, len(waiting))
+        self._halve(tried, len(waiting))
 
     def _step(self, decoder: Decoder, cache: SlotCache, live: list[_Row]) -> bool:
         """One more token for each live row; whether a row has ended."""
@@ -142,12 +146,12 @@ class NativeEngine:
             ended = ended or row.turn.finished
         return ended
 
-    def _halve(self, slots: int, left: int) -> None:
-        self.rows = max(1, slots // 2)
+    def _halve(self, tried: int, left: int) -> None:
+        self.rows = max(1, tried // 2)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self._say(
-            f"rollout: out of memory with {slots} completions at once; {left} go on from where they are, "
+            f"rollout: out of memory with {tried} completions at once; {left} go on from where they are, "
             f"{self.rows} at once (rollout.rows={self.rows} starts with that)"
         )
 

@@ -24,9 +24,9 @@ class SlotCache:
         length: L of the current step.
     """
 
-    def __init__(self, slots: int, block_tokens: int = BLOCK_TOKENS) -> None:
+    def __init__(self, slots: int, block_tokens: int | None = None) -> None:
         self.slots = slots
-        self.block_tokens = block_tokens
+        self.block_tokens = block_tokens or BLOCK_TOKENS
         self.capacity = 0  # tokens of a slot
         self.keys: dict[int, torch.Tensor] = {}  # by layer: (S, G, capacity, D)
         self.values: dict[int, torch.Tensor] = {}
@@ -70,6 +70,10 @@ class SlotCache:
             for rows in store.values():
                 rows[targets, :, :length] = rows[sources, :, :length]
 
+    def shrink(self, slots: int) -> None:
+        """No more than the first `slots` are needed from now on; the others go when the cache grows next."""
+        self.slots = min(self.slots, slots)
+
     def _flat_places(self, heads: int) -> torch.Tensor:
         if heads not in self._places:
             row_heads = torch.arange(self._positions.size(0) * heads, device=self._positions.device)
@@ -88,6 +92,7 @@ class SlotCache:
         old, self.capacity = self.capacity, -(-length // self.block_tokens) * self.block_tokens
         for store in (self.keys, self.values):
             for layer, rows in store.items():
-                grown = rows.new_zeros(self.slots, rows.size(1), self.capacity, rows.size(3))
-                grown[:, :, :old] = rows
+                grown = rows.new_empty(self.slots, rows.size(1), self.capacity, rows.size(3))
+                grown[:, :, :old] = rows[: self.slots]
+                grown[:, :, old:] = 0
                 store[layer] = grown

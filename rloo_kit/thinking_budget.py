@@ -158,7 +158,7 @@ def think_then_answer(extend: Extend, prompts: list[list[int]], limits: Limits, 
     for number, row in enumerate(ids):
         if not over[number] and row[-1:] != [limits.think_end_id]:
             close = list(limits.close_ids[: cap - len(row)])
-            forced[number] = (len(row), len(row) + len(close))
+            forced[number] = (len(row), len(row) + len(close)) if close else None
             ids[number] = row + close
             if logps is not None:
                 logps[number] = logps[number] + [nan] * len(close)

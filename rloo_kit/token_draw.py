@@ -28,31 +28,33 @@ def draw(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.
     if temperature == 0:
         return logits.argmax(dim=-1), logits.new_zeros(logits.size(0), dtype=torch.float32)
     scaled = logits.float() if temperature == 1 else logits.float() / temperature
-    log_norm = scaled.logsumexp(dim=-1, keepdim=True)
-    probabilities = (scaled - log_norm).exp_()
-    tokens = _invert(probabilities)
-    return tokens.squeeze(1), (scaled.gather(1, tokens) - log_norm).squeeze(1)
+    scaled = scaled - scaled.amax(dim=-1, keepdim=True)
+    tokens, total = _invert(scaled.exp())
+    return tokens.squeeze(1), (scaled.gather(1, tokens).double() - total.log()).float().squeeze(1)
 
 
-def _invert(probabilities: torch.Tensor) -> torch.Tensor:
-    """(R, 1) tokens by one uniform number a row."""
-    rows, vocabulary = probabilities.shape
-    uniform = torch.rand(rows, 1, dtype=torch.float64, device=probabilities.device)
+def _invert(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (R, 1) by one uniform number a row, and the sum of the weights (R, 1) in float64."""
+    rows, vocabulary = weights.shape
+    uniform = torch.rand(rows, 1, dtype=torch.float64, device=weights.device)
     if vocabulary <= 4 * BLOCK_ENTRIES:
-        return _pick(probabilities.cumsum(1, dtype=torch.float64), uniform)
+        sums = weights.cumsum(1, dtype=torch.float64)
+        return _pick(sums, uniform * sums[:, -1:]), sums[:, -1:]
     missing = -vocabulary % BLOCK_ENTRIES
     if missing:
-        probabilities = torch.nn.functional.pad(probabilities, (0, missing))
-    blocks = probabilities.view(rows, -1, BLOCK_ENTRIES)  # (R, N, W)
+        weights = torch.nn.functional.pad(weights, (0, missing))
+    blocks = weights.view(rows, -1, BLOCK_ENTRIES)  # (R, N, W)
     sums = blocks.sum(2).cumsum(1, dtype=torch.float64)  # (R, N)
-    block = _pick(sums, uniform)  # (R, 1)
+    total = sums[:, -1:]
+    target = uniform * total
+    block = _pick(sums, target)  # (R, 1)
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK_ENTRIES)).squeeze(1).cumsum(1, dtype=torch.float64)
-    return (block * BLOCK_ENTRIES + _pick(inside, None, uniform * sums[:, -1:] - before)).clamp_(max=vocabulary - 1)
+    share = (target - before) / (sums.gather(1, block) - before)  # of the block; its two sums differ by rounding
+    token = block * BLOCK_ENTRIES + _pick(inside, share * inside[:, -1:])
+    return token.clamp_(max=vocabulary - 1), total
 
 
-def _pick(sums: torch.Tensor, uniform: torch.Tensor | None, target: torch.Tensor | None = None) -> torch.Tensor:
+def _pick(sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The first entry whose cumulative sum lies above the target, so that one of probability 0 is never taken."""
-    if target is None:
-        target = uniform * sums[:, -1:]
     return torch.searchsorted(sums, target, right=True).clamp_(max=sums.size(1) - 1)
