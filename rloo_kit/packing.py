@@ -39,6 +39,7 @@ class Layout:
         score_positions, score_targets: (N,), flat places whose state predicts a completion token, and that token.
         sequences: of a packed row, the spans that make up each sequence, one after the other: (prompt, completion)
             where the prompt is shared, a single span otherwise. Empty for padded rows.
+        groups: of a packed row, each prompt's length and its completions'.
     """
 
     input_ids: torch.Tensor
@@ -46,6 +47,7 @@ class Layout:
     score_positions: torch.Tensor
     score_targets: torch.Tensor
     sequences: list[list[Span]]
+    groups: list[tuple[int, list[int]]]
 
 
 def count_tokens(groups: Sequence[Group], layout: str) -> int:
@@ -98,6 +100,7 @@ def _packed(groups: Sequence[Group], shared: bool) -> Layout:
         score_positions=torch.cat(predictors),
         score_targets=torch.cat([completion for group in groups for completion in group.completions]),
         sequences=sequences,
+        groups=[(len(group.prompt), [len(one) for one in group.completions]) for group in groups if group.completions],
     )
 
 
@@ -117,6 +120,7 @@ def _padded(groups: Sequence[Group], pad_id: int) -> Layout:
         score_positions=torch.cat(predictors),
         score_targets=torch.cat([completion for _, completion in rows]),
         sequences=[],
+        groups=[],
     )
 
 

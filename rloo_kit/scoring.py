@@ -4,7 +4,8 @@ A `Scorer` chooses once, for one model: it scores a few tiny random groups in ea
 gradients with the same sequences one by one. What does not agree is not used, and `reason` says why: a model whose
 layers drop the packing keyword, or a sliding window, costs speed, never a wrong gradient.
 
-Left out: cutting a batch into passes that fit memory (`Scorer.tokens` says what a pass costs).
+Left out: cutting a batch into passes that fit memory (`Scorer.tokens` says what a pass costs), and dropout: it is not
+switched off here, and where it is on, the scores are those of the thinned model, other ones in each pass.
 
 Shapes: G groups of K_g completions, N completion tokens of all of them.
 """
@@ -23,13 +24,17 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 
 from rloo_kit import packed_attention
+from rloo_kit.backends import packed_keywords
 from rloo_kit.logprobs import attach_token_scoring
-from rloo_kit.packing import Group, Layout, count_tokens, lay_out, plan_attention
+from rloo_kit.packing import Group, count_tokens, lay_out
 
 LAYOUTS = ("shared", "repeated", "padded")
-CHECK_LENGTHS = ((5, (7, 0, 3)), (2, (4,)), (3, (1, 9)))  # (P, completions) of the groups of the self-check
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # nats, and of the gradient's norm
-TOLERANCE_16_BITS = 0.15
+CHECK_LENGTHS = ((4, (5, 0, 3)), (2, (6,)))  # P and the C_i of the groups of the self-check
+TOLERANCE, TOLERANCE_16_BITS = 1e-3, 0.15  # nats, and of the gradient's size
+WATCHED, LARGEST_WATCHED = 14, 2**24  # trained tensors of the self-check from either end, and elements of one
+
+
+Checked = tuple[torch.Tensor, list[torch.Tensor]]  # log-probabilities and gradients
 
 
 @dataclass(frozen=True)
@@ -62,44 +67,74 @@ class Scorer:
     def __init__(self, model: torch.nn.Module, temperature: float, pad_id: int, layout: str = "auto"):
         if layout not in ("auto", *LAYOUTS):
             raise BackendError(f"layout is {layout!r}; it is one of auto, {', '.join(LAYOUTS)}")
-        self.pad_id = pad_id
         causal = causal_model(model)
+        self.pad_id, self.temperature = pad_id, temperature
+        self._keywords = packed_keywords(causal) or packed_attention.keywords
         attach_token_scoring(causal, temperature)
         if layout == "auto":
             self.layout, self.reason = self._choose(causal)
         else:
             self.layout, self.reason = layout, "asked for"
             if layout != "padded":
-                packed_attention.install(causal)
+                self._prepare(causal)
 
     def score(self, model: torch.nn.Module, groups: Sequence[Group], need_entropy: bool = True) -> Scores:
-        """Log-probabilities of all completion tokens, in one pass, under `model`: the one of this scorer, however
-        it is wrapped by now."""
-        return _score(model, groups, self.layout, self.pad_id, need_entropy)
+        """Log-probabilities of all completion tokens, in one pass.
+
+        Args:
+            model: this scorer's model, however it is wrapped by now, with whichever adapter is on.
+            groups: at least one completion; `need_entropy=False` spares the entropies (the reference pass).
+        """
+        return self._pass(model, groups, self.layout, need_entropy)
 
     def tokens(self, groups: Sequence[Group]) -> int:
         """Tokens that the model computes for these groups in one pass."""
         return count_tokens(groups, self.layout)
 
     def _choose(self, model: torch.nn.Module) -> tuple[str, str]:
+        """The first layout that agrees with single sequences, and a line that says so."""
+        groups = _check_groups(model)
+        single = self._check(model, [[one] for one in _singles(groups)], "padded")
+        _compare_with_logits(model, groups[0], single[0], self.temperature)
         refused = []
         try:
-            packed_attention.install(model)
+            self._prepare(model)
         except ValueError as error:
             return "padded", f"padded rows: {error}"
-        groups = _check_groups(model)
-        single = _values_and_gradients(model, [[one] for one in _singles(groups)], "padded", self.pad_id)
         for layout in LAYOUTS[:-1]:
             try:
-                packed = _values_and_gradients(model, [groups], layout, self.pad_id)
+                fault = _difference(self._check(model, [groups], layout), single, _tolerance(model))
             except Exception as error:  # whatever a foreign model makes of the layout, padded rows are there
-                refused.append(f"{layout}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-                continue
-            fault = _difference(packed, single)
+                fault = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             if fault is None:
                 return layout, "; ".join([f"{layout} rows agree with single sequences", *refused])
-            refused.append(f"{layout}: {fault}")
-        return "padded", "padded rows, since packed ones do not agree: " + "; ".join(refused)
+            refused.append(f"{layout} rows: {fault}")
+        return "padded", f"padded rows; {'; '.join(refused)}"
+
+    def _prepare(self, model: torch.nn.Module) -> None:
+        if self._keywords is packed_attention.keywords:
+            packed_attention.install(model)
+
+    def _check(self, model: torch.nn.Module, passes: list[list[Group]], layout: str) -> Checked:
+        """Log-probabilities (N,) of the passes end to end, and gradients of a weighted sum of them."""
+        watched = _watched(model)
+        with _quiet(model), torch.set_grad_enabled(bool(watched)):
+            logps = torch.cat([self._pass(model, groups, layout, need_entropy=False).logps for groups in passes])
+            weights = torch.linspace(-1.0, 2.0, len(logps), device=logps.device)
+            gradients = torch.autograd.grad((logps * weights).sum(), watched) if watched else []
+        return logps.detach(), [gradient.detach().float() for gradient in gradients]
+
+    def _pass(self, model: torch.nn.Module, groups: Sequence[Group], layout: str, need_entropy: bool) -> Scores:
+        laid = lay_out(groups, layout, self.pad_id)
+        keywords = {} if layout == "padded" else self._keywords(laid, layout)
+        found = model(
+            input_ids=laid.input_ids,
+            score_positions=laid.score_positions,
+            score_targets=laid.score_targets,
+            need_entropy=need_entropy,
+            **keywords,
+        )
+        return Scores(found.logps, found.entropies)
 
 
 def causal_model(model: torch.nn.Module) -> Any:
@@ -108,58 +143,51 @@ def causal_model(model: torch.nn.Module) -> Any:
     return unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
 
 
-def _score(model: torch.nn.Module, groups: Sequence[Group], layout: str, pad_id: int, need_entropy: bool) -> Scores:
-    laid = lay_out(groups, layout, pad_id)
-    keywords = {} if layout == "padded" else _packed_keywords(laid)
-    found = model(
-        input_ids=laid.input_ids,
-        score_positions=laid.score_positions,
-        score_targets=laid.score_targets,
-        need_entropy=need_entropy,
-        **keywords,
-    )
-    return Scores(found.logps, found.entropies)
-
-
-def _packed_keywords(laid: Layout) -> dict[str, Any]:
-    """A mask for each kind of layer, none of them built: the plan says who sees whom."""
-    return {
-        "position_ids": laid.position_ids,
-        "attention_mask": {"full_attention": None},
-        "packing": plan_attention(laid),
-    }
-
-
 # ------------------------------------------------------------------------------------------------ the self-check
 
 
 def _check_groups(model: torch.nn.Module) -> list[Group]:
-    embedding = model.get_input_embeddings().weight
-    generator = torch.Generator().manual_seed(0)
+    device = model.get_input_embeddings().weight.device
     vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
 
     def draw(length: int) -> torch.Tensor:
-        return torch.randint(vocabulary, (length,), generator=generator).to(embedding.device)
+        return torch.randint(vocabulary, (length,), generator=generator).to(device)
 
     return [Group(draw(prompt), [draw(length) for length in lengths]) for prompt, lengths in CHECK_LENGTHS]
 
 
 def _singles(groups: Sequence[Group]) -> list[Group]:
-    return [Group(group.prompt, [completion]) for group in groups for completion in group.completions]
+    return [Group(group.prompt, [one]) for group in groups for one in group.completions if len(one)]
 
 
-def _values_and_gradients(
-    model: torch.nn.Module, passes: list[list[Group]], layout: str, pad_id: int
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Log-probabilities (N,) of the passes end to end, and the gradients of a weighted sum in what is trained."""
-    watched = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with _quiet(model), torch.set_grad_enabled(bool(watched)):
-        logps = torch.cat([_score(model, groups, layout, pad_id, need_entropy=False).logps for groups in passes])
-        weights = torch.linspace(-1.0, 2.0, len(logps), device=logps.device)
-        if not watched:
-            return logps, []
-        gradients = torch.autograd.grad((logps * weights).sum(), watched, allow_unused=True)
-    return logps.detach(), [gradient.detach().float() for gradient in gradients if gradient is not None]
+def _watched(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Trained tensors of the first and the last layers: a leak anywhere shows in one of them."""
+    trained = [value for value in model.parameters() if value.requires_grad and value.numel() <= LARGEST_WATCHED]
+    return trained if len(trained) <= 2 * WATCHED else trained[:WATCHED] + trained[-WATCHED:]
+
+
+def _tolerance(model: torch.nn.Module) -> float:
+    is_coarse = model.get_input_embeddings().weight.dtype.itemsize == 2 or getattr(model, "is_loaded_in_4bit", False)
+    return TOLERANCE_16_BITS if is_coarse else TOLERANCE
+
+
+def _compare_with_logits(model: torch.nn.Module, group: Group, logps: torch.Tensor, temperature: float) -> None:
+    """Whether the scoring call gives what the model's logits say, for the first completion.
+
+    Raises: BackendError, where the head is more than a matrix (an adapter of its own, scaled logits).
+    """
+    completion = group.completions[0]
+    with _quiet(model), torch.no_grad():
+        row = torch.cat([group.prompt, completion])[None]
+        logits = model(input_ids=row).logits[0, len(group.prompt) - 1 : -1].float() / temperature  # (C, V)
+    expected = logits.log_softmax(dim=-1).gather(1, completion[:, None]).squeeze(1)
+    worst = (expected - logps[: len(completion)].to(expected.device)).abs().max().item()
+    if not worst <= _tolerance(model):
+        raise BackendError(
+            f"log-probabilities differ from the model's own logits by {worst:.2g} nats: its head is no plain matrix. "
+            "The kit scores plain heads only: leave lm_head out of the adapter's target_modules"
+        )
 
 
 @contextmanager
@@ -183,15 +211,17 @@ def _quiet(model: torch.nn.Module) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _difference(found: tuple, expected: tuple) -> str | None:
+def _difference(found: Checked, expected: Checked, tolerance: float) -> str | None:
     """What differs by more than the model's precision explains; None where nothing does."""
-    logps, gradients = found
-    tolerance = TOLERANCE.get(min((g.dtype for g in gradients), default=torch.float32, key=lambda d: d.itemsize), 1e-3)
-    worst = (logps - expected[0]).abs().max().item()
+    worst = (found[0] - expected[0]).abs().max().item()
     if not worst <= tolerance:
-        return f"log-probabilities are off by {worst:.2g}"
-    norm = sum(gradient.square().sum() for gradient in expected[1]) ** 0.5
-    off = sum((mine - other).square().sum() for mine, other in zip(gradients, expected[1], strict=True)) ** 0.5
-    if expected[1] and not off <= tolerance * norm:
-        return f"gradients are off by {off / norm:.2g} of their size"
+        return f"log-probabilities are off by {worst:.2g} nats"
+    if not expected[1]:
+        return None
+    size, off = (
+        torch.stack([part.norm() for part in parts]).norm().item()
+        for parts in (expected[1], [mine - other for mine, other in zip(found[1], expected[1], strict=True)])
+    )
+    if not off <= tolerance * size:
+        return f"gradients are off by {off / size:.2g} of their size"
     return None

@@ -132,6 +132,14 @@ def keep_settings(args: Any, tokenizer: Any) -> Iterator[None]:
         tokenizer.padding_side = side
 
 
+def packed_keywords(model: Any) -> Any:
+    """For a causal language model with Unsloth's layers: `function(laid, layout)`, the keywords with which they take a
+    packed row; None for any other model. `scoring` checks that they do."""
+    if not type(model.base_model).forward.__module__.startswith("unsloth."):
+        return None
+    return _module("unsloth").packed_keywords
+
+
 def _choose(run: Any, stack: Any) -> tuple[str, str]:
     """Name of the backend and the reason for it."""
     wanted = run.model.backend
@@ -170,4 +178,4 @@ def _num_weights(parameter: Any) -> int:
     return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
 
 
-__all__ = ["Policy", "Source", "inference_mode", "keep_settings", "load_policy", "save_adapter"]
+__all__ = ["Policy", "Source", "inference_mode", "keep_settings", "load_policy", "packed_keywords", "save_adapter"]

@@ -8,6 +8,7 @@ out: vLLM (`fast_inference`) and training every parameter, for which the transfo
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,21 @@ def _with_adapter(model: Any, run: Any, source: Source, stack: Any) -> Any:
 def _keep_padding_mask(model: Any) -> None:
     """In training mode the backbone drops a padding mask unless the last call of the whole model had no labels."""
     model.get_base_model().model._unsloth_keep_padding_mask = True
+
+
+def packed_keywords(laid: Any, layout: str) -> dict[str, Any]:
+    """What Unsloth's forward takes beside the ids of a packed row (`packing.Layout`).
+
+    Independent sequences by their lengths. A shared prompt by a table of segments; its attention is compiled, so its
+    backward pass needs a card, and float32 rows are slow to compile: `scoring` checks it before it is used.
+    """
+    stack = load_stack()
+    if layout == "shared":
+        grouper = import_module("unsloth.utils.prefix_grouper_kernel")
+        table, _ = grouper.build_seg_info_multigroup(laid.groups, laid.input_ids.device)
+        return {"position_ids": laid.position_ids, "prefix_seg_info": table}
+    lengths = [end - start for ((start, end),) in laid.sequences]
+    return {
+        "position_ids": laid.position_ids,
+        "packed_seq_lengths": stack.torch.tensor(lengths, dtype=stack.torch.int32, device=laid.input_ids.device),
+    }
