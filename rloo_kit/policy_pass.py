@@ -174,7 +174,7 @@ class PolicyPass:
         scores = self.score(work.model, groups)
         if work.is_known:
             advantages = work.batch["advantages"]
-            advantages = advantages[flat.rows] if advantages.dim() == 1 else flat.read(advantages)
+            advantages = self.for_ratio(advantages[flat.rows], flat) if advantages.dim() == 1 else flat.read(advantages)
         else:
             kl = self.keep_kl(work, flat, scores.logps, reference)
             advantages = self._advantages(work.batch, flat, kl)
@@ -192,9 +192,14 @@ class PolicyPass:
         """(R,) for rows that are whole groups; (N,) where the penalty is paid token by token."""
         penalty = kl_penalty_rows(kl, flat.read(batch["loss_mask"]), flat.lengths, self.settings.kl_form)
         if self.settings.kl_form != "per_token":
-            return zero_unscored(self.baselined(batch["scores"][flat.rows] - self.settings.beta * penalty))
+            advantages = self.baselined(batch["scores"][flat.rows] - self.settings.beta * penalty)
+            return self.for_ratio(zero_unscored(advantages), flat)
         task = self.baselined(batch["scores"])[flat.rows]
         return zero_unscored(spread(task, flat.lengths) - self.settings.beta * penalty)
+
+    def for_ratio(self, advantages: torch.Tensor, flat: FlatRows) -> torch.Tensor:
+        """(R,) as the objective takes them: for each token where each has its own ratio."""
+        return spread(advantages, flat.lengths) if self.settings.objective.ratio_form == "per_token" else advantages
 
     def baselined(self, rewards: torch.Tensor) -> torch.Tensor:
         """Rewards of whole groups less their baseline, (R,); NaN where there is none."""

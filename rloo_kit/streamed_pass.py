@@ -69,7 +69,7 @@ class StreamedPass(PolicyPass):
         kl = self.keep_kl(work, flat, scores.logps, reference)
         mask = flat.read(work.batch["loss_mask"])
         penalty = kl_penalty_rows(kl, mask, flat.lengths, self.settings.kl_form)
-        one = torch.ones(1, device=kl.device)
+        one = self.for_ratio(torch.ones(1, device=kl.device), flat)
         return self.objective(work, flat, scores.logps, one, scores.entropies).sum(), penalty.item()
 
 

@@ -42,6 +42,7 @@ from rloo_kit.advantages import (
     zero_unscored,
 )
 from rloo_kit.backends import keep_settings
+from rloo_kit.backends.transformers import keep_4bit_weights
 from rloo_kit.callbacks import use_text_progress
 from rloo_kit.finite_guard import FiniteWatch
 from rloo_kit.objective import Objective, all_finite, choose_ratio_form
@@ -112,6 +113,7 @@ class RLOOTrainer(TrainerRollout, TrainerLog, trl.RLOOTrainer):
             raise ConfigError("mixture-of-experts auxiliary losses are not scored here: set router_aux_loss_coef=0.0")
         check_sampling(self.args)
         restore_precision(self.model, masters)
+        keep_4bit_weights(self.model)
         self._drop_redundant_reference()
         self.think_tags = bind_think_tags(self._tokenizer)
         self.rollout_listeners: list[Callable[[list[dict[str, Any]]], None]] = []

@@ -45,7 +45,7 @@ def load(run: Any, source: Source, stack: Any) -> tuple[Any, Any]:
         )
     except (OSError, ValueError) as error:
         raise BackendError(f"cannot load model.name = {run.model.name}: {error}") from error
-    _keep_4bit_weights(model)
+    keep_4bit_weights(model)
     if run.model.lora is not None:
         model = _with_adapter(model, run, source, stack)
     if run.model.gradient_checkpointing:
@@ -110,7 +110,7 @@ def _quantization(run: Any, config: Any, stack: Any) -> Any:
     )
 
 
-def _keep_4bit_weights(model: Any) -> None:
+def keep_4bit_weights(model: Any) -> None:
     """Generation must not change the policy, and on CPUs with AVX512-BF16 it would.
 
     There bitsandbytes 0.50 repacks a layer in place at its first call in eval mode: the scales are rounded to bf16 for

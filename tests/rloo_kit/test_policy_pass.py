@@ -113,6 +113,16 @@ def test_memory_modes_make_one_gradient(form, baseline, reward, step):
     assert max(rows for rows, graph in other.passes_seen if graph) == 1, "low: one sequence at a time"
 
 
+@pytest.mark.parametrize("form", ["sum", "length_normalized"])
+def test_a_ratio_for_each_token_on_policy_is_the_ratio_of_all(form, step):
+    """On-policy every ratio is 1, so the gradient cannot depend on whose it is, a group of short ones included."""
+    short = [[72], [73, 258, 258], [258], [65, 66]] * 2
+    for memory in ("fast", "balanced", "low"):
+        expected, _ = step(memory=memory, completions=short, kl_form=form, ratio_form="sum")
+        found, _ = step(memory=memory, completions=short, kl_form=form, ratio_form="per_token")
+        assert off(found, expected) < TOLERANCE, memory
+
+
 def test_fast_scores_the_policy_once(step):
     """A second policy pass on-policy is a quarter of the step for nothing."""
     _, trainer = step(memory="fast", tokens_per_pass=30)

@@ -356,18 +356,20 @@ def test_a_run_is_open_while_it_trains_and_its_saves_are_known(start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", ["fast", "low"])
-def test_the_command_trains_alike_however_the_batch_is_split(memory, write_config, tmp_path):
+def test_the_command_trains_alike_however_the_batch_is_split(write_config, tmp_path):
     """Who lowers the batch to save memory and raises the accumulation must get the run that was meant, not another."""
     from safetensors.torch import load_file
 
+    (tmp_path / "own.py").write_text(
+        "def by_ids(completion_ids, **_):\n    return [sum(ids) % 17 for ids in completion_ids]"
+    )
     config, found = write_config(), []
     for batch, accumulation in ((8, 1), (2, 4), (1, 8)):
         name = f"{batch}x{accumulation}"
         words = [f"rloo.per_device_train_batch_size={batch}", f"rloo.gradient_accumulation_steps={accumulation}"]
-        words += [f"run.name={name}", "rloo.beta=0.1", f"rloo.memory={memory}", "rloo.max_steps=3"]
+        words += [f"run.name={name}", "rloo.beta=0.1", "rewards=[{name: own:by_ids}]", "rloo.max_steps=3"]
         command = [sys.executable, "-m", "rloo_kit.cli", "train", str(config), *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         folder = tmp_path / "outputs" / name
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
