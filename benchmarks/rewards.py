@@ -25,7 +25,23 @@ THINK_END, END = 151668, 151645
 
 def batch() -> dict[str, list[Any]]:
     """Completions of ordinary prose, four characters a token, every one with a thought and a boxed answer."""
-    words = "so the next digit is carried over and then added to the sum of the two above".split()
+    words = [
+        "so",
+        "the",
+        "next",
+        "digit",
+        "is",
+        "carried",
+        "over",
+        "and",
+        "then",
+        "added",
+        "to",
+        "the",
+        "sum",
+        "of",
+        "two",
+    ]
     completions, ids, answers = [], [], []
     for row in range(COMPLETIONS):
         answer = str(1000 + 37 * row)
