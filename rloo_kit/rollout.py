@@ -106,6 +106,11 @@ def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
     if wanted == "native" and (is_unsloth or _native_obstacle(model)):
         why = "Unsloth replaces the attention that it goes through" if is_unsloth else _native_obstacle(model)
         raise BackendError(f"rollout.engine is native, but {why}: set rollout.engine=generate")
+    if wanted == "continuous" and is_unsloth:
+        raise BackendError(
+            "rollout.engine is continuous, but Unsloth replaces the attention that it pages: set rollout.engine=auto, "
+            "or model.backend=transformers"
+        )
     if wanted == "vllm" and find_spec("vllm") is None:
         raise BackendError(
             "rollout.engine is vllm, but vLLM is not installed: pip install vllm (it needs CUDA), or set "
@@ -164,6 +169,10 @@ def build_engine(
         from rloo_kit.rollout_generate import GenerateEngine
 
         return GenerateEngine(model, mode, reason, temperature, end_ids, pad_id, rows, say)
+    if name == "continuous":
+        from rloo_kit.rollout_continuous import ContinuousEngine
+
+        return ContinuousEngine(model, mode, reason, temperature, end_ids, pad_id, rows)
     raise BackendError(f"rollout.engine is {name}, which samples inside TRL's trainer only: set rollout.engine=auto")
 
 
