@@ -121,8 +121,8 @@ class Scorer:
         with _quiet(model), torch.set_grad_enabled(bool(watched)):
             logps = torch.cat([self._pass(model, groups, layout, need_entropy=False).logps for groups in passes])
             weights = torch.linspace(-1.0, 2.0, len(logps), device=logps.device)
-            gradients = torch.autograd.grad((logps * weights).sum(), watched) if watched else []
-        return logps.detach(), [gradient.detach().float() for gradient in gradients]
+            gradients = torch.autograd.grad((logps * weights).sum(), watched, materialize_grads=True) if watched else []
+        return logps.detach(), [gradient.float() for gradient in gradients]
 
     def _pass(self, model: torch.nn.Module, groups: Sequence[Group], layout: str, need_entropy: bool) -> Scores:
         laid = lay_out(groups, layout, self.pad_id)
