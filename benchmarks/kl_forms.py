@@ -37,7 +37,8 @@ import reporting
 RESULT = reporting.RESULTS / "kl_forms.json"
 CONFIG = reporting.ROOT / "configs" / "arithmetic_thinking.yaml"
 FORMS = ("sum", "length_normalized", "per_token")
-STEPS, PROBE_STEPS, PROMPTS, SAMPLES = 30, 8, 150, 8
+STEPS, PROMPTS, SAMPLES = 24, 150, 8
+PROBE_STEPS = {"learned": 8, "unrelated": 60}  # few enough that some answers are still without a thought
 EVAL_PROMPTS = 500
 BETA = 0.5
 
@@ -107,13 +108,19 @@ def _mean(values: Sequence[float]) -> float | None:
 # ------------------------------------------------------------------------------------------------------ mechanism
 
 
-def measure_mechanism(output: Path, steps: int, prompts: int, samples: int) -> list[dict[str, Any]]:
+def measure_mechanism(output: Path, prompts: int, samples: int) -> list[dict[str, Any]]:
     """What each form alone does to the advantage of longer thinking, for both kinds of drift."""
     import rloo_kit as kit
 
     found = []
     for drift, reward in (("learned", None), ("unrelated", coin_reward)):
-        settings = [f"rloo.max_steps={steps}", "rloo.beta=0", "run.stop_when_no_signal=false"]
+        steps = PROBE_STEPS[drift]
+        settings = [
+            f"rloo.max_steps={steps}",
+            "rloo.beta=0",
+            "run.stop_when_no_signal=false",
+            "run.sample_every_steps=0",
+        ]
         where = [f"run.output_dir={output}", f"run.name=probe-{drift}"]
         run = kit.load_config(str(CONFIG), *settings, *where)
         policy = kit.load_policy(run)
@@ -285,7 +292,7 @@ def main() -> int:
     result = reporting.header("benchmarks/kl_forms.py") | {"steps": options.steps, "beta": options.beta}
     mean_length = 20.0
     if options.only != "training":
-        result["mechanism"] = measure_mechanism(options.output, PROBE_STEPS, PROMPTS, SAMPLES)
+        result["mechanism"] = measure_mechanism(options.output, PROMPTS, SAMPLES)
         mean_length = result["mechanism"][0]["mean_tokens"]
         print(json.dumps(result["mechanism"], indent=1), flush=True)
     if options.only != "mechanism":
