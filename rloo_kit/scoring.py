@@ -192,17 +192,16 @@ def _compare_with_logits(model: torch.nn.Module, group: Group, logps: torch.Tens
 
 @contextmanager
 def _quiet(model: torch.nn.Module) -> Iterator[None]:
-    """Without dropout and without gradient checkpointing (its reentrant form refuses `autograd.grad`); the random
-    state and every switch are as before afterwards."""
+    """In training mode (bitsandbytes has no backward pass in the other, on a CPU), without dropout, and without
+    gradient checkpointing (its reentrant form refuses `autograd.grad`); everything is as before afterwards."""
     changed: list[tuple[torch.nn.Module, str, Any]] = []
     for module in model.modules():
-        for name, value in (("gradient_checkpointing", False), ("attention_dropout", 0.0)):
-            if getattr(module, name, None):
+        settings = {"training": not isinstance(module, torch.nn.Dropout)}
+        settings |= {"gradient_checkpointing": False, "attention_dropout": 0.0}
+        for name, value in settings.items():
+            if getattr(module, name, value) != value:
                 changed.append((module, name, getattr(module, name)))
                 setattr(module, name, value)
-        if isinstance(module, torch.nn.Dropout) and module.training:
-            changed.append((module, "training", True))
-            module.training = False
     try:
         with torch.random.fork_rng():
             yield
