@@ -12,7 +12,7 @@ Shapes: S slots, R live rows, L tokens up to the longest live row, G key-value h
 
 import torch
 
-BLOCK_TOKENS = 256
+BLOCK_TOKENS = 64  # fresh memory costs as much as a step: short rollouts take little, long ones copy often but cheaply
 
 
 class SlotCache:

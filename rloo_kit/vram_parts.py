@@ -20,7 +20,7 @@ CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries
 PROCESS_GIB = 0.7  # without a card: Python with torch, transformers and trl
 BLOCK, NESTED_BLOCK = 64, 256  # weights to an absmax of 8 bit, and of those to an absmax of 32 bit (bitsandbytes)
 QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # of each matrix: the tables of both quantisations, and an offset
-CACHE_BLOCK = 256  # tokens by which the cache grows: `slot_cache` holds the same number
+CACHE_BLOCK = 64  # tokens by which the cache grows: `slot_cache` holds the same number
 FLOAT = 4
 
 
