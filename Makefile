@@ -4,6 +4,7 @@
 #            NO_GPU=1            leave the gpu extra out although a card is there (in a fresh .venv)
 #            TORCH_INDEX=URL     install torch from that package index first (CPU builds, another CUDA version)
 #            JOBS=2              test processes side by side
+#            BENCHMARKS="startup" which of benchmarks/ make bench runs (kl_forms and batch_arithmetic: only when named)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup demo lint format test test-slow test-all test-unsloth test-gpu check notebooks bench clean
@@ -12,6 +13,7 @@ VENV := .venv
 VENV_UNSLOTH := .venv-unsloth
 BIN := $(VENV)/bin
 JOBS ?= 2
+BENCHMARKS ?= rewards startup rloo_step demo_phase demo_learning
 REQUIRED := pyproject.toml constraints.txt
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -71,8 +73,11 @@ check: lint test ## lint and test
 notebooks: $(STAMP_DEV) ## generate the notebooks from their sources
 	$(BIN)/jupytext --to ipynb --update notebooks/*.py
 
-bench: $(STAMP) ## measure the demo again for seeds 0, 1 and 2; figures go to benchmarks/results/
-	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/demo_learning.py
+bench: $(STAMP) ## measure again: the step, the demo, rewards, start-up (an hour; BENCHMARKS="rewards startup" picks)
+	@failed=; for name in $(BENCHMARKS); do echo "benchmarks/$$name.py"; \
+		HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/$$name.py || failed="$$failed $$name"; done; \
+	$(BIN)/python benchmarks/rloo_step.py --write-table; \
+	test -z "$$failed" || { echo "missed its bar, or failed:$$failed" >&2; exit 1; }
 
 clean: ## remove caches and build products (environments and outputs stay)
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache
