@@ -175,7 +175,7 @@ def saved_bytes_per_token(load: Load) -> int:
     The inputs of the norms in float32 (in Qwen3 q and k have theirs); q, k, v and the attention's output; gate, its
     activation and up; and the inputs of the matrices, of which an adapter in float32 over a 16-bit model casts a copy
     for each matrix that it stands on. Unsloth's kernels keep the inputs of norms and blocks, q, k, v and the output,
-    gate and up (read in their sources, not counted).
+    gate and up (reckoned, not counted).
     """
     shape, size = load.shape, load.compute_bytes
     qk_norm = shape.query_size + shape.kv_size if shape.qk_norm else 0
