@@ -147,4 +147,90 @@ def _amount(row: dict[str, Any], side: str) -> str:
     return ""
 
 
-TABLES: dict[str, tuple[Any, str]] = {"step": (step_table, "rloo_step.json")}
+def demo_table(result: dict[str, Any]) -> list[str]:
+    """demo_phase.json: every run, and the share."""
+    rows = []
+    for before, after in zip(result["runs"]["before"], result["runs"]["after"], strict=True):
+        cells = [str(before["seed"])]
+        for kind in ("cpu_s", "wall_s", "reward_last_steps"):
+            digits = 3 if kind.startswith("reward") else 1
+            cells += [f"{before[kind]:.{digits}f}", f"{after[kind]:.{digits}f}"]
+        rows.append(cells)
+    share, wall = result["cpu_share"], result["wall_share"]
+    head = [
+        "seed",
+        "processor s before",
+        "after",
+        "wall s before",
+        "after",
+        "reward of the last 10 steps before",
+        "after",
+    ]
+    verdict = "held" if result["holds"] else "**missed**"
+    return [
+        *table(head, rows),
+        "",
+        f"In all {share['value']:.2f} of the processor's time before ({share['low']:.2f} to {share['high']:.2f}), "
+        f"{wall['value']:.2f} of the wall clock; at most {result['at_most']}: {verdict}. "
+        f"Before is `{result['before'][:7]}`.",
+    ]
+
+
+def kl_mechanism_table(result: dict[str, Any]) -> list[str]:
+    """kl_forms.json: what a token of thinking is worth under each form alone."""
+    rows = []
+    for probe in result.get("mechanism", []):
+        task = probe["task_reward_slope"]
+        drift = f"{probe['drift']}, {probe['steps']} steps, {probe['kl_per_token']:.4f} nats a token"
+        rows.append([drift, "the task reward", "", _interval(task, "{:+.4f}"), ""])
+        for form in probe["forms"]:
+            beta, token = f"{form['beta_of_equal_spread']:.2g}", _interval(form["thinking_token"], "{:+.4f}")
+            rows.append([drift, form["form"], beta, token, _interval(form["correlation"], "{:+.2f}")])
+    return table(["drift", "form", "beta", "reward of one more thinking token", "correlation"], rows)
+
+
+def kl_training_table(result: dict[str, Any]) -> list[str]:
+    """kl_forms.json: the arms, each over its seeds."""
+    rows = []
+    for name in dict.fromkeys(run["arm"] for run in result.get("runs", [])):
+        runs = [run for run in result["runs"] if run["arm"] == name]
+        cells = [name, str(len(runs))]
+        for figure, digits in (("mean_thinking_tokens", 1), ("closed_share", 3), ("accuracy", 3)):
+            for when in ("before", "after"):
+                values = [run[when][figure] for run in runs]
+                spread = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if when == "after" else ""
+                cells.append(f"{sum(values) / len(values):.{digits}f}{spread}")
+        rows.append(cells)
+    head = ["arm", "seeds", "thinking tokens before", "after", "closed before", "after", "accuracy before", "after"]
+    return table(head, rows)
+
+
+def _interval(figure: dict[str, float], form: str) -> str:
+    return f"{form} ({form} to {form})".format(figure["value"], figure["low"], figure["high"])
+
+
+def rewards_table(result: dict[str, Any]) -> list[str]:
+    """rewards.json."""
+    rows = [
+        [f"`{row['reward']}`", *(f"{row[name] / 1e6:.1f}" for name in ("tokens_per_s", "low", "high"))]
+        for row in result["rows"]
+    ]
+    return table(["reward", "million tokens a second", "lower quartile", "upper"], rows)
+
+
+def startup_table(result: dict[str, Any]) -> list[str]:
+    """startup.json."""
+    rows = [
+        [f"`{row['what']}`", *(f"{row[name]:.2f}" for name in ("seconds", "low", "high"))] for row in result["rows"]
+    ]
+    return table(["command", "seconds", "smallest", "largest"], rows)
+
+
+TABLES: dict[str, tuple[Any, str]] = {
+    "step": (step_table, "rloo_step.json"),
+    "demo": (demo_table, "demo_phase.json"),
+    "kl-mechanism": (kl_mechanism_table, "kl_forms.json"),
+    "kl-training": (kl_training_table, "kl_forms.json"),
+    "rewards": (rewards_table, "rewards.json"),
+    "startup": (startup_table, "startup.json"),
+}
