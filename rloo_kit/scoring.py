@@ -203,7 +203,8 @@ def _quiet(model: torch.nn.Module) -> Iterator[None]:
                 changed.append((module, name, getattr(module, name)))
                 setattr(module, name, value)
     try:
-        with torch.random.fork_rng():
+        cards = {value.device.index for value in model.parameters() if value.is_cuda}
+        with torch.random.fork_rng(devices=sorted(cards)):
             yield
     finally:
         for module, name, value in changed:
