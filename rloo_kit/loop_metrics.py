@@ -17,7 +17,7 @@ from rloo_kit.tokens import ThinkTags
 if TYPE_CHECKING:
     from rloo_kit.trainer_rollout import Sampled
 
-COLUMNS = ("tokens", "eos_tokens", "thinks", "closed", "thinking_tokens", "kl", "kl_tokens", "penalty")
+COLUMNS = ("tokens", "eos_tokens", "thinks", "closed", "thinking_tokens", "kl", "kl_tokens", "penalty", "forced")
 
 
 @dataclass
@@ -84,6 +84,7 @@ def sample_statistics(
         mask = batch["loss_mask"]
         charged = kl_penalty(per_token_kl, mask, "sum" if kl_form == "per_token" else kl_form)
         columns += [(per_token_kl * mask).sum(dim=1), mask.sum(dim=1), charged]
+    columns.append(batch["thinking_forced"])
     return torch.stack([column.float() for column in columns], dim=1)
 
 
@@ -118,7 +119,7 @@ def rollout_metrics(
     thinks = column["thinks"].bool()
     if thinks.any():
         metrics["thinking/mean_length"] = column["thinking_tokens"][thinks].mean().item()
-        metrics["thinking/closed_ratio"] = column["closed"][thinks].mean().item()
+        metrics["thinking/closed_ratio"] = (column["closed"] * (1 - column["forced"]))[thinks].mean().item()
     return metrics
 
 

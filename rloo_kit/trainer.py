@@ -52,7 +52,7 @@ from rloo_kit.resample import PromptReservoir
 from rloo_kit.reward_failures import FailureWatch
 from rloo_kit.reward_guard import guard
 from rloo_kit.rloo_config import RLOOConfig, check_sampling, prepare_old_dataset, translate_trainer_arguments
-from rloo_kit.rollout import build_engine, make_limits
+from rloo_kit.rollout import build_engine, choose_engine, make_limits
 from rloo_kit.run_dir import read_json, write_json
 from rloo_kit.saves import saving
 from rloo_kit.scoring import Scorer, Scores
@@ -106,6 +106,9 @@ class RLOOTrainer(TrainerRollout, TrainerLog, trl.RLOOTrainer):
             if arguments.get(name) is not None:
                 arguments[name] = prepare_old_dataset(arguments[name], arguments.get("processing_class"))
         arguments = wrap_for_unsloth(arguments)
+        if getattr(arguments["args"], "rollout_engine", "auto") == "vllm":
+            choose_engine("vllm", _backend_name(), arguments.get("model"))  # says what to install before TRL looks
+            arguments["args"].use_vllm = True
         masters = trainable_tensors(arguments.get("model"))
         with keep_settings(arguments.get("args"), arguments.get("processing_class")):
             super().__init__(**arguments)
@@ -133,8 +136,21 @@ class RLOOTrainer(TrainerRollout, TrainerLog, trl.RLOOTrainer):
         self._build_engine()
         self.add_callback(_LoopCallback(self))
         use_text_progress(self)
+        if self.accelerator.is_main_process:
+            print(self.describe(), flush=True)
 
     # ------------------------------------------------------------------------------------------------ set-up
+
+    def describe(self) -> str:
+        """One line: what samples, how completions are scored, how the gradient is made, and why."""
+        engine = "vllm, through TRL" if self.use_vllm else "TRL's generate, since the weights are sharded"
+        if self._engine is not None:
+            engine = f"{self._engine.name}, {self._engine.reason}"
+        obstacle = self._why_not_open()
+        memory = self._option("memory")
+        if self.beta and obstacle and memory != "balanced":
+            memory = f"{memory}, which falls back to balanced: {obstacle}"
+        return f"rollout: {engine} | scoring: {self._scorer.reason} | memory: {memory}"
 
     def _build_passes(self) -> None:
         for model in (self.model, self.ref_model):
@@ -159,9 +175,6 @@ class RLOOTrainer(TrainerRollout, TrainerLog, trl.RLOOTrainer):
         )
         make = StreamedPass if settings.memory == "low" else PolicyPass
         self._passes = make(settings, self._score, self._scorer.tokens, self._reference_logps)
-        obstacle = self._why_not_open()
-        if self.beta and settings.memory != "balanced" and obstacle:
-            print(f"rloo.memory: {settings.memory} falls back to balanced: {obstacle}", flush=True)
 
     def _why_not_open(self) -> str | None:
         """Why advantages cannot wait for the pass that scores the policy; None if they can."""
@@ -189,16 +202,24 @@ class RLOOTrainer(TrainerRollout, TrainerLog, trl.RLOOTrainer):
         self._engine = None
         wanted = "continuous" if self.use_transformers_continuous_batching else self._option("rollout_engine")
         if self.use_vllm or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            self._refuse_budget_without_engine()
             return  # TRL's own code syncs or gathers the weights
         self._engine = build_engine(
             unwrapped,
             wanted,
-            backend="unsloth" if load_stack().unsloth is not None else "transformers",
+            backend=_backend_name(),
             temperature=self.temperature,
             end_ids=list(self.eos_token_ids),
             pad_id=self._tokenizer.pad_token_id,
             rows=self._option("rollout_rows"),
         )
+
+    def _refuse_budget_without_engine(self) -> None:
+        if self._limits.thinking_budget is not None:
+            raise ConfigError(
+                f"thinking_budget is {self._limits.thinking_budget}, but completions come from TRL's own code here "
+                "(vLLM, FSDP or DeepSpeed), which cannot close a thought: set thinking_budget to null"
+            )
 
     def _build_reservoir(self) -> PromptReservoir | None:
         if not self._option("resample_rounds"):
@@ -482,6 +503,10 @@ class _LoopCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.trainer._close_step()
+
+
+def _backend_name() -> str:
+    return "transformers" if load_stack().unsloth is None else "unsloth"
 
 
 def _default_config(model: Any) -> RLOOConfig:

@@ -182,7 +182,7 @@ def test_low_says_when_it_falls_back(step, capsys):
     expected, _ = step(memory="balanced", normalize_advantages=True)
     found, _ = step(memory="low", normalize_advantages=True)
     assert off(found, expected) < TOLERANCE
-    assert "rloo.memory: low falls back to balanced: normalize_advantages" in capsys.readouterr().out
+    assert "memory: low, which falls back to balanced: normalize_advantages" in capsys.readouterr().out
 
 
 def test_dropout_is_off_while_scoring(step):
