@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rloo_kit import packed_attention, packing, scoring
+from rloo_kit.backends.transformers import keep_4bit_weights
 from rloo_kit.errors import BackendError
 from rloo_kit.packing import Group
 from rloo_kit.scoring import Scorer
@@ -111,9 +112,12 @@ def test_four_bits(make_tiny_model: Any, make_adapter: Any, groups: Any, tmp_pat
 
     make_tiny_model(hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path)
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    policy = make_adapter(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings))
+    policy = make_adapter(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)).eval()
+    keep_4bit_weights(policy)  # as the trainer does: else a call in eval mode ends all gradients through the base
     scorer = Scorer(policy, 1.0, pad_id=256)
-    assert scorer.layout == "shared" and not policy.training  # in this mode it has no backward pass on a CPU
+    assert scorer.layout == "shared", scorer.reason
+    compare(policy.train(), scorer, groups, rtol=1e-5)
+    policy.eval()(input_ids=groups[0].prompt[None])
     compare(policy.train(), scorer, groups, rtol=1e-5)
 
 
