@@ -42,7 +42,7 @@ def make_decoder(model: Any, choice: "type[ModuleDecoder] | None" = None) -> "Mo
     """
     from rloo_kit.fused_decoder import FusedDecoder, NotPlainError
 
-    if choice is ModuleDecoder:
+    if choice is ModuleDecoder or torch.is_autocast_enabled(model.device.type):
         return ModuleDecoder(model)
     try:
         fused = FusedDecoder(model)

@@ -12,6 +12,7 @@ from typing import Any
 
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import BackendError
+from rloo_kit.packed_attention import plain_attention
 from rloo_kit.rollout_generate import NO_PENALTIES, WHOLE_DISTRIBUTION, cut
 from rloo_kit.rollout_types import Limits, Progress, Rollout
 from rloo_kit.thinking_budget import Continued, think_then_answer
@@ -58,7 +59,8 @@ class ContinuousEngine:
                 on_progress(len(prefixes), len(prefixes))
             return done
 
-        with self._mode(), load_stack().torch.no_grad():
+        base = self._model.get_base_model() if hasattr(self._model, "peft_config") else self._model
+        with self._mode(), plain_attention(base), load_stack().torch.no_grad():
             return think_then_answer(extend, prompt_ids, limits, self._end_ids)
 
     def _extend(self, prefixes: list[list[int]], rooms: list[int], stops: list[int]) -> Continued:

@@ -161,6 +161,19 @@ def test_the_model_is_as_it_was_afterwards(make_model: Any, name: str) -> None:
         assert logps == pytest.approx(teacher_forced(model, prompt, ids, 1.0), abs=1e-5)
 
 
+def test_under_autocast_the_modules_run(make_model: Any) -> None:
+    """A trainer in mixed precision samples under autocast, as it scores; joined float32 matrices know no bf16."""
+    import torch
+
+    model = make_model(ends=2.0)
+    engine = engine_for(model)
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = engine.sample(PROMPTS, Limits(12))
+        for prompt, ids, logps in zip(PROMPTS, found.completion_ids, found.sampler_logps, strict=True):
+            assert logps == pytest.approx(teacher_forced(model.eval(), prompt, ids, 1.0), abs=0.2)
+
+
 # ------------------------------------------------------------------------------------------------- distributions
 
 
@@ -267,9 +280,11 @@ def test_continuous_batching_leaves_the_model_as_it_is(make_model: Any, tiny_tok
     completions as `generate`, the same budget, log-probabilities that scoring confirms, weights untouched."""
     import torch
 
+    from rloo_kit.packed_attention import install
     from rloo_kit.rollout import make_limits
 
     model = make_model(ends=2.0).train()
+    install(model.get_base_model())  # as the trainer does; the name is none that pages can be looked up by
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     wanted = engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(12)).completion_ids
     assert engine_for(model, "continuous", 0.0).sample(PROMPTS, Limits(12)).completion_ids == wanted
