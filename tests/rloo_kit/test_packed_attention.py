@@ -14,7 +14,9 @@ from rloo_kit.packing import Group, lay_out, plan_attention
 
 def make_plan(layout: str = "shared") -> Any:
     lengths = ((5, (7, 0, 60)), (1, (3,)), (2, (1, 8)))
-    groups = [Group(torch.zeros(p, dtype=torch.long), [torch.zeros(c, dtype=torch.long) for c in cs]) for p, cs in lengths]
+    groups = [
+        Group(torch.zeros(p, dtype=torch.long), [torch.zeros(c, dtype=torch.long) for c in cs]) for p, cs in lengths
+    ]
     laid = lay_out(groups, layout)
     return laid, plan_attention(laid)
 

@@ -34,7 +34,9 @@ def test_each_token_is_predicted_by_the_one_before_it_in_its_sequence(layout: st
     assert predictors == [2, 3, 2, 5, 6, 7, 20, 21, 22, 23, 24]
     positions = laid.position_ids.flatten()[laid.score_positions].tolist()
     assert positions == [2, 3, 2, 3, 4, 5, 0, 1, 2, 3, 4]
-    assert laid.input_ids.numel() == count_tokens(GROUPS, layout) == {"shared": 15, "repeated": 21, "padded": 28}[layout]
+    assert (
+        laid.input_ids.numel() == count_tokens(GROUPS, layout) == {"shared": 15, "repeated": 21, "padded": 28}[layout]
+    )
 
 
 def test_groups_without_completions_cost_nothing() -> None:
