@@ -5,17 +5,15 @@ step together at the step's last micro-step. So `per_device_train_batch_size` x 
 many completions make a step, and what is computed at once is the kit's own business (`memory`, `tokens_per_pass`):
 1 x 8, 2 x 4 and 8 x 1 are one and the same step. What differs from TRL 1.15, and why, is told in docs/11-loop.md.
 
-The halves: `trainer_rollout` samples and scores, `policy_pass` and `streamed_pass` make the gradient, `trainer_log`
-writes. Left out: images, mixture-of-experts auxiliary losses. `tests/contracts/test_upstream.py` fingerprints the
-methods that this class stands in for.
+The parts: `trainer_setup` chooses engine, scorer and passes, `trainer_rollout` samples and judges, `policy_pass` and
+`streamed_pass` make the gradient, `trainer_log` and `trainer_files` write. Left out: images, mixture-of-experts
+auxiliary losses. `tests/contracts/test_upstream.py` fingerprints the methods that this class stands in for.
 
 Shapes: B completions of this process, A of all processes, P prompt, C completion tokens, F reward functions.
 """
 
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rloo_kit._stack import load_stack
@@ -25,12 +23,10 @@ load_stack()
 
 import torch
 import trl
-from accelerate.utils import gather, is_peft_model
+from accelerate.utils import gather
 from transformers import TrainerCallback
-from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import disable_dropout_in_model, use_adapter
 
-from rloo_kit.adapters import is_identity, restore_precision, same_as_reference, trainable_tensors, wrap_for_unsloth
+from rloo_kit.adapters import restore_precision, trainable_tensors, wrap_for_unsloth
 from rloo_kit.advantages import (
     RunningMoments,
     baseline_advantages,
@@ -45,31 +41,25 @@ from rloo_kit.backends import keep_settings
 from rloo_kit.backends.transformers import keep_4bit_weights
 from rloo_kit.callbacks import use_text_progress
 from rloo_kit.finite_guard import FiniteWatch
-from rloo_kit.objective import Objective, all_finite, choose_ratio_form
-from rloo_kit.packing import Group
-from rloo_kit.policy_pass import PassSettings, PolicyPass, RowStatistics, Work, take_rows
-from rloo_kit.resample import PromptReservoir
+from rloo_kit.objective import all_finite
+from rloo_kit.policy_pass import RowStatistics, Work, take_rows
 from rloo_kit.reward_failures import FailureWatch
 from rloo_kit.reward_guard import guard
 from rloo_kit.rloo_config import RLOOConfig, check_sampling, prepare_old_dataset, translate_trainer_arguments
-from rloo_kit.rollout import build_engine, choose_engine, make_limits
-from rloo_kit.run_dir import read_json, write_json
-from rloo_kit.saves import saving
-from rloo_kit.scoring import Scorer, Scores
-from rloo_kit.streamed_pass import StreamedPass
+from rloo_kit.rollout import choose_engine
 from rloo_kit.tokens import bind_think_tags
+from rloo_kit.trainer_files import TrainerFiles
 from rloo_kit.trainer_log import TrainerLog
 from rloo_kit.trainer_rollout import Sampled, TrainerRollout
+from rloo_kit.trainer_setup import TrainerSetup, backend_name
 
 # TRL's arguments behind eval_dataset, in its order, for code that gives them by position
 FURTHER_ARGUMENTS = (
     "processing_class", "reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config",
 )  # fmt: skip
-TOKENS_PER_PASS = 8192
-LOOP_STATE = "loop_state.json"  # in a checkpoint
 
 
-class RLOOTrainer(TrainerRollout, TrainerLog, trl.RLOOTrainer):
+class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RLOOTrainer):
     """Drop-in for `trl.RLOOTrainer`: the same arguments, and the keywords of TRL's older trainer with a warning.
 
     Args:
@@ -107,7 +97,7 @@ class RLOOTrainer(TrainerRollout, TrainerLog, trl.RLOOTrainer):
                 arguments[name] = prepare_old_dataset(arguments[name], arguments.get("processing_class"))
         arguments = wrap_for_unsloth(arguments)
         if getattr(arguments["args"], "rollout_engine", "auto") == "vllm":
-            choose_engine("vllm", _backend_name(), arguments.get("model"))  # says what to install before TRL looks
+            choose_engine("vllm", backend_name(), arguments.get("model"))  # says what to install before TRL looks
             arguments["args"].use_vllm = True
         masters = trainable_tensors(arguments.get("model"))
         with keep_settings(arguments.get("args"), arguments.get("processing_class")):
@@ -138,158 +128,6 @@ class RLOOTrainer(TrainerRollout, TrainerLog, trl.RLOOTrainer):
         use_text_progress(self)
         if self.accelerator.is_main_process:
             print(self.describe(), flush=True)
-
-    # ------------------------------------------------------------------------------------------------ set-up
-
-    def describe(self) -> str:
-        """One line: what samples, how completions are scored, how the gradient is made, and why."""
-        engine = "vllm, through TRL" if self.use_vllm else "TRL's generate, since the weights are sharded"
-        if self._engine is not None:
-            engine = f"{self._engine.name}, {self._engine.reason}"
-        obstacle = self._why_not_open()
-        memory = self._option("memory")
-        if self.beta and obstacle and memory != "balanced":
-            memory = f"{memory}, which falls back to balanced: {obstacle}"
-        return f"rollout: {engine} | scoring: {self._scorer.reason} | memory: {memory}"
-
-    def _build_passes(self) -> None:
-        for model in (self.model, self.ref_model):
-            if model is not None:
-                disable_dropout_in_model(model)  # the ratio compares one policy with itself, not two random parts of it
-        pad_id = self._tokenizer.pad_token_id
-        self._scorer = Scorer(self._causal_model(self.model), self.temperature, pad_id)
-        if self.ref_model is not None:
-            self._ref_scorer = Scorer(self._causal_model(self.ref_model), self.temperature, pad_id, self._scorer.layout)
-        kl_form = self._option("kl_form")
-        form = choose_ratio_form(self._option("ratio_form"), kl_form)
-        settings = PassSettings(
-            Objective(self.epsilon_low, self.epsilon_high, self._option("delta"), form),
-            num_generations=self.num_generations,
-            beta=self.beta,
-            kl_form=kl_form,
-            baseline=self._option("baseline"),
-            memory=self._option("memory"),
-            tokens_per_pass=self._option("tokens_per_pass") or TOKENS_PER_PASS,
-            sampler_correction=self._option("sampler_correction"),
-            sampler_correction_cap=self._option("sampler_correction_cap"),
-        )
-        make = StreamedPass if settings.memory == "low" else PolicyPass
-        self._passes = make(settings, self._score, self._scorer.tokens, self._reference_logps)
-
-    def _why_not_open(self) -> str | None:
-        """Why advantages cannot wait for the pass that scores the policy; None if they can."""
-        if not self._on_policy or self.num_iterations > 1:
-            return "the step is off-policy, so log-probabilities of the rollout are needed first"
-        if self.normalize_advantages:
-            return "normalize_advantages needs the advantages of the whole rollout first"
-        rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
-        if rows % self.num_generations:
-            return f"a process holds {rows} completions, which are no whole groups of {self.num_generations}"
-        if self._option("memory") == "low" and self.accelerator.num_processes > 1:
-            return "several processes add up their gradients during the pass"
-        return "rloo.memory asks for it" if self._option("memory") == "balanced" else None
-
-    def _build_engine(self) -> None:
-        unwrapped = self.accelerator.unwrap_model(self.model)
-        self._limits = make_limits(
-            self._tokenizer,
-            self.think_tags,
-            self.max_completion_length,
-            self._option("thinking_budget"),
-            self._option("answer_budget"),
-            self._option("thinking_close"),
-        )
-        self._engine = None
-        wanted = "continuous" if self.use_transformers_continuous_batching else self._option("rollout_engine")
-        if self.use_vllm or self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            self._refuse_budget_without_engine()
-            return  # TRL's own code syncs or gathers the weights
-        self._engine = build_engine(
-            unwrapped,
-            wanted,
-            backend=_backend_name(),
-            temperature=self.temperature,
-            end_ids=list(self.eos_token_ids),
-            pad_id=self._tokenizer.pad_token_id,
-            rows=self._option("rollout_rows"),
-        )
-
-    def _refuse_budget_without_engine(self) -> None:
-        if self._limits.thinking_budget is not None:
-            raise ConfigError(
-                f"thinking_budget is {self._limits.thinking_budget}, but completions come from TRL's own code here "
-                "(vLLM, FSDP or DeepSpeed), which cannot close a thought: set thinking_budget to null"
-            )
-
-    def _build_reservoir(self) -> PromptReservoir | None:
-        if not self._option("resample_rounds"):
-            return None
-        if self.accelerator.num_processes > 1:
-            raise ConfigError("rollout.resample_rounds draws prompts within one process; set it to 0 for several")
-        return PromptReservoir(self.train_dataset, self.args.seed)
-
-    def _option(self, name: str) -> Any:
-        """An option of the kit's config; its default where `args` is TRL's own config."""
-        return getattr(self.args, name, RLOOConfig.__dataclass_fields__[name].default)
-
-    def _causal_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        unwrapped = self.accelerator.unwrap_model(model)
-        return unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
-
-    def _drop_redundant_reference(self) -> None:
-        """TRL copies every adapter as "ref"; one that is the identity, or not wanted, is only memory and time."""
-        model = self.accelerator.unwrap_model(self.model)
-        if not is_peft_model(model) or "ref" not in model.peft_config:
-            return
-        if self._option("reference") == "base" or is_identity(model):
-            model.delete_adapter("ref")
-
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        self._train_sampler = super()._get_train_sampler(dataset)
-        return self._train_sampler
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the adapter and its reference as they were.
-
-        transformers loads the adapters in a checkpoint's subfolders or the one beside them, not both; and a run that
-        is resumed in the process it was cut in has a trained adapter, which TRL has just copied as the reference.
-        """
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._load_loop_state(resume_from_checkpoint)
-        policy = self.accelerator.unwrap_model(self.model)
-        if not is_peft_model(policy):
-            return
-        if os.path.isdir(os.path.join(resume_from_checkpoint, "ref")):
-            policy.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
-            policy.set_adapter("default")
-        elif "ref" in policy.peft_config:
-            policy.delete_adapter("ref")
-
-    def _load_loop_state(self, folder: str) -> None:
-        state = read_json(Path(folder) / LOOP_STATE)
-        if state is None:
-            return  # written by TRL's trainer, or by the kit before its loop had a state
-        self._running = RunningMoments.from_dict(state["rewards"])
-        if self._reservoir is not None and state["reservoir"] is not None:
-            self._reservoir.load_state_dict(state["reservoir"])
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        with saving(folder):
-            super()._save_checkpoint(model, trial)
-            if self.args.should_save:
-                reservoir = None if self._reservoir is None else self._reservoir.state_dict()
-                write_json(folder / LOOP_STATE, {"rewards": self._running.to_dict(), "reservoir": reservoir})
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """TRL's; whoever ends the process waits for it (`rloo_kit.saves`)."""
-        with saving(output_dir or self.args.output_dir):
-            super().save_model(output_dir, _internal_call)
-
-    @property
-    def _on_policy(self) -> bool:
-        """Whether every completion is used before the weights that sampled it change."""
-        return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
 
     # ------------------------------------------------------------------------------------------------ a step
 
@@ -384,11 +222,6 @@ class RLOOTrainer(TrainerRollout, TrainerLog, trl.RLOOTrainer):
             batch["advantages"] = zero_unscored(local)
         self._record_rollout(sampled, batch, scores, rewards, zero_unscored(advantages))
 
-    @property
-    def _on_policy(self) -> bool:
-        """Whether every completion is used before the weights that sampled it change."""
-        return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
-
     # ------------------------------------------------------------------------------------------------ the gradient
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
@@ -415,49 +248,6 @@ class RLOOTrainer(TrainerRollout, TrainerLog, trl.RLOOTrainer):
             self._settle(inputs, sampled, scores)
         self._record_loss(work.found)
         return loss
-
-    def _score(self, model: torch.nn.Module, groups: list[Group], need_entropy: bool = True) -> Scores:
-        """Log-probabilities and entropies of the groups' completions under `model`, (N,)."""
-        with self.accelerator.autocast():
-            return self._scorer.score(model, groups, need_entropy)
-
-    def _reference_logps(self, model: torch.nn.Module, groups: list[Group]) -> torch.Tensor | None:
-        """(N,) under the reference, without a graph; None while the policy is its own reference, or without a KL."""
-        if self.beta == 0.0 or self._is_reference():
-            return None
-        kwargs = self.args.gradient_checkpointing_kwargs
-        with torch.no_grad(), self.accelerator.autocast():
-            if self.ref_model is not None:
-                return self._ref_scorer.score(self.ref_model, groups, need_entropy=False).logps
-            policy = self.accelerator.unwrap_model(self.model)
-            with (
-                disable_gradient_checkpointing(self.model, kwargs),
-                use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None),
-            ):
-                return self._scorer.score(model, groups, need_entropy=False).logps
-
-    def _is_reference(self) -> bool:
-        """Whether the policy's weights are still those of the reference; asked until they have moved once."""
-        if self._may_be_reference:
-            self._may_be_reference = self.ref_model is None and same_as_reference(
-                self.accelerator.unwrap_model(self.model), self._option("reference")
-            )
-        return self._may_be_reference
-
-    def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **_unused
-    ):
-        """TRL's interface to the scoring above: (B, P + C) in, log-probabilities and entropies (B, C) out."""
-        masks = attention_mask.bool()
-        groups = [
-            Group(ids[:-logits_to_keep][kept[:-logits_to_keep]], [ids[-logits_to_keep:][kept[-logits_to_keep:]]])
-            for ids, kept in zip(input_ids, masks, strict=True)
-        ]
-        scores = self._score(model, groups, compute_entropy)
-        scored = masks[:, -logits_to_keep:]
-        empty = torch.zeros(scored.shape, device=input_ids.device)
-        entropies = empty.masked_scatter(scored, scores.entropies) if compute_entropy else None
-        return empty.masked_scatter(scored, scores.logps), entropies, None
 
     def _close_step(self) -> None:
         """Before the optimizer's step: drop the gradients of a step with a NaN or an infinity in it, and count it.
@@ -503,10 +293,6 @@ class _LoopCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.trainer._close_step()
-
-
-def _backend_name() -> str:
-    return "transformers" if load_stack().unsloth is None else "unsloth"
 
 
 def _default_config(model: Any) -> RLOOConfig:

@@ -252,11 +252,10 @@ def test_the_peak_of_a_pass_is_not_above_the_plan(checkpointing: bool, most: flo
 
 def test_numbers_that_are_held_twice_agree() -> None:
     """The arithmetic may not import torch, so it holds some numbers of modules that do."""
-    from rloo_kit import cold_start, logprobs, slot_cache, tiny_tokenizer, trainer, vram
+    from rloo_kit import cold_start, logprobs, slot_cache, tiny_tokenizer
 
     assert (logprobs.TILE_TOKENS, logprobs.TILE_VOCABULARY) == (parts.TILE_TOKENS, parts.TILE_VOCABULARY)
     assert slot_cache.BLOCK_TOKENS == parts.CACHE_BLOCK
-    assert trainer.TOKENS_PER_PASS == vram.TOKENS_PER_PASS
     assert EMBEDDED_ROWS == tiny_tokenizer.ROWS
     for plan in cold_start.PLANS.values():
         config = cold_start.model_config(plan, tiny_tokenizer.ROWS["compact"]).to_dict()

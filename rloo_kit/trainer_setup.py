@@ -1,0 +1,190 @@
+"""The trainer's parts: what samples, how completions are scored, how the gradient is made, and what the reference is.
+
+A mixin of `RLOOTrainer`; each part is chosen once, when the trainer is built, and `describe` says why. Left out: the
+step (`trainer`), its rollout (`trainer_rollout`).
+
+Shapes: B completions of this process, P prompt, C completion tokens, N completion tokens end to end.
+"""
+
+from typing import Any
+
+from rloo_kit._stack import load_stack
+from rloo_kit.errors import ConfigError
+
+load_stack()
+
+import torch
+from accelerate.utils import is_peft_model
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import disable_dropout_in_model, use_adapter
+
+from rloo_kit.adapters import is_identity, same_as_reference
+from rloo_kit.objective import Objective, choose_ratio_form
+from rloo_kit.packing import Group
+from rloo_kit.policy_pass import PassSettings, PolicyPass
+from rloo_kit.resample import PromptReservoir
+from rloo_kit.rloo_config import RLOOConfig
+from rloo_kit.rollout import build_engine, make_limits
+from rloo_kit.scoring import Scorer, Scores
+from rloo_kit.streamed_pass import StreamedPass
+from rloo_kit.vram import TOKENS_PER_PASS
+
+
+class TrainerSetup:
+    """The parts of `RLOOTrainer`."""
+
+    def describe(self) -> str:
+        """One line: what samples, how completions are scored, how the gradient is made, and why."""
+        engine = "vllm, through TRL" if self.use_vllm else "TRL's generate, since the weights are sharded"
+        if self._engine is not None:
+            engine = f"{self._engine.name}, {self._engine.reason}"
+        obstacle = self._why_not_open()
+        memory = self._option("memory")
+        if self.beta and obstacle and memory != "balanced":
+            memory = f"{memory}, which falls back to balanced: {obstacle}"
+        return f"rollout: {engine} | scoring: {self._scorer.reason} | memory: {memory}"
+
+    def _build_passes(self) -> None:
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                disable_dropout_in_model(model)  # the ratio compares one policy with itself, not two random parts of it
+        pad_id = self._tokenizer.pad_token_id
+        self._scorer = Scorer(self._causal_model(self.model), self.temperature, pad_id)
+        if self.ref_model is not None:
+            self._ref_scorer = Scorer(self._causal_model(self.ref_model), self.temperature, pad_id, self._scorer.layout)
+        kl_form = self._option("kl_form")
+        form = choose_ratio_form(self._option("ratio_form"), kl_form)
+        settings = PassSettings(
+            Objective(self.epsilon_low, self.epsilon_high, self._option("delta"), form),
+            num_generations=self.num_generations,
+            beta=self.beta,
+            kl_form=kl_form,
+            baseline=self._option("baseline"),
+            memory=self._option("memory"),
+            tokens_per_pass=self._option("tokens_per_pass") or TOKENS_PER_PASS,
+            sampler_correction=self._option("sampler_correction"),
+            sampler_correction_cap=self._option("sampler_correction_cap"),
+        )
+        make = StreamedPass if settings.memory == "low" else PolicyPass
+        self._passes = make(settings, self._score, self._scorer.tokens, self._reference_logps)
+
+    def _why_not_open(self) -> str | None:
+        """Why advantages cannot wait for the pass that scores the policy; None if they can."""
+        if not self._on_policy or self.num_iterations > 1:
+            return "the step is off-policy, so log-probabilities of the rollout are needed first"
+        if self.normalize_advantages:
+            return "normalize_advantages needs the advantages of the whole rollout first"
+        rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
+        if rows % self.num_generations:
+            return f"a process holds {rows} completions, which are no whole groups of {self.num_generations}"
+        if self._option("memory") == "low" and self.accelerator.num_processes > 1:
+            return "several processes add up their gradients during the pass"
+        return "rloo.memory asks for it" if self._option("memory") == "balanced" else None
+
+    def _build_engine(self) -> None:
+        unwrapped = self.accelerator.unwrap_model(self.model)
+        self._limits = make_limits(
+            self._tokenizer,
+            self.think_tags,
+            self.max_completion_length,
+            self._option("thinking_budget"),
+            self._option("answer_budget"),
+            self._option("thinking_close"),
+        )
+        self._engine = None
+        wanted = "continuous" if self.use_transformers_continuous_batching else self._option("rollout_engine")
+        if self.use_vllm or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            self._refuse_budget_without_engine()
+            return  # TRL's own code syncs or gathers the weights
+        self._engine = build_engine(
+            unwrapped,
+            wanted,
+            backend=backend_name(),
+            temperature=self.temperature,
+            end_ids=list(self.eos_token_ids),
+            pad_id=self._tokenizer.pad_token_id,
+            rows=self._option("rollout_rows"),
+        )
+
+    def _refuse_budget_without_engine(self) -> None:
+        if self._limits.thinking_budget is not None:
+            raise ConfigError(
+                f"thinking_budget is {self._limits.thinking_budget}, but completions come from TRL's own code here "
+                "(vLLM, FSDP or DeepSpeed), which cannot close a thought: set thinking_budget to null"
+            )
+
+    def _build_reservoir(self) -> PromptReservoir | None:
+        if not self._option("resample_rounds"):
+            return None
+        if self.accelerator.num_processes > 1:
+            raise ConfigError("rollout.resample_rounds draws prompts within one process; set it to 0 for several")
+        return PromptReservoir(self.train_dataset, self.args.seed)
+
+    def _option(self, name: str) -> Any:
+        """An option of the kit's config; its default where `args` is TRL's own config."""
+        return getattr(self.args, name, RLOOConfig.__dataclass_fields__[name].default)
+
+    def _causal_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        unwrapped = self.accelerator.unwrap_model(model)
+        return unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
+
+    def _drop_redundant_reference(self) -> None:
+        """TRL copies every adapter as "ref"; one that is the identity, or not wanted, is only memory and time."""
+        model = self.accelerator.unwrap_model(self.model)
+        if not is_peft_model(model) or "ref" not in model.peft_config:
+            return
+        if self._option("reference") == "base" or is_identity(model):
+            model.delete_adapter("ref")
+
+    @property
+    def _on_policy(self) -> bool:
+        """Whether every completion is used before the weights that sampled it change."""
+        return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
+
+    def _score(self, model: torch.nn.Module, groups: list[Group], need_entropy: bool = True) -> Scores:
+        """Log-probabilities and entropies of the groups' completions under `model`, (N,)."""
+        with self.accelerator.autocast():
+            return self._scorer.score(model, groups, need_entropy)
+
+    def _reference_logps(self, model: torch.nn.Module, groups: list[Group]) -> torch.Tensor | None:
+        """(N,) under the reference, without a graph; None while the policy is its own reference, or without a KL."""
+        if self.beta == 0.0 or self._is_reference():
+            return None
+        kwargs = self.args.gradient_checkpointing_kwargs
+        with torch.no_grad(), self.accelerator.autocast():
+            if self.ref_model is not None:
+                return self._ref_scorer.score(self.ref_model, groups, need_entropy=False).logps
+            policy = self.accelerator.unwrap_model(self.model)
+            with (
+                disable_gradient_checkpointing(self.model, kwargs),
+                use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None),
+            ):
+                return self._scorer.score(model, groups, need_entropy=False).logps
+
+    def _is_reference(self) -> bool:
+        """Whether the policy's weights are still those of the reference; asked until they have moved once."""
+        if self._may_be_reference:
+            self._may_be_reference = self.ref_model is None and same_as_reference(
+                self.accelerator.unwrap_model(self.model), self._option("reference")
+            )
+        return self._may_be_reference
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **_unused
+    ):
+        """TRL's interface to the scoring above: (B, P + C) in, log-probabilities and entropies (B, C) out."""
+        masks = attention_mask.bool()
+        groups = [
+            Group(ids[:-logits_to_keep][kept[:-logits_to_keep]], [ids[-logits_to_keep:][kept[-logits_to_keep:]]])
+            for ids, kept in zip(input_ids, masks, strict=True)
+        ]
+        scores = self._score(model, groups, compute_entropy)
+        scored = masks[:, -logits_to_keep:]
+        empty = torch.zeros(scored.shape, device=input_ids.device)
+        entropies = empty.masked_scatter(scored, scores.entropies) if compute_entropy else None
+        return empty.masked_scatter(scored, scores.logps), entropies, None
+
+
+def backend_name() -> str:
+    """The backend whose model a trainer of this process gets."""
+    return "transformers" if load_stack().unsloth is None else "unsloth"
