@@ -29,6 +29,8 @@ from rloo_kit.scoring import Scorer, Scores
 from rloo_kit.streamed_pass import StreamedPass
 from rloo_kit.vram import TOKENS_PER_PASS
 
+CPU_TOKENS_PER_PASS = 2048
+
 
 class TrainerSetup:
     """The parts of `RLOOTrainer`."""
@@ -61,12 +63,16 @@ class TrainerSetup:
             kl_form=kl_form,
             baseline=self._option("baseline"),
             memory=self._option("memory"),
-            tokens_per_pass=self._option("tokens_per_pass") or TOKENS_PER_PASS,
+            tokens_per_pass=self._option("tokens_per_pass") or self._usual_tokens(),
             sampler_correction=self._option("sampler_correction"),
             sampler_correction_cap=self._option("sampler_correction_cap"),
         )
         make = StreamedPass if settings.memory == "low" else PolicyPass
         self._passes = make(settings, self._score, self._scorer.tokens, self._reference_logps)
+
+    def _usual_tokens(self) -> int:
+        """Tokens of a pass where nobody said: a CPU gains nothing from large ones, its caches are small."""
+        return CPU_TOKENS_PER_PASS if self.accelerator.device.type == "cpu" else TOKENS_PER_PASS
 
     def _why_not_open(self) -> str | None:
         """Why advantages cannot wait for the pass that scores the policy; None if they can."""
