@@ -33,7 +33,7 @@ def make_model(make_tiny_model: Callable[..., Any]) -> Callable[..., Any]:
             generator = torch.Generator().manual_seed(1)
             with torch.no_grad():
                 for name, value in model.named_parameters():
-                    if "lora_B" in name:
+                    if "lora_" in name:
                         value.copy_(0.2 * torch.randn(value.shape, generator=generator))
         return model
 
@@ -210,7 +210,7 @@ def test_first_and_second_tokens_follow_the_models_distribution(make_model: Any)
         counts = [found.count([a, b]) for a in range(10, 16) for b in range(10, 16)]
         assert sum(counts) == number and min(joint) * number > 5
         verdicts[assumed] = chi_square(counts, joint)
-    assert abs(verdicts[temperature]) < 4 < 10 < verdicts[1.0]
+    assert abs(verdicts[temperature]) < 3 < 8 < verdicts[1.0]
 
 
 @pytest.mark.parametrize("vocabulary", [7, 512, 513, 1000])
@@ -283,7 +283,7 @@ def test_continuous_batching_leaves_the_model_as_it_is(make_model: Any, tiny_tok
     from rloo_kit.packed_attention import install
     from rloo_kit.rollout import make_limits
 
-    model = make_model(ends=2.0).train()
+    model = make_model(ends=-1.0).train()
     install(model.get_base_model())  # as the trainer does; the name is none that pages can be looked up by
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     wanted = engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(12)).completion_ids
@@ -330,7 +330,7 @@ def test_rows_are_halved_and_nothing_is_lost(make_model: Any, monkeypatch: pytes
     said: list[str] = []
     engine = engine_for(model, name, 0.0, say=said.append)
     assert engine.sample(PROMPTS, Limits(20)).completion_ids == wanted
-    failed_at = 5 if name == "native" else 6  # one row had ended
+    failed_at = seen[3 if name == "native" else 0]  # rows in the call that failed
     assert engine.rows == failed_at // 2 and len(said) == 1
     assert f"out of memory with {failed_at} completions at once" in said[0]
     assert f"rollout.rows={failed_at // 2}" in said[0]
