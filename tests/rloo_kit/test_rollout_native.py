@@ -339,6 +339,25 @@ def test_rows_are_halved_and_nothing_is_lost(make_model: Any, monkeypatch: pytes
     assert engine.sample(PROMPTS, Limits(20)).completion_ids == wanted and len(said) == 1
 
 
+def test_memory_that_runs_out_while_rows_are_let_in(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows whose prompts did not fit are neither live nor waiting at that moment; they were forgotten."""
+    import torch
+
+    model = make_model(ends=2.0)
+    wanted = engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(20)).completion_ids
+    backbone, forward = model.get_base_model().model, model.get_base_model().model.forward
+
+    def failing(*args: Any, **named: Any) -> Any:
+        if named["input_ids"].size(0) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*args, **named)
+
+    monkeypatch.setattr(backbone, "forward", failing)
+    said: list[str] = []
+    assert engine_for(model, "native", 0.0, say=said.append).sample(PROMPTS, Limits(20)).completion_ids == wanted
+    assert len(said) == 1 and "with 6 completions at once; 6 go on" in said[0]
+
+
 @pytest.mark.parametrize("name", ["native", "generate"])
 def test_one_row_that_does_not_fit_is_an_error(make_model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Halving one row for ever would hang the run."""
