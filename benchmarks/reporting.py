@@ -58,11 +58,12 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def write(result: dict[str, Any], target: Path) -> None:
-    """Write a results file, and say where."""
+def write(result: dict[str, Any], target: Path, quiet: bool = False) -> None:
+    """Write a results file, and say where unless quiet."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"figures: {target}", flush=True)
+    if not quiet:
+        print(f"figures: {target}", flush=True)
 
 
 # -------------------------------------------------------------------------------------------------------- tables

@@ -210,13 +210,12 @@ def sides_of(part: str, workload: Workload, options: argparse.Namespace) -> list
     return list(KIT_SIDES) if part == "memory" or (part == "training" and workload == K4) else ["fast"]
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rows of the jobs that were asked for; each is printed as it comes."""
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of the jobs that were asked for, each as it comes."""
     import torch
     import trl_head
 
     torch.set_num_threads(1)
-    rows = []
     with trl_head.installed():
         for part, workload, bar in plan(options.full):
             if part not in options.only:
@@ -229,11 +228,18 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 found = measure_whole(workload, sides, repeats)
             else:
                 found = measure_memory(workload, sides, min(repeats, 2))
-            for row in found:
-                print(reporting.step_line(row), flush=True)
-                rows.append(row)
+            yield from found
             gc.collect()
-    return rows
+
+
+def merge(kept: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The new rows in the places of those that they replace, the others behind."""
+    places = {_key(row): row for row in kept}
+    return list((places | {_key(row): row for row in new}).values())
+
+
+def _key(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["what"], row["workload"], row["side"]
 
 
 def describe() -> dict[str, Any]:
@@ -265,6 +271,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="steps of each side after the one that is discarded")
     parser.add_argument("--side", nargs="+", choices=KIT_SIDES, help="our memory settings; default: what the row needs")
     parser.add_argument("--results", type=Path, default=RESULT)
+    parser.add_argument("--keep", action="store_true", help="keep rows of the results file that are not measured now")
     parser.add_argument("--write-table", action="store_true", help="only bring docs/17-benchmarks.md up to date")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     parser.add_argument("--workload", type=json.loads, help=argparse.SUPPRESS)
@@ -301,9 +308,15 @@ def main() -> int:
         return 0
     started = time.monotonic()
     header = reporting.header("benchmarks/rloo_step.py")
-    rows = measure(options)
-    result = header | {"seconds": round(time.monotonic() - started), **describe(), "rows": rows}
-    reporting.write(result, options.results)
+    keep = options.keep and options.results.is_file()
+    kept = json.loads(options.results.read_text(encoding="utf-8"))["rows"] if keep else []
+    rows: list[dict[str, Any]] = []
+    for row in measure(options):
+        print(reporting.step_line(row), flush=True)
+        rows.append(row | {"revision": header["revision"][:7]})
+        common = {"seconds": round(time.monotonic() - started), **describe()}
+        reporting.write(header | common | {"rows": merge(kept, rows)}, options.results, quiet=True)
+    print(f"figures: {options.results}")
     missed = [row for row in rows if row["holds"] is False]
     for row in missed:
         print(f"MISSED: {reporting.step_line(row)}")
