@@ -115,6 +115,7 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
         self._finite = FiniteWatch(self._option("max_skipped_steps"))
         self._running = RunningMoments()
         self._reservoir = self._build_reservoir()
+        self._lengths: dict[int, float] = {}  # of completions, by their prompt's hash: what is expected the next time
         self._episodes = 0
         self._started_at: float | None = None
         self._window: dict[str, Any] | None = None  # the rollout in use

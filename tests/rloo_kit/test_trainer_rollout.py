@@ -92,8 +92,8 @@ def test_the_correction_weighs_gradients_by_the_gap(form, make_trainer):
         trainer = make_trainer(first_id, sampler_correction=correction, sampler_correction_cap=1.5, max_grad_norm=0.0)
         sample = trainer._engine.sample
 
-        def shifted(prompt_ids, limits, sample=sample):
-            rollout = sample(prompt_ids, limits)
+        def shifted(prompt_ids, limits, expected, sample=sample):
+            rollout = sample(prompt_ids, limits, expected)
             lower = [[logp - 10.0 for logp in row] for row in rollout.sampler_logps]  # far below: every weight is cut
             return type(rollout)(rollout.completion_ids, rollout.forced, lower)
 
@@ -155,3 +155,23 @@ def test_the_loop_remembers_its_rewards_across_a_resume(make_trainer, tmp_path):
     assert resumed._running.to_dict()["count"] == 16
     ids = [row["completion_ids"][0] for row in first.rows + resumed.rows]
     assert resumed._running.to_dict()["mean"] == pytest.approx(sum(ids) / 16)
+
+
+def test_prompts_that_took_long_start_first_the_next_time(make_trainer):
+    """With fewer slots than rows the longest completion should not be the last to begin."""
+    trainer = make_trainer(first_id, rollout_rows=3, max_steps=2, prompts=2)
+    seen = []
+    sample = trainer._engine.sample
+    trainer._engine.sample = lambda prompt_ids, limits, expected_lengths: (
+        seen.append((prompt_ids, expected_lengths)),
+        sample(prompt_ids, limits, expected_lengths),
+    )[1]
+    trainer.train()
+    (_, first), (prompts, second) = seen
+    assert set(first) == {0.0}, "nothing is known yet"
+    lengths = {}
+    for row in trainer.rows[:8]:
+        ids = tuple(trainer.processing_class(row["prompt"])["input_ids"])
+        before = lengths.get(ids, len(row["completion_ids"]))
+        lengths[ids] = (before + len(row["completion_ids"])) / 2
+    assert second == [lengths[tuple(ids)] for ids in prompts]
