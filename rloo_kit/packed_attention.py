@@ -56,11 +56,12 @@ def install(model: torch.nn.Module) -> None:
 def keywords(laid: Layout, _layout: str) -> dict[str, Any]:
     """What a model that went through `install` is to be called with beside a packed layout's ids.
 
-    The dict says that the mask of the layers is made already, and that it is none: Qwen3 builds T x T otherwise.
+    Every model of transformers takes a mask of four dimensions for one that is made already, and hands it on as it is;
+    nobody reads this one, which is empty. Without it the model builds T x T.
     """
     return {
         "position_ids": laid.position_ids,
-        "attention_mask": {"full_attention": None},
+        "attention_mask": torch.empty(1, 1, 1, 0, device=laid.input_ids.device),
         "packing": plan_attention(laid),
     }
 

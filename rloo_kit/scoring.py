@@ -199,8 +199,9 @@ def _quiet(model: torch.nn.Module) -> Iterator[None]:
         settings = {"training": not isinstance(module, torch.nn.Dropout)}
         settings |= {"gradient_checkpointing": False, "attention_dropout": 0.0}
         for name, value in settings.items():
-            if getattr(module, name, value) != value:
-                changed.append((module, name, getattr(module, name)))
+            found = getattr(module, name, value)
+            if found != value and not isinstance(found, torch.nn.Module):  # Bloom's attention_dropout is a layer
+                changed.append((module, name, found))
                 setattr(module, name, value)
     try:
         cards = {value.device.index for value in model.parameters() if value.is_cuda}
