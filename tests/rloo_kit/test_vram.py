@@ -149,7 +149,8 @@ def test_a_run_that_does_not_fit_says_what_to_change() -> None:
     """The order is that of the cost: time first, then precision, then what can be learnt. Each change is one that the
     configuration takes, and all of them together fit."""
     words = ["rloo.beta=0.05", "rollout.rows=16", "model.gradient_checkpointing=false", "model.load_in_4bit=false"]
-    words += ["rloo.optim=adamw_torch", "model.name=Qwen/Qwen3-4B"]
+    words += ["rloo.optim=adamw_torch", "model.name=Qwen/Qwen3-4B", "rloo.thinking_budget=null"]
+    words += ["rloo.answer_budget=null"]
     file = CONFIGS / "qwen3_4b_thinking.yaml"
     plan = plan_vram(load_config(file, *words), 6)
     assert not plan.fits and plan.binds == "training" and plan.headroom_gib < 0
