@@ -49,7 +49,7 @@ class TrainerSetup:
     def _build_passes(self) -> None:
         for model in (self.model, self.ref_model):
             if model is not None:
-                disable_dropout_in_model(model)  # the ratio compares one policy with itself, not two random parts of it
+                disable_dropout(model)  # the ratio compares one policy with itself, not two random parts of it
         pad_id = self._tokenizer.pad_token_id
         self._scorer = Scorer(self._causal_model(self.model), self.temperature, pad_id)
         if self.ref_model is not None:
@@ -189,6 +189,15 @@ class TrainerSetup:
         empty = torch.zeros(scored.shape, device=input_ids.device)
         entropies = empty.masked_scatter(scored, scores.entropies) if compute_entropy else None
         return empty.masked_scatter(scored, scores.logps), entropies, None
+
+
+def disable_dropout(model: torch.nn.Module) -> None:
+    """TRL's own knows modules only; most attentions keep their share as a number (`attention_dropout`)."""
+    disable_dropout_in_model(model)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if name.endswith("dropout") and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def backend_name() -> str:

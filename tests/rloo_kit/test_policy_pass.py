@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from rloo_kit.packing import Group
+from rloo_kit.scoring import Scorer
+
 EOS, THINK_END = 258, 260
 COMPLETIONS = [
     [72, 260, 70, 258],
@@ -35,7 +38,7 @@ def tied(completion_ids, **_):
 def step(make_tiny_model, tiny_tokenizer, tmp_path):
     """`step(reward, **options)`: LoRA gradients of the first optimizer step, the trainer, and what was computed."""
 
-    def run(reward=by_length, steps=1, completions=COMPLETIONS, **options):
+    def run(reward=by_length, steps=1, completions=COMPLETIONS, model=None, **options):
         from datasets import Dataset
         from peft import LoraConfig, get_peft_model
 
@@ -44,10 +47,11 @@ def step(make_tiny_model, tiny_tokenizer, tmp_path):
 
         torch.manual_seed(1)
         config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
-        model = get_peft_model(make_tiny_model(), config)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.3)
+        if model is None:
+            model = get_peft_model(make_tiny_model(), config)
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(parameter, std=0.3)
         settings = {
             "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 4, "beta": 0.3,
             "learning_rate": 1e-2,
@@ -185,11 +189,25 @@ def test_low_says_when_it_falls_back(step, capsys):
     assert "memory: low, which falls back to balanced: normalize_advantages" in capsys.readouterr().out
 
 
-def test_dropout_is_off_while_scoring(step):
-    """With dropout the ratio compares two random parts of the policy; TRL leaves it on."""
-    _, trainer = step()
-    from torch.nn import Dropout
+@pytest.mark.parametrize("share", ["lora_dropout", "attention_dropout"])
+def test_dropout_is_off_while_scoring(share, make_tiny_model, step):
+    """With dropout the ratio compares two random parts of the policy, and the KL of a policy from itself is not 0. TRL
+    leaves it on, and its own switch knows the dropout modules but not the share that Qwen3's attention keeps."""
+    from peft import LoraConfig, get_peft_model
 
-    for module in trainer.model.modules():
-        if isinstance(module, Dropout):
-            assert module.p == 0.0
+    model = make_tiny_model(**({share: 0.5} if share == "attention_dropout" else {}))
+    config = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.5 if share == "lora_dropout" else 0.0)
+    model = get_peft_model(model, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    groups = [Group(torch.arange(65, 70), [torch.tensor([72, 260, 70, 258]), torch.tensor([90, 258])])]
+
+    def spread(scorer):
+        model.train()
+        with torch.no_grad():
+            return (scorer.score(model, groups).logps - scorer.score(model, groups).logps).abs().max().item()
+
+    assert spread(Scorer(model, 1.0, pad_id=256)) > 1e-3, "as TRL leaves it"
+    _, trainer = step(model=model)
+    assert spread(trainer._scorer) == 0.0
