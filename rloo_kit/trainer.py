@@ -12,6 +12,7 @@ auxiliary losses. `tests/contracts/test_upstream.py` fingerprints the methods th
 Shapes: B completions of this process, A of all processes, P prompt, C completion tokens, F reward functions.
 """
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -160,7 +161,7 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
         if self._on_policy:
             return list(range(rows))
         step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        unit = self.num_generations if step % self.num_generations == 0 else 1
+        unit = self.num_generations if step % self.num_generations == rows % self.num_generations == 0 else 1
         return [first * unit + row for first in torch.randperm(rows // unit).tolist() for row in range(unit)]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -196,21 +197,23 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
             batch["old_per_token_logps"] = logps
         if ref_logps is not None:
             batch["per_token_kl"] = (logps - ref_logps).where(batch["loss_mask"].bool(), 0.0)
-            if not all_finite(batch["per_token_kl"]):
+            if self.model.training and not all_finite(batch["per_token_kl"]):
                 self._broken = "the KL"
 
     def _settle(self, batch: dict[str, Any], sampled: Sampled, scores: torch.Tensor) -> None:
         """Advantages of this process into the batch, (B,), or (B, C) with the penalty paid token by token; the log."""
         kl, form, mask = batch.get("per_token_kl"), self._option("kl_form"), batch["loss_mask"]
+        by_token = kl is not None and form == "per_token"
         rewards = scores
-        if kl is not None and form != "per_token":
-            rewards = scores - self.beta * gather(kl_penalty(kl, mask, form))
+        if kl is not None:
+            rewards = scores - self.beta * gather(kl_penalty(kl, mask, "sum" if by_token else form))
+        compared = scores if by_token else rewards
         if self._group_size > 1:
-            advantages = baseline_advantages(rewards, self._group_size, self._option("baseline"))  # (A,)
+            advantages = baseline_advantages(compared, self._group_size, self._option("baseline"))  # (A,)
         else:  # evaluation with a single generation: there is no baseline
-            advantages = torch.full_like(rewards, torch.nan)
+            advantages = torch.full_like(compared, torch.nan)
         mine = self._local_rows(len(batch["lengths"]))
-        if kl is not None and form == "per_token":
+        if by_token:
             local = (advantages[mine][:, None] - self.beta * kl_penalty(kl, mask, form)).where(mask.bool(), torch.nan)
             if self.normalize_advantages:
                 moments = merge_moments(gather(find_moments(local)[None].to(local.device)).cpu())
@@ -242,13 +245,17 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
 
         work = Work(model, inputs, backward, RowStatistics(len(inputs["lengths"]), self.accelerator.device))
         loss = self._passes.loss(work) * share
-        if not work.found.is_finite:
+        if self.model.training and not work.found.is_finite:  # an evaluation's concerns no step
             self._broken = "the log-probabilities or the KL"
         if "record" in inputs:
             sampled, scores = inputs["record"]
             self._settle(inputs, sampled, scores)
         self._record_loss(work.found)
         return loss
+
+    def _forget_window(self) -> None:
+        """Nothing of a rollout that was in use when training was cut; its gradients go with transformers' own reset."""
+        self._window, self._due, self._broken = None, [], None
 
     def _close_step(self) -> None:
         """Before the optimizer's step: drop the gradients of a step with a NaN or an infinity in it, and count it.
@@ -279,14 +286,19 @@ class _LoopCallback(TrainerCallback):
     """What the loop has to do at certain places of the library's.
 
     TRL counts micro-steps from 0 in every process, and its sampler draws the first pass's order anew; a resumed run
-    has to go on with both where they were.
+    has to go on with both where they were, and without what was left over where it was cut in this process.
     """
 
     def __init__(self, trainer: RLOOTrainer):
         self.trainer = trainer
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer._step = state.global_step * args.gradient_accumulation_steps
+    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        self.trainer._forget_window()
+        accumulation, steps = args.gradient_accumulation_steps, state.global_step
+        pass_length = 0 if train_dataloader is None else len(train_dataloader)  # micro-steps; a stream has none
+        steps_a_pass = max(math.ceil(pass_length / accumulation), 1)  # the last one may be of fewer micro-steps
+        passes, rest = divmod(steps, steps_a_pass) if pass_length else (0, steps)
+        self.trainer._step = passes * pass_length + rest * accumulation
         sampler = self.trainer._train_sampler
         if sampler is not None and sampler.shuffle:
             for _ in range(int(state.epoch or 0)):  # passes that are over

@@ -66,6 +66,8 @@ class TrainerRollout:
 
         Where not all rows fit at once, those of prompts that took long before start first: the tail gets shorter.
         """
+        if not all(prompt_ids):
+            raise DataError(f"prompt {prompt_ids.index([])} of a rollout has no tokens; there is nothing to continue")
         if self._engine is None:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields)
         waits = self._engine.rows is not None and self._engine.rows < len(prompt_ids)

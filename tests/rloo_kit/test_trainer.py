@@ -41,11 +41,13 @@ def make_trainer(make_tiny_model, tiny_tokenizer, tmp_path):
             "gradient_accumulation_steps": 2, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1,
             "save_strategy": "no",
         } | options  # fmt: skip
+        prompts = Dataset.from_dict({"prompt": [f"<|im_start|>user {n}<think>\n" for n in range(8)]})
         trainer = RLOOTrainer(
             model=model or make_tiny_model(),
             reward_funcs=rewards,
             args=RLOOConfig(**settings),
-            train_dataset=Dataset.from_dict({"prompt": [f"<|im_start|>user {n}<think>\n" for n in range(8)]}),
+            train_dataset=prompts,
+            eval_dataset=prompts.select(range(2)) if "eval_strategy" in options else None,
             processing_class=tiny_tokenizer,
             peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if lora else None,
         )
@@ -159,6 +161,16 @@ def test_kl_forms_reach_the_advantages(form, make_trainer):
         kl = [value / len(ids) for value, ids in zip(kl, completions, strict=True)]
     expected = [-0.5 * (value - (sum(kl) - value) / 3) for value in kl]
     assert advantages.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_tokens_pay_by_themselves_is_in_the_log_too(make_trainer):
+    """Under `per_token` the log said that nothing was charged, and that rewards were what scores were."""
+    trainer = make_trainer(kl_form="per_token", beta=0.5)
+    trainer.train()
+    logs = trainer.state.log_history[1]
+    assert logs["objective/kl"] != 0.0
+    assert logs["objective/non_score_reward"] == pytest.approx(-0.5 * logs["objective/kl"], rel=1e-4)
+    assert logs["objective/rlhf_reward"] != logs["objective/scores"]
 
 
 def test_per_token_form_equals_the_sequence_form_without_kl(make_trainer):
@@ -311,6 +323,71 @@ def test_resume_goes_on_inside_a_window(make_trainer, tmp_path):
     assert steps == [1, 2]
 
 
+def test_resume_knows_that_a_pass_over_the_prompts_ends_with_a_short_step(make_trainer, tmp_path):
+    """A pass of 3 micro-steps at an accumulation of 2 is two steps; counted as 4 micro-steps, a resumed run cut every
+    later rollout at the wrong place and sampled each twice."""
+    options = {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    options |= {"generation_batch_size": None, "max_steps": 8}
+
+    def sampled_at(trainer, **keywords):
+        places, plain = [], trainer._roll_out
+        trainer._roll_out = lambda *a, **k: (places.append(trainer.state.global_step), plain(*a, **k))[1]
+        trainer.train_dataset = trainer.train_dataset.select(range(5))  # a window of 3 prompts, and 2 left over
+        trainer.train(**keywords)
+        return places
+
+    whole = sampled_at(make_trainer(**options))
+    assert whole == [0, 2, 4, 6]
+    again = sampled_at(make_trainer(**options), resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert again == [2, 4, 6]
+
+
+def test_training_again_in_the_process_it_was_cut_in_starts_clean(make_trainer):
+    """A Ctrl-C between the micro-steps of a step left its rows behind, and the next `train` took them for its own."""
+    trainer = make_trainer(gradient_accumulation_steps=4, max_steps=1)
+    micro_step, sizes = trainer.training_step, []
+
+    def cut(*arguments, **keywords):
+        if trainer._step == 2:
+            raise KeyboardInterrupt
+        return micro_step(*arguments, **keywords)
+
+    trainer.training_step = cut
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.training_step = micro_step
+    plain = trainer._compute_loss
+    trainer._compute_loss = lambda model, rows: (sizes.append(len(rows["lengths"]) if rows else 0), plain(model, rows))[
+        1
+    ]
+    trainer.train()
+    assert sizes == [0, 0, 0, 16]
+
+
+def test_a_broken_evaluation_skips_no_step(make_trainer):
+    """A NaN on a held-out prompt was charged to the training step after it, which was sound."""
+    trainer = make_trainer(beta=0.1, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
+    plain = trainer._passes.score_all
+
+    def broken(model, batch):
+        logps, reference = plain(model, batch)
+        return (logps if model.training else logps * torch.nan), reference
+
+    trainer._passes.score_all = broken
+    trainer.train()
+    skipped = [logs["steps/skipped"] for logs in trainer.state.log_history if "steps/skipped" in logs]
+    assert skipped == [0.0, 0.0]
+    assert any("eval_reward" in logs for logs in trainer.state.log_history)
+
+
+def test_shuffled_windows_hold_every_row(make_trainer):
+    """Several processes may share a group; cut by whole groups the rest of a process's rows was never trained on."""
+    trainer = make_trainer(num_iterations=2)
+    assert sorted(trainer._shuffle_rows(6)) == list(range(6))
+    order = trainer._shuffle_rows(8)
+    assert sorted(order) == list(range(8)) and order[0] % 4 == 0 and order[3] == order[0] + 3
+
+
 @pytest.mark.parametrize("wrapped_by", ["TRL", "us"])
 def test_the_adapter_of_a_quantised_model_stays_in_float32(wrapped_by, tiny_folder, tiny_tokenizer, tmp_path):
     """TRL casts it to bf16, where 0.01 + 1e-6 is 0.01: a run at the default learning rate that never moves."""
@@ -337,6 +414,14 @@ def test_the_adapter_of_a_quantised_model_stays_in_float32(wrapped_by, tiny_fold
     )
     assert trainer.model.is_loaded_in_4bit
     assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
+
+
+@pytest.mark.parametrize("engine", ["native", "generate"])
+def test_a_prompt_without_tokens_is_refused(engine, make_trainer):
+    """The engine met it as an index that is out of range, with nothing about the data set."""
+    trainer = make_trainer(rollout_engine=engine)
+    with pytest.raises(DataError, match="prompt 1 .* no tokens"):
+        trainer._roll_out([{"prompt": "1+1"}, {"prompt": ""}] * 4)
 
 
 def test_images_are_refused(make_trainer):
