@@ -26,6 +26,8 @@ __all__ = [
 ]  # fmt: skip
 
 ENGINES = ("auto", "native", "generate", "continuous", "vllm")
+ALIBI = ("bloom", "mpt")
+MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # those that take the native loop's mask as it is
 
 
 class Engine(Protocol):
@@ -127,6 +129,11 @@ def _native_obstacle(model: Any) -> str | None:
         return f"{config.model_type} has layers that do not look at all tokens"
     if model.config.is_encoder_decoder:
         return f"{config.model_type} has an encoder"
+    if config.model_type in ALIBI or getattr(config, "alibi", False):
+        return f"{config.model_type} reads positions off a mask of its own"
+    attention = model.config._attn_implementation
+    if attention not in MASKED_ATTENTION:
+        return f"its attention, {attention}, does not take a mask for each row's own length"
     return None
 
 

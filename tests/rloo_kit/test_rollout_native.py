@@ -394,6 +394,11 @@ def test_the_choice_is_explained(make_model: Any, make_tiny_model: Any) -> None:
     sliding = make_tiny_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
     name, reason = choose_engine("auto", "transformers", sliding)
     assert name == "generate" and "qwen3 has layers that do not look at all tokens" in reason
+    flash = make_tiny_model()
+    flash.config._attn_implementation = "flash_attention_2"  # takes (B, L) only: it was handed the loop's 4-D mask
+    assert choose_engine("auto", "transformers", flash)[0] == "generate"
+    with pytest.raises(BackendError, match="its attention, flash_attention_2, does not take a mask"):
+        engine_for(flash, "native")
     with pytest.raises(BackendError, match="rollout.engine is native, but qwen3 has layers.*rollout.engine=generate"):
         engine_for(sliding, "native")
     with pytest.raises(BackendError, match="rollout.engine is native, but Unsloth.*rollout.engine=generate"):
