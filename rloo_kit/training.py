@@ -99,6 +99,7 @@ class _Training:
 
     def __init__(self, run: Any, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir):
         self.run, self.policy, self.run_dir = run, policy, run_dir
+        self.was_training = policy.model.training
         self.checkpoint = run_dir.last_checkpoint() if run_dir.resumed else None
         if run_dir.resumed:
             run_dir.rewind(self.checkpoint[1] if self.checkpoint else 0)
@@ -156,6 +157,8 @@ class _Training:
             adapter = save_adapter(self.policy, self.run_dir / "adapter")
         finally:
             self._drop_reference()
+            if not self.was_training:  # with checkpointing a model in training mode decodes without its cache: nonsense
+                self.policy.model.eval()
         self._conclude(stopped)
         steps = self.trainer.state.global_step
         seconds = time.monotonic() - started

@@ -51,7 +51,7 @@ def load(run: Any, source: Source, stack: Any) -> tuple[Any, Any]:
     if run.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=NON_REENTRANT)
         model.enable_input_require_grads()
-    return model, tokenizer
+    return model.eval(), tokenizer  # PEFT's wrapper calls itself training around a base that is not
 
 
 @contextmanager

@@ -124,6 +124,27 @@ def test_training_moves_the_adapter_and_nothing_else(start, tiny_folder):
         assert torch.equal(found, tensor), name
 
 
+def test_the_model_decodes_by_itself_after_training(write_config):
+    """Left in training mode, a model with checkpointing throws its cache away at each token and `generate` goes on from
+    the last one alone: fluent nonsense, and one warning among many."""
+    from rloo_kit import build_rewards, load_config, load_data, load_policy, train
+    from rloo_kit.rollout import generate_completions
+
+    config = load_config(write_config(), "model.gradient_checkpointing=true", "rloo.max_steps=1")
+    policy = load_policy(config)
+    with torch.no_grad():
+        for name, value in policy.model.named_parameters():
+            value.mul_(10 if value.dim() == 2 and "lora" not in name else 1)  # else it says its last token again
+    data = load_data(config, policy.tokenizer)
+    train(config, policy, data, build_rewards(config, policy.tokenizer))
+    prompt = data.test["prompt"][0]
+    ids = torch.tensor([policy.tokenizer(prompt)["input_ids"]])
+    wanted = generate_completions(policy, [prompt], max_completion_length=12, temperature=0.0)[0].ids
+    found = policy.model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)[0, ids.size(1) :]
+    assert found.tolist() == wanted
+    assert policy.model.get_base_model().model.layers[0].gradient_checkpointing, "which the next run needs"
+
+
 def test_an_existing_run_is_refused_with_both_ways_out(start):
     """Starting the same command twice must not throw away a night's run."""
     start("rloo.max_steps=1")
