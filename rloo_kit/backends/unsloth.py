@@ -2,7 +2,8 @@
 
 Only this file and `_stack` know Unsloth. What it changes on its own is put back here: padding on the right, the mixed
 precision that its trainer chooses, and the attention mask that its training forward drops for left-padded rows. Left
-out: vLLM (`fast_inference`) and training every parameter, for which the transformers backend is there.
+out: training every parameter, for which the transformers backend is there. vLLM beside the model (`fast_inference`) is
+passed on and was never run here.
 """
 
 import os
@@ -47,6 +48,7 @@ def load(run: Any, source: Source, stack: Any) -> tuple[Any, Any]:
             dtype=getattr(stack.torch, dtype_name),
             load_in_4bit=run.model.load_in_4bit,
             use_gradient_checkpointing=run.model.gradient_checkpointing,
+            **_vllm_arguments(run),
         )
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, BackendError):
@@ -97,6 +99,22 @@ def keep_precision(args: Any) -> Iterator[None]:
             del os.environ[PRECISION_VARIABLE]
         else:
             os.environ[PRECISION_VARIABLE] = before
+
+
+def _vllm_arguments(run: Any) -> dict[str, Any]:
+    """Unsloth loads vLLM beside the model, on the same weights, where `rollout.engine` asks for it.
+
+    Raises:
+        BackendError: vLLM is not installed.
+    """
+    if run.rollout.engine != "vllm":
+        return {}
+    if find_spec("vllm") is None:
+        raise BackendError(
+            "rollout.engine is vllm, but vLLM is not installed: pip install vllm (it needs CUDA), or set "
+            "rollout.engine=auto"
+        )
+    return {"fast_inference": True, "max_lora_rank": run.model.lora.r}
 
 
 def _with_adapter(model: Any, run: Any, source: Source, stack: Any) -> Any:

@@ -375,6 +375,19 @@ def test_unsloth_does_not_train_every_parameter(make_run: Any, monkeypatch: pyte
         backends._choose(make_run("model.backend=transformers"), stack)
 
 
+def test_vllm_beside_unsloth_is_asked_for_by_the_engine(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the error came from inside Unsloth, after the download of the model."""
+    from rloo_kit.backends import unsloth
+
+    run = make_run("rollout.engine=vllm", "model.lora.r=8")
+    assert unsloth._vllm_arguments(make_run()) == {}
+    monkeypatch.setattr(unsloth, "find_spec", lambda name: None)
+    with pytest.raises(BackendError, match="rollout.engine is vllm, but vLLM is not installed.*rollout.engine=auto"):
+        unsloth._vllm_arguments(run)
+    monkeypatch.setattr(unsloth, "find_spec", lambda name: object())
+    assert unsloth._vllm_arguments(run) == {"fast_inference": True, "max_lora_rank": 8}
+
+
 def test_trainer_settings_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer that Unsloth writes turns padding to the right and mixed precision on, in its constructor."""
     import os
