@@ -29,8 +29,6 @@ from rloo_kit.scoring import Scorer, Scores
 from rloo_kit.streamed_pass import StreamedPass
 from rloo_kit.vram import TOKENS_PER_PASS
 
-CPU_TOKENS_PER_PASS = 2048
-
 
 class TrainerSetup:
     """The parts of `RLOOTrainer`."""
@@ -72,7 +70,7 @@ class TrainerSetup:
 
     def _usual_tokens(self) -> int:
         """Tokens of a pass where nobody said: a CPU gains nothing from large ones, its caches are small."""
-        return CPU_TOKENS_PER_PASS if self.accelerator.device.type == "cpu" else TOKENS_PER_PASS
+        return TOKENS_PER_PASS[self.accelerator.device.type == "cpu"]
 
     def _why_not_open(self) -> str | None:
         """Why advantages cannot wait for the pass that scores the policy; None if they can."""
@@ -100,7 +98,7 @@ class TrainerSetup:
         self._engine = None
         wanted = "continuous" if self.use_transformers_continuous_batching else self._option("rollout_engine")
         if self.use_vllm or self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            self._refuse_budget_without_engine()
+            self._prepare_sampling_elsewhere()
             return  # TRL's own code syncs or gathers the weights
         self._engine = build_engine(
             unwrapped,
@@ -112,11 +110,22 @@ class TrainerSetup:
             rows=self._option("rollout_rows"),
         )
 
-    def _refuse_budget_without_engine(self) -> None:
-        if self._limits.thinking_budget is not None:
+    def _prepare_sampling_elsewhere(self) -> None:
+        """Have vLLM say how likely each token was, which TRL's RLOO does not ask; refuse what TRL's code cannot do."""
+        generation = getattr(self, "vllm_generation", None)
+        says_logps = hasattr(generation, "logprobs")
+        if says_logps:
+            generation.logprobs = 0  # of the sampled token alone
+        correction, budget = self._option("sampler_correction"), self._limits.thinking_budget
+        if budget is not None:
             raise ConfigError(
-                f"thinking_budget is {self._limits.thinking_budget}, but completions come from TRL's own code here "
+                f"thinking_budget is {budget}, but completions come from TRL's own code here "
                 "(vLLM, FSDP or DeepSpeed), which cannot close a thought: set thinking_budget to null"
+            )
+        if correction != "none" and not says_logps:
+            raise ConfigError(
+                f"sampler_correction is {correction}, but completions come from TRL's own code here (FSDP or "
+                "DeepSpeed), which does not say how likely their tokens were: set sampler_correction to none"
             )
 
     def _build_reservoir(self) -> PromptReservoir | None:

@@ -269,7 +269,7 @@ def planned_limits(run: Any, policy: Policy) -> dict[str, int]:
         print(f"memory: {error}", flush=True)
         return {}
     limits = {"rollout_rows": plan.rows}
-    if run.rloo.tokens_per_pass is None and plan.tokens_per_pass < TOKENS_PER_PASS:
+    if run.rloo.tokens_per_pass is None and plan.tokens_per_pass < TOKENS_PER_PASS[not plan.machine.on_cuda]:
         limits["tokens_per_pass"] = plan.tokens_per_pass
     if not plan.fits:
         print(f"memory: {plan}", flush=True)

@@ -23,7 +23,7 @@ from rloo_kit.vram_parts import GIB, Load
 from rloo_kit.vram_plan import Change, Machine, Part, VramPlan
 from rloo_kit.vram_shapes import DYNAMIC_ENDING, find_shape, read_adapter, shape_of_config
 
-TOKENS_PER_PASS = 8192  # where rloo.tokens_per_pass is null and memory allows it
+TOKENS_PER_PASS = (8192, 2048)  # on a card and on a CPU (`[is_cpu]`), where the file is silent and memory allows it
 RESERVE_GIB = 0.8  # fragments of the allocator, and the desktop
 CPU_RESERVE_GIB = 0.3
 SHORTEST, STEP = 64, 64  # of the completions that are proposed, in tokens
@@ -70,8 +70,8 @@ def plan_vram(run: Any, card_gib: float | None = None, config: Mapping[str, Any]
 def find_machine(card_gib: float | None = None) -> Machine:
     """The card of this process, another one of `card_gib`, or the machine's memory; see `plan_vram`."""
     if card_gib is not None:
-        if not card_gib > 0:
-            raise ConfigError(f"card_gib is {card_gib}; it is a card's memory in GiB, above 0")
+        if not 0 < card_gib < float("inf"):
+            raise ConfigError(f"card_gib is {card_gib}; it is a card's memory in GiB, a number above 0")
         return Machine(f"a card with {card_gib:.4g} GiB", card_gib, RESERVE_GIB, True, is_here=False)
     card = None if is_cpu_torch() else find_cards().card
     if card is not None:
@@ -101,7 +101,7 @@ def read_load(run: Any, machine: Machine, config: Mapping[str, Any] | None = Non
         optim=rloo.optim,
         checkpointing="offloaded" if offloads else "on" if model.gradient_checkpointing else "off",
         fused=fused,
-        tokens_per_pass=1 if rloo.memory == "low" else rloo.tokens_per_pass or TOKENS_PER_PASS,
+        tokens_per_pass=1 if rloo.memory == "low" else rloo.tokens_per_pass or TOKENS_PER_PASS[not machine.on_cuda],
         whole_groups=rloo.memory == "fast" and rloo.beta > 0,
         reference=reference,
         streams=rloo.memory == "low" and rloo.beta > 0,

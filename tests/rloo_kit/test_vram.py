@@ -261,3 +261,24 @@ def test_training_generates_as_many_rows_as_are_planned(
     assert planned_limits(run, policy)["rollout_rows"] == 7 and "Does not fit" in capsys.readouterr().out
     policy.model.config = SimpleNamespace(to_dict=lambda: {"model_type": "mamba"})
     assert planned_limits(run, policy) == {} and "cannot be planned" in capsys.readouterr().out
+
+
+def test_a_pass_on_a_cpu_is_planned_as_it_is_made(monkeypatch: pytest.MonkeyPatch, tiny_model: Any) -> None:
+    """The plan counted 8192 tokens where the trainer takes 2048, and a rollout of a little less than 8192 tokens was
+    told to the trainer as a limit, so that its small passes were gone."""
+    from types import SimpleNamespace
+
+    from rloo_kit import vram
+    from rloo_kit.training import planned_limits
+
+    monkeypatch.setattr(vram, "available_gib", lambda: 8.0)
+    run = load_config(CONFIGS / "arithmetic_thinking.yaml")
+    policy = SimpleNamespace(model=SimpleNamespace(config=tiny_model.config))
+    group = plan_vram(load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=1")).tokens_per_pass
+    assert group < plan_vram(run).tokens_per_pass == 2048
+    assert "tokens_per_pass" not in planned_limits(run, policy)
+    run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.memory=low")
+    assert planned_limits(run, policy)["tokens_per_pass"] < 2048
+    for gib in (float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="card_gib is"):
+            plan_vram(run, gib)
