@@ -7,6 +7,7 @@ Shapes: B completions of this process, A of all processes, P prompt, C completio
 """
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class TrainerRollout:
         if not all(prompt_ids):
             raise DataError(f"prompt {prompt_ids.index([])} of a rollout has no tokens; there is nothing to continue")
         if self._engine is None:
-            return super()._generate_single_turn(prompt_ids, images, multimodal_fields)
+            return self._generate_elsewhere(prompt_ids, images, multimodal_fields)
         waits = self._engine.rows is not None and self._engine.rows < len(prompt_ids)
         keys = [hash(tuple(ids)) for ids in prompt_ids]
         usual = sum(self._lengths.values()) / max(len(self._lengths), 1)
@@ -79,6 +80,28 @@ class TrainerRollout:
         for key, ids in zip(keys, self._rollout.completion_ids, strict=True):
             self._lengths[key] = (self._lengths.get(key, len(ids)) + len(ids)) / 2
         return self._rollout.completion_ids
+
+    def _generate_elsewhere(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any) -> list[list[int]]:
+        """Completions by TRL's code; where that is vLLM, what it says of each token is kept, which TRL drops."""
+        generation, said = getattr(self, "vllm_generation", None), []
+        if not hasattr(generation, "logprobs"):
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields)
+        plain = generation.generate
+
+        def generate(*arguments: Any, **keywords: Any) -> Any:
+            found = plain(*arguments, **keywords)
+            said.extend(found[2] or [])
+            return found
+
+        generation.generate = generate
+        try:
+            completion_ids = super()._generate_single_turn(prompt_ids, images, multimodal_fields)
+        finally:
+            generation.generate = plain
+        if [len(row) for row in said] == [len(ids) for ids in completion_ids]:
+            logps = [[math.nan if token[0] is None else token[0] for token in row] for row in said]
+            self._rollout = Rollout(completion_ids, [None] * len(completion_ids), logps)
+        return completion_ids
 
     def _sample(self, inputs: list[dict[str, Any]]) -> Sampled:
         """Completions of the prompts, their rewards and scores."""

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from rloo_kit.errors import ConfigError
+
 THINK_END, EOS = 260, 258
 
 
@@ -110,6 +112,46 @@ def test_the_correction_weighs_gradients_by_the_gap(form, make_trainer):
         assert logs["sampling/logp_difference_mean"] == pytest.approx(10.0, abs=1e-3)
     assert logs["sampling/importance_weight_mean"] == pytest.approx(1.5)
     assert torch.allclose(gradients[1], 1.5 * gradients[0], rtol=1e-4, atol=1e-6)
+
+
+class FakeVllm:
+    """What TRL 1.15's trainer reads of its `VLLMGeneration`; here the completions are given."""
+
+    logprobs = None
+
+    def sync_weights(self):
+        """vLLM would take the weights over."""
+
+    def generate(self, prompts, **_):
+        ids = [[65 + row, 66, EOS] for row in range(len(prompts))]
+        said = None if self.logprobs is None else [[[-1.5], [None], [-2.0]] for _ in ids]
+        return prompts, ids, said, None
+
+
+def test_vllm_is_asked_how_likely_its_tokens_were(make_trainer):
+    """TRL's RLOO asks vLLM for no log-probabilities and drops them: no gap in the log, and a correction that does
+    nothing without a word."""
+    trainer = make_trainer(first_id, sampler_correction="token")
+    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, FakeVllm(), -1
+    trainer._build_engine()
+    batches, plain = [], trainer._roll_out
+    trainer._roll_out = lambda *rest, **named: (batches.append(plain(*rest, **named)), batches[-1])[1]
+    trainer.train()
+    found = batches[0]["sampler_logps"][0]
+    assert found[[0, 2]].tolist() == [-1.5, -2.0] and math.isnan(found[1])
+    logs = trainer.state.log_history[0]
+    assert logs["sampling/logp_difference_mean"] > 1.0, "random weights are not what the fake says"
+    assert logs["sampling/importance_weight_mean"] != 1.0
+    assert trainer.vllm_generation.generate([[65]])[1] == [[65, 66, EOS]], "left as it was"
+
+
+def test_what_trls_own_sampling_cannot_do_is_refused(make_trainer):
+    """Sharded weights are sampled from by TRL's code, which says nothing about its tokens and closes no thought."""
+    for option, value in (("sampler_correction", "token"), ("thinking_budget", 5)):
+        trainer = make_trainer(first_id, **{option: value})
+        trainer.is_fsdp_enabled = True
+        with pytest.raises(ConfigError, match=f"{option} is {value}"):
+            trainer._build_engine()
 
 
 @pytest.mark.parametrize("counts", [True, False])
