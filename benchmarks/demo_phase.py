@@ -14,6 +14,7 @@ the last ten steps stand beside the times. Left out: memory.
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -97,6 +98,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="for example rloo.max_steps=10")
     options = parser.parse_args()
     head = reporting.header("benchmarks/demo_phase.py")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the worktree below is removed then too
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "before"
         git("worktree", "add", "--detach", str(tree), options.before)
