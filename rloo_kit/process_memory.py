@@ -1,4 +1,4 @@
-"""What this process holds of the RAM, what it may come to hold, and giving it back to the system.
+"""What this process holds of the RAM, what it may come to hold, giving it back, and errors that say it ran out.
 
 Left out: what it holds where there is no /proc, and giving back where the C library is not glibc.
 """
@@ -40,6 +40,18 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError, TypeError):  # another C library
         return
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that a card or the machine has no memory left; on a CPU torch has no class for it.
+
+    >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
+    True
+    >>> is_out_of_memory(RuntimeError("size mismatch"))
+    False
+    """
+    texts = ("DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "MPS backend out of memory")
+    return type(error).__name__ == "OutOfMemoryError" or any(text in str(error) for text in texts)
 
 
 def available_gib() -> float:

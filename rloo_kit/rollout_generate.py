@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rloo_kit.process_memory import is_out_of_memory
 from rloo_kit.rollout_types import Limits, Progress, Rollout
 from rloo_kit.thinking_budget import Continued, think_then_answer
 
@@ -103,8 +104,8 @@ class GenerateEngine:
             limit = max(rooms[row] for row in batch)
             try:
                 new, scores = self._generate([prefixes[row] for row in batch], limit, stops)
-            except torch.OutOfMemoryError:
-                if len(batch) == 1:
+            except RuntimeError as error:
+                if len(batch) == 1 or not is_out_of_memory(error):
                     raise
                 new = None
             if new is None:

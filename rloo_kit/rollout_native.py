@@ -22,6 +22,7 @@ import torch
 
 from rloo_kit.decoders import Decoder, ModuleDecoder, make_decoder
 from rloo_kit.errors import BackendError
+from rloo_kit.process_memory import is_out_of_memory
 from rloo_kit.rollout_types import Limits, Progress, Rollout
 from rloo_kit.slot_cache import SlotCache
 from rloo_kit.thinking_budget import Turn
@@ -120,9 +121,9 @@ class NativeEngine:
                     if on_progress is not None:
                         on_progress(total - len(waiting) - len(live), total)
             return
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
             tried = len(live) + len(entering)
-            if tried == 1:
+            if tried == 1 or not is_out_of_memory(error):
                 raise
         del cache
         waiting.extendleft(reversed([row for row in (*live, *entering) if not row.turn.finished]))

@@ -303,7 +303,7 @@ def test_continuous_batching_leaves_the_model_as_it_is(make_model: Any, tiny_tok
 # ------------------------------------------------------------------------------------------------- memory
 
 
-def run_out_above(model: Any, rows: int, seen: list[int], patch: pytest.MonkeyPatch) -> None:
+def run_out_above(model: Any, rows: int, seen: list[int], patch: pytest.MonkeyPatch, on_cpu: bool = False) -> None:
     """Let the model's forward fail above so many rows, as a card does: in the middle of a rollout, not at its start."""
     import torch
 
@@ -313,20 +313,25 @@ def run_out_above(model: Any, rows: int, seen: list[int], patch: pytest.MonkeyPa
         ids = args[0] if args else named["input_ids"]
         seen.append(ids.size(0))
         if ids.size(0) > rows and (ids.size(1) > 1 or len(seen) > 3):
+            if on_cpu:
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return forward(*args, **named)
 
     patch.setattr(base, "forward", failing)
 
 
+@pytest.mark.parametrize("on_cpu", [False, True])
 @pytest.mark.parametrize("name", ["native", "generate"])
-def test_rows_are_halved_and_nothing_is_lost(make_model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_rows_are_halved_and_nothing_is_lost(
+    make_model: Any, monkeypatch: pytest.MonkeyPatch, name: str, on_cpu: bool
+) -> None:
     """A rollout of an hour ended with an out-of-memory error when its rows had grown long. What is finished stays, the
-    rest goes on with half the rows, and one line says so."""
+    rest goes on with half the rows, and one line says so. A CPU says it with a plain RuntimeError."""
     model = make_model(hidden_act="gelu", ends=1.0)
     wanted = engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(20)).completion_ids
     seen: list[int] = []
-    run_out_above(model, 3, seen, monkeypatch)
+    run_out_above(model, 3, seen, monkeypatch, on_cpu)
     said: list[str] = []
     engine = engine_for(model, name, 0.0, say=said.append)
     assert engine.sample(PROMPTS, Limits(20)).completion_ids == wanted
@@ -367,6 +372,46 @@ def test_one_row_that_does_not_fit_is_an_error(make_model: Any, monkeypatch: pyt
     run_out_above(model, 0, [], monkeypatch)
     with pytest.raises(torch.OutOfMemoryError):
         engine_for(model, name, 0.0, say=lambda line: None).sample(PROMPTS, Limits(20))
+
+
+@pytest.mark.parametrize("name", ["native", "generate"])
+def test_other_errors_are_not_taken_for_it(make_model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A fault of the model would be hidden behind smaller and smaller rows."""
+    model = make_model(hidden_act="gelu")
+
+    def broken(*args: Any, **named: Any) -> Any:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(model.get_base_model(), "forward", broken)
+    said: list[str] = []
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        engine_for(model, name, 0.0, say=said.append).sample(PROMPTS, Limits(20))
+    assert not said
+
+
+def test_nothing_of_a_rollout_stays_alive(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache and the decoder's copy of the weights are as large as the model; training needs the room."""
+    import gc
+    import weakref
+
+    from rloo_kit import fused_decoder, slot_cache
+
+    made: list[weakref.ref[Any]] = []
+    for kind in (slot_cache.SlotCache, fused_decoder.FusedDecoder):
+
+        def begin(self: Any, *args: Any, plain: Any = kind.__init__, **named: Any) -> None:
+            made.append(weakref.ref(self))
+            plain(self, *args, **named)
+
+        monkeypatch.setattr(kind, "__init__", begin)
+    engine = engine_for(make_model(), rows=2)
+    gc.collect()
+    gc.disable()  # what goes only with the collector may stay for the whole of a step
+    try:
+        engine.sample(PROMPTS, Limits(6))
+        assert len(made) >= 2 and not [one() for one in made if one() is not None]
+    finally:
+        gc.enable()
 
 
 def test_broken_weights_are_told(make_model: Any) -> None:
