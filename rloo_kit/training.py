@@ -16,6 +16,7 @@ from rloo_kit import environment
 from rloo_kit._stack import load_stack
 from rloo_kit.backends import Policy, save_adapter
 from rloo_kit.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SignalGuard
+from rloo_kit.chat import thinks
 from rloo_kit.data import Data
 from rloo_kit.difficulty import select_prompts
 from rloo_kit.errors import ConfigError, NoSignalError, RunNotFoundError
@@ -68,14 +69,26 @@ def train(
         `TrainResult`. Ctrl-C does not raise: it saves, says how to go on, and `stopped` is "interrupted".
 
     Raises:
-        RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create`; or a tracker's library is missing.
+        RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create`; or a tracker's library is missing, or there
+            is a thinking budget and a model that does not think.
         RewardError: rewards failed too often (`run.max_reward_failure_share`); the state is saved.
     """
     check_trackers(run.rloo.report_to)
+    check_budget(run, policy)
     owned = run_dir is None
     opened = RunDir.create(run, resume=resume, overwrite=overwrite) if run_dir is None else run_dir
     with opened if owned else nullcontext():
         return _Training(run, policy, data, reward_funcs, opened).run_to_end()
+
+
+def check_budget(run: Any, policy: Policy) -> None:
+    """Refuse a thinking budget where nothing thinks: `</think>` would be forced into the middle of answers."""
+    budget = run.rloo.thinking_budget
+    if budget is not None and not thinks(policy.family, run.model.enable_thinking):
+        raise ConfigError(
+            f"rloo.thinking_budget is {budget}, but this model does not think (family {policy.family}, "
+            f"model.enable_thinking {run.model.enable_thinking}): set rloo.thinking_budget=null"
+        )
 
 
 def load_result(run: Any) -> TrainResult:

@@ -1,11 +1,14 @@
 """The options of the rollout through real runs on a tiny Qwen3: forced closes, dynamic sampling."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from rloo_kit.errors import ConfigError
 
 CONFIG = """
 run: {{output_dir: {output}, evaluate: false, progress_every_s: 0, sample_every_steps: 1, num_samples: 4}}
@@ -27,7 +30,7 @@ rloo:
 def start(tmp_path: Path, tiny_folder: Path) -> Any:
     """`start("rloo.max_steps=2", rewards=[...], resume=True)`: load everything afresh, train, return the result."""
 
-    def run(*overrides: str, rewards: Any = None, **options: Any) -> Any:
+    def run(*overrides: str, rewards: Any = None, family: str | None = None, **options: Any) -> Any:
         from rloo_kit import build_rewards, load_config, load_data, load_policy, train
 
         rows = [{"prompt": f"add {number}", "answer": str(number)} for number in range(16)]
@@ -37,7 +40,10 @@ def start(tmp_path: Path, tiny_folder: Path) -> Any:
         config = load_config(file, *overrides)
         policy = load_policy(config)
         rewards = rewards or build_rewards(config, policy.tokenizer)
-        return train(config, policy, load_data(config, policy.tokenizer), rewards, **options)
+        data = load_data(config, policy.tokenizer)
+        if family is not None:  # as a model of that family, told not to think, would arrive here
+            policy, config.model.enable_thinking = replace(policy, family=family), False
+        return train(config, policy, data, rewards, **options)
 
     return run
 
@@ -94,6 +100,16 @@ def test_without_a_budget_nothing_of_it_is_there(start: Any) -> None:
     result = start("rloo.max_steps=1", rewards=[watch])
     assert "thinking_forced" not in asked and not any(row["forced"] for row in lines(result))
     assert not [name for name in result.metrics[0] if "forced" in name or "resampled" in name]
+
+
+@pytest.mark.parametrize("family", ["instruct", "hybrid"])
+def test_a_budget_needs_a_model_that_thinks(family: str, start: Any, tmp_path: Path) -> None:
+    """Its answers have no `</think>` either: each that was longer than the budget had one forced into its middle."""
+    with pytest.raises(
+        ConfigError, match=rf"rloo.thinking_budget is 3, but .* \(family {family}.*thinking_budget=null"
+    ):
+        start("rloo.thinking_budget=3", "rloo.answer_budget=2", family=family)
+    assert not (tmp_path / "outputs").exists()
 
 
 # ------------------------------------------------------------------------------------------------- dynamic sampling
