@@ -36,6 +36,7 @@ from rloo_kit.advantages import (
     merge_moments,
     standardize,
     standardize_tokens,
+    unscore_non_finite,
     zero_unscored,
 )
 from rloo_kit.backends import keep_settings
@@ -206,8 +207,9 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
         by_token = kl is not None and form == "per_token"
         rewards = scores
         if kl is not None:
-            rewards = scores - self.beta * gather(kl_penalty(kl, mask, "sum" if by_token else form))
-        compared = scores if by_token else rewards
+            charged = self.beta * gather(kl_penalty(kl, mask, "sum" if by_token else form))
+            rewards = unscore_non_finite(scores - charged)  # the step is skipped; others may use the same rollout
+        compared = scores.masked_fill(rewards.isnan(), torch.nan) if by_token else rewards
         if self._group_size > 1:
             advantages = baseline_advantages(compared, self._group_size, self._option("baseline"))  # (A,)
         else:  # evaluation with a single generation: there is no baseline

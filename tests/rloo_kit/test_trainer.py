@@ -273,6 +273,28 @@ def test_an_infinite_kl_token_moves_nothing(form, memory, make_trainer, capsys):
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
 
+@pytest.mark.parametrize("form", ["sum", "per_token"])
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_a_broken_token_costs_one_step_of_those_that_use_its_rollout(value, form, make_trainer):
+    """One infinity in a rollout that four steps use gave its siblings infinite advantages in each: the run was stopped
+    for a policy that had blown up. A NaN in its place was left out without a word from the second step on."""
+    trainer = make_trainer(kl_form=form, beta=0.5, num_iterations=4, max_steps=4)
+    plain, batches = trainer._passes.score_all, []
+
+    def broken(model, batch):
+        logps, reference = plain(model, batch)
+        reference[0, 0] = value
+        batches.append(batch)
+        return logps, reference
+
+    trainer._passes.score_all = broken
+    trainer.train()
+    assert [logs["steps/skipped"] for logs in trainer.state.log_history if "steps/skipped" in logs] == [1.0] * 4
+    advantages = batches[0]["advantages"]
+    assert (advantages[0] == 0).all() and advantages.isfinite().all()
+    assert (advantages[1:4] != 0).any(), "its siblings are compared with each other"
+
+
 def test_steps_that_stay_broken_stop_the_run_with_a_saved_state(make_trainer, tmp_path):
     """A policy that has blown up trained on nothing for the rest of the night."""
     from rloo_kit.errors import NonFiniteError
