@@ -171,7 +171,7 @@ def _own_bytes(load: Load) -> int:
 
 def rollout_gib(load: Load, rows: int) -> float:
     """Peak of a rollout with `rows` completions at once, each at its full length, in GiB."""
-    cache = parts.cache_bytes(load, rows) + parts.decoding_bytes(load, rows)
+    cache = parts.cache_bytes(load, rows) + parts.decoding_bytes(load, rows) + parts.joined_bytes(load)
     return (_resting_bytes(load) + cache + parts.sampling_bytes(load, rows)) / GIB
 
 
@@ -287,6 +287,8 @@ def _list_parts(load: Load, rows: int) -> Iterator[Part]:
     kib = parts.cache_bytes_per_token(load) / 1024
     yield Part("cache", parts.cache_bytes(load, rows) / GIB, 0.0, f"{rows} x {load.cache_tokens} tokens x {kib:g} KiB")
     yield Part("decoding", parts.decoding_bytes(load, rows) / GIB, 0.0, "a layer's keys and values for each query head")
+    if parts.joined_bytes(load):
+        yield Part("joined matrices", parts.joined_bytes(load) / GIB, 0.0, "a copy of the layers that decodes faster")
     yield Part("sampling", parts.sampling_bytes(load, rows) / GIB, 0.0, "logits of the rows, prefill of the prompts")
     detail = f"{load.pass_tokens} tokens in a pass, checkpointing {load.checkpointing}"
     yield Part("activations", 0.0, parts.activation_bytes(load) / GIB, detail)

@@ -21,6 +21,7 @@ PROCESS_GIB = 0.7  # without a card: Python with torch, transformers and trl
 BLOCK, NESTED_BLOCK = 64, 256  # weights to an absmax of 8 bit, and of those to an absmax of 32 bit (bitsandbytes)
 QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # of each matrix: the tables of both quantisations, and an offset
 CACHE_BLOCK = 64  # tokens by which the cache grows: `slot_cache` holds the same number
+JOINED_LIMIT_BYTES = 2**30  # largest copy of the layers that decoding makes: `fused_decoder` holds the same number
 FLOAT = 4
 
 
@@ -167,6 +168,13 @@ def decoding_bytes(load: Load, rows: int) -> int:
     shape = load.shape
     width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size
     return rows * load.cache_tokens * width * load.weight_bytes
+
+
+def joined_bytes(load: Load) -> int:
+    """The native loop's copy of the layers with the adapter added in; it makes one of small models in float32 only."""
+    is_plain = not load.four_bit and not load.fused and load.weight_bytes == load.compute_bytes == FLOAT
+    size = body_bytes(load) if is_plain else 0
+    return size if size <= JOINED_LIMIT_BYTES else 0
 
 
 def saved_bytes_per_token(load: Load) -> int:

@@ -250,12 +250,26 @@ def test_the_peak_of_a_pass_is_not_above_the_plan(checkpointing: bool, most: flo
     assert peak < planned < most * peak
 
 
+def test_the_copy_that_decodes_is_counted(tiny_model: Any) -> None:
+    """Up to a gibibyte of joined matrices was in no part of the plan; a larger model has none, nor one in 16 bit."""
+    from rloo_kit.fused_decoder import FusedDecoder
+
+    load = replace(load_of(shape_of_config(tiny_model.config.to_dict())), four_bit=False, fused=False)
+    in_float32 = replace(load, weight_bytes=4, compute_bytes=4)
+    layers = FusedDecoder(tiny_model)._layers
+    matrices = [part for layer in layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    assert parts.joined_bytes(in_float32) == sum(part.numel() * part.element_size() for part in matrices)
+    assert parts.joined_bytes(load) == 0
+    assert parts.joined_bytes(replace(in_float32, shape=PUBLISHED["0.6b"])) == 0
+
+
 def test_numbers_that_are_held_twice_agree() -> None:
     """The arithmetic may not import torch, so it holds some numbers of modules that do."""
-    from rloo_kit import cold_start, logprobs, slot_cache, tiny_tokenizer
+    from rloo_kit import cold_start, fused_decoder, logprobs, slot_cache, tiny_tokenizer
 
     assert (logprobs.TILE_TOKENS, logprobs.TILE_VOCABULARY) == (parts.TILE_TOKENS, parts.TILE_VOCABULARY)
     assert slot_cache.BLOCK_TOKENS == parts.CACHE_BLOCK
+    assert fused_decoder.COPY_LIMIT_BYTES == parts.JOINED_LIMIT_BYTES
     assert EMBEDDED_ROWS == tiny_tokenizer.ROWS
     for plan in cold_start.PLANS.values():
         config = cold_start.model_config(plan, tiny_tokenizer.ROWS["compact"]).to_dict()
