@@ -38,7 +38,7 @@ def tied(completion_ids, **_):
 def step(make_tiny_model, tiny_tokenizer, tmp_path):
     """`step(reward, **options)`: LoRA gradients of the first optimizer step, the trainer, and what was computed."""
 
-    def run(reward=by_length, steps=1, completions=COMPLETIONS, model=None, **options):
+    def run(reward=by_length, steps=1, completions=COMPLETIONS, model=None, attention="sdpa", **options):
         from datasets import Dataset
         from peft import LoraConfig, get_peft_model
 
@@ -48,7 +48,7 @@ def step(make_tiny_model, tiny_tokenizer, tmp_path):
         torch.manual_seed(1)
         config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
         if model is None:
-            model = get_peft_model(make_tiny_model(), config)
+            model = get_peft_model(make_tiny_model(attn_implementation=attention), config)
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
                     torch.nn.init.normal_(parameter, std=0.3)
@@ -115,6 +115,19 @@ def test_memory_modes_make_one_gradient(form, baseline, reward, step):
             assert logs[name] == pytest.approx(rows[name], abs=1e-5), f"{memory}: {name}"
     assert any(not graph for _, graph in trainer.passes_seen), "balanced scores the policy before its training passes"
     assert max(rows for rows, graph in other.passes_seen if graph) == 1, "low: one sequence at a time"
+
+
+@pytest.mark.parametrize(("attention", "layout"), [("sdpa", "shared"), ("eager", "padded")])
+@pytest.mark.parametrize("memory", ["fast", "balanced", "low"])
+def test_checkpoints_and_the_fall_back_to_padded_rows_make_the_same_gradient(memory, attention, layout, step):
+    """The layers run again in the backward pass, after the trainer has gone on: with the plan and the attention of the
+    forward pass, or the gradient is that of another model."""
+    expected, _ = step(memory="balanced", gradient_checkpointing=False)
+    for checkpoints in (False, True):
+        options = {"gradient_checkpointing": checkpoints, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        found, trainer = step(memory=memory, attention=attention, tokens_per_pass=40, **options)
+        assert trainer._scorer.layout == layout
+        assert off(found, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("form", ["sum", "length_normalized"])
