@@ -12,6 +12,8 @@ not hand keywords on (`scoring.py` finds out and takes another layout).
 Shapes: T tokens of the row, A query heads, G key-value heads, D head size, S sequences, L tokens of a bucket.
 """
 
+import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,13 +29,15 @@ from transformers.masking_utils import sdpa_mask
 
 from rloo_kit.packing import AttentionPlan, Layout, plan_attention
 
-try:  # there from torch 2.10 on
+try:
     from torch.nn.attention.varlen import varlen_attn as _varlen_attention
 except ImportError:
     _varlen_attention = None
 
 NAME = "rloo_packed"
 PLAIN = "sdpa"  # what a call without a plan does, and the only setting that `install` replaces
+KERNEL_OPTIONS = {"scale", "window_size", "enable_gqa"}  # of torch's attention for varying lengths; younger than it is
+KERNEL_CARD = (8, 0)  # compute capability from which it runs (Ampere)
 
 
 def install(model: torch.nn.Module) -> None:
@@ -106,7 +110,7 @@ def attend_by_plan(
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """Causal attention within each sequence of the plan: (T, A, D), (T, G, D), (T, G, D) in, (T, A, D) out."""
-    if _varlen_attention is not None and query.is_cuda and query.dtype.itemsize == 2 and dropout == 0.0:
+    if dropout == 0.0 and _takes_one_call(query):
         return _attend_in_one_call(query, key, value, plan, scaling)
     out = []
     for bucket in plan.buckets:
@@ -119,6 +123,18 @@ def attend_by_plan(
         )  # (S, A, L, D)
         out.append(attended.transpose(1, 2).reshape(-1, *query.shape[1:]))
     return (out[0] if len(out) == 1 else torch.cat(out)).index_select(0, plan.inverse)
+
+
+def _takes_one_call(query: torch.Tensor) -> bool:
+    """Whether torch and the card have the kernel for varying lengths; buckets do without it."""
+    if _varlen_attention is None or not query.is_cuda or query.dtype.itemsize != 2:
+        return False
+    return _knows_options(_varlen_attention) and torch.cuda.get_device_capability(query.device) >= KERNEL_CARD
+
+
+@functools.cache
+def _knows_options(kernel: Any) -> bool:
+    return KERNEL_OPTIONS <= inspect.signature(kernel).parameters.keys()
 
 
 def _attend_in_one_call(query, key, value, plan: AttentionPlan, scaling: float | None) -> torch.Tensor:

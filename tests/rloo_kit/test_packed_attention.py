@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,22 @@ def test_the_flat_form_for_a_card_is_the_same_attention(monkeypatch: Any) -> Non
     states = [torch.randn(laid.input_ids.numel(), heads, 8) for heads in (4, 2, 2)]
     found = packed_attention._attend_in_one_call(*states, plan, 0.3)
     torch.testing.assert_close(found, packed_attention.attend_by_plan(*states, plan, 0.3))
+
+
+def test_a_card_without_the_kernel_takes_the_buckets(monkeypatch: Any) -> None:
+    """On a T4, or with a torch whose kernel knows no grouped heads, the self-check met the kernel's error and padded
+    every row of the run; the buckets were there all the time."""
+    half = SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert packed_attention._takes_one_call(half)
+    assert not packed_attention._takes_one_call(SimpleNamespace(**vars(half) | {"dtype": torch.float32}))
+    assert not packed_attention._takes_one_call(torch.zeros(1, dtype=torch.float16))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not packed_attention._takes_one_call(half)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for kernel in (None, lambda query, key, value, first, second, longest, longest_key, *, is_causal: query):
+        monkeypatch.setattr(packed_attention, "_varlen_attention", kernel)
+        assert not packed_attention._takes_one_call(half)
 
 
 def test_generation_with_left_padding_is_unchanged(make_tiny_model: Any) -> None:
