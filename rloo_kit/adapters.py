@@ -26,6 +26,22 @@ def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
     return rest | {"model": peft.get_peft_model(rest["model"], arguments["peft_config"])}
 
 
+def check_reference(arguments: dict[str, Any]) -> None:
+    """Without an adapter TRL reads the reference anew, from the checkpoint that the model's config names.
+
+    Raises: ConfigError, where it names none.
+    """
+    model, beta = arguments.get("model"), arguments["args"].beta
+    if not beta or isinstance(model, str) or is_peft_model(model) or arguments.get("peft_config") is not None:
+        return
+    if not model.config.name_or_path:
+        raise ConfigError(
+            f"beta is {beta} and every parameter is trained, so the reference is a second model, read from the "
+            "checkpoint that model.config names, and it names none: save the model and load it from there, train an "
+            "adapter (peft_config), or set beta=0.0"
+        )
+
+
 def trainable_tensors(model: Any) -> dict[str, torch.Tensor]:
     """What is trained, by name, as it is before TRL has seen it; nothing for the name of a checkpoint."""
     if not isinstance(model, torch.nn.Module):

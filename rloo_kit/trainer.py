@@ -27,7 +27,7 @@ import trl
 from accelerate.utils import gather
 from transformers import TrainerCallback
 
-from rloo_kit.adapters import restore_precision, trainable_tensors, wrap_for_unsloth
+from rloo_kit.adapters import check_reference, restore_precision, trainable_tensors, wrap_for_unsloth
 from rloo_kit.advantages import (
     RunningMoments,
     baseline_advantages,
@@ -98,6 +98,7 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
             if arguments.get(name) is not None:
                 arguments[name] = prepare_old_dataset(arguments[name], arguments.get("processing_class"))
         arguments = wrap_for_unsloth(arguments)
+        check_reference(arguments)
         if getattr(arguments["args"], "rollout_engine", "auto") == "vllm":
             choose_engine("vllm", backend_name(), arguments.get("model"))  # says what to install before TRL looks
             arguments["args"].use_vllm = True

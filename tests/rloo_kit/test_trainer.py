@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rloo_kit.errors import DataError, RewardError
+from rloo_kit.errors import ConfigError, DataError, RewardError
 
 THINK_END, EOS = 260, 258
 TRL_METRICS = {
@@ -85,6 +85,13 @@ def test_full_training_keeps_a_reference_model(make_trainer, tiny_folder):
     kls = [logs["kl"] for logs in trainer.state.log_history if "kl" in logs]
     assert kls[0] == pytest.approx(0.0, abs=1e-6)
     assert abs(kls[1]) > 1e-6
+
+
+def test_a_reference_that_cannot_be_read_is_said(make_trainer):
+    """transformers' answer to a model without a name was a lecture on repository ids."""
+    with pytest.raises(ConfigError, match=r"beta is 0.1 .* names none: .* set beta=0.0"):
+        make_trainer(lora=False, beta=0.1)
+    make_trainer(lora=False, beta=0.0)
 
 
 def test_rollout_rows_tell_what_happened(make_trainer):
