@@ -134,7 +134,7 @@ def _takes_one_call(query: torch.Tensor) -> bool:
 
 @functools.cache
 def _knows_options(kernel: Any) -> bool:
-    return KERNEL_OPTIONS <= inspect.signature(kernel).parameters.keys()
+    return inspect.signature(kernel).parameters.keys() >= KERNEL_OPTIONS
 
 
 def _attend_in_one_call(query, key, value, plan: AttentionPlan, scaling: float | None) -> torch.Tensor:
