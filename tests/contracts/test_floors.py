@@ -25,7 +25,8 @@ FLOORS = {
     "objective kl_report "
     "old_trainer trainer callbacks sample_table "
     "resample thinking_metrics answer_judge "
-    "packing packed_attention scoring policy_pass streamed_pass trainer_rollout trainer_log trainer_setup trainer_files",
+    "packing packed_attention scoring policy_pass streamed_pass "
+    "trainer_rollout trainer_log trainer_setup trainer_files",
     3: "training difficulty evaluation report report_figures report_style notebook_display notebook_figures "
     "completion_cards batch batch_process batch_progress batch_report batch_figures",
     4: "cli __main__",
