@@ -123,7 +123,9 @@ def rollout_metrics(
     return metrics
 
 
-def loss_metrics(rows: torch.Tensor, sums: torch.Tensor, largest_gap: torch.Tensor) -> dict[str, float]:
+def loss_metrics(
+    rows: torch.Tensor, sums: torch.Tensor, largest_gap: torch.Tensor, on_policy: bool
+) -> dict[str, float]:
     """Entropy, ratio, clip shares and the gap to the sampler of the passes of one step, over all processes.
 
     Args:
@@ -131,15 +133,18 @@ def loss_metrics(rows: torch.Tensor, sums: torch.Tensor, largest_gap: torch.Tens
             was not computed (its advantage is 0).
         sums: (6,), of the entropies and their tokens, of the gaps to the sampler and their tokens, of the importance
             weights and theirs. largest_gap: of one token.
+        on_policy: a ratio that was not computed is 1 then, by definition.
 
     Returns:
         metrics by name; what nothing was computed for is left out.
     """
     computed = rows[~rows[:, 0].isnan()]
-    metrics = {}
+    metrics = {"rollout/skipped_rows_ratio": 1 - len(computed) / max(len(rows), 1)}
+    if on_policy and not len(computed):
+        computed = rows.new_tensor([[1.0, 0.0, 0.0, 0.0]])
     if len(computed):
         ratios, lows, highs, bounded = computed.unbind(dim=1)
-        metrics = {
+        metrics |= {
             "clip_ratio/low_mean": lows.mean().item(),
             "clip_ratio/low_min": lows.min().item(),
             "clip_ratio/high_mean": highs.mean().item(),
@@ -149,7 +154,6 @@ def loss_metrics(rows: torch.Tensor, sums: torch.Tensor, largest_gap: torch.Tens
             "val/ratio": ratios.mean().item(),
             "val/ratio_var": ratios.var(unbiased=False).item(),
         }
-    metrics["rollout/skipped_rows_ratio"] = 1 - len(computed) / max(len(rows), 1)
     entropy, tokens, gap, gap_tokens, weight, weight_tokens = sums.tolist()
     if tokens:
         metrics["entropy"] = entropy / tokens

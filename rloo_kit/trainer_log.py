@@ -99,7 +99,8 @@ class TrainerLog:
         sums = torch.cat([found.entropy, found.gap[:2], found.weight])
         sums = self.accelerator.reduce(sums, reduction="sum")
         largest = gather(found.gap[2:]).max()
-        for name, value in loss_metrics(gather(rows), sums, largest).items():
+        on_policy = self._on_policy or not self.model.training
+        for name, value in loss_metrics(gather(rows), sums, largest, on_policy).items():
             self._metrics[mode][name].append(value)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
