@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "17-benchmarks.md"
+PAGES = (ROOT / "docs" / "17-benchmarks.md", ROOT / "README.md")
 
 
 def settle() -> None:
@@ -69,10 +69,11 @@ def write(result: dict[str, Any], target: Path, quiet: bool = False) -> None:
 # -------------------------------------------------------------------------------------------------------- tables
 
 
-def write_tables(page: Path = PAGE, results: Path = RESULTS) -> None:
-    """Put the figures of the results files into the page."""
-    page.write_text(with_tables(page.read_text(encoding="utf-8"), results), encoding="utf-8")
-    print(f"tables: {page}", flush=True)
+def write_tables(pages: tuple[Path, ...] = PAGES, results: Path = RESULTS) -> None:
+    """Put the figures of the results files into the pages."""
+    for page in pages:
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+    print(f"tables: {', '.join(map(str, pages))}", flush=True)
 
 
 def with_tables(text: str, results: Path = RESULTS) -> str:
@@ -136,6 +137,16 @@ def step_table(result: dict[str, Any]) -> list[str]:
         )
         rows.append([row["what"], row["workload"], f"`{row['side']}`", stock, ours, _value(row), limits, held])
     return table(["part", "workload", "`memory`", "stock", "ours", "result", "bar / aim", ""], rows)
+
+
+def short_step_table(result: dict[str, Any]) -> list[str]:
+    """rloo_step.json: what was promised, for the README."""
+    rows = [
+        [row["what"], row["workload"], f"`{row['side']}`", _value(row)]
+        for row in result["rows"]
+        if row["holds"] is not None and row["what"] != "gradient"
+    ]
+    return table(["part", "workload", "`rloo.memory`", "beside stock TRL"], rows)
 
 
 def _amount(row: dict[str, Any], side: str) -> str:
@@ -229,6 +240,7 @@ def startup_table(result: dict[str, Any]) -> list[str]:
 
 TABLES: dict[str, tuple[Any, str]] = {
     "step": (step_table, "rloo_step.json"),
+    "step-short": (short_step_table, "rloo_step.json"),
     "demo": (demo_table, "demo_phase.json"),
     "kl-mechanism": (kl_mechanism_table, "kl_forms.json"),
     "kl-training": (kl_training_table, "kl_forms.json"),

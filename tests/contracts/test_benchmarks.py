@@ -59,9 +59,10 @@ def test_step_results_hold_what_they_promise() -> None:
             assert len(row["stock_cpu_s"]) == len(row["ours_cpu_s"]) >= 1
 
 
-def test_the_page_shows_what_was_measured(module: Any) -> None:
+@pytest.mark.parametrize("name", ["docs/17-benchmarks.md", "README.md"])
+def test_the_page_shows_what_was_measured(name: str, module: Any) -> None:
     """A figure that was typed in by hand outlives the code that it was measured with."""
-    page = (ROOT / "docs" / "17-benchmarks.md").read_text(encoding="utf-8")
+    page = (ROOT / name).read_text(encoding="utf-8")
     assert module("reporting").with_tables(page) == page, "run: python benchmarks/rloo_step.py --write-table"
 
 
