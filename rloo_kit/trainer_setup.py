@@ -34,7 +34,7 @@ class TrainerSetup:
     """The parts of `RLOOTrainer`."""
 
     def describe(self) -> str:
-        """One line: what samples, how completions are scored, how the gradient is made, and why."""
+        """A line each: what samples, how completions are scored, how the gradient is made, and why."""
         engine = "vllm, through TRL" if self.use_vllm else "TRL's generate, since the weights are sharded"
         if self._engine is not None:
             engine = f"{self._engine.name}, {self._engine.reason}"
@@ -42,7 +42,7 @@ class TrainerSetup:
         memory = self._option("memory")
         if self.beta and obstacle and memory != "balanced":
             memory = f"{memory}, which falls back to balanced: {obstacle}"
-        return f"rollout: {engine} | scoring: {self._scorer.reason} | memory: {memory}"
+        return f"rollout: {engine}\nscoring: {self._scorer.reason}\nmemory: {memory}"
 
     def _build_passes(self) -> None:
         for model in (self.model, self.ref_model):
