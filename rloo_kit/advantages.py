@@ -62,6 +62,14 @@ def kl_penalty(per_token_kl: torch.Tensor, mask: torch.Tensor, form: str) -> tor
     raise ValueError(f"kl_form must be one of {', '.join(KL_FORMS)}, got {form!r}")
 
 
+def kl_charge(per_token_kl: torch.Tensor, mask: torch.Tensor, form: str) -> torch.Tensor:
+    """What a whole completion is charged, before beta: (B, C), (B, C) -> (B,).
+
+    As `kl_penalty`; paid token by token it is the sum in all, what is to be paid from the first token on.
+    """
+    return kl_penalty(per_token_kl, mask, "sum" if form == "per_token" else form)
+
+
 def kl_penalty_rows(per_token_kl: torch.Tensor, mask: torch.Tensor, lengths: Sequence[int], form: str) -> torch.Tensor:
     """What beta is multiplied with, for rows laid end to end: (N,), (N,) -> (R,), or (N,) for `per_token`.
 

@@ -4,32 +4,10 @@ The penalty is subtracted from the reward, so its size is only part of the story
 its members differ. `kl_spread_ratio` compares these spreads; above 1 the policy is mostly told to stay near the
 reference, and under `kl_form: sum` that means to think briefly. Left out: what follows from it (`health`).
 
-Shapes: A completions in groups of K, N their tokens end to end.
+Shapes: A completions in groups of K.
 """
 
-from collections.abc import Sequence
-
 import torch
-
-from rloo_kit.advantages import kl_penalty_rows
-from rloo_kit.objective import sum_rows
-
-
-def sequence_penalty(
-    per_token_kl: torch.Tensor, mask: torch.Tensor, lengths: Sequence[int], kl_form: str
-) -> torch.Tensor:
-    """What a whole completion is charged, before beta: (N,), (N,) -> (A,).
-
-    Paid token by token (`per_token`) it is charged its sum in all, what is to be paid from its first token on.
-    """
-    return kl_penalty_rows(per_token_kl, mask, lengths, "sum" if kl_form == "per_token" else kl_form)
-
-
-def mean_token_kl(per_token_kl: torch.Tensor, mask: torch.Tensor) -> float:
-    """`kl`: nats a scored token, k1: (N,), (N,) -> a number; 0 where no token is scored."""
-    kept = mask.bool()
-    total = sum_rows(per_token_kl.masked_fill(~kept, 0.0).reshape(-1), [per_token_kl.numel()])
-    return (total / kept.sum().clamp(min=1)).item()
 
 
 def kl_share(penalty: torch.Tensor, scores: torch.Tensor, beta: float) -> float:
@@ -39,7 +17,8 @@ def kl_share(penalty: torch.Tensor, scores: torch.Tensor, beta: float) -> float:
     0.5
 
     Args:
-        penalty: (A,), `sequence_penalty`. scores: (A,), what is subtracted from; NaN where a sample is not scored, and
+        penalty: (A,), `advantages.kl_charge`.
+        scores: (A,), what is subtracted from; NaN where a sample is not scored, and
             such samples are left out.
 
     Returns:

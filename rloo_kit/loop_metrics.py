@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rloo_kit.advantages import kl_penalty, tied_groups
+from rloo_kit.advantages import kl_charge, tied_groups
 from rloo_kit.tokens import ThinkTags
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def sample_statistics(
         columns += [torch.zeros_like(tokens)] * 3
     else:
         mask = batch["loss_mask"]
-        charged = kl_penalty(per_token_kl, mask, "sum" if kl_form == "per_token" else kl_form)
+        charged = kl_charge(per_token_kl, mask, kl_form)
         columns += [(per_token_kl * mask).sum(dim=1), mask.sum(dim=1), charged]
     columns.append(batch["thinking_forced"])
     return torch.stack([column.float() for column in columns], dim=1)

@@ -80,9 +80,10 @@ class Work:
     """One call: the rows, where their gradient goes and what is found on the way.
 
     Attributes:
-        batch: prompt_ids, prompt_mask (B, P); completion_ids, completion_mask, loss_mask (B, C); lengths and group, B
-            ints each; and either advantages, (B,) or (B, C), or scores, (B,), with whole groups in a row. Optional:
-            old_per_token_logps and sampler_logps, (B, C). `per_token_kl`, (B, C), is filled where advantages are open.
+        batch: prompt_ids (B, P), padded on the left; completion_ids, loss_mask (B, C), padded on the right;
+            prompt_lengths, lengths and group, B ints each; and either advantages, (B,) or (B, C), or scores, (B,), with
+            whole groups in a row. Optional: old_per_token_logps and sampler_logps, (B, C). `per_token_kl`, (B, C), is
+            filled where advantages are open.
         backward: takes a loss that is summed over rows to the gradients.
     """
 
@@ -252,11 +253,8 @@ class PolicyPass:
             return
         chosen: list[int] = []
         for part in group_rows(batch, rows):
-            for unit in (
-                [part]
-                if whole_groups or self._tokens(batch, part) <= self.settings.tokens_per_pass
-                else ([row] for row in part)
-            ):
+            stays_whole = whole_groups or self._tokens(batch, part) <= self.settings.tokens_per_pass
+            for unit in [part] if stays_whole else [[row] for row in part]:
                 if chosen and self._tokens(batch, chosen + unit) > self.settings.tokens_per_pass:
                     yield chosen
                     chosen = []

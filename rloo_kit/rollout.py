@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from rloo_kit import _stack
 from rloo_kit.backends import inference_mode
+from rloo_kit.config_checks import ENGINES
 from rloo_kit.errors import BackendError, ConfigError, DataError
 from rloo_kit.rollout_types import Limits, Progress, Rollout
 from rloo_kit.thinking_budget import close_ids_for, make_limits
@@ -25,7 +26,6 @@ __all__ = [
     "generate_completions", "make_limits",
 ]  # fmt: skip
 
-ENGINES = ("auto", "native", "generate", "continuous", "vllm")
 ALIBI = ("bloom", "mpt")
 MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # those that take the native loop's mask as it is
 

@@ -32,6 +32,7 @@ from rloo_kit.advantages import (
     RunningMoments,
     baseline_advantages,
     find_moments,
+    kl_charge,
     kl_penalty,
     merge_moments,
     standardize,
@@ -208,7 +209,7 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
         by_token = kl is not None and form == "per_token"
         rewards = scores
         if kl is not None:
-            charged = self.beta * gather(kl_penalty(kl, mask, "sum" if by_token else form))
+            charged = self.beta * gather(kl_charge(kl, mask, form))
             rewards = unscore_non_finite(scores - charged)  # the step is skipped; others may use the same rollout
         compared = scores.masked_fill(rewards.isnan(), torch.nan) if by_token else rewards
         if self._group_size > 1:

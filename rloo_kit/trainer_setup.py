@@ -49,9 +49,9 @@ class TrainerSetup:
             if model is not None:
                 disable_dropout(model)  # the ratio compares one policy with itself, not two random parts of it
         pad_id = self._tokenizer.pad_token_id
-        self._scorer = Scorer(self._causal_model(self.model), self.temperature, pad_id)
+        self._scorer = Scorer(self.model, self.temperature, pad_id)
         if self.ref_model is not None:
-            self._ref_scorer = Scorer(self._causal_model(self.ref_model), self.temperature, pad_id, self._scorer.layout)
+            self._ref_scorer = Scorer(self.ref_model, self.temperature, pad_id, self._scorer.layout)
         kl_form = self._option("kl_form")
         form = choose_ratio_form(self._option("ratio_form"), kl_form)
         settings = PassSettings(
@@ -138,10 +138,6 @@ class TrainerSetup:
     def _option(self, name: str) -> Any:
         """An option of the kit's config; its default where `args` is TRL's own config."""
         return getattr(self.args, name, RLOOConfig.__dataclass_fields__[name].default)
-
-    def _causal_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        unwrapped = self.accelerator.unwrap_model(model)
-        return unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
 
     def _drop_redundant_reference(self) -> None:
         """TRL copies every adapter as "ref"; one that is the identity, or not wanted, is only memory and time."""

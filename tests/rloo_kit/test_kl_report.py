@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from rloo_kit.advantages import kl_charge
 from rloo_kit.health import Finding, SignalWatch
-from rloo_kit.kl_report import kl_share, kl_spread_ratio, mean_token_kl, sequence_penalty
+from rloo_kit.kl_report import kl_share, kl_spread_ratio
 
 NAN = float("nan")
 ROW = {"frac_score_zero_std": 0.0, "reward_std": 0.4, "grad_norm": 0.3, "completions/clipped_ratio": 0.0}
@@ -16,12 +17,11 @@ ROW = {"frac_score_zero_std": 0.0, "reward_std": 0.4, "grad_norm": 0.3, "complet
 
 def test_penalties_of_whole_completions() -> None:
     """Paid token by token a completion is charged its sum; comparing the first token's share would flatter it."""
-    kl, mask, lengths = torch.tensor([0.1, 0.3, 5.0, 0.2]), torch.tensor([1, 1, 0, 1]), [3, 1]
-    assert sequence_penalty(kl, mask, lengths, "sum").tolist() == pytest.approx([0.4, 0.2])
-    assert sequence_penalty(kl, mask, lengths, "per_token").tolist() == pytest.approx([0.4, 0.2])
-    assert sequence_penalty(kl, mask, lengths, "length_normalized").tolist() == pytest.approx([0.2, 0.2])
-    assert mean_token_kl(kl, mask) == pytest.approx(0.2)
-    assert mean_token_kl(kl, torch.zeros(4)) == 0.0
+    kl = torch.tensor([[0.1, 0.3, 5.0], [0.2, 7.0, 7.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert kl_charge(kl, mask, "sum").tolist() == pytest.approx([0.4, 0.2])
+    assert kl_charge(kl, mask, "per_token").tolist() == pytest.approx([0.4, 0.2])
+    assert kl_charge(kl, mask, "length_normalized").tolist() == pytest.approx([0.2, 0.2])
 
 
 def test_share_of_the_reward() -> None:
@@ -57,10 +57,11 @@ def test_a_thinking_workload_under_both_forms() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(500, 4000, (32,), generator=generator).tolist()
     kl = torch.full((sum(lengths),), 0.005) + 0.05 * torch.randn(sum(lengths), generator=generator)
+    padded = torch.nn.utils.rnn.pad_sequence(kl.split(lengths), batch_first=True)
+    mask = torch.arange(padded.size(1)) < torch.tensor(lengths)[:, None]
     scores = (torch.rand(32, generator=generator) < 0.3).float()
     ratios = {
-        form: kl_spread_ratio(sequence_penalty(kl, torch.ones_like(kl), lengths, form), scores, 0.05, 8)
-        for form in ("sum", "length_normalized")
+        form: kl_spread_ratio(kl_charge(padded, mask, form), scores, 0.05, 8) for form in ("sum", "length_normalized")
     }
     assert ratios["sum"] > 0.5 and ratios["length_normalized"] < 0.001, ratios
 
