@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from rloo_kit.config_batch import count_processes
 from rloo_kit.config_errors import explain_error, explain_errors
 from rloo_kit.config_sections import (
     DataSection,
@@ -26,6 +25,7 @@ from rloo_kit.config_sections import (
 from rloo_kit.config_yaml import apply_override, dump_yaml, merge, read_file
 from rloo_kit.errors import ConfigError
 from rloo_kit.old_names import CONFIG_NAMES, forget_overruled, translate_file
+from rloo_kit.processes import count_processes
 
 
 class RunConfig(Section):

@@ -1,19 +1,11 @@
 """The arithmetic of a rollout: whole groups of `num_generations` completions, or the nearest numbers that give them."""
 
 import math
-import os
 
 from rloo_kit.errors import ConfigError
+from rloo_kit.processes import count_processes
 
 _LOOK = 10_000  # how far from the wanted group size a fitting one is looked for
-
-
-def count_processes() -> int:
-    """Processes of a distributed run (WORLD_SIZE, which launchers set); 1 without one."""
-    text = os.environ.get("WORLD_SIZE") or "1"  # an empty variable counts as none
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"the environment's WORLD_SIZE is {text!r}; a launcher sets it to a whole number, 1 or more")
-    return int(text)
 
 
 def check_generation_batch(

@@ -10,10 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from rloo_kit.config_batch import check_generation_batch, count_processes
+from rloo_kit.config_batch import check_generation_batch
 from rloo_kit.config_checks import find_loop_problems
 from rloo_kit.config_errors import accepts_bool, describe_type, explain_error
 from rloo_kit.errors import ConfigError
+from rloo_kit.processes import count_processes
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RLOO_DEFAULTS_OF_OURS = {

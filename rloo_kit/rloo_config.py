@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rloo_kit import _stack
-from rloo_kit.config_batch import check_generation_batch, count_processes
+from rloo_kit.config_batch import check_generation_batch
 from rloo_kit.config_checks import (
     BASELINES,
     ENGINES,
@@ -33,6 +33,7 @@ from rloo_kit.config_errors import suggest
 from rloo_kit.errors import ConfigError
 from rloo_kit.old_names import CONFIG_NAMES, translate_config
 from rloo_kit.old_trainer import prepare_old_dataset, translate_trainer_arguments
+from rloo_kit.processes import count_processes
 
 _stack.load_stack()
 

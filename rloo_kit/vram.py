@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from rloo_kit import vram_parts as parts
-from rloo_kit.config_batch import count_processes
 from rloo_kit.config_checks import CLOSE_TOKENS
 from rloo_kit.environment import BACKEND_VARIABLE
 from rloo_kit.errors import ConfigError
 from rloo_kit.nvml import find_cards
 from rloo_kit.process_memory import available_gib
+from rloo_kit.processes import count_processes
 from rloo_kit.versions import is_cpu_torch, is_importable
 from rloo_kit.vram_parts import GIB, Load
 from rloo_kit.vram_plan import Change, Machine, Part, VramPlan

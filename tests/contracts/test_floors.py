@@ -17,7 +17,7 @@ FLOORS = {
     "measurement leave_one_out kernel kernel_end kernel_server process_memory runner saves pass_rate_cache "
     "reward_failures parameters parameter_cells parameter_values samples text_bars text_tables "
     "vram vram_parts vram_plan vram_shapes batch_notebook batch_file batch_status "
-    "rollout_types thinking_budget",
+    "rollout_types thinking_budget processes",
     2: "_stack backends data data_sources arithmetic cold_start tiny_tokenizer tiny_model reward_registry reward_guard "
     "reward_models reward_worker reward_process rollout rollout_native rollout_generate "
     "rollout_continuous decoders fused_decoder slot_cache token_draw logprobs adapters advantages loop_metrics "
@@ -26,7 +26,7 @@ FLOORS = {
     "old_trainer trainer callbacks sample_table "
     "resample thinking_metrics answer_judge "
     "packing packed_attention scoring policy_pass streamed_pass "
-    "trainer_rollout trainer_log trainer_setup trainer_files",
+    "trainer_rollout trainer_log trainer_setup trainer_files collective",
     3: "training difficulty evaluation report report_figures report_style notebook_display notebook_figures "
     "completion_cards batch batch_process batch_progress batch_report batch_figures",
     4: "cli __main__",

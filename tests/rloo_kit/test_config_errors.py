@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from rloo_kit.config import load_config
-from rloo_kit.config_batch import check_generation_batch, count_processes
+from rloo_kit.config_batch import check_generation_batch
 from rloo_kit.errors import ConfigError
+from rloo_kit.processes import count_processes
 
 TEXT = """\
 model:

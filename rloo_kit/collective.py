@@ -1,0 +1,93 @@
+"""What the processes of a run tell one another: start together, wait, share an object, gather lists, agree.
+
+Each function is called by all processes at the same place, or the run hangs; with one process each does nothing and
+says so by its return value. They work on Python objects (pickled), which is fine for verdicts and file names; tensors
+of the loop go through accelerate in the trainer. Left out: sub-groups, and mending a run that lost a process: its
+launcher ends the others.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+from rloo_kit._stack import load_stack
+from rloo_kit.processes import count_processes, is_distributed
+
+PATIENCE = timedelta(hours=3)  # of a process that waits for another's long rollout; one that died ends all at once
+
+
+def start_processes(on_cpu: bool = False) -> None:
+    """Join the processes of the run and take this one's device, before a model is loaded; harmless a second time.
+
+    accelerate does it (`PartialState`): NCCL and the card of LOCAL_RANK, or gloo on the CPU. Its launch file decides
+    that as well (ACCELERATE_USE_CPU).
+
+    Args:
+        on_cpu: use gloo and the CPU also where there are cards.
+    """
+    if not is_distributed():
+        return
+    load_stack()
+    from accelerate import PartialState
+
+    PartialState(cpu=on_cpu, timeout=PATIENCE)
+
+
+def wait_for_all() -> None:
+    """Return when every process has come here."""
+    if _has_group():
+        load_stack()
+        from accelerate import PartialState
+
+        PartialState().wait_for_everyone()
+
+
+def share(value: Any) -> Any:
+    """The main process's `value`, in every process; what the others pass is dropped.
+
+    Args:
+        value: anything that pickles.
+    """
+    if not _has_group():
+        return value
+    distributed = load_stack().torch.distributed
+    box = [value]
+    distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """One `value` of each process, in the order of their ranks, in every process.
+
+    Args:
+        value: anything that pickles.
+    """
+    if not _has_group():
+        return [value]
+    distributed = load_stack().torch.distributed
+    found = [None] * count_processes()
+    distributed.all_gather_object(found, value)
+    return found
+
+
+def gather_lists(values: list[Any]) -> list[Any]:
+    """The lists of all processes as one, in the order of their ranks, in every process.
+
+    Args:
+        values: this process's; they may differ in length.
+    """
+    return [value for part in gather_objects(values) for value in part]
+
+
+def any_of(flag: bool) -> bool:
+    """Whether `flag` is set in any process; the answer is the same in all of them."""
+    return any(gather_objects(bool(flag)))
+
+
+def _has_group() -> bool:
+    """Whether there are other processes to talk to; starts the group where nobody has yet."""
+    if not is_distributed():
+        return False
+    distributed = load_stack().torch.distributed
+    if not distributed.is_initialized():
+        start_processes()
+    return bool(distributed.is_initialized())
