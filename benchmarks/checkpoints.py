@@ -1,0 +1,103 @@
+"""Checkpoints with random weights in the shapes of Qwen3, made on the machine: nothing is downloaded.
+
+    python benchmarks/checkpoints.py 4b        makes it in a process of its own, and prints its folder
+
+A step on one costs what it costs on trained weights, and its memory is the same; what it writes is noise, and it does
+not stop by itself. Tokenizer: single bytes with Qwen3's ids (`tiny_tokenizer`). "tiny" is for rehearsals on the CPU:
+two layers, of sizes that Unsloth's kernels take. One thing is unlike the shipped 4-bit copies: of those some layers are
+in 16 bit, of these none.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cells
+import reporting
+
+TINY = "tiny"
+SPREAD = 0.02  # of the weights, as in Qwen3's own initialisation
+POSITIONS = 40960
+
+
+def shape_of(size: str) -> Any:
+    """The `ModelShape` of "0.6b" .. "32b" (Qwen3) or "tiny"."""
+    from rloo_kit.vram_shapes import EMBEDDED, PUBLISHED
+
+    if size == TINY:
+        return replace(EMBEDDED, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=2, num_kv_heads=1)
+    return PUBLISHED[size]
+
+
+def config_values(size: str) -> dict[str, Any]:
+    """What `Qwen3Config` takes."""
+    shape = shape_of(size)
+    return {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": POSITIONS,
+        "rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"},
+        "tie_word_embeddings": shape.tied,
+        "initializer_range": SPREAD,
+        "bos_token_id": None,
+    }
+
+
+def find_checkpoint(size: str) -> Path:
+    """The folder of the checkpoint of a size; made, by a process of its own, where it is not there yet."""
+    target = _folder(size)
+    if not (target / "tokenizer_config.json").is_file():
+        environment = os.environ | {"RLOO_KIT_BACKEND": "transformers"}  # no Unsloth, and none of its patches
+        environment = {name: value for name, value in environment.items() if not name.startswith("UNSLOTH")}
+        command = [sys.executable, str(Path(__file__).resolve()), size]
+        subprocess.run(command, env=environment, cwd=reporting.ROOT, check=True)
+    return target
+
+
+def _folder(size: str) -> Path:
+    return cells.scratch_folder() / f"qwen3-{size}-random"
+
+
+def make_checkpoint(size: str) -> Path:
+    """Write it in bfloat16 (tiny: float32) into the scratch folder; on the card where there is one with room for it."""
+    from rloo_kit._stack import load_stack
+
+    load_stack()
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from rloo_kit.tiny_tokenizer import build_tokenizer
+
+    target, is_tiny = _folder(size), size == TINY
+    tokenizer = build_tokenizer("thinking", "compact" if is_tiny else "qwen3")
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    bytes_needed = 3 * shape_of(size).num_weights  # two a weight, and room
+    roomy = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > bytes_needed
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32 if is_tiny else torch.bfloat16)
+    try:
+        with torch.device("cuda" if roomy else "cpu"):
+            model = Qwen3ForCausalLM(Qwen3Config(**config_values(size), **ids))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    if not target.exists():
+        unfinished.rename(target)
+    shutil.rmtree(unfinished, ignore_errors=True)  # another process was faster
+    return target
+
+
+if __name__ == "__main__":
+    reporting.settle()
+    print(make_checkpoint(sys.argv[1]))
