@@ -6,6 +6,7 @@ one key may hold by itself is in `config_sections` (a file) and `rloo_config` (k
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 KL_FORMS = ("sum", "length_normalized", "per_token")
 RATIO_FORMS = ("sum", "length_normalized", "per_token")
@@ -13,7 +14,8 @@ BASELINES = ("leave_one_out", "group_mean", "none")
 SAMPLER_CORRECTIONS = ("none", "sequence", "token")
 MEMORY_MODES = ("fast", "balanced", "low")
 THINKING_CLOSES = ("tag", "sentence")
-ENGINES = ("auto", "native", "generate", "continuous", "vllm")
+ENGINES = ("auto", "native", "generate", "continuous", "vllm", "server")
+CACHES = ("plain", "int8", "offloaded")
 REFERENCES = ("start", "base")
 
 # Values that leave the sampled distribution as the model gives it; -1 is how vLLM writes "all tokens".
@@ -105,6 +107,27 @@ def find_loop_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]
         *_find_ratio_problems(values, prefix),
         *_find_thinking_problems(values, prefix),
     ]
+
+
+def find_server_problems(engine: str, url: str | None, engine_key: str, url_key: str) -> list[str]:
+    """What is wrong with the address of a server of rollouts.
+
+    >>> find_server_problems("server", None, "engine", "url")
+    ['engine is server, but url is null; set url=http://host:port, where vllm serve listens']
+
+    Args:
+        engine_key, url_key: the names of both in messages.
+    """
+    if url is None:
+        if engine != "server":
+            return []
+        return [
+            f"{engine_key} is server, but {url_key} is null; set {url_key}=http://host:port, where vllm serve listens"
+        ]
+    parts = urlsplit(url)
+    if parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/") and not parts.query:
+        return []
+    return [f"{url_key} is {url!r}; it takes http://host:port, without a path (no /v1)"]
 
 
 def _find_ratio_problems(values: Mapping[str, Any], prefix: str) -> list[str]:

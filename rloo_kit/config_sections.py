@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from rloo_kit.config_batch import check_generation_batch
-from rloo_kit.config_checks import find_loop_problems
+from rloo_kit.config_checks import find_loop_problems, find_server_problems
 from rloo_kit.config_errors import accepts_bool, describe_type, explain_error
 from rloo_kit.errors import ConfigError
 from rloo_kit.processes import count_processes
@@ -361,10 +361,20 @@ class RolloutSection(Section):
     """How completions are sampled, and which prompts they are spent on."""
 
     prefix: ClassVar[str] = "rollout."
-    engine: Literal["auto", "native", "generate", "continuous", "vllm"] = Field(
+    engine: Literal["auto", "native", "generate", "continuous", "vllm", "server"] = Field(
         default="auto", description="what samples; auto: the fastest that the backend and the machine offer"
     )
     rows: Count | None = Field(default=None, description="completions generated at once; null: planned by the memory")
+    server_url: str | None = Field(
+        default=None, description="http://host:port of a vLLM server, for the engines server and vllm"
+    )
+    server_adapters: str | None = Field(
+        default=None,
+        description="folder that trainer and server both see, for the engine server; null: one in the run's folder",
+    )
+    cache: Literal["plain", "int8", "offloaded"] = Field(
+        default="plain", description="keys and values of a rollout: as the model's, in 8 bits, or in host memory"
+    )
     resample_rounds: int = Field(
         default=0, ge=0, description="times a rollout's groups without signal get fresh prompts; 0: never"
     )
@@ -379,8 +389,18 @@ class RolloutSection(Section):
         return {
             "rollout_engine": self.engine,
             "rollout_rows": self.rows,
+            "rollout_cache": self.cache,
+            "rollout_server_url": self.server_url,
+            "rollout_server_adapters": self.server_adapters,
             "resample_rounds": self.resample_rounds,
         }
+
+    @model_validator(mode="after")
+    def _check_server(self) -> "RolloutSection":
+        problems = find_server_problems(self.engine, self.server_url, "rollout.engine", "rollout.server_url")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
 
     @model_validator(mode="after")
     def _check_pass_rates(self) -> "RolloutSection":

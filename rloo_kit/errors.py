@@ -26,6 +26,10 @@ class BackendError(RlooKitError, RuntimeError):
     """A model could not be loaded, saved or continued by the backend that was chosen."""
 
 
+class RolloutServerError(RlooKitError, ConnectionError):
+    """A server of rollouts cannot be reached, or cannot do what the run asks of it."""
+
+
 class TokenizerError(RlooKitError, ValueError):
     """A tokenizer disagrees with the ids that the rewards and the rollout rely on."""
 

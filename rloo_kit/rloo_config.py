@@ -19,6 +19,7 @@ from rloo_kit import _stack
 from rloo_kit.config_batch import check_generation_batch
 from rloo_kit.config_checks import (
     BASELINES,
+    CACHES,
     ENGINES,
     KL_FORMS,
     MEMORY_MODES,
@@ -28,6 +29,7 @@ from rloo_kit.config_checks import (
     THINKING_CLOSES,
     find_loop_problems,
     find_sampling_problems,
+    find_server_problems,
 )
 from rloo_kit.config_errors import suggest
 from rloo_kit.errors import ConfigError
@@ -88,8 +90,11 @@ class RLOOConfig(trl.RLOOConfig):
         thinking_budget: tokens of thinking after which it is closed by force; None for never.
         answer_budget: tokens for the answer after that; None for what is left of `max_completion_length`.
         thinking_close: what closes it: the "tag" alone or a closing "sentence" before it.
-        rollout_engine: "auto", "native", "generate", "continuous" or "vllm".
+        rollout_engine: "auto", "native", "generate", "continuous", "vllm" or "server".
         rollout_rows: completions generated at once; None: planned by the memory.
+        rollout_cache: keys and values of a rollout: "plain", "int8" (8 bits) or "offloaded" (the machine's memory).
+        rollout_server_url: http://host:port of a vLLM server, for "server" and "vllm".
+        rollout_server_adapters: folder that the trainer and that server both see; None for one in `output_dir`.
         resample_rounds: times that a rollout's groups without signal get fresh prompts; 0 for never.
         max_reward_failure_share: share of samples with a failed reward, 0 to 1, above which a batch counts as failed.
         reward_failure_steps: failed batches in a row, 1 or more, after which training saves and stops.
@@ -135,10 +140,19 @@ class RLOOConfig(trl.RLOOConfig):
     answer_budget: int | None = field(default=None, metadata={"help": "Tokens for the answer after a forced close."})
     thinking_close: str = field(default="tag", metadata={"help": "What closes a thought by force: tag or sentence."})
     rollout_engine: str = field(
-        default="auto", metadata={"help": "What samples: auto, native, generate, continuous or vllm."}
+        default="auto", metadata={"help": "What samples: auto, native, generate, continuous, vllm or server."}
     )
     rollout_rows: int | None = field(
         default=None, metadata={"help": "Completions generated at once; unset: planned by the memory."}
+    )
+    rollout_server_url: str | None = field(
+        default=None, metadata={"help": "http://host:port of a vLLM server, for the engines server and vllm."}
+    )
+    rollout_server_adapters: str | None = field(
+        default=None, metadata={"help": "Folder that the trainer and that server both see; unset: in output_dir."}
+    )
+    rollout_cache: str = field(
+        default="plain", metadata={"help": "Keys and values of a rollout: plain, int8 or offloaded."}
     )
     resample_rounds: int = field(
         default=0, metadata={"help": "Times that a rollout's groups without signal get fresh prompts."}
@@ -257,6 +271,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "memory": MEMORY_MODES,
     "thinking_close": THINKING_CLOSES,
     "rollout_engine": ENGINES,
+    "rollout_cache": CACHES,
 }
 _AT_LEAST = {
     "reward_failure_steps": 1,
@@ -303,5 +318,8 @@ def _check_own_fields(config: RLOOConfig) -> None:
     if not 0 <= config.max_reward_failure_share <= 1:
         problems.append(f"max_reward_failure_share is {config.max_reward_failure_share}; it must be from 0 to 1")
     problems += find_loop_problems(vars(config))
+    problems += find_server_problems(
+        config.rollout_engine, config.rollout_server_url, "rollout_engine", "rollout_server_url"
+    )
     if problems:
         raise ConfigError("\n".join(problems))

@@ -73,7 +73,12 @@ WRONG = {
     "rloo.sampler_correction_cap=0.5": "rloo.sampler_correction_cap: is 0.5; it must be at least 1",
     "rloo.thinking_budget=0": "rloo.thinking_budget: is 0; it must be at least 1",
     "run.max_skipped_steps=0": "run.max_skipped_steps: is 0; it must be at least 1",
-    "rollout.engine=fast": "rollout.engine: is 'fast'; it takes 'auto', 'native', 'generate', 'continuous', 'vllm'",
+    "rollout.engine=fast": "rollout.engine: is 'fast'; it takes 'auto', 'native', 'generate', 'continuous', 'vllm', "
+    "'server'",
+    "rollout.engine=server": "rollout.engine is server, but rollout.server_url is null; set "
+    "rollout.server_url=http://host:port, where vllm serve listens",
+    "rollout.server_url=localhost:8000": "rollout.server_url is 'localhost:8000'; it takes http://host:port, without a "
+    "path (no /v1)",
     "rollout.rows=0": "rollout.rows: is 0; it must be at least 1",
     "rollout.resample_rounds=-1": "rollout.resample_rounds: is -1; it must be at least 0",
     # sampled from one distribution, scored under another

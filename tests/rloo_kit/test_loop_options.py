@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "answer": ({"answer_budget": 8}, "thinking_budget is null"),
     "baseline": ({"baseline": "mean"}, "baseline is 'mean'; it must be one of leave_one_out, group_mean, none"),
     "memory": ({"memory": "tiny"}, "it must be one of fast, balanced, low"),
-    "engine": ({"rollout_engine": "sglang"}, "it must be one of auto, native, generate, continuous, vllm"),
+    "engine": ({"rollout_engine": "sglang"}, "it must be one of auto, native, generate, continuous, vllm, server"),
     "rewards": ({"normalize_rewards": "always"}, "it must be one of False, True, running"),
     "cap": ({"sampler_correction_cap": 0.0}, "sampler_correction_cap is 0.0; it must be at least 1"),
     "skips": ({"max_skipped_steps": 0}, "max_skipped_steps is 0; it must be at least 1"),
@@ -87,15 +87,17 @@ def test_every_key_of_a_file_arrives(config_class: Any, tmp_path: Path) -> None:
         "sampler_correction_cap": 3.0, "memory": "balanced", "tokens_per_pass": 4096, "thinking_budget": 64,
         "answer_budget": 32, "thinking_close": "sentence",
     }  # fmt: skip
+    server = {"server_url": "https://node1:8000", "server_adapters": "/shared/adapters"}
     run = RunConfig.model_validate(
         MINIMAL
         | {"rloo": {"max_steps": 1} | chosen, "run": {"max_skipped_steps": 7}}
-        | {"rollout": {"engine": "generate", "rows": 5, "resample_rounds": 2, "difficulty_samples": 4}}
+        | {"rollout": {"engine": "generate", "rows": 5, "resample_rounds": 2, "difficulty_samples": 4} | server}
     )
     model = SimpleNamespace(device=SimpleNamespace(type="cpu"), config=SimpleNamespace(to_dict=dict))
     policy: Any = SimpleNamespace(model=model, config_arguments={})  # a model that cannot be planned for
     config = config_class(**training_arguments(run, policy, tmp_path))
     chosen |= {"max_skipped_steps": 7, "rollout_engine": "generate", "rollout_rows": 5, "resample_rounds": 2}
+    chosen |= {f"rollout_{name}": value for name, value in server.items()}
     assert {name: getattr(config, name) for name in chosen} == chosen
 
 
@@ -112,6 +114,7 @@ def test_both_sides_have_the_same_defaults_and_choices(config_class: Any, tmp_pa
         section, key = ("rollout", name[8:]) if name.startswith("rollout_") else ("rloo", name)
         for choice in choices:
             extra = {"kl_form": "length_normalized"} if name == "ratio_form" else {}
+            extra |= {"server_url": "http://localhost:8000"} if choice == "server" else {}
             RunConfig.model_validate(MINIMAL | {section: MINIMAL.get(section, {}) | extra | {key: choice}})
 
 
