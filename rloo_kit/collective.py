@@ -6,11 +6,13 @@ of the loop go through accelerate in the trainer. Left out: sub-groups, and mend
 launcher ends the others.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 from rloo_kit._stack import load_stack
-from rloo_kit.processes import count_processes, is_distributed
+from rloo_kit.processes import count_processes, is_distributed, is_main_process, process_index
 
 PATIENCE = timedelta(hours=3)  # of a process that waits for another's long rollout; one that died ends all at once
 
@@ -26,10 +28,10 @@ def start_processes(on_cpu: bool = False) -> None:
     """
     if not is_distributed():
         return
-    load_stack()
+    torch = load_stack().torch
     from accelerate import PartialState
 
-    PartialState(cpu=on_cpu, timeout=PATIENCE)
+    PartialState(cpu=on_cpu or not torch.cuda.is_available(), timeout=PATIENCE)
 
 
 def wait_for_all() -> None:
@@ -39,6 +41,21 @@ def wait_for_all() -> None:
         from accelerate import PartialState
 
         PartialState().wait_for_everyone()
+
+
+@contextmanager
+def main_first() -> Iterator[None]:
+    """The main process goes through the block before the others: it fills a cache that they then read.
+
+    Where it fails, the others go in as well and meet the same obstacle.
+    """
+    if not is_main_process():
+        wait_for_all()
+    try:
+        yield
+    finally:
+        if is_main_process():
+            wait_for_all()
 
 
 def share(value: Any) -> Any:
@@ -81,6 +98,26 @@ def gather_lists(values: list[Any]) -> list[Any]:
 def any_of(flag: bool) -> bool:
     """Whether `flag` is set in any process; the answer is the same in all of them."""
     return any(gather_objects(bool(flag)))
+
+
+def share_of(values: Sequence[Any]) -> range:
+    """Places of `values` that fall to this process: a run of neighbours, as even as it goes, and all of them together.
+
+    Args:
+        values: the same in every process.
+    """
+    count, index = count_processes(), process_index()
+    return range(len(values) * index // count, len(values) * (index + 1) // count)
+
+
+def end_processes() -> None:
+    """Leave the group when all is done: NCCL complains of a process that ends inside one. Waits for all."""
+    if not is_distributed():
+        return
+    distributed = load_stack().torch.distributed
+    if distributed.is_initialized():
+        wait_for_all()
+        distributed.destroy_process_group()
 
 
 def _has_group() -> bool:

@@ -47,6 +47,12 @@ def is_main_process() -> bool:
     return process_index() == 0
 
 
+def say(text: object) -> None:
+    """Print a line at once; in the main process only, so that a run with many says it once."""
+    if is_main_process():
+        print(text, flush=True)
+
+
 def is_distributed() -> bool:
     """Whether there are further processes."""
     return count_processes() > 1

@@ -4,7 +4,8 @@
 step), `rollouts.jsonl` (one line a completion), `prompts.json` (where prompts were chosen), `checkpoints/`, `adapter/`,
 `before.json`, `after.json` and `report.html`. Files that others poll are replaced in one piece, so no reader sees half
 of one; whether a run is done is said by `status.json` alone. While a process has the folder open it holds a lock on it,
-which the system lets go of however that process ends.
+which the system lets go of however that process ends. Of a run's processes only the main one writes; in the others
+a `RunDir` reads, and its writing does nothing, but for the error that nobody else could tell.
 """
 
 import json
@@ -20,6 +21,7 @@ from typing import IO, Any, Protocol
 from weakref import WeakKeyDictionary
 
 from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFoundError, SetupError
+from rloo_kit.processes import count_processes, is_main_process, process_index
 from rloo_kit.resume_rules import refuse_changes
 from rloo_kit.versions import installed_versions
 
@@ -35,6 +37,7 @@ FILES = (
     "report.html",
 )
 FOLDERS = ("checkpoints", "adapter")
+SECONDS_FOR_MAIN = 3.0  # that another process waits with an error: the main one may have the same to tell
 STATES = ("running", "finished", "interrupted", "failed")
 
 _open: "WeakKeyDictionary[RunDir, threading.Thread]" = WeakKeyDictionary()  # each with the thread that opened it
@@ -54,12 +57,14 @@ class RunDir:
 
     Attributes:
         folder: the folder itself.
+        writes: whether this process writes; the main one does.
         resumed: whether it held an earlier part of the run that is being continued.
         resume_command: how this run is continued, for people; the command line puts its own here.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.writes = is_main_process()
         self.resumed = False
         self.resume_command = "train(run, policy, data, reward_funcs, resume=True)"
         self._lock: IO[str] | None = None
@@ -81,6 +86,9 @@ class RunDir:
             SetupError: the folder cannot be made or written.
         """
         self = cls(Path(run.folder))
+        if not self.writes:  # what the folder refuses, it refuses the main process
+            self.resumed = resume
+            return self
         try:
             self._open(run, resume, overwrite)
         except RlooKitError:  # some of them are an OSError too
@@ -159,12 +167,22 @@ class RunDir:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         try:
-            if error is not None and self.status().get("state") == "running":
-                state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-                text = f"{type(error).__name__}: {error}".removesuffix(": ")
-                self.set_status(state, error=text, resume=self.resume_command)
+            if error is not None:
+                self._record_error(error)
         finally:
             self.close()
+
+    def _record_error(self, error: BaseException) -> None:
+        """How the run ended; a process that failed alone tells it when the main one, which cannot go on, has not."""
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if not self.writes:
+            if interrupted:
+                return
+            time.sleep(SECONDS_FOR_MAIN)
+        if self.status().get("state") == "running":
+            text = f"{type(error).__name__}: {error}".removesuffix(": ")
+            text = text if self.writes else f"process {process_index()} of {count_processes()}: {text}"
+            self._set_status("interrupted" if interrupted else "failed", error=text, resume=self.resume_command)
 
     # ------------------------------------------------------------------------------------------------ files
 
@@ -173,11 +191,11 @@ class RunDir:
 
     def write_text(self, name: str, text: str) -> Path:
         """Replace a file in one piece: a reader sees the old text or the new one, also after a crash."""
-        return write_text(self.folder / name, text)
+        return write_text(self.folder / name, text) if self.writes else self.folder / name
 
     def write_json(self, name: str, value: Any) -> Path:
         """`write_text` of `value` as JSON; NaN and infinities, which JSON has not, become null."""
-        return write_json(self.folder / name, value)
+        return write_json(self.folder / name, value) if self.writes else self.folder / name
 
     def read_json(self, name: str) -> Any:
         """The value of a JSON file, or None where there is none (or none that can be read)."""
@@ -185,6 +203,8 @@ class RunDir:
 
     def append_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
         """Add one line a row and hand them to the system at once, so that a crash loses none of them."""
+        if not self.writes:
+            return
         text = "".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows)
         with open(self.folder / name, "a", encoding="utf-8") as file:
             file.write(text)
@@ -218,10 +238,15 @@ class RunDir:
         """
         if state not in STATES:
             raise ValueError(f"a run's state is one of {', '.join(STATES)}; got {state!r}")
+        if self.writes:
+            self._set_status(state, **fields)
+
+    def _set_status(self, state: str, **fields: Any) -> None:
         kept = self.status()
         if state in ("running", "finished"):  # what was wrong before is over
             kept = {key: value for key, value in kept.items() if key not in ("error", "resume")}
-        self.write_json("status.json", kept | {"state": state, "pid": os.getpid(), "updated": _now()} | fields)
+        status = kept | {"state": state, "pid": os.getpid(), "updated": _now()} | fields
+        write_json(self.folder / "status.json", status)
 
     def last_checkpoint(self) -> tuple[Path, int] | None:
         """The newest complete checkpoint and its step.
@@ -242,7 +267,7 @@ class RunDir:
     def rewind(self, step: int) -> None:
         """Drop from `metrics.jsonl` and `rollouts.jsonl` what came after `step`: a resumed run does it again."""
         for name in ("metrics.jsonl", "rollouts.jsonl"):
-            if (self.folder / name).exists():
+            if self.writes and (self.folder / name).exists():
                 kept = [row for row in self.read_jsonl(name) if row.get("step", 0) <= step]
                 self.write_text(name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
 
