@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rloo_kit import _stack
+from rloo_kit.backends import keep_values
 from rloo_kit.config_batch import check_generation_batch
 from rloo_kit.config_checks import (
     BASELINES,
@@ -180,8 +181,9 @@ class RLOOConfig(trl.RLOOConfig):
             setattr(self, name, values.pop(name, default))
         for name, value in translation.kept.items():
             setattr(self, name, value)
-        stock = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()}
-        super().__init__(**(stock | values))
+        whole = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()} | values
+        super().__init__(**whole)
+        keep_values(self, _STOCK, whole, {*given, *values})
 
     def __post_init__(self) -> None:
         super().__post_init__()

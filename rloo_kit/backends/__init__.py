@@ -1,13 +1,13 @@
 """The policy: one model with its tokenizer, loaded by Unsloth or by transformers and PEFT behind one protocol.
 
 `load_policy` decides which of the two and says why; what lies above works with the `Policy` alone. A backend is a
-module with four functions: `unusable`, `load`, `inference_mode` and `config_arguments`. Left out: merging an adapter
-into its base, and several cards.
+module with four functions: `unusable`, `load`, `inference_mode` and `config_arguments`. With several processes each
+loads the model onto its own card, and the backend is transformers. Left out: merging an adapter into its base.
 """
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,7 +18,9 @@ from rloo_kit import environment
 from rloo_kit._stack import load_stack
 from rloo_kit.backends.checkpoint import Source, bind_padding, find_source
 from rloo_kit.chat import resolve_family
+from rloo_kit.collective import gather_objects, main_first, start_processes
 from rloo_kit.errors import BackendError
+from rloo_kit.processes import is_distributed, is_main_process
 from rloo_kit.saves import saving
 from rloo_kit.tokens import ThinkTags, bind_think_tags
 
@@ -75,8 +77,11 @@ def load_policy(run: Any) -> Policy:
         BackendError: the model, its adapter or the backend cannot be used; the text names the key to change.
     """
     stack = load_stack()
+    start_processes(on_cpu=environment.current().card is None)
     name, reason = _choose(run, stack)
-    source = find_source(run)
+    _refuse_mixed_cards(run)
+    with main_first():
+        source = find_source(run)
     model, tokenizer = _module(name).load(run, source, stack)
     _loaded.add(name)
     bind_padding(model, tokenizer)
@@ -120,16 +125,32 @@ def save_adapter(policy: Policy, folder: str | Path) -> Path:
 def keep_settings(args: Any, tokenizer: Any) -> Iterator[None]:
     """Around the constructor of the trainer: what a backend's version of it changes on its own is put back.
 
+    One line says what that was, together with what the config's constructor changed (`keep_values`).
+
     Args:
         args: the trainer's config or None. tokenizer: its processing class or None.
     """
-    unsloth_is_there = sys.modules.get("unsloth") is not None
-    guard = _module("unsloth").keep_precision(args) if unsloth_is_there else nullcontext()
+    guard = _module("unsloth").keep_arguments(args) if _unsloth_is_there() else nullcontext([])
     side = getattr(tokenizer, "padding_side", None)
-    with guard:
+    with guard as changes:
         yield
-    if side is not None:
+    changes = [*getattr(args, "_changes", ()), *changes]
+    if side is not None and tokenizer.padding_side != side:
+        changes.append(f"padding_side {side} (Unsloth: {tokenizer.padding_side})")
         tokenizer.padding_side = side
+    if changes and is_main_process():
+        print(f"kept, where Unsloth would change it: {', '.join(map(str, changes))}", flush=True)
+
+
+def keep_values(config: Any, stock: type, values: dict[str, Any], given: Iterable[str]) -> None:
+    """After the constructor of the config: what a backend's version of it changes on its own is put back.
+
+    Args:
+        config: an `RLOOConfig` of the kit. stock: TRL's own class. values: the keywords it was made from.
+        given: the names among them that the run set itself.
+    """
+    if _unsloth_is_there():
+        config._changes = _module("unsloth").set_back(config, stock, values, given)  # for keep_settings to tell
 
 
 def packed_keywords(model: Any) -> Any:
@@ -143,6 +164,14 @@ def packed_keywords(model: Any) -> Any:
 def _choose(run: Any, stack: Any) -> tuple[str, str]:
     """Name of the backend and the reason for it."""
     wanted = run.model.backend
+    if is_distributed():
+        if wanted == "unsloth" or stack.unsloth is not None:
+            asked = "model.backend is unsloth" if wanted == "unsloth" else "Unsloth is imported in this process"
+            raise BackendError(
+                f"{asked}, but the run has {environment.many_processes()}: set model.backend=transformers, which "
+                "trains on all of them, or start one process"
+            )
+        return "transformers", environment.many_processes()
     obstacle = _module("unsloth").unusable(run, stack)
     if wanted == "unsloth":
         if obstacle:
@@ -159,6 +188,20 @@ def _choose(run: Any, stack: Any) -> tuple[str, str]:
     return "transformers", "model.backend asks for it" if wanted == "transformers" else str(obstacle).partition(";")[0]
 
 
+def _refuse_mixed_cards(run: Any) -> None:
+    """One dtype and one precision in all processes: gradients of two kinds do not add up."""
+    settled = environment.current()
+    dtype = settled.dtype_name if run.model.dtype == "auto" else run.model.dtype
+    open_precision = run.rloo.bf16 is None and run.rloo.fp16 is None
+    found = gather_objects((dtype, settled.precision if open_precision else "the file's"))
+    if len(set(found)) > 1:
+        cards = ", ".join(f"process {index} {dtype}/{precision}" for index, (dtype, precision) in enumerate(found))
+        raise BackendError(
+            f"the cards of this run differ in what they compute in ({cards}), and all have to use the same: set "
+            "model.dtype=float16 rloo.fp16=true rloo.bf16=false, which every card has"
+        )
+
+
 def _spare_threads(run: Any, model: Any, stack: Any) -> None:
     """One thread for an embedded model on the CPU, unless OMP_NUM_THREADS is set.
 
@@ -167,6 +210,11 @@ def _spare_threads(run: Any, model: Any, stack: Any) -> None:
     """
     if run.model.name.startswith("embedded/") and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         stack.torch.set_num_threads(1)
+
+
+def _unsloth_is_there() -> bool:
+    """Whether it has been imported, whatever loaded the model: TRL's trainer is Unsloth's then."""
+    return sys.modules.get("unsloth") is not None
 
 
 def _module(name: str) -> Any:
@@ -178,4 +226,7 @@ def _num_weights(parameter: Any) -> int:
     return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
 
 
-__all__ = ["Policy", "Source", "inference_mode", "keep_settings", "load_policy", "packed_keywords", "save_adapter"]
+__all__ = [
+    "Policy", "Source", "inference_mode", "keep_settings", "keep_values", "load_policy", "packed_keywords",
+    "save_adapter",
+]  # fmt: skip

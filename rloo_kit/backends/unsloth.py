@@ -1,14 +1,16 @@
 """Unsloth's FastLanguageModel: the backend for a CUDA card.
 
-Only this file and `_stack` know Unsloth. What it changes on its own is put back here: padding on the right, the mixed
+Only this file and `_stack` know Unsloth. What it changes on its own is put back here: settings of the config, the mixed
 precision that its trainer chooses, and the attention mask that its training forward drops for left-padded rows. Left
 out: training every parameter, for which the transformers backend is there. vLLM beside the model (`fast_inference`) is
 passed on and was never run here.
 """
 
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +22,25 @@ from rloo_kit.backends.checkpoint import Source, usable_length
 from rloo_kit.errors import BackendError
 
 PRECISION_VARIABLE = "UNSLOTH_MIXED_PRECISION"
+# What the constructor of the generated trainer assigns in its config; held by tests/unsloth/test_fingerprints.py.
+CONSTRUCTOR_CHANGES = (
+    "bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "eval_strategy", "eval_steps", "eval_accumulation_steps",
+    "per_device_eval_batch_size",
+)  # fmt: skip
+ITS_OWN = ("gradient_checkpointing_kwargs",)  # its checkpoints are reentrant; only who asks for another form gets it
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that Unsloth changes on its own: its name, the run's value, which is kept, and Unsloth's."""
+
+    name: str
+    ours: Any
+    unsloths: Any
+
+    def __str__(self) -> str:
+        ours, unsloths = (getattr(value, "value", value) for value in (self.ours, self.unsloths))
+        return f"{self.name} {ours} (Unsloth: {unsloths})"
 
 
 def unusable(run: Any, stack: Any) -> str | None:
@@ -78,27 +99,67 @@ def config_arguments(run: Any) -> dict[str, Any]:
     return {"gradient_checkpointing": False}
 
 
+def set_back(config: Any, stock: type, values: dict[str, Any], given: Iterable[str]) -> list[Change]:
+    """After the constructor of a config that Unsloth generated: its fields become what TRL's own class makes of them.
+
+    Args:
+        config: what was made; changed in place. stock: TRL's own class. values: the keywords that `config` was made
+            from. given: the names that the run set itself; the other ones have TRL's defaults, and Unsloth's is told.
+
+    Returns:
+        what Unsloth changed, or would have.
+    """
+    meant = stock(**values)
+    unsloths = {name: value for name, value in _generated_defaults(config).items() if name not in given}
+    changes = []
+    for name in (field.name for field in fields(stock) if field.init):
+        ours, found = getattr(meant, name), getattr(config, name)
+        if found != ours and (name not in ITS_OWN or values.get(name) is not None):
+            setattr(config, name, ours)
+            changes.append(Change(name, ours, found))
+        elif name in unsloths and _plain(unsloths[name]) != _plain(values.get(name)):
+            changes.append(Change(name, ours, unsloths[name]))
+    return changes
+
+
 @contextmanager
-def keep_precision(args: Any) -> Iterator[None]:
-    """Around the generated trainer's constructor: float32 stays float32.
+def keep_arguments(args: Any) -> Iterator[list[Change]]:
+    """Around the generated trainer's constructor: what it changes in `args` is set back, and float32 stays float32.
 
     It turns mixed precision on where neither bf16 nor fp16 is asked for, unless its variable says that the model's own
-    precision is meant.
+    precision is meant. What it changed is in the list afterwards.
     """
-    if args is None or args.bf16 or args.fp16:
-        yield
-        return
-    before = os.environ.get(PRECISION_VARIABLE)
-    full_eval = args.bf16_full_eval, args.fp16_full_eval
-    os.environ[PRECISION_VARIABLE] = "bfloat16"
+    changes: list[Change] = []
+    before = {name: getattr(args, name) for name in CONSTRUCTOR_CHANGES if hasattr(args, name)}
+    is_plain = args is not None and not (args.bf16 or args.fp16)
+    variable = os.environ.get(PRECISION_VARIABLE)
+    if is_plain:
+        changes.append(Change("mixed precision", "no", "bf16, or fp16 on a card without it"))
+        os.environ[PRECISION_VARIABLE] = "bfloat16"
     try:
-        yield
+        yield changes
     finally:
-        args.bf16_full_eval, args.fp16_full_eval = full_eval
-        if before is None:
+        if is_plain and variable is None:
             del os.environ[PRECISION_VARIABLE]
-        else:
-            os.environ[PRECISION_VARIABLE] = before
+        elif is_plain:
+            os.environ[PRECISION_VARIABLE] = str(variable)
+        for name, ours in before.items():
+            if (found := getattr(args, name)) != ours:
+                setattr(args, name, ours)
+                changes.append(Change(name, ours, found))
+
+
+def _generated_defaults(config: Any) -> dict[str, Any]:
+    """Those of the class in the config's ancestry that Unsloth wrote: it has fields that TRL's has not."""
+    generated = [cls for cls in type(config).__mro__ if "unsloth_num_chunks" in vars(cls)]
+    if not generated:  # without a card it leaves TRL's classes alone
+        return {}
+    return {name: parameter.default for name, parameter in inspect.signature(generated[0]).parameters.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A default as it compares: what is {} or False there and None or "no" in TRL says the same."""
+    return None if value is False or value in ({}, "no") else getattr(value, "value", value)
 
 
 def _vllm_arguments(run: Any) -> dict[str, Any]:

@@ -388,25 +388,32 @@ def test_vllm_beside_unsloth_is_asked_for_by_the_engine(make_run: Any, monkeypat
     assert unsloth._vllm_arguments(run) == {"fast_inference": True, "max_lora_rank": 8}
 
 
-def test_trainer_settings_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer that Unsloth writes turns padding to the right and mixed precision on, in its constructor."""
+def test_trainer_settings_are_put_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The trainer that Unsloth writes turns padding to the right and mixed precision on, in its constructor; where
+    bf16 was asked for it had evaluation cast the whole model, adapter included, to bf16 in place."""
     import os
 
     from rloo_kit.backends import keep_settings, unsloth
 
-    args = SimpleNamespace(bf16=False, fp16=False, bf16_full_eval=False, fp16_full_eval=False)
+    args = SimpleNamespace(bf16=False, fp16=False, bf16_full_eval=False, fp16_full_eval=False, eval_strategy="no")
     tokenizer = SimpleNamespace(padding_side="left")
     with keep_settings(args, tokenizer):
         tokenizer.padding_side = "right"
     assert tokenizer.padding_side == "left"
+    assert capsys.readouterr().out == "kept, where Unsloth would change it: padding_side left (Unsloth: right)\n"
     monkeypatch.delenv(unsloth.PRECISION_VARIABLE, raising=False)
-    with unsloth.keep_precision(args):
+    with unsloth.keep_arguments(args) as changes:
         assert os.environ[unsloth.PRECISION_VARIABLE] == "bfloat16"
-        args.bf16_full_eval = True
-    assert unsloth.PRECISION_VARIABLE not in os.environ and args.bf16_full_eval is False
+        args.bf16_full_eval, args.eval_strategy = True, "steps"
+    assert unsloth.PRECISION_VARIABLE not in os.environ
+    assert (args.bf16_full_eval, args.eval_strategy) == (False, "no")
+    assert [change.name for change in changes] == ["mixed precision", "bf16_full_eval", "eval_strategy"]
+    assert str(changes[1]) == "bf16_full_eval False (Unsloth: True)"
     args.bf16 = True
-    with unsloth.keep_precision(args):
+    with unsloth.keep_arguments(args) as changes:
         assert unsloth.PRECISION_VARIABLE not in os.environ
+        args.bf16_full_eval = True
+    assert args.bf16_full_eval is False and [change.name for change in changes] == ["bf16_full_eval"]
 
 
 @pytest.mark.parametrize(("wanted", "threads"), [(None, 1), ("2", 2)])
