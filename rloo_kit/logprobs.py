@@ -14,6 +14,8 @@ Shapes: B rows, P prompt tokens, C completion tokens, H hidden size, V vocabular
 
 import functools
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rloo_kit._stack import load_stack
@@ -195,14 +197,30 @@ def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
         states = self.base_model(*args, **kwargs, use_cache=False).last_hidden_state  # (B, L, H)
         head = self.get_output_embeddings()
         scored = states.flatten(0, 1)[score_positions.to(states.device)].to(head.weight.device)  # (N, H)
-        bias = getattr(head, "bias", None)
-        logps, entropies = score_tokens(
-            scored, head.weight, bias, score_targets.to(scored.device), temperature, need_entropy
-        )
+        with _scoring_head(head, temperature, need_entropy):
+            logps, entropies = head(scored, score_targets.to(scored.device))
         return TokenScores(logps=logps, entropies=entropies)
 
     forward.without_scoring = plain_forward
     model.forward = types.MethodType(forward, model)
+
+
+@contextmanager
+def _scoring_head(head: torch.nn.Module, temperature: float, need_entropy: bool) -> Iterator[None]:
+    """The head scores states in place of computing logits; it is called as a module, so that a sharded one is gathered."""
+
+    def forward(self, states, targets):
+        return score_tokens(states, self.weight, getattr(self, "bias", None), targets, temperature, need_entropy)
+
+    before = vars(head).get("forward")
+    head.forward = types.MethodType(forward, head)
+    try:
+        yield
+    finally:
+        if before is None:
+            del head.forward
+        else:
+            head.forward = before
 
 
 def completion_scores(

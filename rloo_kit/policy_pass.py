@@ -125,6 +125,8 @@ class PolicyPass:
         score: `(model, groups, need_entropy=True) -> Scores`. tokens: what a pass over groups computes.
         reference: log-probabilities (N,) of groups under the reference, without a graph; None where the reference is
             the policy itself, whose own serve then.
+        equalize: from the passes that this process needs to those that it makes; where weights are sharded, every
+            process has to make as many as any other (`parallel`).
     """
 
     def __init__(
@@ -133,15 +135,18 @@ class PolicyPass:
         score: Callable[..., Scores],
         tokens: Callable[[list[Group]], int],
         reference: Reference,
+        equalize: Callable[[int], int] = int,
     ):
         self.settings, self.score, self.tokens, self.reference = settings, score, tokens, reference
+        self.equalize = equalize
 
     def score_all(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities of every row under the policy and, with a KL penalty, the reference; (B, C), no graph."""
         logps = torch.zeros(batch["completion_ids"].shape, device=batch["completion_ids"].device)
         ref_logps = torch.zeros_like(logps) if self.settings.beta else None
         with torch.no_grad():
-            for rows in self._cut(batch, range(len(logps)), whole_groups=False):
+            passes = list(self._cut(batch, range(len(logps)), whole_groups=False))
+            for rows in self._fill_up(passes):
                 groups, flat = make_groups(batch, rows), FlatRows(batch, rows)
                 values = self.score(model, groups, need_entropy=False).logps
                 flat.write(logps, values)
@@ -160,9 +165,10 @@ class PolicyPass:
         own_kl_is_enough = work.is_known or self.settings.kl_form == "per_token"
         passes = list(self._cut(work.batch, rows, whole_groups=not own_kl_is_enough))
         total = torch.zeros((), device=work.batch["completion_ids"].device)
-        for number, chosen in enumerate(passes, 1):
-            part = self._pass_loss(work, chosen)
-            if number < len(passes) and part.requires_grad:
+        count = self.equalize(len(passes))
+        for number, chosen in enumerate([*([None] * (count - len(passes))), *passes], 1):
+            part = self._empty_pass(work) if chosen is None else self._pass_loss(work, chosen)
+            if number < count and part.requires_grad:
                 work.backward(part)
                 part = part.detach()
             total = total + part
@@ -180,6 +186,17 @@ class PolicyPass:
             kl = self.keep_kl(work, flat, scores.logps, reference)
             advantages = self._advantages(work.batch, flat, kl)
         return self.objective(work, flat, scores.logps, advantages, scores.entropies).sum()
+
+    def _empty_pass(self, work: Work) -> torch.Tensor:
+        """A loss of 0 with a graph, computed as the other processes compute theirs."""
+        groups = make_groups(work.batch, [0])
+        if not work.is_known:
+            self.reference(work.model, groups)
+        return self.score(work.model, groups).logps.sum() * 0.0
+
+    def _fill_up(self, passes: list[list[int]]) -> list[list[int]]:
+        """The passes, the last one repeated until there are as many as all processes make."""
+        return passes + passes[-1:] * (self.equalize(len(passes)) - len(passes))
 
     def keep_kl(self, work: Work, flat: FlatRows, logps: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
         """log-ratio of policy and reference at each token, (N,), 0 where masked; the log reads it from the batch."""

@@ -45,6 +45,7 @@ from rloo_kit.backends.transformers import keep_4bit_weights
 from rloo_kit.callbacks import use_text_progress
 from rloo_kit.finite_guard import FiniteWatch
 from rloo_kit.objective import all_finite
+from rloo_kit.parallel import Parallel, local_tensor
 from rloo_kit.policy_pass import RowStatistics, Work, take_rows
 from rloo_kit.reward_failures import FailureWatch
 from rloo_kit.reward_guard import guard
@@ -127,6 +128,7 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
         self._due: list[int] = []  # rows whose gradient this optimizer step still has to make
         self._may_be_reference = True
         self._broken: str | None = None  # what was not finite in this step
+        self._parallel = Parallel(self.accelerator)
         self._build_passes()
         self._build_engine()
         self.add_callback(_LoopCallback(self))
@@ -244,10 +246,10 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
 
         def backward(loss: torch.Tensor) -> None:
             steps = getattr(self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps)
-            with self.accelerator.no_sync(model):
-                self.accelerator.backward(loss * share / steps)
+            self._parallel.backward(loss * share / steps)
 
-        work = Work(model, inputs, backward, RowStatistics(len(inputs["lengths"]), self.accelerator.device))
+        found = RowStatistics(len(inputs["lengths"]), self.accelerator.device)
+        work = Work(self._parallel.model_of_passes(model), inputs, backward, found)
         loss = self._passes.loss(work) * share
         if self.model.training and not work.found.is_finite:  # an evaluation's concerns no step
             self._broken = "the log-probabilities or the KL"
@@ -256,6 +258,16 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
             self._settle(inputs, sampled, scores)
         self._record_loss(work.found)
         return loss
+
+    def training_step(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        """TRL's; after a step's last pass the gradients of all processes become one, before they are clipped."""
+        loss = super().training_step(*arguments, **keywords)
+        if self.accelerator.sync_gradients:
+            self._parallel.average_gradients(self._trained_parameters())
+        return loss
+
+    def _trained_parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _forget_window(self) -> None:
         """Nothing of a rollout that was in use when training was cut; its gradients go with transformers' own reset."""
@@ -266,8 +278,8 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
 
         A step in which no row had a signal has gradients of 0, not none, as in TRL: Adam's momentum still moves.
         """
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        parameters = self._trained_parameters()
+        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
         scales_itself = self.accelerator.scaler is not None  # float16: skips steps of its own, and goes on
         if gradients and not scales_itself and not all_finite(*torch._foreach_norm(gradients)):
             self._broken = self._broken or "the gradient"

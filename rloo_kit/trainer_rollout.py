@@ -63,7 +63,7 @@ class TrainerRollout:
     """Sampling and scoring of `RLOOTrainer`."""
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any) -> Any:
-        """Completions by the kit's engine; by TRL's code where that is what serves (vLLM, sharded weights).
+        """Completions by the kit's engine; by TRL's code where that is what serves (vLLM).
 
         Where not all rows fit at once, those of prompts that took long before start first: the tail gets shorter.
         """
@@ -75,7 +75,7 @@ class TrainerRollout:
         keys = [hash(tuple(ids)) for ids in prompt_ids]
         usual = sum(self._lengths.values()) / max(len(self._lengths), 1)
         expected = [self._lengths.get(key, usual) for key in keys] if waits else None
-        with self.accelerator.autocast():
+        with self._parallel.whole_weights(self.model_wrapped), self.accelerator.autocast():
             self._rollout = self._engine.sample(prompt_ids, self._limits, expected)
         for key, ids in zip(keys, self._rollout.completion_ids, strict=True):
             self._lengths[key] = (self._lengths.get(key, len(ids)) + len(ids)) / 2

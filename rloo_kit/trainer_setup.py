@@ -25,6 +25,7 @@ from rloo_kit.policy_pass import PassSettings, PolicyPass
 from rloo_kit.resample import PromptReservoir
 from rloo_kit.rloo_config import RLOOConfig
 from rloo_kit.rollout import build_engine, make_limits
+from rloo_kit.rollout_cache import check_cache
 from rloo_kit.scoring import Scorer, Scores
 from rloo_kit.streamed_pass import StreamedPass
 from rloo_kit.vram import TOKENS_PER_PASS
@@ -34,15 +35,16 @@ class TrainerSetup:
     """The parts of `RLOOTrainer`."""
 
     def describe(self) -> str:
-        """A line each: what samples, how completions are scored, how the gradient is made, and why."""
-        engine = "vllm, through TRL" if self.use_vllm else "TRL's generate, since the weights are sharded"
-        if self._engine is not None:
-            engine = f"{self._engine.name}, {self._engine.reason}"
+        """A line each: what samples, how completions are scored, how the gradient is made, and why; the processes."""
+        engine = "vllm, through TRL" if self._engine is None else f"{self._engine.name}, {self._engine.reason}"
         obstacle = self._why_not_open()
         memory = self._option("memory")
         if self.beta and obstacle and memory != "balanced":
             memory = f"{memory}, which falls back to balanced: {obstacle}"
-        return f"rollout: {engine}\nscoring: {self._scorer.reason}\nmemory: {memory}"
+        lines = [f"rollout: {engine}", f"scoring: {self._scorer.reason}", f"memory: {memory}"]
+        if self._parallel.kind != "single":
+            lines.append(f"processes: {self._parallel.describe()}")
+        return "\n".join(lines)
 
     def _build_passes(self) -> None:
         for model in (self.model, self.ref_model):
@@ -66,7 +68,8 @@ class TrainerSetup:
             sampler_correction_cap=self._option("sampler_correction_cap"),
         )
         make = StreamedPass if settings.memory == "low" else PolicyPass
-        self._passes = make(settings, self._score, self._scorer.tokens, self._reference_logps)
+        equalize = self._parallel.equalize
+        self._passes = make(settings, self._score, self._scorer.tokens, self._reference_logps, equalize)
 
     def _usual_tokens(self) -> int:
         """Tokens of a pass where nobody said: a CPU gains nothing from large ones, its caches are small."""
@@ -81,8 +84,8 @@ class TrainerSetup:
         rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
         if rows % self.num_generations:
             return f"a process holds {rows} completions, which are no whole groups of {self.num_generations}"
-        if self._option("memory") == "low" and self.accelerator.num_processes > 1:
-            return "several processes add up their gradients during the pass"
+        if self._option("memory") == "low" and self._parallel.kind == "shards":
+            return "sharded gradients are added up during the pass"
         return "rloo.memory asks for it" if self._option("memory") == "balanced" else None
 
     def _build_engine(self) -> None:
@@ -97,9 +100,10 @@ class TrainerSetup:
         )
         self._engine = None
         wanted = "continuous" if self.use_transformers_continuous_batching else self._option("rollout_engine")
-        if self.use_vllm or self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            self._prepare_sampling_elsewhere()
-            return  # TRL's own code syncs or gathers the weights
+        if self.use_vllm:
+            check_cache(self._option("rollout_cache"), "vllm", backend_name(), on_cuda=True)
+            self._prepare_vllm()
+            return  # TRL's own code syncs the weights
         self._engine = build_engine(
             unwrapped,
             wanted,
@@ -108,9 +112,10 @@ class TrainerSetup:
             end_ids=list(self.eos_token_ids),
             pad_id=self._tokenizer.pad_token_id,
             rows=self._option("rollout_rows"),
+            cache=self._option("rollout_cache"),
         )
 
-    def _prepare_sampling_elsewhere(self) -> None:
+    def _prepare_vllm(self) -> None:
         """Have vLLM say how likely each token was, which TRL's RLOO does not ask; refuse what TRL's code cannot do."""
         generation = getattr(self, "vllm_generation", None)
         says_logps = hasattr(generation, "logprobs")
@@ -119,13 +124,13 @@ class TrainerSetup:
         correction, budget = self._option("sampler_correction"), self._limits.thinking_budget
         if budget is not None:
             raise ConfigError(
-                f"thinking_budget is {budget}, but completions come from TRL's own code here "
-                "(vLLM, FSDP or DeepSpeed), which cannot close a thought: set thinking_budget to null"
+                f"thinking_budget is {budget}, but completions come from vLLM through TRL here, which cannot close a "
+                "thought: set thinking_budget to null"
             )
         if correction != "none" and not says_logps:
             raise ConfigError(
-                f"sampler_correction is {correction}, but completions come from TRL's own code here (FSDP or "
-                "DeepSpeed), which does not say how likely their tokens were: set sampler_correction to none"
+                f"sampler_correction is {correction}, but vLLM through TRL does not say here how likely its tokens "
+                "were: set sampler_correction to none"
             )
 
     def _build_reservoir(self) -> PromptReservoir | None:
@@ -174,6 +179,8 @@ class TrainerSetup:
 
     def _is_reference(self) -> bool:
         """Whether the policy's weights are still those of the reference; asked until they have moved once."""
+        if self._may_be_reference and self._parallel.kind == "shards":
+            self._may_be_reference = False  # no process has the tensors to compare
         if self._may_be_reference:
             self._may_be_reference = self.ref_model is None and same_as_reference(
                 self.accelerator.unwrap_model(self.model), self._option("reference")

@@ -17,22 +17,24 @@ FLOORS = {
     "measurement leave_one_out kernel kernel_end kernel_server process_memory runner saves pass_rate_cache "
     "reward_failures parameters parameter_cells parameter_values samples text_bars text_tables "
     "vram vram_parts vram_plan vram_shapes batch_notebook batch_file batch_status "
-    "rollout_types thinking_budget processes",
+    "rollout_types rollout_cache thinking_budget vllm_client processes",
     2: "_stack backends data data_sources arithmetic cold_start tiny_tokenizer tiny_model reward_registry reward_guard "
     "reward_models reward_worker reward_process rollout rollout_native rollout_generate "
-    "rollout_continuous decoders fused_decoder slot_cache token_draw logprobs adapters advantages loop_metrics "
+    "rollout_continuous decoders fused_decoder slot_cache slot_cache_kinds token_draw logprobs adapters "
+    "advantages loop_metrics "
     "rloo_config "
     "objective kl_report "
     "old_trainer trainer callbacks sample_table "
     "resample thinking_metrics answer_judge "
     "packing packed_attention scoring policy_pass streamed_pass "
-    "trainer_rollout trainer_log trainer_setup trainer_files collective",
-    3: "training difficulty evaluation report report_figures report_style notebook_display notebook_figures "
+    "trainer_rollout trainer_log trainer_setup trainer_files collective parallel rollout_server adapter_handover",
+    3: "training vram_measure random_checkpoint difficulty evaluation report report_figures report_style "
+    "notebook_display notebook_figures "
     "completion_cards batch batch_process batch_progress batch_report batch_figures",
     4: "cli __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
-LIGHT = {"pydantic", "pydantic_core", "yaml", "dotenv", "pynvml", "packaging", "rich", "tqdm", "psutil"}
+LIGHT = {"pydantic", "pydantic_core", "yaml", "dotenv", "pynvml", "packaging", "rich", "tqdm", "psutil", "httpx"}
 LIGHT |= {"jupyter_core", "jupyter_client"}  # where a kernel runs they are loaded; inside functions only
 HEAVY = {"torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes", "unsloth", "unsloth_zoo"}
 # torch alone may come before Unsloth: tensor arithmetic needs no stack. What Unsloth rewrites may not.
