@@ -207,7 +207,7 @@ def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
 
 @contextmanager
 def _scoring_head(head: torch.nn.Module, temperature: float, need_entropy: bool) -> Iterator[None]:
-    """The head scores states in place of computing logits; it is called as a module, so that a sharded one is gathered."""
+    """The head scores states in place of computing logits; called as a module, so that a sharded one is gathered."""
 
     def forward(self, states, targets):
         return score_tokens(states, self.weight, getattr(self, "bias", None), targets, temperature, need_entropy)

@@ -1,6 +1,6 @@
 """How several processes make one gradient, and how each of them gets whole weights to sample from.
 
-- Replicas (DDP): every process computes its passes on the bare model, as many as its completions need, and gradients are
+- Replicas (DDP): every process computes its passes on the bare model, as many as its completions need; gradients are
   averaged once, when the step's last pass is done. DDP's own reducer is not used: it counts on one forward and one
   backward pass in every process, and a process without signal has none.
 - Shards (FSDP2, DeepSpeed ZeRO-3): a layer's weights are gathered whenever it is computed, by all processes together,
