@@ -5,21 +5,25 @@ evaluation, the report and a look in a notebook. Every engine samples from the p
 trains the distribution itself and an evaluation is to measure the same one, and every engine keeps the same rules for a
 thinking budget (`thinking_budget`). What comes back is the model's own ids; nothing is decoded and encoded again.
 
-Left out: beams, several devices. vLLM is TRL's, and only training uses it.
+Left out: beams. vLLM is TRL's or a server (`rollout_server`), and only training uses it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rloo_kit import _stack
 from rloo_kit.backends import inference_mode
 from rloo_kit.config_checks import ENGINES
 from rloo_kit.errors import BackendError, ConfigError, DataError
+from rloo_kit.rollout_cache import check_cache
 from rloo_kit.rollout_types import Limits, Progress, Rollout
 from rloo_kit.thinking_budget import close_ids_for, make_limits
+
+if TYPE_CHECKING:
+    from rloo_kit.rollout_server import ServerSettings
 
 __all__ = [
     "Completion", "Engine", "Limits", "Rollout", "build_engine", "choose_engine", "find_end_ids",
@@ -34,7 +38,7 @@ class Engine(Protocol):
     """Samples completions of prompts.
 
     Attributes:
-        name: native, generate or continuous. reason: why that one, one line for people.
+        name: native, generate, continuous or server. reason: why that one, one line for people.
         rows: completions at once; None for all of a call. Halved for good when the device runs out of memory.
     """
 
@@ -146,23 +150,30 @@ def build_engine(
     end_ids: Sequence[int],
     pad_id: int,
     rows: int | None = None,
+    cache: str = "plain",
+    server: "ServerSettings | None" = None,
     say: Callable[[str], None] = print,
 ) -> Engine:
     """The engine that samples from `model`.
 
     Args:
         model: a PeftModel or a causal language model, without DDP or accelerate around it; in any mode.
-        engine: `rollout.engine`: auto, native, generate or continuous (vllm is TRL's, see `choose_engine`).
+        engine: `rollout.engine`: auto, native, generate, continuous or server (vllm is TRL's, see `choose_engine`).
         backend: "unsloth" or "transformers", whichever loaded the model.
         temperature: 0 takes the likeliest token each time.
         end_ids: ids that end a completion. pad_id: what pads rows; it never reaches a result.
         rows: completions at once at most; None for all.
+        cache: `rollout.cache`: plain, int8 or offloaded; not every engine can, see `rollout_cache`.
+        server: where the engine "server" samples, and how it gets the adapter.
         say: gets one line when rows are halved because memory ran out.
 
     Raises:
-        ConfigError, BackendError: as `choose_engine`.
+        ConfigError, BackendError: as `choose_engine` and `check_cache`.
     """
     name, reason = choose_engine(engine, backend, model)
+    check_cache(cache, name, backend, on_cuda=model.device.type == "cuda")
+    if cache != "plain":
+        reason = f"{reason}; its cache is {cache} (rollout.cache)"
 
     def mode() -> Any:
         return inference_mode(backend, model)
@@ -171,16 +182,20 @@ def build_engine(
     if name == "native":
         from rloo_kit.rollout_native import NativeEngine
 
-        return NativeEngine(model, mode, reason, temperature, end_ids, rows, say)
+        return NativeEngine(model, mode, reason, temperature, end_ids, rows, say, cache)
     if name == "generate":
         from rloo_kit.rollout_generate import GenerateEngine
 
-        return GenerateEngine(model, mode, reason, temperature, end_ids, pad_id, rows, say)
+        return GenerateEngine(model, mode, reason, temperature, end_ids, pad_id, rows, say, cache)
     if name == "continuous":
         from rloo_kit.rollout_continuous import ContinuousEngine
 
         return ContinuousEngine(model, mode, reason, temperature, end_ids, pad_id, rows)
-    raise BackendError(f"rollout.engine is {name}, which samples inside TRL's trainer only: set rollout.engine=auto")
+    if name == "server" and server is not None:
+        from rloo_kit.rollout_server import ServerEngine
+
+        return ServerEngine(server, reason, temperature, end_ids, rows, say)
+    raise BackendError(f"rollout.engine is {name}, which samples inside the trainer only: set rollout.engine=auto")
 
 
 def generate_completions(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rloo_kit.process_memory import is_out_of_memory
+from rloo_kit.rollout_cache import generate_options
 from rloo_kit.rollout_types import Limits, Progress, Rollout
 from rloo_kit.thinking_budget import Continued, think_then_answer
 
@@ -45,6 +46,7 @@ class GenerateEngine:
 
     Attributes:
         rows: completions at once; None for all. Halved for good when the device runs out of memory.
+        cache: "plain", or the library's "int8" or "offloaded" one, see `rollout_cache`.
     """
 
     name = "generate"
@@ -59,8 +61,9 @@ class GenerateEngine:
         pad_id: int,
         rows: int | None,
         say: Callable[[str], None],
+        cache: str = "plain",
     ) -> None:
-        self.reason, self.rows = reason, rows
+        self.reason, self.rows, self.cache = reason, rows, cache
         self._model, self._mode, self._say = model, mode, say
         self._temperature, self._end_ids, self._pad_id = temperature, list(end_ids), pad_id
         self._options: dict[str, Any] = {"do_sample": False, **NO_PENALTIES}
@@ -134,12 +137,17 @@ class GenerateEngine:
             eos_token_id=stops,
             pad_token_id=self._pad_id,
             use_cache=True,
+            **self._cache_options(len(prefixes), width),
             **({} if recorder is None else {"logits_processor": [recorder]}),
             **self._options,
         )
         new = output[:, width:]  # (B, C)
         scores = [[]] * len(prefixes) if recorder is None else recorder.finish(output).tolist()
         return new.tolist(), scores
+
+    def _cache_options(self, rows: int, width: int) -> dict[str, Any]:
+        """What `generate` is told of the cache, for (B, P) prefixes."""
+        return generate_options(self.cache)
 
     def _halve(self, rows: int, left: int) -> None:
         self.rows = max(1, rows // 2)

@@ -5,6 +5,7 @@ Where `generate` pads prompts on the left and computes every row until the longe
 - prefills the prompt of a group once and copies its keys and values to the group's rows;
 - keeps live rows only (`slot_cache`): a row that ends is overwritten, a waiting one takes its place;
 - builds the mask once a step, and draws one random number a row (`token_draw`);
+- keeps what it attends to as `rollout.cache` says: in the model's precision, in 8 bits or in the machine's memory;
 - halves the number of rows on an out-of-memory error and goes on with what every row has so far.
 
 A prompt is prefilled without its last token: that one goes through the first step of decoding, so all logits come from
@@ -24,7 +25,7 @@ from rloo_kit.decoders import Decoder, ModuleDecoder, make_decoder
 from rloo_kit.errors import BackendError
 from rloo_kit.process_memory import is_out_of_memory
 from rloo_kit.rollout_types import Limits, Progress, Rollout
-from rloo_kit.slot_cache import SlotCache
+from rloo_kit.slot_cache import SlotCache, make_cache
 from rloo_kit.thinking_budget import Turn
 from rloo_kit.token_draw import draw
 
@@ -60,6 +61,7 @@ class NativeEngine:
 
     Attributes:
         rows: completions at once; None for all. Halved for good when the device runs out of memory.
+        cache: "plain", "int8" or "offloaded", see `slot_cache.make_cache`.
     """
 
     name = "native"
@@ -73,8 +75,9 @@ class NativeEngine:
         end_ids: Sequence[int],
         rows: int | None,
         say: Callable[[str], None],
+        cache: str = "plain",
     ) -> None:
-        self.reason, self.rows = reason, rows
+        self.reason, self.rows, self.cache = reason, rows, cache
         self._model, self._mode = model, mode
         self._decoder: type[ModuleDecoder] | None = None  # as chosen in the first rollout
         self._temperature, self._end_ids, self._say = temperature, frozenset(end_ids), say
@@ -105,13 +108,13 @@ class NativeEngine:
         slots = min(self.rows or len(waiting), len(waiting))
         live: list[_Row] = []
         entering: list[_Row] = []
-        cache = SlotCache(slots)
+        cache = make_cache(self.cache, slots)
         try:
             while waiting or live:
                 free = slots - len(live)
                 if waiting and (not live or free * ADMIT_SHARE >= slots):
                     entering = [waiting.popleft() for _ in range(min(free, len(waiting)))]
-                    _prefill(decoder, cache, entering, len(live))
+                    self._fill(decoder, cache, entering, len(live))
                     live, entering = live + entering, []
                 finished = self._step(decoder, cache, live)
                 if finished:
@@ -128,6 +131,22 @@ class NativeEngine:
         del cache
         waiting.extendleft(reversed([row for row in (*live, *entering) if not row.turn.finished]))
         self._halve(tried, len(waiting))
+
+    def _fill(self, decoder: Decoder, cache: SlotCache, rows: list[_Row], first: int) -> None:
+        """Fill the slots from `first` on; neighbours with the same prefix share one computation."""
+        groups = []
+        for prefix, members in groupby(rows, key=lambda row: row.prefix):
+            count = len(list(members))
+            groups.append((prefix, first, count))
+            first += count
+        groups = [group for group in groups if group[0]]
+        while groups:
+            size = width = 0
+            while size < len(groups) and (size == 0 or (size + 1) * max(width, len(groups[size][0])) <= PREFILL_TOKENS):
+                width = max(width, len(groups[size][0]))
+                size += 1
+            decoder.prefill([prefix for prefix, _, _ in groups[:size]], cache, [group[1:] for group in groups[:size]])
+            groups = groups[size:]
 
     def _step(self, decoder: Decoder, cache: SlotCache, live: list[_Row]) -> bool:
         """One more token for each live row; whether a row has ended."""
@@ -167,20 +186,3 @@ def _compact(cache: SlotCache, live: list[_Row]) -> list[_Row]:
         for hole, mover in zip(holes, movers, strict=True):
             live[hole] = live[mover]
     return live[:alive]
-
-
-def _prefill(decoder: Decoder, cache: SlotCache, rows: list[_Row], first: int) -> None:
-    """Fill the slots from `first` on; neighbours with the same prefix share one computation."""
-    groups = []
-    for prefix, members in groupby(rows, key=lambda row: row.prefix):
-        count = len(list(members))
-        groups.append((prefix, first, count))
-        first += count
-    groups = [group for group in groups if group[0]]
-    while groups:
-        size = width = 0
-        while size < len(groups) and (size == 0 or (size + 1) * max(width, len(groups[size][0])) <= PREFILL_TOKENS):
-            width = max(width, len(groups[size][0]))
-            size += 1
-        decoder.prefill([prefix for prefix, _, _ in groups[:size]], cache, [group[1:] for group in groups[:size]])
-        groups = groups[size:]

@@ -5,18 +5,25 @@ first slots: a row that ends is overwritten by the last live one, and a new row 
 by blocks of tokens, copied once a block; every row writes at its own position, so nothing is padded on the left and
 rows of any age stand side by side.
 
-Left out: sliding windows, paging, quantised caches.
+`make_cache` offers three kinds (`rollout.cache`): in the model's precision; in 8 bits (`slot_cache_kinds`), which are
+turned back into the model's precision one layer at a time; and in the machine's memory.
+
+Left out: sliding windows, paging, fewer bits than eight.
 
 Shapes: S slots, R live rows, L tokens up to the longest live row, G key-value heads, D head size.
 """
+
+from collections.abc import Iterator
 
 import torch
 
 BLOCK_TOKENS = 64  # fresh memory costs as much as a step: short rollouts take little, long ones copy often but cheaply
 
+Stored = dict[int, torch.Tensor]  # by layer: (S, G, capacity, width)
+
 
 class SlotCache:
-    """The cache of all layers; a layer is allocated when it is first written to.
+    """The cache of all layers, in the precision of what is written; a layer is allocated when it is first written to.
 
     Attributes:
         mask: (R, 1, 1, L) bool, True where the row may look, its own new token included; of the current step.
@@ -28,18 +35,23 @@ class SlotCache:
         self.slots = slots
         self.block_tokens = block_tokens or BLOCK_TOKENS
         self.capacity = 0  # tokens of a slot
-        self.keys: dict[int, torch.Tensor] = {}  # by layer: (S, G, capacity, D)
-        self.values: dict[int, torch.Tensor] = {}
+        self.keys: Stored = {}
+        self.values: Stored = {}
         self.mask: torch.Tensor
         self.is_even = False
         self.length = 0
-        self._positions: torch.Tensor  # (R,)
+        self._positions: torch.Tensor  # (R,), where the cache lies
         self._places: dict[int, torch.Tensor] = {}  # by G: (R * G,), where a row's heads write in the flat cache
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is allocated."""
+        return sum(rows.nbytes for store in self._stores() for rows in store.values())
 
     def insert(self, layer: int, first: int, count: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Fill the beginning of the slots `first` to `first + count` with one prompt's (G, P, D)."""
         self._reserve(keys.size(1))
-        for store, new in ((self.keys, keys), (self.values, values)):
+        for store, new in self._pack(keys, values):
             self._layer(store, layer, new.size(0), new)[first : first + count, :, : new.size(1)] = new
 
     def begin(self, positions: list[int], device: torch.device) -> torch.Tensor:
@@ -48,31 +60,55 @@ class SlotCache:
         self.is_even = min(positions) + 1 == self.length
         self._reserve(self.length)
         self._places = {}
-        self._positions = torch.tensor(positions, device=device)
-        self.mask = (torch.arange(self.length, device=device) <= self._positions[:, None])[:, None, None, :]
-        return self._positions
+        found = torch.tensor(positions, device=device)
+        self._positions = found.to(self._place(device))
+        self.mask = (torch.arange(self.length, device=device) <= found[:, None])[:, None, None, :]
+        return found
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store this step's (R, G, D) and return all that the rows have, (R, G, L, D) each; views, not copies."""
-        found = []
-        for store, new in ((self.keys, keys), (self.values, values)):
+        """Store this step's (R, G, D) and return all that the rows have, (R, G, L, D) each; here views, not copies."""
+        for store, new in self._pack(keys, values):
             rows = self._layer(store, layer, new.size(1), new)
-            flat = rows.view(-1, rows.size(-1))  # (S * G * capacity, D)
+            flat = rows.view(-1, rows.size(-1))  # (S * G * capacity, width)
             flat.index_copy_(0, self._flat_places(new.size(1)), new.reshape(-1, new.size(-1)).to(rows.dtype))
-            found.append(rows[: new.size(0), :, : self.length])
-        return found[0], found[1]
+        return self._read(layer, keys)
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
         """Put the rows of `sources` into the slots `targets`; `length` tokens are enough for all of them."""
         if not sources:
             return
-        for store in (self.keys, self.values):
+        for store in self._stores():
             for rows in store.values():
                 rows[targets, :, :length] = rows[sources, :, :length]
 
     def shrink(self, slots: int) -> None:
         """No more than the first `slots` are needed from now on; the others go when the cache grows next."""
         self.slots = min(self.slots, slots)
+
+    # What a kind of cache may do in its own way.
+
+    def _stores(self) -> tuple[Stored, ...]:
+        return self.keys, self.values
+
+    def _pack(self, keys: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:
+        """What is stored of (..., G, D) or (G, P, D), and where."""
+        yield self.keys, keys
+        yield self.values, values
+
+    def _read(self, layer: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the live rows, (R, G, L, D) each; `like` (R, G, D) is of their type and device."""
+        live = like.size(0)
+        return self.keys[layer][:live, :, : self.length], self.values[layer][:live, :, : self.length]
+
+    def _place(self, device: torch.device) -> torch.device:
+        """Where the cache of a model on `device` lies."""
+        return device
+
+    def _allocate(self, slots: int, heads: int, width: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory that nothing is said about: (slots, heads, capacity, width)."""
+        return like.new_empty(slots, heads, self.capacity, width)
+
+    # The rest is the same for all.
 
     def _flat_places(self, heads: int) -> torch.Tensor:
         if heads not in self._places:
@@ -81,18 +117,25 @@ class SlotCache:
             self._places[heads] = places.flatten()
         return self._places[heads]
 
-    def _layer(self, store: dict[int, torch.Tensor], layer: int, heads: int, like: torch.Tensor) -> torch.Tensor:
-        if layer not in store:  # zeros, not empty: a masked NaN is still NaN after the softmax has given it weight 0
-            store[layer] = like.new_zeros(self.slots, heads, self.capacity, like.size(-1))
+    def _layer(self, store: Stored, layer: int, heads: int, like: torch.Tensor) -> torch.Tensor:
+        if layer not in store:  # zeros: a masked NaN is still NaN after the softmax has given it weight 0
+            store[layer] = self._allocate(self.slots, heads, like.size(-1), like).zero_()
         return store[layer]
 
     def _reserve(self, length: int) -> None:
         if length <= self.capacity:
             return
         old, self.capacity = self.capacity, -(-length // self.block_tokens) * self.block_tokens
-        for store in (self.keys, self.values):
+        for store in self._stores():
             for layer, rows in store.items():
-                grown = rows.new_empty(self.slots, rows.size(1), self.capacity, rows.size(3))
+                grown = self._allocate(self.slots, rows.size(1), rows.size(3), rows)
                 grown[:, :, :old] = rows[: self.slots]
                 grown[:, :, old:] = 0
                 store[layer] = grown
+
+
+def make_cache(kind: str, slots: int) -> SlotCache:
+    """The cache that `rollout.cache` = `kind` names: plain, int8 or offloaded."""
+    from rloo_kit.slot_cache_kinds import EightBitCache, OffloadedCache
+
+    return {"plain": SlotCache, "int8": EightBitCache, "offloaded": OffloadedCache}[kind](slots)

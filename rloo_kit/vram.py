@@ -110,6 +110,7 @@ def read_load(run: Any, machine: Machine, config: Mapping[str, Any] | None = Non
         num_generations=rloo.num_generations,
         completions=rloo.generation_batch_size // count_processes(),
         on_cuda=machine.on_cuda,
+        cache=run.rollout.cache,
     )
 
 

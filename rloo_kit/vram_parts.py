@@ -37,7 +37,7 @@ class Load:
         tokens_per_pass: tokens that a training pass may hold; it holds one row at least, or one group (whole_groups).
         reference: what beta needs beside the policy: "none", "adapter" (a frozen copy) or "model".
         streams: `memory: low` with a KL penalty, which keeps two more buffers of the size of the gradients.
-        completions: of one rollout in this process.
+        completions: of one rollout in this process. cache: of the rollout: "plain", "int8" or "offloaded".
     """
 
     shape: ModelShape
@@ -58,6 +58,7 @@ class Load:
     num_generations: int
     completions: int
     on_cuda: bool
+    cache: str = "plain"
 
     @property
     def row_tokens(self) -> int:
@@ -151,22 +152,41 @@ def reference_bytes(load: Load) -> int:
 
 
 def cache_bytes_per_token(load: Load) -> int:
-    """Keys and values of one token in all layers."""
-    return load.shape.cache_elements * load.weight_bytes
+    """Keys and values of one token in all layers, wherever they lie.
+
+    In 8 bits: a byte an element, and for each layer's keys and values one scale a head in the type of the weights.
+    """
+    shape = load.shape
+    if load.cache == "int8":
+        return shape.cache_elements + 2 * shape.num_layers * shape.num_kv_heads * load.weight_bytes
+    return shape.cache_elements * load.weight_bytes
 
 
 def cache_bytes(load: Load, rows: int) -> int:
-    """The rollout's cache with `rows` completions at their full length, in whole blocks."""
+    """The rollout's cache with `rows` completions at their full length, in whole blocks, on the device."""
+    if load.cache == "offloaded" and load.on_cuda:
+        return 0
+    return rows * load.cache_tokens * cache_bytes_per_token(load)
+
+
+def host_cache_bytes(load: Load, rows: int) -> int:
+    """The same in the machine's memory, beside a card."""
+    if load.cache != "offloaded" or not load.on_cuda:
+        return 0
     return rows * load.cache_tokens * cache_bytes_per_token(load)
 
 
 def decoding_bytes(load: Load, rows: int) -> int:
-    """Keys and values of one layer once for each query head: attention with a mask copies them so, layer by layer.
+    """Keys and values of one layer while it attends.
 
-    Where there are as many key heads as query heads, what the growing of one layer's keys takes instead.
+    Once for each query head: attention with a mask copies them so. Where there are as many key heads as query heads,
+    what the growing of one layer's keys takes instead. And once as they come back from 8 bits or from the machine's
+    memory.
     """
     shape = load.shape
     width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size
+    if load.cache == "int8" or (load.cache == "offloaded" and load.on_cuda):
+        width += 2 * shape.kv_size
     return rows * load.cache_tokens * width * load.weight_bytes
 
 
