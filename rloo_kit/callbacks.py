@@ -2,6 +2,8 @@
 
 A progress bar redraws itself, which a notebook that is run in batch shows once and frozen; here one line is printed and
 flushed, at most every few seconds (nbclient keeps each flush as an output of its own). Everything else goes to files.
+With several processes the main one prints and writes for all, and what stops one of them stops them all after the same
+step.
 """
 
 import os
@@ -19,10 +21,13 @@ load_stack()
 
 from transformers import ProgressCallback, TrainerCallback
 
+from rloo_kit.collective import any_of, gather_lists, share
 from rloo_kit.health import Finding, SignalWatch
+from rloo_kit.processes import is_distributed, say
 from rloo_kit.progress import VARIABLE, format_seconds
 from rloo_kit.run_dir import RunDir
 
+SECONDS_OF_ONE_SIGNAL = 1.0  # a terminal and a launcher may both pass the same Ctrl-C on to a process
 ACCURACY_REWARDS = ("answer_reward", "math_answer_reward")  # the mean of a 0/1 reward is the accuracy
 
 
@@ -50,7 +55,7 @@ class RolloutLog:
     that it joins `metrics.jsonl`.
 
     Attributes:
-        rows: the last generation batch. completion_tokens: generated so far in this process.
+        rows: the last generation batch, of all processes in order. completion_tokens: generated so far by all of them.
     """
 
     def __init__(self, run_dir: RunDir):
@@ -59,8 +64,8 @@ class RolloutLog:
         self.completion_tokens = 0
 
     def __call__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows = [row | {"step": row["step"] + 1} for row in rows]
-        self.completion_tokens += sum(row["completion_tokens"] for row in rows)
+        self.rows = [row | {"step": row["step"] + 1} for row in gather_lists(rows)]
+        self.completion_tokens += sum(row["completion_tokens"] for row in self.rows)
         self.run_dir.append_jsonl("rollouts.jsonl", self.rows)
 
 
@@ -81,7 +86,7 @@ class MetricsWriter(TrainerCallback):
         self.run_dir.set_status("running", step=state.global_step, max_steps=state.max_steps)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if not is_step_row(logs) or not state.is_world_process_zero:
+        if not is_step_row(logs):
             return
         row = {"step": state.global_step, **logs, "seconds": round(time.monotonic() - self.started, 3)}
         self.rows.append(row)
@@ -128,7 +133,7 @@ class ProgressLine(TrainerCallback):
         done = max(state.global_step - self._first_step, 1)
         left_s = (now - self._begun) / done * (state.max_steps - state.global_step)
         per_second = tokens / max(now - self._printed_at, 1e-9)
-        print(progress_line(state.global_step, state.max_steps, self._logs, per_second, left_s), flush=True)
+        say(progress_line(state.global_step, state.max_steps, self._logs, per_second, left_s))
         self._printed_at, self._printed_step = now, state.global_step
         self._printed_tokens = self.rollouts.completion_tokens
 
@@ -168,8 +173,8 @@ class SignalGuard(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> Any:
         if not is_step_row(logs):
             return control
-        for finding in self.watch.observe(state.global_step, logs):
-            print(f"WARNING: {'no learning signal: ' if finding.may_stop else ''}{finding.message}", flush=True)
+        for finding in share(self.watch.observe(state.global_step, logs)):
+            say(f"WARNING: {'no learning signal: ' if finding.may_stop else ''}{finding.message}")
             if self.stop and finding.may_stop and self.finding is None:
                 self.finding = finding
                 control.should_save = control.should_training_stop = True
@@ -180,6 +185,7 @@ class Interrupts(TrainerCallback):
     """Ctrl-C (SIGINT) and SIGTERM end the run after the step it is in, with a checkpoint; a second one ends it at once.
 
     A context manager that holds the signals while it is entered, in the main thread; elsewhere it leaves them alone.
+    A signal to one of several processes stops all of them after the same step.
 
     Attributes:
         requested: whether a signal came.
@@ -189,6 +195,7 @@ class Interrupts(TrainerCallback):
     def __init__(self) -> None:
         self.requested = False
         self.between_steps = True
+        self._came_at = 0.0
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interrupts":
@@ -204,17 +211,20 @@ class Interrupts(TrainerCallback):
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
+            if is_distributed() and time.monotonic() - self._came_at < SECONDS_OF_ONE_SIGNAL:
+                return
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested, self._came_at = True, time.monotonic()
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         with suppress(RuntimeError):  # the signal came in the middle of another print
-            print(f"{name}: stopping after this step, with a checkpoint; once more stops at once", flush=True)
+            say(f"{name}: stopping after this step, with a checkpoint; once more stops at once")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.between_steps = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         self.between_steps = True
-        if self.requested:
+        if any_of(self.requested):
+            self.requested = True
             control.should_save = control.should_training_stop = control.should_log = True
         return control

@@ -2,12 +2,14 @@
 
 It says what a notebook says, in the same order, with the same functions. Heavy libraries are imported inside the
 commands that need them, so that `rloo-kit --help` answers at once. What the kit raises on purpose becomes one message
-on stderr, without a traceback. Exit codes: 0 done, 1 doctor found something broken or the planned run does not fit, 2
-the kit refused, 130 interrupted; `batch` counts the runs that are not done.
+on stderr, without a traceback; with several processes the main one says it. Exit codes: 0 done, 1 doctor found
+something broken or the planned run does not fit, 2 the kit refused, 130 interrupted; `batch` counts the runs that are
+not done.
 """
 
 import shlex
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,8 +22,10 @@ from typer.core import TyperCommand
 
 from rloo_kit import __version__
 from rloo_kit.errors import NoSignalError, RlooKitError, RunNotFoundError
+from rloo_kit.processes import count_processes, is_main_process, process_index, say
 
 REFUSED, INTERRUPTED = 2, 130
+SECONDS_FOR_MAIN = 10.0
 BATCH_REFUSED, MOST_COUNTED = 125, 100  # of `batch`, whose small codes count runs
 
 app = typer.Typer(
@@ -42,11 +46,21 @@ def _exit_codes() -> Iterator[None]:
     try:
         yield
     except RlooKitError as error:
-        print(f"rloo-kit: {error}", file=sys.stderr, flush=True)
+        print(f"{_who()}: {error}", file=sys.stderr, flush=True)
         raise typer.Exit(REFUSED) from None
     except KeyboardInterrupt:
-        print("rloo-kit: interrupted", file=sys.stderr, flush=True)
+        if is_main_process():
+            print("rloo-kit: interrupted", file=sys.stderr, flush=True)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _who() -> str:
+    """Who has something to say. Another process than the main one waits first: its launcher ends it as soon as the main
+    one has left with the same error, so that what all of them refuse is said once."""
+    if is_main_process():
+        return "rloo-kit"
+    time.sleep(SECONDS_FOR_MAIN)
+    return f"rloo-kit (process {process_index()} of {count_processes()})"
 
 
 def _print_version(wanted: bool) -> None:
@@ -119,8 +133,11 @@ def train(
             try:
                 stopped = _train_in(run_dir, run)
             except KeyboardInterrupt:  # outside training, which handles its own
-                print(f"interrupted; to go on: {run_dir.resume_command}", flush=True)
+                say(f"interrupted; to go on: {run_dir.resume_command}")
                 raise
+        from rloo_kit.collective import end_processes
+
+        end_processes()
     if stopped:
         raise typer.Exit(INTERRUPTED)
 
@@ -140,12 +157,14 @@ def evaluate(
 
         run = _load_config(file, _with_adapter(file, overrides, adapter))
         policy, data, _ = _prepare(run, with_rewards=False)
+        from rloo_kit.collective import end_processes
         from rloo_kit.evaluation import evaluate as measure
 
         found = measure(run, policy, data.test, label=f"of {adapter or run.model.name}")
         _show(found)
         if json:
-            print(dumps(found.to_dict()))
+            say(dumps(found.to_dict()))
+        end_processes()
 
 
 @app.command()
@@ -236,7 +255,7 @@ def _load_config(file: Path, overrides: list[str] | None) -> Any:
         try:
             return load_config(file, *(overrides or []))
         finally:
-            for warning in caught:
+            for warning in caught if is_main_process() else []:
                 print(f"rloo-kit: {warning.message}", file=sys.stderr)
 
 
@@ -255,21 +274,22 @@ def _prepare(run: Any, with_rewards: bool = True) -> tuple[Any, Any, Any]:
     """Set-up, policy, data and rewards, each with its line."""
     import rloo_kit as kit
 
-    print(kit.setup_environment(run.model.backend), flush=True)
+    say(kit.setup_environment(run.model.backend))
     if with_rewards:
         from rloo_kit.reward_registry import check_reward_names
 
         check_reward_names(run)
     policy = kit.load_policy(run)
-    print(f"policy: {policy.describe()}", flush=True)
+    say(f"policy: {policy.describe()}")
     data = kit.load_data(run, policy.tokenizer)
-    print(f"data: {data}", flush=True)
+    say(f"data: {data}")
     return policy, data, kit.build_rewards(run, policy.tokenizer) if with_rewards else None
 
 
 def _train_in(run_dir: Any, run: Any) -> bool:
     """The whole of `rloo-kit train` in an open folder. Returns whether it was interrupted."""
     policy, data, rewards = _prepare(run)
+    from rloo_kit.collective import share
     from rloo_kit.evaluation import Evaluation, compare
     from rloo_kit.evaluation import evaluate as measure
     from rloo_kit.report import write_report
@@ -277,7 +297,7 @@ def _train_in(run_dir: Any, run: Any) -> bool:
 
     before = after = None
     if run.run.evaluate:
-        before = _read_evaluation(run, "before.json", Evaluation.from_dict) if run_dir.resumed else None
+        before = share(_read_evaluation(run, "before.json", Evaluation.from_dict) if run_dir.resumed else None)
         if before is None:
             before = measure(run, policy, data.test, label="before")
             run_dir.write_json("before.json", before.to_dict())
@@ -291,19 +311,19 @@ def _train_in(run_dir: Any, run: Any) -> bool:
         after = measure(run, policy, data.test, label="after")
         run_dir.write_json("after.json", after.to_dict())
         _show(after)
-        print(f"after training: {compare(before, after)}", flush=True)
+        say(f"after training: {compare(before, after)}")
     files = [("adapter", result.adapter_folder), ("metrics", run_dir / "metrics.jsonl")]
     files += [("rollouts", run_dir / "rollouts.jsonl"), ("configuration", run_dir / "config.yaml")]
-    if run.run.report:
+    if run.run.report and is_main_process():
         files.append(("report", write_report(run, result, before, after)))
-    print(f"{result.steps} steps, {result.seconds:.0f} s of training. Everything is in {run_dir.folder}:")
+    say(f"{result.steps} steps, {result.seconds:.0f} s of training. Everything is in {run_dir.folder}:")
     for name, path in files:
-        print(f"  {name}: {path}", flush=True)
+        say(f"  {name}: {path}")
     return False
 
 
 def _show(evaluation: Any) -> None:
-    print(evaluation, flush=True)
+    say(evaluation)
 
 
 def _read_evaluation(run: Any, name: str, read: Callable[[dict[str, Any]], Any]) -> Any:

@@ -16,8 +16,10 @@ from typing import Any
 from rloo_kit import _stack
 from rloo_kit.arithmetic import addition_rows
 from rloo_kit.chat import detect_family, refuse_surrogates, render_prompt, resolve_family, thinks
+from rloo_kit.collective import main_first
 from rloo_kit.data_sources import Columns, Source, find_file, read_file, read_hub, read_rows, select_rows
 from rloo_kit.errors import DataError
+from rloo_kit.processes import say
 
 __all__ = ["Data", "detect_family", "load_data", "render_prompt", "resolve_family"]
 
@@ -65,7 +67,9 @@ def load_data(run: Any, tokenizer: Any, rows: Any = None) -> Data:
         ConfigError: `model.family` contradicts the tokenizer's chat template.
     """
     family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
-    source = _draw(_read(run, rows, thinks(family, run.model.enable_thinking)), run.data.num_prompts, run.data.seed)
+    with main_first():  # what it downloads and converts is in the cache for the other processes
+        found = _read(run, rows, thinks(family, run.model.enable_thinking))
+    source = _draw(found, run.data.num_prompts, run.data.seed)
     notes = list(source.notes)
     texts = [_render(run, tokenizer, family, source, row) for row in range(len(source.prompts))]
     answers = _answers(run, source)
@@ -79,7 +83,7 @@ def load_data(run: Any, tokenizer: Any, rows: Any = None) -> Data:
         notes=notes,
     )
     for note in notes:
-        print(f"data: {note}", flush=True)
+        say(f"data: {note}")
     return data
 
 

@@ -6,6 +6,8 @@ limits and temperature, and judged as evaluation judges (`answer_judge`); prompt
 `rollout.min_pass_rate`, or at or above `rollout.max_pass_rate`, are skipped. Pass rates are kept (`pass_rate_cache`),
 and what was chosen is written into the run's folder, so that a resumed run trains on the same prompts.
 
+Several processes share the measuring: each takes a part of the prompts.
+
 Left out: measuring again while the policy learns (`resample` works with the policy of the moment), and an order of
 difficulty. The pass rate of few samples is rough: of a prompt that is solved half the time, 8 completions are all
 alike in 1 of 128 cases.
@@ -18,9 +20,11 @@ from typing import Any
 import rloo_kit
 from rloo_kit._stack import load_stack
 from rloo_kit.answer_judge import AnswerJudge
+from rloo_kit.collective import gather_lists, gather_objects, share, share_of
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation import engine_outside_training
 from rloo_kit.pass_rate_cache import PassRateCache
+from rloo_kit.processes import is_distributed, say
 from rloo_kit.rollout import generate_completions
 from rloo_kit.run_dir import RunDir
 
@@ -47,7 +51,7 @@ def select_prompts(run: Any, policy: Any, dataset: Any, run_dir: RunDir) -> Any:
     if not run.rollout.difficulty_samples:
         return dataset
     digest = _digest(dataset)
-    selection = run_dir.read_json(SELECTION) if run_dir.resumed else None
+    selection = share(run_dir.read_json(SELECTION) if run_dir.resumed else None)
     if selection is None:
         selection = {"digest": digest} | _choose(run, policy, dataset)
         run_dir.write_json(SELECTION, selection)
@@ -70,13 +74,15 @@ def measure_pass_rates(run: Any, policy: Any, prompts: list[str], answers: list[
     try:
         cache = PassRateCache(_conditions(run, policy, judge))
         pairs = list(dict.fromkeys(zip(prompts, answers, strict=True)))
-        todo = [pair for pair in pairs if cache.get(*pair) is None]
-        _measure(run, policy, judge, cache, todo)
+        todo = share([pair for pair in pairs if cache.get(*pair) is None])  # another machine has another cache
+        _measure(run, policy, judge, cache, [todo[place] for place in share_of(todo)])
+        cache.take(gather_lists([(*todo[place], cache.get(*todo[place])) for place in share_of(todo)]))
+        judge.unscored = sum(gather_objects(judge.unscored))
     finally:
         judge.close()
     if judge.unscored:
-        print(f"difficulty: {judge.unscored} completions could not be judged; they count as wrong", flush=True)
-    rights = [cache.get(*pair) or 0 for pair in zip(prompts, answers, strict=True)]
+        say(f"difficulty: {judge.unscored} completions could not be judged; they count as wrong")
+    rights = share([cache.get(*pair) or 0 for pair in zip(prompts, answers, strict=True)])
     return [right / samples for right in rights], len(pairs) - len(todo)
 
 
@@ -125,7 +131,7 @@ def _choose(run: Any, policy: Any, dataset: Any) -> dict[str, Any]:
             "difficulty (data.source), raise rollout.difficulty_samples or rloo.max_completion_length, widen the two "
             "rates, or set rollout.difficulty_samples=0 to train on all"
         )
-    print(f"difficulty: {found}, {measured} ({cached} from the cache): {len(kept)} are trained on", flush=True)
+    say(f"difficulty: {found}, {measured} ({cached} from the cache): {len(kept)} are trained on")
     mean = sum(rates) / len(rates)
     return {"prompts": len(rates), "too_hard": hard, "too_easy": easy, "mean_pass_rate": mean, "kept": kept}
 
@@ -136,13 +142,14 @@ def _measure(run: Any, policy: Any, judge: AnswerJudge, cache: PassRateCache, to
     rows = run.rollout.rows or run.eval.batch_size
     prompts_at_once = max(1, BATCHES_AT_ONCE * rows // samples)
     printed_at = time.monotonic()
+    each = " by each process" if is_distributed() else ""
     for start in range(0, len(todo), prompts_at_once):
         chunk = todo[start : start + prompts_at_once]
 
         def report(done: int, total: int, start: int = start) -> None:
             nonlocal printed_at
             if time.monotonic() - printed_at >= max(run.run.progress_every_s, 0.1):
-                print(f"difficulty: {start + done // samples}/{len(todo)} prompts measured", flush=True)
+                say(f"difficulty: {start + done // samples}/{len(todo)} prompts measured{each}")
                 printed_at = time.monotonic()
 
         prompts = [prompt for prompt, _ in chunk]

@@ -20,6 +20,7 @@ from rich.text import Text
 from rloo_kit.env_file import EXPECTED_KEYS, EnvFile, find_token, load_env_file
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.nvml import Card, Cards, find_cards
+from rloo_kit.processes import count_processes, is_distributed
 from rloo_kit.progress import set_up_progress
 from rloo_kit.text_tables import WIDTH, as_text
 from rloo_kit.versions import installed_version, installed_versions, is_cpu_torch, is_importable
@@ -82,6 +83,8 @@ class Environment:
             rows.append(("GPU memory", f"{card.free_gib:.1f} of {card.memory_gib:.1f} GiB free"))
         if self.num_cards > 1:
             rows.append(("cards", f"{self.num_cards} visible; this process uses the one above"))
+        if is_distributed():
+            rows.append(("processes", f"{count_processes()}; this is what the first of them found"))
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)
         keys = ", ".join(f"{name} {state}" for name, state in self.keys.items())
         rows += [
@@ -125,9 +128,12 @@ def choose_precision(card: Card | None) -> tuple[str, str]:
 def choose_backend(requested: str, card: Card | None, card_reason: str) -> tuple[str, str]:
     """Backend and the reason. `requested` other than "auto" beats RLOO_KIT_BACKEND, and that beats what is found.
 
+    Unsloth is the backend of one card, transformers that of a run with several processes.
+
     Raises:
         ConfigError: the argument or the variable names no backend.
-        SetupError: Unsloth is asked for, but it is not installed or there is no card that torch can use.
+        SetupError: Unsloth is asked for, but it is not installed, there is no card that torch can use, or the run has
+            several processes; or they are several and it has been imported.
     """
     variable = os.environ.get(BACKEND_VARIABLE, "").strip().lower() or "auto"
     choice, source = (requested, "backend=") if requested != "auto" else (variable, f"{BACKEND_VARIABLE}=")
@@ -135,7 +141,10 @@ def choose_backend(requested: str, card: Card | None, card_reason: str) -> tuple
         raise ConfigError(f"{source}{choice!r} is no backend: use {', '.join(('auto', *BACKENDS))}")
     if choice == "transformers":
         return "transformers", f"asked for by {source}transformers"
-    if sys.modules.get("unsloth") is not None:
+    imported = sys.modules.get("unsloth") is not None
+    if is_distributed():
+        return _choose_for_many(f"{source}unsloth" if choice == "unsloth" else "", imported)
+    if imported:
         return "unsloth", "imported in this process already"
     installed = is_importable("unsloth")
     if card is not None and installed:
@@ -146,6 +155,23 @@ def choose_backend(requested: str, card: Card | None, card_reason: str) -> tuple
         cure = "pip install -e '.[gpu]'" if not installed else "run rloo-kit doctor on the machine with the card"
         raise SetupError(f"{source}unsloth: {missing}. {cure}; or go without it: {BACKEND_VARIABLE}=transformers")
     return "transformers", missing if card is not None else card_reason
+
+
+def many_processes() -> str:
+    """Why Unsloth is not the backend of a run with several processes."""
+    return f"{count_processes()} processes, and Unsloth trains on one card"
+
+
+def _choose_for_many(asked: str, imported: bool) -> tuple[str, str]:
+    """transformers, for a run with several processes; `asked` says how Unsloth was asked for, if it was."""
+    if not asked and not imported:
+        return "transformers", many_processes()
+    what = asked or "Unsloth is imported in this process"
+    cure = "leave it out" if asked else "do not import it"
+    raise SetupError(
+        f"{what}, but the run has {many_processes()}: {cure}, and the transformers backend trains on all of them; or "
+        "start one process (rloo-kit train without --launch)"
+    )
 
 
 def cache_folder() -> Path:

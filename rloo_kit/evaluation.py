@@ -5,19 +5,24 @@ counts those whose answer is right by the run's own answer reward (`answer_judge
 thinking is closed as training closes it (`rloo.thinking_close`). How the intervals are made is said in `intervals`;
 what comes back, and how two of them compare, in `measurement`.
 
+With several processes each samples a part of the prompts, the main one judges, and all return the same figures.
+
 Left out: several benchmarks at once, and judging by anything but the answer.
 """
 
 import hashlib
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 from rloo_kit.answer_judge import AnswerJudge
 from rloo_kit.chat import thinks
+from rloo_kit.collective import gather_lists, share, share_of
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.intervals import clustered, pass_at_k
 from rloo_kit.measurement import Comparison, Evaluation, compare
+from rloo_kit.processes import is_distributed, is_main_process, process_index, say
 from rloo_kit.rollout import Completion, generate_completions
 from rloo_kit.thinking_budget import close_ids_for
 from rloo_kit.tokens import split_thinking
@@ -46,16 +51,17 @@ def evaluate(run: Any, policy: Any, dataset: Any, label: str = "") -> Evaluation
     judge = AnswerJudge(run, policy.tokenizer, gold)
     generate = _Generator(run, policy, dataset, label)
     try:
-        measured = _measure_sampled(run, policy, dataset, judge, generate, label)
-        if run.eval.greedy:
-            _measure_greedy(run, judge, generate, measured)
-        for budget in run.eval.thinking_budgets:
-            measured.budgets.append(_measure_budget(run, judge, generate, budget))
+        with policy.whole_weights():
+            measured = _measure_sampled(run, policy, dataset, judge, generate, label)
+            if run.eval.greedy:
+                _measure_greedy(run, judge, generate, measured)
+            for budget in run.eval.thinking_budgets:
+                measured.budgets.append(_measure_budget(run, judge, generate, budget))
     finally:
         judge.close()
     measured.unscored = judge.unscored
     measured.seconds = time.monotonic() - started
-    return measured
+    return share(measured)
 
 
 def engine_outside_training(run: Any, policy: Any) -> str:
@@ -66,31 +72,37 @@ def engine_outside_training(run: Any, policy: Any) -> str:
 
 
 class _Generator:
-    """Completions of the held-out prompts; says now and then how far it has come."""
+    """Completions of the held-out prompts; says now and then how far it has come.
+
+    Each process samples its part of the prompts, with a seed of its own; all get all completions, in order.
+    """
 
     def __init__(self, run: Any, policy: Any, dataset: Any, label: str) -> None:
         self.run, self.policy, self.label = run, policy, label
         self.prompts = list(dataset["prompt"])
         self.limit = run.eval.max_completion_length or run.rloo.max_completion_length
         self.printed_at = time.monotonic()
+        self.each = "by each process" if is_distributed() else ""
 
     def __call__(self, what: str, temperature: float, **options: Any) -> list[Completion]:
         def report(done: int, total: int) -> None:
             if time.monotonic() - self.printed_at >= max(self.run.run.progress_every_s, 0.1) and done < total:
-                print(" ".join(f"evaluation {self.label}: {what} {done}/{total}".split()), flush=True)
+                say(" ".join(f"evaluation {self.label}: {what} {done}/{total} {self.each}".split()))
                 self.printed_at = time.monotonic()
 
-        return generate_completions(
+        own = share_of(self.prompts)
+        completions = generate_completions(
             self.policy,
-            self.prompts,
+            [self.prompts[place] for place in own],
             max_completion_length=self.limit,
             temperature=temperature,
             batch_size=self.run.eval.batch_size,
-            seed=self.run.run.seed,
+            seed=self.run.run.seed + process_index(),
             engine=engine_outside_training(self.run, self.policy),
             on_batch=report,
             **options,
         )
+        return gather_lists([replace(done, prompt_index=own[done.prompt_index]) for done in completions])
 
 
 def _measure_sampled(
@@ -98,7 +110,7 @@ def _measure_sampled(
 ) -> Evaluation:
     num_samples = run.eval.num_samples
     completions = generate("sampled", run.eval.temperature, num_samples=num_samples)
-    verdicts = judge.judge(completions)
+    verdicts = _judge(judge, completions)
     thinking = [completion.thinking_tokens for completion in completions if completion.thinking_tokens is not None]
     is_thinking = thinks(policy.family, run.model.enable_thinking)
     measured = Evaluation(
@@ -128,7 +140,7 @@ def _measure_greedy(run: Any, judge: AnswerJudge, generate: _Generator, measured
     if run.eval.temperature == 0:
         measured.greedy_per_prompt = measured.per_prompt
     else:
-        verdicts = judge.judge(generate("greedy", 0.0)) if judge.reward else None
+        verdicts = _judge(judge, generate("greedy", 0.0)) if judge.reward else None
         measured.greedy_per_prompt = None if verdicts is None else _per_prompt(verdicts, 1)
     if measured.greedy_per_prompt is not None:
         estimate = clustered(measured.greedy_per_prompt, 1)
@@ -144,7 +156,7 @@ def _measure_budget(run: Any, judge: AnswerJudge, generate: _Generator, budget: 
         answer_budget=run.eval.answer_budget,
         thinking_close=run.rloo.thinking_close,
     )
-    verdicts = judge.judge(completions)
+    verdicts = _judge(judge, completions)
     forced = [completion.forced for completion in completions]
     entry: dict[str, Any] = {"budget": budget, "forced_share": _mean(forced)}
     for prefix, sides in (("", (True, False)), ("forced_", (True,)), ("unforced_", (False,))):
@@ -207,6 +219,11 @@ def _check_budgets(run: Any, policy: Any) -> None:
             f"({max(budgets)}) + {forced} + eval.answer_budget ({run.eval.answer_budget}) is {needed} tokens, but "
             f"model.max_seq_length is {run.model.max_seq_length}. Lower one of the first three or raise the last"
         )
+
+
+def _judge(judge: AnswerJudge, completions: list[Completion]) -> list[bool] | None:
+    """One verdict a completion, the main process's in all: a time limit may pass in one of them and not in another."""
+    return share(judge.judge(completions) if is_main_process() else None)
 
 
 def _per_prompt(verdicts: list[bool], num_samples: int) -> list[float]:

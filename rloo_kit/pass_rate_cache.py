@@ -47,8 +47,7 @@ class PassRateCache:
 
     def add(self, measured: list[tuple[str, Any, int]]) -> None:
         """Keep what was measured: prompt, right answer, number of right completions."""
-        found = {self.key(prompt, answer): right for prompt, answer, right in measured}
-        self._right |= found
+        found = self.take(measured)
         lines = [{"prompt": key, "right": right} for key, right in found.items()]
         try:
             self._append(lines)
@@ -57,6 +56,12 @@ class PassRateCache:
                 f"pass rates cannot be kept in {self.path}: {error.strerror or error}. Set {CACHE_VARIABLE} to a "
                 "folder that can be written, or rollout.difficulty_samples=0"
             ) from error
+
+    def take(self, measured: list[tuple[str, Any, int]]) -> dict[str, int]:
+        """As `add`, but only for this process: another one has written it. Returns them by their keys."""
+        found = {self.key(prompt, answer): right for prompt, answer, right in measured}
+        self._right |= found
+        return found
 
     def _append(self, lines: list[dict[str, Any]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from typing import Any
 import rewards
 from rloo_kit.chat import resolve_family, thinks
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
+from rloo_kit.processes import say
 from rloo_kit.reward_guard import GuardedReward, guard
 from rloo_kit.reward_models import MathAnswerReward, RewardModel
 from rloo_kit.reward_worker import WorkerReward
@@ -73,7 +74,7 @@ def build_rewards(run: Any, tokenizer: Any) -> list[NamedReward]:
         reward = build_reward(run, tokenizer, entry, f"rewards.{index}")
         name = _free_name(reward.__name__, [other.__name__ for other in built])
         built.append(NamedReward(reward, name, entry.weight))
-    print(_describe(built, bind_think_tags(tokenizer).end_id), flush=True)
+    say(_describe(built, bind_think_tags(tokenizer).end_id))
     return built
 
 

@@ -2,12 +2,12 @@
 
 `train` puts the parts together and leaves the learning to `RLOOTrainer`. However it ends, `status.json` says how, and
 the checkpoint it can go on from is there: after Ctrl-C, after a reward that kept failing, after steps without signal.
-Left out: several processes.
+With several processes each calls `train` with the same arguments and gets the same result; the main one writes.
 """
 
 import os
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from rloo_kit._stack import load_stack
 from rloo_kit.backends import Policy, save_adapter
 from rloo_kit.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SignalGuard
 from rloo_kit.chat import thinks
+from rloo_kit.collective import gather_objects, share, wait_for_all
 from rloo_kit.data import Data
 from rloo_kit.difficulty import select_prompts
-from rloo_kit.errors import ConfigError, NoSignalError, RunNotFoundError
+from rloo_kit.errors import ConfigError, NoSignalError, RlooKitError, RunNotFoundError
 from rloo_kit.health import SignalWatch
+from rloo_kit.processes import is_distributed, is_main_process, say
 from rloo_kit.run_dir import RunDir
 from rloo_kit.sample_table import SampleTable
 from rloo_kit.versions import check_trackers
@@ -76,9 +78,35 @@ def train(
     check_trackers(run.rloo.report_to)
     check_budget(run, policy)
     owned = run_dir is None
-    opened = RunDir.create(run, resume=resume, overwrite=overwrite) if run_dir is None else run_dir
+    opened = _open_together(run, resume, overwrite) if run_dir is None else run_dir
     with opened if owned else nullcontext():
         return _Training(run, policy, data, reward_funcs, opened).run_to_end()
+
+
+def _open_together(run: Any, resume: bool, overwrite: bool) -> RunDir:
+    """`RunDir.create` in all processes; what it refuses the main one is raised in each."""
+    run_dir, refusal = None, None
+    if is_main_process():
+        try:
+            run_dir = RunDir.create(run, resume=resume, overwrite=overwrite)
+        except RlooKitError as error:
+            if not is_distributed():
+                raise
+            refusal = error
+    refusal = share(refusal)
+    if refusal is not None:
+        raise refusal
+    return run_dir or RunDir.create(run, resume=resume, overwrite=overwrite)
+
+
+def _check_shared_folder(run_dir: RunDir) -> None:
+    """Checkpoints are read by every process, so every machine has to see the run's folder."""
+    blind = [index for index, sees in enumerate(gather_objects(run_dir.folder.is_dir())) if not sees]
+    if blind:
+        raise ConfigError(
+            f"the run's folder {run_dir.folder.absolute()} is not there for process {', '.join(map(str, blind))}, on "
+            "another machine: put it on a file system that all of them share, with run.output_dir=..."
+        )
 
 
 def check_budget(run: Any, policy: Policy) -> None:
@@ -113,7 +141,8 @@ class _Training:
     def __init__(self, run: Any, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir):
         self.run, self.policy, self.run_dir = run, policy, run_dir
         self.was_training = policy.model.training
-        self.checkpoint = run_dir.last_checkpoint() if run_dir.resumed else None
+        _check_shared_folder(run_dir)
+        self.checkpoint = share(run_dir.last_checkpoint() if run_dir.resumed else None)
         if run_dir.resumed:
             run_dir.rewind(self.checkpoint[1] if self.checkpoint else 0)
         self.rollouts = RolloutLog(run_dir)
@@ -167,6 +196,7 @@ class _Training:
             else:
                 self._train()
             stopped = self._why_stopped()
+            self.policy.sharding = _find_sharding(self.trainer)
             adapter = save_adapter(self.policy, self.run_dir / "adapter")
         finally:
             self._drop_reference()
@@ -175,7 +205,8 @@ class _Training:
         self._conclude(stopped)
         steps = self.trainer.state.global_step
         seconds = time.monotonic() - started
-        return TrainResult(self.run_dir.folder, adapter, steps, self.writer.rows, seconds, stopped)
+        wait_for_all()  # a launcher ends the others as soon as one has left
+        return share(TrainResult(self.run_dir.folder, adapter, steps, self.writer.rows, seconds, stopped))
 
     def _is_done_already(self) -> bool:
         """Whether the resumed run has nothing left to do; the trainer would go one step too far."""
@@ -191,16 +222,18 @@ class _Training:
         folder, step = self.checkpoint
         self.trainer._load_from_checkpoint(str(folder))
         self.trainer.state.global_step = self.trainer.state.max_steps = step
-        print(f"the run is finished already (step {step}); its weights are loaded", flush=True)
+        say(f"the run is finished already (step {step}); its weights are loaded")
 
     def _train(self) -> None:
         if self.run_dir.resumed:
             where = f"step {self.checkpoint[1]}" if self.checkpoint else "the start: it has no checkpoint yet"
-            print(f"resuming {self.run_dir.folder} from {where}", flush=True)
+            say(f"resuming {self.run_dir.folder} from {where}")
         with self.interrupts:
             try:
                 self.trainer.train(resume_from_checkpoint=str(self.checkpoint[0]) if self.checkpoint else None)
             except KeyboardInterrupt:
+                if is_distributed():  # the processes are not at the same place: nothing that takes all of them
+                    raise
                 self.interrupts.requested = True
                 self._save_what_is_whole()
 
@@ -232,17 +265,39 @@ class _Training:
             last = self.run_dir.last_checkpoint()
             saved = f"the checkpoint of step {last[1]}" if last else "no checkpoint yet (no step was finished)"
             self.run_dir.set_status("interrupted", resume=resume, **progress)
-            print(f"interrupted {where}; {folder} has {saved}, and the adapter. To go on: {resume}", flush=True)
+            say(f"interrupted {where}; {folder} has {saved}, and the adapter. To go on: {resume}")
             return
         error = NoSignalError(f"stopped {where} (run.stop_when_no_signal): {self.guard.finding.message}")
         self.run_dir.set_status("failed", error=f"NoSignalError: {error}", resume=resume, **progress)
-        print(f"{error}\nThe state is saved in {folder}.", flush=True)
+        say(f"{error}\nThe state is saved in {folder}.")
 
     def _drop_reference(self) -> None:
         """The trainer's copy of the starting adapter goes with the trainer; a second `train` makes its own."""
         model = self.policy.model
         if "ref" in getattr(model, "peft_config", {}):
             model.delete_adapter("ref")
+
+
+class _Sharding:
+    """The weights of a trainer's model, of which every process holds a share; see `backends.Sharding`."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def whole_weights(self) -> AbstractContextManager[Any]:
+        return self.trainer._parallel.whole_weights(self.trainer.model_wrapped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The adapter, or every parameter where there is none: 32B in bf16 are 61 GiB of the main process's memory."""
+        model = self.trainer.model
+        if self.trainer.is_deepspeed_enabled or not hasattr(model, "peft_config"):
+            return self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)
+        named = [(name, parameter.detach()) for name, parameter in model.named_parameters() if "lora_" in name]
+        return {name: getattr(tensor, "full_tensor", lambda t=tensor: t)().cpu() for name, tensor in named}
+
+
+def _find_sharding(trainer: Any) -> _Sharding | None:
+    return _Sharding(trainer) if trainer._parallel.kind == "shards" else None
 
 
 def training_arguments(run: Any, policy: Policy, folder: Path) -> dict[str, Any]:
@@ -274,25 +329,26 @@ def training_arguments(run: Any, policy: Policy, folder: Path) -> dict[str, Any]
 def planned_limits(run: Any, policy: Policy) -> dict[str, int]:
     """`rollout_rows`, and `tokens_per_pass` where memory asks for fewer than usual: the file's, else by `plan_vram`.
 
-    Says so where the plan limits anything. A model that cannot be planned for is left to the out-of-memory handling.
+    Of several processes each plans for its own card, and all take the least of it. Says so where the plan limits
+    anything. A model that cannot be planned for is left to the out-of-memory handling.
     """
     try:
         plan = plan_vram(run, config=policy.model.config.to_dict())
     except ConfigError as error:
-        print(f"memory: {error}", flush=True)
+        say(f"memory: {error}")
         return {}
     limits = {"rollout_rows": plan.rows}
     if run.rloo.tokens_per_pass is None and plan.tokens_per_pass < TOKENS_PER_PASS[not plan.machine.on_cuda]:
         limits["tokens_per_pass"] = plan.tokens_per_pass
     if not plan.fits:
-        print(f"memory: {plan}", flush=True)
+        say(f"memory: {plan}")
     elif plan.rows < plan.completions and run.rollout.rows is None:
-        print(
+        say(
             f"memory: {plan.rows} of the {plan.completions} completions of a rollout are generated at once, as many as "
-            f"fit {plan.machine.name} (computed; rollout.rows sets it by hand)",
-            flush=True,
+            f"fit {plan.machine.name} (computed; rollout.rows sets it by hand)"
         )
-    return limits
+    found = gather_objects(limits)
+    return {name: min(of[name] for of in found if name in of) for of in found for name in of}
 
 
 def mixed_precision(run: Any) -> dict[str, bool]:

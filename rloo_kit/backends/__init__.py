@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rloo_kit import environment
 from rloo_kit._stack import load_stack
@@ -28,6 +28,16 @@ _MODULES = {"unsloth": "rloo_kit.backends.unsloth", "transformers": "rloo_kit.ba
 _loaded: set[str] = set()
 
 
+class Sharding(Protocol):
+    """Weights of which every process holds a share; both are for all processes together."""
+
+    def whole_weights(self) -> AbstractContextManager[Any]:
+        """A block in which each process has all of them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of them in the main process; what the others get is not to be used."""
+
+
 @dataclass
 class Policy:
     """A model that is trained and sampled from.
@@ -39,6 +49,7 @@ class Policy:
         tags: ids of `<think>` and `</think>`.
         family: "thinking", "hybrid", "instruct" or "plain".
         config_arguments: what `RLOOConfig` has to be told for this model (gradient checkpointing).
+        sharding: after training with FSDP or DeepSpeed, how whole weights are had; None where each process has them.
     """
 
     model: Any
@@ -48,6 +59,11 @@ class Policy:
     tags: ThinkTags
     family: str
     config_arguments: dict[str, Any]
+    sharding: Sharding | None = None
+
+    def whole_weights(self) -> AbstractContextManager[Any]:
+        """A block in which this process has all weights and may sample at its own pace; entered by all together."""
+        return nullcontext() if self.sharding is None else self.sharding.whole_weights()
 
     def inference_mode(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients, for generation; the mode before it is back afterwards."""
@@ -77,7 +93,7 @@ def load_policy(run: Any) -> Policy:
         BackendError: the model, its adapter or the backend cannot be used; the text names the key to change.
     """
     stack = load_stack()
-    start_processes(on_cpu=environment.current().card is None)
+    start_processes()
     name, reason = _choose(run, stack)
     _refuse_mixed_cards(run)
     with main_first():
@@ -105,17 +121,23 @@ def inference_mode(backend: str, model: Any) -> AbstractContextManager[None]:
 def save_adapter(policy: Policy, folder: str | Path) -> Path:
     """Write what was trained (the adapter, or the whole model where there is none) and the tokenizer into `folder`.
 
+    With several processes all of them call it, and the main one writes.
+
     Returns:
         the folder; as `model.adapter` of a run, or as `model.name`, it goes on from there.
     """
     folder = Path(folder)
+    weights = {} if policy.sharding is None else {"state_dict": policy.sharding.state_dict()}
+    if not is_main_process():
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
     with saving(folder):
         if hasattr(policy.model, "peft_config"):
             # TRL's copy "ref" stays behind. "auto" would ask the hub whether the embedding was resized; it never is.
-            policy.model.save_pretrained(str(folder), selected_adapters=["default"], save_embedding_layers=False)
+            chosen = {"selected_adapters": ["default"], "save_embedding_layers": False}
+            policy.model.save_pretrained(str(folder), **chosen, **weights)
         else:
-            policy.model.save_pretrained(str(folder))
+            policy.model.save_pretrained(str(folder), **weights)
         policy.tokenizer.padding_side = "left"
         policy.tokenizer.save_pretrained(str(folder))
     return folder
