@@ -1,10 +1,10 @@
 """Write the adapter that is being trained into a folder, for another process to read: whole, wherever its parts lie.
 
 With one card and with DDP every process has all of it. Where weights are sharded the adapter's own tensors are put
-together (FSDP2, ZeRO-3), which every process has to take part in; the base, which may be a hundred times as large, is
-left where it is. FSDP1 offers no way but the whole model's state. The main process alone writes.
+together (FSDP 2, ZeRO-3), which every process has to take part in; the base, which may be a hundred times as large, is
+left where it is. The main process alone writes.
 
-Left out: models without an adapter; the tokenizer, which a server has from its own checkpoint.
+Left out: FSDP 1 (`parallel`), models without an adapter; the tokenizer, which a server has from its own checkpoint.
 """
 
 from pathlib import Path
@@ -19,6 +19,10 @@ import torch
 from accelerate.utils import DistributedType, is_peft_model
 
 ADAPTER = "default"  # TRL's copy "ref" is nobody's business
+NO_ADAPTER = (
+    "rollout.engine is server, which is handed an adapter, but every parameter is trained here: train an adapter "
+    "(model.lora, or peft_config), or set rollout.engine=auto"
+)
 
 
 def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> None:
@@ -33,11 +37,8 @@ def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> Non
     """
     policy = accelerator.unwrap_model(model)
     if not is_peft_model(policy):
-        raise ConfigError(
-            "rollout.engine is server, which is handed an adapter, but every parameter is trained here: train an "
-            "adapter (model.lora, or peft_config), or set rollout.engine=auto"
-        )
-    gathered = _gather(accelerator, model, policy)
+        raise ConfigError(NO_ADAPTER)
+    gathered = _gather(accelerator, policy)
     if accelerator.is_main_process:
         folder.mkdir(parents=True)
         state = {} if gathered is None else {"state_dict": gathered}
@@ -45,7 +46,7 @@ def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> Non
         policy.save_pretrained(str(folder), selected_adapters=[ADAPTER], save_embedding_layers=False, **state)
 
 
-def _gather(accelerator: Any, model: torch.nn.Module, policy: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+def _gather(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch.Tensor] | None:
     """The adapter's tensors by name where processes hold parts of them; None where this one holds all."""
     trained = {name: value for name, value in policy.named_parameters() if value.requires_grad}
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -55,11 +56,9 @@ def _gather(accelerator: Any, model: torch.nn.Module, policy: torch.nn.Module) -
             return {name: value.detach().cpu().clone() for name, value in trained.items()}
     if accelerator.distributed_type != DistributedType.FSDP:
         return None
-    if not getattr(accelerator, "is_fsdp2", False):
-        return accelerator.get_state_dict(model)
     return {name: _whole(value.detach()).cpu() for name, value in trained.items()}
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    """A tensor that FSDP2 sharded; the outermost module's stay whole between two passes."""
+    """A tensor that FSDP 2 sharded; the outermost module's stay whole between two passes."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -104,6 +104,8 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
         if getattr(arguments["args"], "rollout_engine", "auto") == "vllm":
             choose_engine("vllm", backend_name(), arguments.get("model"))  # says what to install before TRL looks
             arguments["args"].use_vllm = True
+            if url := getattr(arguments["args"], "rollout_server_url", None):
+                arguments["args"].vllm_mode, arguments["args"].vllm_server_base_url = "server", url
         masters = trainable_tensors(arguments.get("model"))
         with keep_settings(arguments.get("args"), arguments.get("processing_class")):
             super().__init__(**arguments)
@@ -322,6 +324,10 @@ class _LoopCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.trainer._close_step()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if hasattr(self.trainer._engine, "close"):  # a server is told that the adapter is not needed any more
+            self.trainer._engine.close()
 
 
 def _default_config(model: Any) -> RLOOConfig:

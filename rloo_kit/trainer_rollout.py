@@ -9,7 +9,7 @@ Shapes: B completions of this process, A of all processes, P prompt, C completio
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,11 @@ class TrainerRollout:
         keys = [hash(tuple(ids)) for ids in prompt_ids]
         usual = sum(self._lengths.values()) / max(len(self._lengths), 1)
         expected = [self._lengths.get(key, usual) for key in keys] if waits else None
-        with self._parallel.whole_weights(self.model_wrapped), self.accelerator.autocast():
+        is_here = self._engine.name != "server"  # which gets the adapter alone, and samples elsewhere
+        with (
+            self._parallel.whole_weights(self.model_wrapped) if is_here else nullcontext(),
+            self.accelerator.autocast(),
+        ):
             self._rollout = self._engine.sample(prompt_ids, self._limits, expected)
         for key, ids in zip(keys, self._rollout.completion_ids, strict=True):
             self._lengths[key] = (self._lengths.get(key, len(ids)) + len(ids)) / 2

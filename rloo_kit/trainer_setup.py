@@ -6,6 +6,7 @@ step (`trainer`), its rollout (`trainer_rollout`).
 Shapes: B completions of this process, P prompt, C completion tokens, N completion tokens end to end.
 """
 
+from pathlib import Path
 from typing import Any
 
 from rloo_kit._stack import load_stack
@@ -18,6 +19,7 @@ from accelerate.utils import is_peft_model
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import disable_dropout_in_model, use_adapter
 
+from rloo_kit.adapter_handover import NO_ADAPTER, write_adapter
 from rloo_kit.adapters import is_identity, same_as_reference
 from rloo_kit.objective import Objective, choose_ratio_form
 from rloo_kit.packing import Group
@@ -26,6 +28,7 @@ from rloo_kit.resample import PromptReservoir
 from rloo_kit.rloo_config import RLOOConfig
 from rloo_kit.rollout import build_engine, make_limits
 from rloo_kit.rollout_cache import check_cache
+from rloo_kit.rollout_server import ServerSettings
 from rloo_kit.scoring import Scorer, Scores
 from rloo_kit.streamed_pass import StreamedPass
 from rloo_kit.vram import TOKENS_PER_PASS
@@ -113,7 +116,19 @@ class TrainerSetup:
             pad_id=self._tokenizer.pad_token_id,
             rows=self._option("rollout_rows"),
             cache=self._option("rollout_cache"),
+            server=self._server_settings() if wanted == "server" else None,
         )
+
+    def _server_settings(self) -> ServerSettings:
+        """Where the engine "server" samples, and how the policy's adapter gets there."""
+        if not is_peft_model(self.accelerator.unwrap_model(self.model)):
+            raise ConfigError(NO_ADAPTER)
+        folder = self._option("rollout_server_adapters") or f"{self.args.output_dir}/server_adapters"
+
+        def hand_over(target: Path) -> None:
+            write_adapter(self.accelerator, self.model_wrapped, target)
+
+        return ServerSettings(self._option("rollout_server_url"), Path(folder), hand_over)
 
     def _prepare_vllm(self) -> None:
         """Have vLLM say how likely each token was, which TRL's RLOO does not ask; refuse what TRL's code cannot do."""
