@@ -120,16 +120,27 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run that is there, start anew.")] = False,
+    launch: Annotated[
+        Path | None,
+        typer.Option("--launch", metavar="LAUNCH", help="Several processes: configs/accelerate/ddp.yaml and others."),
+    ] = None,
 ) -> None:
     """Evaluate, train, evaluate again and write the report."""
     with _exit_codes():
+        if launch is not None:
+            from rloo_kit.launcher import hand_over
+
+            flags = [*(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])]
+            hand_over(launch, ["train", str(file), *(overrides or []), *flags])
+        from rloo_kit.launcher import resume_words
         from rloo_kit.run_dir import RunDir
         from rloo_kit.versions import check_trackers
 
         run = _load_config(file, overrides)
         check_trackers(run.rloo.report_to)
         with RunDir.create(run, resume=resume, overwrite=overwrite) as run_dir:
-            run_dir.resume_command = shlex.join(["rloo-kit", "train", str(file), *(overrides or []), "--resume"])
+            words = ["rloo-kit", "train", str(file), *(overrides or []), *resume_words(), "--resume"]
+            run_dir.resume_command = shlex.join(words)
             try:
                 stopped = _train_in(run_dir, run)
             except KeyboardInterrupt:  # outside training, which handles its own
