@@ -3,7 +3,8 @@
 The policy samples from its whole distribution: the top-k, top-p and penalties that many checkpoints carry in their
 generation config are switched off, because RLOO trains the distribution itself. What comes back is the model's own ids,
 cut after the first end token. The log-probability of each token is taken from the scores that it was drawn from, one
-step behind, so that a single (B, V) tensor is kept.
+step behind, so that a single (B, V) tensor is kept. A thought is closed within the call, by scores that leave one
+token: a second call would prefill whole rows, which takes more memory than all of decoding.
 
 Left out: dropping rows that have ended (`rollout_native` does it), beams.
 
@@ -19,11 +20,11 @@ import torch
 from rloo_kit.process_memory import is_out_of_memory
 from rloo_kit.rollout_cache import generate_options
 from rloo_kit.rollout_types import Limits, Progress, Rollout
-from rloo_kit.thinking_budget import Continued, think_then_answer
+from rloo_kit.thinking_budget import Turn
 
 # Every option that narrows or bends the distribution, at the value that leaves it alone. All are given, because
 # `generate` fills what is missing from the checkpoint's own generation config. The temperature is applied by
-# `_Recorder`, which sees the same scores that are sampled from.
+# `_Steering`, which sees the same scores that are sampled from.
 WHOLE_DISTRIBUTION = {
     "temperature": 1.0,
     "top_k": 0,
@@ -80,70 +81,57 @@ class GenerateEngine:
         on_progress: Progress | None = None,
     ) -> Rollout:
         """One completion for each prompt; see `rloo_kit.rollout.Engine`."""
-
-        def extend(prefixes: list[list[int]], rooms: list[int], stop_ids: tuple[int, ...]) -> Continued:
-            return self._extend(prefixes, rooms, [*self._end_ids, *stop_ids], expected_lengths, on_progress)
-
-        with self._mode(), torch.no_grad():
-            return think_then_answer(extend, prompt_ids, limits, self._end_ids)
-
-    def _extend(
-        self,
-        prefixes: list[list[int]],
-        rooms: list[int],
-        stops: list[int],
-        expected: Sequence[float] | None,
-        on_progress: Progress | None,
-    ) -> Continued:
-        """At most `rooms[i]` new ids for each prefix, in batches: the longest first, for if it fits, all fit."""
-        ids: list[list[int]] = [[] for _ in prefixes]
-        logps: list[list[float]] = [[] for _ in prefixes]
-        order = sorted((row for row in range(len(prefixes)) if rooms[row] > 0), key=lambda row: -len(prefixes[row]))
-        if expected is not None and len(expected) == len(prefixes):
-            order.sort(key=lambda row: -expected[row])
+        turns = [Turn(limits, self._end_ids) for _ in prompt_ids]
+        order = [row for row, turn in enumerate(turns) if not turn.finished]
+        order.sort(key=lambda row: -len(prompt_ids[row]))  # the longest first, for if it fits, all fit
+        if expected_lengths is not None:
+            order.sort(key=lambda row: -expected_lengths[row])
         start = 0
-        while start < len(order):
-            batch = order[start : start + (self.rows or len(order))]
-            limit = max(rooms[row] for row in batch)
-            try:
-                new, scores = self._generate([prefixes[row] for row in batch], limit, stops)
-            except RuntimeError as error:
-                if len(batch) == 1 or not is_out_of_memory(error):
-                    raise
-                new = None
-            if new is None:
-                self._halve(len(batch), len(order) - start)
-                continue
-            for place, row in enumerate(batch):
-                ids[row] = cut(new[place], stops)[: rooms[row]]
-                logps[row] = scores[place][: len(ids[row])]
-            start += len(batch)
-            if on_progress is not None:
-                on_progress(start, len(order))
-        return Continued(ids, None if self._temperature == 0 else logps)
+        with self._mode(), torch.no_grad():
+            while start < len(order):
+                batch = order[start : start + (self.rows or len(order))]
+                begun = [self._begin(row, limits) for row in batch]
+                if not self._generate([prompt_ids[row] for row in batch], begun):
+                    self._halve(len(batch), len(order) - start)
+                    continue
+                for row, turn in zip(batch, begun, strict=True):
+                    turns[row] = turn
+                start += len(batch)
+                if on_progress is not None:
+                    on_progress(start, len(order))
+        logps = None if self._temperature == 0 else [turn.logps for turn in turns]
+        return Rollout([turn.ids for turn in turns], [turn.forced for turn in turns], logps)
 
-    def _generate(
-        self, prefixes: list[list[int]], limit: int, stops: list[int]
-    ) -> tuple[list[list[int]], list[list[float]]]:
+    def _begin(self, _row: int, limits: Limits) -> Turn:
+        """The completion of a prompt before its first token."""
+        return Turn(limits, self._end_ids)
+
+    def _generate(self, prompts: list[list[int]], turns: list[Turn]) -> bool:
+        """Take the turns to their end; False where memory ran out, and they are to begin anew."""
+        prefixes = [prompt + turn.ids for prompt, turn in zip(prompts, turns, strict=True)]
         width = max(len(ids) for ids in prefixes)
         padded = [[self._pad_id] * (width - len(ids)) + ids for ids in prefixes]
         mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prefixes]
         device = self._model.get_input_embeddings().weight.device
-        recorder = _Recorder(self._temperature) if self._temperature > 0 else None
-        output = self._model.generate(
-            input_ids=torch.tensor(padded, device=device),  # (B, P)
-            attention_mask=torch.tensor(mask, device=device),  # (B, P)
-            max_new_tokens=limit,
-            eos_token_id=stops,
-            pad_token_id=self._pad_id,
-            use_cache=True,
-            **self._cache_options(len(prefixes), width),
-            **({} if recorder is None else {"logits_processor": [recorder]}),
-            **self._options,
-        )
-        new = output[:, width:]  # (B, C)
-        scores = [[]] * len(prefixes) if recorder is None else recorder.finish(output).tolist()
-        return new.tolist(), scores
+        steering = _Steering(self._temperature, turns, self._end_ids[0])
+        try:
+            output = self._model.generate(
+                input_ids=torch.tensor(padded, device=device),  # (B, P)
+                attention_mask=torch.tensor(mask, device=device),  # (B, P)
+                max_new_tokens=max(turn.room for turn in turns),
+                eos_token_id=self._end_ids,
+                pad_token_id=self._pad_id,
+                use_cache=True,
+                logits_processor=[steering],
+                **self._cache_options(len(prefixes), width),
+                **self._options,
+            )
+        except RuntimeError as error:
+            if len(turns) == 1 or not is_out_of_memory(error):
+                raise
+            return False
+        steering.finish(output)
+        return True
 
     def _cache_options(self, rows: int, width: int) -> dict[str, Any]:
         """What `generate` is told of the cache, for (B, P) prefixes."""
@@ -159,28 +147,58 @@ class GenerateEngine:
         )
 
 
-class _Recorder:
-    """A logits processor: divides by the temperature, and notes how likely the token before was."""
+class _Steering:
+    """A logits processor: divides by the temperature, notes how likely the token before was, closes thoughts.
 
-    def __init__(self, temperature: float) -> None:
-        self.temperature = temperature
-        self.noted: list[torch.Tensor] = []  # (B,) a token
+    Where there is a budget, every token goes to its row's `Turn` as soon as it is drawn, and the turn says what comes
+    next; a row that may take no more tokens gets its end. Without a budget they all go there at the end.
+
+    Shapes: (B, P + C so far) ids, (B, V) scores.
+    """
+
+    def __init__(self, temperature: float, turns: list[Turn], end_id: int) -> None:
+        self.temperature, self.turns, self.end_id = temperature, turns, end_id
+        self.has_budget = any(turn.has_budget for turn in turns)
         self.before: torch.Tensor | None = None  # (B, V), log-probabilities that the coming token is drawn from
+        self.noted: list[torch.Tensor] = []  # (B,) a token
+        self.first = 0  # column of the first token that no turn has
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._note(input_ids)
-        scaled = scores.float() / self.temperature
-        self.before = torch.log_softmax(scaled, dim=-1)
-        return scaled
+        if self.before is None:
+            self.first = input_ids.size(1)
+        else:
+            self._note(input_ids)
+        scaled = scores.float()
+        if self.temperature > 0:
+            scaled = scaled / self.temperature
+        self.before = torch.log_softmax(scaled, dim=-1) if self.temperature > 0 else scaled
+        return self._force(scaled) if self.has_budget else scaled
 
-    def finish(self, output: torch.Tensor) -> torch.Tensor:
-        """(B, C) log-probabilities of all new tokens; those behind an end mean nothing."""
-        self._note(output)
-        return torch.stack(self.noted, dim=1)
+    def finish(self, output: torch.Tensor) -> None:
+        """Hand the turns what they do not have yet of (B, P + C)."""
+        self._note(output, is_last=True)
 
-    def _note(self, input_ids: torch.Tensor) -> None:
-        if self.before is not None:
-            self.noted.append(self.before.gather(1, input_ids[:, -1:]).squeeze(1))
+    def _note(self, input_ids: torch.Tensor, is_last: bool = False) -> None:
+        assert self.before is not None
+        self.noted.append(self.before.gather(1, input_ids[:, -1:]).squeeze(1))
+        if not self.has_budget and not is_last:
+            return
+        ids = input_ids[:, self.first :].tolist()
+        logps = torch.stack(self.noted, dim=1).tolist()
+        for turn, row, scores in zip(self.turns, ids, logps, strict=True):
+            for token, logp in zip(row, scores, strict=True):
+                if not turn.finished:
+                    turn.take(token, logp)
+        self.first, self.noted = input_ids.size(1), []
+
+    def _force(self, scores: torch.Tensor) -> torch.Tensor:
+        """Rows whose next token is given keep that one alone."""
+        given = [self.end_id if turn.finished else turn.next_forced for turn in self.turns]
+        rows = [row for row, token in enumerate(given) if token is not None]
+        if rows:
+            scores[rows] = -torch.inf
+            scores[rows, [given[row] for row in rows]] = 0.0
+        return scores
 
 
 def cut(ids: list[int], stops: Collection[int]) -> list[int]:

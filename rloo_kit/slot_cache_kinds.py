@@ -34,6 +34,13 @@ def pack_8_bit(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.nan_to_num(0.0).to(torch.int8), scales
 
 
+def unpack_8_bit(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The states near which `pack_8_bit` found codes and scales."""
+    if codes.is_cuda:
+        return codes * scales  # one kernel; on a CPU it would convert the codes into a tensor of their own first
+    return codes.to(scales.dtype).mul_(scales)
+
+
 class EightBitCache(SlotCache):
     """`SlotCache` in 8 bits and a scale, see above. `write` returns copies."""
 
@@ -55,7 +62,7 @@ class EightBitCache(SlotCache):
     def _read(self, layer: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         live = like.size(0)
         keys, values = (
-            codes[layer][:live, :, : self.length] * scales[layer][:live, :, : self.length].to(like.dtype)
+            unpack_8_bit(codes[layer][:live, :, : self.length], scales[layer][:live, :, : self.length].to(like.dtype))
             for codes, scales in ((self.keys, self.key_scales), (self.values, self.value_scales))
         )
         return keys, values

@@ -1,7 +1,8 @@
 """Thinking that ends in time: at the budget `</think>` is forced, and the model answers within an answer budget.
 
-`Turn` is one completion while it grows, for an engine that can put in a token between two that it samples;
-`think_then_answer` does the same in two calls for an engine that only continues prompts. Both keep the same rules:
+`Turn` is one completion while it grows, for an engine that can put in a token between two that it samples (native,
+generate); `think_then_answer` does the same in two calls for an engine that only continues prompts. Both keep the same
+rules:
 
 - at `thinking_budget` tokens without `</think>` the closing ids are forced: their log-probabilities are NaN and their
   span is recorded, so that the loss leaves them out;
@@ -103,6 +104,21 @@ class Turn:
         self._pending: list[int] = []  # forced tokens that are still to come, the next one last
         if limits.thinking_budget == 0:
             self._close()
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may still take at most."""
+        return self._limits.max_completion_length - len(self.ids)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether its thinking may be closed for it."""
+        return self._limits.thinking_budget is not None
+
+    @property
+    def next_forced(self) -> int | None:
+        """The id that comes next whatever is sampled; None while the model may choose."""
+        return self._pending[-1] if self._pending and not self.finished else None
 
     def take(self, token: int, logp: float) -> None:
         """Add the token that was sampled, or the forced one whose turn it is instead."""
