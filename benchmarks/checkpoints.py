@@ -21,7 +21,7 @@ import reporting
 
 TINY = "tiny"
 SPREAD = 0.02  # of the weights, as in Qwen3's own initialisation
-POSITIONS = 40960
+POSITIONS = {TINY: 2048}  # of the others 40960
 
 
 def shape_of(size: str) -> Any:
@@ -44,7 +44,7 @@ def config_values(size: str) -> dict[str, Any]:
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
-        "max_position_embeddings": POSITIONS,
+        "max_position_embeddings": POSITIONS.get(size, 40960),
         "rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"},
         "tie_word_embeddings": shape.tied,
         "initializer_range": SPREAD,

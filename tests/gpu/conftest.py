@@ -1,34 +1,42 @@
-"""The card, Unsloth on it, and a random-weight Qwen3-0.6B made on the spot; nothing is downloaded.
+"""The card, its memory, checkpoints with random weights made on the spot, and a run on one; nothing is downloaded.
 
-With the variable GPU_RESULTS=FILE what was measured is written there as JSON.
+Each test is a cell of `run.py` and has a process of its own there; what it measures goes to `cells.report`. Where the
+variable RLOO_KIT_CELL_REHEARSAL is 1 the same code runs on the CPU with tiny shapes: through transformers, or through
+Unsloth's own code (`tests/unsloth/interpreter.py`) in the environment of `make test-unsloth`.
 """
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-# The config of Qwen3-0.6B; its weights are random here, so only sizes, speed and memory are like the real one's.
-QWEN3_0_6B = {
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"},
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": 151645,
-    "pad_token_id": 151643,
-}
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # last: its rewards.py is not the package
+
+import cells
+import checkpoints
+
+from tests.gpu.edge import HostMemory, Memory
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = """\
+run: {{output_dir: {outputs}, sample_every_steps: 0, progress_every_s: 0}}
+model: {{name: {name}, family: thinking, max_seq_length: 1024, gradient_checkpointing: unsloth, dtype: {dtype}}}
+data: {{source: embedded/addition, num_prompts: 64, test_size: 16, max_prompt_length: 128}}
+rewards: [{{name: thinking_reward}}]
+rloo: {{max_steps: 3, per_device_train_batch_size: 8, num_generations: 4, max_completion_length: 64,
+  learning_rate: 1.0e-4, beta: 0.05, report_to: [], save_steps: 1000}}
+"""
+SMALLER = ("rloo.per_device_train_batch_size=4", "rloo.num_generations=2", "rloo.max_completion_length=8")
+
+
+def id_reward(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+    """The share of even ids: random weights never write `</think>`, and equal rewards make every gradient zero."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,104 +46,113 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """A cell in which everything was skipped is skipped, with the reason; else it would count as passed."""
+    skipped, others = terminalreporter.stats.get("skipped", []), ("passed", "failed", "error")
+    if skipped and not any(terminalreporter.stats.get(name) for name in others):
+        cells.note_skip(str(skipped[0].longrepr[2]).removeprefix("Skipped: "))
+
+
 @pytest.fixture(scope="session")
-def card() -> Any:
-    """The kit's environment on this machine's card; skips, with the reason, where there is none or no Unsloth."""
+def card(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The kit's environment on this machine's card; skips, with the reason, where there is none."""
+    if cells.rehearsing() and os.environ.get("RLOO_KIT_BACKEND") == "unsloth":
+        _interpreter().import_unsloth(tmp_path_factory.mktemp("unsloth_compiled_cache"))
     import rloo_kit
 
     settled = rloo_kit.setup_environment()
-    if settled.card is None:
+    if settled.card is None and not cells.rehearsing():
         pytest.skip(f"no CUDA card: {settled.card_reason}")
-    if settled.backend != "unsloth":
-        pytest.skip(f"Unsloth is not the backend: {settled.backend_reason}")
     return settled
 
 
-class Record:
-    """What the tests measured: seconds and GiB by name."""
-
-    def __init__(self) -> None:
-        self.measured: dict[str, Any] = {}
-
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Wall time of a block, and the most memory that torch held in it."""
-        import torch
-
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        started = time.monotonic()
-        yield
-        torch.cuda.synchronize()
-        self.measured[name] = {
-            "seconds": round(time.monotonic() - started, 2),
-            "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
-        }
+def _interpreter() -> Any:
+    name = "unsloth_interpreter"
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, ROOT / "tests" / "unsloth" / "interpreter.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 @pytest.fixture(scope="session")
-def record(card: Any) -> Iterator[Record]:
-    """Collects measurements; written at the end to GPU_RESULTS, if that is set."""
-    import torch
-
-    kept = Record()
-    yield kept
-    if target := os.environ.get("GPU_RESULTS"):
-        found = {
-            "device": card.card.name,
-            "driver": card.card.driver,
-            "capability": card.card.compute_capability,
-            "precision": card.precision,
-            "versions": {name: version for name, version in card.versions.items() if version},
-            "cuda": torch.version.cuda,
-            "command": "GPU_RESULTS=FILE make test-gpu",
-            "measured": kept.measured,
-        }
-        Path(target).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+def interpreted(card: Any) -> bool:
+    """Whether Unsloth's kernels are interpreted here: float32, and no 4-bit weights."""
+    return cells.rehearsing() and card.backend == "unsloth"
 
 
 @pytest.fixture(scope="session")
-def qwen3_folder(card: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A Qwen3-0.6B with random weights and Qwen3's own token ids, as a local checkpoint (1.2 GB)."""
-    import shutil
-
-    from rloo_kit.kernel import release_memory
-    from rloo_kit.tiny_tokenizer import build_tokenizer
-
-    folder = tmp_path_factory.mktemp("qwen3_0_6b_random")
-    _save_random_model(folder)
-    build_tokenizer("thinking", "qwen3").save_pretrained(folder)
-    release_memory(verbose=False)
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+def unsloth(card: Any) -> None:
+    """Skips where Unsloth is not the backend, and this is no rehearsal through transformers."""
+    if card.backend != "unsloth" and not cells.rehearsing():
+        pytest.skip(f"Unsloth is not the backend: {card.backend_reason}")
 
 
-def _save_random_model(folder: Path) -> None:
+@pytest.fixture(scope="session")
+def without_unsloth(card: Any) -> None:
+    """Skips where Unsloth has been imported: it patches transformers for good."""
+    if card.backend == "unsloth":
+        pytest.skip("Unsloth is the backend of this process: RLOO_KIT_BACKEND=transformers, as run.py sets it")
+
+
+@pytest.fixture(scope="session")
+def memory(card: Any) -> Memory:
+    """The card's memory, or the machine's."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = Qwen3ForCausalLM(Qwen3Config(**QWEN3_0_6B)).to(torch.bfloat16)
-    model.save_pretrained(folder)
+    return Memory(HostMemory(), "cpu") if cells.rehearsing() else Memory(torch.cuda, "cuda")
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., Any]:
-    """`make_run(name, *overrides, reward=...)`: a short run on the model `name`, in a folder of its own."""
+def checkpoint(card: Any) -> Callable[[str], Path]:
+    """`checkpoint("0.6b")`: the folder of one with random weights; a tiny one when rehearsing."""
+    return lambda size: checkpoints.find_checkpoint(checkpoints.TINY if cells.rehearsing() else size)
 
-    def build(name: object, *overrides: str, reward: str = "thinking_reward") -> Any:
+
+@pytest.fixture
+def make_run(tmp_path: Path, interpreted: bool) -> Callable[..., Any]:
+    """`make_run(name, *overrides)`: a short run on the model `name`, in a folder of its own; smaller in a rehearsal."""
+
+    def build(name: object, *overrides: str) -> Any:
         from rloo_kit import load_config
 
         file = tmp_path / "gpu.yaml"
-        file.write_text(
-            f"run: {{output_dir: {json.dumps(str(tmp_path / 'outputs'))}, sample_every_steps: 0}}\n"
-            f"model: {{name: {json.dumps(str(name))}, max_seq_length: 1024, gradient_checkpointing: unsloth}}\n"
-            "data: {source: embedded/addition, num_prompts: 64, test_size: 16, max_prompt_length: 128}\n"
-            f"rewards: [{{name: {reward}}}]\n"
-            "rloo: {max_steps: 3, per_device_train_batch_size: 8, num_generations: 4, max_completion_length: 64,\n"
-            "  learning_rate: 1.0e-4, beta: 0.05, report_to: [], save_steps: 1000}\n"
-        )
-        return load_config(file, *overrides)
+        outputs, dtype = json.dumps(str(tmp_path / "outputs")), "float32" if cells.rehearsing() else "auto"
+        file.write_text(RUN.format(outputs=outputs, name=json.dumps(str(name)), dtype=dtype), encoding="utf-8")
+        smaller = SMALLER if cells.rehearsing() else ()
+        if interpreted:
+            overrides = tuple(text for text in overrides if not text.startswith("model.load_in_4bit"))
+        return load_config(file, *overrides, *smaller)
 
     return build
+
+
+@pytest.fixture
+def load(card: Any, interpreted: bool) -> Callable[[Any], Any]:
+    """`load(run)`: `load_policy`, by the backend of this process."""
+
+    def through_the_backend(run: Any) -> Any:
+        from rloo_kit import load_policy
+
+        if interpreted:
+            _interpreter().keep_on_cpu()
+        policy = load_policy(run)
+        assert policy.backend == card.backend, policy.reason
+        return policy
+
+    return through_the_backend
+
+
+@pytest.fixture
+def train() -> Callable[..., Any]:
+    """`train(run, policy, *rewards, **keywords)`: the kit's `train` with the run's own rewards and these."""
+
+    def by_the_kit(run: Any, policy: Any, *rewards: Any, **keywords: Any) -> Any:
+        import rloo_kit
+
+        data = rloo_kit.load_data(run, policy.tokenizer)
+        both = [*rloo_kit.build_rewards(run, policy.tokenizer), *rewards]
+        return rloo_kit.train(run, policy, data, both, **keywords)
+
+    return by_the_kit
