@@ -35,8 +35,8 @@ SMALLER = ("rloo.per_device_train_batch_size=4", "rloo.num_generations=2", "rloo
 
 
 def id_reward(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
-    """The share of even ids: random weights never write `</think>`, and equal rewards make every gradient zero."""
-    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+    """The mean id, from 0 to 1: random weights never write `</think>`, and equal rewards make every gradient zero."""
+    return [sum(ids) / len(ids) / 151936 for ids in completion_ids]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
