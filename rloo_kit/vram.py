@@ -63,7 +63,7 @@ def plan_vram(run: Any, card_gib: float | None = None, config: Mapping[str, Any]
         completions=load.completions,
         tokens_per_pass=load.pass_tokens,
         changes=() if fits else tuple(_find_changes(run, load, rows, limit)),
-        notes=tuple(_find_notes(run, load, machine)),
+        notes=tuple(_find_notes(run, load, rows, limit, machine)),
     )
 
 
@@ -231,6 +231,9 @@ def _list_remedies(run: Any, load: Load, limit: float) -> Iterator[tuple[str, An
     if "8bit" not in load.optim and load.optim.startswith(("adamw", "paged")) and load.on_cuda:
         load = replace(load, optim="adamw_8bit")
         yield "rloo.optim", "adamw_8bit", load
+    if _keeps_8_bits(run, load):
+        load = replace(load, cache="int8")
+        yield "rollout.cache", "int8", load
     if not load.four_bit and load.lora_rank is not None:
         load = replace(load, four_bit=True)
         yield "model.load_in_4bit", True, load
@@ -244,6 +247,11 @@ def _list_remedies(run: Any, load: Load, limit: float) -> Iterator[tuple[str, An
     if load.whole_groups and load.num_generations > 2:
         load = replace(load, num_generations=2)
         yield "rloo.num_generations", 2, load
+
+
+def _keeps_8_bits(run: Any, load: Load) -> bool:
+    """Whether the run's engine could keep its cache in 8 bits, and does not yet; see `rollout_cache`."""
+    return load.cache == "plain" and not load.fused and run.rollout.engine in ("auto", "native")
 
 
 def _fitting_completion(load: Load, limit: float) -> int | None:
@@ -286,8 +294,13 @@ def _list_parts(load: Load, rows: int) -> Iterator[Part]:
         yield both("unpacking", parts.work_bytes(load), "the largest matrix, while it multiplies")
     yield both("context", parts.context_bytes(load), "CUDA" if load.on_cuda else "Python and its libraries")
     kib = parts.cache_bytes_per_token(load) / 1024
-    yield Part("cache", parts.cache_bytes(load, rows) / GIB, 0.0, f"{rows} x {load.cache_tokens} tokens x {kib:g} KiB")
-    yield Part("decoding", parts.decoding_bytes(load, rows) / GIB, 0.0, "a layer's keys and values for each query head")
+    detail = f"{rows} x {load.cache_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if load.cache == 'int8' else ''}"
+    if parts.host_cache_bytes(load, rows):
+        detail += f" = {parts.host_cache_bytes(load, rows) / GIB:.2f} GiB of the machine's memory"
+    yield Part("cache", parts.cache_bytes(load, rows) / GIB, 0.0, detail)
+    back = "back in full and " if load.cache != "plain" else ""
+    detail = f"a layer's keys and values {back}for each query head"
+    yield Part("decoding", parts.decoding_bytes(load, rows) / GIB, 0.0, detail)
     if parts.joined_bytes(load):
         yield Part("joined matrices", parts.joined_bytes(load) / GIB, 0.0, "a copy of the layers that decodes faster")
     yield Part("sampling", parts.sampling_bytes(load, rows) / GIB, 0.0, "logits of the rows, prefill of the prompts")
@@ -296,7 +309,7 @@ def _list_parts(load: Load, rows: int) -> Iterator[Part]:
     yield Part("head", 0.0, parts.head_bytes(load) / GIB, "scored states, one tile of logits")
 
 
-def _find_notes(run: Any, load: Load, machine: Machine) -> Iterator[str]:
+def _find_notes(run: Any, load: Load, rows: int, limit: float, machine: Machine) -> Iterator[str]:
     """What the figures rest on, where that is not plain."""
     if load.shape.source.startswith("the published") and run.model.name.endswith(DYNAMIC_ENDING):
         yield (
@@ -306,5 +319,10 @@ def _find_notes(run: Any, load: Load, machine: Machine) -> Iterator[str]:
     if machine.on_cuda:
         backend = "Unsloth" if load.fused else "transformers"
         yield f"activations are those of the {backend} backend"
+    if load.fused and load.cache != "plain":
+        yield f"rollout.cache is {load.cache}, which Unsloth's engine refuses: see docs/memory.md"
+    more = largest_rows(replace(load, cache="int8"), limit)
+    if _keeps_8_bits(run, load) and run.rollout.rows is None and rows < more:
+        yield f"rollout.cache=int8 would hold {more} completions at once, sampled from 8-bit keys and values"
     if run.eval.batch_size > load.completions:
         yield f"the evaluation generates eval.batch_size = {run.eval.batch_size} completions at once; it is not planned"
