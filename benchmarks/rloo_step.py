@@ -18,8 +18,9 @@ those of the processor: what the step takes on a core of its own, whoever else i
   above what the process held before it, with the model loaded and the optimizer's state made by a short first step.
   malloc gives freed blocks of 128 KiB and more back at once there, so that resident means in use.
 
-Stock TRL's head is a Triton kernel; without an accelerator it gets the stand-in of `trl_head.py`. On a CUDA machine the
-same command runs `step_cuda.py` instead. Exit code 1 where a row misses its "at least". Left out: several processes.
+Stock TRL's head is a Triton kernel; here it gets the stand-in of `trl_head.py`. Exit code 1 where a row misses its "at
+least". On a card: `--device cuda`, which has cells and options of its own (`--device cuda --help`, `step_cuda.py`).
+Left out: several processes.
 """
 
 import argparse
@@ -137,7 +138,7 @@ def measure_whole(workload: Workload, sides: list[str], repeats: int) -> Iterato
         bars = (GENERATION_BAR, WHOLE_BAR) if side.name == "fast" else (NO_BAR, NO_BAR)
         for what, part, bar in (("generation", "generation", bars[0]), ("whole step", "whole", bars[1])):
             row = compare(what, workload, side.name, times[side.name], times["stock"], part, bar)
-            yield row | {"engine": getattr(getattr(side.trainer, "rollout_engine", None), "name", None)}
+            yield row | {"engine": getattr(getattr(side.trainer, "_engine", None), "name", None)}
 
 
 # ------------------------------------------------------------------------------------------------------- memory
@@ -264,6 +265,18 @@ def describe() -> dict[str, Any]:
     }
 
 
+def behind_device(arguments: list[str]) -> list[str] | None:
+    """The arguments beside `--device cuda`; None where that is not asked for.
+
+    >>> behind_device(["--device", "cuda", "--list"]), behind_device(["--device=cuda"]), behind_device(["--full"])
+    (['--list'], [], None)
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--device")
+    known, rest = finder.parse_known_args(arguments)
+    return rest if known.device == "cuda" else None
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="every K, vocabulary, checkpointing and beta")
@@ -273,29 +286,25 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=RESULT)
     parser.add_argument("--keep", action="store_true", help="keep rows of the results file that are not measured now")
     parser.add_argument("--write-table", action="store_true", help="only bring docs/17-benchmarks.md up to date")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the cells of step_cuda.py")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     parser.add_argument("--workload", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--cuda-child", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def main() -> int:
     """Measure and write; the exit code says whether every "at least" holds."""
     reporting.settle()
+    if (rest := behind_device(sys.argv[1:])) is not None:
+        import step_cuda
+
+        return step_cuda.main(rest)
     options = parse()
     if options.write_table:
         reporting.write_tables()
         return 0
-    if options.cuda_child:
-        import step_cuda
-
-        return step_cuda.run_child(json.loads(options.cuda_child))
     import torch
 
-    if torch.cuda.is_available():
-        import step_cuda
-
-        return step_cuda.main(options)
     from rloo_kit._stack import load_stack
 
     load_stack()

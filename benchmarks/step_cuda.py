@@ -1,177 +1,234 @@
-"""`rloo_step.py` on a CUDA card: random-weight Qwen3-0.6B and 4B in 4-bit, with and without Unsloth.
+"""`rloo_step.py --device cuda`: our step against stock TRL's and Unsloth's on one CUDA card, cell by cell.
 
-The checkpoints are made from a config, so nothing is downloaded; a step costs what it costs with trained weights. Per
-model there are two processes, because Unsloth patches TRL and transformers while it is imported: without it stock TRL
-(whose Triton head runs here) and the kit, with it Unsloth's RLOO trainer, its GRPO trainer and the kit. Inside a
-process the sides take turns as on the CPU. Peak memory is what `torch.cuda.max_memory_allocated` says above the level
-before a step, each side in a process of its own. Seconds are of the wall clock, with the card synchronised. There are
-no bars here. Left out: vLLM, and several cards.
+    python benchmarks/rloo_step.py --device cuda                    # every cell that has no result from this card yet
+    python benchmarks/rloo_step.py --device cuda --only 'training-4k*' whole-1k-native
+    python benchmarks/rloo_step.py --device cuda --list             # what there is, and what is known of it
+    python benchmarks/rloo_step.py --device cuda --rehearse         # the same code on the CPU, tiny; no measurement
 
-Not measured yet: the machine that this was written on has no card.
+Qwen3-4B with random weights in 4-bit, K 8, 16 completions, their lengths lognormal up to 1k, 4k and 8k tokens (2k for
+whole steps), beta 0.05. A cell is one side at one length in a process of its own: Unsloth changes TRL and transformers
+when it is imported, and peaks of memory would mix. It takes eight minutes at most and writes
+benchmarks/results/step_cuda/NAME.json as soon as a figure is known (`cells.py`); `rloo_step.py --write-table` puts what
+is there into docs/17-benchmarks.md.
+
+Sides: TRL's RLOO trainer with transformers (stock) and with Unsloth (stock-unsloth), Unsloth's GRPO trainer on the same
+completions (grpo-unsloth), and the kit with each setting of `memory`, each backend and each rollout engine. What a
+machine cannot install (vLLM) is skipped with the reason. Left out: several cards, trained weights.
 """
 
 import argparse
-import gc
-import importlib.util
-import json
 import os
 import subprocess
 import sys
-import tempfile
-import time
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import cells
 import reporting
-import step_workload
-from step_workload import Workload
+from cells import Cell
+from step_cuda_models import LENGTHS, Kind
 
-COMMON = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096}
-MODELS = {  # as in the checkpoints' own config.json
-    "Qwen3-0.6B": COMMON
-    | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "Qwen3-4B": COMMON
-    | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+RESULTS = reporting.RESULTS / "step_cuda"
+SOURCES = ("benchmarks/step_*.py", "benchmarks/imposed_lengths.py", "benchmarks/checkpoints.py")
+UNSLOTH_PYTHON = "RLOO_KIT_UNSLOTH_PYTHON"  # rehearsals: an interpreter whose environment has the pinned Unsloth
+REPEATS = 3
+STOCK = Kind("stock", "transformers")
+STOCK_UNSLOTH, GRPO_UNSLOTH = Kind("stock", "unsloth"), Kind("grpo", "unsloth")
+TRAINED = {
+    "fast-unsloth": Kind("fast", "unsloth"),
+    "stock-unsloth": STOCK_UNSLOTH,
+    "grpo-unsloth": GRPO_UNSLOTH,
+    "fast": Kind("fast", "transformers"),
+    "stock": STOCK,
+    "low-unsloth": Kind("low", "unsloth"),
+    "low": Kind("low", "transformers"),
+    "balanced-unsloth": Kind("balanced", "unsloth"),
+    "balanced": Kind("balanced", "transformers"),
 }
-WORKLOAD = Workload(num_generations=4, vocabulary=151936, checkpointing=True)
-SIDES = {"transformers": ("stock", "fast", "balanced", "low"), "unsloth": ("stock", "grpo", "fast", "balanced", "low")}
-RESULT = reporting.RESULTS / "rloo_step_cuda.json"
+SAMPLED = {
+    "native": Kind("fast", "transformers", "native"),
+    "generate-unsloth": Kind("fast", "unsloth", "generate"),
+    "stock-unsloth": STOCK_UNSLOTH,
+    "grpo-unsloth": GRPO_UNSLOTH,
+    "continuous": Kind("fast", "transformers", "continuous"),
+    "generate": Kind("fast", "transformers", "generate"),
+    "stock": STOCK,
+    "vllm": Kind("fast", "transformers", "vllm"),
+}
+# What a card has to hold: thinking tokens, generations, and how; `step_cuda_long.py` reads these.
+LONG = {
+    "long-12gb-chunked": "12 GB, K 4, 16k thinking tokens, plain cache, as many rows at once as the plan says",
+    "long-12gb-int8": "12 GB, K 4, 16k thinking tokens, 8-bit cache (transformers)",
+    "long-24gb-chunked": "24 GB, K 8, 16k thinking tokens, plain cache, as many rows at once as the plan says",
+    "long-24gb-int8": "24 GB, K 8, 16k thinking tokens, 8-bit cache (transformers)",
+}
 
 
-def make_checkpoint(name: str, folder: Path) -> Path:
-    """A checkpoint with random weights in bf16 and the byte tokenizer with Qwen3's ids, once."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+@dataclass(frozen=True)
+class Job:
+    """What a cell's process does.
 
-    target = folder / name
-    if (target / "tokenizer_config.json").is_file():
-        return target
-    tokenizer = step_workload.build_tokenizer(WORKLOAD)
-    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
+    Attributes:
+        part: "training", "whole", "profile-training", "profile-decoding", "ceilings" or "long".
+        rehearsed: whether a rehearsal runs it; else another cell's rehearsal goes through the same lines.
+    """
+
+    name: str
+    what: str
+    part: str
+    kind: Kind = STOCK
+    length: str = ""
+    beta: float = 0.05
+    rehearsed: bool = True
+
+    @property
+    def halves(self) -> bool:
+        """Whether the side's memory depends on the micro-batch, so that smaller ones are tried where it is full."""
+        return self.part in ("training", "whole") and self.kind.name in ("stock", "grpo")
+
+
+def list_jobs() -> list[Job]:
+    """Every job, those that matter most first."""
+    jobs = [Job("ceilings", "what the card does of matrix products and copies: the floors rest on it", "ceilings")]
+    for length in ("4k", "1k", "8k"):
+        jobs += [
+            Job(f"training-{length}-{name}", f"training part, {length}: {name}", "training", kind, length, 0.05,
+                length == "1k" or (length == "4k" and kind.backend == "transformers"))
+            for name, kind in TRAINED.items()
+        ]  # fmt: skip
+    for length in ("1k", "2k"):
+        jobs += [
+            Job(f"whole-{length}-{name}", f"whole steps, {length}: {name}", "whole", kind, length, 0.05, length == "1k")
+            for name, kind in SAMPLED.items()
+        ]
+    for name in ("fast-unsloth", "stock-unsloth", "fast"):
+        what = f"where the training part's time goes, 4k: {name}"
+        jobs.append(Job(f"profile-training-{name}", what, "profile-training", TRAINED[name], "4k"))
+    for name in ("native", "generate-unsloth"):
+        what = f"where the decoding's time goes: {name}"
+        jobs.append(Job(f"profile-decoding-{name}", what, "profile-decoding", SAMPLED[name]))
+    for name, what in LONG.items():
+        backend = "transformers" if name.endswith("int8") else "unsloth"
+        jobs.append(Job(name, what, "long", Kind("low", backend)))
+    for name in ("fast-unsloth", "stock-unsloth", "grpo-unsloth"):
+        what = f"training part without a KL penalty, 4k: {name}"
+        jobs.append(
+            Job(f"training-4k-{name}-beta0", what, "training", TRAINED[name], "4k", 0.0, name != "fast-unsloth")
+        )
+    return jobs
+
+
+def list_cells() -> list[Cell]:
+    """The jobs as `cells.py` runs them."""
+    found = []
+    for job in list_jobs():
+        arguments = ("-u", "benchmarks/rloo_step.py", "--device", "cuda", "--cell", job.name)
+        other = None
+        reason = "" if job.rehearsed else "the cells of shorter completions, or of this side, go through the same lines"
+        if job.kind.backend == "unsloth" and job.part != "ceilings":
+            other = find_unsloth_python()
+            if other is None and not reason:
+                reason = f"no environment with Unsloth: make test-unsloth makes one, {UNSLOTH_PYTHON} names another"
+        if job.kind.engine == "vllm":
+            reason = "vLLM needs CUDA"
+        found.append(
+            Cell(
+                job.name,
+                (sys.executable, *arguments),
+                job.what,
+                sources=SOURCES,
+                rehearsed_by=None if other is None else (other, *arguments),
+                not_rehearsed=reason,
+            )
+        )
+    return found
+
+
+def find_unsloth_python() -> str | None:
+    """The interpreter that rehearses Unsloth's sides: of the variable, or of the environment of its tests."""
+    named = os.environ.get(UNSLOTH_PYTHON) or str(reporting.ROOT / ".venv-unsloth" / "bin" / "python")
+    return named if Path(named).exists() else None
+
+
+def run_cell(name: str, rows: int | None, repeats: int) -> int:
+    """The process of one cell: its work, or, where a micro-batch may be too large, processes that try smaller ones."""
+    job = {job.name: job for job in list_jobs()}[name]
+    if job.halves and rows is None:
+        return _try_rows(job, repeats)
+    import step_cuda_models
+
+    if job.kind.engine == "vllm":
+        _need_vllm()
+    step_cuda_models.start_backend(job.kind.backend, job.kind.name)
+    import step_cuda_cells as work
+
     try:
-        with torch.device("cuda"):
-            model = Qwen3ForCausalLM(Qwen3Config(**MODELS[name], tie_word_embeddings=True, **ids))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    return target
+        if job.part in ("training", "whole"):
+            measure = work.measure_training if job.part == "training" else work.measure_whole
+            measure(job.kind, job.length, job.beta, rows, repeats)
+        elif job.part == "profile-training":
+            work.profile_training(job.kind, job.length)
+        elif job.part == "profile-decoding":
+            work.profile_decoding(job.kind)
+        elif job.part == "ceilings":
+            work.measure_ceilings()
+        else:
+            import step_cuda_long
 
-
-def load(backend: str, checkpoint: Path) -> tuple[Any, Any, Any]:
-    """Model in 4-bit, tokenizer, and the adapter's config (None where the model has its adapter already)."""
-    import torch
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-
-    if backend == "transformers":
-        four_bit = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
-        model = AutoModelForCausalLM.from_pretrained(
-            checkpoint, quantization_config=four_bit, dtype=torch.bfloat16, device_map={"": 0}
-        )
-        return model, AutoTokenizer.from_pretrained(checkpoint), LoraConfig(**step_workload.LORA)
-    from unsloth import FastLanguageModel
-
-    model, tokenizer = FastLanguageModel.from_pretrained(
-        str(checkpoint), max_seq_length=1024, dtype=torch.bfloat16, load_in_4bit=True
-    )
-    lora = {name: value for name, value in step_workload.LORA.items() if name != "task_type"}
-    model = FastLanguageModel.get_peft_model(model, **lora, use_gradient_checkpointing="unsloth", random_state=0)
-    return model, tokenizer, None
-
-
-def build(name: str, backend: str, checkpoint: Path) -> Any:
-    """A side on the card. Under Unsloth the model carries its own checkpointing, so the trainer's is off."""
-    from step_sides import wrap_model
-
-    model, tokenizer, peft_config = load(backend, checkpoint)
-    workload = replace(WORKLOAD, checkpointing=WORKLOAD.checkpointing and backend == "transformers")
-    return wrap_model(name, workload, model, tokenizer, peft_config, use_cpu=False, bf16=True)
-
-
-def run_child(arguments: dict[str, Any]) -> int:
-    """One process: the steps of some sides in turn, or the peak of one side; prints JSON on its last line."""
-    import rloo_kit
-
-    rloo_kit.setup_environment(arguments["backend"])  # imports Unsloth first where it is the backend
-    from rloo_kit._stack import load_stack
-
-    load_stack()
-    checkpoint, backend = Path(arguments["checkpoint"]), arguments["backend"]
-    if arguments.get("peak"):
-        found: Any = _peak(arguments["peak"], backend, checkpoint)
-    else:
-        from rloo_step import take_turns
-
-        sides = [build(name, backend, checkpoint) for name in arguments["sides"]]
-        found = {}
-        for part, canned in (("training", True), ("whole", False)):
-            times = take_turns(sides, arguments["repeats"], canned)
-            found[part] = {name: [asdict(step) for step in steps] for name, steps in times.items()}
-    print("figures: " + json.dumps(found), flush=True)
+            step_cuda_long.measure_long(job.name, job.kind.backend)
+    except RuntimeError as error:
+        if not step_cuda_models.is_out_of_memory(error):
+            raise
+        print(f"out of memory: {error}", flush=True)
+        return work.FULL_MEMORY
     return 0
 
 
-def _peak(name: str, backend: str, checkpoint: Path) -> float:
-    """MiB on the card above the level before the step."""
-    import torch
+def _try_rows(job: Job, repeats: int) -> int:
+    """The cell with a group a micro-batch, or with half, a quarter .. of it: a user would do the same."""
+    from step_cuda_cells import FULL_MEMORY
 
-    side = build(name, backend, checkpoint)
-    full = side.canned_completions
-    side.canned_completions = [ids[:7] + ids[-1:] for ids in full]
-    side.step()
-    side.canned_completions = full
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    side.step()
-    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
-
-
-def start_child(**arguments: Any) -> Any:
-    """Run `run_child` in a fresh process and read what it found."""
-    script = str(Path(__file__).with_name("rloo_step.py"))
-    environment = os.environ | {"RLOO_KIT_BACKEND": arguments["backend"]}
-    command = [sys.executable, script, "--cuda-child", json.dumps(arguments)]
-    done = subprocess.run(command, env=environment, cwd=reporting.ROOT, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("figures: ")]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{arguments} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
-    return json.loads(lines[-1].removeprefix("figures: "))
+    too_large = []
+    for rows in (8, 4, 2, 1):
+        command = [sys.executable, "-u", "benchmarks/rloo_step.py", "--device", "cuda", "--cell", job.name]
+        command += ["--rows", str(rows), "--repeats", str(repeats)]
+        code = subprocess.run(command, cwd=reporting.ROOT, check=False).returncode
+        if code != FULL_MEMORY:
+            return code
+        too_large.append(rows)
+        cells.report(out_of_memory_rows=too_large)
+    cells.report(out_of_memory=True)  # a finding: it does not fit this card
+    return 0
 
 
-def main(options: argparse.Namespace) -> int:
-    """Every model and backend; a side that fails is named in the results, and the others go on."""
-    import torch
+def _need_vllm() -> None:
+    from importlib.util import find_spec
 
-    started = time.monotonic()
-    backends = ["transformers", *(["unsloth"] if importlib.util.find_spec("unsloth") else [])]
-    models = list(MODELS) if options.full else list(MODELS)[:1]
-    target = RESULT if options.results.name == "rloo_step.json" else options.results
-    result = reporting.header("benchmarks/rloo_step.py") | {"card": torch.cuda.get_device_name(), "rows": []}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in models:
-            checkpoint = str(make_checkpoint(name, Path(folder)))
-            gc.collect()
-            torch.cuda.empty_cache()
-            for backend in backends:
-                row: dict[str, Any] = {"model": name, "backend": backend, "workload": asdict(WORKLOAD)}
-                shared = {"backend": backend, "checkpoint": checkpoint}
-                try:
-                    row |= start_child(**shared, sides=SIDES[backend], repeats=options.repeats)
-                    row["peak_mib"] = {side: start_child(**shared, peak=side) for side in SIDES[backend]}
-                except RuntimeError as error:
-                    row["failed"] = str(error)
-                result["rows"].append(row)
-                print(json.dumps(row)[:2000], flush=True)
-    reporting.write(result | {"seconds": round(time.monotonic() - started)}, target)
-    return 1 if any("failed" in row for row in result["rows"]) else 0
+    if find_spec("vllm") is None:
+        cells.skip("vLLM is not installed")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options behind `--device cuda`."""
+    parser = argparse.ArgumentParser(
+        prog="rloo_step.py --device cuda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cells.add_arguments(parser, RESULTS)
+    parser.add_argument(
+        "--repeats", type=int, default=REPEATS, help="steps of each side after the one that is discarded"
+    )
+    parser.add_argument("--cell", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what was not measured yet; the exit code is 1 where a cell failed."""
+    options = parse(arguments)
+    if options.cell:
+        return run_cell(options.cell, options.rows, options.repeats)
+    return cells.run_cells(list_cells(), options, "python benchmarks/rloo_step.py --device cuda")
+
+
+__all__ = ["LENGTHS", "list_cells", "list_jobs", "main"]

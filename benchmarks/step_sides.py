@@ -4,9 +4,7 @@ A step is what lies between TRL's callbacks `on_step_begin` and `on_step_end`: r
 and optimizer. Its rollout is the trainer's own `_generate_single_turn`, timed by itself, or canned completions. So the
 training part of a step is the step less its rollout and its rewards, on both sides, whatever a trainer is made of.
 
-Imposed lengths: how long a random model's completions get must not depend on chance or on the side. In `generate` a
-logits processor sets the end token's score: impossible before a row's target, certain at it, one column a step (2 % of
-nothing at 16 x 2048). The kit's native engine is given the same targets; see `impose_lengths`.
+How long completions get does not depend on chance or on the side either: see `imposed_lengths`.
 """
 
 import contextlib
@@ -14,12 +12,13 @@ import inspect
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import step_workload
 import torch
+from imposed_lengths import impose_lengths
 from step_workload import Workload
 
 LEARNING_RATE = 1e-6  # TRL's default: the weights stay where they are, as far as time and gradients can tell
@@ -82,7 +81,7 @@ class Side:
         self.completion_lengths: list[int] = []
         self._rollout, self._rewards = Clock(), Clock()
         self.canned_completions = step_workload.completions(workload, end_id)
-        self._targets = step_workload.completion_lengths(workload)
+        self.targets = step_workload.completion_lengths(workload)
         self._wrap_rollout(end_id)
         self._wrap_rewards()
         trainer.add_callback(_step_clock(self))
@@ -106,7 +105,7 @@ class Side:
             with self._rollout.running():
                 if self.canned:
                     return self._answer([list(ids) for ids in self.canned_completions])
-                with impose_lengths(self.trainer, self._targets, end_id):
+                with impose_lengths(self.trainer, prompt_ids, self.targets, end_id):
                     completion_ids = original(prompt_ids, *arguments, **keywords)
             ids = completion_ids[0] if isinstance(completion_ids, tuple) else completion_ids
             self.completion_lengths = [len(row) for row in ids]
@@ -218,10 +217,10 @@ def trainer_arguments(workload: Workload) -> dict[str, Any]:
         "max_steps": 1,
         "learning_rate": LEARNING_RATE,
         "max_grad_norm": 1e9,
-        "per_device_train_batch_size": workload.num_generations,
-        "gradient_accumulation_steps": workload.groups,
+        "per_device_train_batch_size": workload.micro_batch,
+        "gradient_accumulation_steps": workload.completions // workload.micro_batch,
         "num_generations": workload.num_generations,
-        "max_completion_length": step_workload.LONGEST,
+        "max_completion_length": workload.longest or step_workload.LONGEST,
         "gradient_checkpointing": workload.checkpointing,
         "beta": workload.beta,
         "temperature": 1.0,
@@ -248,78 +247,6 @@ def gradient_error(side: Side, stock: Side) -> float:
     names = sorted(stock.gradients)
     ours, theirs = (torch.cat([one.gradients[name].double().flatten() for name in names]) for one in (side, stock))
     return ((ours - theirs).norm() / theirs.norm()).item()
-
-
-# ---------------------------------------------------------------------------------------------- imposed lengths
-
-
-@contextlib.contextmanager
-def impose_lengths(trainer: Any, targets: list[int], end_id: int) -> Iterator[None]:
-    """Inside the block, row i of the trainer's rollout ends, with the end token, after `targets[i]` tokens."""
-    with _end_in_generate(trainer.model, targets, end_id), _end_in_native(targets, end_id):
-        yield
-
-
-class EndAt:
-    """A logits processor: the end token is impossible before a row's target and certain at it."""
-
-    def __init__(self, targets: list[int], prompt_tokens: int, end_id: int):
-        self.targets, self.prompt_tokens, self.end_id = torch.tensor(targets), prompt_tokens, end_id
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.targets.device != scores.device:
-            self.targets = self.targets.to(scores.device)
-        due = self.targets <= input_ids.size(1) - self.prompt_tokens + 1
-        scores[:, self.end_id] = torch.where(due, 1e4, -torch.inf).to(scores.dtype)
-        return scores
-
-
-@contextlib.contextmanager
-def _end_in_generate(model: Any, targets: list[int], end_id: int) -> Iterator[None]:
-    original: Callable[..., Any] = model.generate
-
-    def generate(*arguments: Any, input_ids: torch.Tensor, logits_processor: Any = (), **keywords: Any) -> Any:
-        processors = [EndAt(targets, input_ids.size(1), end_id), *(logits_processor or ())]
-        return original(*arguments, input_ids=input_ids, logits_processor=processors, **keywords)
-
-    before = vars(model).get("generate")
-    model.generate = generate
-    try:
-        yield
-    finally:
-        if before is None:
-            del model.generate
-        else:
-            model.generate = before
-
-
-@contextlib.contextmanager
-def _end_in_native(targets: list[int], end_id: int) -> Iterator[None]:
-    """The native engine keeps each completion in a `Turn`, made in the order of the prompts; it gets its target here.
-
-    A token is replaced once it is drawn, which costs a comparison a token; the model computes as many steps as ever.
-    """
-    try:
-        from rloo_kit import rollout_native
-    except ImportError:  # a version of the kit before its own engine
-        yield
-        return
-    waiting = iter(targets)
-
-    class TargetedTurn(rollout_native.Turn):  # type: ignore[misc]
-        def __init__(self, *arguments: Any):
-            super().__init__(*arguments)
-            self.target = next(waiting)
-
-        def take(self, token: int, logp: float) -> None:
-            due = len(self.ids) + 1 >= self.target
-            super().take(end_id if due else 0 if token == end_id else token, logp)
-
-    before, rollout_native.Turn = rollout_native.Turn, TargetedTurn
-    try:
-        yield
-    finally:
-        rollout_native.Turn = before
 
 
 def _synchronize() -> None:

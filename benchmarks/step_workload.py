@@ -37,22 +37,36 @@ LORA = {
 
 @dataclass(frozen=True)
 class Workload:
-    """One step. `num_generations` is K; a micro-batch is one group, so a step is 16 / K micro-batches on both sides."""
+    """One step.
+
+    Attributes:
+        num_generations: K. tied: every completion of half of the groups gets the same reward.
+        longest: tokens of the longest completion; None for LONGEST.
+        rows: completions of a micro-batch; None for one group, so that a step is 16 / K micro-batches on both sides.
+    """
 
     num_generations: int = 4
     vocabulary: int = 2048
     checkpointing: bool = False
     beta: float = 0.05
-    tied: bool = False  # every completion of half of the groups gets the same reward
+    tied: bool = False
     completions: int = COMPLETIONS
+    longest: int | None = None
+    rows: int | None = None
 
     @property
     def groups(self) -> int:
         return self.completions // self.num_generations
 
     @property
+    def micro_batch(self) -> int:
+        """Completions of a micro-batch."""
+        return self.rows or self.num_generations
+
+    @property
     def label(self) -> str:
-        parts = [f"K {self.num_generations}", f"vocabulary {self.vocabulary}", f"beta {self.beta:g}"]
+        parts = [f"K {self.num_generations}"] + [f"up to {self.longest} tokens"] * bool(self.longest)
+        parts += [f"vocabulary {self.vocabulary}", f"beta {self.beta:g}"]
         return ", ".join(parts + ["checkpointing"] * self.checkpointing + ["half of the groups tied"] * self.tied)
 
 
@@ -65,7 +79,7 @@ def completion_lengths(workload: Workload) -> list[int]:
     """
     normal = statistics.NormalDist()
     scores = [normal.inv_cdf((index + 0.5) / workload.completions) for index in range(workload.completions)]
-    median = LONGEST / math.exp(SIGMA * scores[-1])
+    median = (workload.longest or LONGEST) / math.exp(SIGMA * scores[-1])
     values = [max(SHORTEST, round(median * math.exp(SIGMA * score))) for score in scores]
     random.Random(0).shuffle(values)
     return values

@@ -1,0 +1,185 @@
+"""Imposed lengths: how long a random model's completions get must not depend on chance, on the side or on the engine.
+
+Inside `impose_lengths` each row of a trainer's rollout ends, with the end token, after the number of tokens that it was
+given. Every engine is reached where it decides about an end:
+
+- `generate`, of whatever library: a logits processor sets the end token's score, impossible before a row's target and
+  certain at it: one column a step (2 % of nothing at 16 x 2048).
+- the kit's native engine: the token is replaced once it is drawn, which costs a comparison a token.
+- transformers' continuous batching and vLLM: a limit of tokens for each request, and no end token; the last token
+  becomes the end token afterwards.
+
+The model computes as many steps as ever. Rows of equal prompts get their targets in their order, whatever order an
+engine takes the prompts in. Left out: engines in another process (`step_server.py` does its own).
+"""
+
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+class Targets:
+    """The lengths of a rollout's rows, handed out by prompt; a prompt that is asked again begins anew.
+
+    >>> targets = Targets([[1, 2], [1, 2], [3]], [5, 6, 7])
+    >>> [targets.take(prompt) for prompt in ([3], [1, 2], [1, 2], [1, 2])]
+    [7, 5, 6, 5]
+    """
+
+    def __init__(self, prompt_ids: list[list[int]], lengths: list[int]):
+        self._waiting: dict[tuple[int, ...], deque[int]] = defaultdict(deque)
+        for ids, length in zip(prompt_ids, lengths, strict=True):
+            self._waiting[tuple(ids)].append(length)
+
+    def take(self, prompt: list[int]) -> int:
+        """The next row's length, in tokens with the end token."""
+        waiting = self._waiting[tuple(prompt)]
+        waiting.rotate(-1)
+        return waiting[-1]
+
+
+@contextlib.contextmanager
+def impose_lengths(trainer: Any, prompt_ids: list[list[int]], lengths: list[int], end_id: int) -> Iterator[None]:
+    """Inside the block, row i of the trainer's rollout ends, with the end token, after `lengths[i]` tokens."""
+    targets = Targets(prompt_ids, lengths)
+    with (
+        _end_in_generate(trainer.model, targets, end_id),
+        _end_in_native(lengths, end_id),
+        _end_in_continuous(trainer.model, targets, end_id),
+        _end_in_vllm(getattr(trainer, "vllm_generation", None), targets, end_id),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside the block the object has its own attribute `name`; afterwards what it had."""
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def with_end(ids: list[int], end_id: int) -> list[int]:
+    """The ids with the end token in the last place and nowhere else.
+
+    >>> with_end([4, 9, 4], 9)
+    [4, 0, 9]
+    """
+    return [0 if token == end_id else token for token in ids[:-1]] + [end_id]
+
+
+# ---------------------------------------------------------------------------------------------------- the engines
+
+
+class EndAt:
+    """A logits processor: the end token is impossible before a row's target and certain at it."""
+
+    def __init__(self, targets: list[int], prompt_tokens: int, end_id: int):
+        self.targets, self.prompt_tokens, self.end_id = torch.tensor(targets), prompt_tokens, end_id
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.targets.device != scores.device:
+            self.targets = self.targets.to(scores.device)
+        due = self.targets <= input_ids.size(1) - self.prompt_tokens + 1
+        scores[:, self.end_id] = torch.where(due, 1e4, -torch.inf).to(scores.dtype)
+        return scores
+
+
+@contextlib.contextmanager
+def _end_in_generate(model: Any, targets: Targets, end_id: int) -> Iterator[None]:
+    original: Callable[..., Any] = model.generate
+
+    def generate(*arguments: Any, input_ids: torch.Tensor, logits_processor: Any = (), **keywords: Any) -> Any:
+        masks = keywords["attention_mask"].bool()
+        rows = [ids[mask].tolist() for ids, mask in zip(input_ids, masks, strict=True)]
+        end = EndAt([targets.take(row) for row in rows], input_ids.size(1), end_id)
+        processors = [end, *(logits_processor or ())]
+        return original(*arguments, input_ids=input_ids, logits_processor=processors, **keywords)
+
+    with replaced(model, "generate", generate):
+        yield
+
+
+@contextlib.contextmanager
+def _end_in_native(lengths: list[int], end_id: int) -> Iterator[None]:
+    """The native engine keeps each completion in a `Turn`, made in the prompts' order; it gets its target here."""
+    try:
+        from rloo_kit import rollout_native
+    except ImportError:  # a version of the kit before its own engine
+        yield
+        return
+    waiting = iter(lengths)
+
+    class TargetedTurn(rollout_native.Turn):  # type: ignore[misc]
+        def __init__(self, *arguments: Any):
+            super().__init__(*arguments)
+            self.target = next(waiting)
+
+        def take(self, token: int, logp: float) -> None:
+            due = len(self.ids) + 1 >= self.target
+            super().take(end_id if due else 0 if token == end_id else token, logp)
+
+    with replaced(rollout_native, "Turn", TargetedTurn):
+        yield
+
+
+@contextlib.contextmanager
+def _end_in_continuous(model: Any, targets: Targets, end_id: int) -> Iterator[None]:
+    try:
+        from transformers.generation.continuous_batching import ContinuousBatchingManager
+    except ImportError:
+        yield
+        return
+    add, batch = ContinuousBatchingManager.add_request, getattr(model, "generate_batch", None)
+
+    def add_request(self: Any, input_ids: list[int], **keywords: Any) -> Any:
+        keywords |= {"max_new_tokens": targets.take(input_ids), "eos_token_id": -1}
+        return add(self, input_ids, **keywords)
+
+    def generate_batch(*arguments: Any, **keywords: Any) -> Any:
+        results = batch(*arguments, **keywords)
+        for result in results.values():
+            result.generated_tokens = with_end(list(result.generated_tokens), end_id)
+        return results
+
+    with replaced(ContinuousBatchingManager, "add_request", add_request):
+        if batch is None:
+            yield
+            return
+        with replaced(model, "generate_batch", generate_batch):
+            yield
+
+
+@contextlib.contextmanager
+def _end_in_vllm(generation: Any, targets: Targets, end_id: int) -> Iterator[None]:
+    """TRL's vLLM in this process: one set of sampling parameters for all prompts becomes one for each."""
+    engine = getattr(generation, "llm", None)
+    if engine is None:
+        yield
+        return
+    original = engine.generate
+
+    def generate(prompts: list[dict[str, Any]], sampling_params: Any, **keywords: Any) -> Any:
+        each = []
+        for prompt in prompts:
+            own = sampling_params.clone()
+            own.ignore_eos, own.max_tokens = True, targets.take(list(prompt["prompt_token_ids"]))
+            own.min_tokens = own.max_tokens
+            each.append(own)
+        outputs = original(prompts, sampling_params=each, **keywords)
+        for output in outputs:
+            for answer in output.outputs:
+                answer.token_ids = with_end(list(answer.token_ids), end_id)
+        return outputs
+
+    with replaced(engine, "generate", generate):
+        yield

@@ -1,0 +1,232 @@
+"""The cells of `step_cuda.py`, each run in a process of its own: what is measured, and how.
+
+- training: steps with canned completions, less rollout and rewards, as in `rloo_step.py`; seconds, memory, and how many
+  completions a micro-batch had (halved until it fits, where a side's memory depends on that).
+- whole: real rollouts with imposed lengths. The first rollout of a process is slow, and at 2048 tokens dear: it is
+  discarded in a short form, of 16 tokens at most.
+- profile: where a training part and the decoding spend the card's time, by kind of kernel.
+- ceilings: what this card does of matrix products and of copies, which is what the floors are made of.
+
+A figure is reported once it is there: a cell that runs out of time keeps the steps it has. Left out: several cards.
+"""
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import cells
+import step_cuda_models as models
+from step_cuda_models import Card, Kind
+from step_workload import completion_lengths
+
+STARTED = time.monotonic()
+BUDGET_S = cells.LIMIT_S - 60  # no step is begun that would not end by then
+FULL_MEMORY = 3  # exit code of a process whose card was too small
+SHORT_TOKENS = 16
+DECODED_TOKENS, DECODED_PROMPT = 48, 1024  # of the profile of decoding
+
+
+def measure_training(kind: Kind, length: str, beta: float, rows: int | None, repeats: int) -> None:
+    """The training part of some steps of one side, and the most memory that it took."""
+    card, workload = Card(), models.make_workload(length, rows, beta)
+    with _head():
+        side = models.build_side(kind, workload)
+        side.step(canned=True)
+        _report_setting(kind, workload, side)
+        _take_steps(side, card, repeats, canned=True)
+
+
+def measure_whole(kind: Kind, length: str, beta: float, rows: int | None, repeats: int) -> None:
+    """Whole steps of one side with the lengths of its completions imposed, and the most memory that they took."""
+    card, workload = Card(), models.make_workload(length, rows, beta)
+    with _head():
+        side = models.build_side(kind, workload, **engine_options(kind, workload))
+        full = side.targets
+        side.targets = [min(tokens, SHORT_TOKENS) for tokens in full]
+        side.step(canned=False)
+        side.targets = full
+        _report_setting(kind, workload, side)
+        _take_steps(side, card, repeats, canned=False)
+    if side.completion_lengths != full:
+        raise AssertionError(f"{kind.name} generated other lengths than imposed: {side.completion_lengths}")
+
+
+def engine_options(kind: Kind, workload: Any) -> dict[str, Any]:
+    """What the config of a rollout engine needs beside its name."""
+    if kind.engine == "vllm":
+        share = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.35}
+        return share | {"vllm_max_model_length": models.max_tokens(workload)}
+    return {}
+
+
+def _head() -> AbstractContextManager[Any]:
+    """TRL's Triton head, which needs a card; rehearsed without one, its stand-in."""
+    from rloo_kit._stack import load_stack
+
+    if not cells.rehearsing() or load_stack().unsloth is not None:  # the interpreter runs Triton
+        return nullcontext()
+    import trl_head
+
+    return trl_head.installed()
+
+
+def _report_setting(kind: Kind, workload: Any, side: Any) -> None:
+    engine = getattr(side.trainer, "_engine", None)
+    scorer = getattr(side.trainer, "_scorer", None)
+    cells.report(
+        side=kind.name,
+        backend=kind.backend,
+        engine=engine.name if engine is not None else "vllm" if kind.engine == "vllm" else "generate",
+        layout=getattr(scorer, "layout", None),
+        settings=asdict(workload),
+        tokens=sum(completion_lengths(workload)),
+        steps=[],
+    )
+
+
+def _take_steps(side: Any, card: Card, repeats: int, canned: bool) -> None:
+    """At least one step, then more while there is time; each is reported when it is done."""
+    steps: list[dict[str, float]] = []
+    while len(steps) < repeats and (not steps or _elapsed() + 1.2 * steps[-1]["whole_s"] < BUDGET_S):
+        card.reset_peak()
+        held = card.held_gib()
+        step = side.step(canned=canned)
+        found = {name: getattr(step, f"{name}_s") for name in ("whole", "generation", "training")}
+        steps.append({f"{name}_s": round(value, 4) for name, value in found.items()})
+        steps[-1] |= {"held_gib": held, "peak_gib": card.peak_gib(), "reserved_gib": card.reserved_gib()}
+        cells.report(steps=steps)
+
+
+def _elapsed() -> float:
+    return time.monotonic() - STARTED
+
+
+# ------------------------------------------------------------------------------------------------------- profiles
+
+GROUPS = {  # of kernels and operators, by their names; the first that matches
+    "unpacking 4-bit weights": r"dequant|4bit|nf4",
+    "attention": r"flash|fmha|attention|sdpa|flex",
+    "log-probabilities": r"logprob|logsumexp|log_softmax|cross_entropy|_chunked",
+    "matrix products": r"gemm|gemv|cutlass|xmma|matmul|::mm|addmm|::bmm|linear|nvjet",
+    "optimizer": r"adam|multi_tensor|_foreach",
+    "copies": r"memcpy|memset|copy_|::cat|index_copy|Memcpy|Memset",
+    "norms, rotary, activations": r"norm|rope|rotary|silu|swiglu|geglu",
+}
+
+
+def group_of(name: str) -> str:
+    """The kind of work that a kernel's name tells of.
+
+    >>> group_of("void cutlass::Kernel2<cutlass_80_tensorop_bf16>"), group_of("kDequantizeBlockwise<bf16>")
+    ('matrix products', 'unpacking 4-bit weights')
+    """
+    return next((kind for kind, pattern in GROUPS.items() if re.search(pattern, name, re.I)), "everything else")
+
+
+def profile_training(kind: Kind, length: str) -> None:
+    """Where a step with canned completions spends its time."""
+    workload = models.make_workload(length)
+    with _head():
+        side = models.build_side(kind, workload)
+        side.step(canned=True)
+        _report_setting(kind, workload, side)
+        _profile(lambda: side.step(canned=True))
+
+
+def profile_decoding(kind: Kind) -> None:
+    """Where decoding spends its time: some tokens behind long prompts, by the kit's own engine."""
+    from rloo_kit.rollout_types import Limits
+
+    workload = models.make_workload("2k")
+    prompt, tokens = (16, 4) if cells.rehearsing() else (DECODED_PROMPT, DECODED_TOKENS)
+    with _head():
+        side = models.build_side(kind, workload)
+        trainer = side.trainer
+        prompts = [[token % 250 for token in range(group, group + prompt)] for group in range(workload.groups)]
+        rows = [ids for ids in prompts for _ in range(workload.num_generations)]
+        _report_setting(kind, workload, side)
+
+        def decode() -> None:
+            with trainer.accelerator.autocast():
+                trainer._engine.sample(rows, Limits(tokens))
+
+        decode()
+        cells.report(tokens=tokens * len(rows), prompt_tokens=prompt, decoded_tokens=tokens, rows=len(rows))
+        _profile(decode)
+
+
+def _profile(work: Callable[[], Any]) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    card = Card()
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * card.is_real
+    card.synchronize()
+    started = time.perf_counter()
+    work()
+    card.synchronize()
+    plain_s = time.perf_counter() - started
+    with profile(activities=activities) as found:
+        started = time.perf_counter()
+        work()
+        card.synchronize()
+        wall_s = time.perf_counter() - started
+    shares: dict[str, float] = {}
+    top = []
+    for name, seconds, calls in _kernels(found, card.is_real):
+        shares[group_of(name)] = shares.get(group_of(name), 0.0) + seconds
+        top.append({"name": name[:120], "seconds": round(seconds, 5), "calls": calls})
+    busy = sum(shares.values())
+    top.sort(key=lambda row: -row["seconds"])
+    cells.report(
+        plain_s=plain_s, profiled_s=wall_s, busy_s=busy, idle_share=max(0.0, 1 - busy / wall_s),
+        launches=sum(row["calls"] for row in top), seconds_by_kind={k: round(v, 5) for k, v in shares.items()},
+        top=top[:20],
+    )  # fmt: skip
+
+
+def _kernels(found: Any, on_card: bool) -> Iterator[tuple[str, float, int]]:
+    """Name, seconds and calls of what ran on the card; rehearsed, of the operators on the CPU."""
+    for event in found.key_averages():
+        if on_card and "CUDA" not in str(event.device_type):
+            continue  # the operator that launched it has the same time once more
+        seconds = (event.self_device_time_total if on_card else event.self_cpu_time_total) / 1e6
+        if seconds > 0:
+            yield event.key, seconds, event.count
+
+
+# ------------------------------------------------------------------------------------------------------- ceilings
+
+
+def measure_ceilings() -> None:
+    """Matrix products on random data (TFLOP/s), and copies within the card (GB/s, bytes read and written)."""
+    import torch
+
+    from rloo_kit import environment
+
+    card = Card()
+    side, length = (64, 2**16) if cells.rehearsing() else (8192, 2**30)
+    device, dtype = "cuda" if card.is_real else "cpu", getattr(torch, environment.current().dtype_name)
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    source = torch.empty(length, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    product = _median_seconds(lambda: left @ right, card)
+    copy = _median_seconds(lambda: target.copy_(source), card)
+    cells.report(tflops=2 * side**3 / product / 1e12, gb_per_s=2 * length / copy / 1e9, dtype=str(dtype))
+
+
+def _median_seconds(work: Callable[[], Any], card: Card, batches: int = 5, times: int = 10) -> float:
+    for _ in range(3):
+        work()
+    found = []
+    for _ in range(batches):
+        card.synchronize()
+        started = time.perf_counter()
+        for _ in range(times):
+            work()
+        card.synchronize()
+        found.append((time.perf_counter() - started) / times)
+    return statistics.median(found)

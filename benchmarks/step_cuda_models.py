@@ -1,0 +1,297 @@
+"""What the cells of `step_cuda.py` run on: the checkpoint, the sides around it, and the card that they are measured on.
+
+On a card: Qwen3-4B with random weights (`checkpoints.py`), in 4-bit, with LoRA, in bf16 (fp16 on cards without it).
+Rehearsed: the tiny one on the CPU, in 4-bit through bitsandbytes where the backend is transformers; under Unsloth,
+Triton's interpreter runs the kernels and the weights stay float32. The sides of stock are loaded as their own users do,
+those of the kit by `load_policy`.
+"""
+
+import contextlib
+import gc
+import importlib.util
+import json
+import os
+import re
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import cells
+import checkpoints
+import reporting
+import step_workload
+from step_workload import Workload
+
+GIB = 2**30
+LENGTHS = {"1k": 1024, "2k": 2048, "4k": 4096, "8k": 8192}  # tokens of the longest completion
+TINY_LENGTHS = {"1k": 6, "2k": 7, "4k": 9, "8k": 12}
+TINY_PROMPTS, TINY_SHORTEST = (5, 8), 3
+RUN = """\
+model: {{name: {name}, backend: {backend}, load_in_4bit: {four_bit}, dtype: {dtype}, max_seq_length: {length},
+  gradient_checkpointing: unsloth}}
+data: {{source: embedded/addition, max_prompt_length: {prompt}}}
+rewards: [{{name: thinking_reward}}]
+rloo: {{max_steps: 1}}
+"""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A side: `name` as in `step_sides.wrap_model`, the backend that loads its model, and the kit's rollout engine."""
+
+    name: str
+    backend: str
+    engine: str = "auto"
+
+
+def size() -> str:
+    """The checkpoint that the cells run on, for `checkpoints.find_checkpoint`."""
+    return checkpoints.TINY if cells.rehearsing() else "4b"
+
+
+def make_workload(length: str, rows: int | None = None, beta: float = 0.05) -> Workload:
+    """The step of a cell; tiny when rehearsing.
+
+    Args:
+        length: a key of LENGTHS. rows: completions of a micro-batch; None for one group.
+    """
+    full = Workload(8, 151936, checkpointing=True, beta=beta, longest=LENGTHS[length], rows=rows)
+    if not cells.rehearsing():
+        return full
+    step_workload.PROMPT_TOKENS, step_workload.SHORTEST = TINY_PROMPTS, TINY_SHORTEST
+    tiny = {"num_generations": 2, "vocabulary": checkpoints.shape_of(checkpoints.TINY).vocab_size, "completions": 4}
+    return replace(full, **tiny, longest=TINY_LENGTHS[length], rows=rows and min(rows, 2))
+
+
+# ------------------------------------------------------------------------------------------------------- the sides
+
+
+def start_backend(backend: str, side: str = "") -> None:
+    """Import the libraries in their order, Unsloth first where it is the backend; to be called before torch.
+
+    Args:
+        side: `Kind.name`; GRPO's shared prompts have no backward pass on the CPU, so rehearsed it goes without.
+
+    Ends the process as a skipped cell where Unsloth is wanted and cannot be used.
+    """
+    os.environ["RLOO_KIT_BACKEND"] = backend
+    if backend == "unsloth":
+        if importlib.util.find_spec("unsloth") is None:
+            cells.skip("Unsloth is not installed: pip install -e '.[gpu]'")
+        os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cells.scratch_folder() / "unsloth_compiled_cache"))
+        if cells.rehearsing():
+            if side == "grpo":
+                os.environ["UNSLOTH_GRPO_PREFIX_GROUPER"] = "0"
+            _start_interpreter()
+    import rloo_kit
+    from rloo_kit._stack import load_stack
+
+    settled = rloo_kit.setup_environment(backend)
+    if settled.backend != backend:
+        cells.skip(f"the backend is {settled.backend}: {settled.backend_reason}")
+    load_stack()
+
+
+def _start_interpreter() -> Any:
+    """Unsloth on the CPU by the harness of its tests, and its GRPO trainer, which the harness leaves out."""
+    module = _interpreter()
+    module.import_unsloth(Path(tempfile.mkdtemp(prefix="unsloth-")))
+    from unsloth.models import rl
+
+    os.environ["UNSLOTH_ALLOW_CPU"] = "0"  # under "1" Unsloth leaves TRL's trainers alone
+    try:
+        rl._patch_trl_rl_trainers("grpo_trainer")
+    finally:
+        os.environ["UNSLOTH_ALLOW_CPU"] = "1"
+
+
+def _interpreter() -> Any:
+    name = "unsloth_interpreter"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, reporting.ROOT / "tests" / "unsloth" / "interpreter.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def build_side(kind: Kind, workload: Workload, **options: Any) -> Any:
+    """A side of `step_sides` around the checkpoint; `options` are more arguments of its config."""
+    from step_sides import wrap_model
+
+    checkpoint = checkpoints.find_checkpoint(size())
+    is_kit = kind.name not in ("stock", "grpo")
+    if is_kit:
+        policy = load_policy(kind, checkpoint, workload)
+        model, tokenizer, peft_config = policy.model, policy.tokenizer, None
+        options = policy.config_arguments | {"rollout_engine": kind.engine} | options
+    else:
+        model, tokenizer, peft_config = _load_stock(kind.backend, checkpoint, workload)
+        options = {"gradient_checkpointing": kind.backend == "transformers"} | options
+    guard = contextlib.nullcontext() if is_kit else _quiet_precision(kind.backend)
+    with guard:
+        return wrap_model(kind.name, workload, model, tokenizer, peft_config, **_precision() | options)
+
+
+def load_policy(kind: Kind, checkpoint: Path, workload: Workload) -> Any:
+    """The kit's policy on the checkpoint."""
+    import rloo_kit
+
+    _stay_on_cpu(kind.backend)
+    policy = rloo_kit.load_policy(load_run(kind, checkpoint, workload))
+    _stay_on_cpu(kind.backend)
+    return policy
+
+
+def load_run(kind: Kind, checkpoint: Path, workload: Workload) -> Any:
+    """A `RunConfig` with that model, in its precision; data and rewards are only there to make it whole."""
+    import rloo_kit
+
+    interpreted = cells.rehearsing() and kind.backend == "unsloth"
+    text = RUN.format(
+        name=json.dumps(str(checkpoint)),
+        backend=kind.backend,
+        four_bit="false" if interpreted else "true",
+        dtype="float32" if cells.rehearsing() else "auto",
+        length=max_tokens(workload),
+        prompt=step_workload.PROMPT_TOKENS[1],
+    )
+    file = Path(tempfile.mkdtemp(prefix="rloo-step-")) / "step.yaml"
+    file.write_text(text, encoding="utf-8")
+    completion = max_tokens(workload) - step_workload.PROMPT_TOKENS[1]
+    return rloo_kit.load_config(file, f"rloo.max_completion_length={completion}")
+
+
+def max_tokens(workload: Workload) -> int:
+    """Tokens of the longest prompt and completion together, rounded up to 64."""
+    return -(-(workload.longest + step_workload.PROMPT_TOKENS[1]) // 64) * 64
+
+
+def _load_stock(backend: str, checkpoint: Path, workload: Workload) -> tuple[Any, Any, Any]:
+    """Model, tokenizer, and the adapter's config (None where the model has its adapter already), as in their docs."""
+    import torch
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    from rloo_kit import environment
+
+    dtype = getattr(torch, environment.current().dtype_name)
+    if backend == "transformers":
+        four_bit = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+        device = "cpu" if cells.rehearsing() else 0
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, quantization_config=four_bit, dtype=dtype, device_map={"": device}
+        )
+        return model, AutoTokenizer.from_pretrained(checkpoint), LoraConfig(**step_workload.LORA)
+    from unsloth import FastLanguageModel
+
+    _stay_on_cpu(backend)
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(checkpoint),
+        max_seq_length=max_tokens(workload),
+        dtype=torch.float32 if cells.rehearsing() else dtype,
+        load_in_4bit=not cells.rehearsing(),
+    )
+    lora = {name: value for name, value in step_workload.LORA.items() if name != "task_type"}
+    model = FastLanguageModel.get_peft_model(model, **lora, use_gradient_checkpointing="unsloth", random_state=0)
+    _stay_on_cpu(backend)
+    return model, tokenizer, None
+
+
+def _precision() -> dict[str, Any]:
+    """The config's arguments for this machine, and an optimizer that Unsloth does not exchange."""
+    from rloo_kit import environment
+
+    name = environment.current().precision
+    return {"use_cpu": cells.rehearsing(), "bf16": name == "bf16", "fp16": name == "fp16", "optim": "adamw_torch"}
+
+
+def _stay_on_cpu(backend: str) -> None:
+    """Before a load and behind it: a load brings modules in that look for a card, and undoes what was put there."""
+    if backend == "unsloth" and cells.rehearsing():
+        _interpreter().keep_on_cpu()
+
+
+@contextlib.contextmanager
+def _quiet_precision(backend: str) -> Any:
+    """Rehearsed in float32, Unsloth's trainer would switch mixed precision on, which is for cards."""
+    if backend == "unsloth" and cells.rehearsing():
+        os.environ["UNSLOTH_MIXED_PRECISION"] = "bfloat16"
+    yield
+
+
+# -------------------------------------------------------------------------------------------------------- the card
+
+
+class Card:
+    """Memory and time of the card of this process; rehearsed, what Linux says of the process stands in for both."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.cuda = torch.cuda
+        self.is_real = not cells.rehearsing()
+
+    def reset_peak(self) -> None:
+        """The peak starts anew here."""
+        gc.collect()
+        if self.is_real:
+            self.cuda.empty_cache()
+            self.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def held_gib(self) -> float:
+        """Held by tensors now."""
+        return (self.cuda.memory_allocated() if self.is_real else _process_bytes("VmRSS")) / GIB
+
+    def peak_gib(self) -> float:
+        """Held by tensors at most since `reset_peak`."""
+        return (self.cuda.max_memory_allocated() if self.is_real else _process_bytes("VmHWM")) / GIB
+
+    def reserved_gib(self) -> float:
+        """Taken from the card at most since `reset_peak`, what the allocator keeps included."""
+        return (self.cuda.max_memory_reserved() if self.is_real else _process_bytes("VmHWM")) / GIB
+
+    def total_gib(self) -> float:
+        """Of the card; rehearsed, 80."""
+        return self.cuda.get_device_properties(0).total_memory / GIB if self.is_real else 80.0
+
+    def limit(self, gib: float) -> None:
+        """From here on the allocator may take this much and no more: an out-of-memory error comes as on such a card."""
+        if gib > self.total_gib():
+            cells.skip(f"needs a card of at least {gib:g} GiB; this one has {self.total_gib():.1f}")
+        if self.is_real:
+            self.cuda.set_per_process_memory_fraction(gib / self.total_gib())
+
+    def synchronize(self) -> None:
+        """Wait for the card."""
+        if self.is_real:
+            self.cuda.synchronize()
+
+
+def empty_cache() -> None:
+    """Give back what the allocator keeps."""
+    import torch
+
+    gc.collect()
+    if not cells.rehearsing():
+        torch.cuda.empty_cache()
+
+
+def _process_bytes(field: str) -> float:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.M)
+    return int(found.group(1)) * 1024 if found else float("nan")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the card is full."""
+    from rloo_kit.process_memory import is_out_of_memory as says_so
+
+    return isinstance(error, RuntimeError) and says_so(error)
