@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperCommand
 
 from rloo_kit import __version__
-from rloo_kit.errors import NoSignalError, RlooKitError, RunNotFoundError
+from rloo_kit.errors import ConfigError, NoSignalError, RlooKitError, RunNotFoundError
 from rloo_kit.processes import count_processes, is_main_process, process_index, say
 
 REFUSED, INTERRUPTED = 2, 130
@@ -124,6 +124,9 @@ def train(
         Path | None,
         typer.Option("--launch", metavar="LAUNCH", help="Several processes: configs/accelerate/ddp.yaml and others."),
     ] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="With --launch: how many, if not as its file says.")
+    ] = None,
 ) -> None:
     """Evaluate, train, evaluate again and write the report."""
     with _exit_codes():
@@ -131,7 +134,9 @@ def train(
             from rloo_kit.launcher import hand_over
 
             flags = [*(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])]
-            hand_over(launch, ["train", str(file), *(overrides or []), *flags])
+            hand_over(launch, ["train", str(file), *(overrides or []), *flags], processes)
+        if processes is not None:
+            raise ConfigError(f"--processes {processes} says how many --launch starts, which is not given")
         from rloo_kit.launcher import resume_words
         from rloo_kit.run_dir import RunDir
         from rloo_kit.versions import check_trackers

@@ -12,7 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 from rloo_kit._stack import load_stack
-from rloo_kit.processes import count_processes, is_distributed, is_main_process, process_index
+from rloo_kit.errors import SetupError
+from rloo_kit.processes import count_processes, is_distributed, is_main_process, local_index, process_index
 
 PATIENCE = timedelta(hours=3)  # of a process that waits for another's long rollout; one that died ends all at once
 
@@ -25,10 +26,19 @@ def start_processes(on_cpu: bool = False) -> None:
 
     Args:
         on_cpu: use gloo and the CPU also where there are cards.
+
+    Raises:
+        SetupError: there are more processes on this machine than cards.
     """
     if not is_distributed():
         return
     torch = load_stack().torch
+    cards = torch.cuda.device_count()
+    if cards and local_index() >= cards:
+        raise SetupError(
+            f"process {local_index()} of this machine has no card of its own: {cards} can be used, one a process; "
+            "start fewer processes (num_processes of the launch file, --nproc_per_node of torchrun)"
+        )
     from accelerate import PartialState
 
     PartialState(cpu=on_cpu or not torch.cuda.is_available(), timeout=PATIENCE)

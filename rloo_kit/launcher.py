@@ -24,9 +24,10 @@ import psutil
 import yaml
 
 from rloo_kit.errors import ConfigError
+from rloo_kit.nvml import Cards, find_cards
 from rloo_kit.processes import count_processes
 
-LAUNCH_VARIABLE = "RLOO_KIT_LAUNCH"  # the launch file, for the processes that it started
+LAUNCH_VARIABLE = "RLOO_KIT_LAUNCH"  # what stands behind --launch, for the processes that it started
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 SHUTDOWN_S = 3600  # after Ctrl-C the run finishes its step and saves; torch's 30 s are less than a long rollout
 PROGRAM, RUN = "accelerate.commands.launch", ("-m", "rloo_kit.cli")
@@ -34,20 +35,25 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 _SAID_ALREADY = ("Sending process", "failed (exitcode", "Received", "Closing process")
 
 
-def hand_over(launch_file: Path, arguments: Sequence[str]) -> NoReturn:
+def hand_over(launch_file: Path, arguments: Sequence[str], processes: int | None = None) -> NoReturn:
     """Start a run in several processes, in place of this one.
 
     Args:
         launch_file: as `accelerate config` writes them; the kit's own are in configs/accelerate.
         arguments: of `rloo-kit`, for each process: ["train", "configs/x.yaml", ...].
+        processes: on all machines together, at least 1; None for the file's `num_processes`.
 
     Raises:
         ConfigError: the file cannot be used, or this process was started by a launcher already.
     """
     settings = check_launch_file(launch_file)
+    if processes is not None:
+        settings["num_processes"] = processes
+    check_cards(launch_file, settings, find_cards())
     command = launch_command(launch_file, settings, arguments)
     print(f"launching: {shlex.join(['accelerate', 'launch', *command])}", flush=True)
-    environment = os.environ | {LAUNCH_VARIABLE: str(launch_file)}
+    started_by = [str(launch_file), *(["--processes", str(processes)] if processes else [])]
+    environment = os.environ | {LAUNCH_VARIABLE: shlex.join(started_by)}
     environment.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_S))
     if not {"", os.getcwd()} & set(sys.path):  # `python -m` would put the working folder first, `rloo-kit` does not
         environment["PYTHONSAFEPATH"] = "1"
@@ -85,17 +91,36 @@ def check_launch_file(file: Path) -> dict[str, Any]:
     return settings
 
 
+def check_cards(file: Path, settings: Mapping[str, Any], cards: Cards) -> None:
+    """One process a card: refuse more processes on this machine than it has cards, unless they are to use the CPU.
+
+    Raises:
+        ConfigError: there are too few cards, or none.
+    """
+    machines = int(settings.get("num_machines") or 1)
+    here = int(settings.get("num_processes") or 1) // machines
+    if settings.get("use_cpu") or here <= cards.count:
+        return
+    found = f"{cards.count} of its cards can be used" if cards.count else cards.reason
+    cure = f"--processes {cards.count * machines}" if cards.count else "configs/accelerate/cpu_two.yaml runs on the CPU"
+    raise ConfigError(
+        f"--launch {file}: it starts {here} processes on this machine, one a card, but {found}: {cure}; or set "
+        "num_processes in the file"
+    )
+
+
 def launch_command(file: Path, settings: Mapping[str, Any], arguments: Sequence[str]) -> list[str]:
     """The words behind `accelerate launch`; on one machine a free port, so that two runs do not meet on one."""
     alone = int(settings.get("num_machines") or 1) == 1 and settings.get("main_process_port") is None
     port = ["--main_process_port", "0"] if alone else []
-    return ["--config_file", str(file), *port, *RUN, *arguments]
+    number = ["--num_processes", str(settings["num_processes"])] if "num_processes" in settings else []
+    return ["--config_file", str(file), *port, *number, *RUN, *arguments]
 
 
 def resume_words() -> list[str]:
     """What a command has to say to go on as this one was started: `--launch FILE`, or nothing."""
-    file = os.environ.get(LAUNCH_VARIABLE)
-    return ["--launch", file] if file else []
+    words = os.environ.get(LAUNCH_VARIABLE)
+    return ["--launch", *shlex.split(words)] if words else []
 
 
 def exit_code(codes: Mapping[int, int]) -> tuple[int, str]:

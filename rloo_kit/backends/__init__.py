@@ -187,6 +187,7 @@ def _choose(run: Any, stack: Any) -> tuple[str, str]:
     """Name of the backend and the reason for it."""
     wanted = run.model.backend
     if is_distributed():
+        _refuse_sharded_4bit(run)
         if wanted == "unsloth" or stack.unsloth is not None:
             asked = "model.backend is unsloth" if wanted == "unsloth" else "Unsloth is imported in this process"
             raise BackendError(
@@ -208,6 +209,16 @@ def _choose(run: Any, stack: Any) -> tuple[str, str]:
             "model.backend=transformers"
         )
     return "transformers", "model.backend asks for it" if wanted == "transformers" else str(obstacle).partition(";")[0]
+
+
+def _refuse_sharded_4bit(run: Any) -> None:
+    libraries = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
+    used = [name for variable, name in libraries.items() if os.environ.get(variable, "").lower() == "true"]
+    if used and run.model.load_in_4bit:
+        raise BackendError(
+            f"model.load_in_4bit is true, and {used[0]} does not share out 4-bit weights: use the launch file "
+            "configs/accelerate/ddp.yaml, or set model.load_in_4bit=false"
+        )
 
 
 def _refuse_mixed_cards(run: Any) -> None:
