@@ -4,6 +4,8 @@
 #            NO_GPU=1            leave the gpu extra out although a card is there (in a fresh .venv)
 #            TORCH_INDEX=URL     install torch from that package index first (CPU builds, another CUDA version)
 #            JOBS=2              test processes side by side
+#            CELLS="life_0.6b"   which cells make test-gpu runs (NAME* for several); MINUTES=9 ends it in time;
+#                                REHEARSE=1 runs their code on the CPU, with tiny shapes
 #            BENCHMARKS="startup" which of benchmarks/ make bench runs (kl_forms and batch_arithmetic: only when named)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -65,8 +67,9 @@ test-all: test test-slow ## the core tests and the slow ones
 test-unsloth: $(VENV_UNSLOTH)/.stamp ## the Unsloth path without a GPU, in an environment of its own
 	$(VENV_UNSLOTH)/bin/python -m pytest tests/unsloth
 
-test-gpu: $(STAMP_DEV) ## the tests that need a CUDA card (skipped, with the reason, without one)
-	$(BIN)/python -m pytest tests/gpu
+test-gpu: $(STAMP_DEV) ## the checks that need a CUDA card, each in a process of its own (skipped without one)
+	$(BIN)/python tests/gpu/run.py $(if $(CELLS),--only $(patsubst %,'%',$(CELLS))) $(if $(MINUTES),--minutes $(MINUTES)) \
+		$(if $(REHEARSE),--rehearse)
 
 check: lint test ## lint and test
 

@@ -308,8 +308,8 @@ def _judge(code: int, result: Mapping[str, Any], log: Path) -> tuple[str, str]:
     if code == 0:
         return "passed", ""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    tail = "\n".join(lines[-25:])[-3000:]
-    return "failed", f"exit code {code}; {log}:\n{tail}"
+    tail = "\n".join(lines[-25:])[-3000:].replace(f"{reporting.ROOT}/", "")
+    return "failed", f"exit code {code}; {log.relative_to(reporting.ROOT)}:\n{tail}"
 
 
 def scratch_folder() -> Path:

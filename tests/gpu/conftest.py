@@ -31,7 +31,10 @@ rewards: [{{name: thinking_reward}}]
 rloo: {{max_steps: 3, per_device_train_batch_size: 8, num_generations: 4, max_completion_length: 64,
   learning_rate: 1.0e-4, beta: 0.05, report_to: [], save_steps: 1000}}
 """
-SMALLER = ("rloo.per_device_train_batch_size=4", "rloo.num_generations=2", "rloo.max_completion_length=8")
+SMALLER = (
+    "model.max_seq_length=256", "rloo.per_device_train_batch_size=4", "rloo.num_generations=2",
+    "rloo.max_completion_length=8",
+)  # fmt: skip
 
 
 def id_reward(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
@@ -59,8 +62,13 @@ def card(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if cells.rehearsing() and os.environ.get("RLOO_KIT_BACKEND") == "unsloth":
         _interpreter().import_unsloth(tmp_path_factory.mktemp("unsloth_compiled_cache"))
     import rloo_kit
+    from rloo_kit.environment import find_cards
+    from rloo_kit.errors import SetupError
 
-    settled = rloo_kit.setup_environment()
+    try:
+        settled = rloo_kit.setup_environment()
+    except SetupError as error:  # Unsloth is asked for and not there; without a card that is the reason to name
+        pytest.skip(str(error) if find_cards().card is not None else f"no CUDA card: {find_cards().reason}")
     if settled.card is None and not cells.rehearsing():
         pytest.skip(f"no CUDA card: {settled.card_reason}")
     return settled
@@ -80,20 +88,6 @@ def _interpreter() -> Any:
 def interpreted(card: Any) -> bool:
     """Whether Unsloth's kernels are interpreted here: float32, and no 4-bit weights."""
     return cells.rehearsing() and card.backend == "unsloth"
-
-
-@pytest.fixture(scope="session")
-def unsloth(card: Any) -> None:
-    """Skips where Unsloth is not the backend, and this is no rehearsal through transformers."""
-    if card.backend != "unsloth" and not cells.rehearsing():
-        pytest.skip(f"Unsloth is not the backend: {card.backend_reason}")
-
-
-@pytest.fixture(scope="session")
-def without_unsloth(card: Any) -> None:
-    """Skips where Unsloth has been imported: it patches transformers for good."""
-    if card.backend == "unsloth":
-        pytest.skip("Unsloth is the backend of this process: RLOO_KIT_BACKEND=transformers, as run.py sets it")
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from typing import Any
 import cells
 import pytest
 
-from tests.gpu import numbers
+from tests.gpu import scores
 from tests.gpu.conftest import id_reward
 
 MEAN_NATS, MAX_NATS = 0.03, 0.25  # of bf16 against bf16 in another order; a dropped mask is off by one nat and more
@@ -41,7 +41,7 @@ def left_padded(policy: Any, groups: list[Any]) -> Any:
     for row, (prompt, one) in enumerate(rows):
         ids[row, width - len(prompt) : width + len(one)] = torch.cat([prompt, one])
         mask[row, width - len(prompt) : width + len(one)] = 1
-    with numbers.autocast(causal.device):
+    with scores.autocast(causal.device):
         states = causal.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         places = [states[row, width - 1 : width - 1 + len(one)] for row, (_, one) in enumerate(rows)]
         targets = torch.cat([one for _, one in rows])
@@ -63,7 +63,7 @@ def stock_left_padded(policy: Any, groups: list[Any]) -> Any:
 def policy(load: Any, make_run: Any, checkpoint: Any) -> Any:
     """Qwen3-0.6B in 4-bit with an adapter that is not the identity."""
     loaded = load(make_run(checkpoint("0.6b"), "model.load_in_4bit=true"))
-    numbers.move_adapter(loaded)
+    scores.move_adapter(loaded)
     return loaded
 
 
@@ -75,19 +75,20 @@ def test_every_layout_scores_as_single_sequences(policy: Any, card: Any, interpr
 
     chosen = Scorer(policy.model, 1.0, policy.tokenizer.pad_token_id)
     cells.report(backend=card.backend, layout=chosen.layout, reason=chosen.reason)
-    groups = numbers.make_groups(policy.model.device)
-    singles = [[one] for one in numbers.one_by_one(groups)]
+    assert chosen.layout in ("shared", "repeated"), chosen.reason
+    groups = scores.make_groups(policy.model.device)
+    singles = [[one] for one in scores.one_by_one(groups)]
     policy.model.eval()
     with torch.no_grad():
-        expected = numbers.log_probs(policy, singles, "padded")
+        expected = scores.log_probs(policy, singles, "padded")
     cells.report(tokens=len(expected), mean_logp=round(expected.mean().item(), 3))
     required = {"padded", "repeated", chosen.layout}
     for mode in ("train", "eval"):
         policy.model.train(mode == "train")
         with torch.no_grad():
-            found = {"one by one": difference(numbers.log_probs(policy, singles, "padded"), expected)}
+            found = {"one by one": difference(scores.log_probs(policy, singles, "padded"), expected)}
             for layout in LAYOUTS:
-                found[layout] = difference(numbers.log_probs(policy, [groups], layout), expected)
+                found[layout] = difference(scores.log_probs(policy, [groups], layout), expected)
             found["left-padded"] = difference(left_padded(policy, groups), expected)
             stock = difference(stock_left_padded(policy, groups), expected)
         cells.report(**{f"nats_{mode}": found | {"stock, left-padded": stock}})
@@ -116,15 +117,15 @@ def test_gradients_against_float32(load: Any, make_run: Any, checkpoint: Any, ca
 
     model = checkpoint("0.6b")
     policy = load(make_run(model))
-    numbers.move_adapter(policy)
+    scores.move_adapter(policy)
     adapter = save_adapter(policy, tmp_path / "adapter")
-    reference = numbers.without_unsloth(model, adapter, tmp_path / "float32.pt")
+    reference = scores.without_unsloth(model, adapter, tmp_path / "float32.pt")
     expected = reference["gradients"]
-    groups = numbers.make_groups(policy.model.device)
+    groups = scores.make_groups(policy.model.device)
     chosen = Scorer(policy.model, 1.0, policy.tokenizer.pad_token_id).layout
     cells.report(backend=card.backend, layout=chosen, dtype=str(policy.model.dtype))
     for layout in dict.fromkeys(("padded", "repeated", chosen)):
-        found = numbers.gradients(policy, [groups], layout)
+        found = scores.gradients(policy, [groups], layout)
         assert found.keys() == expected.keys()
         pairs = [(found[name].flatten(), expected[name].flatten()) for name in expected]
         mine, theirs = (torch.cat(parts) for parts in zip(*pairs, strict=True))
@@ -134,7 +135,7 @@ def test_gradients_against_float32(load: Any, make_run: Any, checkpoint: Any, ca
         assert error < GRADIENT and cosine > 0.99, f"{layout} rows: off by {error:.3f} of its size"
     policy.model.eval()
     with torch.no_grad():
-        logps = numbers.log_probs(policy, [groups], chosen)
+        logps = scores.log_probs(policy, [groups], chosen)
     off = difference(logps.cpu(), reference["logps"])
     cells.report(nats_off_float32=off)
     assert is_close(off)
