@@ -95,7 +95,7 @@ class RLOOConfig(trl.RLOOConfig):
         rollout_rows: completions generated at once; None: planned by the memory.
         rollout_cache: keys and values of a rollout: "plain", "int8" (8 bits) or "offloaded" (the machine's memory).
         rollout_server_url: http://host:port of a vLLM server, for "server" and "vllm".
-        rollout_server_adapters: folder that the trainer and that server both see; None for one in `output_dir`.
+        rollout_server_adapters: folder of this run alone, seen by that server too; None for one in `output_dir`.
         resample_rounds: times that a rollout's groups without signal get fresh prompts; 0 for never.
         max_reward_failure_share: share of samples with a failed reward, 0 to 1, above which a batch counts as failed.
         reward_failure_steps: failed batches in a row, 1 or more, after which training saves and stops.

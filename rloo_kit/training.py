@@ -320,10 +320,17 @@ def training_arguments(run: Any, policy: Policy, folder: Path) -> dict[str, Any]
         }
         | run.rloo.to_arguments()
         | run.rollout.to_arguments()
+        | _own_adapters(run)
         | planned_limits(run, policy)
         | mixed_precision(run)
         | policy.config_arguments
     )
+
+
+def _own_adapters(run: Any) -> dict[str, str]:
+    """A folder of the run's own in `rollout.server_adapters`, which runs share: what a run left there it deletes."""
+    folder = run.rollout.server_adapters
+    return {} if folder is None else {"rollout_server_adapters": str(Path(folder) / run.name)}
 
 
 def planned_limits(run: Any, policy: Policy) -> dict[str, int]:
@@ -337,7 +344,7 @@ def planned_limits(run: Any, policy: Policy) -> dict[str, int]:
     except ConfigError as error:
         say(f"memory: {error}")
         return {}
-    limits = {"rollout_rows": plan.rows}
+    limits = {} if run.rollout.engine == "server" else {"rollout_rows": plan.rows}
     if run.rloo.tokens_per_pass is None and plan.tokens_per_pass < TOKENS_PER_PASS[not plan.machine.on_cuda]:
         limits["tokens_per_pass"] = plan.tokens_per_pass
     if not plan.fits:

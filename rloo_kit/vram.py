@@ -19,7 +19,7 @@ from rloo_kit.nvml import find_cards
 from rloo_kit.process_memory import available_gib
 from rloo_kit.processes import count_processes
 from rloo_kit.versions import is_cpu_torch, is_importable
-from rloo_kit.vram_parts import GIB, Load
+from rloo_kit.vram_parts import ELSEWHERE, GIB, Load
 from rloo_kit.vram_plan import Change, Machine, Part, VramPlan
 from rloo_kit.vram_shapes import DYNAMIC_ENDING, find_shape, read_adapter, shape_of_config
 
@@ -110,8 +110,13 @@ def read_load(run: Any, machine: Machine, config: Mapping[str, Any] | None = Non
         num_generations=rloo.num_generations,
         completions=rloo.generation_batch_size // count_processes(),
         on_cuda=machine.on_cuda,
-        cache=run.rollout.cache,
+        cache=ELSEWHERE if _samples_elsewhere(run) else run.rollout.cache,
     )
+
+
+def _samples_elsewhere(run: Any) -> bool:
+    """Whether a server's cards hold the rollout."""
+    return run.rollout.engine == "server" or (run.rollout.engine == "vllm" and run.rollout.server_url is not None)
 
 
 def _find_adapter(run: Any) -> tuple[int | None, tuple[str, ...], bool]:
@@ -172,6 +177,8 @@ def _own_bytes(load: Load) -> int:
 
 def rollout_gib(load: Load, rows: int) -> float:
     """Peak of a rollout with `rows` completions at once, each at its full length, in GiB."""
+    if load.cache == ELSEWHERE:
+        return _resting_bytes(load) / GIB
     cache = parts.cache_bytes(load, rows) + parts.decoding_bytes(load, rows) + parts.joined_bytes(load)
     return (_resting_bytes(load) + cache + parts.sampling_bytes(load, rows)) / GIB
 
@@ -293,6 +300,17 @@ def _list_parts(load: Load, rows: int) -> Iterator[Part]:
     if load.four_bit:
         yield both("unpacking", parts.work_bytes(load), "the largest matrix, while it multiplies")
     yield both("context", parts.context_bytes(load), "CUDA" if load.on_cuda else "Python and its libraries")
+    yield from _list_rollout_parts(load, rows)
+    detail = f"{load.pass_tokens} tokens in a pass, checkpointing {load.checkpointing}"
+    yield Part("activations", 0.0, parts.activation_bytes(load) / GIB, detail)
+    yield Part("head", 0.0, parts.head_bytes(load) / GIB, "scored states, one tile of logits")
+
+
+def _list_rollout_parts(load: Load, rows: int) -> Iterator[Part]:
+    """Those that a training pass has not."""
+    if load.cache == ELSEWHERE:
+        yield Part("cache", 0.0, 0.0, "the server has it")
+        return
     kib = parts.cache_bytes_per_token(load) / 1024
     detail = f"{rows} x {load.cache_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if load.cache == 'int8' else ''}"
     if parts.host_cache_bytes(load, rows):
@@ -304,9 +322,6 @@ def _list_parts(load: Load, rows: int) -> Iterator[Part]:
     if parts.joined_bytes(load):
         yield Part("joined matrices", parts.joined_bytes(load) / GIB, 0.0, "a copy of the layers that decodes faster")
     yield Part("sampling", parts.sampling_bytes(load, rows) / GIB, 0.0, "logits of the rows, prefill of the prompts")
-    detail = f"{load.pass_tokens} tokens in a pass, checkpointing {load.checkpointing}"
-    yield Part("activations", 0.0, parts.activation_bytes(load) / GIB, detail)
-    yield Part("head", 0.0, parts.head_bytes(load) / GIB, "scored states, one tile of logits")
 
 
 def _find_notes(run: Any, load: Load, rows: int, limit: float, machine: Machine) -> Iterator[str]:
@@ -319,7 +334,7 @@ def _find_notes(run: Any, load: Load, rows: int, limit: float, machine: Machine)
     if machine.on_cuda:
         backend = "Unsloth" if load.fused else "transformers"
         yield f"activations are those of the {backend} backend"
-    if load.fused and load.cache != "plain":
+    if load.fused and load.cache not in ("plain", ELSEWHERE):
         yield f"rollout.cache is {load.cache}, which Unsloth's engine refuses: see docs/memory.md"
     more = largest_rows(replace(load, cache="int8"), limit)
     if _keeps_8_bits(run, load) and run.rollout.rows is None and rows < more:

@@ -20,6 +20,7 @@ CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries
 PROCESS_GIB = 0.7  # without a card: Python with torch, transformers and trl
 BLOCK, NESTED_BLOCK = 64, 256  # weights to an absmax of 8 bit, and of those to an absmax of 32 bit (bitsandbytes)
 QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # of each matrix: the tables of both quantisations, and an offset
+ELSEWHERE = "elsewhere"  # where a rollout's cache is that a server holds
 CACHE_BLOCK = 64  # tokens by which the cache grows: `slot_cache` holds the same number
 JOINED_LIMIT_BYTES = 2**30  # largest copy of the layers that decoding makes: `fused_decoder` holds the same number
 FLOAT = 4
@@ -37,7 +38,8 @@ class Load:
         tokens_per_pass: tokens that a training pass may hold; it holds one row at least, or one group (whole_groups).
         reference: what beta needs beside the policy: "none", "adapter" (a frozen copy) or "model".
         streams: `memory: low` with a KL penalty, which keeps two more buffers of the size of the gradients.
-        completions: of one rollout in this process. cache: of the rollout: "plain", "int8" or "offloaded".
+        completions: of one rollout in this process. cache: of the rollout: "plain", "int8" or "offloaded"; or
+            "elsewhere", on a server's cards.
     """
 
     shape: ModelShape

@@ -168,7 +168,7 @@ def _vllm_arguments(run: Any) -> dict[str, Any]:
     Raises:
         BackendError: vLLM is not installed.
     """
-    if run.rollout.engine != "vllm":
+    if run.rollout.engine != "vllm" or run.rollout.server_url is not None:
         return {}
     if find_spec("vllm") is None:
         raise BackendError(

@@ -255,12 +255,13 @@ def test_num_prompts_takes_the_first(make_run: Any, make_policy: Any) -> None:
     assert evaluate(make_run(num_prompts=99), make_policy(), make_dataset()).num_prompts == NUM_PROMPTS
 
 
-@pytest.mark.parametrize("engine", ["auto", "native", "generate", "continuous", "vllm"])
+@pytest.mark.parametrize("engine", ["auto", "native", "generate", "continuous", "vllm", "server"])
 def test_every_engine_of_training_can_be_evaluated(engine: str, make_run: Any, make_policy: Any) -> None:
     """A run that trains through vLLM ended at its first evaluation: outside the trainer there is no vLLM to ask."""
     from rloo_kit.evaluation import engine_outside_training
 
     run = make_run(greedy=False)
+    run.rollout.server_url = "http://node1:8000"
     run.rollout.engine = engine
     assert evaluate(run, make_policy(), make_dataset(["1"] * NUM_PROMPTS)).accuracy is not None
     policy = make_policy()

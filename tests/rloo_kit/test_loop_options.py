@@ -90,14 +90,15 @@ def test_every_key_of_a_file_arrives(config_class: Any, tmp_path: Path) -> None:
     server = {"server_url": "https://node1:8000", "server_adapters": "/shared/adapters"}
     run = RunConfig.model_validate(
         MINIMAL
-        | {"rloo": {"max_steps": 1} | chosen, "run": {"max_skipped_steps": 7}}
+        | {"rloo": {"max_steps": 1} | chosen, "run": {"name": "this", "max_skipped_steps": 7}}
         | {"rollout": {"engine": "generate", "rows": 5, "resample_rounds": 2, "difficulty_samples": 4} | server}
     )
     model = SimpleNamespace(device=SimpleNamespace(type="cpu"), config=SimpleNamespace(to_dict=dict))
     policy: Any = SimpleNamespace(model=model, config_arguments={})  # a model that cannot be planned for
     config = config_class(**training_arguments(run, policy, tmp_path))
     chosen |= {"max_skipped_steps": 7, "rollout_engine": "generate", "rollout_rows": 5, "resample_rounds": 2}
-    chosen |= {f"rollout_{name}": value for name, value in server.items()}
+    own_folder = "/shared/adapters/this"  # runs share the one of the file, and each clears up its own
+    chosen |= {"rollout_server_url": "https://node1:8000", "rollout_server_adapters": own_folder}
     assert {name: getattr(config, name) for name in chosen} == chosen
 
 

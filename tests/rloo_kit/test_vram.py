@@ -138,6 +138,25 @@ def test_rows_are_planned(gib: float, rows: int) -> None:
     assert plan_vram(load_config(THINKING, "rollout.rows=3"), gib).rows == 3, "the file wins"
 
 
+def test_a_rollout_on_a_server_takes_nothing_here(tiny_model: Any) -> None:
+    """A small card beside a server was told to lower what the server has to hold; and a plan that does not fit would
+    have sent one request at a time."""
+    from types import SimpleNamespace
+
+    from rloo_kit.training import planned_limits
+
+    words = ["rollout.engine=server", "rollout.server_url=http://node1:8000", "rloo.num_generations=16"]
+    words += ["rloo.steps_per_generation=16", "rloo.gradient_accumulation_steps=16", "rloo.max_completion_length=4096"]
+    here, there = (plan_vram(load_config(THINKING, *chosen), 12) for chosen in (words[2:], words))
+    assert here.rollout_gib > there.rollout_gib and there.binds == "training"
+    assert there.rows == there.completions > here.rows
+    assert sum(part.rollout_gib for part in there.parts) == pytest.approx(there.rollout_gib)
+    assert "rollout.rows" not in str(there) and "rollout.cache" not in str(there)
+    policy = SimpleNamespace(model=SimpleNamespace(config=tiny_model.config))
+    run = load_config(CONFIGS / "arithmetic_thinking.yaml", *words[:2])
+    assert "rollout_rows" not in planned_limits(run, policy)
+
+
 def test_budgets_bound_the_completion() -> None:
     """With both budgets a completion cannot reach max_completion_length, and the cache need not."""
     budgets = {"thinking_budget": 2048, "answer_budget": 256}
