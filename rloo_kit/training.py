@@ -339,6 +339,11 @@ def planned_limits(run: Any, policy: Policy) -> dict[str, int]:
     Of several processes each plans for its own card, and all take the least of it. Says so where the plan limits
     anything. A model that cannot be planned for is left to the out-of-memory handling.
     """
+    found = gather_objects(_own_limits(run, policy))
+    return {name: min(limits[name] for limits in found if name in limits) for name in set().union(*found)}
+
+
+def _own_limits(run: Any, policy: Policy) -> dict[str, int]:
     try:
         plan = plan_vram(run, config=policy.model.config.to_dict())
     except ConfigError as error:
@@ -354,8 +359,7 @@ def planned_limits(run: Any, policy: Policy) -> dict[str, int]:
             f"memory: {plan.rows} of the {plan.completions} completions of a rollout are generated at once, as many as "
             f"fit {plan.machine.name} (computed; rollout.rows sets it by hand)"
         )
-    found = gather_objects(limits)
-    return {name: min(of[name] for of in found if name in of) for of in found for name in of}
+    return limits
 
 
 def mixed_precision(run: Any) -> dict[str, bool]:
