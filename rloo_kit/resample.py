@@ -5,9 +5,9 @@ step that was paid for and not made. The trainer asks here which groups those ar
 scores them as the first ones, and takes over the new groups that do differ. Rounds are limited
 (`rollout.resample_rounds`): what is still tied afterwards stays in the batch, which therefore keeps its size.
 
-Left out: several processes (a group may lie across two of them), and a weight for the prompts: groups that differ are
-drawn more often than they occur in the data, which is the point. Source: DAPO, section 3.2, arXiv 2503.14476 (there
-without a limit, and the batch is drawn larger instead).
+With several processes the rows of all are brought together first (`trainer_rollout`), since a group may lie across two
+of them. Left out: a weight for the prompts: groups that differ are drawn more often than they occur in the data, which
+is the point. Source: DAPO, section 3.2, arXiv 2503.14476 (there without a limit, and the batch is drawn larger instead).
 
 Shapes: A completions = prompts x K, group by group.
 """
@@ -147,10 +147,6 @@ class PromptReservoir:
                 taken.add(_key(row))
                 drawn.append(row)
         return drawn
-
-    def draw_groups(self, count: int, num_generations: int, batch: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """`draw`, each row K times in a row, as the trainer's sampler gives them."""
-        return [row for row in self.draw(count, batch) for _ in range(num_generations)]
 
     def state_dict(self) -> dict[str, int]:
         """Where it is, as JSON takes it; a resumed run goes on from there with `load_state_dict`."""

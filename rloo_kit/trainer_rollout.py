@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rloo_kit._stack import load_stack
@@ -19,12 +19,16 @@ from rloo_kit.errors import DataError, RewardError
 load_stack()
 
 import torch
-from accelerate.utils import gather
+from accelerate.utils import gather, gather_object
 from trl.trainer.utils import pad
 
 from rloo_kit.advantages import combine_rewards, standardize
 from rloo_kit.resample import find_tied_groups, replace_tied_groups
 from rloo_kit.rollout import Rollout
+
+
+# fields of `Sampled` with the rows of one process
+OF_A_PROCESS = ("inputs", "prompts", "prompt_ids", "completion_ids", "completions", "truncated")
 
 
 @dataclass
@@ -57,6 +61,24 @@ class Sampled:
     def thinking_forced(self) -> list[bool]:
         """Whether the thinking of each completion was closed for it."""
         return [False] * len(self.inputs) if self.rollout is None else self.rollout.thinking_forced
+
+    def of_all(self) -> "Sampled":
+        """The same with the rows of all processes; called by all of them at once."""
+        rows = {name: gather_object(getattr(self, name)) for name in OF_A_PROCESS}
+        rollout = self.rollout
+        if rollout is not None:
+            logps = rollout.sampler_logps
+            logps = None if logps is None else gather_object(logps)
+            rollout = Rollout(gather_object(rollout.completion_ids), gather_object(rollout.forced), logps)
+        return replace(self, **rows, rollout=rollout)
+
+    def part(self, rows: slice) -> "Sampled":
+        """The same with some of the rows; what is of all processes stays so."""
+        rollout = self.rollout
+        if rollout is not None:
+            logps = None if rollout.sampler_logps is None else rollout.sampler_logps[rows]
+            rollout = Rollout(rollout.completion_ids[rows], rollout.forced[rows], logps)
+        return replace(self, **{name: getattr(self, name)[rows] for name in OF_A_PROCESS}, rollout=rollout)
 
 
 class TrainerRollout:
@@ -138,14 +160,28 @@ class TrainerRollout:
         replaced = 0
         for _ in range(rounds):
             tied = find_tied_groups(sampled.scores, self._group_size)
-            inputs = self._reservoir.draw_groups(len(tied), self._group_size, sampled.inputs) if tied else []
+            inputs = self._draw_again(len(tied), sampled.prompts) if tied else []
             if not inputs:
                 break
-            sampled, groups = replace_tied_groups(sampled, self._sample(inputs), self._group_size)
+            everywhere, fresh = sampled.of_all(), self._sample(inputs).of_all()
+            exchanged, groups = replace_tied_groups(everywhere, fresh, self._group_size)
+            sampled = exchanged.part(self._local_rows(len(sampled.inputs)))
             replaced += len(groups)
         if rounds:
             self._metrics["train"]["rollout/resampled_groups"].append(float(replaced))
         return sampled
+
+    def _draw_again(self, groups: int, prompts: list[Any]) -> list[dict[str, Any]]:
+        """This process's rows of fresh prompts for so many groups of all; each process gets equally many, or none does.
+
+        Every process draws the same, from the same seed, and takes its share.
+        """
+        processes = self.accelerator.num_processes
+        in_use = [{"prompt": prompt} for prompt in gather_object(prompts)]
+        drawn = self._reservoir.draw(math.ceil(groups / processes) * processes, in_use)
+        share = len(drawn) // processes
+        first = self.accelerator.process_index * share
+        return [row for row in drawn[first : first + share] for _ in range(self._group_size)]
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         """TRL's rewards (A, F); a sample for which any reward failed is NaN throughout, so it is not scored."""

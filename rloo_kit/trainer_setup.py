@@ -151,8 +151,6 @@ class TrainerSetup:
     def _build_reservoir(self) -> PromptReservoir | None:
         if not self._option("resample_rounds"):
             return None
-        if self.accelerator.num_processes > 1:
-            raise ConfigError("rollout.resample_rounds draws prompts within one process; set it to 0 for several")
         return PromptReservoir(self.train_dataset, self.args.seed)
 
     def _option(self, name: str) -> Any:

@@ -1,6 +1,6 @@
-"""One process of a run for `test_parallel`: a few optimizer steps on given completions; what came of it goes to a file.
+"""One process of a run for `test_parallel`: a few optimizer steps a case; what came of them goes to files.
 
-    python parallel_step.py '{"folder": ..., "out": ..., "processes": 1, ...}'        (or under a launcher)
+    python parallel_step.py '{"folder": ..., "out": ..., "processes": 1, "cases": {...}}'        (or under a launcher)
 
 Model, adapter, prompts, completions and rewards are the same whatever the number of processes: 8 completions a step.
 `sharding: true` shards with FSDP 2. accelerate takes FSDP on accelerators only, so its choice of a backend is the one
@@ -56,10 +56,16 @@ def first_group_only(prompts: list[str], completion_ids: list[list[int]], **_: A
     return [len(ids) / 10 if is_first and row < 4 else 1.0 for row, ids in enumerate(completion_ids)]
 
 
-REWARDS = {"scored": reward, "first": first_group_only}
+def some_prompts_only(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Half of the prompts are solved by everyone: their groups are drawn again."""
+    solved = [prompt.endswith(("0", "1", "2", "3")) for prompt in prompts]
+    return [1.0 if done else ids[0] / 100 for done, ids in zip(solved, completion_ids, strict=True)]
 
 
-def build(settings: dict[str, Any]) -> Any:
+REWARDS = {"scored": reward, "first": first_group_only, "some": some_prompts_only}
+
+
+def build(settings: dict[str, Any], case: dict[str, Any]) -> Any:
     import torch
     from datasets import Dataset
     from peft import LoraConfig, get_peft_model
@@ -69,7 +75,7 @@ def build(settings: dict[str, Any]) -> Any:
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32)
-    if settings.get("lora", True):
+    if case.get("lora", True):
         torch.manual_seed(5)
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"]))
         for name, parameter in model.named_parameters():  # an adapter that has learnt something: a KL above 0
@@ -84,22 +90,19 @@ def build(settings: dict[str, Any]) -> Any:
     prompts = Dataset.from_dict({"prompt": [f"<|im_start|>user {n}<think>\n{n}" for n in range(8)]})
     return RLOOTrainer(
         model=model,
-        reward_funcs=REWARDS[settings.get("reward", "scored")],
-        args=RLOOConfig(**options | settings.get("options", {})),
+        reward_funcs=REWARDS[case.get("reward", "scored")],
+        args=RLOOConfig(**options | case.get("options", {})),
         train_dataset=prompts,
         processing_class=AutoTokenizer.from_pretrained(settings["folder"]),
     )
 
 
-def main(settings: dict[str, Any]) -> None:
-    if settings.get("sharding"):
-        shard_on_the_cpu()
-    import torch
+def train(settings: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     from transformers import TrainerCallback
 
-    trainer = build(settings)
+    trainer = build(settings, case)
     accelerator, gradients, rows = trainer.accelerator, [], []
-    if not settings.get("sample"):
+    if not case.get("sample"):
 
         def canned(prompt_ids: list[list[int]], *_: Any) -> list[list[int]]:
             first = accelerator.process_index * len(prompt_ids)
@@ -119,7 +122,7 @@ def main(settings: dict[str, Any]) -> None:
     trainer.rollout_listeners.append(rows.extend)
     trainer.train()
     weights = {name: whole(value) for name, value in trainer.model.named_parameters() if value.requires_grad}
-    found = {
+    return {
         "gradients": gradients,
         "weights": weights,
         "logs": trainer.state.log_history,
@@ -130,7 +133,16 @@ def main(settings: dict[str, Any]) -> None:
         "kind": trainer._parallel.kind,
         "sharded": any(hasattr(value, "to_local") for value in trainer.model.parameters()),
     }
-    torch.save(found, f"{settings['out']}.{accelerator.process_index}")
+
+
+def main(settings: dict[str, Any]) -> None:
+    if settings.get("sharding"):
+        shard_on_the_cpu()
+    import torch
+
+    for name, case in settings["cases"].items():
+        found = train(settings, case)
+        torch.save(found, f"{settings['out']}.{name}.{found['rank']}")
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

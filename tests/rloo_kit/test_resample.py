@@ -110,7 +110,6 @@ def test_what_is_in_the_batch_is_passed_over_and_small_data_ends() -> None:
     reservoir = PromptReservoir(rows(4), seed=0)
     assert names(reservoir.draw(3, rows(3))) == ["p3"]
     assert reservoir.draw(3, rows(4)) == []
-    assert names(reservoir.draw_groups(1, K, rows(3))) == ["p3", "p3"]
     repeated = PromptReservoir([{"prompt": "same"}] * 5, seed=0)
     assert len(repeated.draw(3, [])) == 1, "groups of one prompt are one group's worth of news"
 

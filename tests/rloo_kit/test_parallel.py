@@ -1,0 +1,151 @@
+"""One process with 8 completions and two processes with 4 make the same steps: gradients, weights, metrics, rows.
+
+Real processes: DDP through `accelerate launch`, FSDP 2 through torchrun, both with gloo on the CPU (`parallel_step.py`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).resolve().parent
+WITH_KL = {"beta": 0.1}
+CASES: dict[str, dict[str, Any]] = {
+    "kl": {"options": WITH_KL},
+    "low": {"options": WITH_KL | {"memory": "low"}},
+    # One group over two processes, and everything that is made over a rollout of all of them.
+    "straddle": {
+        "options": WITH_KL
+        | {
+            "num_generations": 8,
+            "kl_form": "per_token",
+            "normalize_advantages": True,
+            "normalize_rewards": "running",
+            "mask_truncated_completions": True,
+            "missing_eos_penalty": 0.3,
+        }
+    },  # fmt: skip
+    "one_has_no_signal": {"reward": "first", "options": {"beta": 0.0}},
+    "every_parameter": {"lora": False, "options": {"beta": 0.0}},
+}
+BUDGET = {"thinking_budget": 3, "answer_budget": 2}
+SAMPLED = {"sampled": {"sample": True, "reward": "some", "options": WITH_KL | BUDGET | {"resample_rounds": 3}}}
+CLOCKS = {"step_time", "eps", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
+Found = dict[str, list[dict[str, Any]]]  # by case, of each rank
+
+
+@pytest.fixture(scope="module")
+def launch(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`launch(processes, cases, words, sharding=False)`: the cases in so many processes, started by `words`."""
+
+    def start(processes: int, cases: dict[str, Any], words: list[str], sharding: bool = False) -> Found:
+        import torch
+
+        out = tmp_path_factory.mktemp("parallel") / "step"
+        settings = {"folder": str(tiny_folder), "out": str(out), "processes": processes, "sharding": sharding}
+        command = [sys.executable, *words, str(HERE / "parallel_step.py"), json.dumps(settings | {"cases": cases})]
+        environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, env=environment, cwd=out.parent, capture_output=True, text=True, timeout=400, check=False
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return {
+            name: [torch.load(f"{out}.{name}.{rank}", weights_only=False) for rank in range(processes)]
+            for name in cases
+        }
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def single(launch: Any) -> Found:
+    return launch(1, CASES, [])
+
+
+@pytest.fixture(scope="module")
+def replicas(launch: Any) -> Found:
+    file = HERE.parents[1] / "configs" / "accelerate" / "cpu_two.yaml"
+    words = ["-m", "accelerate.commands.launch", "--config_file", str(file), "--main_process_port", "0"]
+    return launch(2, CASES | SAMPLED, words)
+
+
+@pytest.fixture(scope="module")
+def shards(launch: Any) -> Found:
+    return launch(2, CASES | SAMPLED, ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"], True)
+
+
+@pytest.fixture(scope="module", params=["replicas", "shards"])
+def both(request: pytest.FixtureRequest) -> tuple[str, Found]:
+    return request.param, request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_make_the_steps_of_one(case: str, single: Found, both: tuple[str, Found]) -> None:
+    """A baseline over one process's completions, a mean of means, a masked row counted twice: each still trains.
+
+    A process without signal makes no pass of its own: DDP's reducer and FSDP's gathers would wait for it forever.
+    """
+    import torch
+
+    kind, found = both
+    expected, ours = single[case][0], found[case]
+    assert {one["kind"] for one in ours} == {kind} and {one["world"] for one in ours} == {2}
+    assert all(one["sharded"] == (kind == "shards") for one in ours)
+    assert any(gradient.any() for gradient in expected["gradients"][0].values())
+    for one in ours:
+        assert len(one["gradients"]) == len(expected["gradients"]) == 2
+        for mine, theirs in zip(one["gradients"], expected["gradients"], strict=True):
+            largest = max(gradient.abs().max() for gradient in theirs.values())
+            assert mine.keys() == theirs.keys()
+            for name, gradient in theirs.items():
+                assert (mine[name] - gradient).abs().max() <= 2e-6 * largest, name
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(one["weights"][name], value, rtol=1e-5, atol=1e-6)
+    rows = [row for one in ours for row in one["rows"] if row["step"] == 0]
+    assert [row["completion_ids"] for row in rows] == [
+        row["completion_ids"] for row in expected["rows"] if row["step"] == 0
+    ]
+    assert [row["advantage"] for row in rows] == pytest.approx(
+        [row["advantage"] for row in expected["rows"] if row["step"] == 0], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_process_logs_the_numbers_of_the_whole_rollout(case: str, single: Found, both: tuple[str, Found]) -> None:
+    """Metrics of one process alone look right and are those of half of the completions."""
+    _, found = both
+    skipped = {"rollout/skipped_rows_ratio"} if case == "low" else set()  # of shards `low` falls back to balanced
+    for one in found[case]:
+        for mine, theirs in zip(one["logs"], single[case][0]["logs"], strict=True):
+            assert mine.keys() == theirs.keys()
+            for name in theirs.keys() - CLOCKS - skipped:
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+
+
+def test_processes_sample_different_completions_and_agree_on_what_is_drawn_again(both: tuple[str, Found]) -> None:
+    """Two processes with one seed sample the same completions twice: half of the rollout is wasted, and nobody sees it.
+
+    A thinking budget is kept with sharded weights too: TRL's own generation, which cannot, waited for a process that
+    had finished earlier.
+    """
+    _, found = both
+    first, second = found["sampled"]
+    kept = [[tuple(row["completion_ids"]) for row in one["rows"]] for one in (first, second)]
+    assert len(kept[0]) == len(kept[1]) == 8 and not set(kept[0]) & set(kept[1])
+    assert all(row["forced"] == (row["thinking_tokens"] == 3) for one in (first, second) for row in one["rows"])
+    for name in ("rollout/resampled_groups", "reward", "grad_norm"):
+        assert [log.get(name) for log in first["logs"]] == [log.get(name) for log in second["logs"]]
+    assert any(log.get("rollout/resampled_groups", 0) > 0 for log in first["logs"])
+    assert all(log.get("frac_reward_zero_std", 0) == 0 for log in first["logs"])
+
+
+def test_gathered_weights_sample_as_whole_ones(replicas: Found, shards: Found) -> None:
+    """Weights that are gathered for a rollout and freed again have to be those that are trained."""
+    for whole, gathered in zip(replicas["sampled"], shards["sampled"], strict=True):
+        assert [row["completion_ids"] for row in whole["rows"]] == [row["completion_ids"] for row in gathered["rows"]]
