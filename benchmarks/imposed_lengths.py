@@ -7,13 +7,16 @@ given. Every engine is reached where it decides about an end:
   certain at it: one column a step (2 % of nothing at 16 x 2048).
 - the kit's native engine: the token is replaced once it is drawn, which costs a comparison a token.
 - transformers' continuous batching and vLLM: a limit of tokens for each request, and no end token; the last token
-  becomes the end token afterwards.
+  becomes the end token afterwards. Likewise on a vLLM server, by way of the kit's client of it.
 
 The model computes as many steps as ever. Rows of equal prompts get their targets in their order, whatever order an
-engine takes the prompts in. Left out: engines in another process (`step_server.py` does its own).
+engine takes the prompts in; where requests run side by side, siblings may exchange theirs. Left out: TRL's client of a
+vLLM server.
 """
 
 import contextlib
+import dataclasses
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,15 +33,17 @@ class Targets:
     """
 
     def __init__(self, prompt_ids: list[list[int]], lengths: list[int]):
+        self._lock = threading.Lock()
         self._waiting: dict[tuple[int, ...], deque[int]] = defaultdict(deque)
         for ids, length in zip(prompt_ids, lengths, strict=True):
             self._waiting[tuple(ids)].append(length)
 
     def take(self, prompt: list[int]) -> int:
         """The next row's length, in tokens with the end token."""
-        waiting = self._waiting[tuple(prompt)]
-        waiting.rotate(-1)
-        return waiting[-1]
+        with self._lock:
+            waiting = self._waiting[tuple(prompt)]
+            waiting.rotate(-1)
+            return waiting[-1]
 
 
 @contextlib.contextmanager
@@ -50,6 +55,7 @@ def impose_lengths(trainer: Any, prompt_ids: list[list[int]], lengths: list[int]
         _end_in_native(lengths, end_id),
         _end_in_continuous(trainer.model, targets, end_id),
         _end_in_vllm(getattr(trainer, "vllm_generation", None), targets, end_id),
+        _end_on_server(getattr(trainer, "_engine", None), targets, end_id),
     ):
         yield
 
@@ -182,4 +188,20 @@ def _end_in_vllm(generation: Any, targets: Targets, end_id: int) -> Iterator[Non
         return outputs
 
     with replaced(engine, "generate", generate):
+        yield
+
+
+@contextlib.contextmanager
+def _end_on_server(engine: Any, targets: Targets, end_id: int) -> Iterator[None]:
+    client = getattr(engine, "_client", None)
+    if client is None:
+        yield
+        return
+    original = client.complete
+
+    def complete(adapter: str, prompt_ids: list[int], limit: int, stop_ids: list[int], *rest: Any) -> Any:
+        found = original(adapter, prompt_ids, targets.take(prompt_ids), [], *rest)
+        return dataclasses.replace(found, ids=with_end(found.ids, end_id))
+
+    with replaced(client, "complete", complete):
         yield

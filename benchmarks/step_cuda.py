@@ -27,7 +27,7 @@ from pathlib import Path
 import cells
 import reporting
 from cells import Cell
-from step_cuda_models import LENGTHS, Kind
+from step_cuda_models import Kind
 
 RESULTS = reporting.RESULTS / "step_cuda"
 SOURCES = ("benchmarks/step_*.py", "benchmarks/imposed_lengths.py", "benchmarks/checkpoints.py")
@@ -39,12 +39,12 @@ TRAINED = {
     "fast-unsloth": Kind("fast", "unsloth"),
     "stock-unsloth": STOCK_UNSLOTH,
     "grpo-unsloth": GRPO_UNSLOTH,
-    "fast": Kind("fast", "transformers"),
+    "fast": Kind("fast", "transformers", "native"),
     "stock": STOCK,
     "low-unsloth": Kind("low", "unsloth"),
-    "low": Kind("low", "transformers"),
+    "low": Kind("low", "transformers", "native"),
     "balanced-unsloth": Kind("balanced", "unsloth"),
-    "balanced": Kind("balanced", "transformers"),
+    "balanced": Kind("balanced", "transformers", "native"),
 }
 SAMPLED = {
     "native": Kind("fast", "transformers", "native"),
@@ -54,14 +54,15 @@ SAMPLED = {
     "continuous": Kind("fast", "transformers", "continuous"),
     "generate": Kind("fast", "transformers", "generate"),
     "stock": STOCK,
+    "native-int8": Kind("fast", "transformers", "native", "int8"),
+    "server": Kind("fast", "transformers", "server"),
     "vllm": Kind("fast", "transformers", "vllm"),
 }
-# What a card has to hold: thinking tokens, generations, and how; `step_cuda_long.py` reads these.
-LONG = {
-    "long-12gb-chunked": "12 GB, K 4, 16k thinking tokens, plain cache, as many rows at once as the plan says",
-    "long-12gb-int8": "12 GB, K 4, 16k thinking tokens, 8-bit cache (transformers)",
-    "long-24gb-chunked": "24 GB, K 8, 16k thinking tokens, plain cache, as many rows at once as the plan says",
-    "long-24gb-int8": "24 GB, K 8, 16k thinking tokens, 8-bit cache (transformers)",
+LONG = {  # card in GB, K, and how 16k tokens of thinking are sampled on it
+    "long-12gb-chunked": (12, 4, Kind("fast", "unsloth")),
+    "long-12gb-int8": (12, 4, Kind("fast", "transformers", "native", "int8")),
+    "long-24gb-chunked": (24, 8, Kind("fast", "unsloth")),
+    "long-24gb-int8": (24, 8, Kind("fast", "transformers", "native", "int8")),
 }
 
 
@@ -71,7 +72,7 @@ class Job:
 
     Attributes:
         part: "training", "whole", "profile-training", "profile-decoding", "ceilings" or "long".
-        rehearsed: whether a rehearsal runs it; else another cell's rehearsal goes through the same lines.
+        length: a key of LENGTHS. beta: of the KL penalty.
     """
 
     name: str
@@ -80,7 +81,6 @@ class Job:
     kind: Kind = STOCK
     length: str = ""
     beta: float = 0.05
-    rehearsed: bool = True
 
     @property
     def halves(self) -> bool:
@@ -92,46 +92,41 @@ def list_jobs() -> list[Job]:
     """Every job, those that matter most first."""
     jobs = [Job("ceilings", "what the card does of matrix products and copies: the floors rest on it", "ceilings")]
     for length in ("4k", "1k", "8k"):
-        jobs += [
-            Job(f"training-{length}-{name}", f"training part, {length}: {name}", "training", kind, length, 0.05,
-                length == "1k" or (length == "4k" and kind.backend == "transformers"))
-            for name, kind in TRAINED.items()
-        ]  # fmt: skip
+        for name, kind in TRAINED.items():
+            jobs.append(Job(f"training-{length}-{name}", f"training part, {length}: {name}", "training", kind, length))
     for length in ("1k", "2k"):
-        jobs += [
-            Job(f"whole-{length}-{name}", f"whole steps, {length}: {name}", "whole", kind, length, 0.05, length == "1k")
-            for name, kind in SAMPLED.items()
-        ]
+        for name, kind in SAMPLED.items():
+            jobs.append(Job(f"whole-{length}-{name}", f"whole steps, {length}: {name}", "whole", kind, length))
     for name in ("fast-unsloth", "stock-unsloth", "fast"):
         what = f"where the training part's time goes, 4k: {name}"
         jobs.append(Job(f"profile-training-{name}", what, "profile-training", TRAINED[name], "4k"))
     for name in ("native", "generate-unsloth"):
         what = f"where the decoding's time goes: {name}"
         jobs.append(Job(f"profile-decoding-{name}", what, "profile-decoding", SAMPLED[name]))
-    for name, what in LONG.items():
-        backend = "transformers" if name.endswith("int8") else "unsloth"
-        jobs.append(Job(name, what, "long", Kind("low", backend)))
+    for name, (card_gb, generations, kind) in LONG.items():
+        what = f"{card_gb} GB, K {generations}, 16k thinking tokens, {kind.cache} cache, through {kind.backend}"
+        jobs.append(Job(name, what, "long", kind))
     for name in ("fast-unsloth", "stock-unsloth", "grpo-unsloth"):
         what = f"training part without a KL penalty, 4k: {name}"
-        jobs.append(
-            Job(f"training-4k-{name}-beta0", what, "training", TRAINED[name], "4k", 0.0, name != "fast-unsloth")
-        )
+        jobs.append(Job(f"training-4k-{name}-beta0", what, "training", TRAINED[name], "4k", beta=0.0))
     return jobs
 
 
 def list_cells() -> list[Cell]:
     """The jobs as `cells.py` runs them."""
-    found = []
+    found, through = [], set()
     for job in list_jobs():
         arguments = ("-u", "benchmarks/rloo_step.py", "--device", "cuda", "--cell", job.name)
+        lines = (job.part, job.kind, job.beta == 0, job.name if job.part == "long" else "")
+        reason = "another cell goes through the same lines" if lines in through else ""
+        through.add(lines)
         other = None
-        reason = "" if job.rehearsed else "the cells of shorter completions, or of this side, go through the same lines"
         if job.kind.backend == "unsloth" and job.part != "ceilings":
             other = find_unsloth_python()
             if other is None and not reason:
                 reason = f"no environment with Unsloth: make test-unsloth makes one, {UNSLOTH_PYTHON} names another"
         if job.kind.engine == "vllm":
-            reason = "vLLM needs CUDA"
+            reason = "vLLM needs CUDA; what it is told of lengths is tested with a stand-in"
         found.append(
             Cell(
                 job.name,
@@ -158,7 +153,7 @@ def run_cell(name: str, rows: int | None, repeats: int) -> int:
         return _try_rows(job, repeats)
     import step_cuda_models
 
-    if job.kind.engine == "vllm":
+    if job.kind.engine in ("vllm", "server") and not cells.rehearsing():
         _need_vllm()
     step_cuda_models.start_backend(job.kind.backend, job.kind.name)
     import step_cuda_cells as work
@@ -176,7 +171,8 @@ def run_cell(name: str, rows: int | None, repeats: int) -> int:
         else:
             import step_cuda_long
 
-            step_cuda_long.measure_long(job.name, job.kind.backend)
+            card_gb, generations, kind = LONG[job.name]
+            step_cuda_long.measure_long(kind, card_gb, generations)
     except RuntimeError as error:
         if not step_cuda_models.is_out_of_memory(error):
             raise
@@ -229,6 +225,3 @@ def main(arguments: Sequence[str]) -> int:
     if options.cell:
         return run_cell(options.cell, options.rows, options.repeats)
     return cells.run_cells(list_cells(), options, "python benchmarks/rloo_step.py --device cuda")
-
-
-__all__ = ["LENGTHS", "list_cells", "list_jobs", "main"]

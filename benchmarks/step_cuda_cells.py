@@ -14,13 +14,13 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import cells
 import step_cuda_models as models
-from step_cuda_models import Card, Kind
+from step_cuda_models import Kind
 from step_workload import completion_lengths
 
 STARTED = time.monotonic()
@@ -32,35 +32,42 @@ DECODED_TOKENS, DECODED_PROMPT = 48, 1024  # of the profile of decoding
 
 def measure_training(kind: Kind, length: str, beta: float, rows: int | None, repeats: int) -> None:
     """The training part of some steps of one side, and the most memory that it took."""
-    card, workload = Card(), models.make_workload(length, rows, beta)
+    memory, workload = models.find_memory(), models.make_workload(length, rows, beta)
     with _head():
         side = models.build_side(kind, workload)
         side.step(canned=True)
         _report_setting(kind, workload, side)
-        _take_steps(side, card, repeats, canned=True)
+        _take_steps(side, memory, repeats, canned=True)
 
 
 def measure_whole(kind: Kind, length: str, beta: float, rows: int | None, repeats: int) -> None:
     """Whole steps of one side with the lengths of its completions imposed, and the most memory that they took."""
-    card, workload = Card(), models.make_workload(length, rows, beta)
-    with _head():
-        side = models.build_side(kind, workload, **engine_options(kind, workload))
+    memory, workload = models.find_memory(), models.make_workload(length, rows, beta)
+    with _head(), _engine_options(kind, workload) as options:
+        side = models.build_side(kind, workload, **options)
         full = side.targets
         side.targets = [min(tokens, SHORT_TOKENS) for tokens in full]
         side.step(canned=False)
         side.targets = full
         _report_setting(kind, workload, side)
-        _take_steps(side, card, repeats, canned=False)
-    if side.completion_lengths != full:
+        _take_steps(side, memory, repeats, canned=False)
+    if sorted(side.completion_lengths) != sorted(full):  # on a server, rows of a group start in any order
         raise AssertionError(f"{kind.name} generated other lengths than imposed: {side.completion_lengths}")
 
 
-def engine_options(kind: Kind, workload: Any) -> dict[str, Any]:
-    """What the config of a rollout engine needs beside its name."""
+@contextmanager
+def _engine_options(kind: Kind, workload: Any) -> Iterator[dict[str, Any]]:
+    """What the config of a rollout engine needs beside its name; its server, where it has one, runs inside."""
     if kind.engine == "vllm":
         share = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.35}
-        return share | {"vllm_max_model_length": models.max_tokens(workload)}
-    return {}
+        yield share | {"vllm_max_model_length": models.max_tokens(workload)}
+    elif kind.engine == "server":
+        import step_cuda_server
+
+        with step_cuda_server.serving(workload) as url:
+            yield {"rollout_server_url": url}
+    else:
+        yield {"rollout_cache": kind.cache} if kind.cache != "plain" else {}
 
 
 def _head() -> AbstractContextManager[Any]:
@@ -80,7 +87,7 @@ def _report_setting(kind: Kind, workload: Any, side: Any) -> None:
     cells.report(
         side=kind.name,
         backend=kind.backend,
-        engine=engine.name if engine is not None else "vllm" if kind.engine == "vllm" else "generate",
+        engine=engine.name if engine is not None else kind.engine,
         layout=getattr(scorer, "layout", None),
         settings=asdict(workload),
         tokens=sum(completion_lengths(workload)),
@@ -88,16 +95,17 @@ def _report_setting(kind: Kind, workload: Any, side: Any) -> None:
     )
 
 
-def _take_steps(side: Any, card: Card, repeats: int, canned: bool) -> None:
+def _take_steps(side: Any, memory: Any, repeats: int, canned: bool) -> None:
     """At least one step, then more while there is time; each is reported when it is done."""
     steps: list[dict[str, float]] = []
     while len(steps) < repeats and (not steps or _elapsed() + 1.2 * steps[-1]["whole_s"] < BUDGET_S):
-        card.reset_peak()
-        held = card.held_gib()
-        step = side.step(canned=canned)
+        memory.settle()
+        held = round(memory.held_gib, 3)
+        with memory.measure() as taken:
+            step = side.step(canned=canned)
         found = {name: getattr(step, f"{name}_s") for name in ("whole", "generation", "training")}
         steps.append({f"{name}_s": round(value, 4) for name, value in found.items()})
-        steps[-1] |= {"held_gib": held, "peak_gib": card.peak_gib(), "reserved_gib": card.reserved_gib()}
+        steps[-1] |= {"held_gib": held} | {name: taken[name] for name in ("peak_gib", "peak_reserved_gib")}
         cells.report(steps=steps)
 
 
@@ -162,21 +170,21 @@ def profile_decoding(kind: Kind) -> None:
 def _profile(work: Callable[[], Any]) -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    card = Card()
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * card.is_real
-    card.synchronize()
+    memory, on_card = models.find_memory(), not cells.rehearsing()
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_card
+    memory.settle()
     started = time.perf_counter()
     work()
-    card.synchronize()
+    memory.cuda.synchronize()
     plain_s = time.perf_counter() - started
     with profile(activities=activities) as found:
         started = time.perf_counter()
         work()
-        card.synchronize()
+        memory.cuda.synchronize()
         wall_s = time.perf_counter() - started
     shares: dict[str, float] = {}
     top = []
-    for name, seconds, calls in _kernels(found, card.is_real):
+    for name, seconds, calls in _kernels(found, on_card):
         shares[group_of(name)] = shares.get(group_of(name), 0.0) + seconds
         top.append({"name": name[:120], "seconds": round(seconds, 5), "calls": calls})
     busy = sum(shares.values())
@@ -207,26 +215,26 @@ def measure_ceilings() -> None:
 
     from rloo_kit import environment
 
-    card = Card()
+    memory = models.find_memory()
     side, length = (64, 2**16) if cells.rehearsing() else (8192, 2**30)
-    device, dtype = "cuda" if card.is_real else "cpu", getattr(torch, environment.current().dtype_name)
+    device, dtype = memory.device, getattr(torch, environment.current().dtype_name)
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     source = torch.empty(length, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    product = _median_seconds(lambda: left @ right, card)
-    copy = _median_seconds(lambda: target.copy_(source), card)
+    product = _median_seconds(lambda: left @ right, memory)
+    copy = _median_seconds(lambda: target.copy_(source), memory)
     cells.report(tflops=2 * side**3 / product / 1e12, gb_per_s=2 * length / copy / 1e9, dtype=str(dtype))
 
 
-def _median_seconds(work: Callable[[], Any], card: Card, batches: int = 5, times: int = 10) -> float:
+def _median_seconds(work: Callable[[], Any], memory: Any, batches: int = 5, times: int = 10) -> float:
     for _ in range(3):
         work()
     found = []
     for _ in range(batches):
-        card.synchronize()
+        memory.cuda.synchronize()
         started = time.perf_counter()
         for _ in range(times):
             work()
-        card.synchronize()
+        memory.cuda.synchronize()
         found.append((time.perf_counter() - started) / times)
     return statistics.median(found)

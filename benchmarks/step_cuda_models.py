@@ -1,4 +1,4 @@
-"""What the cells of `step_cuda.py` run on: the checkpoint, the sides around it, and the card that they are measured on.
+"""What the cells of `step_cuda.py` run on: the checkpoint, the sides around it, and the memory of the card.
 
 On a card: Qwen3-4B with random weights (`checkpoints.py`), in 4-bit, with LoRA, in bf16 (fp16 on cards without it).
 Rehearsed: the tiny one on the CPU, in 4-bit through bitsandbytes where the backend is transformers; under Unsloth,
@@ -7,11 +7,9 @@ those of the kit by `load_policy`.
 """
 
 import contextlib
-import gc
 import importlib.util
 import json
 import os
-import re
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -24,10 +22,8 @@ import reporting
 import step_workload
 from step_workload import Workload
 
-GIB = 2**30
 LENGTHS = {"1k": 1024, "2k": 2048, "4k": 4096, "8k": 8192}  # tokens of the longest completion
-TINY_LENGTHS = {"1k": 6, "2k": 7, "4k": 9, "8k": 12}
-TINY_PROMPTS, TINY_SHORTEST = (5, 8), 3
+TINY_LONGEST, TINY_SHORTEST, TINY_PROMPTS = 6, 3, (5, 8)
 RUN = """\
 model: {{name: {name}, backend: {backend}, load_in_4bit: {four_bit}, dtype: {dtype}, max_seq_length: {length},
   gradient_checkpointing: unsloth}}
@@ -39,11 +35,12 @@ rloo: {{max_steps: 1}}
 
 @dataclass(frozen=True)
 class Kind:
-    """A side: `name` as in `step_sides.wrap_model`, the backend that loads its model, and the kit's rollout engine."""
+    """A side: `name` as in `step_sides.wrap_model`, the backend that loads its model, the rollout engine, its cache."""
 
     name: str
     backend: str
-    engine: str = "auto"
+    engine: str = "generate"
+    cache: str = "plain"
 
 
 def size() -> str:
@@ -62,7 +59,7 @@ def make_workload(length: str, rows: int | None = None, beta: float = 0.05) -> W
         return full
     step_workload.PROMPT_TOKENS, step_workload.SHORTEST = TINY_PROMPTS, TINY_SHORTEST
     tiny = {"num_generations": 2, "vocabulary": checkpoints.shape_of(checkpoints.TINY).vocab_size, "completions": 4}
-    return replace(full, **tiny, longest=TINY_LENGTHS[length], rows=rows and min(rows, 2))
+    return replace(full, **tiny, longest=TINY_LONGEST, rows=rows and min(rows, 2))
 
 
 # ------------------------------------------------------------------------------------------------------- the sides
@@ -123,7 +120,7 @@ def build_side(kind: Kind, workload: Workload, **options: Any) -> Any:
     checkpoint = checkpoints.find_checkpoint(size())
     is_kit = kind.name not in ("stock", "grpo")
     if is_kit:
-        policy = load_policy(kind, checkpoint, workload)
+        policy = load_policy(load_run(kind, checkpoint, workload))
         model, tokenizer, peft_config = policy.model, policy.tokenizer, None
         options = policy.config_arguments | {"rollout_engine": kind.engine} | options
     else:
@@ -134,13 +131,13 @@ def build_side(kind: Kind, workload: Workload, **options: Any) -> Any:
         return wrap_model(kind.name, workload, model, tokenizer, peft_config, **_precision() | options)
 
 
-def load_policy(kind: Kind, checkpoint: Path, workload: Workload) -> Any:
-    """The kit's policy on the checkpoint."""
+def load_policy(run: Any) -> Any:
+    """`rloo_kit.load_policy`; the run names its backend."""
     import rloo_kit
 
-    _stay_on_cpu(kind.backend)
-    policy = rloo_kit.load_policy(load_run(kind, checkpoint, workload))
-    _stay_on_cpu(kind.backend)
+    _stay_on_cpu(run.model.backend)
+    policy = rloo_kit.load_policy(run)
+    _stay_on_cpu(run.model.backend)
     return policy
 
 
@@ -226,68 +223,16 @@ def _quiet_precision(backend: str) -> Any:
     yield
 
 
-# -------------------------------------------------------------------------------------------------------- the card
+# -------------------------------------------------------------------------------------------------------- its memory
 
 
-class Card:
-    """Memory and time of the card of this process; rehearsed, what Linux says of the process stands in for both."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.cuda = torch.cuda
-        self.is_real = not cells.rehearsing()
-
-    def reset_peak(self) -> None:
-        """The peak starts anew here."""
-        gc.collect()
-        if self.is_real:
-            self.cuda.empty_cache()
-            self.cuda.reset_peak_memory_stats()
-        else:
-            Path("/proc/self/clear_refs").write_text("5")
-
-    def held_gib(self) -> float:
-        """Held by tensors now."""
-        return (self.cuda.memory_allocated() if self.is_real else _process_bytes("VmRSS")) / GIB
-
-    def peak_gib(self) -> float:
-        """Held by tensors at most since `reset_peak`."""
-        return (self.cuda.max_memory_allocated() if self.is_real else _process_bytes("VmHWM")) / GIB
-
-    def reserved_gib(self) -> float:
-        """Taken from the card at most since `reset_peak`, what the allocator keeps included."""
-        return (self.cuda.max_memory_reserved() if self.is_real else _process_bytes("VmHWM")) / GIB
-
-    def total_gib(self) -> float:
-        """Of the card; rehearsed, 80."""
-        return self.cuda.get_device_properties(0).total_memory / GIB if self.is_real else 80.0
-
-    def limit(self, gib: float) -> None:
-        """From here on the allocator may take this much and no more: an out-of-memory error comes as on such a card."""
-        if gib > self.total_gib():
-            cells.skip(f"needs a card of at least {gib:g} GiB; this one has {self.total_gib():.1f}")
-        if self.is_real:
-            self.cuda.set_per_process_memory_fraction(gib / self.total_gib())
-
-    def synchronize(self) -> None:
-        """Wait for the card."""
-        if self.is_real:
-            self.cuda.synchronize()
-
-
-def empty_cache() -> None:
-    """Give back what the allocator keeps."""
+def find_memory() -> Any:
+    """The card's memory and its peaks (`tests/gpu/edge.py`); rehearsed, the machine's stands in."""
     import torch
 
-    gc.collect()
-    if not cells.rehearsing():
-        torch.cuda.empty_cache()
+    from tests.gpu.edge import HostMemory, Memory
 
-
-def _process_bytes(field: str) -> float:
-    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.M)
-    return int(found.group(1)) * 1024 if found else float("nan")
+    return Memory(HostMemory(), "cpu") if cells.rehearsing() else Memory(torch.cuda, "cuda")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
