@@ -3,7 +3,8 @@
 Each section is a strict pydantic model, so an unknown key, a wrong type or a value out of bounds is an error both when
 a file is read and when a notebook assigns to a field. The keys of `rloo:` are TRL's own names and reach `RLOOConfig` as
 they are; those that differ from TRL's default are listed in `RLOO_DEFAULTS_OF_OURS` and compared with TRL by a test.
-What TRL offers beyond these keys (vLLM, DeepSpeed, several GPUs) is left out until the loop supports it.
+What TRL offers beyond these keys is left out until the loop supports it; how many processes there are, and whether they
+share or shard the model, is the launch file's business.
 """
 
 from typing import Annotated, Any, ClassVar, Literal

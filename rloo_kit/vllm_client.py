@@ -21,13 +21,13 @@ from typing import Any
 import httpx
 
 from rloo_kit.errors import RolloutServerError
+from rloo_kit.vllm_answers import Continuation, describe_loss, explain_refusal, read_choice, read_json, read_text
 
 START_S = 600.0  # a server that loads a large model needs minutes
 LOAD_S = 600.0  # of an adapter
 ANSWER_S = 3600.0  # of a completion: its own time and that in the server's queue
 RETRY_S = 120.0  # for which what was lost on the way is sent again
 TRIED_AGAIN = (429, 502, 503, 504)  # busy, or a proxy in front of a server that restarts
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 PROBE_TOKENS = 5
 
 # The checkpoint's generation config is vLLM's default for whatever a request leaves out: all is said.
@@ -58,14 +58,6 @@ class Served:
     bases: dict[str, str]
     max_tokens: int | None
     adapters: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """New ids after a prompt, the one that stopped them included, and the log-probability of each, in nats."""
-
-    ids: list[int]
-    logps: list[float]
 
 
 class VllmClient:
@@ -108,7 +100,7 @@ class VllmClient:
                     return
                 problem = f"/health answers {answer.status_code}"
             except httpx.TransportError as error:
-                problem = _describe(error)
+                problem = describe_loss(error)
             if time.monotonic() + pause > deadline:
                 raise RolloutServerError(
                     f"no vLLM server answers at {self.url} (waited {self._start_s:.0f} s; {problem}): start it (vllm "
@@ -125,9 +117,11 @@ class VllmClient:
         answer = self._send("GET", "/v1/models", None, 30.0)
         if answer.status_code == 401:
             raise RolloutServerError(f"{self.url} asks for a key: put it into the environment as VLLM_API_KEY")
-        cards = self._json(answer, "/v1/models").get("data")
+        cards = read_json(f"{self.url}/v1/models", answer).get("data")
         if answer.status_code != 200 or not isinstance(cards, list) or not cards:
-            raise RolloutServerError(f"{self.url}/v1/models lists no models ({_text(answer)}): is it a vLLM server?")
+            raise RolloutServerError(
+                f"{self.url}/v1/models lists no models ({read_text(answer)}): is it a vLLM server?"
+            )
         bases = [card for card in cards if not card.get("parent")]
         lengths = [card["max_model_len"] for card in bases if card.get("max_model_len")]
         return Served(
@@ -144,16 +138,16 @@ class VllmClient:
                 cached prefixes. folder: as the server sees it. rank: of the adapter, for the error.
         """
         answer = self._send("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, LOAD_S)
-        text = _text(answer)
+        text = read_text(answer)
         if answer.status_code == 200 or "has already been loaded" in text:  # the answer to the first try got lost
             return
-        raise RolloutServerError(f"{self.url} does not take the adapter: {_adapter_advice(answer, text, folder, rank)}")
+        raise RolloutServerError(f"{self.url} does not take the adapter: {explain_refusal(answer, text, folder, rank)}")
 
     def unload_adapter(self, name: str) -> None:
         """Have the server forget an adapter; one that it has forgotten already is no error."""
         answer = self._send("POST", "/v1/unload_lora_adapter", {"lora_name": name}, LOAD_S)
         if answer.status_code not in (200, 404):
-            raise RolloutServerError(f"{self.url} does not let go of the adapter {name}: {_text(answer)}")
+            raise RolloutServerError(f"{self.url} does not let go of the adapter {name}: {read_text(answer)}")
 
     def complete(
         self, adapter: str, prompt_ids: list[int], limit: int, stop_ids: list[int], temperature: float, seed: int
@@ -179,10 +173,10 @@ class VllmClient:
             **WHOLE_DISTRIBUTION,
         }
         answer = self._send("POST", "/v1/completions", body, ANSWER_S)
-        text = _text(answer)
         if answer.status_code == 404:
-            raise AdapterLostError(f"{self.url} does not know the adapter {adapter} ({text})")
+            raise AdapterLostError(f"{self.url} does not know the adapter {adapter} ({read_text(answer)})")
         if answer.status_code != 200:
+            text = read_text(answer)
             advice = ""
             if "max_model_len" in text or "context length" in text:
                 advice = "; start the server with a larger --max-model-len, or lower rloo.max_completion_length"
@@ -190,8 +184,8 @@ class VllmClient:
                 f"{self.url} refuses a completion of {len(prompt_ids)} + {limit} tokens (status {answer.status_code}): "
                 f"{text}{advice}"
             )
-        choices = self._json(answer, "/v1/completions").get("choices") or [{}]
-        return self._checked(choices[0], prompt_ids, limit, stop_ids)
+        choices = read_json(f"{self.url}/v1/completions", answer).get("choices") or [{}]
+        return read_choice(self.url, choices[0], prompt_ids, limit, stop_ids)
 
     def find_logprobs_mode(self, adapter: str, prompt_ids: list[int], temperature: float) -> str:
         """Whether the server's log-probabilities are those that it samples from: "processed", or "raw" if not.
@@ -207,10 +201,10 @@ class VllmClient:
             body = {"model": adapter, "prompt": prompt_ids, "max_tokens": 1, "temperature": heat}
             body |= {"logprobs": PROBE_TOKENS, "ignore_eos": True, "return_tokens_as_token_ids": True}
             answer = self._send("POST", "/v1/completions", body | WHOLE_DISTRIBUTION, ANSWER_S)
-            choices = self._json(answer, "/v1/completions").get("choices") or [{}]
+            choices = read_json(f"{self.url}/v1/completions", answer).get("choices") or [{}]
             found = ((choices[0].get("logprobs") or {}).get("top_logprobs") or [None])[0]
             if not found or len(found) < 2:
-                raise RolloutServerError(f"{self.url} gives no log-probabilities ({_text(answer)}): is it vLLM's?")
+                raise RolloutServerError(f"{self.url} gives no log-probabilities ({read_text(answer)}): is it vLLM's?")
             gaps.append(found)
         first, second = gaps
         likeliest = max(first, key=lambda token: first[token])
@@ -221,31 +215,6 @@ class VllmClient:
         ratio = (first[likeliest] - first[other]) / max(second[likeliest] - second[other], 1e-9)
         return "processed" if ratio > math.sqrt(2) else "raw"
 
-    def _checked(self, choice: dict[str, Any], prompt_ids: list[int], limit: int, stop_ids: list[int]) -> Continuation:
-        """The answer as ids and log-probabilities; whatever does not fit the request is an error, not a guess."""
-        ids, reason = choice.get("token_ids"), choice.get("finish_reason")
-        if not isinstance(ids, list):
-            raise RolloutServerError(f"{self.url} returns no token ids: it has to be vLLM 0.10.2 or newer")
-        if choice.get("prompt_token_ids", prompt_ids) not in (prompt_ids, None):
-            raise RolloutServerError(f"{self.url} continued another prompt than it was given: does it cut prompts off?")
-        logps = (choice.get("logprobs") or {}).get("token_logprobs")
-        if not isinstance(logps, list) or len(logps) != len(ids):
-            raise RolloutServerError(f"{self.url} does not say how likely each of its {len(ids)} tokens was")
-        if any(logp is None or math.isnan(logp) for logp in logps):
-            raise RolloutServerError(
-                f"{self.url} sampled from logits with a NaN in them: the weights are broken (a learning rate too "
-                "high?); go on from an earlier checkpoint with a lower rloo.learning_rate"
-            )
-        stopped = bool(ids) and ids[-1] in stop_ids
-        if not ids or (reason == "stop" and not stopped) or (reason == "length" and not stopped and len(ids) < limit):
-            raise RolloutServerError(
-                f"{self.url} ended a completion after {len(ids)} of at most {limit} tokens, which no stop id explains "
-                f"(finish_reason {reason}, stop_reason {choice.get('stop_reason')}): is --max-model-len too small?"
-            )
-        if reason not in ("stop", "length"):
-            raise RolloutServerError(f"{self.url} broke a completion off (finish_reason {reason})")
-        return Continuation(ids, [float(logp) for logp in logps])
-
     def _send(self, method: str, path: str, body: dict[str, Any] | None, patience_s: float) -> httpx.Response:
         """The server's answer; asked again for a while where it does not answer or is busy."""
         deadline = time.monotonic() + self._retry_s
@@ -255,11 +224,11 @@ class VllmClient:
                 answer = self._http.request(method, path, json=body, timeout=httpx.Timeout(30.0, read=patience_s))
                 if answer.status_code not in TRIED_AGAIN:
                     return answer
-                problem = f"status {answer.status_code}: {_text(answer)}"
+                problem = f"status {answer.status_code}: {read_text(answer)}"
             except httpx.ReadTimeout as error:
                 raise RolloutServerError(f"{self.url}{path} did not answer within {patience_s:.0f} s") from error
             except httpx.TransportError as error:
-                problem = _describe(error)
+                problem = describe_loss(error)
             if time.monotonic() + pause > deadline:
                 raise RolloutServerError(
                     f"{self.url}{path} did not answer for {self._retry_s:.0f} s ({problem}): look at the server's log, "
@@ -267,50 +236,3 @@ class VllmClient:
                 )
             time.sleep(pause)
             pause = min(2 * pause, 10.0)
-
-    def _json(self, answer: httpx.Response, path: str) -> dict[str, Any]:
-        try:
-            found = answer.json()
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise RolloutServerError(f"{self.url}{path} answers {_text(answer)!r}: is it a vLLM server?")
-        return found
-
-
-def _adapter_advice(answer: httpx.Response, text: str, folder: str, rank: int) -> str:
-    """Why an adapter was refused, and what to do."""
-    if "max_lora_rank" in text:
-        needed = next((known for known in RANKS if known >= rank), rank)
-        return f"its rank is {rank} ({text}); start the server with --max-lora-rank {needed}"
-    if "No adapter found" in text or "adapter_config.json" in text or "does not exist" in text:
-        return (
-            f"it does not see {folder} ({text}); set rollout.server_adapters to a folder that both machines see under "
-            "the same path"
-        )
-    if "LoRA is not enabled" in text or "enable-lora" in text or "enable_lora" in text:
-        return f"LoRA is off ({text}); start it with --enable-lora --max-lora-rank {rank}"
-    if answer.status_code in (404, 405):
-        return (
-            f"it has no /v1/load_lora_adapter ({text}); start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
-            "environment and --enable-lora"
-        )
-    return f"status {answer.status_code}, {text}"
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _text(answer: httpx.Response) -> str:
-    """The message of an error, wherever this version of the server puts it; cut to a readable length."""
-    try:
-        found = answer.json()
-    except ValueError:
-        found = None
-    if isinstance(found, dict):
-        error = found.get("error")
-        message = error.get("message") if isinstance(error, dict) else found.get("message") or found.get("detail")
-        if message:
-            return str(message)[:500]
-    return answer.text.strip()[:500]

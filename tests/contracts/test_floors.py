@@ -17,7 +17,7 @@ FLOORS = {
     "measurement leave_one_out kernel kernel_end kernel_server process_memory runner saves pass_rate_cache "
     "reward_failures parameters parameter_cells parameter_values samples text_bars text_tables "
     "vram vram_parts vram_plan vram_shapes batch_notebook batch_file batch_status "
-    "rollout_types rollout_cache thinking_budget vllm_client processes launcher",
+    "rollout_types rollout_cache thinking_budget vllm_client vllm_answers processes launcher",
     2: "_stack backends data data_sources arithmetic cold_start tiny_tokenizer tiny_model reward_registry reward_guard "
     "reward_models reward_worker reward_process rollout rollout_native rollout_generate "
     "rollout_continuous decoders fused_decoder slot_cache slot_cache_kinds token_draw logprobs adapters "
