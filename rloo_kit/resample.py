@@ -7,7 +7,7 @@ scores them as the first ones, and takes over the new groups that do differ. Rou
 
 With several processes the rows of all are brought together first (`trainer_rollout`), since a group may lie across two
 of them. Left out: a weight for the prompts: groups that differ are drawn more often than they occur in the data, which
-is the point. Source: DAPO, section 3.2, arXiv 2503.14476 (there without a limit, and the batch is drawn larger instead).
+is the point. Source: DAPO, section 3.2, arXiv 2503.14476 (there without a limit, and with a larger batch instead).
 
 Shapes: A completions = prompts x K, group by group.
 """

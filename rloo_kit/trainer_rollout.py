@@ -26,7 +26,6 @@ from rloo_kit.advantages import combine_rewards, standardize
 from rloo_kit.resample import find_tied_groups, replace_tied_groups
 from rloo_kit.rollout import Rollout
 
-
 # fields of `Sampled` with the rows of one process
 OF_A_PROCESS = ("inputs", "prompts", "prompt_ids", "completion_ids", "completions", "truncated")
 

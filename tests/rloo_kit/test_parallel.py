@@ -1,6 +1,6 @@
 """One process with 8 completions and two processes with 4 make the same steps: gradients, weights, metrics, rows.
 
-Real processes: DDP through `accelerate launch`, FSDP 2 through torchrun, both with gloo on the CPU (`parallel_step.py`).
+Real processes: DDP through `accelerate launch`, FSDP 2 through torchrun, both with gloo on CPUs (`parallel_step.py`).
 """
 
 import json
