@@ -4,6 +4,7 @@ A table stands in the page between two comments that name it; `write_tables` mak
 `benchmarks/results`, and a test compares, so that no figure in the page was typed in.
 """
 
+import importlib
 import json
 import os
 import platform
@@ -87,7 +88,10 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
         name = match.group(1)
         make, file = TABLES[name]
         path = results / file
-        lines = make(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ["Not measured yet."]
+        if path.suffix != ".json":  # a folder of cells: what is missing is named there
+            lines = make({one.stem: json.loads(one.read_text(encoding="utf-8")) for one in sorted(path.glob("*.json"))})
+        else:
+            lines = make(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ["Not measured yet."]
         return "\n".join([f"<!-- table: {name} -->", "", *lines, "", "<!-- end -->"])
 
     return re.sub(r"<!-- table: ([\w-]+) -->.*?<!-- end -->", fill, text, flags=re.S)
@@ -238,6 +242,15 @@ def startup_table(result: dict[str, Any]) -> list[str]:
     return table(["command", "seconds", "smallest", "largest"], rows)
 
 
+def _on_card(name: str) -> Any:
+    """A table of `step_cuda_tables`, which imports this module."""
+
+    def make(results: dict[str, Any]) -> list[str]:
+        return getattr(importlib.import_module("step_cuda_tables"), name)(results)
+
+    return make
+
+
 TABLES: dict[str, tuple[Any, str]] = {
     "step": (step_table, "rloo_step.json"),
     "step-short": (short_step_table, "rloo_step.json"),
@@ -246,4 +259,10 @@ TABLES: dict[str, tuple[Any, str]] = {
     "kl-training": (kl_training_table, "kl_forms.json"),
     "rewards": (rewards_table, "rewards.json"),
     "startup": (startup_table, "startup.json"),
+    "cuda-card": (_on_card("card_line"), "step_cuda"),
+    "cuda-aims": (_on_card("aims_table"), "step_cuda"),
+    "cuda-training": (_on_card("training_table"), "step_cuda"),
+    "cuda-whole": (_on_card("whole_table"), "step_cuda"),
+    "cuda-floor": (_on_card("floor_table"), "step_cuda"),
+    "cuda-profile": (_on_card("profile_table"), "step_cuda"),
 }

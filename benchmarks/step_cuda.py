@@ -177,6 +177,7 @@ def run_cell(name: str, rows: int | None, repeats: int) -> int:
         if not step_cuda_models.is_out_of_memory(error):
             raise
         print(f"out of memory: {error}", flush=True)
+        cells.report(ran_out=[str(error)[:300]])
         return work.FULL_MEMORY
     return 0
 
@@ -194,8 +195,7 @@ def _try_rows(job: Job, repeats: int) -> int:
             return code
         too_large.append(rows)
         cells.report(out_of_memory_rows=too_large)
-    cells.report(out_of_memory=True)  # a finding: it does not fit this card
-    return 0
+    return 0  # a finding: it does not fit this card
 
 
 def _need_vllm() -> None:

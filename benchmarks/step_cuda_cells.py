@@ -3,11 +3,12 @@
 - training: steps with canned completions, less rollout and rewards, as in `rloo_step.py`; seconds, memory, and how many
   completions a micro-batch had (halved until it fits, where a side's memory depends on that).
 - whole: real rollouts with imposed lengths. The first rollout of a process is slow, and at 2048 tokens dear: it is
-  discarded in a short form, of 16 tokens at most.
+  discarded in a short form, of 16 tokens at most, behind a step with canned completions of full length.
 - profile: where a training part and the decoding spend the card's time, by kind of kernel.
 - ceilings: what this card does of matrix products and of copies, which is what the floors are made of.
 
-A figure is reported once it is there: a cell that runs out of time keeps the steps it has. Left out: several cards.
+A figure is reported once it is there: a cell that runs out of time keeps the steps it has. Left out: several cards; and
+what compiling costs, since these completions are compiled for once, and those of a run differ from step to step.
 """
 
 import re
@@ -46,6 +47,7 @@ def measure_whole(kind: Kind, length: str, beta: float, rows: int | None, repeat
     with _head(), _engine_options(kind, workload) as options:
         side = models.build_side(kind, workload, **options)
         full = side.targets
+        side.step(canned=True)  # compiles what the gradient of this length needs
         side.targets = [min(tokens, SHORT_TOKENS) for tokens in full]
         side.step(canned=False)
         side.targets = full

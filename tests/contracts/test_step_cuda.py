@@ -1,0 +1,221 @@
+"""The cells of `rloo_step.py --device cuda`: what they are, what becomes of their figures, and that each can run."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "benchmarks"
+END = 9
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`module(name)` imports a file of the folder, which lies last on the path: its rewards.py is not the package."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER)])
+    return importlib.import_module
+
+
+def cell(card: str = "H", state: str = "passed", **values: Any) -> dict[str, Any]:
+    machine, versions = {"card": card}, {"torch": "2.13.0"}
+    return {"machine": machine, "versions": versions, "revision": "abc" * 9, "state": state, "values": values}
+
+
+def steps(*seconds: float, gib: float = 1.0) -> dict[str, Any]:
+    found = [
+        {"whole_s": 2 * s, "generation_s": s, "training_s": s, "held_gib": 3.0, "peak_gib": 3 + gib} for s in seconds
+    ]
+    return {"steps": found, "tokens": 100, "settings": {"rows": 4}}
+
+
+def test_cells_are_what_the_issue_of_the_tables_needs(module: Any) -> None:
+    """An aim whose cell was renamed stays "not measured" for ever, however often the card is rented."""
+    cuda, tables = module("step_cuda"), module("step_cuda_tables")
+    jobs = {job.name: job for job in cuda.list_jobs()}
+    assert len(jobs) == len(cuda.list_jobs()) == len(cuda.list_cells())
+    for _, base, ours, *_ in tables.AIMS:
+        assert jobs[base].part == jobs[ours].part and jobs[base].length == jobs[ours].length
+    assert {f"profile-{name}" for name in tables.PROFILES} | set(cuda.LONG) <= jobs.keys()
+    assert tables.NAMES.keys() >= cuda.TRAINED.keys() | cuda.SAMPLED.keys()
+    engines = {kind.engine for kind in cuda.SAMPLED.values()}
+    assert engines == {"native", "generate", "continuous", "vllm", "server"}
+    for one in cuda.list_cells():
+        assert one.limit_s <= 480 and one.command[-1] == one.name and one.sources
+
+
+def test_every_side_is_rehearsed_once(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that no rehearsal reaches runs for the first time on a rented card."""
+    cuda = module("step_cuda")
+    monkeypatch.setenv(cuda.UNSLOTH_PYTHON, sys.executable)
+    found = {one.name: one for one in cuda.list_cells()}
+    skipped = {name for name, one in found.items() if one.not_rehearsed}
+    for job in cuda.list_jobs():
+        same = {other.name for other in cuda.list_jobs() if (other.part, other.kind) == (job.part, job.kind)}
+        assert job.kind.engine == "vllm" or not same <= skipped, job.name
+    for name in ("training-4k-stock-unsloth", "whole-1k-generate-unsloth", "long-12gb-chunked"):
+        assert found[name].rehearsed_by[0] == sys.executable and not found[name].not_rehearsed
+    monkeypatch.setenv(cuda.UNSLOTH_PYTHON, "/nowhere/python")
+    assert "make test-unsloth" in {one.name: one for one in cuda.list_cells()}["long-12gb-chunked"].not_rehearsed
+
+
+def test_examples_hold(module: Any) -> None:
+    """The folder's rewards.py hides the package from pytest's collection of doctests, so these are asked for."""
+    import doctest
+
+    for name in ("imposed_lengths", "step_cuda_cells", "step_cuda_floor", "rloo_step"):
+        failed, tried = doctest.testmod(module(name))
+        assert tried > 0 and failed == 0, name
+
+
+def test_tables_compare_what_can_be_compared(module: Any) -> None:
+    """A ratio across two cards, a rehearsal taken for a measurement, a side that did not fit shown as fast."""
+    tables = module("step_cuda_tables")
+    results = {
+        "training-4k-stock-unsloth": cell(**steps(8.0, 10.0, 9.0, gib=4.0), out_of_memory_rows=[8]),
+        "training-4k-fast-unsloth": cell(**steps(2.0, 2.5, 2.25, gib=1.0)),
+        "training-4k-low": cell("T4", **steps(1.0)),
+        "training-4k-stock": cell(ran_out=["full"], out_of_memory_rows=[8, 4, 2, 1]),
+        "training-4k-balanced": cell(**steps(1.0)) | {"rehearsed": True},
+        "whole-2k-vllm": cell(state="skipped") | {"reason": "vLLM is not installed"},
+        "long-12gb-int8": cell(left_gib=0.5),
+        "long-24gb-int8": cell(state="failed", ran_out=["rollout"]) | {"reason": "exit code 1"},
+        "long-24gb-chunked": cell(state="failed") | {"reason": "exit code 1; NameError\nmore"},
+    }
+    training = {line.split(" | ")[0]: line for line in tables.training_table(results)}
+    assert "2.25 s, 44 tokens/s, 1.0 GiB; 4.00x" in training["| ours, Unsloth, `fast`"]
+    assert (
+        "9.00 s" in training["| TRL, Unsloth"]
+        and "4 rows a micro-batch: more did not fit" in training["| TRL, Unsloth"]
+    )
+    assert training["| TRL, transformers"].count("does not fit, one row a micro-batch either") == 1
+    low = training["| ours, transformers, `low`"]
+    assert "1.00 s" in low and "x" not in low.partition("GiB")[2], "another card's figure is no base for a ratio"
+    assert training["| ours, transformers, `balanced`"].count("not measured") == 3
+    assert any("not measured: vLLM is not installed" in line for line in tables.whole_table(results))
+    aims = "\n".join(tables.aims_table(results))
+    assert "| 4x | 4.00x | reached |" in aims and "| 2x less | 4.00x | reached |" in aims
+    assert "0.5 GiB left | reached" in aims and "does not fit | **missed**" in aims
+    assert "not measured: exit code 1; NameError |  |" in aims
+    assert "T4" in tables.card_line(results)[0]
+
+
+def test_floor_and_profile_tables(module: Any) -> None:
+    """The floor is arithmetic over what the card was measured to do; a share is of the card's busy time."""
+    tables = module("step_cuda_tables")
+    results = {
+        "ceilings": cell(tflops=500.0, gb_per_s=2000.0),
+        "training-4k-fast-unsloth": cell(**steps(5.0)),
+        "profile-training-fast": cell(
+            plain_s=4.0, busy_s=2.0, idle_share=0.5, seconds_by_kind={"attention": 0.5, "everything else": 1.5}
+        ),
+    }
+    line = next(line for line in tables.floor_table(results) if line.startswith("| training part, 4k"))
+    tflop, floor, times = (
+        float(re.findall(pattern, line)[0]) for pattern in (r"(\d+) TFLOP", r"([\d.]+) s", r"([\d.]+) \|$")
+    )
+    assert floor == pytest.approx(tflop / 500, abs=0.01) and times == pytest.approx(5 / floor, abs=0.1)
+    shares = {line.split(" | ")[0]: line for line in tables.profile_table(results)}
+    assert "25%" in shares["| attention"] and "75%" in shares["| everything else"] and "50%" in shares["| card idle"]
+    assert shares["| seconds"].count("not measured") == 4
+
+
+def test_without_a_card_nothing_is_run_or_written(tmp_path: Path) -> None:
+    """A run that finds no card must neither fail a build nor leave a file that reads like a measurement."""
+    command = [sys.executable, str(FOLDER / "rloo_step.py"), "--device", "cuda", "--results", str(tmp_path / "found")]
+    environment = {"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "no CUDA card" in done.stdout and "nothing is measured" in done.stdout and not (tmp_path / "found").exists()
+
+
+# ------------------------------------------------------------------------------------------------- imposed lengths
+
+
+def test_rows_keep_their_lengths_whatever_order_an_engine_takes(module: Any) -> None:
+    """The generate engine sorts prompts by length: targets dealt by place would go to other groups than stock's."""
+    torch, imposed = importlib.import_module("torch"), module("imposed_lengths")
+    seen = []
+
+    class Model:
+        def generate(self, input_ids: Any, attention_mask: Any, logits_processor: Any) -> None:
+            seen.append(logits_processor[0].targets.tolist())
+
+    trainer = SimpleNamespace(model=Model())
+    with imposed.impose_lengths(trainer, [[1], [1], [2, 3], [2, 3]], [4, 5, 6, 7], END):
+        for _ in range(2):  # once more after memory ran out
+            trainer.model.generate(
+                input_ids=torch.tensor([[2, 3], [2, 3], [0, 1], [0, 1]]),
+                attention_mask=torch.tensor([[1, 1], [1, 1], [0, 1], [0, 1]]),
+                logits_processor=[],
+            )
+    assert seen == [[6, 7, 4, 5]] * 2 and "generate" not in vars(trainer.model)
+
+
+def test_vllm_is_given_a_limit_for_each_prompt(module: Any) -> None:
+    """TRL gives one set of parameters to all prompts; vLLM itself cannot be installed without CUDA."""
+    imposed = module("imposed_lengths")
+
+    class Parameters(SimpleNamespace):
+        def clone(self) -> "Parameters":
+            return Parameters(**vars(self))
+
+    class Engine:
+        def generate(self, prompts: Any, sampling_params: Any, use_tqdm: bool) -> list[Any]:
+            assert all(one.ignore_eos and one.min_tokens == one.max_tokens for one in sampling_params)
+            rows = [[5, END] + [5] * (one.max_tokens - 2) for one in sampling_params]
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=row)]) for row in rows]
+
+    class Model:
+        def generate(self) -> None: ...
+
+    trainer = SimpleNamespace(model=Model(), vllm_generation=SimpleNamespace(llm=Engine()))
+    shared = Parameters(max_tokens=99, min_tokens=0, ignore_eos=False)
+    with imposed.impose_lengths(trainer, [[1], [1], [2]], [3, 4, 5], END):
+        prompts = [{"prompt_token_ids": ids} for ids in ([1], [1], [2])]
+        outputs = trainer.vllm_generation.llm.generate(prompts, sampling_params=shared, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [[5, 0, END], [5, 0, 5, END], [5, 0, 5, 5, END]]
+    assert shared.max_tokens == 99 and "generate" not in vars(trainer.vllm_generation.llm)
+
+
+# ------------------------------------------------------------------------------------------------------- rehearsal
+
+REHEARSED = (
+    "ceilings", "training-4k-stock", "training-4k-fast", "training-4k-low", "training-4k-balanced", "whole-1k-stock",
+    "whole-1k-native", "whole-1k-generate", "whole-1k-continuous", "whole-1k-native-int8", "whole-1k-server",
+    "profile-training-fast", "profile-decoding-native", "long-12gb-int8", "long-24gb-int8",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_cells_of_transformers_run(tmp_path: Path) -> None:
+    """All of it runs here as on a card, but for its sizes; a typing mistake found on a rented card costs an hour."""
+    command = [sys.executable, str(FOLDER / "rloo_step.py"), "--device", "cuda", "--rehearse", "--repeats", "1"]
+    done = subprocess.run(
+        [*command, "--results", str(tmp_path), "--only", *REHEARSED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")) for name in REHEARSED}
+    for name, result in found.items():
+        assert result["state"] == "passed" and result["rehearsed"] is True, name
+        if name.startswith(("training", "whole")):
+            (step,) = result["values"]["steps"]
+            assert 0 < step["training_s"] <= step["whole_s"] and step["peak_gib"] > 0
+            assert (step["generation_s"] > 0.001) == name.startswith("whole")
+    for engine in ("native", "generate", "continuous", "server"):
+        assert found[f"whole-1k-{engine}"]["values"]["engine"] == engine
+    assert found["training-4k-stock"]["values"]["settings"]["rows"] == 2
+    assert found["profile-training-fast"]["values"]["busy_s"] > 0
+    for name in ("long-12gb-int8", "long-24gb-int8"):
+        values = found[name]["values"]
+        assert values["cache"] == "int8" and min(values["peaks_gib"].values()) > 0 and not values["ran_out"]
+    assert not (FOLDER / "results" / "step_cuda").exists() or not any(
+        json.loads(file.read_text(encoding="utf-8"))["rehearsed"]
+        for file in (FOLDER / "results" / "step_cuda").iterdir()
+    )
