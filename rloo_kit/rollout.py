@@ -342,9 +342,14 @@ def _check_lengths(policy: Any, prompt_ids: list[list[int]], completion_length: 
             f"prompt {[len(ids) for ids in prompt_ids].index(0)} has no tokens; there is nothing to continue"
         )
     positions = getattr(policy.model.config, "max_position_embeddings", None)
-    if positions is not None and longest + completion_length > positions:
-        raise ConfigError(
-            f"the longest prompt has {longest} tokens and {completion_length} more are to be generated, but the model "
-            f"has {positions} positions. Lower eval.max_completion_length, eval.thinking_budgets or "
-            "data.max_prompt_length"
-        )
+    loaded = getattr(policy.model, "max_seq_length", None)  # Unsloth's tables end there, with an error about shapes
+    limits = [
+        (loaded, f"was loaded for {loaded}: raise model.max_seq_length, or lower"),
+        (positions, f"has {positions} positions. Lower"),
+    ]
+    for limit, cure in limits:
+        if limit is not None and longest + completion_length > limit:
+            raise ConfigError(
+                f"the longest prompt has {longest} tokens and {completion_length} more are to be generated, but the "
+                f"model {cure} eval.max_completion_length, eval.thinking_budgets or data.max_prompt_length"
+            )

@@ -37,13 +37,23 @@ def _obstacle() -> str | None:
 
 
 @pytest.fixture(scope="session")
-def interpreter() -> Any:
+def program() -> Callable[[str], Any]:
+    """`program(name)`: the module `name.py` beside this file."""
+
+    def find(name: str) -> Any:
+        spec = spec_from_file_location(f"unsloth_{name}", HERE / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def interpreter(program: Any) -> Any:
     """The module `interpreter.py` beside this file."""
-    spec = spec_from_file_location("unsloth_interpreter", HERE / "interpreter.py")
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return program("interpreter")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -115,28 +125,44 @@ def make_run(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> An
 
 @pytest.fixture(scope="session")
 def load(interpreter: Any, make_run: Any, model_folder: Path) -> Any:
-    """`load(*overrides, model=folder)`: the policy of such a run, through `load_policy`."""
+    """`load(*overrides, model=folder, moved=False)`: the policy of such a run, through `load_policy`.
 
-    def load_through_unsloth(*overrides: str, model: Path = model_folder) -> Any:
+    With `moved` the B matrices are random: a fresh adapter is the identity, and hides a kernel that leaves it out.
+    """
+
+    def load_through_unsloth(*overrides: str, model: Path = model_folder, moved: bool = False) -> Any:
         from rloo_kit import load_policy
 
         interpreter.keep_on_cpu()
         policy = load_policy(make_run(*overrides, model=model))
         assert policy.backend == "unsloth"
+        if moved:
+            move_adapter(policy.model)
         return policy
 
     return load_through_unsloth
 
 
-@pytest.fixture(scope="session")
-def reference(unsloth: Any, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`reference(adapter, model=folder)`: what transformers computes in a process that never imported Unsloth."""
+def move_adapter(model: Any) -> None:
+    import torch
 
-    def compute(adapter: Path, model: Path = model_folder) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.copy_(0.05 * torch.randn(value.shape, generator=generator))
+
+
+@pytest.fixture(scope="session")
+def in_transformers(unsloth: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`in_transformers(name, model, adapter, *words)`: what `name.py MODEL ADAPTER OUT WORDS` writes, a program beside
+    this file, in a process that never imported Unsloth."""
+
+    def compute(name: str, model: Path, adapter: Path, *words: str) -> Any:
         import torch
 
-        out = tmp_path_factory.mktemp("reference") / "numbers.pt"
-        command = [sys.executable, str(HERE / "reference.py"), str(model), str(adapter), str(out)]
+        out = tmp_path_factory.mktemp("transformers") / "numbers.pt"
+        command = [sys.executable, str(HERE / f"{name}.py"), str(model), str(adapter), str(out), *words]
         environment = {name: value for name, value in os.environ.items() if "UNSLOTH" not in name}
         environment |= {"RLOO_KIT_BACKEND": "transformers"}
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -145,6 +171,12 @@ def reference(unsloth: Any, model_folder: Path, tmp_path_factory: pytest.TempPat
         return torch.load(out)
 
     return compute
+
+
+@pytest.fixture(scope="session")
+def reference(in_transformers: Any, model_folder: Path) -> Any:
+    """`reference(adapter, model=folder)`: what transformers computes for `reference.py`."""
+    return lambda adapter, model=model_folder: in_transformers("reference", model, adapter)
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,7 @@ def test_fast_inference_with_a_budget(load: Any) -> None:
 
     from rloo_kit.rollout import build_engine, find_end_ids, make_limits
 
-    policy = load()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, value in policy.model.named_parameters():
-            if "lora_B" in name:
-                value.copy_(0.05 * torch.randn(value.shape, generator=generator))
+    policy = load(moved=True)
     policy.model.train()
     limits = make_limits(policy.tokenizer, policy.tags, 10, 3, 4)
     engine = build_engine(
@@ -46,3 +41,13 @@ def test_fast_inference_with_a_budget(load: Any) -> None:
             assert len(ids) - ids.index(THINK_END) - 1 <= 4
         else:
             assert ids[-1] == TURN_END
+
+
+def test_a_prompt_that_is_too_long_is_refused(load: Any) -> None:
+    """Unsloth has tables for `model.max_seq_length` tokens; beyond it an error about the shapes of tensors came from
+    inside its attention, after the rollout had begun."""
+    from rloo_kit import generate_completions
+    from rloo_kit.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="120 tokens and 9 more .* loaded for 128: raise model.max_seq_length"):
+        generate_completions(load(), ["a" * 120], max_completion_length=9)

@@ -1,40 +1,23 @@
 """`backends/unsloth.py` and the kit's trainer on top of the RLOO trainer that Unsloth writes, without a card."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
 THINK_END = 260
 
 
 @pytest.fixture(scope="module")
-def numbers() -> Any:
+def numbers(program: Any) -> Any:
     """`numbers(policy)` of `reference.py`."""
-    spec = importlib.util.spec_from_file_location("unsloth_reference", HERE / "reference.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.numbers
+    return program("reference").numbers
 
 
 def adapter_weights(policy: Any) -> dict[str, Any]:
     return {
         name: value.detach().clone() for name, value in policy.model.named_parameters() if ".default.weight" in name
     }
-
-
-def move_adapter(policy: Any, scale: float = 0.05) -> None:
-    """Random values in the B matrices: a fresh adapter is the identity, and would hide a kernel that leaves it out."""
-    import torch
-
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, value in policy.model.named_parameters():
-            if "lora_B" in name:
-                value.copy_(scale * torch.randn(value.shape, generator=generator))
 
 
 def make_trainer(policy: Any, folder: Path) -> Any:
@@ -91,8 +74,7 @@ def test_both_backends_compute_the_same(load: Any, numbers: Any, reference: Any,
 
     Also compared: log-probabilities, their gradients through its checkpoints, and greedy generation.
     """
-    policy = load()
-    move_adapter(policy)
+    policy = load(moved=True)
     expected = reference(save(policy, tmp_path))
     found = numbers(policy)
     assert found["greedy"] == expected["greedy"] and any(found["greedy"])
@@ -105,13 +87,12 @@ def test_fused_kernels_on_the_embedded_models_sizes(
     """In 16 bits Unsloth fuses LoRA into its kernels, which take some sizes only; `make demo` on a card needs these."""
     import torch
 
-    policy = load("model.dtype=float16", model=embedded_folder)
+    policy = load("model.dtype=float16", model=embedded_folder, moved=True)
     layer = policy.model.get_base_model().model.layers[0]
     assert (
         layer.mlp.forward.__name__ == "apply_lora_mlp_swiglu" and layer.self_attn.apply_qkv.__name__ == "apply_lora_qkv"
     )
     assert {value.dtype for value in policy.model.parameters() if value.requires_grad} == {torch.float32}
-    move_adapter(policy)
     expected = reference(save(policy, tmp_path), model=embedded_folder)
     compare(numbers(policy), expected, atol=0.02, gradient_rtol=0.02)
 

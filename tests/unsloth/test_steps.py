@@ -1,0 +1,40 @@
+"""Whole RLOO steps on Unsloth, packed rows with the prompt repeated, against the same steps on transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def adapter(load: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter that is not the identity, so that the reference of the KL is a copy of it."""
+    from rloo_kit import save_adapter
+
+    return save_adapter(load(moved=True), tmp_path_factory.mktemp("adapter"))
+
+
+@pytest.mark.parametrize("memory", ["fast", "low"])
+def test_two_steps_are_those_of_the_transformers_backend(
+    memory: str, load: Any, adapter: Path, model_folder: Path, program: Any, in_transformers: Any
+) -> None:
+    """A loop that is exact on the CPU proves nothing for a card if Unsloth's layers see other rows: what is packed,
+    what the reference computes, and what a second step makes of the first have to be the same there."""
+    import torch
+
+    found = program("steps").steps(load(f"model.adapter={adapter}"), memory)
+    expected = in_transformers("steps", model_folder, adapter, memory)
+    assert (found["scoring"], expected["scoring"]) == ("repeated", "shared")
+    for step, (mine, theirs) in enumerate(zip(found["logs"], expected["logs"], strict=True)):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+        assert mine["val/ratio"] == 1.0 and (mine["kl"] != 0) == (step > 0)
+    assert len(found["gradients"]) == len(expected["gradients"]) == 2
+    for mine, theirs in zip(found["gradients"], expected["gradients"], strict=True):
+        size, off = (
+            torch.stack([value.norm() for value in values]).norm()
+            for values in (theirs.values(), [mine[name] - theirs[name] for name in theirs])
+        )
+        assert mine.keys() == theirs.keys() and size > 0.05
+        assert off < 1e-5 * size, f"gradients are off by {off / size:.2g} of their size"
+    moved = max((found["adapter"][name] - value).abs().max() for name, value in expected["adapter"].items())
+    assert moved < 1e-5
