@@ -6,6 +6,7 @@ of the loop go through accelerate in the trainer. Left out: sub-groups, and mend
 launcher ends the others.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,14 +35,17 @@ def start_processes(on_cpu: bool = False) -> None:
         return
     torch = load_stack().torch
     cards = torch.cuda.device_count()
-    if cards and local_index() >= cards:
+    if cards and local_index() >= cards and not on_cpu:
         raise SetupError(
             f"process {local_index()} of this machine has no card of its own: {cards} can be used, one a process; "
             "start fewer processes (num_processes of the launch file, --nproc_per_node of torchrun)"
         )
+    on_cpu = on_cpu or not cards
+    if on_cpu:  # accelerate would say cpu:0, and torch.load knows no such place: no run could be resumed
+        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     from accelerate import PartialState
 
-    PartialState(cpu=on_cpu or not torch.cuda.is_available(), timeout=PATIENCE)
+    PartialState(cpu=on_cpu, timeout=PATIENCE)
 
 
 def wait_for_all() -> None:
