@@ -13,7 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,6 +101,9 @@ def plan(
     card_gib: Annotated[
         float | None, typer.Option("--card-gib", help="Plan for a card with so many GiB instead of this machine.")
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Then measure it here, with random weights of the model's shape.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compute the memory that a run takes; exit code 1 where it does not fit, with what to change."""
@@ -109,9 +112,28 @@ def plan(
 
         from rloo_kit.vram import plan_vram
 
-        planned = plan_vram(_load_config(file, overrides), card_gib)
-        print(dumps(planned.to_dict(), indent=2) if json else planned)
-    raise typer.Exit(0 if planned.fits else 1)
+        run = _load_config(file, overrides)
+        planned = plan_vram(run, card_gib)
+        if not json:
+            print(planned, flush=True)
+        measured = _measure(run, planned, to_stderr=json) if measure else []
+        if json:
+            found = {"measured": [one.to_dict() for one in measured]} if measure else {}
+            print(dumps(planned.to_dict() | found, indent=2))
+    raise typer.Exit(0 if planned.fits and not any(one.error for one in measured) else 1)
+
+
+def _measure(run: Any, planned: Any, to_stderr: bool) -> list[Any]:
+    """What `plan --measure` finds; with `to_stderr` everything that is said on the way goes there."""
+    import rloo_kit as kit
+
+    with redirect_stdout(sys.stderr) if to_stderr else nullcontext():
+        print(kit.setup_environment(run.model.backend), flush=True)
+        from rloo_kit.vram_measure import format_measured, measure_plan
+
+        found = measure_plan(run, planned, say=lambda line: print(line, flush=True))
+        print(format_measured(found), flush=True)
+    return found
 
 
 @app.command()

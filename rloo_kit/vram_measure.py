@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -139,12 +140,22 @@ def _measure_rollout(policy: Policy, run: Any, rows: int, tokens: int, cache: st
     )
     engine = _filled(engine)
     prompts = [[row % 200 + 1] * (tokens - DECODED_TOKENS) for row in range(rows)]  # unlike, as those of groups are not
-    with Peak() as peak:
+    with Peak() as peak, _autocast(run, policy):
         done = engine.sample(prompts, Limits(DECODED_TOKENS))
     lengths = {len(ids) for ids in done.completion_ids}
     if lengths != {DECODED_TOKENS}:
         raise BackendError(f"rows of {sorted(lengths)} tokens came back where {DECODED_TOKENS} were to be decoded")
     return peak
+
+
+def _autocast(run: Any, policy: Policy) -> AbstractContextManager[Any]:
+    """Mixed precision as the trainer samples in it."""
+    from rloo_kit.training import mixed_precision
+
+    torch, chosen = load_stack().torch, mixed_precision(run)
+    if not any(chosen.values()):
+        return nullcontext()
+    return torch.autocast(policy.model.device.type, torch.bfloat16 if chosen["bf16"] else torch.float16)
 
 
 def _engine_of(run: Any) -> str:
@@ -417,9 +428,12 @@ def _measure_all(run: Any, plan: VramPlan, say: Callable[[str], None]) -> Iterat
 def _caches_of(run: Any, policy: Policy) -> Iterator[str]:
     """The kinds of cache that the run's engine keeps here, the run's own first."""
     name, _ = choose_engine(_engine_of(run), policy.backend, policy.model)
+    on_cuda = policy.model.device.type == "cuda"
     for cache in sorted(CACHES, key=lambda kind: kind != run.rollout.cache):
+        if cache == "offloaded" and not on_cuda:  # the plain one is in the machine's memory already
+            continue
         try:
-            check_cache(cache, name, policy.backend, on_cuda=policy.model.device.type == "cuda")
+            check_cache(cache, name, policy.backend, on_cuda)
         except BackendError:
             continue
         yield cache
