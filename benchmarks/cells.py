@@ -9,7 +9,6 @@ A cell's process says what it found by `report(name=value)`, and that it cannot 
 Left out: several cells at once, since they would share the card that they measure.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -104,7 +104,7 @@ def skip(reason: str) -> NoReturn:
 # ------------------------------------------------------------------------------------------------------- the command
 
 
-def add_arguments(parser: argparse.ArgumentParser, results: Path) -> None:
+def add_arguments(parser: ArgumentParser, results: Path) -> None:
     """The options of a command that runs cells; `results` is the folder of its files."""
     parser.add_argument("--list", action="store_true", help="name the cells, with what is known of them, and end")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these cells; NAME* takes all that begin so")
@@ -118,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser, results: Path) -> None:
     )
 
 
-def run_cells(cells: Sequence[Cell], options: argparse.Namespace, command: str) -> int:
+def run_cells(cells: Sequence[Cell], options: Namespace, command: str) -> int:
     """Run what has not passed yet. The exit code is 1 where a cell failed or was stopped.
 
     Args:

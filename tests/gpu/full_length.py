@@ -1,9 +1,8 @@
 """Rollouts of full length without the hours that they take: all but the last tokens of each row are put there.
 
 Random weights do not stop by themselves, and memory is largest at the end. Within `full_length_rollouts` an engine
-samples as it always does, but up to the last `tail` tokens of its thinking a row is made up, and its cache filled as
-`rloo_kit.vram_measure` fills it, without a prefill that no run makes. The rest is computed, and so is the answer after
-a spent budget: under `generate` that is a second call, whose prefill is whole rows.
+samples as it always does, but up to its last `tail` tokens a row is made up, and its cache filled as
+`rloo_kit.vram_measure` fills it, without a prefill that no run makes. The rest is computed.
 """
 
 import math
@@ -28,7 +27,6 @@ class Watch:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     ran_out: list[str] = field(default_factory=list)
-    stage: str = ""
 
 
 @contextmanager
@@ -38,26 +36,29 @@ def full_length_rollouts(
     """Both engines make completions of full length; `before` and `after` are called around each rollout."""
     from rloo_kit.rollout_generate import GenerateEngine
     from rloo_kit.rollout_native import NativeEngine
-    from rloo_kit.vram_measure import _fill_slots
+    from rloo_kit.vram_measure import _fill_cache, _fill_slots
+
+    def fill_cache(engine: Any, rows: int, width: int) -> dict[str, Any]:
+        return {"past_key_values": _fill_cache(engine, rows, width)}
 
     watch = Watch()
     with ExitStack() as patches:
         for kind in (GenerateEngine, NativeEngine):
             patches.enter_context(mock.patch.object(kind, "sample", _watched(kind.sample, watch, before, after)))
             patches.enter_context(mock.patch.object(kind, "_halve", _noted(kind._halve, watch)))
-        extend = _long_rows(GenerateEngine._extend, watch, tail)
-        patches.enter_context(mock.patch.object(GenerateEngine, "_extend", extend))
+        patches.enter_context(mock.patch.object(GenerateEngine, "_begin", _aged_turn(GenerateEngine._begin, tail)))
+        patches.enter_context(mock.patch.object(GenerateEngine, "_cache_options", fill_cache))
         patches.enter_context(mock.patch.object(NativeEngine, "_run", _aged_rows(NativeEngine._run, tail)))
         patches.enter_context(mock.patch.object(NativeEngine, "_fill", staticmethod(_fill_slots)))
         yield watch
 
 
 def _watched(plain: Any, watch: Watch, before: Callable[[], None], after: Callable[[], None]) -> Any:
-    def sample(self: Any, prompt_ids: Any, *arguments: Any, **keywords: Any) -> Any:
+    def sample(self: Any, prompt_ids: Any, limits: Any, *arguments: Any, **keywords: Any) -> Any:
         before()
-        watch.stage = ""
-        found = plain(self, prompt_ids, *arguments, **keywords)
+        found = plain(self, prompt_ids, limits, *arguments, **keywords)
         after()
+        _fill_up(found, _full_length(limits))
         lengths = [len(ids) for ids in found.completion_ids]
         watch.rows.append({"completions": len(lengths), "limit": self.rows, "tokens": [min(lengths), max(lengths)]})
         return found
@@ -68,7 +69,7 @@ def _watched(plain: Any, watch: Watch, before: Callable[[], None], after: Callab
 def _noted(plain: Any, watch: Watch) -> Any:
     def halve(self: Any, tried: int, left: int) -> None:
         plain(self, tried, left)
-        watch.ran_out.append(f"{watch.stage or 'decoding'} with {tried} rows; {self.rows} from there on")
+        watch.ran_out.append(f"{tried} rows; {self.rows} from there on")
 
     return halve
 
@@ -78,60 +79,46 @@ def fillers(count: int, number: int) -> list[int]:
     return random.Random(number).choices(FILLERS, k=count)
 
 
-# ------------------------------------------------------------------------------------------------- generate
+def _full_length(limits: Any) -> int:
+    """Tokens of the longest completion within the limits."""
+    if limits.thinking_budget is None:
+        return limits.max_completion_length
+    return min(limits.max_completion_length, limits.thinking_budget + len(limits.close_ids) + limits.answer_limit)
 
 
-def _long_rows(plain: Any, watch: Watch, tail: int) -> Any:
-    """`GenerateEngine._extend`: its first call in a rollout begins `tail` tokens before its end, the second is real."""
-    from rloo_kit.thinking_budget import Continued
-    from rloo_kit.vram_measure import _fill_cache
-
-    def extend(self: Any, prefixes: Any, rooms: list[int], stops: Any, expected: Any, on_progress: Any) -> Any:
-        if watch.stage:
-            watch.stage = "answering after a spent budget (a prefill of whole rows)"
-            found = plain(self, prefixes, rooms, stops, expected, on_progress)
-            return Continued(*_filled_up(found, rooms))
-        watch.stage = "thinking"
-        begun = [fillers(max(room - tail, 0), number) for number, room in enumerate(rooms)]
-        rests = [room - len(row) for room, row in zip(rooms, begun, strict=True)]
-        long = [prefix + row for prefix, row in zip(prefixes, begun, strict=True)]
-        self._cache_options = lambda rows, width: {"past_key_values": _fill_cache(self, rows, width)}
-        try:
-            found = plain(self, long, rests, stops, expected, on_progress)
-        finally:
-            del self._cache_options
-        ids, logps = _filled_up(found, rests)
-        whole = [row + more for row, more in zip(begun, ids, strict=True)]
-        if logps is None:
-            return Continued(whole, None)
-        return Continued(whole, [[math.nan] * len(row) + more for row, more in zip(begun, logps, strict=True)])
-
-    return extend
+def _age(turn: Any, tail: int, number: int) -> None:
+    """All the tokens of a completion but the last `tail`; at its budget its thinking is closed as always."""
+    for token in fillers(max(_full_length(turn._limits) - tail - len(turn.ids), 0), number):
+        turn.take(token, 0.0)
 
 
-def _filled_up(found: Any, rooms: list[int]) -> tuple[list[list[int]], list[list[float]] | None]:
-    """Rows that drew an end or a tag by chance go on as if they had not."""
-    ids = [row[:-1] + fillers(room - len(row) + 1, room) for row, room in zip(found.ids, rooms, strict=True)]
-    if found.logps is None:
-        return ids, None
-    short = zip(found.logps, rooms, strict=True)
-    return ids, [row[:-1] + [math.nan] * (room - len(row) + 1) for row, room in short]
+def _aged_turn(plain: Any, tail: int) -> Any:
+    """`GenerateEngine._begin`."""
 
+    def begin(self: Any, row: int, limits: Any) -> Any:
+        turn = plain(self, row, limits)
+        _age(turn, tail, row)
+        return turn
 
-# --------------------------------------------------------------------------------------------------- native
+    return begin
 
 
 def _aged_rows(plain: Any, tail: int) -> Any:
-    """`NativeEngine._run`: its rows have all their tokens but the last `tail`."""
+    """`NativeEngine._run`."""
 
     def run(self: Any, decoder: Any, waiting: Any, *more: Any) -> Any:
         for row in waiting:
-            limits, turn = row.turn._limits, row.turn
-            length = limits.max_completion_length
-            if limits.thinking_budget is not None:
-                length = min(length, limits.thinking_budget + len(limits.close_ids) + limits.answer_limit)
-            for token in fillers(max(length - tail - len(turn.ids), 0), row.number):
-                turn.take(token, 0.0)
+            _age(row.turn, tail, row.number)
         return plain(self, decoder, waiting, *more)
 
     return run
+
+
+def _fill_up(found: Any, length: int) -> None:
+    """Rows that drew an end by chance go on as if they had not."""
+    for number, row in enumerate(found.completion_ids):
+        missing = length - len(row)
+        if missing > 0:
+            row[-1:] = fillers(missing + 1, number)
+            if found.sampler_logps is not None:
+                found.sampler_logps[number][-1:] = [math.nan] * (missing + 1)

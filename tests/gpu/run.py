@@ -27,8 +27,13 @@ SOURCES = ("tests/gpu/*.py", "benchmarks/checkpoints.py")
 CARD_GB = (8, 12, 16, 24)
 
 
-def cell(name: str, test: str, what: str, backend: str = "unsloth", rehearse: str = "", **more: object) -> Cell:
-    """A cell that is one pytest test, by `backend`; `rehearse` says why it is not rehearsed."""
+def cell(
+    name: str, test: str, what: str, backend: str = "unsloth", rehearse: str = "", twin: str = "", **more: object
+) -> Cell:
+    """A cell that is one pytest test, by `backend`.
+
+    `rehearse` says why it is not rehearsed; `twin` names the cell that is the same test through transformers.
+    """
     arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib -ra")
     target = f"tests/gpu/{test}"
     own_python = unsloth_python() if backend == "unsloth" else None
@@ -38,6 +43,8 @@ def cell(name: str, test: str, what: str, backend: str = "unsloth", rehearse: st
         rehearsal = (own_python, *rehearsal[1:])
     elif backend == "unsloth":
         rehearsal = ("env", "RLOO_KIT_BACKEND=transformers", *rehearsal)
+        if twin and not rehearse:
+            rehearse = f"Unsloth is not here (make test-unsloth); through transformers it is the cell {twin}"
     return Cell(
         name,
         python(*arguments, target),
@@ -61,12 +68,13 @@ def list_cells() -> Iterator[Cell]:
     layouts = "test_log_probs.py::test_every_layout_scores_as_single_sequences"
     ratio = "test_log_probs.py::test_on_policy_the_ratio_is_exactly_one"
     gradients = "test_log_probs.py::test_gradients_against_float32"
-    for backend in ("unsloth", "transformers"):
-        yield cell(f"log_probs_{backend}", layouts, "every layout against single sequences; stock beside", backend)
-    for backend in ("unsloth", "transformers"):
-        yield cell(f"ratio_{backend}", ratio, "on-policy the ratio is exactly 1, in each memory mode", backend)
-    for backend in ("unsloth", "transformers"):
-        yield cell(f"gradients_{backend}", gradients, "16 bits against float32, in each layout", backend)
+    for name, test, what in (
+        ("log_probs", layouts, "every layout against single sequences; stock beside"),
+        ("ratio", ratio, "on-policy the ratio is exactly 1, in each memory mode"),
+        ("gradients", gradients, "16 bits against float32, in each layout"),
+    ):
+        yield cell(f"{name}_unsloth", test, what, twin=f"{name}_transformers")
+        yield cell(f"{name}_transformers", test, what, "transformers")
     kernel = "test_packed_rows.py::test_varying_lengths_in_one_call_equal_the_buckets"
     yield cell("packed_kernel", kernel, "torch's attention for varying lengths against the buckets", "transformers")
     for size in ("0.6b", "4b"):
@@ -83,7 +91,8 @@ def list_cells() -> Iterator[Cell]:
             test = f"test_simulated_cards.py::test_a_shipped_config_trains_at_full_length[{card_gb}-{precision}]"
             once = "" if precision == "bf16" else "16 bits are float32 there: it is the cell of bf16"
             what = f"qwen3_4b_thinking_{card_gb}gb.yaml at full length in {card_gb} GB, {precision}, {backend}"
-            yield cell(name, test, what, backend, once, least_gib=card_gb * 1e9 / 2**30 + 0.5)
+            twin = f"card_{card_gb}gb_bf16_transformers" if backend == "unsloth" else ""
+            yield cell(name, test, what, backend, once, twin, least_gib=card_gb * 1e9 / 2**30 + 0.5)
 
 
 def main() -> int:

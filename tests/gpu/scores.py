@@ -22,13 +22,13 @@ rloo: {{max_steps: 1, max_completion_length: 64}}
 
 
 def make_groups(device: Any) -> list[Any]:
-    """Three prompts with their completions, single bytes; a tenth as long when rehearsing."""
+    """Three prompts with their completions, single bytes; a fortieth as long when rehearsing."""
     import torch
 
     from rloo_kit.packing import Group
 
     generator = torch.Generator().manual_seed(7)
-    shorter = 10 if os.environ.get("RLOO_KIT_CELL_REHEARSAL") == "1" else 1
+    shorter = 40 if os.environ.get("RLOO_KIT_CELL_REHEARSAL") == "1" else 1
 
     def draw(length: int) -> Any:
         return torch.randint(0, 256, (max(1, length // shorter),), generator=generator).to(device)
