@@ -127,6 +127,7 @@ class RunDir:
             if state is None:
                 raise RunNotFoundError(f"there is no run to resume in {self.folder}; start it without --resume")
             refuse_changes(self.folder / "config.yaml", run.to_yaml())
+            self._refuse_other_number()
         elif state is not None and not overwrite and not self._never_began():
             step = self.status().get("step")
             raise RunExistsError(
@@ -138,6 +139,17 @@ class RunDir:
             raise RunExistsError(
                 f"{self.folder} is not empty and not the folder of a run (it has no status.json): choose another "
                 "place with run.name=... or run.output_dir=..."
+            )
+
+    def _refuse_other_number(self) -> None:
+        """A rollout of another number of processes is of another size: the place in the data would not be the same."""
+        now = count_processes()
+        before = (self.read_json("versions.json") or {}).get("processes", now)
+        if before != now:
+            how = "without --launch" if before == 1 else f"with as many (--launch FILE --processes {before})"
+            raise ConfigError(
+                f"the run in {self.folder} was trained in {before} process{'es' if before > 1 else ''} and would go on "
+                f"in {now}: start it {how}, or start anew: --overwrite or run.name=..."
             )
 
     def _take_lock(self) -> None:
@@ -334,8 +346,10 @@ def lock_folder(folder: Path) -> IO[str] | None:
 
 
 def describe_versions() -> dict[str, Any]:
-    """Versions of Python and the libraries, and the git revision of the kit's own checkout (None if it is not one)."""
-    return {"versions": installed_versions(), "git": git_revision(Path(__file__)), "written": _now()}
+    """Versions of Python and the libraries, the git revision of the kit's own checkout (None if it is not one), and the
+    number of processes."""
+    found = {"versions": installed_versions(), "git": git_revision(Path(__file__)), "processes": count_processes()}
+    return found | {"written": _now()}
 
 
 def git_revision(file: Path) -> dict[str, Any] | None:

@@ -141,8 +141,9 @@ def test_keys_that_are_newer_than_the_run_are_no_difference(tmp_path):
     lines = now.to_yaml().splitlines()
     first = lines.index("rollout:")
     older = [line for line in lines[:first] if "baseline" not in line and "memory" not in line]
+    behind = next(place for place in range(first + 1, len(lines)) if not lines[place].startswith(" "))
     saved = tmp_path / "config.yaml"
-    saved.write_text("\n".join(older + lines[first + 7 :]))
+    saved.write_text("\n".join(older + lines[behind:]))
     assert "rollout" not in saved.read_text() and "eval:" in saved.read_text()
     refuse_changes(saved, now.to_yaml())
     now.rollout.resample_rounds, now.rollout.engine = 2, "generate"
