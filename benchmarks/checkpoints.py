@@ -1,6 +1,6 @@
 """Checkpoints with random weights in the shapes of Qwen3, made on the machine: nothing is downloaded.
 
-    python benchmarks/checkpoints.py 4b        makes it in a process of its own, and prints its folder
+    python benchmarks/checkpoints.py 4b        makes it, and says where it is
 
 A step on one costs what it costs on trained weights, and its memory is the same; what it writes is noise, and it does
 not stop by itself. Tokenizer: single bytes with Qwen3's ids (`tiny_tokenizer`). "tiny" is for rehearsals on the CPU:
@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,4 +101,7 @@ def make_checkpoint(size: str) -> Path:
 
 if __name__ == "__main__":
     reporting.settle()
-    print(make_checkpoint(sys.argv[1]))
+    started = time.monotonic()
+    folder = make_checkpoint(sys.argv[1])
+    size_gib = sum(file.stat().st_size for file in folder.iterdir()) / 2**30
+    cells.report(folder=str(folder), gib=round(size_gib, 3), seconds=round(time.monotonic() - started, 1))

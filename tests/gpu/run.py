@@ -65,6 +65,16 @@ def unsloth_python() -> str | None:
 
 def list_cells() -> Iterator[Cell]:
     """Cheap ones first: whoever has ten minutes learns the most from them."""
+    for size in ("0.6b", "4b"):  # the others would make it themselves, on their own time
+        program = str(ROOT / "benchmarks" / "checkpoints.py")
+        yield Cell(
+            f"checkpoint_{size}",
+            python(program, size),
+            f"Qwen3-{size.upper()} with random weights, made on the machine",
+            environment={"RLOO_KIT_BACKEND": "transformers"},
+            sources=SOURCES[1:],
+            rehearsed_by=python(program, "tiny"),
+        )
     layouts = "test_log_probs.py::test_every_layout_scores_as_single_sequences"
     ratio = "test_log_probs.py::test_on_policy_the_ratio_is_exactly_one"
     gradients = "test_log_probs.py::test_gradients_against_float32"
