@@ -6,6 +6,7 @@ they are, and tells the watch; this counts, speaks and says when to stop. No tor
 """
 
 from rloo_kit.errors import NonFiniteError
+from rloo_kit.processes import say
 
 
 class FiniteWatch:
@@ -54,10 +55,9 @@ class FiniteWatch:
         if self.skipped < self._speaks_at and not self.exceeded:
             return
         self._speaks_at = 2 * self.skipped
-        print(
+        say(
             f"WARNING: step {step} is skipped: NaN or infinity in {broken} ({self.in_a_row} in a row; {self.patience} "
-            "stop the run)",
-            flush=True,
+            "stop the run)"
         )
 
     def make_error(self, saved_in: str) -> NonFiniteError:

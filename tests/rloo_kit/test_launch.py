@@ -1,0 +1,355 @@
+"""Runs in two real processes on the CPU (gloo), started as a user starts them: accelerate launch, --launch, torchrun.
+
+What the loop computes in several processes is tested in test_parallel.py; here it is files, words, ends and signals.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU_TWO = ROOT / "configs" / "accelerate" / "cpu_two.yaml"
+SCRIPT = Path(__file__).with_name("launched_script.py")
+STEPS, ROWS, PROCESSES = 30, 4, 2
+CONFIG = """
+run: {{output_dir: {output}, progress_every_s: 0, sample_every_steps: 0, evaluate: false, report: false}}
+model: {{name: {model}, lora: {{r: 2, alpha: 2, target_modules: [q_proj, v_proj]}}, max_seq_length: 128}}
+data: {{source: {data}, test_size: 5, max_prompt_length: 64}}
+rewards: [{{name: length_reward}}]
+eval: {{batch_size: 3, num_completions: 5, temperature: 0, max_completion_length: 5}}
+rloo:
+  max_steps: 30
+  learning_rate: 1e-2
+  lr_scheduler_type: constant
+  per_device_train_batch_size: 4
+  num_generations: 4
+  max_completion_length: 6
+  beta: 0.0
+  save_steps: 1000
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, tiny_folder):
+    """The file of a run on the tiny random model, outputs beside it."""
+    folder = tmp_path_factory.mktemp("launched")
+    rows = [{"prompt": f"add {n}", "answer": str(n)} for n in range(21)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = folder / "tiny.yaml"
+    file.write_text(
+        CONFIG.format(output=folder / "outputs", model=tiny_folder, data=folder / "prompts.jsonl"), encoding="utf-8"
+    )
+    return file
+
+
+def bare_environment(folder):
+    hidden = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    return env | {"OMP_NUM_THREADS": "1", "RLOO_KIT_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+
+
+def command_of(how, config, *words):
+    """The words with which a user starts `train` in two processes."""
+    python = [sys.executable, "-m"]
+    train = ["train", str(config), *words]
+    return {
+        "accelerate": [
+            *python, "accelerate.commands.launch", "--config_file", str(CPU_TWO), "--main_process_port", "0",
+            "-m", "rloo_kit.cli", *train,
+        ],
+        "torchrun": [*python, "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "rloo_kit.cli",
+                     *train],
+        "kit": [*python, "rloo_kit.cli", *train, "--launch", str(CPU_TWO)],
+        "one": [*python, "rloo_kit.cli", *train],
+    }[how]  # fmt: skip
+
+
+class Started:
+    """A command under way; `until(text)` reads on to a line that holds it, `end()` to the last one."""
+
+    def __init__(self, command, folder):
+        self.lines = []
+        self.process = subprocess.Popen(
+            command,
+            env=bare_environment(folder),
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def until(self, text):
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if text in line:
+                return self
+        raise AssertionError(f"{text!r} never came:\n{self.text}")
+
+    def ranks(self):
+        """The run's processes by their rank."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            if child.environ().get("RANK") and child.ppid() == self.process.pid:
+                found[int(child.environ()["RANK"])] = child
+        assert sorted(found) == [0, 1]
+        return found
+
+    def end(self, within_s=240):
+        try:
+            rest, _ = self.process.communicate(timeout=within_s)
+        except subprocess.TimeoutExpired:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
+            self.process.kill()
+            raise AssertionError(f"still running after {within_s} s:\n{self.text}") from None
+        self.lines.append(rest)
+        return self.process.returncode
+
+    @property
+    def text(self):
+        return "".join(self.lines)
+
+
+def read_lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def adapter_of(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def assert_same_adapter(one, other, atol=0.0):
+    first, second = adapter_of(one), adapter_of(other)
+    assert first.keys() == second.keys() and first
+    for name, tensor in first.items():
+        assert (tensor - second[name]).abs().max().item() <= atol, name
+
+
+def run_script(config, out, *, processes=2, **settings):
+    """Each process's findings, in the order of their ranks."""
+    given = {"config": str(config), "out": str(out), "overrides": [], **settings}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if processes > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), json.dumps(given)],
+        env=bare_environment(config.parent),
+        cwd=config.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(processes)], done.stdout
+
+
+# ---------------------------------------------------------------------------------------------------- a whole run
+
+
+@pytest.fixture(scope="module")
+def launched(config):
+    """A run through `accelerate launch` to its end: the folder and what was printed."""
+    words = ("run.name=whole", "run.evaluate=true", "run.report=true")
+    started = Started(command_of("accelerate", config, *words), config.parent)
+    assert started.end() == 0, started.text
+    return config.parent / "outputs" / "whole", started.text
+
+
+def test_a_launched_run_has_the_files_of_one_writer(launched):
+    """Both processes wrote: each step stood twice in metrics.jsonl, and half of the completions nowhere."""
+    folder, _ = launched
+    metrics, rollouts = read_lines(folder / "metrics.jsonl"), read_lines(folder / "rollouts.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rollouts] == [n for n in range(1, STEPS + 1) for _ in range(ROWS * PROCESSES)]
+    first = rollouts[: ROWS * PROCESSES]
+    groups = [{row["prompt"] for row in first[:ROWS]}, {row["prompt"] for row in first[ROWS:]}]
+    assert [len(group) for group in groups] == [1, 1] and groups[0] != groups[1], "a group a process"
+    assert all(abs(sum(row["advantage"] for row in first[at : at + ROWS])) < 1e-5 for at in (0, ROWS))
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    names = ("config.yaml", "versions.json", "before.json", "after.json", "report.html", "adapter", "checkpoints")
+    assert all((folder / name).exists() for name in names)
+
+
+def test_processes_sample_with_seeds_of_their_own(launched):
+    """With one seed both processes drew the same numbers: half of a rollout was a copy of the other half."""
+    rollouts = read_lines(launched[0] / "rollouts.jsonl")
+    ids = [tuple(row["completion_ids"]) for row in rollouts]
+    halves = [
+        [ids[start + half * ROWS : start + (half + 1) * ROWS] for start in range(0, len(ids), ROWS * PROCESSES)]
+        for half in (0, 1)
+    ]
+    same = sum(one == other for one, other in zip(*halves, strict=True))
+    assert same <= 1, f"{same} of {STEPS} rollouts are the same in both processes"
+
+
+def test_a_launched_run_says_everything_once(launched):
+    """Two tables of everything, line by line between one another, hide the one warning that matters."""
+    _, text = launched
+    for line in ("backend", "policy:", "data:", "rollout:", "Evaluation before", "step 1/30", "adapter:"):
+        assert len(re.findall(line, text)) == (2 if line == "backend" else 1), f"{line!r} in\n{text}"
+    assert "transformers: 2 processes, and Unsloth trains on one card" in text
+    assert "processes: 2" in text and "gloo" not in text
+
+
+def test_an_evaluation_by_two_processes_is_that_of_one(launched, config):
+    """Five prompts for two processes: verdicts in another order than the prompts would pair wrong ones later."""
+    from rloo_kit import evaluate, load_config, load_data, load_policy
+
+    run = load_config(config)
+    for name, overrides in (("before", ()), ("after", (f"model.adapter={launched[0] / 'adapter'}",))):
+        loaded = load_config(config, *overrides)
+        policy = load_policy(loaded)
+        alone = evaluate(run, policy, load_data(loaded, policy.tokenizer).test).to_dict()
+        two = json.loads((launched[0] / f"{name}.json").read_text())
+        for key in ("samples", "per_prompt", "greedy_per_prompt", "mean_tokens", "num_prompts", "prompts_digest"):
+            assert two[key] == alone[key], f"{name}: {key}"
+
+
+# ---------------------------------------------------------------------------------------------------- ends
+
+
+def test_ctrl_c_saves_and_another_launcher_goes_on(launched, config):
+    """Ctrl-C to `--launch`, then `--resume` under torchrun: the same adapter as the run that was never stopped."""
+    folder = config.parent / "outputs" / "stopped"
+    started = Started(command_of("kit", config, "run.name=stopped"), config.parent).until("step 3/30")
+    ranks = started.ranks()
+    started.process.send_signal(signal.SIGINT)
+    assert started.end() == 130, started.text
+    assert "To go on: rloo-kit train" in started.text and f"--launch {CPU_TWO}" in started.text
+    assert "Traceback" not in started.text and "ChildFailedError" not in started.text
+    assert not [child for child in ranks.values() if child.is_running()], "processes are left behind"
+    status = json.loads((folder / "status.json").read_text())
+    assert status["state"] == "interrupted" and 3 <= status["step"] < STEPS
+    assert (folder / "checkpoints" / f"checkpoint-{status['step']}" / "trainer_state.json").is_file()
+
+    resumed = Started(command_of("torchrun", config, "run.name=stopped", "--resume"), config.parent)
+    assert resumed.end() == 0, resumed.text
+    assert f"from step {status['step']}" in resumed.text
+    assert [row["step"] for row in read_lines(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert_same_adapter(launched[0], folder)
+
+
+def test_a_signal_to_the_second_process_stops_both(config):
+    """A scheduler that ends one process first: the main one waited for it in the next step until it was killed."""
+    started = Started(command_of("kit", config, "run.name=one_stopped"), config.parent).until("step 2/30")
+    started.ranks()[1].terminate()
+    assert started.end() == 130, started.text
+    status = json.loads((config.parent / "outputs" / "one_stopped" / "status.json").read_text())
+    assert status["state"] == "interrupted" and status["step"] < STEPS
+
+
+@pytest.mark.parametrize(("how", "expected"), [("kit", 2), ("accelerate", 1)])
+def test_a_refusal_ends_all_processes_with_one_message(how, expected, launched, config):
+    """The main process refused and left; the others waited for it in their first collective, without an end."""
+    began = time.monotonic()
+    started = Started(command_of(how, config, "run.name=whole"), config.parent)
+    assert started.end(120) == expected, started.text
+    assert time.monotonic() - began < 100
+    assert started.text.count("holds a run already (finished at step 30)") == 1
+    assert ("Traceback" in started.text) == (how == "accelerate"), "accelerate's own, around a process that refused"
+
+
+def test_a_run_outlives_no_process_that_was_killed(config):
+    """One process was killed for its memory, and the other one waited for it: the card was taken until somebody saw."""
+    started = Started(command_of("kit", config, "run.name=killed"), config.parent).until("step 2/30")
+    ranks = started.ranks()
+    ranks[1].kill()
+    assert started.end(60) == 137, started.text
+    assert "process 1 of the run was killed by SIGKILL (by the system, where its memory has run out)" in started.text
+    assert not ranks[0].is_running()
+    assert json.loads((config.parent / "outputs" / "killed" / "status.json").read_text())["state"] == "failed"
+
+
+def test_two_machines_meet_and_stop_together(config):
+    """A launcher each, with one process each, as on two machines; Ctrl-C reaches one launcher only."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    machines = []
+    for rank in ("0", "1"):
+        words = command_of("accelerate", config, "run.name=machines")
+        words[words.index("--main_process_port") + 1] = port
+        place = words.index("-m", 2)
+        words[place:place] = ["--num_machines", "2", "--num_processes", "2", "--machine_rank", rank]
+        words[place:place] = ["--main_process_ip", "127.0.0.1"]
+        machines.append(Started(words, config.parent))
+    first, second = machines
+    first.until("step 2/30")
+    second.process.send_signal(signal.SIGINT)
+    first.end(), second.end()
+    status = json.loads((config.parent / "outputs" / "machines" / "status.json").read_text())
+    assert status["state"] == "interrupted" and 2 <= status["step"] < STEPS, first.text
+    assert f"interrupted at step {status['step']} of {STEPS}" in first.text
+    assert "step 2/30" not in second.text, "the second machine prints nothing of its own"
+
+
+# ---------------------------------------------------------------------------------------------------- a script
+
+
+def test_a_script_gets_the_same_in_every_process(config):
+    """A script under torchrun decided by result.metrics: they were empty in the second process, and it took a turn of
+    its own."""
+    (first, second), printed = run_script(config, config.parent / "script", overrides=["run.name=script"])
+    assert first == second
+    assert first["steps"] == STEPS and len(first["metrics"]) == STEPS and first["stopped"] is None
+    assert not first["sharded"] and printed.count("step 1/30") == 1
+
+
+def test_shards_train_evaluate_and_go_on_as_copies_do(config):
+    """FSDP 2 from the model to the adapter: its evaluation, its saved adapter and its resume are those of DDP."""
+    short = ["rloo.max_steps=6"]
+    folder = config.parent / "outputs"
+    (copies, _), _ = run_script(config, config.parent / "copies", overrides=[*short, "run.name=copies"])
+    shards, _ = run_script(
+        config, config.parent / "shards", sharding=True, overrides=["rloo.max_steps=3", "run.name=shards"]
+    )
+    assert shards[0] == shards[1] and shards[0]["sharded"] and shards[0]["steps"] == 3
+    shards, _ = run_script(
+        config, config.parent / "shards", sharding=True, resume=True, overrides=[*short, "run.name=shards"]
+    )
+    assert shards[0] == shards[1] and shards[0]["steps"] == 6
+    assert_same_adapter(folder / "copies", folder / "shards", atol=1e-4)
+    assert shards[0]["before"]["samples"] == copies["before"]["samples"]
+    assert shards[0]["after"]["samples"] == copies["after"]["samples"]
+
+
+def test_copies_of_a_4bit_model_train(config, tmp_path, make_tiny_model, tiny_tokenizer):
+    """The way for a 32B model on cards with 48 GB: accelerate refuses 4-bit weights that lie on another device."""
+    make_tiny_model(hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path / "wide")
+    tiny_tokenizer.save_pretrained(tmp_path / "wide")
+    names = [f"model.name={tmp_path / 'wide'}", "model.load_in_4bit=true", "run.name=packed", "rloo.max_steps=2"]
+    (first, second), printed = run_script(config, config.parent / "packed", overrides=names)
+    assert first == second and first["steps"] == 2 and first["in_4bit"]
+
+
+def test_pass_rates_are_measured_by_all_processes_together(config):
+    """Each process measured every prompt: twice the work, and twice in the cache."""
+    (first, second), _ = run_script(
+        config, config.parent / "rates", do="measure", overrides=["rollout.difficulty_samples=2"]
+    )
+    assert first["asked"] + second["asked"] == [f"add {n}" for n in range(7)]
+    assert first["rates"] == second["rates"] == first["again"] == [0, 1, 0, 1, 0, 1, 0]
+    assert first["cached"] == second["cached"] == [0, 7]
+    [cache] = (config.parent / "cache" / "difficulty").glob("*.jsonl")
+    assert len([line for line in read_lines(cache) if "prompt" in line]) == 7
+
+
+def test_processes_talk(config):
+    """A helper that hangs, or answers differently in two processes, hangs the run somewhere else, later."""
+    found, _ = run_script(config, config.parent / "talk", do="talk")
+    for rank, one in enumerate(found):
+        assert one["failed"] == rank
+    for one in found:
+        assert one["share"] == {"from": 0} and one["lists"] == [0, 1, 1] and one["objects"] == ["first", None]
+        assert one["any"] == [True, False] and one["order"] == ["0", "1"] and one["backend"] == "gloo"
