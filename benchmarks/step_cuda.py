@@ -225,3 +225,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.cell:
         return run_cell(options.cell, options.rows, options.repeats)
     return cells.run_cells(list_cells(), options, "python benchmarks/rloo_step.py --device cuda")
+
+
+if __name__ == "__main__":
+    reporting.settle()
+    sys.exit(main(sys.argv[1:]))
