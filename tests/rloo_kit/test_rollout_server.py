@@ -649,12 +649,12 @@ def test_vllm_with_an_address_is_trls_server_mode(
 
 
 def run_processes(count: int, settings: dict[str, Any]) -> list[subprocess.CompletedProcess[str]]:
-    """`parallel_step.py`, once a rank."""
+    """`server_step.py`, once a rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    program = Path(__file__).with_name("parallel_step.py")
-    command = [sys.executable, str(program), json.dumps(settings | {"processes": count})]
+    program = Path(__file__).with_name("server_step.py")
+    command = [sys.executable, str(program), json.dumps(settings)]
     common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     started = []
     for rank in range(count):
@@ -673,23 +673,19 @@ def run_processes(count: int, settings: dict[str, Any]) -> list[subprocess.Compl
 def test_two_processes_share_one_adapter(sharding: bool, tiny_folder: Path, tmp_path: Path) -> None:
     """One process loads the adapter and both ask for it; where weights are sharded its file has to hold whole
     matrices. Each process sends its own half, with seeds of its own; the gap is none in either step."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     stand_in = StandIn(lambda: AutoModelForCausalLM.from_pretrained(tiny_folder), name=str(tiny_folder))
-    options = {
-        "rollout_engine": "server", "rollout_server_url": stand_in.url, "sampler_correction": "token", "beta": 0.0,
-        "rollout_server_adapters": str(tmp_path / "adapters"), "learning_rate": 0.1,
-    }  # fmt: skip
-    settings = {"folder": str(tiny_folder), "out": str(tmp_path / "found"), "sample": True, "sharding": sharding}
+    options = {"rollout_server_url": stand_in.url, "rollout_server_adapters": str(tmp_path / "adapters")}
+    settings = {"folder": str(tiny_folder), "out": str(tmp_path / "found"), "sharding": sharding, "options": options}
     try:
-        done = run_processes(2, settings | {"options": options})
+        done = run_processes(2, settings)
     finally:
         stand_in.stop()
     assert [process.returncode for process in done] == [0, 0], done[0].stderr[-3000:] + done[1].stderr[-3000:]
-    found = [torch.load(tmp_path / f"found.{rank}", weights_only=False) for rank in range(2)]
-    assert [result["kind"] for result in found] == ["shards" if sharding else "replicas"] * 2
-    assert found[0]["sharded"] is sharding
+    found = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(2)]
+    assert [result["sharded"] for result in found] == [sharding] * 2
+    assert all(result["describe"].startswith("rollout: server") for result in found)
     for log in found[0]["logs"][:2]:
         assert log["sampling/logp_difference_max"] < 1e-3
         assert log["sampling/importance_weight_mean"] == pytest.approx(1.0, abs=1e-3)
@@ -707,8 +703,8 @@ def test_a_refusal_ends_both_processes(tiny_folder: Path, tmp_path: Path) -> Non
     would wait for completions forever."""
     stand_in = StandIn(lambda: None)
     stand_in.allows_updates = False
-    options = {"rollout_engine": "server", "rollout_server_url": stand_in.url, "beta": 0.0}
-    settings = {"folder": str(tiny_folder), "out": str(tmp_path / "found"), "sample": True, "options": options}
+    options = {"rollout_server_url": stand_in.url}
+    settings = {"folder": str(tiny_folder), "out": str(tmp_path / "found"), "options": options}
     try:
         done = run_processes(2, settings)
     finally:
