@@ -6,7 +6,8 @@
 - Shards (FSDP2, DeepSpeed ZeRO-3): a layer's weights are gathered whenever it is computed, by all processes together,
   so all of them make equally many passes (`equalize`), and gradients are averaged pass by pass by the library.
 
-Left out: tensor and pipeline parallelism, FSDP1. ZeRO-3 was never run.
+Left out: tensor and pipeline parallelism, FSDP1. DeepSpeed takes its optimizer's step with the last backward pass, so a
+step with a NaN is counted there and not dropped.
 """
 
 from collections.abc import Iterator

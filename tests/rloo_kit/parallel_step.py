@@ -3,8 +3,9 @@
     python parallel_step.py '{"folder": ..., "out": ..., "processes": 1, "cases": {...}}'        (or under a launcher)
 
 Model, adapter, prompts, completions and rewards are the same whatever the number of processes: 8 completions a step.
-`sharding: true` shards with FSDP 2. accelerate takes FSDP on accelerators only, so its choice of a backend is the one
-thing that is replaced: gloo and the CPU. What it does then (`fully_shard`, clipping, state dicts) is its own.
+`sharding` is "fsdp2", "zero3" or nothing. accelerate shards on accelerators only, so its choice of a backend is the one
+thing that is replaced: gloo and the CPU. What it does then (`fully_shard`, clipping, state dicts) is its own, and so is
+DeepSpeed's part, but for a kernel for shared memory that it would compile first.
 """
 
 import json
@@ -15,25 +16,39 @@ from typing import Any
 
 FSDP_VARIABLES = {
     "ACCELERATE_USE_FSDP": "true",
-    "ACCELERATE_TORCH_DEVICE": "cpu",
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
 }
+ZERO_VARIABLES = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "DS_ACCELERATOR": "cpu",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+    "ACCELERATE_GRADIENT_CLIPPING": "1.0",
+}
 # (tokens of the completion, whether the model ended it), row by row; the last rows of the first group are long
 LENGTHS = ((3, True), (9, True), (6, False), (2, True), (5, True), (7, True), (1, True), (4, False))
 EOS = 258
 
 
-def shard_on_the_cpu() -> None:
-    os.environ.update(FSDP_VARIABLES)
+def shard_on_the_cpu(kind: str) -> None:
+    os.environ.update({"ACCELERATE_TORCH_DEVICE": "cpu"} | (FSDP_VARIABLES if kind == "fsdp2" else ZERO_VARIABLES))
     import torch
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
-    torch.distributed.init_process_group("gloo")
+    if kind == "zero3":
+        import deepspeed
+
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+        deepspeed.init_distributed("gloo")
+    else:
+        torch.distributed.init_process_group("gloo")
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
 
 
@@ -111,12 +126,17 @@ def train(settings: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
         trainer._generate_single_turn = canned
 
     def whole(tensor: Any) -> Any:
+        if hasattr(tensor, "ds_id"):
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            return safe_get_full_fp32_param(tensor).clone()
         return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
     class Keep(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             named = trainer.model.named_parameters()
-            gradients.append({name: whole(value.grad) for name, value in named if value.requires_grad})
+            if settings.get("sharding") != "zero3":  # DeepSpeed has taken its step by now, and the gradients with it
+                gradients.append({name: whole(value.grad) for name, value in named if value.requires_grad})
 
     trainer.add_callback(Keep())
     trainer.rollout_listeners.append(rows.extend)
@@ -131,13 +151,13 @@ def train(settings: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
         "rank": accelerator.process_index,
         "world": accelerator.num_processes,
         "kind": trainer._parallel.kind,
-        "sharded": any(hasattr(value, "to_local") for value in trainer.model.parameters()),
+        "sharded": any(hasattr(value, "to_local") or hasattr(value, "ds_id") for value in trainer.model.parameters()),
     }
 
 
 def main(settings: dict[str, Any]) -> None:
     if settings.get("sharding"):
-        shard_on_the_cpu()
+        shard_on_the_cpu(settings["sharding"])
     import torch
 
     for name, case in settings["cases"].items():
