@@ -6,6 +6,7 @@ out: training every parameter, for which the transformers backend is there. vLLM
 passed on and was never run here.
 """
 
+import copy
 import inspect
 import os
 from collections.abc import Iterable, Iterator
@@ -77,7 +78,8 @@ def load(run: Any, source: Source, stack: Any) -> tuple[Any, Any]:
         raise BackendError(f"Unsloth cannot load model.name = {run.model.name}: {error}") from error
     model = _with_adapter(model, run, source, stack)
     _keep_padding_mask(model)
-    return model, tokenizer
+    # Unsloth keeps hold of its tokenizer, and turns it to the right whenever the model goes to training mode.
+    return model, copy.deepcopy(tokenizer)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Two RLOO steps on completions that are given, by the kit's trainer; as a program: on the transformers backend.
 
-python steps.py MODEL_FOLDER ADAPTER_FOLDER OUT.pt MEMORY
+python steps.py MODEL_FOLDER ADAPTER_FOLDER OUT.pt
 
 Nothing is sampled, so what two backends make of the same rollout can be compared to the last digit.
 """
@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 PROMPTS = ("ab", "abc cab")
-# Of the two prompts, K = 4 each, twice: ragged, two that close their thinking, one that ends at once, one cut off.
+# A line is a group of K = 4; two groups a step. Ragged; some close their thinking, some end at once or are cut off.
 COMPLETIONS = (
-    "de</think>f<|im_end|>", "hgfe", "<|im_end|>", "abcdefgh", "ga", "h</think><|im_end|>", "b b b b b", "cde<|im_end|>",
-    "a", "fe</think>d<|im_end|>", "gh gh", "<|im_end|>", "ddd<|im_end|>", "abcabc", "h", "c</think>b a<|im_end|>",
+    "de</think>f<|im_end|>", "hgfe", "<|im_end|>", "abcdefgh",
+    "ga", "h</think><|im_end|>", "b b b b b", "cde<|im_end|>",
+    "a", "fe</think>d<|im_end|>", "gh gh", "<|im_end|>",
+    "ddd<|im_end|>", "abcabc", "h", "c</think>b a<|im_end|>",
 )  # fmt: skip
 GENERATIONS = 4
 
@@ -34,7 +36,7 @@ class Recorded:
         return Rollout(taken, [None] * len(taken), None)
 
 
-def steps(policy: Any, memory: str) -> dict[str, Any]:
+def steps(policy: Any) -> dict[str, Any]:
     """Gradients before each of the two steps, the adapter after them, what the log says, and how rows were scored.
 
     With a penalty against the adapter that the run began with; plain gradient descent, because Adam makes a sign of
@@ -55,7 +57,7 @@ def steps(policy: Any, memory: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         args = RLOOConfig(
             output_dir=folder, use_cpu=True, bf16=False, max_steps=2, per_device_train_batch_size=8,
-            num_generations=GENERATIONS, max_completion_length=16, beta=0.05, memory=memory, learning_rate=0.5,
+            num_generations=GENERATIONS, max_completion_length=16, beta=0.05, learning_rate=0.5,
             lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, shuffle_dataset=False, logging_steps=1,
             report_to="none", save_strategy="no", seed=3, **policy.config_arguments,
         )  # fmt: skip
@@ -83,7 +85,7 @@ def trained(model: Any) -> dict[str, Any]:
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
 
 
-def main(model: str, adapter: str, out: str, memory: str) -> None:
+def main(model: str, adapter: str, out: str) -> None:
     import torch
 
     from rloo_kit import load_config, load_policy
@@ -97,7 +99,7 @@ def main(model: str, adapter: str, out: str, memory: str) -> None:
     )
     policy = load_policy(load_config(run))
     assert policy.backend == "transformers" and "unsloth" not in sys.modules
-    torch.save(steps(policy, memory), out)
+    torch.save(steps(policy), out)
 
 
 if __name__ == "__main__":

@@ -138,9 +138,7 @@ def instruct_folder(model_folder: Path, tmp_path: Path) -> Path:
 def test_the_instruct_notebook(play: Any, cut: Any, instruct_folder: Path) -> None:
     """The twin that never thinks. Its reward is another one: random weights put no number into a box, and where every
     reward is the same no pass is computed."""
-    config = cut(
-        "qwen3_4b_instruct", instruct_folder, rewards=[{"name": "length_reward", "params": {"min_words": 2}}]
-    )
+    config = cut("qwen3_4b_instruct", instruct_folder, rewards=[{"name": "length_reward", "params": {"min_words": 2}}])
     printed, folder, policy = play("qwen3_instruct_rloo", config, max_completion_length=12)
     check_print(printed)
     assert policy.backend == "unsloth" and policy.family == "instruct"

@@ -115,14 +115,19 @@ def compare(found: dict[str, Any], expected: dict[str, Any], atol: float, gradie
 
 
 def test_inference_mode_gives_training_back(load: Any) -> None:
-    """After generation Unsloth's own checkpointing has to be on again, in the form it was set up in."""
+    """After generation Unsloth's own checkpointing has to be on again, in the form it was set up in.
+
+    Its switch to training mode also turned the tokenizer to the right: after an evaluation, prompts that a user padded
+    were continued from behind their padding.
+    """
     import torch
 
     policy = load()
     policy.model.for_training(use_gradient_checkpointing=True)
+    assert policy.tokenizer.padding_side == "left"
     with policy.inference_mode():
         assert not policy.model.training and not torch.is_grad_enabled()
-    assert policy.model.training and torch.is_grad_enabled()
+    assert policy.model.training and torch.is_grad_enabled() and policy.tokenizer.padding_side == "left"
     assert policy.model.get_base_model().model.gradient_checkpointing
 
 

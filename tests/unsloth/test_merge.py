@@ -1,0 +1,72 @@
+"""What a user does with the adapter afterwards: merges it, loads it elsewhere, asks it something."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def policy(load: Any) -> Any:
+    """An adapter that changes much, so that leaving it out shows behind the rounding of 16 bits."""
+    import torch
+
+    policy = load(moved=True)
+    with torch.no_grad():
+        for name, value in policy.model.named_parameters():
+            if "lora_B" in name:
+                value.mul_(10)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def adapter(policy: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rloo_kit import save_adapter
+
+    return save_adapter(policy, tmp_path_factory.mktemp("adapter"))
+
+
+def test_merged_weights_are_the_policy_in_plain_transformers(
+    policy: Any, adapter: Path, model_folder: Path, program: Any, in_transformers: Any, tmp_path: Path
+) -> None:
+    """A merged checkpoint is what goes to a server; one that is the base, or has the adapter twice, answers fluently.
+
+    Merged by PEFT as references/related-methods.md says it (32 bits), and by Unsloth's `save_pretrained_merged`, which
+    writes 16 bits.
+    """
+    by_unsloth = tmp_path / "merged_16bit"
+    policy.model.save_pretrained_merged(str(by_unsloth), policy.tokenizer, save_method="merged_16bit")
+    policy.model.eval()
+    mine = program("merged").logits(policy.model, policy.tokenizer)
+    with policy.model.disable_adapter():
+        base = program("merged").logits(policy.model, policy.tokenizer)
+    found = in_transformers("merged", model_folder, adapter, str(by_unsloth))
+    moved = (mine - base).abs().max()
+    off = {name: ((found[name] - mine).abs().max() / moved).item() for name in ("adapter", "by peft", "by unsloth")}
+    print(f"the adapter moves logits by {moved:.2g}; off, in shares of that: {off}")
+    assert moved > 0.3
+    assert off["adapter"] < 1e-4 and off["by peft"] < 1e-4
+    assert found["by unsloth, dtype"] in ("torch.float16", "torch.bfloat16") and off["by unsloth"] < 0.1
+
+
+def test_unsloth_alone_answers_from_the_adapters_folder(
+    policy: Any, adapter: Path, interpreter: Any, unsloth: Any
+) -> None:
+    """What a user of Unsloth does with a folder of `save_adapter`, the kit left out: the same answer as the kit's."""
+    import torch
+
+    from rloo_kit import generate_completions
+
+    prompts = ["ab", "abc cab"]
+    expected = [one.ids for one in generate_completions(policy, prompts, max_completion_length=8, temperature=0.0)]
+    assert any(expected)
+    interpreter.keep_on_cpu()
+    model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
+        model_name=str(adapter), max_seq_length=128, dtype=torch.float32, load_in_4bit=False
+    )
+    unsloth.FastLanguageModel.for_inference(model)
+    tokenizer.padding_side = "left"
+    inputs = tokenizer(prompts, padding=True, return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[:, inputs["input_ids"].shape[1] :].tolist()
+    for row, ids in zip(output, expected, strict=True):
+        assert row[: len(ids)] == ids
