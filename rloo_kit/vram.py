@@ -238,12 +238,13 @@ def _list_remedies(run: Any, load: Load, limit: float) -> Iterator[tuple[str, An
     if "8bit" not in load.optim and load.optim.startswith(("adamw", "paged")) and load.on_cuda:
         load = replace(load, optim="adamw_8bit")
         yield "rloo.optim", "adamw_8bit", load
-    if _keeps_8_bits(run, load):
-        load = replace(load, cache="int8")
-        yield "rollout.cache", "int8", load
-    if not load.four_bit and load.lora_rank is not None:
-        load = replace(load, four_bit=True)
-        yield "model.load_in_4bit", True, load
+    for is_last in (False, True):
+        if _keeps_8_bits(run, load) and training_gib(load) <= limit:  # else it is the length that has to give way
+            load = replace(load, cache="int8")
+            yield "rollout.cache", "int8", load
+        if not is_last and not load.four_bit and load.lora_rank is not None:
+            load = replace(load, four_bit=True)
+            yield "model.load_in_4bit", True, load
     tokens = _fitting_completion(load, limit)
     if tokens is not None:
         shorter = replace(load, completion_tokens=tokens)

@@ -192,6 +192,51 @@ def test_budgets_are_what_is_lowered_where_they_are_set() -> None:
     load_config(THINKING, *words, plan.changes[0].override)
 
 
+LONG = [
+    "rloo.thinking_budget=38000", "rloo.answer_budget=500", "rloo.max_completion_length=38524", "rloo.memory=low",
+    "model.max_seq_length=40000",
+]  # fmt: skip
+PLAIN = "model.backend=transformers"
+
+
+def test_8_bits_are_offered_where_they_hold_more() -> None:
+    """Never under Unsloth, whose engine would refuse it, nor for an engine that has no such cache."""
+
+    def offers(*words: str) -> list[str]:
+        return [note for note in plan_vram(load_config(THINKING, *LONG, *words), 24).notes if "would hold" in note]
+
+    plan = plan_vram(load_config(THINKING, *LONG, PLAIN), 24)
+    assert plan.rows == 3 and plan.fits
+    assert offers(PLAIN) == ["rollout.cache=int8 would hold 5 completions at once, sampled from 8-bit keys and values"]
+    small = plan_vram(load_config(THINKING, *LONG, PLAIN, "rollout.cache=int8"), 24)
+    assert small.rows == 5 and small.fits and any("in 8 bits" in part.detail for part in small.parts)
+    away = plan_vram(load_config(THINKING, *LONG, PLAIN, "rollout.cache=offloaded"), 24)
+    assert away.rows == 8 and any("of the machine's memory" in part.detail for part in away.parts)
+    assert sum(part.rollout_gib for part in away.parts) == pytest.approx(away.rollout_gib)
+    for other in ("model.backend=auto", "rollout.engine=continuous", "rollout.rows=2", "rollout.cache=int8"):
+        assert not offers(PLAIN, other), other
+    refused = plan_vram(load_config(THINKING, *LONG, "rollout.cache=int8"), 24).notes
+    assert any("which Unsloth's engine refuses: see docs/memory.md" in note for note in refused)
+
+
+def test_8_bits_are_a_change_where_one_row_is_too_much() -> None:
+    """As many key heads as heads, and wide ones: one row's cache is larger than its training pass. Where it is training
+    that does not fit, a smaller cache is no cure, and must not be listed as one."""
+    config = {
+        "model_type": "llama", "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 36,
+        "num_attention_heads": 20, "num_key_value_heads": 20, "vocab_size": 32000, "head_dim": 256,
+    }  # fmt: skip
+    run = load_config(THINKING, *LONG, PLAIN)
+    plan = plan_vram(run, 20, config)
+    assert not plan.fits and plan.binds == "rollout"
+    assert [(change.override, change.fits) for change in plan.changes] == [("rollout.cache=int8", True)]
+    changed = plan_vram(load_config(THINKING, *LONG, PLAIN, plan.changes[0].override), 20, config)
+    assert changed.fits and changed.rollout_gib == pytest.approx(plan.changes[0].rollout_gib)
+    both = plan_vram(load_config(THINKING, *LONG, PLAIN), 8)
+    assert both.rollout_gib > 7.2 < both.training_gib
+    assert [change.key for change in both.changes] == ["rloo.thinking_budget"]
+
+
 def test_a_card_that_is_too_small_for_anything_is_told_so() -> None:
     """A list of changes whose end does not fit either must not read like a cure."""
     plan = plan_vram(load_config(THINKING), 3)

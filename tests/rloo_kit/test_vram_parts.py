@@ -295,42 +295,18 @@ def test_each_setting_moves_its_part() -> None:
     assert parts.sampling_bytes(load, 8) < 0.1 * GIB and parts.head_bytes(load) < 0.4 * GIB
 
 
-# -- the page ---------------------------------------------------------------------------------------------------------
-
-
-def page_rows() -> list[str]:
-    """The rows of the tables in docs/16-memory-plan.md: what each size of Qwen3 takes, and how much fits where."""
-    from rloo_kit.vram import largest_rows, rollout_gib, training_gib
-    from rloo_kit.vram_plan import Machine
-
-    takes, fits = [], []
-    for size, shape in PUBLISHED.items():
-        load = load_of(shape, prompt_tokens=512)
-        long = replace(load, completion_tokens=15872)
-        trained = parts.trained_weights(load)
-        whole = 4 * trained + parts.gradient_bytes(load) + parts.optimizer_bytes(load)
-        resting = training_gib(load) - (parts.activation_bytes(load) + parts.head_bytes(load)) / GIB
-        a_token = (parts.activation_bytes(load) + parts.head_bytes(load)) / load.pass_tokens / 1024
-        cells = [f"{parts.body_bytes(load) / GIB:.2f} + {parts.table_bytes(load) / GIB:.2f}", f"{whole / GIB:.2f}"]
-        cells += [f"{resting:.1f}", f"{parts.cache_bytes_per_token(load) / 1024:.0f}"]
-        cells += [f"{parts.decoding_bytes(load, 1) / load.cache_tokens / 1024:.0f}", f"{a_token:.0f}"]
-        cells += [f"{rollout_gib(load, 8):.1f}", f"{training_gib(load):.1f}"]
-        cells += [f"{rollout_gib(long, 8):.1f}", f"{training_gib(long):.1f}"]
-        takes.append(f"| {size.upper()} | {' | '.join(cells)} |")
-        cells = []
-        for card in (8, 12, 16, 24, 40, 80):
-            limit = Machine("", card * 1e9 / GIB, 0.8, True).usable_gib
-            for one in (load, long):
-                held = largest_rows(replace(one, completions=64), limit)
-                is_held = max(rollout_gib(one, held), training_gib(one)) <= limit
-                cells.append(str(held) if is_held else "-")
-        pairs = [f"{short}, {other}" for short, other in zip(cells[::2], cells[1::2], strict=True)]
-        fits.append(f"| {size.upper()} | {' | '.join(pairs)} |")
-    return takes + fits
-
-
-def test_the_page_shows_what_the_plan_computes(repository: Any) -> None:
-    """A table of memory that was typed in by hand is wrong after the first change of the arithmetic."""
-    page = (repository / "docs" / "16-memory-plan.md").read_text(encoding="utf-8").splitlines()
-    missing = [row for row in page_rows() if row not in page]
-    assert not missing, "docs/16-memory-plan.md lacks:\n" + "\n".join(missing)
+def test_each_cache_moves_what_it_says() -> None:
+    """8 bits halve the cache and bring one layer back in full; the machine's memory takes it off the card, and on a CPU
+    it is nowhere else. Exact bytes are counted in test_rollout_cache."""
+    load = load_of(PUBLISHED["4b"], fused=False)
+    small, away = replace(load, cache="int8"), replace(load, cache="offloaded")
+    assert parts.cache_bytes_per_token(load) == 144 * 1024
+    assert parts.cache_bytes_per_token(small) == 36 * 2 * 8 * (128 + 2)  # a code an element, a bf16 scale a head
+    layer = 8 * load.cache_tokens * 2 * 1024 * 2  # one layer of 8 rows in bf16
+    for other in (small, away):
+        assert parts.decoding_bytes(other, 8) - parts.decoding_bytes(load, 8) == layer
+    assert parts.cache_bytes(away, 8) == 0 and parts.host_cache_bytes(away, 8) == parts.cache_bytes(load, 8)
+    assert parts.host_cache_bytes(load, 8) == parts.host_cache_bytes(small, 8) == 0
+    on_cpu = replace(away, on_cuda=False)
+    assert parts.cache_bytes(on_cpu, 8) == parts.cache_bytes(load, 8) and parts.host_cache_bytes(on_cpu, 8) == 0
+    assert parts.decoding_bytes(on_cpu, 8) == parts.decoding_bytes(load, 8)
