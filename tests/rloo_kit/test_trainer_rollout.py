@@ -146,10 +146,10 @@ def test_vllm_is_asked_how_likely_its_tokens_were(make_trainer):
 
 
 def test_what_trls_own_sampling_cannot_do_is_refused(make_trainer):
-    """Sharded weights are sampled from by TRL's code, which says nothing about its tokens and closes no thought."""
+    """vLLM is called by TRL's code, which closes no thought and, without TRL's vLLM, says nothing about its tokens."""
     for option, value in (("sampler_correction", "token"), ("thinking_budget", 5)):
         trainer = make_trainer(first_id, **{option: value})
-        trainer.is_fsdp_enabled = True
+        trainer.use_vllm = True
         with pytest.raises(ConfigError, match=f"{option} is {value}"):
             trainer._build_engine()
 
