@@ -145,7 +145,7 @@ def test_every_process_logs_the_numbers_of_the_whole_rollout(case: str, single: 
 def test_processes_sample_different_completions_and_agree_on_what_is_drawn_again(both: tuple[str, Found]) -> None:
     """Two processes with one seed sample the same completions twice: half of the rollout is wasted, and nobody sees it.
 
-    A thinking budget is kept with sharded weights too: TRL's own generation, which cannot, waited for a process that
+    A thinking budget is kept with sharded weights too: TRL's own generation cannot, and would wait for a process that
     had finished earlier.
     """
     _, found = both
