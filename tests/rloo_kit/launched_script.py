@@ -36,6 +36,18 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def fail(settings: dict[str, Any]) -> dict[str, Any]:
+    """The second process runs out of memory in the second step; the first one never hears of it."""
+    from rloo_kit.callbacks import ProgressLine
+
+    def on_step_end(self: Any, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == 2 and os.environ["RANK"] == "1":
+            raise MemoryError("the second card is full")
+
+    ProgressLine.on_step_end = on_step_end
+    return train(settings)
+
+
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
     """Pass rates, with completions that are right for every second prompt; what this process was asked for."""
     from rloo_kit import difficulty
@@ -90,7 +102,7 @@ def main(settings: dict[str, Any]) -> None:
     kit.setup_environment()
     if settings.get("sharding"):
         shard_on_the_cpu()
-    found = {"train": train, "measure": measure, "talk": talk}[settings.get("do", "train")](settings)
+    found = {"train": train, "fail": fail, "measure": measure, "talk": talk}[settings.get("do", "train")](settings)
     Path(f"{settings['out']}.{os.environ.get('RANK', 0)}").write_text(json.dumps(found, default=str))
     from rloo_kit.collective import end_processes
 
