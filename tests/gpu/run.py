@@ -92,7 +92,9 @@ def list_cells() -> Iterator[Cell]:
         life, merge = (f"test_life.py::{test}[{size}]" for test in (
             "test_a_run_from_load_to_release", "test_the_adapter_merges"))  # fmt: skip
         yield cell(f"life_{size}", life, "4-bit: load, steps, save, resume, infer, release", rehearse=same)
-        yield cell(f"merge_{size}", merge, "the adapter in 16 bit, and 4-bit by both backends", rehearse=same)
+        room = {"0.6b": 4.0, "4b": 12.0}[size]  # the base in 16 bit
+        what = "the adapter in 16 bit, and 4-bit by both backends"
+        yield cell(f"merge_{size}", merge, what, rehearse=same, least_gib=room)
     learns = "test_embedded.py::test_it_learns_as_on_the_cpu"
     yield cell("embedded", learns, "the embedded model learns through Unsloth as on the CPU")
     for card_gb in CARD_GB:
