@@ -85,7 +85,7 @@ class Job:
     @property
     def halves(self) -> bool:
         """Whether the side's memory depends on the micro-batch, so that smaller ones are tried where it is full."""
-        return self.part in ("training", "whole") and self.kind.name in ("stock", "grpo")
+        return self.part in ("training", "whole", "profile-training") and self.kind.name in ("stock", "grpo")
 
 
 def list_jobs() -> list[Job]:
@@ -163,7 +163,7 @@ def run_cell(name: str, rows: int | None, repeats: int) -> int:
             measure = work.measure_training if job.part == "training" else work.measure_whole
             measure(job.kind, job.length, job.beta, rows, repeats)
         elif job.part == "profile-training":
-            work.profile_training(job.kind, job.length)
+            work.profile_training(job.kind, job.length, rows)
         elif job.part == "profile-decoding":
             work.profile_decoding(job.kind)
         elif job.part == "ceilings":

@@ -84,6 +84,9 @@ def _head() -> AbstractContextManager[Any]:
 
 
 def _report_setting(kind: Kind, workload: Any, side: Any) -> None:
+    micro_batch = side.trainer.args.per_device_train_batch_size
+    if micro_batch != workload.micro_batch:
+        raise AssertionError(f"{kind.name} made a micro-batch of {micro_batch} out of {workload.micro_batch}")
     engine = getattr(side.trainer, "_engine", None)
     scorer = getattr(side.trainer, "_scorer", None)
     cells.report(
@@ -137,9 +140,9 @@ def group_of(name: str) -> str:
     return next((kind for kind, pattern in GROUPS.items() if re.search(pattern, name, re.I)), "everything else")
 
 
-def profile_training(kind: Kind, length: str) -> None:
+def profile_training(kind: Kind, length: str, rows: int | None) -> None:
     """Where a step with canned completions spends its time."""
-    workload = models.make_workload(length)
+    workload = models.make_workload(length, rows)
     with _head():
         side = models.build_side(kind, workload)
         side.step(canned=True)
@@ -201,8 +204,8 @@ def _profile(work: Callable[[], Any]) -> None:
 def _kernels(found: Any, on_card: bool) -> Iterator[tuple[str, float, int]]:
     """Name, seconds and calls of what ran on the card; rehearsed, of the operators on the CPU."""
     for event in found.key_averages():
-        if on_card and "CUDA" not in str(event.device_type):
-            continue  # the operator that launched it has the same time once more
+        if on_card and ("CUDA" not in str(event.device_type) or event.is_user_annotation):
+            continue  # an operator, or a named region, has the time of its kernels once more
         seconds = (event.self_device_time_total if on_card else event.self_cpu_time_total) / 1e6
         if seconds > 0:
             yield event.key, seconds, event.count

@@ -136,6 +136,25 @@ def test_without_a_card_nothing_is_run_or_written(tmp_path: Path) -> None:
     assert "no CUDA card" in done.stdout and "nothing is measured" in done.stdout and not (tmp_path / "found").exists()
 
 
+def test_a_profile_counts_each_kernel_once(module: Any) -> None:
+    """On a card the operator that launched a kernel, and the region around it, carry its time too."""
+    found = [
+        SimpleNamespace(
+            key="aten::mm", device_type="DeviceType.CPU", self_device_time_total=5e6, self_cpu_time_total=2e6
+        ),
+        SimpleNamespace(key="sm90_gemm", device_type="DeviceType.CUDA", self_device_time_total=5e6, count=3),
+        SimpleNamespace(key="Optimizer.step", device_type="DeviceType.CUDA", self_device_time_total=6e6, count=1),
+    ]
+    for event, is_region in zip(found, (False, False, True), strict=True):
+        event.is_user_annotation, event.count = is_region, getattr(event, "count", 1)
+    profile = SimpleNamespace(key_averages=lambda: found)
+    cells_module = module("step_cuda_cells")
+    assert list(cells_module._kernels(profile, on_card=True)) == [("sm90_gemm", 5.0, 3)]
+    assert list(cells_module._kernels(SimpleNamespace(key_averages=lambda: found[:1]), on_card=False)) == [
+        ("aten::mm", 2.0, 1)
+    ]
+
+
 # ------------------------------------------------------------------------------------------------- imposed lengths
 
 
