@@ -182,8 +182,9 @@ class RLOOConfig(trl.RLOOConfig):
         for name, value in translation.kept.items():
             setattr(self, name, value)
         whole = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()} | values
-        super().__init__(**whole)
-        keep_values(self, _STOCK, whole, {*given, *values})
+        asked = {name: dict(value) if isinstance(value, dict) else value for name, value in whole.items()}
+        super().__init__(**whole)  # Unsloth's changes what is in such a dict
+        keep_values(self, _STOCK, asked, {*given, *values})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -70,7 +70,8 @@ def test_the_constructor_of_the_trainer(
 
     def build() -> dict[str, tuple[Any, Any]]:
         """The arguments that are not those that were given once the trainer stands."""
-        named = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": True, "beta": 0.0, **policy.config_arguments}
+        named = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": True, "beta": 0.0, "reward_weights": [1.0]}
+        named |= policy.config_arguments
         trainer = make_trainer(policy, RLOOConfig(**named))
         assert policy.tokenizer.padding_side == "left"
         return differences(trainer.args, stock_class()(**named))
