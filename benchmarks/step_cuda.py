@@ -65,6 +65,13 @@ LONG = {  # card in GB, K, and how 16k tokens of thinking are sampled on it
     "long-24gb-int8": (24, 8, Kind("fast", "transformers", "native", "int8")),
 }
 
+FIRST = (  # what the aims are about: if the time is short, these
+    "ceilings", "training-4k-fast-unsloth", "training-4k-stock-unsloth", "training-4k-grpo-unsloth",
+    "whole-2k-generate-unsloth", "whole-2k-stock-unsloth", "whole-2k-native", "whole-2k-grpo-unsloth",
+    "long-12gb-chunked", "long-24gb-chunked", "long-12gb-int8", "long-24gb-int8", "profile-training-fast-unsloth",
+    "profile-decoding-native",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Job:
@@ -109,7 +116,7 @@ def list_jobs() -> list[Job]:
     for name in ("fast-unsloth", "stock-unsloth", "grpo-unsloth"):
         what = f"training part without a KL penalty, 4k: {name}"
         jobs.append(Job(f"training-4k-{name}-beta0", what, "training", TRAINED[name], "4k", beta=0.0))
-    return jobs
+    return sorted(jobs, key=lambda job: FIRST.index(job.name) if job.name in FIRST else len(FIRST))
 
 
 def list_cells() -> list[Cell]:
