@@ -15,7 +15,7 @@ TESTED_PYTHON = ">=3.11,<3.13"
 
 # name of the distribution: tested range, as in a requirement
 TESTED = {
-    "torch": ">=2.11,<2.14",
+    "torch": ">=2.11,<2.14",  # 2.11's attention for varying lengths knows no grouped heads: packed rows take buckets
     "transformers": ">=5.17,<5.18",
     "trl": ">=1.15,<1.16",
     "peft": ">=0.21,<0.22",
