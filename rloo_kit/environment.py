@@ -82,7 +82,8 @@ class Environment:
             rows.append(("GPU", f"{card.name}, compute capability {card.compute_capability}, driver {card.driver}"))
             rows.append(("GPU memory", f"{card.free_gib:.1f} of {card.memory_gib:.1f} GiB free"))
         if self.num_cards > 1:
-            rows.append(("cards", f"{self.num_cards} visible; this process uses the one above"))
+            others = "" if is_distributed() else "; for all: rloo-kit train --launch configs/accelerate/ddp.yaml"
+            rows.append(("cards", f"{self.num_cards} visible; this process uses the one above{others}"))
         if is_distributed():
             rows.append(("processes", f"{count_processes()}; this is what the first of them found"))
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)
