@@ -5,6 +5,7 @@ A table stands in the page between two comments that name it; `write_tables` mak
 """
 
 import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -57,6 +58,21 @@ def processor() -> str:
 
 def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def load_file(path: str) -> Any:
+    """A Python file of this repository by its path, imported once; an installed package called `tests` is no obstacle.
+
+    Args:
+        path: from the root folder, "tests/gpu/edge.py".
+    """
+    name = "rloo_kit_file_" + re.sub(r"\W", "_", path)
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def write(result: dict[str, Any], target: Path, quiet: bool = False) -> None:

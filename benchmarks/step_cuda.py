@@ -17,12 +17,10 @@ machine cannot install (vLLM) is skipped with the reason. Left out: several card
 """
 
 import argparse
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import cells
 import reporting
@@ -30,8 +28,7 @@ from cells import Cell
 from step_cuda_models import Kind
 
 RESULTS = reporting.RESULTS / "step_cuda"
-SOURCES = ("benchmarks/step_*.py", "benchmarks/imposed_lengths.py", "benchmarks/checkpoints.py")
-UNSLOTH_PYTHON = "RLOO_KIT_UNSLOTH_PYTHON"  # rehearsals: an interpreter whose environment has the pinned Unsloth
+SOURCES = ("benchmarks/step_*.py", "benchmarks/imposed_lengths.py", "benchmarks/checkpoints.py", "tests/gpu/[ef]*.py")
 REPEATS = 3
 STOCK = Kind("stock", "transformers")
 STOCK_UNSLOTH, GRPO_UNSLOTH = Kind("stock", "unsloth"), Kind("grpo", "unsloth")
@@ -121,6 +118,7 @@ def list_jobs() -> list[Job]:
 
 def list_cells() -> list[Cell]:
     """The jobs as `cells.py` runs them."""
+    unsloth_python = reporting.load_file("tests/gpu/run.py").unsloth_python()  # what rehearses Unsloth's sides
     found, through = [], set()
     for job in list_jobs():
         arguments = ("-u", "benchmarks/rloo_step.py", "--device", "cuda", "--cell", job.name)
@@ -129,9 +127,11 @@ def list_cells() -> list[Cell]:
         through.add(lines)
         other = None
         if job.kind.backend == "unsloth" and job.part != "ceilings":
-            other = find_unsloth_python()
+            other = unsloth_python
             if other is None and not reason:
-                reason = f"no environment with Unsloth: make test-unsloth makes one, {UNSLOTH_PYTHON} names another"
+                reason = (
+                    "no environment with Unsloth: make test-unsloth makes one, RLOO_KIT_UNSLOTH_PYTHON names another"
+                )
         if job.kind.engine == "vllm":
             reason = "vLLM needs CUDA; what it is told of lengths is tested with a stand-in"
         found.append(
@@ -145,12 +145,6 @@ def list_cells() -> list[Cell]:
             )
         )
     return found
-
-
-def find_unsloth_python() -> str | None:
-    """The interpreter that rehearses Unsloth's sides: of the variable, or of the environment of its tests."""
-    named = os.environ.get(UNSLOTH_PYTHON) or str(reporting.ROOT / ".venv-unsloth" / "bin" / "python")
-    return named if Path(named).exists() else None
 
 
 def run_cell(name: str, rows: int | None, repeats: int) -> int:

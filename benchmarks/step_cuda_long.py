@@ -30,8 +30,8 @@ def measure_long(kind: Kind, card_gb: int, generations: int) -> None:
         AssertionError: it does not fit, or fewer rows fitted at once than the plan says.
     """
     import rloo_kit
-    from tests.gpu.full_length import full_length_rollouts
 
+    full_length_rollouts = reporting.load_file("tests/gpu/full_length.py").full_length_rollouts
     memory = models.find_memory()
     tail = TINY_TAIL if cells.rehearsing() else TAIL
     with tempfile.TemporaryDirectory(prefix="rloo-step-") as folder:

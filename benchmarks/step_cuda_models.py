@@ -10,7 +10,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -105,12 +104,7 @@ def _start_interpreter() -> Any:
 
 
 def _interpreter() -> Any:
-    name = "unsloth_interpreter"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, reporting.ROOT / "tests" / "unsloth" / "interpreter.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    return reporting.load_file("tests/unsloth/interpreter.py")
 
 
 def build_side(kind: Kind, workload: Workload, **options: Any) -> Any:
@@ -230,9 +224,8 @@ def find_memory() -> Any:
     """The card's memory and its peaks (`tests/gpu/edge.py`); rehearsed, the machine's stands in."""
     import torch
 
-    from tests.gpu.edge import HostMemory, Memory
-
-    return Memory(HostMemory(), "cpu") if cells.rehearsing() else Memory(torch.cuda, "cuda")
+    edge = reporting.load_file("tests/gpu/edge.py")
+    return edge.Memory(edge.HostMemory(), "cpu") if cells.rehearsing() else edge.Memory(torch.cuda, "cuda")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

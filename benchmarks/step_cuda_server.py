@@ -81,9 +81,8 @@ def _wait(url: str, server: "subprocess.Popen[bytes]", log: Path) -> None:
 def _stand_in(checkpoint: Path) -> Iterator[str]:
     from transformers import AutoModelForCausalLM
 
-    from tests.rloo_kit.vllm_stand_in import StandIn
-
-    server = StandIn(lambda: AutoModelForCausalLM.from_pretrained(checkpoint), name=str(checkpoint))
+    stand_in = reporting.load_file("tests/rloo_kit/vllm_stand_in.py").StandIn
+    server = stand_in(lambda: AutoModelForCausalLM.from_pretrained(checkpoint), name=str(checkpoint))
     try:
         yield server.url
     finally:

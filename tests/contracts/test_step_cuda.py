@@ -55,7 +55,7 @@ def test_cells_are_what_the_issue_of_the_tables_needs(module: Any) -> None:
 def test_every_side_is_rehearsed_once(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line that no rehearsal reaches runs for the first time on a rented card."""
     cuda = module("step_cuda")
-    monkeypatch.setenv(cuda.UNSLOTH_PYTHON, sys.executable)
+    monkeypatch.setenv("RLOO_KIT_UNSLOTH_PYTHON", sys.executable)
     found = {one.name: one for one in cuda.list_cells()}
     skipped = {name for name, one in found.items() if one.not_rehearsed}
     for job in cuda.list_jobs():
@@ -63,7 +63,7 @@ def test_every_side_is_rehearsed_once(module: Any, monkeypatch: pytest.MonkeyPat
         assert job.kind.engine == "vllm" or not same <= skipped, job.name
     for name in ("training-4k-stock-unsloth", "whole-2k-generate-unsloth", "long-12gb-chunked"):
         assert found[name].rehearsed_by[0] == sys.executable and not found[name].not_rehearsed
-    monkeypatch.setenv(cuda.UNSLOTH_PYTHON, "/nowhere/python")
+    monkeypatch.setenv("RLOO_KIT_UNSLOTH_PYTHON", "/nowhere/python")
     assert "make test-unsloth" in {one.name: one for one in cuda.list_cells()}["long-12gb-chunked"].not_rehearsed
 
 
