@@ -1,6 +1,6 @@
 """Log-probabilities of fixed ragged completions, and their gradients; as a program: in float32, without Unsloth.
 
-python -m tests.gpu.scores MODEL_FOLDER ADAPTER_FOLDER|none OUT.pt [KEY=VALUE ..]      (overrides of the run)
+python tests/gpu/scores.py MODEL_FOLDER ADAPTER_FOLDER|none OUT.pt [KEY=VALUE ..]      (overrides of the run)
 """
 
 import os
@@ -96,7 +96,8 @@ def without_unsloth(model: Path, adapter: Path | None, out: Path, *overrides: st
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("UNSLOTH", "TRITON"))}
     environment |= {"RLOO_KIT_BACKEND": "transformers"}
     environment.pop("RLOO_KIT_CELL_FILE", None)
-    command = [sys.executable, "-m", "tests.gpu.scores", str(model), str(adapter or "none"), str(out), *overrides]
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, __file__, str(model), str(adapter or "none"), str(out), *overrides]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(out)
