@@ -129,9 +129,7 @@ def run_cells(cells: Sequence[Cell], options: Namespace, command: str) -> int:
     """
     chosen = _choose(cells, options.only)
     again = {cell.name for cell in _choose(cells, options.again)} if options.again else set()
-    folder = options.results
-    if options.rehearse and folder.resolve().is_relative_to(reporting.RESULTS):
-        folder = reporting.ROOT / "outputs" / "rehearsal" / folder.name
+    folder = results_folder(options)
     common = _common(command, options.rehearse)
     if options.list:
         _list(chosen, folder, common)
@@ -157,6 +155,14 @@ def run_cells(cells: Sequence[Cell], options: Namespace, command: str) -> int:
     counts = {state: list(states.values()).count(state) for state in STATES if state in states.values()}
     print(", ".join(f"{count} {state}" for state, count in counts.items()) + f"; figures: {folder}", flush=True)
     return 1 if counts.keys() & {"failed", "stopped"} else 0
+
+
+def results_folder(options: Namespace) -> Path:
+    """Where the results go: `options.results`, but a rehearsal's never among what was measured."""
+    folder: Path = options.results
+    if options.rehearse and folder.resolve().is_relative_to(reporting.RESULTS):
+        return reporting.ROOT / "outputs" / "rehearsal" / folder.name
+    return folder
 
 
 def _choose(cells: Sequence[Cell], names: Sequence[str] | None) -> list[Cell]:

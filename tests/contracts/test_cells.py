@@ -206,9 +206,13 @@ def test_every_check_of_tests_gpu_is_a_cell(benchmark_module: Any) -> None:
     assert len({cell.name for cell in listed}) == len(listed)
 
 
-def test_results_of_a_card_are_of_a_card() -> None:
+def test_results_of_a_card_are_of_a_card(benchmark_module: Any) -> None:
     """A rehearsal's figures in the folder of results would be quoted."""
-    for file in (ROOT / "benchmarks" / "results" / "gpu").glob("*.json"):
+    folder = ROOT / "benchmarks" / "results" / "gpu"
+    find = benchmark_module("cells").results_folder
+    assert find(SimpleNamespace(rehearse=True, results=folder)) == ROOT / "outputs" / "rehearsal" / "gpu"
+    assert find(SimpleNamespace(rehearse=False, results=folder)) == folder
+    for file in folder.glob("*.json"):
         result = json.loads(file.read_text(encoding="utf-8"))
         assert result["rehearsed"] is False and result["machine"]["card_gib"] > 0, file.name
         assert result["state"] in ("passed", "failed", "skipped", "stopped"), file.name
