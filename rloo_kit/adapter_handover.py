@@ -38,7 +38,7 @@ def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> Non
     policy = accelerator.unwrap_model(model)
     if not is_peft_model(policy):
         raise ConfigError(NO_ADAPTER)
-    gathered = _gather(accelerator, policy)
+    gathered = gather_adapter(accelerator, policy)
     if accelerator.is_main_process:
         folder.mkdir(parents=True)
         state = {} if gathered is None else {"state_dict": gathered}
@@ -46,13 +46,13 @@ def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> Non
         policy.save_pretrained(str(folder), selected_adapters=[ADAPTER], save_embedding_layers=False, **state)
 
 
-def _gather(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+def gather_adapter(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch.Tensor] | None:
     """The adapter's tensors by name where processes hold parts of them; None where this one holds all."""
     trained = {name: value for name, value in policy.named_parameters() if value.requires_grad}
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
-        with GatheredParameters(list(trained.values())):  # does nothing below stage 3
+        with deepspeed.zero.GatheredParameters(list(trained.values())):  # does nothing below stage 3
             return {name: value.detach().cpu().clone() for name, value in trained.items()}
     if accelerator.distributed_type != DistributedType.FSDP:
         return None

@@ -289,11 +289,12 @@ class _Sharding:
 
     def state_dict(self) -> dict[str, Any]:
         """The adapter, or every parameter where there is none: 32B in bf16 are 61 GiB of the main process's memory."""
-        model = self.trainer.model
-        if self.trainer.is_deepspeed_enabled or not hasattr(model, "peft_config"):
-            return self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)
-        named = [(name, parameter.detach()) for name, parameter in model.named_parameters() if "lora_" in name]
-        return {name: getattr(tensor, "full_tensor", lambda t=tensor: t)().cpu() for name, tensor in named}
+        from rloo_kit.adapter_handover import gather_adapter
+
+        accelerator, model = self.trainer.accelerator, self.trainer.model
+        if not hasattr(model, "peft_config"):
+            return accelerator.get_state_dict(self.trainer.model_wrapped)
+        return gather_adapter(accelerator, model) or {}
 
 
 def _find_sharding(trainer: Any) -> _Sharding | None:

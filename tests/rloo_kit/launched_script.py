@@ -1,9 +1,9 @@
 """A script of a few lines, as a user writes it, started by torchrun for `test_launch`; each process writes what it got.
 
-    torchrun --nproc_per_node 2 launched_script.py '{"config": ..., "out": ..., "sharding": false, ...}'
+    torchrun --nproc_per_node 2 launched_script.py '{"config": ..., "out": ..., "sharding": "fsdp2", ...}'
 
-`sharding` shares the weights out with FSDP 2, which accelerate does on accelerators only: as in `parallel_step`, its
-choice of a backend is replaced by gloo and the CPU, and nothing else.
+`sharding` ("fsdp2", "zero3") shares the weights out, which accelerate does on accelerators only: `parallel_step` says
+what is replaced for it.
 """
 
 import json
@@ -101,7 +101,7 @@ def talk(settings: dict[str, Any]) -> dict[str, Any]:
 def main(settings: dict[str, Any]) -> None:
     kit.setup_environment()
     if settings.get("sharding"):
-        shard_on_the_cpu()
+        shard_on_the_cpu(settings["sharding"])
     found = {"train": train, "fail": fail, "measure": measure, "talk": talk}[settings.get("do", "train")](settings)
     Path(f"{settings['out']}.{os.environ.get('RANK', 0)}").write_text(json.dumps(found, default=str))
     from rloo_kit.collective import end_processes

@@ -15,7 +15,7 @@ def main(settings: dict[str, Any]) -> None:
     from tests.rloo_kit.parallel_step import shard_on_the_cpu
 
     if settings.get("sharding"):
-        shard_on_the_cpu()
+        shard_on_the_cpu("fsdp2")
     import torch
     from datasets import Dataset
     from peft import LoraConfig

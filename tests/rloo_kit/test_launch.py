@@ -3,6 +3,7 @@
 What the loop computes in several processes is tested in test_parallel.py; here it is files, words, ends and signals.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -318,22 +319,25 @@ def test_an_error_of_the_second_process_is_the_runs_error(config):
     assert "MemoryError: the second card is full" in printed
 
 
-def test_shards_train_evaluate_and_go_on_as_copies_do(config):
-    """FSDP 2 from the model to the adapter: its evaluation, its saved adapter and its resume are those of DDP."""
-    short = ["rloo.max_steps=6"]
-    folder = config.parent / "outputs"
-    (copies, _), _ = run_script(config, config.parent / "copies", overrides=[*short, "run.name=copies"])
-    shards, _ = run_script(
-        config, config.parent / "shards", sharding=True, overrides=["rloo.max_steps=3", "run.name=shards"]
-    )
-    assert shards[0] == shards[1] and shards[0]["sharded"] and shards[0]["steps"] == 3
-    shards, _ = run_script(
-        config, config.parent / "shards", sharding=True, resume=True, overrides=[*short, "run.name=shards"]
-    )
-    assert shards[0] == shards[1] and shards[0]["steps"] == 6
-    assert_same_adapter(folder / "copies", folder / "shards", atol=1e-4)
-    assert shards[0]["before"]["samples"] == copies["before"]["samples"]
-    assert shards[0]["after"]["samples"] == copies["after"]["samples"]
+@pytest.fixture(scope="module")
+def copies(config):
+    """Six steps on DDP: what a script found, and the run's folder."""
+    (found, _), _ = run_script(config, config.parent / "copies", overrides=["rloo.max_steps=6", "run.name=copies"])
+    return found, config.parent / "outputs" / "copies"
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+def test_shards_train_evaluate_and_go_on_as_copies_do(config, copies, kind):
+    """From the model to the adapter: evaluation, saved adapter and resume of shared-out weights are those of DDP."""
+    if kind == "zero3" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed: pip install deepspeed")
+    for steps in (3, 6):
+        overrides = [f"rloo.max_steps={steps}", f"run.name={kind}"]
+        found, _ = run_script(config, config.parent / kind, sharding=kind, resume=steps > 3, overrides=overrides)
+        assert found[0] == found[1] and found[0]["sharded"] and found[0]["steps"] == steps
+    assert_same_adapter(copies[1], config.parent / "outputs" / kind, atol=1e-4)
+    assert found[0]["before"]["samples"] == copies[0]["before"]["samples"]
+    assert found[0]["after"]["samples"] == copies[0]["after"]["samples"]
 
 
 def test_copies_of_a_4bit_model_train(config, tmp_path, make_tiny_model, tiny_tokenizer):
