@@ -57,7 +57,7 @@ def by_turns(text: list[int], limits: Limits) -> Turn:
 
 @pytest.mark.parametrize("name", CASES)
 def test_both_ways_keep_the_same_rules(name: str) -> None:
-    """The native loop forces tokens between two of its own, `generate` is called twice; a run that changed its engine
+    """Some engines force tokens between two of their own, some are called twice; a run that changed its engine
     must not change what a budget means."""
     text, (ids, forced) = CASES[name]
     turn = by_turns(text, LIMITS)
