@@ -17,8 +17,10 @@ machine cannot install (vLLM) is skipped with the reason. Left out: several card
 """
 
 import argparse
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -149,6 +151,9 @@ def list_cells() -> list[Cell]:
 
 def run_cell(name: str, rows: int | None, repeats: int) -> int:
     """The process of one cell: its work, or, where a micro-batch may be too large, processes that try smaller ones."""
+    from step_cuda_cells import START_VARIABLE
+
+    os.environ.setdefault(START_VARIABLE, str(time.time()))
     job = {job.name: job for job in list_jobs()}[name]
     if job.halves and rows is None:
         return _try_rows(job, repeats)

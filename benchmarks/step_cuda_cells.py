@@ -11,6 +11,7 @@ A figure is reported once it is there: a cell that runs out of time keeps the st
 what compiling costs, since these completions are compiled for once, and those of a run differ from step to step.
 """
 
+import os
 import re
 import statistics
 import time
@@ -24,7 +25,7 @@ import step_cuda_models as models
 from step_cuda_models import Kind
 from step_workload import completion_lengths
 
-STARTED = time.monotonic()
+START_VARIABLE = "RLOO_KIT_STEP_STARTED"  # when the cell began, imports and micro-batches that did not fit included
 BUDGET_S = cells.LIMIT_S - 60  # no step is begun that would not end by then
 FULL_MEMORY = 3  # exit code of a process whose card was too small
 SHORT_TOKENS = 16
@@ -36,8 +37,9 @@ def measure_training(kind: Kind, length: str, beta: float, rows: int | None, rep
     memory, workload = models.find_memory(), models.make_workload(length, rows, beta)
     with _head():
         side = models.build_side(kind, workload)
-        side.step(canned=True)
+        discarded = side.step(canned=True)
         _report_setting(kind, workload, side)
+        cells.report(discarded_s=round(discarded.training_s, 4))
         _take_steps(side, memory, repeats, canned=True)
 
 
@@ -115,7 +117,8 @@ def _take_steps(side: Any, memory: Any, repeats: int, canned: bool) -> None:
 
 
 def _elapsed() -> float:
-    return time.monotonic() - STARTED
+    """Seconds since the cell began."""
+    return time.time() - float(os.environ.get(START_VARIABLE, time.time()))
 
 
 # ------------------------------------------------------------------------------------------------------- profiles

@@ -135,6 +135,7 @@ def test_a_side_that_does_not_fit_takes_smaller_micro_batches(
     cuda, cells, work = module("step_cuda"), module("cells"), module("step_cuda_cells")
     target = tmp_path / "cell.json"
     monkeypatch.setenv(cells.FILE_VARIABLE, str(target))
+    monkeypatch.setenv(work.START_VARIABLE, "0")
     asked = []
 
     def run(command: list[str], cwd: Path, check: bool) -> Any:
@@ -153,6 +154,7 @@ def test_memory_that_runs_out_is_told_by_the_exit_code(
     cuda, cells, work = module("step_cuda"), module("cells"), module("step_cuda_cells")
     models, torch = module("step_cuda_models"), importlib.import_module("torch")
     monkeypatch.setenv(cells.FILE_VARIABLE, str(tmp_path / "cell.json"))
+    monkeypatch.setenv(work.START_VARIABLE, "0")
     monkeypatch.setattr(models, "start_backend", lambda *names: None)
     errors = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("size mismatch")]
 
