@@ -57,7 +57,8 @@ def config(tmp_path_factory, tiny_folder):
 def bare_environment(folder):
     hidden = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
-    return env | {"OMP_NUM_THREADS": "1", "RLOO_KIT_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    return env | {"OMP_NUM_THREADS": "1", "RLOO_KIT_CACHE": str(folder / "cache"), "PYTHONPATH": path}
 
 
 def command_of(how, config, *words):
