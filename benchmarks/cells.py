@@ -12,18 +12,16 @@ Left out: several cells at once, since they would share the card that they measu
 import hashlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import cell_process
 import reporting
 
 LIMIT_S = 480
@@ -245,7 +243,7 @@ def _run(cell: Cell, folder: Path, common: Mapping[str, Any], ends: float | None
     started, state, code = time.monotonic(), "stopped", None
     try:
         with log.open("w", encoding="utf-8") as sink:
-            code = _wait(command, environment, sink, limit)
+            code = cell_process.run(command, environment, sink, limit)
     finally:  # Ctrl-C too: what the cell has reported by then stays
         found = _read(target) or result
         if code is not None:
@@ -265,47 +263,6 @@ def _obstacle(cell: Cell, common: Mapping[str, Any]) -> str:
         return cell.not_rehearsed
     has = common["machine"].get("card_gib", 0.0)
     return f"needs a card of {cell.least_gib:g} GiB; this one has {has:g}" if has < cell.least_gib else ""
-
-
-def _wait(command: list[str], environment: dict[str, str], sink: Any, limit: float) -> int | None:
-    """The exit code; None where the time was over. Whatever the process started ends with it."""
-    with _ended_by_signals():
-        child = subprocess.Popen(
-            command, cwd=reporting.ROOT, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            return child.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            _end(child)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM (a job's end) takes the same way out as Ctrl-C, so that the cell's process does not stay on the card."""
-
-    def stop(number: int, frame: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _end(child: "subprocess.Popen[bytes]") -> None:
-    """End the process group of a child that may have ended by itself: its own children may not have."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(child.pid, number)
-        except ProcessLookupError:
-            break
-        waited = time.monotonic() + 5
-        while child.poll() is None and time.monotonic() < waited:
-            time.sleep(0.05)
-    child.wait()
 
 
 def _judge(code: int, result: Mapping[str, Any], log: Path) -> tuple[str, str]:
