@@ -53,9 +53,8 @@ def save_random_checkpoint(run: Any, folder: str | Path) -> Path:
 
 def make_config(run: Any, shape: ModelShape) -> Any:
     """The config of transformers for a shape: Qwen3, Qwen2 or Llama, as its norms and biases say."""
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
-
-    kind = Qwen3Config if shape.qk_norm else Qwen2Config if shape.qkv_bias else LlamaConfig
+    library = load_stack().transformers
+    kind = library.Qwen3Config if shape.qk_norm else library.Qwen2Config if shape.qkv_bias else library.LlamaConfig
     return kind(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,

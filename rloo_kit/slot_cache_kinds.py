@@ -1,9 +1,9 @@
 """Two smaller homes for a rollout's keys and values: in 8 bits, and in the machine's memory beside the card.
 
-`EightBitCache` holds whole numbers from -127 to 127 and one scale for each token and head. A layer's keys and values are
-turned back into the model's precision when that layer attends, so what is held at once is the cache in 8 bits and one
-layer in full. Sampling then follows a distribution a little beside the one that is scored; the log-probabilities that
-a rollout reports are those that it sampled from, and `rloo.sampler_correction` weighs by the difference.
+`EightBitCache` holds whole numbers from -127 to 127 and one scale for each token and head. A layer's keys and values
+are turned back into the model's precision when that layer attends, so what is held at once is the cache in 8 bits and
+one layer in full. Sampling then follows a distribution a little beside the one that is scored; the log-probabilities
+that a rollout reports are those that it sampled from, and `rloo.sampler_correction` weighs by the difference.
 
 `OffloadedCache` holds all in (pinned) host memory and brings one layer at a time to the card: exact, and as slow as the
 bus, for every token reads the whole cache through it.

@@ -230,12 +230,11 @@ def _fill_cache(engine: Any, rows: int, width: int) -> Any:
 
 
 def _make_cache(kind: str, config: Any) -> Any:
-    from transformers.cache_utils import DynamicCache, QuantizedCache
-
+    caches = load_stack().transformers.cache_utils
     if kind == "int8":
         options = dict(HQQ_CONFIG)
-        return QuantizedCache(options.pop("backend"), config, **options)
-    return DynamicCache(config=config, offloading=kind == "offloaded")
+        return caches.QuantizedCache(options.pop("backend"), config, **options)
+    return caches.DynamicCache(config=config, offloading=kind == "offloaded")
 
 
 # ------------------------------------------------------------------------------------------------ training
