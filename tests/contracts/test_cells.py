@@ -176,7 +176,6 @@ def test_without_a_card_nothing_is_run_and_nothing_claimed(make_runner: Any) -> 
 def test_a_machine_without_git_is_measured_too(benchmark_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rented machine got a copy of the files, and every command ended in a traceback about git."""
     reporting = benchmark_module("reporting")
-    assert len(reporting._git("rev-parse", "HEAD")) == 40
     monkeypatch.setenv("PATH", "/nowhere")
     assert reporting._git("rev-parse", "HEAD") == ""
 
