@@ -118,15 +118,15 @@ def list_jobs() -> list[Job]:
     return sorted(jobs, key=lambda job: FIRST.index(job.name) if job.name in FIRST else len(FIRST))
 
 
-def list_cells() -> list[Cell]:
+def list_cells(repeats: int = REPEATS) -> list[Cell]:
     """The jobs as `cells.py` runs them."""
     unsloth_python = reporting.load_file("tests/gpu/run.py").unsloth_python()  # what rehearses Unsloth's sides
-    found, through = [], set()
+    found, through = [], {}
     for job in list_jobs():
-        arguments = ("-u", "benchmarks/rloo_step.py", "--device", "cuda", "--cell", job.name)
+        arguments = ("-u", "benchmarks/rloo_step.py", "--device", "cuda", "--repeats", str(repeats), "--cell", job.name)
         lines = (job.part, job.kind, job.beta == 0, job.name if job.part == "long" else "")
-        reason = "another cell goes through the same lines" if lines in through else ""
-        through.add(lines)
+        twin = through.setdefault(lines, job.name)
+        reason = "" if twin == job.name else f"{twin} goes through the same lines"
         other = None
         if job.kind.backend == "unsloth" and job.part != "ceilings":
             other = unsloth_python
@@ -217,9 +217,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="rloo_step.py --device cuda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cells.add_arguments(parser, RESULTS)
-    parser.add_argument(
-        "--repeats", type=int, default=REPEATS, help="steps of each side after the one that is discarded"
-    )
+    text = f"steps behind the one that is discarded ({REPEATS}; rehearsed 1)"
+    parser.add_argument("--repeats", type=int, help=text)
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -228,9 +227,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Run what was not measured yet; the exit code is 1 where a cell failed."""
     options = parse(arguments)
+    repeats = options.repeats or (1 if options.rehearse else REPEATS)
     if options.cell:
-        return run_cell(options.cell, options.rows, options.repeats)
-    return cells.run_cells(list_cells(), options, "python benchmarks/rloo_step.py --device cuda")
+        return run_cell(options.cell, options.rows, repeats)
+    return cells.run_cells(list_cells(repeats), options, "python benchmarks/rloo_step.py --device cuda")
 
 
 if __name__ == "__main__":

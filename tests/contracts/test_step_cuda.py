@@ -295,12 +295,13 @@ def test_the_cells_of_transformers_run() -> None:
 @pytest.mark.slow
 def test_a_rehearsal_goes_through_the_runner_and_measures_nothing(tmp_path: Path) -> None:
     """A rehearsed figure that landed beside measured ones would end up in the table."""
-    command = [sys.executable, str(FOLDER / "rloo_step.py"), "--device", "cuda", "--rehearse", "--repeats", "1"]
-    command += ["--results", str(tmp_path), "--only", "ceilings", "whole-2k-vllm"]
+    command = [sys.executable, str(FOLDER / "rloo_step.py"), "--device", "cuda", "--rehearse"]
+    command += ["--results", str(tmp_path), "--only", "ceilings", "training-4k-fast", "whole-2k-vllm"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     found = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in tmp_path.glob("*.json")}
     assert found["ceilings"]["state"] == "passed" and found["ceilings"]["rehearsed"] is True
     assert found["ceilings"]["values"]["tflops"] > 0
+    assert len(found["training-4k-fast"]["values"]["steps"]) == 1, "--repeats does not reach the cell"
     assert found["whole-2k-vllm"]["state"] == "skipped"
     assert "CUDA" in found["whole-2k-vllm"]["reason"] or "same lines" in found["whole-2k-vllm"]["reason"]
