@@ -23,6 +23,7 @@ from rloo_kit.backends.checkpoint import Source, usable_length
 from rloo_kit.errors import BackendError
 
 PRECISION_VARIABLE = "UNSLOTH_MIXED_PRECISION"
+OFFLOAD_VARIABLE = "UNSLOTH_OFFLOAD_FP32"  # without it checkpoints of float32 lie in the host's memory as bfloat16
 # What the constructor of the generated trainer assigns in its config; held by tests/unsloth/test_fingerprints.py.
 CONSTRUCTOR_CHANGES = (
     "bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "eval_strategy", "eval_steps", "eval_accumulation_steps",
@@ -61,6 +62,7 @@ def load(run: Any, source: Source, stack: Any) -> tuple[Any, Any]:
         BackendError: the checkpoint cannot be read, or the adapter does not fit it.
     """
     fast = stack.unsloth.FastLanguageModel
+    os.environ.setdefault(OFFLOAD_VARIABLE, "exact")
     dtype_name = environment.current().dtype_name if run.model.dtype == "auto" else run.model.dtype
     try:
         max_seq_length = usable_length(run, stack.transformers.AutoConfig.from_pretrained(source.base))
@@ -77,6 +79,8 @@ def load(run: Any, source: Source, stack: Any) -> tuple[Any, Any]:
             raise
         raise BackendError(f"Unsloth cannot load model.name = {run.model.name}: {error}") from error
     model = _with_adapter(model, run, source, stack)
+    if changes := _find_changes(model, run, dtype_name, source.adapter is None):
+        print(f"Unsloth loaded the model otherwise than asked: {', '.join(map(str, changes))}", flush=True)
     _keep_padding_mask(model)
     # Unsloth keeps hold of its tokenizer, and turns it to the right whenever the model goes to training mode.
     return model, copy.deepcopy(tokenizer)
@@ -199,6 +203,25 @@ def _with_adapter(model: Any, run: Any, source: Source, stack: Any) -> Any:
     except (RuntimeError, ValueError, OSError) as error:
         raise BackendError(f"the adapter {folder} does not fit {source.base}: {error}") from error
     return fast.patch_peft_model(model, use_gradient_checkpointing=run.model.gradient_checkpointing)
+
+
+def _find_changes(model: Any, run: Any, dtype_name: str, is_new: bool) -> list[Change]:
+    """Where the model is not what `run.model` says: a card without bfloat16, weights that cannot be quantised there."""
+    base, settings = model.get_base_model(), model.peft_config["default"]
+    dtype = str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    pairs = {
+        "model.dtype": (dtype_name, dtype),
+        "model.load_in_4bit": (run.model.load_in_4bit, bool(getattr(base, "is_loaded_in_4bit", False))),
+    }
+    if is_new:
+        lora = run.model.lora
+        pairs |= {
+            "model.lora.r": (lora.r, settings.r),
+            "model.lora.alpha": (lora.alpha, settings.lora_alpha),
+            "model.lora.dropout": (lora.dropout, settings.lora_dropout),
+            "model.lora.target_modules": (sorted(lora.target_modules), sorted(settings.target_modules)),
+        }
+    return [Change(name, asked, found) for name, (asked, found) in pairs.items() if asked != found]
 
 
 def _keep_padding_mask(model: Any) -> None:

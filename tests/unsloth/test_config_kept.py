@@ -91,6 +91,16 @@ def test_the_constructor_of_the_trainer(
     assert build() == {"bf16_full_eval": (True, False)}
 
 
+def test_a_model_that_is_not_what_was_asked_for(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a card without bfloat16 Unsloth loads float16, and what cannot be quantised it loads plain; both in a banner
+    that nobody reads."""
+    load()
+    assert "otherwise than asked" not in capsys.readouterr().out
+    load("model.dtype=bfloat16", "model.load_in_4bit=true")
+    expected = "model.dtype bfloat16 (Unsloth: float16), model.load_in_4bit True (Unsloth: False)"
+    assert f"Unsloth loaded the model otherwise than asked: {expected}\n" in capsys.readouterr().out
+
+
 def make_trainer(policy: Any, args: Any) -> Any:
     from datasets import Dataset
 

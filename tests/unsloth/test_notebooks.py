@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-THINK_END = 260
+THINK_END, TURN_END = 260, 258
 QUESTIONS = [{"question": f"{n} and {n + 1}", "answer": f"So it is so.\n#### {2 * n + 1}"} for n in range(8)]
 # What a card needs and the interpreter cannot: size. All else is the file's.
 CUT: dict[str, dict[str, Any]] = {
@@ -95,13 +95,14 @@ def check_print(printed: str) -> None:
     assert re.search(r"^rollout: generate, .*Unsloth", printed, flags=re.M)
     assert re.search(r"^scoring: repeated rows agree with single sequences", printed, flags=re.M)
     assert len(re.findall(r"^kept, where Unsloth would change it: .*padding_side left", printed, flags=re.M)) == 1
+    assert re.search(r"^thinking:\n.+\n\nanswer:\n", printed, flags=re.M | re.S)  # the notebook's own question
     assert re.search(r"^accuracy [+-]\d", printed, flags=re.M) and re.search(r"^2 steps, \d+ s", printed, flags=re.M)
 
 
 def test_the_thinking_notebook(play: Any, cut: Any, model_folder: Path) -> None:
     """The way of a user with a card, start to end: nothing but the notebook's cells, the shipped config and Unsloth.
 
-    Every thought that the budget closes has to be closed by `</think>`, within the budget, and leave an answer.
+    A thought ends by itself, or is closed by `</think>` at the budget and leaves an answer.
     """
     budgets = {"thinking_budget": 6, "answer_budget": 4, "thinking_close": "tag"}
     printed, folder, policy = play(
@@ -113,11 +114,10 @@ def test_the_thinking_notebook(play: Any, cut: Any, model_folder: Path) -> None:
     assert len(rows) == 8
     for row in rows:
         ids = row["completion_ids"]
-        assert THINK_END in ids[:7] and len(ids) - ids.index(THINK_END) - 1 <= 4
+        assert len(ids) - ids.index(THINK_END) - 1 <= 4 if THINK_END in ids[:7] else ids[-1] == TURN_END
         assert set(row["rewards"]) == {"answer_reward", "think_format_reward"}
     forced = [row["thinking_forced"] for row in rows]
     assert any(forced) and all(row["completion_ids"][6] == THINK_END for row in rows if row["thinking_forced"])
-    assert re.search(r"^thinking:\n.*\n\nanswer:\n.+", printed, flags=re.M | re.S)
 
 
 @pytest.fixture
@@ -143,4 +143,3 @@ def test_the_instruct_notebook(play: Any, cut: Any, instruct_folder: Path) -> No
     check_print(printed)
     assert policy.backend == "unsloth" and policy.family == "instruct"
     assert all(len(row["completion_ids"]) <= 12 for row in check_folder(folder))
-    assert re.search(r"^thinking:\n\(none\)\n\nanswer:\n.+", printed, flags=re.M | re.S)

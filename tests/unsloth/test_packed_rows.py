@@ -78,3 +78,32 @@ def test_the_scorer_chooses_what_this_machine_can_differentiate(policy: Any, gro
     assert "repeated rows agree" in scorer.reason and "shared rows:" in scorer.reason
     assert policy.model._unsloth_gradient_checkpointing is True
     assert policy.model.get_base_model().model.gradient_checkpointing
+
+
+def test_the_checkpoints_for_long_rows_recompute_packed_rows(load: Any, groups: Any) -> None:
+    """From 512 tokens on Unsloth puts a checkpoint function of its own in the place of torch's, for all models.
+
+    It moves what is large to the host's memory, which takes a card; small rows stay, and go through its recompute.
+    float32 would lie there as bfloat16, so that a recompute starts from rounded states, unless its variable says no.
+    """
+    import os
+
+    import torch
+
+    from rloo_kit.packing import Group
+
+    policy = load("model.max_seq_length=512", moved=True)
+    try:
+        assert policy.model._unsloth_gradient_checkpointing == "unsloth"
+        assert torch.utils.checkpoint.CheckpointFunction.__name__ == "UnslothCheckpointFunction"
+        assert os.environ["UNSLOTH_OFFLOAD_FP32"] == "exact"
+        policy.model.train()
+        singles = [[Group(group.prompt, [one])] for group in groups for one in group.completions if len(one)]
+        expected, wanted = scores_and_gradients(policy, singles, "padded")
+        found, gradients = scores_and_gradients(policy, [groups], "repeated")
+    finally:
+        load()  # gives torch its own back
+    assert torch.utils.checkpoint.CheckpointFunction.__name__ == "CheckpointFunction"
+    assert (found - expected).abs().max() < 1e-5
+    for name, gradient in gradients.items():
+        assert (gradient - wanted[name]).norm() < 2e-6 * wanted[name].norm(), name

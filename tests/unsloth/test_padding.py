@@ -29,8 +29,14 @@ def rows(unsloth: Any) -> list[tuple[Any, Any]]:
 
 
 @pytest.fixture(scope="module")
-def folder(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(
+    interpreter: Any,
+    make_tiny_model: Callable[..., Any],
+    tiny_tokenizer: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
     """A Qwen3 with large random weights: what a token attends to matters, which a model that learnt little hides."""
+    interpreter.keep_on_cpu()  # Unsloth's layers are in every Qwen3 once one was loaded
     model = make_tiny_model(
         hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         head_dim=32, initializer_range=0.15,
