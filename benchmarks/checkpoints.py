@@ -21,8 +21,7 @@ import cells
 import reporting
 
 TINY = "tiny"
-SPREAD = {TINY: 0.1}  # of the weights; of the others 0.02, as in Qwen3's own initialisation
-POSITIONS = {TINY: 2048}  # of the others 40960
+TINY_CONFIG = {"initializer_range": 0.1, "positions": 2048}  # of the others 0.02 and 40960, as in Qwen3
 
 
 def shape_of(size: str) -> Any:
@@ -32,25 +31,6 @@ def shape_of(size: str) -> Any:
     if size == TINY:
         return replace(EMBEDDED, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=2, num_kv_heads=1)
     return PUBLISHED[size]
-
-
-def config_values(size: str) -> dict[str, Any]:
-    """What `Qwen3Config` takes."""
-    shape = shape_of(size)
-    return {
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": POSITIONS.get(size, 40960),
-        "rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"},
-        "tie_word_embeddings": shape.tied,
-        "initializer_range": SPREAD.get(size, 0.02),
-        "bos_token_id": None,
-    }
 
 
 def find_checkpoint(size: str) -> Path:
@@ -74,20 +54,22 @@ def make_checkpoint(size: str) -> Path:
 
     load_stack()
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
+    from rloo_kit.random_checkpoint import make_config
     from rloo_kit.tiny_tokenizer import build_tokenizer
 
     target, is_tiny = _folder(size), size == TINY
     tokenizer = build_tokenizer("thinking", "compact" if is_tiny else "qwen3")
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = make_config(shape_of(size), **ids, **(TINY_CONFIG | {"dtype": "float32"} if is_tiny else {}))
     bytes_needed = 3 * shape_of(size).num_weights  # two a weight, and room
     roomy = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > bytes_needed
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32 if is_tiny else torch.bfloat16)
     try:
         with torch.device("cuda" if roomy else "cpu"):
-            model = Qwen3ForCausalLM(Qwen3Config(**config_values(size), **ids))
+            model = Qwen3ForCausalLM(config)
     finally:
         torch.set_default_dtype(torch.float32)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")

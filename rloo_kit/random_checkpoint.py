@@ -19,6 +19,7 @@ from rloo_kit.vram_shapes import ModelShape, find_shape
 SHARD_BYTES = 2**31
 BLOCK = 2**20  # random numbers that are made; tensors repeat them
 DEVIATION = 0.02
+POSITIONS = 40960  # of Qwen3
 
 
 def save_random_checkpoint(run: Any, folder: str | Path) -> Path:
@@ -42,7 +43,7 @@ def save_random_checkpoint(run: Any, folder: str | Path) -> Path:
             f"a random checkpoint of {run.model.name} takes {needed / 2**30:.1f} GiB, and {folder} has "
             f"{free / 2**30:.1f} GiB free: set TMPDIR to a folder on a larger disk"
         )
-    config = make_config(run, shape)
+    config = make_config(shape, max(POSITIONS, run.model.max_seq_length))
     config.save_pretrained(folder)
     _save_weights(config, folder, stack.torch)
     kind = "instruct" if "instruct" in run.model.name.lower() else "thinking"
@@ -51,8 +52,12 @@ def save_random_checkpoint(run: Any, folder: str | Path) -> Path:
     return folder
 
 
-def make_config(run: Any, shape: ModelShape) -> Any:
-    """The config of transformers for a shape: Qwen3, Qwen2 or Llama, as its norms and biases say."""
+def make_config(shape: ModelShape, positions: int = POSITIONS, **values: Any) -> Any:
+    """The config of transformers for a shape: Qwen3, Qwen2 or Llama, as its norms and biases say.
+
+    Args:
+        positions: tokens of the longest sequence. values: further keys of the config; no token ends a text otherwise.
+    """
     library = load_stack().transformers
     kind = library.Qwen3Config if shape.qk_norm else library.Qwen2Config if shape.qkv_bias else library.LlamaConfig
     return kind(
@@ -63,13 +68,10 @@ def make_config(run: Any, shape: ModelShape) -> Any:
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        max_position_embeddings=max(40960, run.model.max_seq_length),
+        max_position_embeddings=positions,
         rope_parameters={"rope_theta": 1_000_000.0, "rope_type": "default"},
         tie_word_embeddings=shape.tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        dtype="bfloat16",
+        **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "dtype": "bfloat16"} | values,
     )
 
 
