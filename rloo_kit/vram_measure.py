@@ -412,6 +412,7 @@ def _measure_all(run: Any, plan: VramPlan, say: Callable[[str], None]) -> Iterat
             error = "out of memory" if is_out_of_memory(raised) else str(raised)
         seconds = time.monotonic() - started
         found = (None, 0.0) if peak is None else (peak.gib, peak.reserved_gib)
+        say(f"measure: {error or f'{found[0]:.3f} GiB'}, computed {computed - outside:.3f}, {seconds:.0f} s")
         return Measured(what, cache, rows, load.row_tokens, computed - outside, *found, seconds, error)
 
     for cache in _caches_of(run, policy):
