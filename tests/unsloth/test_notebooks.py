@@ -116,8 +116,8 @@ def test_the_thinking_notebook(play: Any, cut: Any, model_folder: Path) -> None:
         ids = row["completion_ids"]
         assert len(ids) - ids.index(THINK_END) - 1 <= 4 if THINK_END in ids[:7] else ids[-1] == TURN_END
         assert set(row["rewards"]) == {"answer_reward", "think_format_reward"}
-    forced = [row["thinking_forced"] for row in rows]
-    assert any(forced) and all(row["completion_ids"][6] == THINK_END for row in rows if row["thinking_forced"])
+    forced = [row["forced"] for row in rows]
+    assert any(forced) and all(row["completion_ids"][6] == THINK_END for row in rows if row["forced"])
 
 
 @pytest.fixture
