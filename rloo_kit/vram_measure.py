@@ -14,9 +14,7 @@ not in it (`reserved_gib` says how much it held). Without a card it is this proc
 whose pool is what it is told to take, servers, several cards.
 """
 
-import gc
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -29,10 +27,12 @@ from rich.table import Table
 from rloo_kit._stack import load_stack
 from rloo_kit.backends import Policy, load_policy
 from rloo_kit.errors import BackendError, RlooKitError
-from rloo_kit.process_memory import GIB, is_out_of_memory, resident_gib, trim_heap
+from rloo_kit.full_caches import fill_cache, fill_slots
+from rloo_kit.memory_peak import Peak
+from rloo_kit.process_memory import GIB, is_out_of_memory
 from rloo_kit.random_checkpoint import save_random_checkpoint
 from rloo_kit.rollout import build_engine, choose_engine
-from rloo_kit.rollout_cache import CACHES, HQQ_CONFIG, check_cache
+from rloo_kit.rollout_cache import CACHES, check_cache
 from rloo_kit.rollout_types import Limits, Rollout
 from rloo_kit.text_tables import as_text
 from rloo_kit.vram import plan_vram, read_load, rollout_gib, training_gib
@@ -41,66 +41,6 @@ from rloo_kit.vram_plan import VramPlan
 
 DECODED_TOKENS = 64
 LOCAL_ENGINES = ("auto", "native", "generate", "continuous")
-
-
-class Peak:
-    """The most memory that was held inside the `with` block, in GiB; see the module for what counts.
-
-    Attributes:
-        gib: the peak. reserved_gib: of torch's allocator on a card, 0 elsewhere.
-    """
-
-    gib = reserved_gib = 0.0
-
-    def __enter__(self) -> "Peak":
-        torch = load_stack().torch
-        gc.collect()
-        self._cuda = torch.cuda if torch.cuda.is_available() else None
-        self._watch = None
-        if self._cuda is not None:
-            self._cuda.synchronize()
-            self._cuda.empty_cache()
-            self._cuda.reset_peak_memory_stats()
-        else:
-            trim_heap()
-            self._watch = _Watch()
-        return self
-
-    def __exit__(self, *_error: Any) -> None:
-        if self._watch is not None:
-            self.gib = self._watch.finish()
-        elif self._cuda is not None:
-            self._cuda.synchronize()
-            self.gib = self._cuda.max_memory_allocated() / GIB
-            self.reserved_gib = self._cuda.max_memory_reserved() / GIB
-
-
-class _Watch:
-    """The peak of this process's resident memory: the kernel's own where it can be reset, else looked at every 2 ms."""
-
-    def __init__(self) -> None:
-        self._most = resident_gib()
-        if self._most is None:
-            raise BackendError("memory cannot be measured here: there is neither a CUDA card nor /proc/self/statm")
-        self._thread: threading.Thread | None = None
-        try:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        except OSError:
-            self._done = threading.Event()
-            self._thread = threading.Thread(target=self._look, daemon=True)
-            self._thread.start()
-
-    def finish(self) -> float:
-        if self._thread is not None:
-            self._done.set()
-            self._thread.join()
-            return max(self._most, resident_gib() or 0.0)
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) * 1024 / GIB
-
-    def _look(self) -> None:
-        while not self._done.wait(0.002):
-            self._most = max(self._most, resident_gib() or 0.0)
 
 
 # ------------------------------------------------------------------------------------------------ the rollout
@@ -178,63 +118,14 @@ def _filled(engine: Any) -> Any:
     """The engine with its prefill replaced by a cache that is full already, and without the halving of rows."""
     engine._halve = _out_of_rows
     if engine.name == "native":
-        engine._fill = _fill_slots
+        engine._fill = fill_slots
     elif engine.name == "generate":
-        engine._cache_options = lambda rows, width: {"past_key_values": _fill_cache(engine, rows, width)}
+        engine._cache_options = lambda rows, width: {"past_key_values": fill_cache(engine, rows, width)}
     return engine  # continuous: its prefill is cut into pieces by the library, as in a run
 
 
 def _out_of_rows(tried: int, _left: int) -> None:
     raise load_stack().torch.OutOfMemoryError(f"out of memory with {tried} completions at once")
-
-
-def _fill_slots(decoder: Any, cache: Any, rows: list[Any], first: int) -> None:
-    """Slots of the native engine, with one token's keys and values in every place."""
-    one = _Inserted()
-    decoder.prefill([[0]], one, [(0, 1)])
-    for layer, (keys, values) in one.states.items():
-        for slot, row in enumerate(rows, first):
-            length = len(row.prefix)
-            cache.insert(layer, slot, 1, keys.expand(-1, length, -1), values.expand(-1, length, -1))
-
-
-class _Inserted:
-    """In the place of a cache: keeps what a prefill puts into it, (G, 1, D) by layer."""
-
-    def __init__(self) -> None:
-        self.states: dict[int, tuple[Any, Any]] = {}
-
-    def insert(self, layer: int, _first: int, _count: int, keys: Any, values: Any) -> None:
-        self.states[layer] = keys, values
-
-
-def _fill_cache(engine: Any, rows: int, width: int) -> Any:
-    """The library's cache for (B, P) prefixes, all but the last token of each in it.
-
-    Keys and values are views of one token's; the first step makes the real ones of them, layer by layer.
-    """
-    stack = load_stack()
-    model = engine._model
-    ids = stack.torch.zeros(1, 1, dtype=stack.torch.long, device=model.get_input_embeddings().weight.device)
-    one = model(input_ids=ids, use_cache=True).past_key_values
-    pairs = [(layer.keys, layer.values) for layer in one.layers] if hasattr(one, "layers") else list(one)
-    cache = _make_cache(engine.cache, model.config.get_text_config(decoder=True))
-    for layer, pair in zip(cache.layers, pairs, strict=True):
-        wide = [states.expand(rows, -1, width - 1, -1) for states in pair]
-        if engine.cache == "int8":
-            layer.update(*wide)
-        else:
-            layer.lazy_initialization(*wide)
-            layer.keys, layer.values = wide
-    return cache
-
-
-def _make_cache(kind: str, config: Any) -> Any:
-    caches = load_stack().transformers.cache_utils
-    if kind == "int8":
-        options = dict(HQQ_CONFIG)
-        return caches.QuantizedCache(options.pop("backend"), config, **options)
-    return caches.DynamicCache(config=config, offloading=kind == "offloaded")
 
 
 # ------------------------------------------------------------------------------------------------ training

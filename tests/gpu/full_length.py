@@ -2,7 +2,7 @@
 
 Random weights do not stop by themselves, and memory is largest at the end. Within `full_length_rollouts` an engine
 samples as it always does, but up to its last `tail` tokens a row is made up, and its cache filled as
-`rloo_kit.vram_measure` fills it, without a prefill that no run makes. The rest is computed.
+`rloo_kit.full_caches` fills it, without a prefill that no run makes. The rest is computed.
 """
 
 import math
@@ -34,12 +34,12 @@ def full_length_rollouts(
     tail: int, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None
 ) -> Iterator[Watch]:
     """Both engines make completions of full length; `before` and `after` are called around each rollout."""
+    from rloo_kit.full_caches import fill_cache, fill_slots
     from rloo_kit.rollout_generate import GenerateEngine
     from rloo_kit.rollout_native import NativeEngine
-    from rloo_kit.vram_measure import _fill_cache, _fill_slots
 
-    def fill_cache(engine: Any, rows: int, width: int) -> dict[str, Any]:
-        return {"past_key_values": _fill_cache(engine, rows, width)}
+    def cache_options(engine: Any, rows: int, width: int) -> dict[str, Any]:
+        return {"past_key_values": fill_cache(engine, rows, width)}
 
     watch = Watch()
     with ExitStack() as patches:
@@ -47,9 +47,9 @@ def full_length_rollouts(
             patches.enter_context(mock.patch.object(kind, "sample", _watched(kind.sample, watch, before, after)))
             patches.enter_context(mock.patch.object(kind, "_halve", _noted(kind._halve, watch)))
         patches.enter_context(mock.patch.object(GenerateEngine, "_begin", _aged_turn(GenerateEngine._begin, tail)))
-        patches.enter_context(mock.patch.object(GenerateEngine, "_cache_options", fill_cache))
+        patches.enter_context(mock.patch.object(GenerateEngine, "_cache_options", cache_options))
         patches.enter_context(mock.patch.object(NativeEngine, "_run", _aged_rows(NativeEngine._run, tail)))
-        patches.enter_context(mock.patch.object(NativeEngine, "_fill", staticmethod(_fill_slots)))
+        patches.enter_context(mock.patch.object(NativeEngine, "_fill", staticmethod(fill_slots)))
         yield watch
 
 

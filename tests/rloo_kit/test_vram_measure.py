@@ -59,8 +59,8 @@ def test_a_peak_is_seen_though_it_is_gone() -> None:
     """Memory that is held for a moment is what an out-of-memory error is made of; a look afterwards misses it."""
     import torch
 
+    from rloo_kit.memory_peak import Peak
     from rloo_kit.process_memory import resident_gib
-    from rloo_kit.vram_measure import Peak
 
     before = resident_gib()
     with Peak() as peak:
@@ -75,14 +75,14 @@ def test_a_peak_without_the_kernels_help(monkeypatch: pytest.MonkeyPatch) -> Non
     """Some containers do not let a process reset its own peak."""
     import torch
 
-    from rloo_kit import vram_measure
+    from rloo_kit import memory_peak
 
     def refuse(self: Path, *_args: Any, **_named: Any) -> None:
         raise PermissionError(str(self))
 
-    monkeypatch.setattr(vram_measure.Path, "write_text", refuse)
-    before = vram_measure.resident_gib()
-    with vram_measure.Peak() as peak:
+    monkeypatch.setattr(memory_peak.Path, "write_text", refuse)
+    before = memory_peak.resident_gib()
+    with memory_peak.Peak() as peak:
         held = torch.ones(2**27)
         for _ in range(5):
             held.add_(1)
@@ -129,14 +129,14 @@ def test_decoding_from_a_filled_cache_attends_to_it(run: Any, policy: Any) -> No
     places the logits are not those without any."""
     import torch
 
-    from rloo_kit.vram_measure import _fill_cache
+    from rloo_kit.full_caches import fill_cache
 
     class Engine:
         cache, _model = "plain", policy.model.get_base_model()
 
     ids = torch.tensor([[7], [8]])
     with torch.no_grad():
-        filled = _fill_cache(Engine, 2, 31)
+        filled = fill_cache(Engine, 2, 31)
         assert filled.get_seq_length() == 30 and filled.layers[0].keys.shape[:1] == (2,)
         assert filled.layers[0].keys.untyped_storage().nbytes() < 30 * 2 * 64, "views, not copies"
         position = torch.tensor([[30], [30]])
