@@ -27,6 +27,8 @@ SWITCHES = {
     "UNSLOTH_COMPILE_DISABLE": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "UNSLOTH_DISABLE_STATISTICS": "1",
+    "UNSLOTH_DISABLE_PINNED_MEMORY": "1",  # a driver's; so is the stream of the second buffer
+    "UNSLOTH_DISABLE_DOUBLE_BUFFER": "1",
 }
 CARD = SimpleNamespace(
     name="interpreter", major=8, minor=0, total_memory=16 * GIB, multi_processor_count=1, warp_size=32,
