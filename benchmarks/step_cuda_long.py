@@ -45,7 +45,7 @@ def measure_long(kind: Kind, card_gb: int, generations: int) -> None:
             with full_length_rollouts(tail, parts.begin_rollout, parts.end_rollout) as watch, memory.measure() as whole:
                 result = rloo_kit.train(run, policy, _data(run), [_id_reward])
             parts.close()
-    cells.report(peaks_gib=parts.peaks, rollouts=watch.rows, ran_out=watch.ran_out, seconds=whole["seconds"])
+    cells.report(rollouts=watch.rows, ran_out=watch.ran_out, seconds=whole["seconds"])
     cells.report(left_gib=round(limit - max(parts.peaks.values()), 3))
     if result.steps != 2 or [row["tokens"] for row in watch.rows] != [[full, full]] * 2:
         raise AssertionError(f"{result.steps} steps, rollouts {watch.rows}: not what was to be shown")
@@ -105,9 +105,10 @@ class _Parts:
         self.memory, self.peaks, self.part = memory, {"rollout": 0.0, "training": 0.0}, "training"
 
     def close(self) -> None:
-        """The part that has just ended."""
+        """The part that has just ended; told at once, since the next one may not fit."""
         taken = self.memory.cuda.max_memory_allocated() / 2**30
         self.peaks[self.part] = round(max(self.peaks[self.part], taken), 3)
+        cells.report(peaks_gib=self.peaks)
         self.memory.cuda.reset_peak_memory_stats()
 
     def begin_rollout(self) -> None:

@@ -28,15 +28,17 @@ def test_it_learns_as_on_the_cpu(card: Any, memory: Any, load: Any, tmp_path: Pa
     run = rloo_kit.load_config(ROOT / "configs" / "arithmetic_thinking.yaml", *overrides)
     with memory.measure() as loading:
         policy = load(run)
+    cells.report(backend=card.backend, load=loading)  # each as soon as it is known: the next part may not end in time
     data = rloo_kit.load_data(run, policy.tokenizer)
     with memory.measure() as measuring:
         before = rloo_kit.evaluate(run, policy, data.test)
+    cells.report(evaluation=measuring, accuracy={"before": before.accuracy}, greedy={"before": before.greedy_accuracy})
     with memory.measure() as training:
         result = rloo_kit.train(run, policy, data, rloo_kit.build_rewards(run, policy.tokenizer))
+    cells.report(training=training)
     after = rloo_kit.evaluate(run, policy, data.test)
-    cells.report(backend=card.backend, load=loading, evaluation=measuring, training=training)
-    cells.report(accuracy={"before": before.accuracy, "after": after.accuracy, "low": after.low, "high": after.high})
-    cells.report(greedy={"before": before.greedy_accuracy, "after": after.greedy_accuracy})
+    cells.report(accuracy={"after": after.accuracy, "low": after.low, "high": after.high})
+    cells.report(greedy={"after": after.greedy_accuracy})
     steps = [row for row in result.metrics if "grad_norm" in row]
     assert result.steps == len(steps) == run.rloo.max_steps
     assert all(row["val/ratio"] == 1.0 for row in steps)

@@ -65,9 +65,10 @@ class Parts:
         self.memory, self.peaks, self.part = memory, {"rollout": 0.0, "training": 0.0}, "training"
 
     def close(self) -> None:
-        """The part that has just ended."""
+        """The part that has just ended; told at once, since the next one may not fit."""
         taken = self.memory.cuda.max_memory_allocated() / GIB
         self.peaks[self.part] = round(max(self.peaks[self.part], taken), 3)
+        cells.report(peaks_gib=self.peaks)
         self.memory.cuda.reset_peak_memory_stats()
 
     def begin_rollout(self) -> None:
@@ -100,7 +101,7 @@ def test_a_shipped_config_trains_at_full_length(
         with full_length_rollouts(tail, parts.begin_rollout, parts.end_rollout) as watch:
             result = rloo_kit.train(run, policy, make_data(run), [id_reward])
         parts.close()
-        cells.report(peaks_gib=parts.peaks, rollouts=watch.rows, ran_out_of_memory=watch.ran_out)
+        cells.report(rollouts=watch.rows, ran_out_of_memory=watch.ran_out)
     cells.report(seconds=whole["seconds"], reserved_gib=whole["peak_reserved_gib"])
     lengths = [row["completions/mean_length"] for row in result.metrics if "grad_norm" in row]
     assert result.steps == 2 and lengths == [full, full]
