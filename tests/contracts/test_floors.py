@@ -27,7 +27,8 @@ FLOORS = {
     "old_trainer trainer callbacks sample_table "
     "resample thinking_metrics answer_judge "
     "packing packed_attention scoring policy_pass streamed_pass "
-    "trainer_rollout trainer_log trainer_setup trainer_files collective parallel memory_peak full_caches rollout_server adapter_handover",
+    "trainer_rollout trainer_log trainer_setup trainer_files collective parallel "
+    "memory_peak full_caches rollout_server adapter_handover",
     3: "training vram_measure random_checkpoint difficulty evaluation report report_figures report_style "
     "notebook_display notebook_figures "
     "completion_cards batch batch_process batch_progress batch_report batch_figures",
