@@ -57,10 +57,11 @@ def test_arguments_are_taken_by_position_as_in_trl(tiny_folder, tiny_tokenizer, 
     assert trainer.processing_class is tiny_tokenizer
 
 
-def test_a_trainer_without_args_runs_on_the_cpu(tiny_folder, tiny_tokenizer, prompts):
+def test_a_trainer_without_args_runs_on_the_cpu(tiny_folder, tiny_tokenizer, prompts, tmp_path, monkeypatch):
     """TRL makes a config of its own then, which asks for bf16 and raises without an accelerator."""
     from rloo_kit import RLOOConfig, RLOOTrainer
 
+    monkeypatch.chdir(tmp_path)  # its folder is made where the process stands
     trainer = RLOOTrainer(str(tiny_folder), rewards.length_reward, train_dataset=prompts)
     assert isinstance(trainer.args, RLOOConfig)
     assert trainer.args.output_dir == f"{tiny_folder.name}-RLOO"
