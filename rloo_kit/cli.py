@@ -331,8 +331,10 @@ def _train_in(run_dir: Any, run: Any) -> bool:
     from rloo_kit.evaluation import Evaluation, compare
     from rloo_kit.evaluation import evaluate as measure
     from rloo_kit.report import write_report
+    from rloo_kit.training import check_sampling
     from rloo_kit.training import train as train_policy
 
+    check_sampling(run, policy)
     before = after = None
     if run.run.evaluate:
         before = share(_read_evaluation(run, "before.json", Evaluation.from_dict) if run_dir.resumed else None)

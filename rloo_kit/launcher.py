@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -77,7 +78,9 @@ def check_launch_file(file: Path) -> dict[str, Any]:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         why = "there is no such file" if isinstance(error, FileNotFoundError) else f"it cannot be read: {error}"
-        raise ConfigError(f"--launch {file}: {why}; the kit's own lie in configs/accelerate") from None
+        near = get_close_matches(file.name, sorted(path.name for path in file.parent.glob("*.yaml")), 1)
+        meant = f"did you mean {file.parent / near[0]}?" if near else "the kit's own lie in configs/accelerate"
+        raise ConfigError(f"--launch {file}: {why}; {meant}") from None
     if not isinstance(settings, dict) or "distributed_type" not in settings:
         raise ConfigError(
             f"--launch {file}: this is no launch file of accelerate (it has no distributed_type); see "

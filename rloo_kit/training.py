@@ -14,6 +14,7 @@ from typing import Any
 
 from rloo_kit import environment
 from rloo_kit._stack import load_stack
+from rloo_kit.adapter_handover import NO_ADAPTER
 from rloo_kit.backends import Policy, save_adapter
 from rloo_kit.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SignalGuard
 from rloo_kit.chat import thinks
@@ -23,6 +24,8 @@ from rloo_kit.difficulty import select_prompts
 from rloo_kit.errors import ConfigError, NoSignalError, RlooKitError, RunNotFoundError
 from rloo_kit.health import SignalWatch
 from rloo_kit.processes import is_distributed, is_main_process, say
+from rloo_kit.rollout import choose_engine
+from rloo_kit.rollout_cache import check_cache
 from rloo_kit.run_dir import RunDir
 from rloo_kit.sample_table import SampleTable
 from rloo_kit.versions import check_trackers
@@ -71,12 +74,12 @@ def train(
         `TrainResult`. Ctrl-C does not raise: it saves, says how to go on, and `stopped` is "interrupted".
 
     Raises:
-        RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create`; or a tracker's library is missing, or there
-            is a thinking budget and a model that does not think.
+        RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create`; or a tracker's library is missing, or see
+            `check_sampling`.
         RewardError: rewards failed too often (`run.max_reward_failure_share`); the state is saved.
     """
     check_trackers(run.rloo.report_to)
-    check_budget(run, policy)
+    check_sampling(run, policy)
     owned = run_dir is None
     opened = _open_together(run, resume, overwrite) if run_dir is None else run_dir
     with opened if owned else nullcontext():
@@ -107,6 +110,20 @@ def _check_shared_folder(run_dir: RunDir) -> None:
             f"the run's folder {run_dir.folder.absolute()} is not there for process {', '.join(map(str, blind))}, on "
             "another machine: put it on a file system that all of them share, with run.output_dir=..."
         )
+
+
+def check_sampling(run: Any, policy: Policy) -> None:
+    """Refuse rollouts that cannot be: before an evaluation that takes an hour, not after it.
+
+    Raises:
+        ConfigError: a budget for a model that does not think; an engine that is handed an adapter, and none.
+        BackendError: an engine or a cache that cannot be used with this model, backend or machine.
+    """
+    check_budget(run, policy)
+    name, _ = choose_engine(run.rollout.engine, policy.backend, policy.model)
+    check_cache(run.rollout.cache, name, policy.backend, on_cuda=policy.model.device.type == "cuda")
+    if name == "server" and not hasattr(policy.model, "peft_config"):
+        raise ConfigError(NO_ADAPTER)
 
 
 def check_budget(run: Any, policy: Policy) -> None:

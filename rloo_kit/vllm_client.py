@@ -107,7 +107,7 @@ class VllmClient:
                     "serve ..., see docs/15-rollout.md) or mend rollout.server_url"
                 )
             if not told:
-                self._say(f"rollout: waiting for the server at {self.url} ({problem})")
+                self._say(f"rollout: waiting {self._start_s:.0f} s at most for the server at {self.url} ({problem})")
             told = True
             time.sleep(pause)
             pause = min(2 * pause, 10.0)

@@ -81,6 +81,20 @@ def test_a_mistyped_reward_is_refused_before_the_model_is_loaded(config_file):
     assert "/nowhere" not in said
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rollout.cache=int8", "rollout.engine=continuous"], "continuous engine pages its cache itself"),
+        (["rollout.engine=server", "rollout.server_url=http://localhost:9", "model.lora=null"], "handed an adapter"),
+    ],
+)
+def test_rollouts_that_cannot_be_are_refused_before_the_evaluation(words, message, config_file):
+    """An hour of evaluation came before the news that the engine cannot keep such a cache."""
+    code, printed, said = call("train", config_file, *words)
+    assert code == 2 and message in said, said
+    assert "policy:" in printed and "Evaluation before" not in printed
+
+
 def test_plan_says_by_its_exit_code_whether_a_run_fits(config_file):
     """A batch script asks before it starts; JSON is all that it prints then."""
     code, printed, errors = call("plan", config_file, "--card-gib", "2")

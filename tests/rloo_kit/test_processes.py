@@ -330,6 +330,13 @@ def test_a_launch_file_that_cannot_be_used_is_refused(text, message, tmp_path):
         launcher.check_launch_file(file)
 
 
+def test_a_mistyped_launch_file_is_told_the_one_that_was_meant(repository):
+    """Four files of similar names: the folder alone sends people to `ls`."""
+    folder = repository / "configs" / "accelerate"
+    with pytest.raises(ConfigError, match=f"no such file; did you mean {folder / 'cpu_two.yaml'}"):
+        launcher.check_launch_file(folder / "cpu_tow.yaml")
+
+
 @pytest.mark.parametrize("variables", [{"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "2"}])
 def test_launching_inside_a_launch_is_refused(variables, monkeypatch):
     """`accelerate launch ... train --launch FILE` would start two processes in each of two, without an end."""
