@@ -1,7 +1,8 @@
 """The cells of `step_cuda.py`, each run in a process of its own: what is measured, and how.
 
-- training: steps with canned completions, less rollout and rewards, as in `rloo_step.py`; seconds, memory, and how many
-  completions a micro-batch had (halved until it fits, where a side's memory depends on that).
+- training: steps with canned completions, less rollout and rewards, as in `rloo_step.py`, behind a rollout of 16 tokens
+  and a step that are discarded; seconds, memory, and how many completions a micro-batch had (halved until it fits,
+  where a side's memory depends on that).
 - whole: real rollouts with imposed lengths. The first rollout of a process is slow, and at 2048 tokens dear: it is
   discarded in a short form, of 16 tokens at most, behind a step with canned completions of full length.
 - profile: where a training part and the decoding spend the card's time, by kind of kernel.
@@ -37,6 +38,7 @@ def measure_training(kind: Kind, length: str, beta: float, rows: int | None, rep
     memory, workload = models.find_memory(), models.make_workload(length, rows, beta)
     with _head():
         side = models.build_side(kind, workload)
+        _roll_out_briefly(side)
         discarded = side.step(canned=True)
         _report_setting(kind, workload, side)
         cells.report(discarded_s=round(discarded.training_s, 4))
@@ -48,15 +50,21 @@ def measure_whole(kind: Kind, length: str, beta: float, rows: int | None, repeat
     memory, workload = models.find_memory(), models.make_workload(length, rows, beta)
     with _head(), _engine_options(kind, workload) as options:
         side = models.build_side(kind, workload, **options)
-        full = side.targets
         side.step(canned=True)  # compiles what the gradient of this length needs
-        side.targets = [min(tokens, SHORT_TOKENS) for tokens in full]
-        side.step(canned=False)
-        side.targets = full
+        _roll_out_briefly(side)
         _report_setting(kind, workload, side)
         _take_steps(side, memory, repeats, canned=False)
-    if sorted(side.completion_lengths) != sorted(full):  # on a server, rows of a group start in any order
+    if sorted(side.completion_lengths) != sorted(side.targets):  # on a server, rows of a group start in any order
         raise AssertionError(f"{kind.name} generated other lengths than imposed: {side.completion_lengths}")
+
+
+def _roll_out_briefly(side: Any) -> None:
+    """A step with a real rollout of few tokens. Under Unsloth a training part is another one before it: its forward
+    drops the mask of padded rows until the model has generated, which spares stock what it computes in a run."""
+    full = side.targets
+    side.targets = [min(tokens, SHORT_TOKENS) for tokens in full]
+    side.step(canned=False)
+    side.targets = full
 
 
 @contextmanager
@@ -148,6 +156,7 @@ def profile_training(kind: Kind, length: str, rows: int | None) -> None:
     workload = models.make_workload(length, rows)
     with _head():
         side = models.build_side(kind, workload)
+        _roll_out_briefly(side)
         side.step(canned=True)
         _report_setting(kind, workload, side)
         _profile(lambda: side.step(canned=True))
