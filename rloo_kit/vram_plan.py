@@ -157,6 +157,8 @@ class VramPlan:
         machine = self.machine
         left = f"{machine.total_gib:.2f} GiB less {machine.reserve_gib:.1f} kept free"
         rows = f"Rows of a rollout: {self.rows} of {self.completions} at once."
+        if not any(part.name == "decoding" for part in self.parts):  # nothing is sampled here
+            rows = f"Rows of a rollout: {self.completions}, whose keys and values the server holds; not planned."
         if self.fits:
             return f"Fits: {self.headroom_gib:.2f} GiB to spare of {left}; {self.binds} binds.\n{rows}"
         return (

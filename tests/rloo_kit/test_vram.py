@@ -152,6 +152,8 @@ def test_a_rollout_on_a_server_takes_nothing_here(tiny_model: Any) -> None:
     assert there.rows == there.completions > here.rows
     assert sum(part.rollout_gib for part in there.parts) == pytest.approx(there.rollout_gib)
     assert "rollout.rows" not in str(there) and "rollout.cache" not in str(there)
+    assert "at once" not in str(there) and "the server holds; not planned" in str(there)
+    assert "at once" in str(here) and "the server holds" not in str(here)
     policy = SimpleNamespace(model=SimpleNamespace(config=tiny_model.config))
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", *words[:2])
     assert "rollout_rows" not in planned_limits(run, policy)
