@@ -62,8 +62,8 @@ def test_a_peak_is_seen_though_it_is_gone() -> None:
     from rloo_kit.memory_peak import Peak
     from rloo_kit.process_memory import resident_gib
 
-    before = resident_gib()
     with Peak() as peak:
+        before = resident_gib()  # what other tests left was given back on entering
         torch.ones(2**27).sum()  # half a GiB
     assert peak.gib - before == pytest.approx(0.5, abs=0.1) and resident_gib() - before < 0.1
     with Peak() as after:
@@ -81,8 +81,8 @@ def test_a_peak_without_the_kernels_help(monkeypatch: pytest.MonkeyPatch) -> Non
         raise PermissionError(str(self))
 
     monkeypatch.setattr(memory_peak.Path, "write_text", refuse)
-    before = memory_peak.resident_gib()
     with memory_peak.Peak() as peak:
+        before = memory_peak.resident_gib()
         held = torch.ones(2**27)
         for _ in range(5):
             held.add_(1)
