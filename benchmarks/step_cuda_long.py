@@ -31,18 +31,19 @@ def measure_long(kind: Kind, card_gb: int, generations: int) -> None:
     """
     import rloo_kit
 
-    full_length_rollouts = reporting.load_file("tests/gpu/full_length.py").full_length_rollouts
+    full_length = reporting.load_file("tests/gpu/full_length.py")
     memory = models.find_memory()
     tail = TINY_TAIL if cells.rehearsing() else TAIL
     with tempfile.TemporaryDirectory(prefix="rloo-step-") as folder:
         run = make_run(kind, card_gb, generations, Path(folder))
         full = run.rloo.max_completion_length
-        parts = _Parts(memory)
+        parts = full_length.Parts(memory, lambda peaks: cells.report(peaks_gib=peaks))
+        around = (parts.begin_rollout, parts.end_rollout)
         with memory.capped(card_gb) as limit:
             cells.report(card_gb=card_gb, limit_gib=round(limit, 3), backend=kind.backend, cache=run.rollout.cache)
             policy = models.load_policy(run)
             cells.report(after_load_gib=round(memory.held_gib, 3))
-            with full_length_rollouts(tail, parts.begin_rollout, parts.end_rollout) as watch, memory.measure() as whole:
+            with full_length.full_length_rollouts(tail, *around) as watch, memory.measure() as whole:
                 result = rloo_kit.train(run, policy, _data(run), [_id_reward])
             parts.close()
     cells.report(rollouts=watch.rows, ran_out=watch.ran_out, seconds=whole["seconds"])
@@ -96,27 +97,3 @@ def _data(run: Any) -> Any:
 def _id_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """The mean id: rewards differ, so every completion has a gradient."""
     return [sum(ids) / len(ids) / 151936 for ids in completion_ids]
-
-
-class _Parts:
-    """Peaks of the rollouts and of the passes between them."""
-
-    def __init__(self, memory: Any) -> None:
-        self.memory, self.peaks, self.part = memory, {"rollout": 0.0, "training": 0.0}, "training"
-
-    def close(self) -> None:
-        """The part that has just ended; told at once, since the next one may not fit."""
-        taken = self.memory.cuda.max_memory_allocated() / 2**30
-        self.peaks[self.part] = round(max(self.peaks[self.part], taken), 3)
-        cells.report(peaks_gib=self.peaks)
-        self.memory.cuda.reset_peak_memory_stats()
-
-    def begin_rollout(self) -> None:
-        """What was until now is training."""
-        self.close()
-        self.part = "rollout"
-
-    def end_rollout(self) -> None:
-        """And what comes now."""
-        self.close()
-        self.part = "training"

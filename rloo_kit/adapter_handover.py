@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit._stack import load_stack
+from rloo_kit.backends import ADAPTER_ALONE
 from rloo_kit.errors import ConfigError
 
 load_stack()
@@ -18,7 +19,6 @@ load_stack()
 import torch
 from accelerate.utils import DistributedType, is_peft_model
 
-ADAPTER = "default"  # TRL's copy "ref" is nobody's business
 NO_ADAPTER = (
     "rollout.engine is server, which is handed an adapter, but every parameter is trained here: train an adapter "
     "(model.lora, or peft_config), or set rollout.engine=auto"
@@ -42,8 +42,7 @@ def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> Non
     if accelerator.is_main_process:
         folder.mkdir(parents=True)
         state = {} if gathered is None else {"state_dict": gathered}
-        # "auto" would ask the hub whether the embedding was resized; it never is
-        policy.save_pretrained(str(folder), selected_adapters=[ADAPTER], save_embedding_layers=False, **state)
+        policy.save_pretrained(str(folder), **ADAPTER_ALONE, **state)
 
 
 def gather_adapter(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch.Tensor] | None:

@@ -20,6 +20,7 @@ from rloo_kit.errors import ConfigError
 load_stack()
 
 import torch
+from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 
 BUCKET_ELEMENTS = 2**24  # averaged at once: 64 MiB of float32
@@ -41,8 +42,8 @@ class Parallel:
     def __init__(self, accelerator: Any):
         self.accelerator = accelerator
         self._began = False
-        self._uses_deepspeed = str(accelerator.distributed_type).endswith("DEEPSPEED")
-        is_fsdp = str(accelerator.distributed_type).endswith("FSDP")
+        self._uses_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         if is_fsdp and not accelerator.is_fsdp2:
             raise ConfigError("the launch file asks for FSDP 1; the kit shards with FSDP 2: set fsdp_version: 2 in it")
         self.kind = "single" if accelerator.num_processes == 1 else "replicas"
@@ -52,7 +53,7 @@ class Parallel:
     def describe(self) -> str:
         """One line: how many processes, and what each of them holds."""
         count = self.accelerator.num_processes
-        if self.kind == "single" and count == 1:
+        if self.kind == "single":
             return "one process"
         if self.kind == "replicas":
             return f"{count} with a copy of the model each; gradients are averaged once a step"

@@ -24,6 +24,10 @@ from rloo_kit.processes import is_distributed, is_main_process
 from rloo_kit.saves import saving
 from rloo_kit.tokens import ThinkTags, bind_think_tags
 
+# What PEFT's `save_pretrained` writes: TRL's copy "ref" stays behind, and the embedding, which is never resized ("auto"
+# would ask the hub whether it was).
+ADAPTER_ALONE: dict[str, Any] = {"selected_adapters": ["default"], "save_embedding_layers": False}
+
 _MODULES = {"unsloth": "rloo_kit.backends.unsloth", "transformers": "rloo_kit.backends.transformers"}
 _loaded: set[str] = set()
 
@@ -133,9 +137,7 @@ def save_adapter(policy: Policy, folder: str | Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with saving(folder):
         if hasattr(policy.model, "peft_config"):
-            # TRL's copy "ref" stays behind. "auto" would ask the hub whether the embedding was resized; it never is.
-            chosen = {"selected_adapters": ["default"], "save_embedding_layers": False}
-            policy.model.save_pretrained(str(folder), **chosen, **weights)
+            policy.model.save_pretrained(str(folder), **ADAPTER_ALONE, **weights)
         else:
             policy.model.save_pretrained(str(folder), **weights)
         policy.tokenizer.padding_side = "left"
@@ -260,6 +262,6 @@ def _num_weights(parameter: Any) -> int:
 
 
 __all__ = [
-    "Policy", "Source", "inference_mode", "keep_settings", "keep_values", "load_policy", "packed_keywords",
-    "save_adapter",
+    "ADAPTER_ALONE", "Policy", "Source", "inference_mode", "keep_settings", "keep_values", "load_policy",
+    "packed_keywords", "save_adapter",
 ]  # fmt: skip

@@ -29,6 +29,34 @@ class Watch:
     ran_out: list[str] = field(default_factory=list)
 
 
+class Parts:
+    """Peaks of the rollouts and of the passes between them, in GiB that torch held.
+
+    Args:
+        memory: with torch's counters as `cuda`. tell: gets the peaks so far when a part has ended, since the next one
+            may not fit.
+    """
+
+    def __init__(self, memory: Any, tell: Callable[[dict[str, float]], None]) -> None:
+        self.memory, self.tell = memory, tell
+        self.peaks, self.part = {"rollout": 0.0, "training": 0.0}, "training"
+
+    def close(self) -> None:
+        """The part that has just ended."""
+        taken = self.memory.cuda.max_memory_allocated() / 2**30
+        self.peaks[self.part] = round(max(self.peaks[self.part], taken), 3)
+        self.tell(self.peaks)
+        self.memory.cuda.reset_peak_memory_stats()
+
+    def begin_rollout(self) -> None:
+        self.close()
+        self.part = "rollout"
+
+    def end_rollout(self) -> None:
+        self.close()
+        self.part = "training"
+
+
 @contextmanager
 def full_length_rollouts(
     tail: int, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None

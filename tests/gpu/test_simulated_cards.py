@@ -14,7 +14,7 @@ import pytest
 
 from tests.gpu.conftest import ROOT, id_reward
 from tests.gpu.edge import GB, GIB, holds
-from tests.gpu.full_length import full_length_rollouts
+from tests.gpu.full_length import Parts, full_length_rollouts
 
 CARDS = (8, 12, 16, 24)
 TAIL = 64
@@ -58,28 +58,6 @@ def make_data(run: Any) -> Any:
     return Data(train=Dataset.from_list(prompts), test=Dataset.from_list(prompts[:1]))
 
 
-class Parts:
-    """Peaks of the rollouts and of the passes between them, on a card with a cap."""
-
-    def __init__(self, memory: Any) -> None:
-        self.memory, self.peaks, self.part = memory, {"rollout": 0.0, "training": 0.0}, "training"
-
-    def close(self) -> None:
-        """The part that has just ended; told at once, since the next one may not fit."""
-        taken = self.memory.cuda.max_memory_allocated() / GIB
-        self.peaks[self.part] = round(max(self.peaks[self.part], taken), 3)
-        cells.report(peaks_gib=self.peaks)
-        self.memory.cuda.reset_peak_memory_stats()
-
-    def begin_rollout(self) -> None:
-        self.close()
-        self.part = "rollout"
-
-    def end_rollout(self) -> None:
-        self.close()
-        self.part = "training"
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("card_gb", CARDS)
 def test_a_shipped_config_trains_at_full_length(
@@ -92,7 +70,7 @@ def test_a_shipped_config_trains_at_full_length(
     run = load_run(card_gb, precision, model, tmp_path, interpreted)
     full = run.rloo.max_completion_length
     tail = TINY["tail"] if cells.rehearsing() else TAIL
-    parts = Parts(memory)
+    parts = Parts(memory, lambda peaks: cells.report(peaks_gib=peaks))
     with memory.capped(card_gb) as limit, memory.measure() as whole:
         assert not holds(memory, limit + 0.5), "the cap does not hold, so nothing is shown"
         cells.report(card_gb=card_gb, limit_gib=round(limit, 3), backend=card.backend, precision=precision)
