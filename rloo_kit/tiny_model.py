@@ -5,14 +5,15 @@ A real `Qwen3ForCausalLM` with a byte-level tokenizer and the Thinking chat temp
 own, on one thread: the weights then depend on the seed and not on what the caller has imported, seeded or patched
 (Unsloth rewrites Qwen3's classes for an accelerator).
 
-The cache is keyed by content: the builder's sources, its parameters and the versions of the libraries that compute.
-Left out: removing old entries (a folder of 2 MB each, 80 MB with Qwen3's vocabulary).
+The cache is keyed by the model's name and `RECIPE`, the version of what builds it. An edited comment, a moved file or
+another machine asks for the same model, so adapters stay usable. Old entries are never removed (2 MB each, 80 MB with
+Qwen3's vocabulary).
 """
 
 import dataclasses
-import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,8 +27,13 @@ from rloo_kit.environment import CACHE_VARIABLE, cache_folder
 from rloo_kit.errors import ConfigError, SetupError
 
 RECORD = "embedded.json"  # what was built, and the sign that the folder is complete
-_SOURCES = ("arithmetic.py", "cold_start.py", "tiny_tokenizer.py")
+# Raise it with whatever changes the weights: plan, demonstrations, tokenizer, architecture. A test holds a fingerprint of
+# each recipe and fails when one changes under its number.
+RECIPE = 1
 _LIBRARIES = ("torch", "transformers", "tokenizers")
+_FOLDER_NAME = re.compile(
+    r"(?P<kind>[a-z]+)-(?P<vocabulary>[a-z0-9]+)-(?P<seed>\d+)-r(?P<recipe>\d+)(-(?P<steps>\d+)steps)?"
+)
 _PROGRESS = "progress: "
 
 
@@ -53,8 +59,7 @@ def build(
     """
     recipe = _recipe(kind, vocabulary, seed, steps)
     say = report or (lambda line: print(line, flush=True))
-    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-    target = cache_folder() / f"{kind}-{vocabulary}-{seed}-{digest[:12]}"
+    target = cache_folder() / f"{kind}-{vocabulary}-{seed}-r{RECIPE}{'' if steps is None else f'-{steps}steps'}"
     if (target / RECORD).is_file():
         return target
     try:
@@ -74,6 +79,18 @@ def build(
     return target
 
 
+def rebuild(name: str) -> Path | None:
+    """The model that `build` keeps under the folder name `name`, built here if need be; None for any other name.
+
+    An adapter names its base by the path on the machine that trained it; the name alone says which model that was.
+    """
+    found = _FOLDER_NAME.fullmatch(name)
+    if found is None or int(found["recipe"]) != RECIPE:
+        return None
+    steps = found["steps"]
+    return build(found["kind"], found["vocabulary"], int(found["seed"]), steps=None if steps is None else int(steps))
+
+
 def _recipe(kind: str, vocabulary: str, seed: int, steps: int | None) -> dict[str, Any]:
     """Everything that decides the weights, as JSON; checks the arguments before anything heavy is imported."""
     from rloo_kit.cold_start import PLANS
@@ -86,14 +103,13 @@ def _recipe(kind: str, vocabulary: str, seed: int, steps: int | None) -> dict[st
     if steps is not None and steps < 1:
         raise ConfigError(f"steps={steps}: the cold start takes at least 1 step")
     plan = PLANS[kind] if steps is None else dataclasses.replace(PLANS[kind], steps=steps)
-    here = Path(__file__).parent
     return {
         "kind": kind,
         "vocabulary": vocabulary,
         "seed": seed,
+        "recipe": RECIPE,
         "plan": dataclasses.asdict(plan),
-        "versions": {library: version(library) for library in _LIBRARIES},
-        "sources": {name: hashlib.sha256((here / name).read_bytes()).hexdigest() for name in _SOURCES},
+        "versions": {library: version(library) for library in _LIBRARIES},  # for a reader; no part of the name
     }
 
 

@@ -84,6 +84,11 @@ def _from_name(name: str, adapter: str | None) -> Source:
             f"{folder / ADAPTER_FILE} names no base model: set model.name to it and model.adapter={folder}"
         )
     if Path(base).is_absolute() and not Path(base).is_dir():
+        from rloo_kit import tiny_model
+
+        rebuilt = tiny_model.rebuild(Path(base).name)
+        if rebuilt is not None:
+            return Source(str(rebuilt), str(folder))
         raise BackendError(
             f"{folder} is an adapter of {base}, which is not there any more: set model.name to where that model is now "
             f"and model.adapter={folder}"

@@ -259,6 +259,19 @@ def test_adapter_folder_that_is_none(make_run: Any, tmp_path: Path) -> None:
     assert "adapter_config.json" in text and "model.adapter" in text
 
 
+def test_adapter_of_the_embedded_model_from_another_machine(make_run: Any, tmp_path: Path) -> None:
+    """The base was looked for under the home of whoever trained the adapter, and the adapter was refused."""
+    import json
+
+    from rloo_kit import tiny_model
+    from rloo_kit.backends.checkpoint import find_source
+
+    base = tiny_model.build(steps=1, report=lambda line: None)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"/home/else/{base.name}"}))
+    source = find_source(make_run(name=tmp_path))
+    assert (source.base, source.adapter) == (str(base), str(tmp_path))
+
+
 def save_small_adapter(make_run: Any, folder: Path) -> Path:
     from rloo_kit.backends import save_adapter
 

@@ -1,5 +1,6 @@
 """The embedded model: Qwen3's ids, templates, an exact cold start, a cache that is whole or absent."""
 
+import hashlib
 import json
 import math
 import random
@@ -198,11 +199,59 @@ def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built: Path, monk
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"steps": 3}, {"kind": "instruct"}, {"vocabulary": "qwen3"}])
 def test_other_content_is_another_entry(built: Path, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache keyed by name alone hands out last month's model after the builder has changed."""
+    """Another seed, kind, vocabulary or length of the cold start is another model."""
     monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(SetupError, match="cold start of embedded/.* exit code 1"):
         tiny_model.build(**{"steps": 2} | change, report=lambda line: None)
+
+
+# Plan, tokenizer and the first demonstrations of each kind under each recipe. Where this changes, raise `RECIPE` and
+# write down the new values: the cache would go on handing out the model of the old recipe.
+FINGERPRINTS = {1: {"thinking": "b2032e999da3", "instruct": "3990bb8bf669"}}
+
+
+@pytest.mark.parametrize("kind", ["thinking", "instruct"])
+def test_the_recipe_is_the_one_of_its_number(kind: str, tokenizers: dict[tuple[str, str], Any]) -> None:
+    """A cache keyed by name alone hands out last month's model after the builder has changed."""
+    from rloo_kit import cold_start
+    from rloo_kit.arithmetic import LIMITS, draw_pair
+
+    plan, rng = cold_start.PLANS[kind], random.Random(0)
+    tokenizer = tokenizers[kind, "compact"]
+    used = cold_start.used_ids(tokenizer)
+    slots = {token: slot for slot, token in enumerate(used)}
+    pairs = [draw_pair(rng, LIMITS[kind], reserved=True) for _ in range(50)]
+    tokens, targets = cold_start.demonstrate(tokenizer, slots, kind, pairs, plan.noise, rng)
+    config = cold_start.model_config(plan, len(used)).to_dict() | {"transformers_version": None}
+    found = [
+        repr(plan),
+        used,
+        tokens.tolist(),
+        targets.tolist(),
+        [tokenizers[kind, v].get_vocab() for v in ("compact", "qwen3")],
+    ]
+    found += [tokenizer.chat_template, config]
+    digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:12]
+    assert digest == FINGERPRINTS[tiny_model.RECIPE][kind]
+
+
+def test_the_cache_knows_nothing_of_sources_and_machines(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key was a hash of three source files and of library versions: an edited comment built the model again, and
+    every adapter that had been trained on it was refused."""
+    assert built.name == f"thinking-compact-0-r{tiny_model.RECIPE}-2steps"
+    monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    monkeypatch.setattr(tiny_model, "version", lambda library: "0.0")
+    assert tiny_model.build(steps=2, report=lambda line: None) == built
+
+
+def test_an_adapter_finds_its_base_on_another_machine(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter records the path of its base; where that was another home's cache, its name says which model it is."""
+    monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert tiny_model.rebuild(built.name) == built
+    assert tiny_model.rebuild("Qwen3-0.6B") is None and tiny_model.rebuild("thinking-compact-0-r0") is None
 
 
 @pytest.mark.parametrize(
