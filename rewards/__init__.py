@@ -12,10 +12,10 @@ None means that a reward does not apply to a sample. docs/02-rewards.md has the 
 library, a checkpoint or a process of its own lives in `rloo_kit` (`reward_models`, `reward_worker`).
 """
 
-from rewards._binding import Reward, Sample
-from rewards.answer import AnswerReward, answer_reward
-from rewards.format import MissingEosPenalty, ThinkFormatReward, missing_eos_penalty, think_format_reward
-from rewards.length import (
+from ._binding import Reward, Sample
+from .answer import AnswerReward, answer_reward
+from .format import MissingEosPenalty, ThinkFormatReward, missing_eos_penalty, think_format_reward
+from .length import (
     LengthReward,
     RepetitionPenalty,
     SoftOverlongPenalty,
@@ -23,8 +23,8 @@ from rewards.length import (
     repetition_penalty,
     soft_overlong_penalty,
 )
-from rewards.text import EOS_TOKEN_IDS, THINK_END_ID
-from rewards.thinking import ThinkingBudgetReward, ThinkingReward, thinking_budget_reward, thinking_reward
+from .text import EOS_TOKEN_IDS, THINK_END_ID
+from .thinking import ThinkingBudgetReward, ThinkingReward, thinking_budget_reward, thinking_reward
 
 __all__ = [
     "EOS_TOKEN_IDS",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from rewards.text import as_ids, as_text
+from .text import as_ids, as_text
 
 
 @dataclass(frozen=True)

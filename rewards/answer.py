@@ -10,8 +10,8 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from rewards._binding import Reward, Sample, check_bool, check_int
-from rewards.text import THINK_END_ID, Decode, answer_text
+from ._binding import Reward, Sample, check_bool, check_int
+from .text import THINK_END_ID, Decode, answer_text
 
 LONGEST_NUMBER = 64  # characters; what is longer is no answer, and exact arithmetic on it would take its time
 LARGEST_EXPONENT = 400  # a "1e999999999" would fill the memory as a fraction

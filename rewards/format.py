@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rewards._binding import Reward, Sample, check_bool, check_ids, check_int, check_positive
-from rewards.text import EOS_TOKEN_IDS, THINK_END, THINK_END_ID, Decode, split_at_tag
+from ._binding import Reward, Sample, check_bool, check_ids, check_int, check_positive
+from .text import EOS_TOKEN_IDS, THINK_END, THINK_END_ID, Decode, split_at_tag
 
 
 @dataclass(frozen=True)

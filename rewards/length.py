@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rewards._binding import Reward, Sample, check_int, check_positive
+from ._binding import Reward, Sample, check_int, check_positive
 
 
 @dataclass(frozen=True)

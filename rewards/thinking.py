@@ -11,8 +11,8 @@ own; the forced tokens before it then count as thinking.
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rewards._binding import Reward, Sample, check_bool, check_int
-from rewards.text import THINK_END_ID, Decode, split_at_tag
+from ._binding import Reward, Sample, check_bool, check_int
+from .text import THINK_END_ID, Decode, split_at_tag
 
 
 @dataclass(frozen=True)

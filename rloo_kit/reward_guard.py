@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from rewards.text import as_text
+from rloo_kit.rewards.text import as_text
 from rloo_kit.errors import RewardError
 
 EXCERPT = 60  # characters of a prompt or a completion in a message

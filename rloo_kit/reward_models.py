@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from rewards._binding import check_int
-from rewards.answer import answers_agree, find_boxed, has_no_answer
-from rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text
+from rloo_kit.rewards._binding import check_int
+from rloo_kit.rewards.answer import answers_agree, find_boxed, has_no_answer
+from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import BackendError, RewardError
 from rloo_kit.reward_guard import WholeBatchError

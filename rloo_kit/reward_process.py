@@ -76,7 +76,7 @@ def resolve(target: str) -> Callable[..., Any]:
     if function is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise RewardError(f"module '{module_name}' has no '{name}'; it offers {', '.join(names) or 'nothing to call'}")
-    if module_name.startswith("rloo_kit."):
+    if module_name.startswith("rloo_kit.") and not module_name.startswith("rloo_kit.rewards"):
         return function
     if not callable(function) and hasattr(function, "get_rewards"):
         from rloo_kit.reward_models import RewardsObject

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import rewards
+from rloo_kit import rewards
 from rloo_kit.chat import resolve_family, thinks
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
 from rloo_kit.processes import say

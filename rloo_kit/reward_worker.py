@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rewards.text import as_ids
+from rloo_kit.rewards.text import as_ids
 from rloo_kit.errors import RewardError
 from rloo_kit.reward_guard import WholeBatchError, read_call
 from rloo_kit.reward_process import GRACE_S

@@ -27,8 +27,8 @@ from rloo_kit.environment import CACHE_VARIABLE, cache_folder
 from rloo_kit.errors import ConfigError, SetupError
 
 RECORD = "embedded.json"  # what was built, and the sign that the folder is complete
-# Raise it with whatever changes the weights: plan, demonstrations, tokenizer, architecture. A test holds a fingerprint of
-# each recipe and fails when one changes under its number.
+# Raise it with whatever changes the weights: plan, demonstrations, tokenizer, architecture.
+# A test holds a fingerprint of each recipe and fails when one changes under its number.
 RECIPE = 1
 _LIBRARIES = ("torch", "transformers", "tokenizers")
 _FOLDER_NAME = re.compile(

@@ -1,6 +1,7 @@
 """What a fresh process loads: set-up has to come before torch, and `--help` has to answer at once."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,36 @@ def test_rewards_need_no_installed_package(repository: Path) -> None:
     done = run_fresh(code, "-I", "-S")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(repository / "rewards" / "__init__.py")
+
+
+def test_a_rewards_module_of_the_user_does_not_break_the_kit(tmp_path: Path, repository: Path) -> None:
+    """`rewards.py` beside a script is the first name anybody gives to rewards of their own, and it shadowed the kit's
+    package: "No module named 'rewards.text'; 'rewards' is not a package"."""
+    (tmp_path / "rewards.py").write_text(
+        "def brevity(completions, **columns):\n    return [0.5 for _ in completions]\n"
+    )
+    (tmp_path / "script.py").write_text(
+        "import rewards, rloo_kit\n"
+        "from rloo_kit.rewards import answer_reward\n"
+        "from rloo_kit.reward_registry import REGISTRY\n"
+        "from rloo_kit.reward_worker import WorkerReward\n"
+        "import os\n"
+        "mine = WorkerReward('rewards:brevity', params={}, folders=[os.getcwd()], timeout_s=60)\n"
+        "kits = WorkerReward('rloo_kit.rewards:answer_reward', params={}, folders=[], timeout_s=60)\n"
+        "print(mine(completions=['a'], completion_ids=[[1]]), rewards.__file__)\n"
+        "print(kits(completions=['a</think>4'], completion_ids=[[1, 151668, 2]], answer=['4']))\n"
+    )
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"[0.5] {tmp_path / 'rewards.py'}", "[1.0]"]
+
+
+def test_a_copied_rewards_folder_works_under_any_name(tmp_path: Path, repository: Path) -> None:
+    """People copy the folder; absolute imports inside it would look for the name that it had here."""
+    shutil.copytree(repository / "rewards", tmp_path / "their_rewards")
+    code = "from their_rewards import thinking_reward; print(thinking_reward.__class__.__module__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "their_rewards.thinking", done.stderr
 
 
 def test_an_unknown_public_name_says_what_there_is() -> None:

@@ -178,7 +178,7 @@ def tracked() -> list[str]:
     if top.returncode or Path(top.stdout.strip()).resolve() != ROOT:
         raise LookupError(f"{ROOT} is not a git checkout of rloo-kit: which files it tracks is not known")
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
-    return sorted({name for name in listing.split("\0") if name and (ROOT / name).is_file()})
+    return sorted({name for name in listing.split("\0") if name and (ROOT / name).exists()})
 
 
 def bare_clone(folder: Path, source: Path = ROOT, names: Sequence[str] | None = None) -> Path:
@@ -189,7 +189,7 @@ def bare_clone(folder: Path, source: Path = ROOT, names: Sequence[str] | None = 
     work, bare = folder / "work", folder / "rloo-kit.git"
     for name in tracked() if names is None else names:
         (work / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source / name, work / name)
+        shutil.copy(source / name, work / name, follow_symlinks=False)
     settings = ["-c", "user.name=test", "-c", "user.email=test@rloo-kit.example", "-c", "commit.gpgsign=false"]
     quiet = {"capture_output": True, "check": True, "env": {k: v for k, v in os.environ.items() if k[:4] != "GIT_"}}
     subprocess.run(["git", "init", "-q", "-b", "main", work], **quiet)
@@ -204,10 +204,18 @@ def tree(folder: Path, names: Sequence[str] | None = None) -> Tree:
     if names is None:
         files = [path for path in folder.rglob("*") if path.is_symlink() or path.is_file()]
         names = [path.relative_to(folder).as_posix() for path in files]
+    names = [inner for name in names for inner in _behind_link(folder, name)]
     return {
         name: (hashlib.sha256((folder / name).read_bytes()).hexdigest(), os.access(folder / name, os.X_OK))
         for name in sorted(names)
     }
+
+
+def _behind_link(folder: Path, name: str) -> list[str]:
+    """A linked folder counts as the files behind it: some installers keep the link, some copy what it points to."""
+    if not (folder / name).is_dir():
+        return [name]
+    return [f"{name}/{path.name}" for path in (folder / name).iterdir() if path.is_file()]
 
 
 def is_left_out(name: str) -> bool:

@@ -66,11 +66,11 @@ def test_pip_installs_the_installed_skill(
     assert done.exit_code == 0, str(done)
     assert not installer.difference(expected, installer.tree(skill)), "the build left something behind"
     if not editable:
-        for name in ("rloo_kit", "rewards"):
-            inside = {path: value for path, value in expected.items() if path.startswith(f"{name}/")}
-            built = installer.tree(packages / name)
-            built = {f"{name}/{path}": value for path, value in built.items() if not installer.is_left_out(path)}
-            assert inside and not installer.difference(inside, built)
+        inside = {path: value for path, value in expected.items() if path.startswith("rloo_kit/")}
+        built = installer.tree(packages / "rloo_kit")
+        built = {f"rloo_kit/{path}": value for path, value in built.items() if not installer.is_left_out(path)}
+        assert "rloo_kit/rewards/__init__.py" in inside and not installer.difference(inside, built)
+        assert not (packages / "rewards").exists(), "a top-level `rewards` would take the name of the user's own module"
     place = run([python, "-c", "import rloo_kit; print(rloo_kit.__file__)"], person.project, person.env).output
     assert Path(place.strip()).is_relative_to(skill if editable else packages), place
 
