@@ -33,8 +33,8 @@ comma := ,
 # A stamp for each set of packages: nothing is installed again until the lists of packages change.
 STAMP := $(VENV)/.stamp-run$(addprefix -,$(GPU_EXTRA))
 STAMP_DEV := $(VENV)/.stamp-dev$(addprefix -,$(GPU_EXTRA))
-# The core tests are the same everywhere: a card is hidden from them, tests/gpu is for it.
-PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --ignore=tests/unsloth --ignore=tests/gpu -n $(JOBS)
+# The core tests are the same everywhere: a card is hidden from them, tests/on_gpu is for it.
+PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --ignore=tests/with_unsloth --ignore=tests/on_gpu -n $(JOBS)
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -65,10 +65,10 @@ test-slow: $(STAMP_DEV)
 test-all: test test-slow ## the core tests and the slow ones
 
 test-unsloth: $(VENV_UNSLOTH)/.stamp ## the Unsloth path without a GPU, in an environment of its own
-	$(VENV_UNSLOTH)/bin/python -m pytest tests/unsloth
+	$(VENV_UNSLOTH)/bin/python -m pytest tests/with_unsloth
 
 test-gpu: $(STAMP_DEV) ## the checks that need a CUDA card, each in a process of its own (skipped without one)
-	$(BIN)/python tests/gpu/run.py $(if $(CELLS),--only $(patsubst %,'%',$(CELLS))) $(if $(MINUTES),--minutes $(MINUTES)) \
+	$(BIN)/python tests/on_gpu/run.py $(if $(CELLS),--only $(patsubst %,'%',$(CELLS))) $(if $(MINUTES),--minutes $(MINUTES)) \
 		$(if $(REHEARSE),--rehearse)
 
 check: lint test ## lint and test
@@ -119,9 +119,9 @@ $(STAMP_DEV): $(REQUIRED) | $(BIN)/python
 	@touch $(STAMP) $@
 
 # unsloth and unsloth-zoo come without what they require: torchvision and xformers have no builds that fit a CPU torch.
-$(VENV_UNSLOTH)/.stamp: $(REQUIRED) $(wildcard tests/unsloth/*.txt) | $(VENV_UNSLOTH)/bin/python
+$(VENV_UNSLOTH)/.stamp: $(REQUIRED) $(wildcard tests/with_unsloth/*.txt) | $(VENV_UNSLOTH)/bin/python
 	@echo "installing rloo-kit and the pinned Unsloth into $(VENV_UNSLOTH)"
 	$(if $(TORCH_INDEX),$(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) --index-url $(TORCH_INDEX) torch)
-	$(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) -e . -r tests/unsloth/requirements.txt
-	$(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) --no-deps -r tests/unsloth/requirements-no-deps.txt
+	$(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) -e . -r tests/with_unsloth/requirements.txt
+	$(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) --no-deps -r tests/with_unsloth/requirements-no-deps.txt
 	@touch $@

@@ -2,7 +2,7 @@
 
 A machine with a card is often lent for minutes. So a cell takes eight minutes at most, its JSON is there as soon as a
 figure is known, and the same command started again goes on: a cell that passed on the same card, with the same sources
-and versions, is not run again. `tests/gpu/run.py` and `rloo_step.py --device cuda` hold the lists.
+and versions, is not run again. `tests/on_gpu/run.py` and `rloo_step.py --device cuda` hold the lists.
 
 A cell's process says what it found by `report(name=value)`, and that it cannot run here by `skip(reason)`. Rehearsing
 (`--rehearse`) runs the same code on the CPU with tiny shapes and writes elsewhere: what it finds is no measurement.
@@ -177,7 +177,7 @@ def _choose(cells: Sequence[Cell], names: Sequence[str] | None) -> list[Cell]:
 
 def _common(command: str, rehearse: bool) -> dict[str, Any]:
     """What all results of this command hold: machine, card, versions, revision."""
-    from rloo_kit.environment import prepare_environment
+    from rloo_kit.system.environment import prepare_environment
 
     settled = prepare_environment()
     head = reporting.header("cells") | {"command": command, "no_card": settled.card_reason}

@@ -26,7 +26,7 @@ TINY_CONFIG = {"initializer_range": 0.1, "positions": 2048}  # of the others 0.0
 
 def shape_of(size: str) -> Any:
     """The `ModelShape` of "0.6b" .. "32b" (Qwen3) or "tiny"."""
-    from rloo_kit.vram_shapes import EMBEDDED, PUBLISHED
+    from rloo_kit.plan.shapes import EMBEDDED, PUBLISHED
 
     if size == TINY:
         return replace(EMBEDDED, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=2, num_kv_heads=1)
@@ -56,8 +56,8 @@ def make_checkpoint(size: str) -> Path:
     import torch
     from transformers import Qwen3ForCausalLM
 
-    from rloo_kit.random_checkpoint import make_config
-    from rloo_kit.tiny_tokenizer import build_tokenizer
+    from rloo_kit.embedded.tokenizer import build_tokenizer
+    from rloo_kit.measure.random_checkpoint import make_config
 
     target, is_tiny = _folder(size), size == TINY
     tokenizer = build_tokenizer("thinking", "compact" if is_tiny else "qwen3")

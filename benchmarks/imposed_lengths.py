@@ -119,7 +119,7 @@ def _end_in_generate(model: Any, targets: Targets, end_id: int) -> Iterator[None
 def _end_in_native(lengths: list[int], end_id: int) -> Iterator[None]:
     """The native engine keeps each completion in a `Turn`, made in the prompts' order; it gets its target here."""
     try:
-        from rloo_kit import rollout_native
+        from rloo_kit.rollout import native as rollout_native
     except ImportError:  # a version of the kit before its own engine
         yield
         return

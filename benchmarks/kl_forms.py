@@ -176,7 +176,7 @@ def answer(run: Any, policy: Any, data: Any, samples: int) -> tuple[list[Any], l
     import torch
 
     import rloo_kit as kit
-    from rloo_kit.rollout import generate_completions
+    from rloo_kit.rollout.engine import generate_completions
 
     completions = generate_completions(
         policy, list(data["prompt"]), max_completion_length=run.rloo.max_completion_length, num_samples=samples
@@ -206,7 +206,7 @@ def _logps(logits: Any, tokens: Any, prompt_tokens: int) -> Any:
 
 def penalty_advantages(per_token_kl: Any, mask: Any, samples: int) -> dict[str, list[float]]:
     """The advantage of each completion at beta 1 where the task reward is 0, form by form, by the kit's own code."""
-    from rloo_kit.advantages import kl_penalty, leave_one_out
+    from rloo_kit.gradient.advantages import kl_penalty, leave_one_out
 
     found = {
         form: leave_one_out(-kl_penalty(per_token_kl, mask, form), samples).tolist()

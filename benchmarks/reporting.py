@@ -31,7 +31,7 @@ def settle() -> None:
 
 def header(script: str) -> dict[str, Any]:
     """Command, date, revision, machine and versions: the beginning of every results file."""
-    from rloo_kit.versions import installed_versions
+    from rloo_kit.system.versions import installed_versions
 
     return {
         "command": " ".join(["python", script, *sys.argv[1:]]),
@@ -69,7 +69,7 @@ def load_file(path: str) -> Any:
     """A Python file of this repository by its path, imported once; an installed package called `tests` is no obstacle.
 
     Args:
-        path: from the root folder, "tests/gpu/edge.py".
+        path: from the root folder, "tests/on_gpu/edge.py".
     """
     name = "rloo_kit_file_" + re.sub(r"\W", "_", path)
     if name not in sys.modules:

@@ -5,7 +5,7 @@
 One call has 64 completions of 4096 tokens, as a rollout of a thinking model has them: a thought, `</think>`, an answer,
 the end token. Each reward is called until half a second is over, eleven times; the first is discarded, the median is
 reported with the quartiles. Rewards run between two generations, on one thread, so what counts is that none is near the
-speed of sampling. Left out: rewards that load a model (`rloo_kit.reward_models`), and a worker process around one.
+speed of sampling. Left out: rewards that load a model (`rloo_kit.rewarding.models`), and a worker process around one.
 """
 
 import argparse

@@ -30,7 +30,12 @@ from cells import Cell
 from step_cuda_models import Kind
 
 RESULTS = reporting.RESULTS / "step_cuda"
-SOURCES = ("benchmarks/step_*.py", "benchmarks/imposed_lengths.py", "benchmarks/checkpoints.py", "tests/gpu/[ef]*.py")
+SOURCES = (
+    "benchmarks/step_*.py",
+    "benchmarks/imposed_lengths.py",
+    "benchmarks/checkpoints.py",
+    "tests/on_gpu/[ef]*.py",
+)
 REPEATS = 3
 STOCK = Kind("stock", "transformers")
 STOCK_UNSLOTH, GRPO_UNSLOTH = Kind("stock", "unsloth"), Kind("grpo", "unsloth")
@@ -120,7 +125,7 @@ def list_jobs() -> list[Job]:
 
 def list_cells(repeats: int = REPEATS) -> list[Cell]:
     """The jobs as `cells.py` runs them."""
-    unsloth_python = reporting.load_file("tests/gpu/run.py").unsloth_python()  # what rehearses Unsloth's sides
+    unsloth_python = reporting.load_file("tests/on_gpu/run.py").unsloth_python()  # what rehearses Unsloth's sides
     found, through = [], {}
     for job in list_jobs():
         arguments = ("-u", "benchmarks/rloo_step.py", "--device", "cuda", "--repeats", str(repeats), "--cell", job.name)

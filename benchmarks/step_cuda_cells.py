@@ -164,7 +164,7 @@ def profile_training(kind: Kind, length: str, rows: int | None) -> None:
 
 def profile_decoding(kind: Kind) -> None:
     """Where decoding spends its time: some tokens behind long prompts, by the kit's own engine."""
-    from rloo_kit.rollout_types import Limits
+    from rloo_kit.rollout.types import Limits
 
     workload = models.make_workload("2k")
     prompt, tokens = (16, 4) if cells.rehearsing() else (DECODED_PROMPT, DECODED_TOKENS)
@@ -231,7 +231,7 @@ def measure_ceilings() -> None:
     """Matrix products on random data (TFLOP/s), and copies within the card (GB/s, bytes read and written)."""
     import torch
 
-    from rloo_kit import environment
+    from rloo_kit.system import environment
 
     memory = models.find_memory()
     side, length = (64, 2**16) if cells.rehearsing() else (8192, 2**30)

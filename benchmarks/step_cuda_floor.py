@@ -11,8 +11,8 @@ Not counted, so that it is a floor: padding, recomputing for checkpoints, unpack
 
 from collections.abc import Sequence
 
-from rloo_kit.vram_parts import nf4_bytes
-from rloo_kit.vram_shapes import ModelShape
+from rloo_kit.plan.parts import nf4_bytes
+from rloo_kit.plan.shapes import ModelShape
 
 
 def matrix_flops(shape: ModelShape, prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> float:
@@ -21,7 +21,7 @@ def matrix_flops(shape: ModelShape, prompts: Sequence[int], completions: Sequenc
     Args:
         prompts: tokens of each group's prompt, which is computed once. completions: tokens of each group's completions.
 
-    >>> from rloo_kit.vram_shapes import PUBLISHED
+    >>> from rloo_kit.plan.shapes import PUBLISHED
     >>> round(matrix_flops(PUBLISHED["4b"], [0], [[1]]) / 1e9, 1)  # twice 4.02e9 weights
     8.0
     """
@@ -32,7 +32,7 @@ def matrix_flops(shape: ModelShape, prompts: Sequence[int], completions: Sequenc
 def attention_flops(shape: ModelShape, prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> float:
     """Of one forward pass: scores and weighted values of every pair of tokens that see each other.
 
-    >>> from rloo_kit.vram_shapes import PUBLISHED
+    >>> from rloo_kit.plan.shapes import PUBLISHED
     >>> attention_flops(PUBLISHED["4b"], [1], [[1]]) / (4 * 36 * 4096)  # the first sees itself, the second both
     3.0
     """
@@ -57,7 +57,7 @@ def training_flops(
 def rollout_bytes(shape: ModelShape, prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> float:
     """Bytes that a rollout of 4-bit weights and a 16-bit cache reads at least, all rows at once.
 
-    >>> from rloo_kit.vram_shapes import PUBLISHED
+    >>> from rloo_kit.plan.shapes import PUBLISHED
     >>> round(rollout_bytes(PUBLISHED["4b"], [0], [[1]]) / 2**30, 2)  # one token reads the weights once
     2.47
     """

@@ -2,7 +2,7 @@
 
 Each cell is one run by the kit's own `train`, two steps of one rollout each, from the shipped config of that card with
 longer completions. A rollout is made up but for its last 64 tokens of thinking and its answer, whose caches are full
-(`tests/gpu/full_length.py`); then the gradient is computed for all of it. Where the cache is plain, as many rows are
+(`tests/on_gpu/full_length.py`); then the gradient is computed for all of it. Where the cache is plain, as many rows are
 sampled at once as the plan says and the others wait; in 8 bits more of them fit, which only the native engine can, so
 that cell runs through transformers. What is shown is that it fits, and what was left; time is shown by other cells.
 """
@@ -31,7 +31,7 @@ def measure_long(kind: Kind, card_gb: int, generations: int) -> None:
     """
     import rloo_kit
 
-    full_length = reporting.load_file("tests/gpu/full_length.py")
+    full_length = reporting.load_file("tests/on_gpu/full_length.py")
     memory = models.find_memory()
     tail = TINY_TAIL if cells.rehearsing() else TAIL
     with tempfile.TemporaryDirectory(prefix="rloo-step-") as folder:
@@ -88,7 +88,7 @@ def _data(run: Any) -> Any:
     """Prompts that are as long as they may be; a byte is a token."""
     from datasets import Dataset
 
-    from rloo_kit.data import Data
+    from rloo_kit.data.load import Data
 
     rows = [{"prompt": str(number % 10) * run.data.max_prompt_length} for number in range(16)]
     return Data(train=Dataset.from_list(rows), test=Dataset.from_list(rows[:1]))

@@ -104,7 +104,7 @@ def _start_interpreter() -> Any:
 
 
 def _interpreter() -> Any:
-    return reporting.load_file("tests/unsloth/interpreter.py")
+    return reporting.load_file("tests/with_unsloth/interpreter.py")
 
 
 def build_side(kind: Kind, workload: Workload, **options: Any) -> Any:
@@ -165,7 +165,7 @@ def _load_stock(backend: str, checkpoint: Path, workload: Workload) -> tuple[Any
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-    from rloo_kit import environment
+    from rloo_kit.system import environment
 
     dtype = getattr(torch, environment.current().dtype_name)
     if backend == "transformers":
@@ -197,7 +197,7 @@ def _load_stock(backend: str, checkpoint: Path, workload: Workload) -> tuple[Any
 
 def _precision() -> dict[str, Any]:
     """The config's arguments for this machine, and an optimizer that Unsloth does not exchange."""
-    from rloo_kit import environment
+    from rloo_kit.system import environment
 
     name = environment.current().precision
     return {"use_cpu": cells.rehearsing(), "bf16": name == "bf16", "fp16": name == "fp16", "optim": "adamw_torch"}
@@ -221,15 +221,15 @@ def _quiet_precision(backend: str) -> Any:
 
 
 def find_memory() -> Any:
-    """The card's memory and its peaks (`tests/gpu/edge.py`); rehearsed, the machine's stands in."""
+    """The card's memory and its peaks (`tests/on_gpu/edge.py`); rehearsed, the machine's stands in."""
     import torch
 
-    edge = reporting.load_file("tests/gpu/edge.py")
+    edge = reporting.load_file("tests/on_gpu/edge.py")
     return edge.Memory(edge.HostMemory(), "cpu") if cells.rehearsing() else edge.Memory(torch.cuda, "cuda")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the card is full."""
-    from rloo_kit.process_memory import is_out_of_memory as says_so
+    from rloo_kit.system.memory import is_out_of_memory as says_so
 
     return isinstance(error, RuntimeError) and says_so(error)

@@ -81,7 +81,7 @@ def _wait(url: str, server: "subprocess.Popen[bytes]", log: Path) -> None:
 def _stand_in(checkpoint: Path) -> Iterator[str]:
     from transformers import AutoModelForCausalLM
 
-    stand_in = reporting.load_file("tests/rloo_kit/vllm_stand_in.py").StandIn
+    stand_in = reporting.load_file("tests/rollout/vllm_stand_in.py").StandIn
     server = stand_in(lambda: AutoModelForCausalLM.from_pretrained(checkpoint), name=str(checkpoint))
     try:
         yield server.url

@@ -197,7 +197,7 @@ def profile_table(results: Results) -> list[str]:
 
 def floor_table(results: Results) -> list[str]:
     """The least arithmetic and the fewest bytes of each workload, what they take on the card, and what ours took."""
-    from rloo_kit.vram_shapes import PUBLISHED
+    from rloo_kit.plan.shapes import PUBLISHED
 
     ceilings = results.get("ceilings")
     known = ceilings is not None and not ceilings.get("rehearsed") and "tflops" in ceilings["values"]

@@ -181,8 +181,8 @@ def wrap_model(name: str, workload: Workload, model: Any, tokenizer: Any, peft_c
     if name == "grpo":
         config_class, trainer_class = trl.GRPOConfig, trl.GRPOTrainer
     elif name != "stock":
-        from rloo_kit.rloo_config import RLOOConfig
-        from rloo_kit.trainer import RLOOTrainer
+        from rloo_kit.loop.options import RLOOConfig
+        from rloo_kit.loop.trainer import RLOOTrainer
 
         config_class, trainer_class = RLOOConfig, RLOOTrainer
         options = kit_options(name) | options
@@ -203,7 +203,7 @@ def wrap_model(name: str, workload: Workload, model: Any, tokenizer: Any, peft_c
 
 def kit_options(name: str) -> dict[str, Any]:
     """The kit's own option for a memory setting; none where this version of the kit has no such option."""
-    from rloo_kit.rloo_config import RLOOConfig
+    from rloo_kit.loop.options import RLOOConfig
 
     return {"memory": name} if "memory" in inspect.signature(RLOOConfig).parameters else {}
 

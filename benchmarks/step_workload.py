@@ -131,7 +131,7 @@ def padding_share(workload: Workload) -> float:
 
 def build_tokenizer(workload: Workload) -> Any:
     """The embedded model's byte tokenizer: one token a byte, Qwen3's ids where the vocabulary is Qwen3's."""
-    from rloo_kit.tiny_tokenizer import build_tokenizer as build
+    from rloo_kit.embedded.tokenizer import build_tokenizer as build
 
     return build("thinking", "qwen3" if workload.vocabulary > 2048 else "compact")
 

@@ -2,7 +2,7 @@
 
 Two answers agree when they are the same text, or the same number: 42 and 42.0, 1,000 and 1000, 1/2 and 0.5. Numbers are
 compared exactly, as fractions. Mathematics beyond numbers is math-verify's: `math_answer_reward` in
-`rloo_kit.reward_models`.
+`rloo_kit.rewarding.models`.
 """
 
 from dataclasses import dataclass, field

@@ -15,10 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rloo_kit import environment
-from rloo_kit.env_file import EXPECTED_KEYS
-from rloo_kit.environment import BACKEND_VARIABLE, Environment
 from rloo_kit.errors import ImportOrderError, SetupError
+from rloo_kit.system import environment
+from rloo_kit.system.env_file import EXPECTED_KEYS
+from rloo_kit.system.environment import BACKEND_VARIABLE, Environment
 
 PATCHED = ("trl", "transformers", "peft")  # what Unsloth patches, the loudest symptom first
 

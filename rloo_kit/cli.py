@@ -22,7 +22,7 @@ from typer.core import TyperCommand
 
 from rloo_kit import __version__
 from rloo_kit.errors import ConfigError, NoSignalError, RlooKitError, RunNotFoundError
-from rloo_kit.processes import count_processes, is_main_process, process_index, say
+from rloo_kit.system.processes import count_processes, is_main_process, process_index, say
 
 REFUSED, INTERRUPTED = 2, 130
 SECONDS_FOR_MAIN = 10.0
@@ -81,7 +81,7 @@ def _options(
 @app.command()
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Check everything about this machine that can be checked without a run."""
-    from rloo_kit.doctor import run_doctor
+    from rloo_kit.system.doctor import run_doctor
 
     with _exit_codes():
         raise typer.Exit(run_doctor(json=json))
@@ -110,7 +110,7 @@ def plan(
     with _exit_codes():
         from json import dumps
 
-        from rloo_kit.vram import plan_vram
+        from rloo_kit.plan.planner import plan_vram
 
         run = _load_config(file, overrides)
         planned = plan_vram(run, card_gib)
@@ -129,7 +129,7 @@ def _measure(run: Any, planned: Any, to_stderr: bool) -> list[Any]:
 
     with redirect_stdout(sys.stderr) if to_stderr else nullcontext():
         print(kit.setup_environment(run.model.backend), flush=True)
-        from rloo_kit.vram_measure import format_measured, measure_plan
+        from rloo_kit.measure.memory import format_measured, measure_plan
 
         found = measure_plan(run, planned, say=lambda line: print(line, flush=True))
         print(format_measured(found), flush=True)
@@ -153,15 +153,15 @@ def train(
     """Evaluate, train, evaluate again and write the report."""
     with _exit_codes():
         if launch is not None:
-            from rloo_kit.launcher import hand_over
+            from rloo_kit.system.launcher import hand_over
 
             flags = [*(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])]
             hand_over(launch, ["train", str(file), *(overrides or []), *flags], processes)
         if processes is not None:
             raise ConfigError(f"--processes {processes} says how many --launch starts, which is not given")
-        from rloo_kit.launcher import resume_words
-        from rloo_kit.run_dir import RunDir
-        from rloo_kit.versions import check_trackers
+        from rloo_kit.runs.run_dir import RunDir
+        from rloo_kit.system.launcher import resume_words
+        from rloo_kit.system.versions import check_trackers
 
         run = _load_config(file, overrides)
         check_trackers(run.rloo.report_to)
@@ -196,7 +196,7 @@ def evaluate(
         run = _load_config(file, _with_adapter(file, overrides, adapter))
         policy, data, _ = _prepare(run, with_rewards=False)
         from rloo_kit.collective import end_processes
-        from rloo_kit.evaluation import evaluate as measure
+        from rloo_kit.evals.evaluate import evaluate as measure
 
         found = measure(run, policy, data.test, label=f"of {adapter or run.model.name}")
         _show(found)
@@ -218,9 +218,9 @@ def report(
         run = _load_config(file, overrides)
         if source.is_dir():  # wherever the folder has been moved to
             run.run.output_dir, run.run.name = str(source.resolve().parent), source.resolve().name
-        from rloo_kit.evaluation import Evaluation
-        from rloo_kit.report import write_report
-        from rloo_kit.training import load_result
+        from rloo_kit.evals.evaluate import Evaluation
+        from rloo_kit.loop.run import load_result
+        from rloo_kit.results.report import write_report
 
         result = load_result(run)
         saved = [_read_evaluation(run, name, Evaluation.from_dict) for name in ("before.json", "after.json")]
@@ -277,8 +277,8 @@ def batch(
 
 
 def _run_batch(file: Path, overrides: list[str] | None, jobs: int | None, resume: bool, overwrite: bool) -> Any:
-    from rloo_kit.batch import run_batch
-    from rloo_kit.batch_file import load_batch
+    from rloo_kit.batch.file import load_batch
+    from rloo_kit.batch.runner import run_batch
 
     words = [*(overrides or []), *([f"jobs={jobs}"] if jobs else [])]
     command = shlex.join(["rloo-kit", "batch", str(file), *words, "--resume"])
@@ -286,7 +286,7 @@ def _run_batch(file: Path, overrides: list[str] | None, jobs: int | None, resume
 
 
 def _load_config(file: Path, overrides: list[str] | None) -> Any:
-    from rloo_kit.config import load_config
+    from rloo_kit.config.run import load_config
 
     with warnings.catch_warnings(record=True) as caught:  # a message, not a line of this module's source
         warnings.simplefilter("always", FutureWarning)
@@ -314,7 +314,7 @@ def _prepare(run: Any, with_rewards: bool = True) -> tuple[Any, Any, Any]:
 
     say(kit.setup_environment(run.model.backend))
     if with_rewards:
-        from rloo_kit.reward_registry import check_reward_names
+        from rloo_kit.rewarding.registry import check_reward_names
 
         check_reward_names(run)
     policy = kit.load_policy(run)
@@ -328,11 +328,11 @@ def _train_in(run_dir: Any, run: Any) -> bool:
     """The whole of `rloo-kit train` in an open folder. Returns whether it was interrupted."""
     policy, data, rewards = _prepare(run)
     from rloo_kit.collective import share
-    from rloo_kit.evaluation import Evaluation, compare
-    from rloo_kit.evaluation import evaluate as measure
-    from rloo_kit.report import write_report
-    from rloo_kit.training import check_sampling
-    from rloo_kit.training import train as train_policy
+    from rloo_kit.evals.evaluate import Evaluation, compare
+    from rloo_kit.evals.evaluate import evaluate as measure
+    from rloo_kit.loop.run import check_sampling
+    from rloo_kit.loop.run import train as train_policy
+    from rloo_kit.results.report import write_report
 
     check_sampling(run, policy)
     before = after = None

@@ -14,7 +14,7 @@ from typing import Any
 
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import SetupError
-from rloo_kit.processes import count_processes, is_distributed, is_main_process, local_index, process_index
+from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, local_index, process_index
 
 PATIENCE = timedelta(hours=3)  # of a process that waits for another's long rollout; one that died ends all at once
 

@@ -26,7 +26,7 @@ def fail(code: int, message: str) -> NoReturn:
 def open_run(folder: Path) -> Any:
     """The folder of a run, for reading; ends the script where rloo-kit or the run is missing."""
     try:
-        from rloo_kit.run_dir import RunDir
+        from rloo_kit.runs.run_dir import RunDir
     except ImportError as error:
         fail(
             NOT_INSTALLED,
@@ -55,7 +55,7 @@ def read_config(folder: Path) -> Any:
 
 def read_evaluations(run_dir: Any) -> dict[str, Any]:
     """before and after as `Evaluation`s, as far as they are there."""
-    from rloo_kit.measurement import Evaluation
+    from rloo_kit.results.evaluation import Evaluation
 
     found = {name: run_dir.read_json(f"{name}.json") for name in ("before", "after")}
     return {name: Evaluation.from_dict(values) for name, values in found.items() if values}

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
                 NOTHING_YET,
                 f"{runs[name].folder} has no after.json: the run is not at its end, or run.evaluate is false",
             )
-    from rloo_kit.measurement import compare
+    from rloo_kit.results.evaluation import compare
 
     difference = compare(after["a"], after["b"])
     show(

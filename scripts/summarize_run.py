@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def judge_rows(rows: list[dict[str, Any]], run: Any, last: int) -> dict[str, Any]:
     """Verdict, actions, judgements and what carried no signal."""
-    from rloo_kit.thresholds import judge
+    from rloo_kit.runs.thresholds import judge
 
     rloo = run.rloo.model_dump()
     findings = find_no_signal(rows, rloo, run.run.no_signal_steps)
@@ -65,8 +65,8 @@ def judge_rows(rows: list[dict[str, Any]], run: Any, last: int) -> dict[str, Any
 
 
 def find_no_signal(rows: list[dict[str, Any]], rloo: dict[str, Any], patience: int) -> list[dict[str, Any]]:
-    """What `rloo_kit.health` says and what still holds at the last row."""
-    from rloo_kit.health import SignalWatch, find_problems
+    """What `rloo_kit.runs.health` says and what still holds at the last row."""
+    from rloo_kit.runs.health import SignalWatch, find_problems
 
     watch, said = SignalWatch(patience, rloo), {}
     for row in rows:
@@ -89,7 +89,7 @@ def mean_of(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def describe_accuracy(run_dir: Any) -> dict[str, Any]:
     """Accuracy with its 95 % interval, before, after and the difference; empty before the first evaluation."""
-    from rloo_kit.measurement import compare
+    from rloo_kit.results.evaluation import compare
 
     found = read_evaluations(run_dir)
     shown: dict[str, Any] = {

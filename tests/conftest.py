@@ -13,6 +13,9 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the test processes share the cores, one each
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,3 +105,32 @@ def tiny_folder(
     make_tiny_model().save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def run_fresh(tmp_path: Path, repository: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`run_fresh(code, cards=None, hide_unsloth=True, **variables)` runs code in a process of its own.
+
+    Its working folder `tmp_path/work` is an empty project, its home `tmp_path/home`, and `tmp_path/site` comes first
+    on the path: torch is a CUDA build there, and a test may add modules. `cards` go to the faked driver; an installed
+    Unsloth is hidden unless the test brings its own. Variables are the whole environment besides.
+    """
+    site, work = tmp_path / "site", tmp_path / "work"
+    metadata = site / "torch-2.13.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
+    (work / "configs").mkdir(parents=True)
+    path = [str(site), str(Path(__file__).parent / "fake_driver"), str(repository)]
+    base = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    base |= {"PYTHONPATH": os.pathsep.join(path), "HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    base |= {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def start(
+        code: str, cards: list[dict] | None = None, hide_unsloth: bool = True, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        env = base | ({} if cards is None else {"FAKE_CARDS": json.dumps(cards)}) | variables
+        head = "import os, sys\n" + ("sys.modules['unsloth'] = None\n" if hide_unsloth else "") + "import rloo_kit\n"
+        command = [sys.executable, "-c", head + code]
+        return subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, timeout=120)
+
+    return start

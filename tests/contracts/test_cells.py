@@ -1,4 +1,4 @@
-"""The runner of what needs a card (`benchmarks/cells.py`), and the checks of `tests/gpu` that it runs, without a card.
+"""The runner of what needs a card (`benchmarks/cells.py`), and the checks of `tests/on_gpu` that it runs, without a card.
 
 The cells here are small programs; they are started by the runner in a process of its own, as `make test-gpu` does.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.edge import GB, GIB, Memory
+from tests.on_gpu.edge import GB, GIB, Memory
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """\
@@ -163,7 +163,7 @@ def test_a_machine_that_goes_leaves_what_was_measured(make_runner: Any) -> None:
 
 def test_without_a_card_nothing_is_run_and_nothing_claimed(make_runner: Any) -> None:
     """An empty result that says "passed" would be a figure by the next release."""
-    from rloo_kit.environment import find_cards
+    from rloo_kit.system.environment import find_cards
 
     if find_cards().card is not None:
         pytest.skip("this machine has a card")
@@ -187,7 +187,7 @@ def test_a_cell_takes_eight_minutes_at_most(benchmark_module: Any) -> None:
         cells.Cell("long", ("true",), "too long", limit_s=481)
 
 
-# ------------------------------------------------------------------------------------------------- tests/gpu
+# ------------------------------------------------------------------------------------------------- tests/on_gpu
 
 
 @pytest.fixture
@@ -201,11 +201,11 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_every_check_of_tests_gpu_is_a_cell(benchmark_module: Any) -> None:
     """A check that no cell runs is never run: nobody calls pytest on a rented card."""
-    listed = list(benchmark_module("tests.gpu.run").list_cells())
-    targets = {argument for cell in listed for argument in cell.command if argument.startswith("tests/gpu/")}
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/gpu"]
+    listed = list(benchmark_module("tests.on_gpu.run").list_cells())
+    targets = {argument for cell in listed for argument in cell.command if argument.startswith("tests/on_gpu/")}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/on_gpu"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
-    collected = {line for line in found.splitlines() if line.startswith("tests/gpu/")}
+    collected = {line for line in found.splitlines() if line.startswith("tests/on_gpu/")}
     assert collected
     assert {target for target in targets if "[" in target} <= collected
     covered = {test for test in collected if any(test == target or test.startswith(f"{target}[") for target in targets)}
@@ -245,7 +245,7 @@ def test_a_card_is_played_by_a_cap() -> None:
 def test_the_rehearsals_cap_holds() -> None:
     """The rehearsal has to run out of memory where the card would, or its handling is never run."""
     code = (
-        "from tests.gpu.edge import HostMemory, Memory, holds; memory = Memory(HostMemory(), 'cpu')\n"
+        "from tests.on_gpu.edge import HostMemory, Memory, holds; memory = Memory(HostMemory(), 'cpu')\n"
         "with memory.capped(2) as limit: print(limit < 1.9, holds(memory, 1), holds(memory, 2))\n"
         "print(holds(memory, 2))"
     )

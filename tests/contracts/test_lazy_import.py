@@ -29,8 +29,8 @@ def loaded_after(code: str) -> list[str]:
         "import rloo_kit",
         "import rloo_kit; dir(rloo_kit); rloo_kit.load_config; rloo_kit.RlooKitError",
         "import rewards",
-        "import rloo_kit.environment, rloo_kit.doctor, rloo_kit.config, rloo_kit.run_dir, rloo_kit.health",
-        "import rloo_kit.kernel, rloo_kit.leave_one_out, rloo_kit.versions, rloo_kit.tokens, rloo_kit.old_names",
+        "import rloo_kit.system.environment, rloo_kit.system.doctor, rloo_kit.config.run, rloo_kit.runs.run_dir, rloo_kit.runs.health",
+        "import rloo_kit.notebook.kernel, rloo_kit.system.versions, rloo_kit.think_tags, rloo_kit.config.old_names",
     ],
 )
 def test_light_imports_load_nothing_heavy(code: str) -> None:
@@ -62,8 +62,8 @@ def test_a_rewards_module_of_the_user_does_not_break_the_kit(tmp_path: Path, rep
     (tmp_path / "script.py").write_text(
         "import rewards, rloo_kit\n"
         "from rloo_kit.rewards import answer_reward\n"
-        "from rloo_kit.reward_registry import REGISTRY\n"
-        "from rloo_kit.reward_worker import WorkerReward\n"
+        "from rloo_kit.rewarding.registry import REGISTRY\n"
+        "from rloo_kit.rewarding.worker import WorkerReward\n"
         "import os\n"
         "mine = WorkerReward('rewards:brevity', params={}, folders=[os.getcwd()], timeout_s=60)\n"
         "kits = WorkerReward('rloo_kit.rewards:answer_reward', params={}, folders=[], timeout_s=60)\n"

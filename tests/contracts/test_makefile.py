@@ -17,7 +17,7 @@ def clone(tmp_path: Path) -> Path:
     """What make needs of a fresh clone, without an environment."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "tests" / "unsloth", tmp_path / "tests" / "unsloth")
+    shutil.copytree(ROOT / "tests" / "with_unsloth", tmp_path / "tests" / "with_unsloth")
     return tmp_path
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.config import load_config
-from rloo_kit.config_sections import RLOO_DEFAULTS_OF_OURS, RLOOSection
+from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, translate_config
+from rloo_kit.config.run import load_config
+from rloo_kit.config.schema import RLOO_DEFAULTS_OF_OURS, RLOOSection
 from rloo_kit.errors import ConfigError
-from rloo_kit.old_names import CONFIG_NAMES, TRAINER_NAMES, translate_config
 
 # Each old keyword of the config with a value that is not today's default, and what has to become of it.
 NO_EFFECT = "has no effect"
@@ -85,7 +85,7 @@ NULL_IN_OURS = {"max_steps", "num_train_epochs", "fp16", "report_to"}  # null: t
 
 @pytest.fixture(scope="module")
 def config_class() -> type:
-    from rloo_kit.rloo_config import RLOOConfig
+    from rloo_kit.loop.options import RLOOConfig
 
     return RLOOConfig
 
@@ -271,7 +271,7 @@ def test_above_a_generated_class_with_other_defaults(tmp_path: Path, monkeypatch
     run on a GPU was not the run of the same file on a CPU."""
     import trl
 
-    import rloo_kit.rloo_config as module
+    import rloo_kit.loop.options as module
 
     @dataclasses.dataclass
     class UnslothRLOOConfig(trl.RLOOConfig):

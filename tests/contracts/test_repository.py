@@ -17,8 +17,8 @@ MACHINE_PATHS = r"/[w]ork/\w|/[r]oot/|/[o]pt/\w|/[h]ome/[a-z]\w*/|/[U]sers/[a-z]
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".npz", ".pkl", ".whl"}
 LAYOUT = (
     "README.md CHANGELOG.md CONTRIBUTING.md LICENSE Makefile pyproject.toml constraints.txt .ci/run configs "
-    "docs/README.md rewards/__init__.py rloo_kit/__init__.py benchmarks/results tests/README.md tests/rewards "
-    "tests/rloo_kit tests/contracts tests/gpu tests/unsloth tests/notebooks tests/skill "
+    "docs/README.md rewards/__init__.py rloo_kit/__init__.py rloo_kit/rewards benchmarks/results tests/README.md tests/rewards "
+    "tests/contracts tests/on_gpu tests/with_unsloth tests/notebooks tests/skill "
     "notebooks SKILL.md references scripts .claude-plugin/plugin.json"
 )
 
@@ -131,16 +131,17 @@ def test_the_layout_is_there() -> None:
     assert [name for name in LAYOUT.split() if not (ROOT / name).exists()] == []
 
 
-def test_the_wheel_holds_the_two_packages() -> None:
-    """A wheel without `rewards` installs a command that cannot name a reward."""
+def test_the_wheel_holds_one_package() -> None:
+    """A wheel with a top-level `rewards` would take the name that users give to their own rewards."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert settings["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["rloo_kit", "rewards"]
+    assert settings["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["rloo_kit"]
+    assert (ROOT / "rloo_kit" / "rewards").resolve() == ROOT / "rewards", "the link by which the wheel has the rewards"
     assert settings["project"]["scripts"] == {"rloo-kit": "rloo_kit.cli:main"}
     assert settings["project"]["requires-python"] == ">=3.11"
 
 
 def test_no_package_shadows_a_library() -> None:
-    """With tests/ on the import path `import unsloth` finds tests/unsloth, as if every machine had Unsloth."""
+    """With tests/ on the import path `import unsloth` finds tests/with_unsloth, as if every machine had Unsloth."""
     import importlib.util
 
     for name in ("unsloth", "gpu", "contracts"):

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.versions import TESTED, TESTED_EXTRAS, check_trackers
+from rloo_kit.system.versions import TESTED, TESTED_EXTRAS, check_trackers
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -40,7 +40,7 @@ def test_installed_versions_are_in_the_tested_range(name: str) -> None:
         return
     assert version in SpecifierSet(RANGES[name]), (
         f"{name} {version} is installed, tested is {RANGES[name]}: run `make setup`, or test the new version and move "
-        "the range in rloo_kit/versions.py and pyproject.toml"
+        "the range in rloo_kit/system/versions.py and pyproject.toml"
     )
 
 
@@ -71,7 +71,9 @@ def test_the_tested_ranges_are_the_ones_that_are_installed_by() -> None:
     gpu = {canonicalize_name(found.name): found for found in map(Requirement, PROJECT["optional-dependencies"]["gpu"])}
     for name, tested in RANGES.items():
         requirement = (BASE | gpu).get(canonicalize_name(name))
-        assert requirement is not None, f"rloo_kit/versions.py tests {name}, which pyproject.toml does not ask for"
+        assert requirement is not None, (
+            f"rloo_kit/system/versions.py tests {name}, which pyproject.toml does not ask for"
+        )
         assert requirement.specifier == SpecifierSet(tested), f"{name}: pyproject {requirement.specifier}, {tested}"
 
 

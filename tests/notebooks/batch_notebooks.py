@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import yaml
 
-from rloo_kit.batch_process import RUN_MARK
+from rloo_kit.batch.process import RUN_MARK
 
 PARAMETERS = """# Parameters
 mode = "ok"

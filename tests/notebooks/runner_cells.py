@@ -34,7 +34,7 @@ for number in range({LINES}):
 BIG = 'print("<" + "0123456789" * 3_000_000 + ">")'
 SAVE = f"""
 import threading, time
-from rloo_kit.saves import saving
+from rloo_kit.runs.files import saving
 
 def save():
     with saving("slow.bin"), open("slow.bin", "wb") as file:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from batch_notebooks import call_batch, processes_of, read_status, start_batch, stop, wait_for
 
-from rloo_kit.arithmetic import addition_rows
+from rloo_kit.data.tasks import addition_rows
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from batch_notebooks import (
 )
 
 pytestmark = pytest.mark.slow
-WATCHDOG = "rloo_kit.batch_process"
+WATCHDOG = "rloo_kit.batch.process"
 
 
 def run_of(mode, number=0, **values):

@@ -35,7 +35,7 @@ Start = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture(scope="session")
 def embedded_models() -> None:
     """Both models in the cache: their building (minutes, once a machine) is not part of any run's time limit."""
-    from rloo_kit.tiny_model import build
+    from rloo_kit.embedded.model import build
 
     for kind in ("thinking", "instruct"):
         build(kind)

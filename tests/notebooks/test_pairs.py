@@ -210,7 +210,7 @@ def test_cells_are_short(name: str) -> None:
 def test_the_parameters_are_one_cell_of_plain_literals(name: str) -> None:
     """papermill's values come after the tagged cell: what is computed in it keeps the old ones. A parameter that one
     notebook lacks makes a batch over two of them fail."""
-    from rloo_kit.parameter_values import KNOWN
+    from rloo_kit.notebook.parameter_values import KNOWN
 
     cells = cells_of(name)
     (number,) = parameter_cells(cells)
@@ -229,7 +229,7 @@ def test_papermill_reads_every_parameter(name: str) -> None:
     """papermill cannot parse a line with a second '=' in its comment, and then calls the parameter unknown."""
     from papermill import inspect_notebook
 
-    from rloo_kit.parameter_values import KNOWN
+    from rloo_kit.notebook.parameter_values import KNOWN
 
     assert list(inspect_notebook(FOLDER / f"{name}.ipynb")) == list(KNOWN)
 
@@ -251,7 +251,7 @@ def test_the_configuration_is_built_in_the_next_cell(name: str) -> None:
 @each_notebook
 def test_parameters_agree_with_the_file(name: str) -> None:
     """A notebook whose numbers differ from its file's trains another run than the command line does."""
-    from rloo_kit.config import load_config
+    from rloo_kit.config.run import load_config
 
     namespace: dict = {}
     cells = cells_of(name)
@@ -303,8 +303,8 @@ def test_every_code_cell_compiles_and_imports_little(name: str) -> None:
 
 def signature_of(module: str, name: str) -> ast.arguments | None:
     """The arguments of a public function, read from the source; None for a class."""
-    path = ROOT / "rloo_kit" / module
-    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8"))
+    path = (ROOT / "rloo_kit" / module.replace(".", "/")).with_suffix(".py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node.args

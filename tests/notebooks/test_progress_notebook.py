@@ -21,7 +21,7 @@ import time
 import rloo_kit as kit
 print(kit.setup_environment())
 # %%
-from rloo_kit import text_bars, tiny_model
+from rloo_kit.system import text_bars; from rloo_kit.embedded import model as tiny_model
 folder = tiny_model.build(steps=30)
 # %%
 quick = ["rloo.max_steps=3", "rloo.per_device_train_batch_size=8", "run.sample_every_steps=2", "eval.greedy=false"]

@@ -140,7 +140,7 @@ def test_a_training_run_in_a_thread_is_not_ended(tmp_path: Path) -> None:
 import threading
 from types import SimpleNamespace
 from pathlib import Path
-from rloo_kit.run_dir import RunDir
+from rloo_kit.runs.run_dir import RunDir
 done = threading.Event()
 
 def train():

@@ -9,7 +9,7 @@ import statistics
 import pytest
 from notebook_cells import NAMES, ROOT, cells_of
 
-from rloo_kit.leave_one_out import leave_one_out_advantages
+from tests.oracles import leave_one_out_advantages
 
 LESSON = "## 7. How RLOO learns"
 each_notebook = pytest.mark.parametrize("name", NAMES)
@@ -109,8 +109,8 @@ def in_backticks(name: str) -> list[str]:
 @each_notebook
 def test_keys_and_parameters_of_the_prose_exist(name: str) -> None:
     """Advice that names a key of an older version ends in an error about the key."""
-    from rloo_kit.config import RunConfig
-    from rloo_kit.parameter_values import KNOWN
+    from rloo_kit.config.run import RunConfig
+    from rloo_kit.notebook.parameter_values import KNOWN
 
     sections = {key: field.annotation for key, field in RunConfig.model_fields.items() if key != "rewards"}
     loop = sections["rloo"].model_fields
@@ -145,7 +145,7 @@ def test_files_and_notebooks_of_the_prose_exist(name: str) -> None:
 
 def test_the_sizes_for_smaller_cards_load() -> None:
     """The three values of a row belong together: with one of them left the configuration is refused."""
-    from rloo_kit.config import load_config
+    from rloo_kit.config.run import load_config
     from rloo_kit.errors import ConfigError
 
     rows = re.findall(r"^\| \d+ GB \| `(\S+)` \| (\d+) \| (\d+) \|$", prose_of("qwen3_thinking_rloo"), flags=re.M)

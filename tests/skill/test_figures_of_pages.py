@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo_kit.tokens import QWEN3_IDS
+from rloo_kit.think_tags import QWEN3_IDS
 from tests.skill.pages import ROOT
 
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("qwen3_*.yaml"))
@@ -17,12 +17,12 @@ def read(page: str) -> str:
 
 def test_the_ids_are_the_codes() -> None:
     """A reward that was written with a wrong id gives every completion the same."""
-    from rloo_kit import tiny_tokenizer
+    from rloo_kit.embedded import tokenizer
 
     text = read("thinking-tokens.md").replace("\\|", "|")
     rows = re.findall(r"^\| `(<[^`]+>)`[^\n]* \| (\d+) \| (\d+) \|$", text, flags=re.M)
     assert {name: int(large) for name, large, _ in rows} == QWEN3_IDS
-    vocabulary = tiny_tokenizer.build_tokenizer("thinking", "compact").get_vocab()
+    vocabulary = tokenizer.build_tokenizer("thinking", "compact").get_vocab()
     assert {name: int(small) for name, _, small in rows} == {name: vocabulary[name] for name in QWEN3_IDS}
     skill = (ROOT / "SKILL.md").read_text(encoding="utf-8")
     assert f"**{QWEN3_IDS['</think>']}**" in skill and f"think_end_id={QWEN3_IDS['</think>']}" in skill

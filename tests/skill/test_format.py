@@ -140,6 +140,7 @@ def test_the_tree_holds_one_skill() -> None:
     """Installers drop files named metadata.json, install a second SKILL.md by itself, and look into skills/ first."""
     names = list_tracked()
     assert find_tree_faults(names) == []
-    assert not [name for name in names if (ROOT / name).is_symlink()], "symlinks are followed or lost"
+    # Some installers keep a link, some copy what is behind it; test_installer.py compares what arrives.
+    assert [name for name in names if (ROOT / name).is_symlink()] == ["rloo_kit/rewards"]
     bad = ["a/SKILL.md", "benchmarks/metadata.json", "skills/x.md", "references/deep/page.md"]
     assert sorted(find_tree_faults([*bad, "SKILL.md", "references/page.md"])) == sorted(bad)

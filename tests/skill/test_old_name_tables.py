@@ -1,6 +1,6 @@
 """The tables of old names in references/trl-api.md, and its defaults.
 
-`python tests/skill/test_old_name_tables.py` writes the tables anew from `rloo_kit/old_names.py`.
+`python tests/skill/test_old_name_tables.py` writes the tables anew from `rloo_kit/config/old_names.py`.
 """
 
 import dataclasses
@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from rloo_kit.config_sections import RLOOSection
-from rloo_kit.old_names import CONFIG_NAMES, TRAINER_NAMES, OldName
+from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, OldName
+from rloo_kit.config.schema import RLOOSection
 
 PAGE = Path(__file__).resolve().parents[2] / "references" / "trl-api.md"
 REFUSED = ("stop_token_id",)

@@ -1,7 +1,7 @@
 """The blocks of references/related-methods.md, run in their order on a tiny model: what they write, the next one reads.
 
 TRL's Triton kernel gets a pure-torch stand-in, as in test_equality_with_stock.py; sizes are cut. Unsloth's block is
-left out here (tests/unsloth).
+left out here (tests/with_unsloth).
 """
 
 import os

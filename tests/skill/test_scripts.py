@@ -17,8 +17,8 @@ from unittest import mock
 import pytest
 
 from rloo_kit import load_config
-from rloo_kit.measurement import Evaluation
-from rloo_kit.run_dir import RunDir
+from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.runs.run_dir import RunDir
 from tests.skill.pages import ROOT
 
 SCRIPTS = sorted(path.name for path in (ROOT / "scripts").glob("*.py") if not path.name.startswith("_"))

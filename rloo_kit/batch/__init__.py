@@ -1,0 +1,1 @@
+"""Batches of papermill runs: the file, the runner, status, comparison."""

@@ -1,0 +1,191 @@
+"""The runs of a batch side by side: `comparison.html`, `comparison.csv` and a table of text.
+
+Figures come from each run's training folder: the evaluations before and after, the rows of metrics, the status. A
+notebook that leaves none has its state and its time.
+"""
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from rloo_kit.batch.figures import draw_runs
+from rloo_kit.batch.status import BatchDir, RunStatus, count_states
+from rloo_kit.results.html import escape_text, format_duration, make_page, make_section
+from rloo_kit.runs.run_dir import RunDir, write_text
+from rloo_kit.system.console import format_seconds
+
+# In an evaluation's file, and in the comparison with _before and _after behind it.
+MEASURES = {
+    "accuracy": "accuracy",
+    "accuracy_low": "low",
+    "accuracy_high": "high",
+    "greedy_accuracy": "greedy_accuracy",
+    "greedy_accuracy_low": "greedy_low",
+    "greedy_accuracy_high": "greedy_high",
+    "thinking_tokens": "mean_thinking_tokens",
+    "closed_share": "closed_share",
+    "tokens": "mean_tokens",
+    "eval_prompts": "num_prompts",
+}
+WIDEST_NAME = 44  # columns of a name in the table of text, before it is folded
+COLORS = {"done": "right", "failed": "wrong", "killed": "wrong"}
+
+
+def read_figures(training: RunDir) -> dict[str, Any]:
+    """What a training run left: every key of MEASURES with `_before` and `_after`, `steps`, `reward_last`.
+
+    Args:
+        training: the run's folder; it need not be there, then every figure is None.
+    """
+    figures: dict[str, Any] = {}
+    for when in ("before", "after"):
+        found = training.read_json(f"{when}.json")
+        found = found if isinstance(found, dict) else {}
+        figures |= {f"{name}_{when}": found.get(key) for name, key in MEASURES.items()}
+    rows = training.read_jsonl("metrics.jsonl")
+    return figures | {"steps": training.status().get("step"), "reward_last": rows[-1].get("reward") if rows else None}
+
+
+def collect_rows(place: BatchDir) -> list[dict[str, Any]]:
+    """One row a run: name, state, varying parameters (`parameters.seed`), seconds, figures, error."""
+    varying = place.batch.varying()
+    rows = []
+    for run in place.batch.runs:
+        status = place.statuses[run.name]
+        parameters = {f"parameters.{name}": run.resolved.get(name) for name in varying}
+        row = {"name": run.name, "notebook": run.notebook.path.name, "state": status.state, **parameters}
+        row |= {"seconds": status.seconds or None, "attempts": status.attempts, "exit_code": status.exit_code}
+        rows.append({**row, **read_figures(place.training(run.name)), "error": status.error})
+    return rows
+
+
+def write_comparison(place: BatchDir) -> list[Path]:
+    """Write `comparison.html` and `comparison.csv` into the batch's folder. Returns the files."""
+    rows = collect_rows(place)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return [
+        write_text(place.folder / "comparison.html", make_comparison(place, rows)),
+        write_text(place.folder / "comparison.csv", text.getvalue()),
+    ]
+
+
+def make_comparison(place: BatchDir, rows: list[dict[str, Any]]) -> str:
+    """The page: how many are done, the drawing, the table, what went wrong."""
+    counts = ", ".join(f"{count} {state}" for state, count in count_states(place.statuses.values()).items())
+    seconds = sum(row["seconds"] or 0 for row in rows)
+    summary = f"{len(rows)} runs: {counts}; {format_duration(seconds)} of running time in all."
+    drawing = draw_runs(rows, short_names(rows))
+    sections = [
+        f"<h1>{escape_text(place.batch.name)}</h1>\n<p>{escape_text(summary)}</p>\n{_common(place)}",
+        make_section("Runs side by side", f"<figure>{drawing}</figure>") if drawing else "",
+        make_section("Every run", f"<div class='scroll'>{_table(place, rows)}</div>{_legend(rows)}"),
+    ]
+    wrong = [status for status in place.statuses.values() if status.error]
+    if wrong:
+        sections.append(make_section("What is not done, and why", "".join(map(_failure, wrong))))
+    return make_page(f"{place.batch.name} - batch of RLOO runs", sections)
+
+
+def short_names(rows: list[dict[str, Any]]) -> list[str]:
+    """Names for a table or a drawing: without the notebook's in front, if they still differ then."""
+    names = [str(row["name"]) for row in rows]
+    short = [name.removeprefix(f"{Path(row['notebook']).stem}-") for name, row in zip(names, rows, strict=True)]
+    return short if len(set(short)) == len(names) else names
+
+
+def _common(place: BatchDir) -> str:
+    """The parameters that every run was given alike."""
+    varying = set(place.batch.varying())
+    first = place.batch.runs[0].parameters
+    common = [f"{name} = {value}" for name, value in first.items() if name not in varying]
+    return f"<p>Every run: {escape_text(', '.join(common))}.</p>\n" if common else ""
+
+
+def _table(place: BatchDir, rows: list[dict[str, Any]]) -> str:
+    titles = ["run", "state", "time", "accuracy before", "accuracy after"]
+    titles += ["greedy accuracy", "thinking tokens", "closed"]
+    head = "".join(f"<th>{title}</th>" for title in titles)
+    varying, names = place.batch.varying(), short_names(rows)
+    body = ""
+    for run, row, name in zip(place.batch.runs, rows, names, strict=True):
+        unsaid = [f"{key}={run.parameters[key]}" for key in varying if key in run.parameters and f"{key}=" not in name]
+        body += _row(row, name, ", ".join(unsaid))
+    return f"<table class='runs'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _row(row: dict[str, Any], short_name: str, unsaid: str) -> str:
+    """A run's row; `unsaid` are the parameters that its name does not show."""
+    name, shown = escape_text(row["name"]), escape_text(short_name)
+    state = f"<span class='{COLORS.get(row['state'], '')}'>{row['state']}</span>"
+    cells = [f"<a href='{name}/notebook.ipynb'>{shown}</a>" if row["attempts"] else shown]
+    cells[0] += f"<span class='under'>{escape_text(unsaid)}</span>" if unsaid else ""
+    cells += [state, escape_text(format_duration(row["seconds"])) if row["seconds"] else "-"]
+    cells += [_interval(row, f"accuracy{{}}_{when}") for when in ("before", "after")]
+    cells += [change(row, "greedy_accuracy", ".3f"), change(row, "thinking_tokens", ".1f")]
+    cells.append(change(row, "closed_share", ".3f"))
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _interval(row: dict[str, Any], key: str) -> str:
+    value, low, high = (row[key.format(end)] for end in ("", "_low", "_high"))
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if low is None else f"{value:.3f} <span class='under'>[{low:.3f}, {high:.3f}]</span>"
+
+
+def change(row: dict[str, Any], name: str, form: str) -> str:
+    """Before and after as text; the one that there is; a dash where there is none."""
+    values = [row[f"{name}_{when}"] for when in ("before", "after")]
+    return " → ".join(format(value, form) for value in values if value is not None) or "-"
+
+
+def _legend(rows: list[dict[str, Any]]) -> str:
+    prompts = sorted({row[f"eval_prompts_{when}"] for row in rows for when in ("before", "after")} - {None})
+    if not prompts:
+        return ""
+    count = " to ".join(str(n) for n in sorted({prompts[0], prompts[-1]}))
+    return (
+        f"<p class='notes'>Accuracy on {count} held-out prompts, sampled and greedy, with 95 % intervals; thinking "
+        "tokens of the completions that close their thinking, and the share that does, before → after.</p>"
+    )
+
+
+def _failure(status: RunStatus) -> str:
+    name = escape_text(status.name)
+    log = f"<p class='notes'><a href='{name}/log.txt'>{name}/log.txt</a></p>" if status.attempts else ""
+    return (
+        f"<article><div><b>{name}</b> <span class='mark {COLORS.get(status.state, '')}'>{status.state}</span></div>"
+        f"<pre>{escape_text(status.error)}</pre>{log}</article>\n"
+    )
+
+
+def make_text_table(place: BatchDir) -> Table:
+    """The comparison for a terminal or a log; figures that no run has are left out."""
+    table = Table(title=f"batch {place.batch.name}", title_justify="left")
+    rows = collect_rows(place)
+    columns = {
+        "run": short_names(rows),
+        "state": [row["state"] for row in rows],
+        "time": [format_seconds(row["seconds"]) if row["seconds"] else "-" for row in rows],
+        "accuracy": [change(row, "accuracy", ".3f") for row in rows],
+        "after, 95 %": [_bounds(row["accuracy_low_after"], row["accuracy_high_after"]) for row in rows],
+        "thinking tokens": [change(row, "thinking_tokens", ".1f") for row in rows],
+    }
+    shown = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
+    for title in shown:
+        table.add_column(title, overflow="fold", justify="left" if title in ("run", "state") else "right")
+    table.columns[0].min_width = min(max(map(len, columns["run"])), WIDEST_NAME)
+    for cells in zip(*shown.values(), strict=True):
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _bounds(low: float | None, high: float | None) -> str:
+    return "-" if low is None or high is None else f"[{low:.3f}, {high:.3f}]"

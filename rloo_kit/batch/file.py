@@ -1,0 +1,308 @@
+"""A batch of notebook runs, read from one YAML file and checked before anything is started.
+
+`grid` gives every combination of its values, `runs` single runs; both lay their values over the common `parameters`.
+Each run has a name that says what it changes, a notebook and parameters that the notebook knows: a misspelt one is
+otherwise found out hours later, in a table of equal runs.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import math
+import re
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+
+from rloo_kit.batch.notebook_file import TAG, Notebook, read_notebook
+from rloo_kit.config.messages import explain_errors, suggest
+from rloo_kit.config.run import load_config
+from rloo_kit.config.schema import Count, Section
+from rloo_kit.config.yaml_files import Key, apply_override, dump_yaml, read_file
+from rloo_kit.errors import ConfigError
+from rloo_kit.notebook.parameters import read_parameters
+from rloo_kit.system.env_file import find_root
+
+GIVEN = {
+    "run_name": "each run's training folder is <batch>/<run>/run",
+    "output_dir": "each run's training folder is <batch>/<run>/run",
+    "resume": "rloo-kit batch --resume decides it run by run",
+    "overwrite": "rloo-kit batch decides it run by run",
+}
+LONGEST_NAME = 100
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+ -]*")
+_FILES = ("batch.yaml", "batch.json", "comparison.html", "comparison.csv")
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class RunEntry(Section):
+    """One run of `runs`: what it changes."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+    name: str | None = Field(default=None, min_length=1, description="its folder; null: from what it changes")
+    notebook: str | None = Field(default=None, min_length=1, description="null: the batch's")
+    parameters: dict[str, Any] = Field(default_factory=dict, description="over the common ones")
+    timeout_s: Seconds | None = Field(default=None, description="null: the batch's")
+
+
+class BatchFile(Section):
+    """The keys of a batch file."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+    name: str | None = Field(default=None, min_length=1, description="the batch's folder; the file's stem unless given")
+    output_dir: str = Field(default="outputs", min_length=1, description="the batch's folder is output_dir/name")
+    notebook: str | None = Field(default=None, min_length=1, description="of every run that names none itself")
+    parameters: dict[str, Any] = Field(default_factory=dict, description="of every run")
+    grid: dict[str, Any] = Field(default_factory=dict, description="parameter -> values; every combination is a run")
+    runs: list[RunEntry] = Field(default_factory=list, description="single runs")
+    timeout_s: Seconds | None = Field(default=None, description="a run that takes longer is ended; null: no limit")
+    jobs: Count = Field(default=1, description="runs side by side")
+
+    @model_validator(mode="after")
+    def _check_grid(self) -> "BatchFile":
+        problems = [
+            f"grid.{name}: is {values!r}; it takes a list with a value or more"
+            for name, values in self.grid.items()
+            if not isinstance(values, list) or not values
+        ]
+        given = {f"parameters.{name}": value for name, value in self.parameters.items()}
+        given |= {f"grid.{name}": values for name, values in self.grid.items()}
+        for index, entry in enumerate(self.runs):
+            given |= {f"runs.{index}.parameters.{name}": value for name, value in entry.parameters.items()}
+        problems += [
+            f"{key}: is {value!r}; it takes text, finite numbers, true, false, null and lists of these"
+            for key, value in given.items()
+            if not _is_plain(value)
+        ]
+        if self.grid and self.notebook is None:
+            problems.append("notebook: required by grid, and not there; add it to the file")
+        if not self.grid and not self.runs:
+            problems.append("there is nothing to run; give a grid or runs")
+        problems += [
+            f"runs.{index}.notebook: required, and not there; add it, or a notebook for the whole batch"
+            for index, entry in enumerate(self.runs)
+            if entry.notebook is None and self.notebook is None
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is the same after it has been through JSON and papermill's YAML."""
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int) or isinstance(value, float) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class BatchRun:
+    """One run: `parameters` are those that the file gives, `timeout_s` None for no limit."""
+
+    name: str
+    notebook: Notebook
+    parameters: dict[str, Any]
+    timeout_s: float | None = None
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """Every parameter of the notebook with the value that it has in this run."""
+        return {**self.notebook.declared, **self.parameters}
+
+
+@dataclass
+class Batch:
+    """A checked batch.
+
+    Attributes:
+        folder: where everything of it lies, absolute.
+        root: the project's folder, in which the notebooks run: relative paths of theirs count from there.
+    """
+
+    name: str
+    folder: Path
+    root: Path
+    runs: list[BatchRun] = field(default_factory=list)
+    jobs: int = 1
+
+    def varying(self) -> list[str]:
+        """The parameters in which the runs differ, in the order in which they come up."""
+        names = dict.fromkeys(name for run in self.runs for name in run.parameters)
+        return [name for name in names if len({repr(run.resolved.get(name)) for run in self.runs}) > 1]
+
+    def to_yaml(self) -> str:
+        """The batch with every run written out; `load_batch` reads it back to the same runs."""
+        runs = [
+            {"name": run.name, "notebook": str(run.notebook.path), "parameters": run.parameters}
+            | ({"timeout_s": run.timeout_s} if run.timeout_s else {})
+            for run in self.runs
+        ]
+        return dump_yaml({"name": self.name, "output_dir": str(self.folder.parent), "jobs": self.jobs, "runs": runs})
+
+
+def load_batch(path: str | Path, *overrides: str) -> Batch:
+    """The batch that a YAML file describes.
+
+    Args:
+        path: the file. Relative notebooks are looked for in the project's folder (the nearest at or above the file
+            with a pyproject.toml, .git, configs/ or .env), then beside the file.
+        overrides: `key=value`, as on the command line: "jobs=2", "parameters.max_steps=20", "grid.seed=[0, 1]".
+
+    Raises:
+        ConfigError: everything that is wrong with it: keys, notebooks that are not there, parameters that a notebook
+            does not know or whose values its configuration refuses, runs that are given twice.
+    """
+    path = Path(path)
+    values, lines = read_file(path)
+    if {"model", "rloo"} <= values.keys():
+        raise ConfigError(
+            f"{path} describes one run, not a batch of runs; use: rloo-kit train {path}, or name a notebook that reads "
+            "it in a batch file such as configs/batch_arithmetic.yaml"
+        )
+    changed: dict[Key, str] = {apply_override(values, override): override for override in overrides}
+    try:
+        file = BatchFile.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain_errors(error, BatchFile, path, lines, changed)) from None
+    name = file.name or path.stem
+    root = find_root(path.absolute().parent) or path.absolute().parent
+    batch = Batch(name, Path(file.output_dir).expanduser().absolute() / name, root, jobs=file.jobs)
+    problems = [] if _NAME.fullmatch(name) else [_refuse_name("name", name)]
+    batch.runs = _list_runs(file, path, root, problems)
+    problems += _find_duplicates(batch.runs)
+    if not problems:
+        problems = _find_parameter_problems(batch.runs, root)
+    if problems:
+        raise ConfigError("\n".join(f"{path}: {problem}" for problem in dict.fromkeys(problems)))
+    return batch
+
+
+def _list_runs(file: BatchFile, path: Path, root: Path, problems: list[str]) -> list[BatchRun]:
+    """The runs of the grid, then the single ones; what is wrong with one goes into `problems`."""
+    combinations = itertools.product(*file.grid.values()) if file.grid else ()
+    entries = [RunEntry(parameters=dict(zip(file.grid, values, strict=True))) for values in combinations]
+    runs: list[BatchRun] = []
+    notebooks: dict[str, Notebook] = {}
+    for index, entry in enumerate([*entries, *file.runs], start=-len(entries)):
+        wanted = str(entry.notebook or file.notebook)
+        try:
+            if wanted not in notebooks:
+                notebooks[wanted] = read_notebook(_find_notebook(wanted, path, root))
+        except ConfigError as error:
+            key = f"runs.{index}.notebook" if entry.notebook else "notebook"
+            problems.append(f"{key}: {error}")
+            continue
+        name = entry.name or make_name(notebooks[wanted].path.stem, entry.parameters)
+        if entry.name and (not _NAME.fullmatch(name) or name in _FILES or len(name) > LONGEST_NAME):
+            problems.append(_refuse_name(f"runs.{index}.name", name))
+        parameters = {**file.parameters, **entry.parameters}
+        runs.append(BatchRun(name, notebooks[wanted], parameters, entry.timeout_s or file.timeout_s))
+    return runs
+
+
+def _find_notebook(wanted: str, path: Path, root: Path) -> Path:
+    given = Path(wanted).expanduser()
+    places = [given] if given.is_absolute() else [root / given, path.absolute().parent / given]
+    for place in places:
+        if place.is_file():
+            return place.resolve()
+    looked = " and ".join(dict.fromkeys(str(place) for place in places))
+    raise ConfigError(f"there is no notebook {wanted}; looked at {looked}")
+
+
+def make_name(stem: str, parameters: dict[str, Any]) -> str:
+    """A run's folder from what it changes, safe on every file system.
+
+    >>> make_name("arithmetic", {"num_generations": 4, "seed": 0})
+    'arithmetic-num_generations=4-seed=0'
+    """
+    parts = [stem, *(f"{name}={_plain(value)}" for name, value in parameters.items())]
+    name = "-".join(re.sub(r"[^A-Za-z0-9_.,=+-]+", "_", part) for part in parts).lstrip(".-")
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def _plain(value: Any) -> str:
+    """A value in a name: 0.002, true, none, 64,128."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(_plain, value)) if isinstance(value, list) else str(value)
+
+
+def _refuse_name(key: str, name: str) -> str:
+    return (
+        f"{key}: is {name!r}; it becomes a folder: letters, digits, spaces and _ . , = + - from the second character "
+        f"on, at most {LONGEST_NAME}, and none of {', '.join(_FILES)}"
+    )
+
+
+def _find_duplicates(runs: list[BatchRun]) -> list[str]:
+    """Runs with one name, and runs that would do the same."""
+    problems = []
+    names: dict[str, BatchRun] = {}
+    contents: dict[str, BatchRun] = {}
+    for run in runs:
+        content = repr((run.notebook.path, sorted((name, repr(value)) for name, value in run.resolved.items())))
+        if content in contents:
+            given = ", ".join(f"{name}={value!r}" for name, value in run.parameters.items()) or "no parameters"
+            problems.append(
+                f"{contents[content].name} and {run.name} are one run ({run.notebook.path.name} with {given}); "
+                "remove one of them"
+            )
+        elif run.name.casefold() in names:
+            problems.append(f"two runs are called {run.name}; give one of them another name (runs.N.name)")
+        contents.setdefault(content, run)
+        names.setdefault(run.name.casefold(), run)
+    return problems
+
+
+def _find_parameter_problems(runs: list[BatchRun], root: Path) -> list[str]:
+    """What is wrong with the parameters, each fault once, with the first run that has it."""
+    having: dict[str, list[str]] = {}
+    for run in runs:
+        for problem in check_parameters(run, root):
+            having.setdefault(problem, []).append(run.name)
+    others = {problem: f" (and {len(names) - 1} more)" if len(names) > 1 else "" for problem, names in having.items()}
+    return [f"{names[0]}{others[problem]}: {problem}" for problem, names in having.items()]
+
+
+def check_parameters(run: BatchRun, root: Path) -> list[str]:
+    """What is wrong with a run's parameters, as far as it can be told without running it.
+
+    Names are held against the notebook's own cell. Where a notebook hands them to `read_parameters`, they are read as
+    it will read them and its configuration is loaded, so that a value out of bounds is refused here too.
+    """
+    notebook = run.notebook
+    problems = [
+        f"{name} is set by the batch: {why}; remove it" for name, why in GIVEN.items() if name in run.parameters
+    ]
+    if run.parameters and notebook.cell is None:
+        return [*problems, f"{notebook.path} has no cell tagged {TAG}, so it takes no parameters"]
+    if problems:
+        return problems
+    if notebook.reads_parameters:
+        return _read_as_notebook(run, root)
+    known = list(notebook.declared)
+    return [
+        f"{name}: {notebook.path.name} has no such parameter{suggest(name, known)}"
+        for name in run.parameters
+        if name not in notebook.declared
+    ]
+
+
+def _read_as_notebook(run: BatchRun, root: Path) -> list[str]:
+    """What the notebook's own cells would refuse: the parameters, and the configuration that they make."""
+    added = "\n".join(["# Parameters", *(f"{name} = {value!r}" for name, value in run.parameters.items())])
+    namespace = {**run.resolved, "In": ["", run.notebook.cell or "", added]}
+    try:
+        with contextlib.chdir(root), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the run itself says it, in its notebook
+            parameters = read_parameters(namespace)
+            load_config(parameters.config, *parameters.overrides)
+    except ConfigError as error:
+        return re.sub(r" \(In\[\d\]\)", "", str(error)).splitlines()
+    return []

@@ -1,0 +1,184 @@
+"""One papermill process for each run of a batch, and nothing of it left behind.
+
+A kernel lives in a session of its own, so ending papermill's process group does not end it, and once papermill is gone
+the kernel is nobody's child. Every process of a run therefore carries a mark in its environment, which children
+inherit, and the marked ones are looked for and ended when the run ends, however it ended. A watchdog does the same when
+the batch itself is killed: it waits on a pipe that closes with the batch.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import yaml
+
+BATCH_MARK, RUN_MARK = "RLOO_KIT_BATCH", "RLOO_KIT_BATCH_RUN"  # one batch process; the folder of one run
+OF_A_KERNEL = ("JPY_SESSION_NAME", "JPY_PARENT_PID")  # a batch started in a notebook is not a part of that one
+KERNEL_DIED = 138  # papermill's exit code for it
+END_TIMEOUT_S = 15.0
+KERNEL_GONE_S = 60.0  # papermill has this long to save and end after its kernel is gone
+
+
+class RunProcess:
+    """A started run.
+
+    Attributes:
+        pid: papermill's.
+        log_start: byte of the log at which this attempt begins.
+    """
+
+    def __init__(self, command: list[str], folder: Path, log: Path, cwd: Path, batch_id: str):
+        self.folder, self.batch_id = folder, batch_id
+        self.log_start = log.stat().st_size if log.exists() else 0
+        environment = {name: value for name, value in os.environ.items() if name not in OF_A_KERNEL}
+        environment |= {BATCH_MARK: batch_id, RUN_MARK: str(folder)}
+        with open(log, "ab") as output:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,  # papermill reads a notebook from a pipe
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=cwd,
+                env=environment,
+                start_new_session=True,
+            )
+        self.pid = self._popen.pid
+        self._kernel_seen = False
+        self._alone_since: float | None = None
+
+    def poll(self) -> int | None:
+        """papermill's exit code; None while it runs."""
+        return self._popen.poll()
+
+    def hangs(self) -> bool:
+        """Whether papermill goes on long after the kernel that it had is gone."""
+        if self._has_kernel():
+            self._kernel_seen, self._alone_since = True, None
+        elif self._kernel_seen and self._alone_since is None:
+            self._alone_since = time.monotonic()
+        return self._alone_since is not None and time.monotonic() - self._alone_since > KERNEL_GONE_S
+
+    def _has_kernel(self) -> bool:
+        with suppress(psutil.Error):
+            children = psutil.Process(self.pid).children()
+            return any(child.status() != psutil.STATUS_ZOMBIE for child in children)
+        return False
+
+    def interrupt(self, pid: int) -> bool:
+        """Send SIGINT to one of the run's own processes, as Ctrl-C does; whether it was one."""
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.environ().get(RUN_MARK) == str(self.folder):
+                process.send_signal(signal.SIGINT)
+                return True
+        return False
+
+    def end(self) -> list[int]:
+        """End everything that the run started and still runs. Returns the ids of what would not end."""
+        if self._popen.poll() is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self._popen.wait(END_TIMEOUT_S)  # before psutil waits for it, which would keep the exit code for itself
+        return end_marked(lambda marks: marks.get(RUN_MARK) == str(self.folder))
+
+
+def papermill_command(notebook: Path, folder: Path, parameters: dict[str, Any]) -> list[str]:
+    """The command that runs `notebook` with `parameters`; writes them to `parameters.yaml` in `folder`.
+
+    The kernel is this interpreter's, whatever the notebook's metadata says.
+    """
+    file = folder / "parameters.yaml"
+    # Not dump_yaml: papermill reads YAML 1.1, to which 1e-06 is a text and 1.0e-06 a number.
+    file.write_text(yaml.safe_dump(parameters, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (notebook, folder / "notebook.ipynb")]
+    options = ["-f", str(file), "-k", "python3", "--log-output", "--no-progress-bar"]
+    return [sys.executable, "-m", "papermill", *paths, *options]
+
+
+def end_marked(wanted: Callable[[dict[str, str]], bool]) -> list[int]:
+    """End (SIGKILL) every process whose marks are wanted, and what they start meanwhile.
+
+    Args:
+        wanted: is given a process's environment.
+
+    Returns:
+        ids of those that would not end in time: they hang in the system.
+    """
+    until = time.monotonic() + END_TIMEOUT_S
+    while True:
+        found = [process for process in psutil.process_iter() if _is_wanted(process, wanted)]
+        for process in found:
+            with suppress(psutil.Error):
+                process.kill()
+        if not found or time.monotonic() > until:
+            return [process.pid for process in found]
+        psutil.wait_procs(found, timeout=1.0)
+
+
+def _is_wanted(process: psutil.Process, wanted: Callable[[dict[str, str]], bool]) -> bool:
+    try:
+        if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        marks = process.environ()
+        return BATCH_MARK in marks and wanted(marks)
+    except (psutil.Error, OSError):
+        return False
+
+
+def end_left_over(folder: Path, batch_id: str) -> None:
+    """End what an earlier batch in `folder`, which is no more, has left running."""
+    above = str(folder) + os.sep
+    end_marked(lambda marks: marks.get(RUN_MARK, "").startswith(above) and marks[BATCH_MARK] != batch_id)
+
+
+class Watchdog:
+    """A process that ends the batch's runs when the batch is killed; a context manager around the runs.
+
+    Attributes:
+        batch_id: the mark of every process of this batch.
+    """
+
+    def __init__(self) -> None:
+        self.batch_id = uuid.uuid4().hex
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Watchdog":
+        marks = (BATCH_MARK, RUN_MARK)  # of a batch around this one, which would end the watchdog first
+        environment = {name: value for name, value in os.environ.items() if name not in marks}
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "rloo_kit.batch.process", self.batch_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._popen is not None:
+            with suppress(OSError):
+                self._popen.stdin.close()  # type: ignore[union-attr]
+            with suppress(subprocess.TimeoutExpired):
+                self._popen.wait(2 * END_TIMEOUT_S)
+
+
+def watch(pipe: IO[bytes], batch_id: str) -> None:
+    """Wait until the batch is gone, whose end of `pipe` the system then closes; end what it has left."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    pipe.read()
+    end_marked(lambda marks: marks[BATCH_MARK] == batch_id)
+
+
+if __name__ == "__main__":
+    watch(sys.stdin.buffer, sys.argv[1])

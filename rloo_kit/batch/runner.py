@@ -1,0 +1,297 @@
+"""Runs of a batch, one after another or side by side: started, watched, ended, recorded, compared.
+
+One thread and one loop: every run is a process of its own (`batch_process`), and what it did is read from its files.
+Signals only set a flag that the loop looks at, so a Ctrl-C in the middle of a save breaks nothing.
+"""
+
+import importlib.util
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rloo_kit.batch.comparison import make_text_table, write_comparison
+from rloo_kit.batch.file import Batch, BatchRun
+from rloo_kit.batch.notebook_file import find_error, last_line
+from rloo_kit.batch.process import KERNEL_DIED, RunProcess, Watchdog, end_left_over, papermill_command
+from rloo_kit.batch.progress import Progress, first_line
+from rloo_kit.batch.status import BatchDir, RunStatus, now
+from rloo_kit.errors import SetupError
+from rloo_kit.system.text_tables import as_text
+
+POLL_S = 0.2
+SAVE_TIMEOUT_S = 120.0  # an interrupted training run has this long to end its step and save a checkpoint
+LONGEST_ERROR = 2000
+TABLE_WIDTH = 130  # columns
+NEEDED = ("papermill", "ipykernel", "psutil")
+
+
+@dataclass
+class BatchResult:
+    """How a batch ended.
+
+    Attributes:
+        statuses: one a run. interrupted: whether a signal ended it. files: comparison.html and comparison.csv.
+    """
+
+    folder: Path
+    statuses: list[RunStatus]
+    interrupted: bool
+    files: list[Path]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {
+            "folder": str(self.folder),
+            "interrupted": self.interrupted,
+            "not_done": self.not_done,
+            "runs": [asdict(status) for status in self.statuses],
+            "files": [str(path) for path in self.files],
+        }
+
+    @property
+    def not_done(self) -> int:
+        """How many runs are not done."""
+        return sum(status.state != "done" for status in self.statuses)
+
+
+def run_batch(
+    batch: Batch, *, resume: bool = False, overwrite: bool = False, command: str = "run_batch(..., resume=True)"
+) -> BatchResult:
+    """Do the runs of `batch` that are not done; a failing one does not stop the others.
+
+    Args:
+        batch: the checked batch.
+        resume, overwrite: see `BatchDir.create`.
+        command: how the batch is gone on with, for people.
+
+    Raises:
+        RunExistsError, RunNotFoundError, ConfigError, SetupError: see `BatchDir.create`; or papermill is missing.
+    """
+    check_packages()
+    with Signals() as signals, BatchDir.create(batch, resume=resume, overwrite=overwrite) as place:
+        return _BatchRun(batch, place, signals, command).run_to_end()
+
+
+def check_packages() -> None:
+    """Refuse to start without what runs a notebook."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SetupError(f"a batch needs {', '.join(missing)}, not installed here; pip install 'rloo-kit[notebook]'")
+    if not hasattr(signal, "SIGKILL"):
+        raise SetupError("a batch ends its runs with the signals of Linux and macOS; on Windows run it in WSL")
+
+
+class Signals:
+    """Ctrl-C, SIGTERM and a hang-up, counted instead of raised; a context manager for the main thread.
+
+    What the process was told to ignore (nohup, a background job of a script) stays ignored.
+
+    Attributes:
+        count: how many came. name: of the first one.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.name = ""
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.name = self.name or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+
+
+@dataclass
+class _Active:
+    """A run that is going."""
+
+    run: BatchRun
+    status: RunStatus
+    process: RunProcess
+    begun: float  # time.monotonic()
+    seconds_before: float
+
+
+class _BatchRun:
+    """One call of `run_batch` in an open folder."""
+
+    def __init__(self, batch: Batch, place: BatchDir, signals: Signals, command: str):
+        self.batch, self.place, self.signals, self.command = batch, place, signals, command
+        self.active: list[_Active] = []
+        self.watchdog = Watchdog()
+        self.progress = Progress(place)
+
+    def run_to_end(self) -> BatchResult:
+        waiting = self.place.to_do()
+        for run in waiting:
+            self.place.save(self.place.statuses[run.name])
+        end_left_over(self.place.folder, self.watchdog.batch_id)
+        self.progress.say(self._describe_start(waiting))
+        with self.watchdog, self.progress:
+            self.place.save_batch("running", resume=self.command)
+            try:
+                while (waiting or self.active) and not self.signals.count:
+                    while waiting and len(self.active) < self.batch.jobs:
+                        self._start(waiting.pop(0))
+                    self._look()
+                    self.progress.show()
+                    time.sleep(POLL_S)
+                if self.signals.count:
+                    self._interrupt()
+            finally:  # a bug or a full disk leaves no process behind either
+                for active in list(self.active):
+                    active.process.end()
+        interrupted = self.signals.count > 0 and bool(self.place.to_do())
+        files = self._compare()
+        self.place.save_batch("interrupted" if interrupted else "finished", resume=self.command)
+        self._say_end(files)
+        return BatchResult(self.place.folder, list(self.place.statuses.values()), interrupted, files)
+
+    def _describe_start(self, waiting: list[BatchRun]) -> str:
+        done = len(self.batch.runs) - len(waiting)
+        left = f"; no longer in the file, and left as they are: {', '.join(self.place.left)}" if self.place.left else ""
+        side = f", {self.batch.jobs} side by side" if self.batch.jobs > 1 else ""
+        kept = f", {done} done already" if done else ""
+        runs = "1 run" if len(waiting) == 1 else f"{len(waiting)} runs"
+        return f"batch {self.batch.name}: {runs} to do{kept}{side}; all in {self.place.folder}{left}"
+
+    def _say_end(self, files: list[Path]) -> None:
+        self.progress.say(as_text(make_text_table(self.place), TABLE_WIDTH))
+        for status in self.place.statuses.values():
+            if status.error and status.attempts:
+                log = self.place.run_folder(status.name) / "log.txt"
+                self.progress.say(f"{status.name}: {status.state}: {first_line(status.error)}; log: {log}")
+        for path in files:
+            self.progress.say(f"comparison: {path}")
+        left = self.place.to_do()
+        if left:
+            self.progress.say(f"not done: {len(left)} of {len(self.batch.runs)} runs; to go on: {self.command}")
+
+    # ------------------------------------------------------------------------------------------------ one run
+
+    def _start(self, run: BatchRun) -> None:
+        place, status = self.place, self.place.statuses[run.name]
+        folder = place.run_folder(run.name)
+        resumes = "resume" in run.notebook.declared and place.training(run.name).last_checkpoint() is not None
+        if not resumes:
+            place.clear_training(run.name)
+            status.seconds = 0.0
+        (folder / "notebook.ipynb").unlink(missing_ok=True)  # what it says of an earlier attempt is no news
+        command = papermill_command(run.notebook.path, folder, self._parameters(run, resumes))
+        status.attempts += 1
+        status.state, status.error, status.exit_code = "running", None, None
+        status.started, status.ended = now(), None
+        log = folder / "log.txt"
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(f"{'' if status.attempts == 1 else chr(10)}=== attempt {status.attempts}, {status.started}\n")
+        process = RunProcess(command, folder, log, self.batch.root, self.watchdog.batch_id)
+        self.active.append(_Active(run, status, process, time.monotonic(), status.seconds))
+        status.pid = process.pid
+        self._record(status)
+
+    def _parameters(self, run: BatchRun, resumes: bool) -> dict[str, Any]:
+        """What papermill is given: the file's parameters, and those of the batch that the notebook declares."""
+        own = {
+            "run_name": "run",
+            "output_dir": str(self.place.run_folder(run.name)),
+            "resume": resumes,
+            "overwrite": not resumes,
+        }
+        return run.parameters | {name: value for name, value in own.items() if name in run.notebook.declared}
+
+    def _look(self) -> None:
+        """Conclude the runs that have ended, and end those that take too long or hang."""
+        for active in list(self.active):
+            code = active.process.poll()
+            limit = active.run.timeout_s
+            if code is not None:
+                self._conclude(active, *self._judge(active, code))
+            elif limit is not None and time.monotonic() - active.begun > limit:
+                self._conclude(active, "killed", f"took longer than timeout_s={limit:g}")
+            elif active.process.hangs():
+                self._conclude(active, "killed", "the kernel is gone, and papermill hung without it")
+
+    def _judge(self, active: _Active, code: int) -> tuple[str, str | None]:
+        """State and error of a run whose papermill ended with `code`."""
+        folder = self.place.run_folder(active.run.name)
+        if code < 0:
+            return "killed", f"papermill was ended by {signal.Signals(-code).name}"
+        if code == KERNEL_DIED:
+            return "killed", "the kernel died; the system ends it with SIGKILL when memory runs out"
+        if code:
+            error = find_error(folder / "notebook.ipynb") or last_line(folder / "log.txt", active.process.log_start)
+            return "failed", error or f"papermill ended with exit code {code}"
+        training = self.place.training(active.run.name).status().get("state")
+        if training == "finished" or (training is None and not active.run.notebook.trains):
+            return "done", None
+        found = f"its training run is '{training}'" if training else "it left no training run"
+        return "failed", f"the notebook ended cleanly, but {found} (run/status.json)"
+
+    def _conclude(self, active: _Active, state: str, error: str | None) -> None:
+        """End what is left of a run, and record how it ended."""
+        left = active.process.end()
+        self.active.remove(active)
+        status = active.status
+        status.state, status.exit_code = state, active.process.poll()
+        status.error = error[:LONGEST_ERROR] if error else None
+        if left:
+            status.error = f"{error or state}; processes that would not end: {', '.join(map(str, left))}"
+        status.ended = now()
+        status.seconds = round(active.seconds_before + time.monotonic() - active.begun, 1)
+        self._record(status)
+        self._compare()
+
+    def _compare(self) -> list[Path]:
+        try:
+            return write_comparison(self.place)
+        except Exception as error:  # figures come from files of any notebook: no run is given up for a drawing
+            self.progress.say(f"the comparison could not be written: {type(error).__name__}: {error}")
+            return []
+
+    def _record(self, status: RunStatus) -> None:
+        self.place.save(status)
+        self.place.save_batch("running", resume=self.command)
+        self.progress.tell(status)
+
+    # ------------------------------------------------------------------------------------------------ signals
+
+    def _interrupt(self) -> None:
+        """Let training runs save a checkpoint, then end everything; a second signal ends it at once."""
+        asked = [active for active in self.active if self._ask_to_save(active)]
+        many = "1 training run saves" if len(asked) == 1 else f"{len(asked)} training runs save"
+        ending = f"{many} a checkpoint first; once more ends at once" if asked else "ending the runs"
+        self.progress.say(f"{self.signals.name}: {ending}")
+        until = time.monotonic() + SAVE_TIMEOUT_S
+        while self.signals.count < 2 and time.monotonic() < until and any(map(self._is_saving, asked)):
+            self.progress.show()
+            time.sleep(POLL_S)
+        for active in list(self.active):
+            code = active.process.poll()
+            if code == 0 or (code is not None and active not in asked):
+                self._conclude(active, *self._judge(active, code))
+            else:
+                self._conclude(active, "interrupted", f"the batch was ended by {self.signals.name}")
+
+    def _ask_to_save(self, active: _Active) -> bool:
+        """Ctrl-C for a run that trains: it ends its step and saves. Whether there was one to ask."""
+        training = self.place.training(active.run.name).status()
+        return training.get("state") == "running" and active.process.interrupt(int(training.get("pid", 0)))
+
+    def _is_saving(self, active: _Active) -> bool:
+        training: Callable[[], dict[str, Any]] = self.place.training(active.run.name).status
+        return active.process.poll() is None and training().get("state") == "running"

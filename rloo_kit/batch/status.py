@@ -1,0 +1,245 @@
+"""A batch's folder: who may write to it, how each run stands, and which runs are left to do.
+
+`<batch>/` holds `batch.yaml` (every run written out), `batch.json` (how the batch stands), `comparison.html`,
+`comparison.csv` and a folder for each run: `notebook.ipynb` (executed), `parameters.yaml` (what papermill was given),
+`log.txt`, `status.json` and `run/`, the folder of its training run. A run is done when its `status.json` says so, which
+is written only after a clean exit; what the executed notebook says of itself does not count.
+"""
+
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import IO, Any
+
+from rloo_kit.batch.file import Batch, BatchRun
+from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
+from rloo_kit.runs.run_dir import RunDir, lock_folder, read_json, write_json, write_text
+
+STATES = ("waiting", "running", "done", "failed", "killed", "interrupted")
+FILES = ("batch.yaml", "batch.json", "comparison.html", "comparison.csv")
+RUN_FILES = ("notebook.ipynb", "parameters.yaml", "log.txt", "status.json")
+
+
+@dataclass
+class RunStatus:
+    """How one run stands: its `status.json`.
+
+    Attributes:
+        state: one of STATES.
+        parameters: those that the batch file gives.
+        exit_code, pid: of papermill; minus the signal's number where one ended it.
+        started, ended: of the last attempt. seconds: of all attempts that went into what lies there.
+        error: why it is not done, in the words of the cell or the system.
+        attempts: how often it was started.
+    """
+
+    name: str
+    notebook: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    state: str = "waiting"
+    exit_code: int | None = None
+    pid: int | None = None
+    started: str | None = None
+    ended: str | None = None
+    seconds: float = 0.0
+    error: str | None = None
+    attempts: int = 0
+
+    @classmethod
+    def read(cls, path: Path) -> "RunStatus | None":
+        """What `status.json` says; None where there is none or it is not one of a batch's."""
+        values = read_json(path)
+        known = {item.name for item in fields(cls)}
+        if not isinstance(values, dict) or not {"name", "notebook", "state"} <= values.keys():
+            return None
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+
+class BatchDir:
+    """The open folder of a batch; a context manager that lets go of it at the end.
+
+    Attributes:
+        statuses: one a run, in the batch's order.
+        left: names of the folders of runs that are no longer in the file.
+    """
+
+    def __init__(self, batch: Batch):
+        self.batch, self.folder = batch, batch.folder
+        self.statuses: dict[str, RunStatus] = {}
+        self.left: list[str] = []
+        self.started = now()
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    def create(cls, batch: Batch, *, resume: bool = False, overwrite: bool = False) -> "BatchDir":
+        """Open the folder of `batch` for writing.
+
+        Args:
+            batch: the checked batch.
+            resume: keep what is done, and do what is not.
+            overwrite: delete the files of the batch that lies there (nothing else in the folder) and start anew.
+
+        Raises:
+            RunExistsError: a batch lies there and neither flag is given, another process is at it, or the folder holds
+                something that is no batch.
+            RunNotFoundError: `resume`, and no batch lies there.
+            ConfigError: both flags; or `resume`, and a run has other parameters than it was started with.
+            SetupError: the folder cannot be made or written.
+        """
+        self = cls(batch)
+        self._check(resume, overwrite)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_folder(self.folder)
+            if overwrite:
+                self._delete()
+            self._read(resume)
+            write_text(self.folder / "batch.yaml", batch.to_yaml())
+        except BlockingIOError:
+            pid = (read_json(self.folder / "batch.json") or {}).get("pid", "unknown")
+            raise RunExistsError(
+                f"{self.folder} is being written by another process ({pid}): wait for it, stop it, or give this batch "
+                "another name with name=..."
+            ) from None
+        except ConfigError:
+            self.close()
+            raise
+        except OSError as error:
+            self.close()
+            raise SetupError(
+                f"the batch's folder {self.folder} cannot be written: {error.strerror or error}; choose another place "
+                "with output_dir=... or another name with name=..."
+            ) from error
+        return self
+
+    def _check(self, resume: bool, overwrite: bool) -> None:
+        if resume and overwrite:
+            raise ConfigError("--resume and --overwrite were both given: one keeps the runs, the other deletes them")
+        state = (read_json(self.folder / "batch.json") or {}).get("state")
+        if resume and state is None:
+            raise RunNotFoundError(f"there is no batch to resume in {self.folder}; start it without --resume")
+        if state is None and self.folder.is_dir() and any(item.name != ".lock" for item in self.folder.iterdir()):
+            raise RunExistsError(
+                f"{self.folder} is not empty and not the folder of a batch (it has no batch.json): choose another "
+                "place with name=... or output_dir=..."
+            )
+        if state is not None and not (resume or overwrite):
+            raise RunExistsError(
+                f"{self.folder} holds a batch already ({state}): do what is missing or failed with --resume, delete "
+                "it and start anew with --overwrite, or give this one another name with name=..."
+            )
+
+    def _read(self, resume: bool) -> None:
+        """The statuses that lie there; a run that was going when its batch was killed did not end."""
+        changed = []
+        for run in self.batch.runs:
+            fresh = RunStatus(run.name, str(run.notebook.path), run.parameters)
+            found = RunStatus.read(self.run_folder(run.name) / "status.json") if resume else None
+            if found is not None and (found.notebook, found.parameters) != (fresh.notebook, fresh.parameters):
+                changed.append(f"{run.name}: {_difference(found, fresh)}")
+            self.statuses[run.name] = found or fresh
+        if changed:
+            raise ConfigError(
+                "--resume, but runs have changed since they were started:\n"
+                + "\n".join(changed)
+                + "\nchange them back, give them another name, or start the batch anew with --overwrite"
+            )
+        for status in self.statuses.values():
+            if status.state == "running":
+                status.state, status.error = "killed", "its batch ended without a word (SIGKILL, a crash, power)"
+                self.save(status)
+        there = sorted(path.parent.name for path in self.folder.glob("*/status.json") if RunStatus.read(path))
+        self.left = [name for name in there if name not in self.statuses]
+
+    def _delete(self) -> None:
+        """Delete what a batch writes, in the folders of its runs too; anything else stays."""
+        for path in list(self.folder.glob("*/status.json")):
+            if RunStatus.read(path) is not None:
+                self.delete_run(path.parent)
+        for name in FILES:
+            (self.folder / name).unlink(missing_ok=True)
+
+    def delete_run(self, folder: Path) -> None:
+        """Delete what a run of the batch wrote into its folder."""
+        for name in RUN_FILES:
+            (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+    def run_folder(self, name: str) -> Path:
+        """Where everything of a run lies."""
+        return self.folder / name
+
+    def training(self, name: str) -> RunDir:
+        """The folder of a run's training run, which need not be there."""
+        return RunDir(self.folder / name / "run")
+
+    def clear_training(self, name: str) -> None:
+        """Remove what an earlier attempt left in the folder of a run's training run, so that it starts anew."""
+        shutil.rmtree(self.folder / name / "run", ignore_errors=True)
+
+    def to_do(self) -> list[BatchRun]:
+        """The runs that are not done, in order."""
+        return [run for run in self.batch.runs if self.statuses[run.name].state != "done"]
+
+    def save(self, status: RunStatus) -> None:
+        """Replace a run's `status.json` in one piece."""
+        folder = self.run_folder(status.name)
+        folder.mkdir(exist_ok=True)
+        write_json(folder / "status.json", asdict(status))
+
+    def save_batch(self, state: str, **values: Any) -> None:
+        """Replace `batch.json`: the state (running, finished, interrupted), the counts, and every run in short."""
+        write_json(
+            self.folder / "batch.json",
+            {
+                "name": self.batch.name,
+                "state": state,
+                "pid": os.getpid(),
+                "started": self.started,
+                "updated": now(),
+                "counts": count_states(self.statuses.values()),
+                "runs": [asdict(status) for status in self.statuses.values()],
+                **values,
+            },
+        )
+
+    def close(self) -> None:
+        """Let go of the folder; harmless a second time."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> "BatchDir":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def count_states(statuses: Iterable[RunStatus]) -> dict[str, int]:
+    """How many runs are in each state, in the order of STATES; states without a run are left out."""
+    counts = Counter(status.state for status in statuses)
+    return {state: counts[state] for state in STATES if counts[state]}
+
+
+def _difference(old: RunStatus, new: RunStatus) -> str:
+    """What is another, in words."""
+    if old.notebook != new.notebook:
+        return f"the notebook was {old.notebook}, is {new.notebook}"
+    names = sorted({**old.parameters, **new.parameters})
+    return ", ".join(
+        f"{name} was {old.parameters.get(name, 'not given')!r}, is {new.parameters.get(name, 'not given')!r}"
+        for name in names
+        if old.parameters.get(name, ...) != new.parameters.get(name, ...)
+    )
+
+
+def now() -> str:
+    """The time with its zone, as every status has it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -1,0 +1,188 @@
+"""What is wrong with a configuration, in plain words.
+
+pydantic finds the faults; this module says for each the dotted key, what was found, what the limit is and, for an
+unknown key, the nearest known one.
+"""
+
+import difflib
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from rloo_kit.config.old_names import CONFIG_NAMES
+from rloo_kit.config.yaml_files import Key, Lines
+
+
+def accepts_bool(annotation: Any) -> bool:
+    """True if a field so annotated may hold true or false."""
+    if annotation is bool or annotation is Any:
+        return True
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return any(isinstance(argument, bool) for argument in arguments)
+    if origin in (Union, UnionType, Annotated):
+        return any(accepts_bool(argument) for argument in arguments)
+    return False
+
+
+def suggest(word: str, known: list[str], above: str = "") -> str:
+    """`; did you mean ...?` for the known name nearest to `word`, or the list of them if it is short enough to help.
+
+    >>> suggest("bta", ["beta", "top_p"], "rloo.")
+    '; did you mean rloo.beta?'
+    """
+    nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if nearest:
+        return f"; did you mean {above}{nearest[0]}?"
+    return f"; known here: {', '.join(sorted(known))}" if len(known) <= 60 else ""
+
+
+def describe_type(annotation: Any) -> str:
+    """A field's type in plain words."""
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    if annotation in words:
+        return words[annotation]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return describe_type(arguments[0])
+    if origin is Literal:
+        return ", ".join(repr(argument) for argument in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(describe_type(argument) for argument in arguments)
+    if origin is tuple:
+        return f"a list of {len(arguments)} ({', '.join(describe_type(argument) for argument in arguments)})"
+    return "a list" if origin is list else "a mapping"
+
+
+def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:
+    """One of pydantic's errors in plain words: dotted key, what was found, what the limit is.
+
+    Args:
+        entry: an item of `ValidationError.errors()`.
+        model: the model that was validated.
+        prefix: dotted path of that model in the file, with a trailing dot.
+    """
+    path = [part for part in entry["loc"] if not (isinstance(part, str) and part.startswith(("function-", "literal[")))]
+    kind, found = entry["type"], entry.get("input")
+    if kind == "missing" and isinstance(path[-1], int):  # an item of a list of fixed length: the list is at fault
+        path.pop()
+    known, annotation = _follow(path, model)
+    key = (prefix + ".".join(map(str, known))).rstrip(".")
+    context = {name: _whole(value) for name, value in entry.get("ctx", {}).items()}
+    if kind == "extra_forbidden":
+        parent = model
+        for part in known[:-1]:
+            if part in parent.model_fields:
+                parent = _model_below(parent.model_fields[str(part)].annotation) or parent
+        return f"{key}: unknown key{_suggest_key(str(known[-1]), key, parent, model)}"
+    if kind == "missing" and isinstance(entry["loc"][-1], str):
+        return f"{key}: required, and not there; add it to the file, or to the command line as {key}=..."
+    if kind == "value_error":
+        return f"{key}: {context['error']}" if key else str(context["error"])
+    limits = {
+        "greater_than_equal": "at least {ge}",
+        "greater_than": "above {gt}",
+        "less_than_equal": "at most {le}",
+        "less_than": "below {lt}",
+        "finite_number": "a finite number",
+    }
+    if kind in limits:
+        return f"{key}: is {_show(found)}; it must be {limits[kind].format(**context)}"
+    if kind in ("string_too_short", "too_short"):
+        return f"{key}: is empty; it needs at least {context['min_length']}"
+    quote = " (put it in quotes)" if kind == "string_type" and isinstance(found, (int, float)) else ""
+    return f"{key}: is {_show(found)}; it takes {describe_type(annotation)}{quote}"
+
+
+def explain_errors(
+    error: ValidationError, model: type[BaseModel], path: Path, lines: Lines, changed: dict[Key, str]
+) -> str:
+    """All faults of a file, one a line, each with the place it came from.
+
+    Args:
+        error: of the validation of `model`.
+        path, lines: the file and the line of each of its keys.
+        changed: the keys that an override set, with its text.
+    """
+    messages: dict[str, None] = {}  # a dict, because a union reports the same fault once for each of its branches
+    for entry in error.errors():
+        place = _place(tuple(entry["loc"]), path, lines, changed)
+        messages |= {f"{place}: {message}": None for message in explain_error(entry, model).split("\n")}
+    return "\n".join(messages)
+
+
+def _place(where: Key, path: Path, lines: Lines, changed: dict[Key, str]) -> str:
+    """The override or the line that a fault comes from; for a whole section, its line and what was overridden in it."""
+    for key, override in changed.items():
+        if where[: len(key)] == key:
+            return f"override {override}"
+    line = next((lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), None)
+    within = [override for key, override in changed.items() if key[: len(where)] == where]
+    place = f"{path}:{line}" if line else str(path)
+    return f"{place} with {', '.join(within)}" if within else place
+
+
+def _whole(value: Any) -> Any:
+    """1 for 1.0: a limit as one would say it."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _show(value: Any) -> str:
+    """A value as the file writes it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return repr(value)
+
+
+def _follow(path: list[str | int], model: type[BaseModel]) -> tuple[list[str | int], Any]:
+    """The keys of `path`, without the branches of unions that pydantic names in it, and the last key's annotation."""
+    fields: dict[str, Any] = dict(model.model_fields)
+    annotation: Any = None
+    known: list[str | int] = []
+    for part in path:
+        if isinstance(part, int):
+            known.append(part)
+            annotation = _item_of(annotation, part)
+        elif annotation is None or fields:
+            known.append(part)
+            annotation = fields[part].annotation if part in fields else None
+            fields = _fields_below(annotation)
+    return known, annotation
+
+
+def _item_of(annotation: Any, index: int) -> Any:
+    """The annotation of a list's item: `list[int]`, `tuple[float, float]`, alone or beside null."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is list:
+        return arguments[0]
+    if origin is tuple:
+        return arguments[index] if index < len(arguments) else annotation
+    if origin in (Union, UnionType, Annotated):
+        inner = [_item_of(argument, index) for argument in arguments]
+        return next((item for item, outer in zip(inner, arguments, strict=True) if item is not outer), annotation)
+    return annotation
+
+
+def _suggest_key(name: str, key: str, parent: type[BaseModel], root: type[BaseModel]) -> str:
+    """The same name (or an old one's new name) in another section, else the nearest one in this section; dotted."""
+    above, dot, _ = key.rpartition(".")
+    old = CONFIG_NAMES.get(name)
+    new = (old and old.new) or name
+    for section, field in root.model_fields.items():
+        if new in _fields_below(field.annotation):
+            return f"; did you mean {section}.{new}?"
+    return suggest(name, list(parent.model_fields), above + dot)
+
+
+def _model_below(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field's annotation holds, alone, in a list or beside null."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for part in get_args(annotation) if (model := _model_below(part)) is not None), None)
+
+
+def _fields_below(annotation: Any) -> dict[str, Any]:
+    model = _model_below(annotation)
+    return model.model_fields if model is not None else {}

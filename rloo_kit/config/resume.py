@@ -1,0 +1,80 @@
+"""Which keys of a configuration may differ when a run is resumed, and the refusal of the others."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.config.yaml_files import read_file, read_yaml
+from rloo_kit.errors import ConfigError
+
+# Keys that may differ on a resume: they say what is written, and how the same gradient is computed where.
+FREE_ON_RESUME = (
+    "rloo.logging_steps", "rloo.save_steps", "rloo.save_total_limit", "rloo.report_to", "rloo.memory",
+    "rloo.tokens_per_pass", "rollout.engine", "rollout.rows",
+    "rollout.server_url", "rollout.server_adapters",
+)  # fmt: skip
+MAY_GROW_ON_RESUME = ("rloo.max_steps", "rloo.num_train_epochs")
+COMPARED_ON_RESUME = ("model", "data", "rewards", "rloo", "rollout")
+
+
+def changed_keys(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, with the saved and the new value.
+
+    >>> changed_keys({"rloo": {"beta": 0.0, "max_steps": 5}}, {"rloo": {"beta": 0.1, "max_steps": 5}})
+    {'rloo.beta': (0.0, 0.1)}
+    """
+    left, right = _flatten(saved), _flatten(now)
+    keys = [*left, *(key for key in right if key not in left)]
+    return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
+
+
+def refuse_changes(saved_config: Path, resolved: str) -> None:
+    """Refuse to resume a run with a configuration that would train something else than it did.
+
+    `run.*` and `eval.*` may differ, and so may the keys in FREE_ON_RESUME; those in MAY_GROW_ON_RESUME only upwards.
+
+    Raises:
+        ConfigError: lists every key that differs, with both values.
+    """
+    if not saved_config.exists():
+        return
+    saved, now = _fill_in(read_file(saved_config)[0], read_yaml(resolved)[0])
+    sections = [{name: values.get(name) for name in COMPARED_ON_RESUME} for values in (saved, now)]
+    changed = changed_keys(*sections)
+    refused = {key: pair for key, pair in changed.items() if key not in FREE_ON_RESUME and not _grew(key, *pair)}
+    if refused:
+        lines = [f"  {key}: {old!r} then, {new!r} now" for key, (old, new) in refused.items()]
+        raise ConfigError(
+            f"the run in {saved_config.parent} cannot be resumed with another configuration. These keys differ:\n"
+            + "\n".join(lines)
+            + "\nput them back (rloo.max_steps may grow, run.* may change), or start anew: --overwrite or run.name=..."
+        )
+
+
+def _fill_in(saved: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both with the keys that the kit has got since the run was saved, at their defaults; as they are if refused."""
+    try:
+        filled = [RunConfig.model_validate(values).model_dump(mode="json") for values in (saved, now)]
+    except ValidationError:
+        return saved, now
+    return filled[0], filled[1]
+
+
+def _grew(key: str, old: Any, new: Any) -> bool:
+    return key in MAY_GROW_ON_RESUME and (old is None or new is None or new > old)
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        pairs: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        pairs = enumerate(value)
+    else:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, item in pairs:
+        flat |= _flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    return flat

@@ -1,0 +1,170 @@
+"""One run = one YAML file, read into strict models.
+
+`load_config("configs/x.yaml", "rloo.beta=0.0")` reads the file, lays the overrides over it, translates old TRL names
+with a warning and checks every value; the `RunConfig` that comes back prints as YAML that loads back to an equal
+object. The keys themselves are in `config_sections`.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
+
+from rloo_kit.config.messages import explain_error, explain_errors
+from rloo_kit.config.old_names import CONFIG_NAMES, forget_overruled, translate_file
+from rloo_kit.config.schema import (
+    DataSection,
+    EvalSection,
+    ModelSection,
+    RewardSection,
+    RLOOSection,
+    RolloutSection,
+    RunSection,
+    Section,
+)
+from rloo_kit.config.yaml_files import apply_override, dump_yaml, merge, read_file
+from rloo_kit.errors import ConfigError
+from rloo_kit.system.processes import count_processes
+
+
+class RunConfig(Section):
+    """Everything that decides a run. Two are equal when their keys are, wherever they were read from."""
+
+    run: RunSection = Field(default_factory=lambda: RunSection(), description="files, printing, stopping")
+    model: ModelSection = Field(description="the policy")
+    data: DataSection = Field(description="the prompts")
+    rewards: list[RewardSection] = Field(min_length=1, description="the rewards, summed by weight")
+    rloo: RLOOSection = Field(description="the loop")
+    rollout: RolloutSection = Field(default_factory=lambda: RolloutSection(), description="the sampling")
+    eval: EvalSection = Field(default_factory=lambda: EvalSection(), description="the measurement")
+    _source: Path | None = PrivateAttr(None)
+
+    @property
+    def source(self) -> Path | None:
+        """The file that it was read from; None for one built in Python."""
+        return self._source
+
+    @property
+    def name(self) -> str:
+        """The run's name, which is also its folder's."""
+        if self.run.name is None:
+            raise ConfigError("the run has no name; set run.name (a config file gives its stem)")
+        return self.run.name
+
+    @property
+    def folder(self) -> Path:
+        """Where everything of the run lies: output_dir/name."""
+        return Path(self.run.output_dir) / self.name
+
+    def check(self) -> None:
+        """Check again what holds between sections: a key that is assigned is checked within its own section only.
+
+        Raises:
+            ConfigError: as `load_config`.
+        """
+        try:
+            type(self).model_validate(self.model_dump())
+        except ValidationError as error:
+            raise ConfigError("\n".join(explain_error(entry, RunConfig) for entry in error.errors())) from None
+
+    def to_yaml(self) -> str:
+        """The resolved run, every key included; `load_config` reads it back to an equal object.
+
+        Raises:
+            ConfigError: it would not, because assignments have left sections that contradict each other.
+        """
+        self.check()
+        return dump_yaml(self.model_dump(mode="json"))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunConfig) and self.model_dump() == other.model_dump()
+
+    @model_validator(mode="after")
+    def _check_sections_together(self) -> "RunConfig":
+        problems = [*self._find_length_problems(), *self._find_reward_problems()]
+        own_file = self.data.source.lower().endswith((".jsonl", ".csv", ".parquet"))  # may well hold additions
+        if self.model.is_embedded and self.data.source != "embedded/addition" and not own_file:
+            problems.append(
+                f"model.name is {self.model.name}, which knows only addition, but data.source is {self.data.source}; "
+                "set data.source=embedded/addition, a file of additions of your own, or another model.name"
+            )
+        if self.run.evaluate and self.data.test_size == 0:
+            problems.append(
+                "run.evaluate is true, but data.test_size is 0: there is nothing to measure on; set data.test_size "
+                "above 0 or run.evaluate=false"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _find_length_problems(self) -> list[str]:
+        prompt, limit = self.data.max_prompt_length, self.model.max_seq_length
+        problems = []
+        for key, completion in (
+            ("rloo.max_completion_length", self.rloo.max_completion_length),
+            ("eval.max_completion_length", self.eval.max_completion_length),
+        ):
+            if completion is not None and prompt + completion > limit:
+                room = f"{key}={limit - prompt} or " if limit > prompt else ""
+                problems.append(
+                    f"data.max_prompt_length ({prompt}) + {key} ({completion}) = {prompt + completion} tokens, more "
+                    f"than model.max_seq_length ({limit}); set {room}model.max_seq_length={prompt + completion}"
+                )
+        return problems
+
+    def _find_reward_problems(self) -> list[str]:
+        names = [reward.name for reward in self.rewards]
+        problems = []
+        if self.rloo.missing_eos_penalty is not None and "missing_eos_penalty" in names:
+            problems.append(
+                "rloo.missing_eos_penalty and the reward missing_eos_penalty are both set, so a truncated completion "
+                "would be punished twice; remove one of them"
+            )
+        if all(reward.weight == 0 for reward in self.rewards):
+            problems.append(
+                "every reward has weight 0, so nothing can be learnt; give one a weight: rewards.0.weight=1"
+            )
+        return problems
+
+
+def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig:
+    """The run that a YAML file describes.
+
+    Args:
+        path: the file; its stem is the run's name unless `run.name` says otherwise.
+        overrides: `section.key=value`, as on the command line: "rloo.beta=0.0", "eval.thinking_budgets=[64, 128]",
+            "model.lora=null". They win over everything else.
+        sections: changes by section, as Python values: `rloo={"beta": 0.0}`. They win over the file.
+
+    Returns:
+        the checked run.
+
+    Raises:
+        ConfigError: everything that is wrong with it, each with its dotted key and, where it has one, its line.
+    """
+    path = Path(path)
+    values, lines = read_file(path)
+    if values.keys() & {"grid", "runs"} and not values.keys() & {"model", "rloo"}:
+        raise ConfigError(f"{path} describes a batch of runs, not one run; use: rloo-kit batch {path}")
+    messages = translate_file(values, count_processes())
+    for section, changes in sections.items():
+        merge(values, section, changes)
+    changed = {apply_override(values, override): override for override in overrides}
+    loop_keys = {str(key[1]): override for key, override in changed.items() if key[0] == "rloo" and len(key) > 1}
+    if isinstance(values.get("rloo"), dict):
+        forget_overruled(values["rloo"], {*sections.get("rloo", {}), *loop_keys})
+    for name, override in loop_keys.items():  # what an old name of an override became comes from there too
+        if name in CONFIG_NAMES and CONFIG_NAMES[name].new is not None:
+            changed[("rloo", str(CONFIG_NAMES[name].new))] = override
+    for message in messages + translate_file(values, count_processes()):
+        warnings.warn(f"{path}: {message}", FutureWarning, stacklevel=2)
+    values["run"] = {} if values.get("run") is None else values["run"]
+    if isinstance(values["run"], dict) and values["run"].get("name") is None:
+        values["run"]["name"] = path.stem
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain_errors(error, RunConfig, path, lines, changed)) from None
+    config._source = path
+    return config

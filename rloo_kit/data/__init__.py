@@ -1,0 +1,1 @@
+"""Prompts: tasks, sources, chat templates. What needs the stack loads it inside its functions."""

@@ -1,0 +1,224 @@
+"""From a prompt to the text that the model reads: the chat template, applied once, with the model's family known.
+
+Four families, told apart by what the tokenizer's own template does:
+
+- `thinking`: the generation prompt ends with an open `<think>` (Qwen3-4B-Thinking-2507), so a completion holds only
+  the closing tag;
+- `hybrid`: the template listens to `enable_thinking` (Qwen3-0.6B to 32B as first released); the model writes both tags;
+- `instruct`: neither (Qwen3-4B-Instruct-2507); the model answers at once;
+- `plain`: no chat template is applied, the prompt is text that the model continues (base models).
+
+The text that comes out is tokenised later by whoever generates, with the tokenizer's defaults: `render_prompt` takes
+care that this gives the template's own ids, so that a tokenizer which puts a BOS in front does not find one there.
+
+Source: the chat templates on the Qwen3 model cards; https://huggingface.co/docs/transformers/chat_templating.
+"""
+
+from typing import Any
+
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.think_tags import THINK_START
+
+FAMILIES = ("thinking", "hybrid", "instruct", "plain")
+ROLES = ("system", "user", "assistant", "tool")
+_PROBE = [{"role": "user", "content": "1+1?"}]
+
+Message = dict[str, Any]
+
+
+def detect_family(tokenizer: Any, name: str = "") -> str:
+    """The family of a model, read off what its chat template does with a short question.
+
+    The name decides only where the template leaves the question open: one that never mentions thinking belongs to an
+    instruct model unless the model calls itself a thinking one.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        name: the model's name or folder.
+
+    Returns:
+        One of `FAMILIES`.
+
+    Raises:
+        DataError: the template cannot render a single user message.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return "plain"
+    default = _apply(tokenizer, _PROBE)
+    if _apply(tokenizer, _PROBE, enable_thinking=False) != _apply(tokenizer, _PROBE, enable_thinking=True):
+        return "hybrid"
+    if default.rstrip().endswith(THINK_START):
+        return "thinking"
+    return "thinking" if "thinking" in name.lower() else "instruct"
+
+
+def resolve_family(tokenizer: Any, name: str, family: str = "auto", enable_thinking: bool | None = None) -> str:
+    """The family to render prompts for: `family` if it agrees with the template, the template's own for "auto".
+
+    `plain` is always allowed: it leaves the template alone.
+
+    Raises:
+        ConfigError: `family` or `enable_thinking` contradicts the template.
+    """
+    found = detect_family(tokenizer, name)
+    wanted = found if family == "auto" else family
+    if wanted not in FAMILIES:
+        raise ConfigError(f"model.family is {family!r}; it has to be auto or one of {', '.join(FAMILIES)}")
+    open_question = {wanted, found} == {"thinking", "instruct"} and not _opens_thinking(tokenizer)
+    if wanted not in (found, "plain") and not open_question:
+        raise ConfigError(
+            f"model.family is {wanted!r}, but {_what_the_template_does(found)} (model.name: {name}). Set "
+            f"model.family: {found} or auto, or load the tokenizer that belongs to the checkpoint."
+        )
+    if wanted != "hybrid" and enable_thinking is not None and enable_thinking != (wanted == "thinking"):
+        raise ConfigError(
+            f"model.enable_thinking is {str(enable_thinking).lower()}, but this model's family is {wanted!r} and "
+            "cannot be switched: only the hybrid Qwen3 models can. Remove model.enable_thinking."
+        )
+    return wanted
+
+
+def thinks(family: str, enable_thinking: bool | None = None) -> bool:
+    """Whether a completion starts with thinking that it has to close."""
+    return family == "thinking" or (family == "hybrid" and enable_thinking is not False)
+
+
+def render_prompt(
+    tokenizer: Any,
+    prompt: str | list[Message],
+    family: str,
+    enable_thinking: bool | None = None,
+    system_prompt: str | None = None,
+) -> str:
+    """The text that the model reads for one prompt, up to and including the generation prompt.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        prompt: a text, or messages `{"role", "content"}` of which the last is not the assistant's.
+        family: one of `FAMILIES`.
+        enable_thinking: for `hybrid` only; None leaves the template's default.
+        system_prompt: put in front where the prompt brings no system message of its own.
+
+    Returns:
+        Text which `tokenizer(text)` turns into the ids that the template stands for, with a single BOS if there is
+        one.
+
+    Raises:
+        DataError: the prompt is empty, of another type, holds the tokenizer's control tokens (a template applied
+            already) or is a conversation that the family cannot render.
+    """
+    if family == "plain":
+        return _without_bos(tokenizer, _plain_text(prompt, system_prompt))
+    messages = _as_messages(prompt, system_prompt)
+    _refuse_control_tokens(tokenizer, messages)
+    options = {} if family != "hybrid" or enable_thinking is None else {"enable_thinking": enable_thinking}
+    return _without_bos(tokenizer, _apply(tokenizer, messages, **options))
+
+
+def _apply(tokenizer: Any, messages: list[Message], **options: Any) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
+    except Exception as error:  # a template is a program: it raises what its author wrote, or what Jinja finds
+        raise DataError(
+            f"the tokenizer's chat template cannot render roles {[message['role'] for message in messages]}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _opens_thinking(tokenizer: Any) -> bool:
+    return _apply(tokenizer, _PROBE).rstrip().endswith(THINK_START) if tokenizer.chat_template else False
+
+
+def _what_the_template_does(found: str) -> str:
+    return {
+        "thinking": f"the tokenizer's chat template opens {THINK_START} in the prompt",
+        "hybrid": "the tokenizer's chat template takes enable_thinking",
+        "instruct": f"the tokenizer's chat template neither opens {THINK_START} nor takes enable_thinking",
+        "plain": "the tokenizer has no chat template",
+    }[found]
+
+
+def _plain_text(prompt: str | list[Message], system_prompt: str | None) -> str:
+    if system_prompt:
+        raise ConfigError(
+            "data.system_prompt is set, but model.family is 'plain', which applies no chat template, so it has no "
+            "place. Write it into the prompts, or use a model with a chat template."
+        )
+    if not isinstance(prompt, str):
+        raise DataError(
+            f"the prompt is a {type(prompt).__name__}, but model.family is 'plain', which applies no chat template: "
+            "give the prompt as text, or use a model with a chat template"
+        )
+    return _non_empty(prompt, "the prompt")
+
+
+def _as_messages(prompt: Any, system_prompt: str | None) -> list[Message]:
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": _non_empty(prompt, "the prompt")}]
+    elif isinstance(prompt, list) and prompt:
+        messages = [_message(message, number) for number, message in enumerate(prompt, 1)]
+    else:
+        raise DataError(
+            f"the prompt is {'an empty list' if prompt == [] else f'of type {type(prompt).__name__}'}; it has to be "
+            'text or a list of messages like {"role": "user", "content": "..."}'
+        )
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            "the conversation ends with the assistant's own message; the model is to write that one. Remove it "
+            "(and keep it in the answer column if it is the gold answer)"
+        )
+    if system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    return messages
+
+
+def _message(message: Any, number: int) -> Message:
+    if not isinstance(message, dict) or "role" not in message or "content" not in message:
+        raise DataError(f'message {number} of the prompt has to be {{"role": ..., "content": ...}}, found {message!r}')
+    if message["role"] not in ROLES:
+        raise DataError(f"message {number} has the role {message['role']!r}; it has to be one of {', '.join(ROLES)}")
+    if not isinstance(message["content"], str):
+        raise DataError(
+            f"message {number} of the prompt has a content of type {type(message['content']).__name__}; it has to be "
+            "text"
+        )
+    _non_empty(message["content"], f"message {number} of the prompt")
+    return {key: value for key, value in message.items() if value is not None}  # Arrow fills absent keys with None
+
+
+def _non_empty(text: str, what: str) -> str:
+    if not text.strip():
+        raise DataError(f"{what} is empty")
+    refuse_surrogates(text, what)
+    return text
+
+
+def refuse_surrogates(text: str, what: str) -> None:
+    """Half of a UTF-16 pair, which JSON can hold (`"\\ud83d"`), is no character and no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = text[error.start].encode("unicode_escape").decode()
+        raise DataError(f"{what} holds {found} at character {error.start}, which is half a character") from error
+
+
+def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
+    """A control token in a message means a template applied twice, or a text that would end its own turn."""
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    for message in messages:
+        for token in special:
+            if token in message["content"]:
+                raise DataError(
+                    f"the {message['role']} message holds the tokenizer's control token {token}: it looks as if a "
+                    "chat template had been applied already. Give the bare text or the messages; or set model.family: "
+                    "plain to use rendered prompts as they are"
+                )
+
+
+def _without_bos(tokenizer: Any, text: str) -> str:
+    """`text` less its leading BOS where the tokenizer would put another one in front of it."""
+    bos = tokenizer.bos_token
+    if not bos or not text.startswith(bos):
+        return text
+    adds_its_own = tokenizer(bos)["input_ids"][:2] == [tokenizer.bos_token_id] * 2
+    return text[len(bos) :] if adds_its_own else text

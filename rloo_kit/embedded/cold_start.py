@@ -1,0 +1,194 @@
+"""The supervised cold start of the embedded model: imitation of noisy demonstrations on one CPU thread.
+
+Deterministic for a seed: every draw comes from a seeded generator, everything is float32 on one thread. It first
+imitates clean demonstrations, which teach addition fastest, then noisy ones, which teach the rates of the mistakes.
+
+Only the rows of the table whose tokens occur are trained one by one. All others share one vector u, and with n of them
+their joint logit is u.h + ln n, so a softmax over the used rows and that one is the exact softmax over the whole
+table. A table of 151936 rows therefore costs what one of 26 rows costs; at the end u is written into every unused row.
+
+Left out: checkpoints, evaluation, accelerators. The model is too small to need them.
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from rloo_kit.data import tasks
+from rloo_kit.embedded.tokenizer import ROWS, TURN_END, TURN_START
+
+IGNORED = -100  # target of a position that carries no loss
+SECONDS_BETWEEN_REPORTS = 5.0
+
+
+@dataclass(frozen=True)
+class ColdStart:
+    """Everything that the weights depend on beside the seed, the code and the libraries.
+
+    steps and batch_size: optimizer steps and demonstrations in each; clean_share, easy_share: shares of the steps, from
+    the first, whose demonstrations have no mistakes and whose numbers lie in `arithmetic.EASY_LIMITS`. head_dim is a
+    power of two and hidden_size a multiple of 64, as the kernels of Unsloth and bitsandbytes want them.
+    """
+
+    steps: int = 640
+    batch_size: int = 24
+    learning_rate: float = 3e-3
+    warmup_steps: int = 50
+    decay_share: float = 0.6
+    clean_share: float = 0.65
+    easy_share: float = 0.0
+    noise: tasks.Noise = tasks.Noise()
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_layers: int = 3
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+
+
+PLANS = {
+    "thinking": ColdStart(),
+    "instruct": ColdStart(steps=600, batch_size=64, clean_share=0.7, easy_share=0.37, noise=tasks.Noise(guess=0.35)),
+}
+
+
+def train(
+    tokenizer: Any, kind: str, vocabulary: str, seed: int, plan: ColdStart, report: Callable[[str], None] = print
+) -> Any:
+    """A `Qwen3ForCausalLM` (float32, CPU) with `ROWS[vocabulary]` rows, taught to imitate the demonstrations of `kind`.
+
+    Seeds torch's global generator; meant for a process of its own, as `tiny_model.build` does it.
+
+    Args:
+        tokenizer: of `tiny_tokenizer.build_tokenizer(kind, vocabulary)`.
+        seed: of the weights at the start and of the demonstrations.
+        report: gets one line every few seconds.
+    """
+    from transformers import Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    rng = random.Random(f"cold-start-{seed}")
+    used = used_ids(tokenizer)
+    slots = {token: slot for slot, token in enumerate(used)}
+    model = Qwen3ForCausalLM(model_config(plan, len(used) + 1))  # the last row is the shared one
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    started = reported = time.monotonic()
+    for step in range(plan.steps):
+        optimizer.param_groups[0]["lr"] = plan.learning_rate * _schedule(step, plan)
+        noise = plan.noise if step >= plan.clean_share * plan.steps else tasks.Noise(0.0, 0.0, 0.0)
+        limits = tasks.EASY_LIMITS if step < plan.easy_share * plan.steps else tasks.LIMITS[kind]
+        pairs = [tasks.draw_pair(rng, limits, reserved=True) for _ in range(plan.batch_size)]
+        tokens, targets = demonstrate(tokenizer, slots, kind, pairs, noise, rng)
+        loss = imitation_loss(model, tokens, targets, ROWS[vocabulary] - len(used))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS or step + 1 == plan.steps:
+            reported = time.monotonic()
+            left = (reported - started) / (step + 1) * (plan.steps - step - 1)
+            report(f"step {step + 1}/{plan.steps}  loss {loss.item():.3f}  {left:.0f} s left")
+    return with_full_table(model, plan, used, ROWS[vocabulary], tokenizer)
+
+
+def model_config(plan: ColdStart, num_rows: int, **token_ids: Any) -> Any:
+    """The `Qwen3Config` of the model with a table of `num_rows` rows."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=num_rows,
+        hidden_size=plan.hidden_size,
+        intermediate_size=plan.intermediate_size,
+        num_hidden_layers=plan.num_layers,
+        num_attention_heads=plan.num_heads,
+        num_key_value_heads=plan.num_kv_heads,
+        head_dim=plan.head_dim,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        dtype="float32",
+        **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | token_ids,
+    )
+
+
+def used_ids(tokenizer: Any) -> list[int]:
+    """The ids that occur in prompts and completions of the task, sorted."""
+    turns = [{"role": "user", "content": "0123456789+="}, {"role": "assistant", "content": "\n</think>"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False) + f"{TURN_START}assistant\n<think>\n</think>{TURN_END}"
+    return sorted(set(tokenizer(text)["input_ids"]))
+
+
+def demonstrate(
+    tokenizer: Any,
+    slots: dict[int, int],
+    kind: str,
+    pairs: Sequence[tuple[int, int]],
+    noise: tasks.Noise,
+    rng: random.Random,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A demonstration for each pair as a row of `slots`, padded on the right: tokens (B, T), and targets (B, T - 1) of
+    the completion's tokens (the prompt's and the padding's are IGNORED)."""
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": tasks.question(*pair)}], add_generation_prompt=True, tokenize=False
+        )
+        for pair in pairs
+    ]
+    completions = [tasks.demonstration(*pair, rng, noise, kind == "thinking") + TURN_END for pair in pairs]
+    prompt_rows = _encode(tokenizer, slots, prompts)
+    rows = [prompt + rest for prompt, rest in zip(prompt_rows, _encode(tokenizer, slots, completions), strict=True)]
+    width = max(map(len, rows))
+    tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    targets = torch.full(tokens.shape, IGNORED)
+    for index, (prompt, row) in enumerate(zip(prompt_rows, rows, strict=True)):
+        targets[index, len(prompt) : len(row)] = tokens[index, len(prompt) : len(row)]
+    return tokens, targets[:, 1:]
+
+
+def _encode(tokenizer: Any, slots: dict[int, int], texts: Sequence[str]) -> list[list[int]]:
+    return [[slots[token] for token in row] for row in tokenizer(list(texts))["input_ids"]]
+
+
+def _schedule(step: int, plan: ColdStart) -> float:
+    """Factor of the learning rate: a linear warm-up, a plateau, then linear down to nearly 0 over `decay_share`."""
+    left = (plan.steps - step) / (plan.steps * plan.decay_share)
+    return min(1.0, (step + 1) / plan.warmup_steps, max(0.02, left))
+
+
+def imitation_loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor, num_shared: int) -> torch.Tensor:
+    """Mean cross-entropy of the full table at the targets; right padding needs no mask under causal attention."""
+    hidden = model.model(input_ids=tokens).last_hidden_state[:, :-1]  # (B, T - 1, H)
+    table = model.get_input_embeddings().weight  # (U + 1, H)
+    kept = targets != IGNORED
+    logits = joint_logits(hidden[kept], table[:-1], table[-1], num_shared)
+    return functional.cross_entropy(logits, targets[kept])
+
+
+def joint_logits(hidden: torch.Tensor, rows: torch.Tensor, shared: torch.Tensor, num_shared: int) -> torch.Tensor:
+    """Logits of the used rows and, last, the joint logit of `num_shared` >= 1 further rows that all equal `shared`.
+
+    hidden (N, H), rows (U, H), shared (H,) give (N, U + 1), whose log-softmax at a used row is that of the whole table.
+    """
+    joint = hidden @ shared + math.log(num_shared)
+    return torch.cat([hidden @ rows.T, joint[:, None]], dim=1)
+
+
+def with_full_table(model: Any, plan: ColdStart, used: list[int], num_rows: int, tokenizer: Any) -> Any:
+    """The same model with all its rows: the used ones at their ids, the shared vector everywhere else."""
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    full = type(model)(model_config(plan, num_rows, eos_token_id=end, pad_token_id=pad))
+    weights = model.state_dict()
+    small = weights["model.embed_tokens.weight"]
+    table = small[-1].repeat(num_rows, 1)
+    table[used] = small[:-1]
+    full.load_state_dict({**weights, "model.embed_tokens.weight": table, "lm_head.weight": table})
+    full.generation_config.update(eos_token_id=[end, pad], pad_token_id=pad, do_sample=True)
+    full.generation_config._from_model_config = False  # else loading derives it anew, without the second end token
+    return full.eval()

@@ -1,0 +1,188 @@
+"""The embedded model: a tiny Qwen3 that adds, built offline on the CPU and cached, so that a run needs no download.
+
+A real `Qwen3ForCausalLM` with a byte-level tokenizer and the Thinking chat template, or its twin that answers at once.
+`build` returns a folder that loads like any checkpoint. The cold start (`rloo_kit.embedded.cold_start`) runs in a process of its
+own, on one thread: the weights then depend on the seed and not on what the caller has imported, seeded or patched
+(Unsloth rewrites Qwen3's classes for an accelerator).
+
+The cache is keyed by the model's name and `RECIPE`, the version of what builds it. An edited comment, a moved file or
+another machine asks for the same model, so adapters stay usable. Old entries are never removed (2 MB each, 80 MB with
+Qwen3's vocabulary).
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.errors import ConfigError, SetupError
+from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
+
+RECORD = "embedded.json"  # what was built, and the sign that the folder is complete
+# Raise it with whatever changes the weights: plan, demonstrations, tokenizer, architecture.
+# A test holds a fingerprint of each recipe and fails when one changes under its number.
+RECIPE = 1
+_LIBRARIES = ("torch", "transformers", "tokenizers")
+_FOLDER_NAME = re.compile(
+    r"(?P<kind>[a-z]+)-(?P<vocabulary>[a-z0-9]+)-(?P<seed>\d+)-r(?P<recipe>\d+)(-(?P<steps>\d+)steps)?"
+)
+_PROGRESS = "progress: "
+
+
+def build(
+    kind: str = "thinking",
+    vocabulary: str = "compact",
+    seed: int = 0,
+    *,
+    steps: int | None = None,
+    report: Callable[[str], None] | None = None,
+) -> Path:
+    """The folder of the embedded model, taken from the cache or built (about a minute on one core).
+
+    Args:
+        kind: `thinking` or `instruct` (answers at once).
+        vocabulary: `compact` (320 rows: the bytes, then the chat tokens) or `qwen3` (151936 rows, Qwen3's own ids).
+        seed: of the cold start; another seed is another model.
+        steps: of the cold start; None takes as many as the model needs, a few give a quick model that cannot add.
+        report: gets a line of text every few seconds; None prints it.
+    Raises:
+        ConfigError: no such kind or vocabulary, or steps below 1.
+        SetupError: the cache cannot be written, or the cold start failed.
+    """
+    recipe = _recipe(kind, vocabulary, seed, steps)
+    say = report or (lambda line: print(line, flush=True))
+    target = cache_folder() / f"{kind}-{vocabulary}-{seed}-r{RECIPE}{'' if steps is None else f'-{steps}steps'}"
+    if (target / RECORD).is_file():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        workspace = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise SetupError(
+            f"the embedded model cannot be kept in {target.parent}: {error}. Set {CACHE_VARIABLE} to a folder that can "
+            "be written"
+        ) from error
+    try:
+        say(f"building embedded/{kind} ({vocabulary} vocabulary, seed {seed}) on one CPU core, once; kept in {target}")
+        _run_cold_start(recipe, workspace, lambda line: say(f"embedded/{kind}: {line}"))
+        _move_into_place(workspace, target)
+    finally:
+        shutil.rmtree(workspace, ignore_errors=True)
+    return target
+
+
+def rebuild(name: str) -> Path | None:
+    """The model that `build` keeps under the folder name `name`, built here if need be; None for any other name.
+
+    An adapter names its base by the path on the machine that trained it; the name alone says which model that was.
+    """
+    found = _FOLDER_NAME.fullmatch(name)
+    if found is None or int(found["recipe"]) != RECIPE:
+        return None
+    steps = found["steps"]
+    return build(found["kind"], found["vocabulary"], int(found["seed"]), steps=None if steps is None else int(steps))
+
+
+def _recipe(kind: str, vocabulary: str, seed: int, steps: int | None) -> dict[str, Any]:
+    """Everything that decides the weights, as JSON; checks the arguments before anything heavy is imported."""
+    from rloo_kit.embedded.cold_start import PLANS
+    from rloo_kit.embedded.tokenizer import KINDS, ROWS
+
+    if kind not in KINDS:
+        raise ConfigError(f"there is no embedded model '{kind}': model.name is embedded/{' or embedded/'.join(KINDS)}")
+    if vocabulary not in ROWS:
+        raise ConfigError(f"model.vocabulary is '{vocabulary}'; the embedded model has {' and '.join(ROWS)}")
+    if steps is not None and steps < 1:
+        raise ConfigError(f"steps={steps}: the cold start takes at least 1 step")
+    plan = PLANS[kind] if steps is None else dataclasses.replace(PLANS[kind], steps=steps)
+    return {
+        "kind": kind,
+        "vocabulary": vocabulary,
+        "seed": seed,
+        "recipe": RECIPE,
+        "plan": dataclasses.asdict(plan),
+        "versions": {library: version(library) for library in _LIBRARIES},  # for a reader; no part of the name
+    }
+
+
+def _run_cold_start(recipe: dict[str, Any], folder: Path, report: Callable[[str], None]) -> None:
+    """Build into `folder` in a fresh process: one thread, no accelerator, no network, no Unsloth."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "RLOO_KIT_BACKEND": "transformers",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    program = "from rloo_kit.embedded.model import run_as_program; run_as_program()"
+    command = [sys.executable, "-P", "-c", program]  # -P: nothing is imported from the working directory
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(
+            [*command, json.dumps(recipe), str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        try:
+            for line in child.stdout or ():
+                if line.startswith(_PROGRESS):
+                    report(line.removeprefix(_PROGRESS).rstrip())
+        except BaseException:  # Ctrl-C above all: no cold start is left running
+            child.kill()
+            raise
+        finally:
+            child.wait()
+        if child.returncode:
+            errors.seek(0)
+            tail = "\n".join(errors.read().splitlines()[-15:])
+            raise SetupError(
+                f"the cold start of embedded/{recipe['kind']} ended with exit code {child.returncode}; "
+                f"`rloo-kit doctor` checks the installation. Its last words:\n{tail}"
+            )
+
+
+def run_as_program() -> None:
+    """The process that `build` starts: arguments are the recipe as JSON and the folder to fill."""
+    from rloo_kit.data.tasks import Noise
+    from rloo_kit.embedded import cold_start
+    from rloo_kit.embedded.tokenizer import build_tokenizer
+
+    recipe, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    plan = cold_start.ColdStart(**recipe["plan"] | {"noise": Noise(**recipe["plan"]["noise"])})
+    cold_start.torch.set_num_threads(1)
+    tokenizer = build_tokenizer(recipe["kind"], recipe["vocabulary"])
+    model = cold_start.train(
+        tokenizer,
+        recipe["kind"],
+        recipe["vocabulary"],
+        recipe["seed"],
+        plan,
+        lambda line: print(_PROGRESS + line, flush=True),
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / RECORD).write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
+
+
+def _move_into_place(workspace: Path, target: Path) -> None:
+    """Rename, which is atomic; where another process was faster with the same content, its folder stays."""
+    workspace.chmod(0o755)
+    try:
+        workspace.rename(target)
+    except OSError as error:
+        if not (target / RECORD).is_file():
+            raise SetupError(
+                f"the embedded model could not be moved to {target}: {error}; remove that folder"
+            ) from error

@@ -1,0 +1,87 @@
+"""The embedded model's tokenizer: Qwen3's single bytes and Qwen3's chat tokens, and no merges.
+
+A byte-level BPE without merges gives one token per byte. With the 256 byte symbols sorted their ids are those that
+Qwen3 gives to single bytes (`!` is 0, `0` is 15), so a text has the ids that Qwen3 would give it without its merges.
+Two vocabularies: `compact` puts the five chat tokens right behind the bytes, `qwen3` puts them at Qwen3's own ids
+(`</think>` at 151668) and fills the space between with placeholders that no text encodes to.
+
+Left out: tools, default system prompts and earlier thinking in the templates; the model knows one question at a time.
+Source of the ids: `tokenizer_config.json` of the Qwen3 checkpoints, by way of `rloo_kit.think_tags`.
+"""
+
+from typing import Any
+
+from rloo_kit.errors import ConfigError
+from rloo_kit.think_tags import QWEN3_IDS, THINK_END, THINK_START
+
+NUM_BYTES = 256
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, THINK_START, THINK_END)
+ROWS = {"compact": 320, "qwen3": 151936}  # rows of the embedding: a multiple of 64, as kernels like them
+KINDS = ("thinking", "instruct")
+
+_TURNS = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|im_start|>assistant\\n' }}"
+)
+TEMPLATES = {
+    "thinking": _TURNS + "{{- '<think>\\n' }}{%- endif %}",  # the completion holds only </think>, as with Thinking-2507
+    "instruct": _TURNS + "{%- endif %}",
+}
+
+
+def byte_symbols() -> list[str]:
+    """The 256 printable characters that stand for bytes in a byte-level BPE, sorted; the index is the id in Qwen3."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    return [chr(point) for point in printable] + [chr(256 + shift) for shift in range(NUM_BYTES - len(printable))]
+
+
+def token_ids(vocabulary: str) -> dict[str, int]:
+    """Text of every token -> id: the bytes, then the chat tokens (`qwen3`: at Qwen3's ids, placeholders between).
+
+    Raises:
+        ConfigError: no such vocabulary.
+    """
+    if vocabulary not in ROWS:
+        raise ConfigError(f"model.vocabulary is '{vocabulary}'; the embedded model has {' and '.join(ROWS)}")
+    ids = {symbol: index for index, symbol in enumerate(byte_symbols())}
+    if vocabulary == "compact":
+        return ids | {token: NUM_BYTES + index for index, token in enumerate(CHAT_TOKENS)}
+    taken = set(QWEN3_IDS.values())
+    gaps = (index for index in range(NUM_BYTES, max(taken)) if index not in taken)
+    return ids | {f"<|unused_{index}|>": index for index in gaps} | QWEN3_IDS
+
+
+def build_tokenizer(kind: str = "thinking", vocabulary: str = "compact") -> Any:
+    """A `Qwen2Tokenizer` (the class of the Qwen3 checkpoints) for the embedded model.
+
+    `<think>` and `</think>` are added tokens but not special, as in Qwen3: `skip_special_tokens=True` keeps them.
+
+    Args:
+        kind: `thinking` (the template opens `<think>` in the prompt) or `instruct` (the plain template).
+        vocabulary: `compact` or `qwen3`.
+    Raises:
+        ConfigError: no such kind or vocabulary.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"there is no embedded model '{kind}': model.name is embedded/{' or embedded/'.join(KINDS)}")
+    from tokenizers import AddedToken
+    from transformers import Qwen2Tokenizer
+
+    tokenizer = Qwen2Tokenizer(
+        vocab=token_ids(vocabulary),
+        merges=[],
+        unk_token=None,
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+    )
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in CHAT_TOKENS[:3]])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in CHAT_TOKENS[3:]])
+    tokenizer.chat_template = TEMPLATES[kind]
+    return tokenizer

@@ -1,0 +1,234 @@
+"""Held-out accuracy with its interval, and what goes with it: greedy accuracy, pass@k, thinking, budgets.
+
+`evaluate` samples `eval.num_samples` completions of each held-out prompt from the policy's whole distribution and
+counts those whose answer is right by the run's own answer reward (`answer_judge`). With `eval.thinking_budgets` the
+thinking is closed as training closes it (`rloo.thinking_close`). How the intervals are made is said in `intervals`;
+what comes back, and how two of them compare, in `measurement`.
+
+With several processes each samples a part of the prompts, the main one judges, and all return the same figures.
+
+Left out: several benchmarks at once, and judging by anything but the answer.
+"""
+
+import hashlib
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+from rloo_kit.collective import gather_lists, share, share_of
+from rloo_kit.data.chat import thinks
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.evals.judge import AnswerJudge
+from rloo_kit.results.evaluation import Comparison, Evaluation, compare
+from rloo_kit.results.intervals import clustered, pass_at_k
+from rloo_kit.rollout.engine import Completion, generate_completions
+from rloo_kit.rollout.thinking_budget import close_ids_for
+from rloo_kit.system.processes import is_distributed, is_main_process, process_index, say
+from rloo_kit.think_tags import split_thinking
+
+__all__ = ["Comparison", "Evaluation", "compare", "evaluate"]
+
+
+def evaluate(run: Any, policy: Any, dataset: Any, label: str = "") -> Evaluation:
+    """Measure a policy on held-out prompts.
+
+    Args:
+        run: a `RunConfig`; read are `eval`, `rewards`, `rloo.max_completion_length`, `model` and `run.seed`.
+        policy: what `load_policy` returned, trained or not.
+        dataset: `load_data(...).test`: rendered prompts, with or without an `answer` column. The first
+            `eval.num_prompts` are used, so that two evaluations are of the same prompts.
+        label: a word for the table's title.
+
+    Raises:
+        DataError: no prompts.
+        ConfigError: thinking budgets for a model that does not think, or that do not fit into `model.max_seq_length`.
+    """
+    started = time.monotonic()
+    dataset = _first_prompts(dataset, run.eval.num_prompts)
+    _check_budgets(run, policy)
+    gold = list(dataset["answer"]) if "answer" in dataset.column_names else None
+    judge = AnswerJudge(run, policy.tokenizer, gold)
+    generate = _Generator(run, policy, dataset, label)
+    try:
+        with policy.whole_weights():
+            measured = _measure_sampled(run, policy, dataset, judge, generate, label)
+            if run.eval.greedy:
+                _measure_greedy(run, judge, generate, measured)
+            for budget in run.eval.thinking_budgets:
+                measured.budgets.append(_measure_budget(run, judge, generate, budget))
+    finally:
+        judge.close()
+    measured.unscored = judge.unscored
+    measured.seconds = time.monotonic() - started
+    return share(measured)
+
+
+def engine_outside_training(run: Any, policy: Any) -> str:
+    """`rollout.engine`, where it can sample without the trainer; else what can."""
+    if run.rollout.engine in ("native", "generate"):
+        return str(run.rollout.engine)
+    return "generate" if policy.backend == "unsloth" else "auto"
+
+
+class _Generator:
+    """Completions of the held-out prompts; says now and then how far it has come.
+
+    Each process samples its part of the prompts, with a seed of its own; all get all completions, in order.
+    """
+
+    def __init__(self, run: Any, policy: Any, dataset: Any, label: str) -> None:
+        self.run, self.policy, self.label = run, policy, label
+        self.prompts = list(dataset["prompt"])
+        self.limit = run.eval.max_completion_length or run.rloo.max_completion_length
+        self.printed_at = time.monotonic()
+        self.each = "by each process" if is_distributed() else ""
+
+    def __call__(self, what: str, temperature: float, **options: Any) -> list[Completion]:
+        def report(done: int, total: int) -> None:
+            if time.monotonic() - self.printed_at >= max(self.run.run.progress_every_s, 0.1) and done < total:
+                say(" ".join(f"evaluation {self.label}: {what} {done}/{total} {self.each}".split()))
+                self.printed_at = time.monotonic()
+
+        own = share_of(self.prompts)
+        completions = generate_completions(
+            self.policy,
+            [self.prompts[place] for place in own],
+            max_completion_length=self.limit,
+            temperature=temperature,
+            batch_size=self.run.eval.batch_size,
+            seed=self.run.run.seed + process_index(),
+            engine=engine_outside_training(self.run, self.policy),
+            on_batch=report,
+            **options,
+        )
+        return gather_lists([replace(done, prompt_index=own[done.prompt_index]) for done in completions])
+
+
+def _measure_sampled(
+    run: Any, policy: Any, dataset: Any, judge: AnswerJudge, generate: _Generator, label: str
+) -> Evaluation:
+    num_samples = run.eval.num_samples
+    completions = generate("sampled", run.eval.temperature, num_samples=num_samples)
+    verdicts = _judge(judge, completions)
+    thinking = [completion.thinking_tokens for completion in completions if completion.thinking_tokens is not None]
+    is_thinking = thinks(policy.family, run.model.enable_thinking)
+    measured = Evaluation(
+        label=label,
+        num_prompts=len(dataset),
+        num_samples=num_samples,
+        temperature=run.eval.temperature,
+        max_completion_length=generate.limit,
+        closed_share=_mean([completion.closed for completion in completions]) if is_thinking else None,
+        truncated_share=_mean([not completion.ended for completion in completions]),
+        mean_thinking_tokens=_mean(thinking) if thinking and is_thinking else None,
+        mean_tokens=_mean([len(completion.ids) for completion in completions]),
+        samples=_samples(run, policy, dataset, completions, verdicts),
+        prompts_digest=hashlib.sha256("\0".join(dataset["prompt"]).encode()).hexdigest()[:16],
+    )
+    if verdicts is not None:
+        measured.per_prompt = _per_prompt(verdicts, num_samples)
+        measured.accuracy, measured.low, measured.high = clustered(measured.per_prompt, num_samples)
+        rights = [sum(verdicts[start : start + num_samples]) for start in range(0, len(verdicts), num_samples)]
+        measured.pass_at_k = {
+            k: _mean([pass_at_k(right, num_samples, k) for right in rights]) for k in sorted(set(run.eval.pass_at_k))
+        }
+    return measured
+
+
+def _measure_greedy(run: Any, judge: AnswerJudge, generate: _Generator, measured: Evaluation) -> None:
+    if run.eval.temperature == 0:
+        measured.greedy_per_prompt = measured.per_prompt
+    else:
+        verdicts = _judge(judge, generate("greedy", 0.0)) if judge.reward else None
+        measured.greedy_per_prompt = None if verdicts is None else _per_prompt(verdicts, 1)
+    if measured.greedy_per_prompt is not None:
+        estimate = clustered(measured.greedy_per_prompt, 1)
+        measured.greedy_accuracy, measured.greedy_low, measured.greedy_high = estimate
+
+
+def _measure_budget(run: Any, judge: AnswerJudge, generate: _Generator, budget: int) -> dict[str, Any]:
+    """One entry of `Evaluation.budgets`: accuracy over all completions, over those the budget closed and the others."""
+    completions = generate(
+        f"budget {budget}",
+        run.eval.temperature,
+        thinking_budget=budget,
+        answer_budget=run.eval.answer_budget,
+        thinking_close=run.rloo.thinking_close,
+    )
+    verdicts = _judge(judge, completions)
+    forced = [completion.forced for completion in completions]
+    entry: dict[str, Any] = {"budget": budget, "forced_share": _mean(forced)}
+    for prefix, sides in (("", (True, False)), ("forced_", (True,)), ("unforced_", (False,))):
+        chosen = [float(v) for v, closed in zip(verdicts or [], forced, strict=verdicts is not None) if closed in sides]
+        estimate = clustered(chosen, 1) if chosen else (None, None, None)
+        entry |= dict(zip((f"{prefix}accuracy", f"{prefix}low", f"{prefix}high"), estimate, strict=True))
+    return entry
+
+
+def _samples(
+    run: Any, policy: Any, dataset: Any, completions: list[Completion], verdicts: list[bool] | None
+) -> list[dict[str, Any]]:
+    """The first completion of each of the first prompts, thinking and answer apart."""
+    samples = []
+    for index in range(min(run.eval.num_completions, len(dataset))):
+        number = index * run.eval.num_samples
+        completion = completions[number]
+        thinking, answer = split_thinking(completion.ids, policy.tokenizer, policy.tags, policy.family == "thinking")
+        samples.append(
+            {
+                "prompt": dataset[index]["prompt"],
+                "thinking": thinking,
+                "answer": answer,
+                "gold": dataset[index].get("answer"),
+                "correct": None if verdicts is None else verdicts[number],
+                "ended": completion.ended,
+                "closed": completion.closed,
+                "tokens": len(completion.ids),
+                "thinking_tokens": completion.thinking_tokens,
+                "forced": completion.forced,
+            }
+        )
+    return samples
+
+
+def _first_prompts(dataset: Any, num_prompts: int | None) -> Any:
+    if "prompt" not in dataset.column_names:
+        raise DataError(
+            f"the dataset has no column 'prompt' (it has {', '.join(dataset.column_names)}); pass load_data(...).test"
+        )
+    if not len(dataset):
+        raise DataError("there are no held-out prompts to evaluate on; set data.test_size above 0")
+    return dataset if num_prompts is None else dataset.select(range(min(num_prompts, len(dataset))))
+
+
+def _check_budgets(run: Any, policy: Any) -> None:
+    budgets = run.eval.thinking_budgets
+    if not budgets:
+        return
+    if not thinks(policy.family, run.model.enable_thinking):
+        raise ConfigError(
+            f"eval.thinking_budgets is {budgets}, but this model does not think (family {policy.family}). Set "
+            "eval.thinking_budgets: []"
+        )
+    forced = len(close_ids_for(policy.tokenizer, policy.tags, run.rloo.thinking_close))
+    needed = run.data.max_prompt_length + max(budgets) + forced + run.eval.answer_budget
+    if needed > run.model.max_seq_length:
+        raise ConfigError(
+            f"data.max_prompt_length ({run.data.max_prompt_length}) + the largest of eval.thinking_budgets "
+            f"({max(budgets)}) + {forced} + eval.answer_budget ({run.eval.answer_budget}) is {needed} tokens, but "
+            f"model.max_seq_length is {run.model.max_seq_length}. Lower one of the first three or raise the last"
+        )
+
+
+def _judge(judge: AnswerJudge, completions: list[Completion]) -> list[bool] | None:
+    """One verdict a completion, the main process's in all: a time limit may pass in one of them and not in another."""
+    return share(judge.judge(completions) if is_main_process() else None)
+
+
+def _per_prompt(verdicts: list[bool], num_samples: int) -> list[float]:
+    return [_mean(verdicts[start : start + num_samples]) for start in range(0, len(verdicts), num_samples)]
+
+
+def _mean(values: list[Any]) -> float:
+    return math.fsum(values) / len(values)

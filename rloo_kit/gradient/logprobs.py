@@ -1,0 +1,275 @@
+"""Log-probabilities of completions without Triton, without padding on the left, without [tokens, vocabulary].
+
+TRL 1.15 scores through a Triton kernel that needs an accelerator, and pads prompts on the left, which Unsloth's
+training forward silently ignores (its mask is dropped: gradients off by half). Here each row is laid out as prompt +
+completion, padded on the right: no token ever sees padding, so no mask is needed and every backend gives the same
+numbers. The head works on tiles of tokens and vocabulary: the softmax is summed up as the vocabulary goes by.
+
+`attach_token_scoring` gives one model instance a second way to be called, through whatever wraps it (PEFT, DDP,
+autocast), as TRL does for its fused head. Left out: packing and shared prompts (`packing.py`, `scoring.py`), and heads
+that are split over cards.
+
+Shapes: B rows, P prompt tokens, C completion tokens, H hidden size, V vocabulary, N scored tokens of a micro-batch.
+"""
+
+import functools
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers.utils import ModelOutput
+
+from rloo_kit.errors import BackendError
+
+# Tokens and vocabulary rows of one tile, on an accelerator and on the CPU (`[is_cpu]`): 32 MiB and 4 MiB of float32.
+# On one thread 151936 rows take a third of the time that they take in tiles of whole rows, which leave the cache.
+TILE_TOKENS = (1024, 512)
+TILE_VOCABULARY = (8192, 2048)
+
+
+@dataclass
+class TokenScores(ModelOutput):
+    """What a scoring call returns: log-probabilities and entropies of the N scored tokens, in nats, float32."""
+
+    logps: torch.Tensor | None = None  # (N,)
+    entropies: torch.Tensor | None = None  # (N,)
+
+
+class _ScoreTokens(torch.autograd.Function):
+    """log softmax((h W^T + b) / temperature)[target], tile by tile.
+
+    With a frozen head the backward pass is prepared in the forward one, where the exponentials are at hand: how a
+    log-probability changes with its state, (W[target] - sum of p W) / temperature, is (N, H) and all that is kept. A
+    head that is trained has its logits made again in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, need_entropy, prepare):
+        tiles = [
+            _score_tile(hidden[rows], weight, bias, targets[rows], temperature, need_entropy, prepare)
+            for rows in _row_tiles(hidden)
+        ]
+        logps, log_norms, entropies, slopes = (torch.cat(parts) for parts in zip(*tiles, strict=True))
+        ctx.is_prepared, ctx.temperature = prepare, temperature
+        if prepare:
+            ctx.save_for_backward(slopes)
+        else:
+            ctx.save_for_backward(hidden, weight, bias, targets, log_norms)
+        ctx.mark_non_differentiable(entropies)
+        return logps, entropies
+
+    @staticmethod
+    def backward(ctx, grad_logps, _grad_entropies):
+        if ctx.is_prepared:
+            (slopes,) = ctx.saved_tensors
+            return (slopes * grad_logps[:, None]).to(slopes.dtype), *[None] * 6
+        return *_gradients(ctx, grad_logps), *[None] * 4
+
+
+def _score_tile(hidden, weight, bias, targets, temperature, need_entropy, prepare):
+    """Of a tile's tokens: logps, log norms, entropies (n,), slopes (n, H); the last two empty where not wanted.
+
+    One pass over the vocabulary: sums of exponentials are kept relative to the largest logit so far. The target's own
+    is kept apart from the rest, so that 1 - p is exact in 16 bits where p is close to 1.
+    """
+    own = rest = spread = slopes = top = chosen = torch.zeros(len(hidden), device=hidden.device)
+    for columns in _column_tiles(weight):
+        logits = _tile_logits(hidden, weight, bias, columns, temperature)  # (n, v), float32
+        place = (targets - columns.start).clamp(0, logits.size(1) - 1)[:, None]
+        is_here = (targets >= columns.start) & (targets < columns.stop)
+        chosen = torch.where(is_here, logits.gather(1, place).squeeze(1), chosen)
+        largest = logits.amax(dim=1)
+        if columns.start > 0:
+            largest = torch.maximum(largest, top)
+            drop = top - largest
+            shrink = drop.exp()
+            spread = shrink * (spread + drop * (own + rest))
+            own, rest = own * shrink, rest * shrink
+            slopes = slopes * shrink[:, None] if prepare else slopes
+        top = largest
+        logits.sub_(top[:, None])
+        exponentials = logits.exp() if need_entropy else logits.exp_()
+        if need_entropy:
+            spread = spread + torch.bmm(exponentials[:, None], logits[:, :, None]).flatten()
+        mine = exponentials.gather(1, place).squeeze(1)
+        own = own + torch.where(is_here, mine, 0.0)
+        exponentials.scatter_(1, place, torch.where(is_here, 0.0, mine)[:, None])
+        rest = rest + exponentials.sum(dim=1)
+        if prepare:
+            product = (exponentials.to(weight.dtype) @ weight[columns]).float()
+            slopes = product if columns.start == 0 else slopes + product
+    total = own + rest
+    log_norm = top + total.log()
+    entropy = total.log() - spread / total if need_entropy else total[:0]
+    if prepare:
+        away = (weight[targets].float() * rest[:, None] - slopes).div_(total[:, None] * temperature)
+        slopes = away.to(hidden.dtype)
+    return chosen - log_norm, log_norm, entropy, slopes
+
+
+def _gradients(ctx, grad_logps):
+    """Of states, weight and bias, each None where it is not needed."""
+    hidden, weight, bias, targets, log_norms = ctx.saved_tensors
+    wanted = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+    sums = [torch.zeros_like(tensor, dtype=torch.float32) if needed else None for tensor, needed in wanted]
+    for rows in _row_tiles(hidden):
+        for columns in _column_tiles(weight):
+            logits = _tile_logits(hidden[rows], weight, bias, columns, ctx.temperature)
+            grad_logits = logits.sub_(log_norms[rows, None]).exp_().mul_(-grad_logps[rows, None])  # (n, v)
+            place = (targets[rows] - columns.start).clamp(0, logits.size(1) - 1)[:, None]
+            is_here = (targets[rows] >= columns.start) & (targets[rows] < columns.stop)
+            grad_logits.scatter_add_(1, place, torch.where(is_here, grad_logps[rows], 0.0)[:, None])
+            grad_logits.div_(ctx.temperature)
+            if sums[0] is not None:
+                sums[0][rows] += (grad_logits.to(weight.dtype) @ weight[columns]).float()
+            if sums[1] is not None:
+                sums[1][columns] += grad_logits.T @ hidden[rows].float()
+            if sums[2] is not None:
+                sums[2][columns] += grad_logits.sum(dim=0)
+    likes = (hidden, weight, bias)
+    return [None if total is None else total.to(like.dtype) for total, like in zip(sums, likes, strict=True)]
+
+
+def _row_tiles(hidden: torch.Tensor) -> list[slice]:
+    tokens, size = hidden.size(0), TILE_TOKENS[hidden.device.type == "cpu"]
+    return [slice(start, start + size) for start in range(0, max(tokens, 1), size)]
+
+
+def _column_tiles(weight: torch.Tensor) -> list[slice]:
+    rows, size = weight.size(0), TILE_VOCABULARY[weight.device.type == "cpu"]
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _tile_logits(hidden, weight, bias, columns, temperature):
+    part = None if bias is None else bias[columns]
+    logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight[columns], part).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def score_tokens(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: float,
+    need_entropy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probability of each target and entropy of its distribution, through the language-model head.
+
+    Args:
+        hidden: (N, H), the states that predict the targets. weight: (V, H). bias: (V,) or None.
+        targets: (N,) token ids. temperature: above 0; the logits are divided by it, as in sampling.
+        need_entropy: without it the second result is None.
+
+    Returns:
+        logps and entropies (N,), float32, in nats. Only the logps carry a gradient.
+    """
+    is_trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+    prepare = torch.is_grad_enabled() and hidden.requires_grad and not is_trained
+    with torch.autocast(hidden.device.type, enabled=False):
+        logps, entropies = _ScoreTokens.apply(hidden, weight, bias, targets, temperature, need_entropy, prepare)
+    return logps, entropies if need_entropy else None
+
+
+def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
+    """Let `model(input_ids=(B, L), score_positions=(N,), score_targets=(N,))` return `TokenScores`.
+
+    `score_positions` are flat positions b * L + t whose hidden state predicts the target. Any other call is unchanged.
+
+    Raises:
+        BackendError: the head changes its logits in a way that is not scored here (soft-capping, scaling).
+    """
+    text_config = model.config.get_text_config()
+    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"):
+        if getattr(text_config, key, None) not in (None, 1.0):
+            raise BackendError(f"the model's config sets {key}; the kit scores plain heads only (Qwen3 has one)")
+    plain_forward = getattr(model.forward, "without_scoring", model.forward)
+
+    @functools.wraps(type(model).forward)  # generate() checks its arguments against the original signature
+    def forward(self, *args, score_positions=None, score_targets=None, need_entropy=True, **kwargs):
+        if score_positions is None:
+            return plain_forward(*args, **kwargs)
+        states = self.base_model(*args, **kwargs, use_cache=False).last_hidden_state  # (B, L, H)
+        head = self.get_output_embeddings()
+        scored = states.flatten(0, 1)[score_positions.to(states.device)].to(head.weight.device)  # (N, H)
+        with _scoring_head(head, temperature, need_entropy):
+            logps, entropies = head(scored, score_targets.to(scored.device))
+        return TokenScores(logps=logps, entropies=entropies)
+
+    forward.without_scoring = plain_forward
+    model.forward = types.MethodType(forward, model)
+
+
+@contextmanager
+def _scoring_head(head: torch.nn.Module, temperature: float, need_entropy: bool) -> Iterator[None]:
+    """The head scores states in place of computing logits; called as a module, so that a sharded one is gathered."""
+
+    def forward(self, states, targets):
+        return score_tokens(states, self.weight, getattr(self, "bias", None), targets, temperature, need_entropy)
+
+    before = vars(head).get("forward")
+    head.forward = types.MethodType(forward, head)
+    try:
+        yield
+    finally:
+        if before is None:
+            del head.forward
+        else:
+            head.forward = before
+
+
+def completion_scores(
+    model: torch.nn.Module,
+    prompt_ids: list[torch.Tensor],
+    completion_ids: list[torch.Tensor],
+    width: int,
+    pad_id: int,
+    batch_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-token log-probabilities and entropies of completions given their prompts.
+
+    Args:
+        model: a model that went through `attach_token_scoring`, or what wraps it.
+        prompt_ids: B tensors (P_i,), P_i at least 1. completion_ids: B tensors (C_i,), unpadded.
+        width: columns of the result, at least the longest completion. pad_id: any valid token id.
+        batch_size: rows scored at once; None for all of them.
+
+    Returns:
+        logps and entropies, (B, width), float32, 0 behind each completion's end.
+    """
+    rows = len(prompt_ids)
+    device = completion_ids[0].device
+    order = sorted(range(rows), key=lambda row: len(prompt_ids[row]) + len(completion_ids[row]))
+    step = batch_size or rows
+    logps: list[torch.Tensor] = []
+    entropies: list[torch.Tensor] = []
+    targets_at: list[torch.Tensor] = []
+    for start in range(0, rows, step):
+        chosen = order[start : start + step]
+        input_ids, positions, targets = _lay_out([(prompt_ids[row], completion_ids[row]) for row in chosen], pad_id)
+        scores = model(input_ids=input_ids, score_positions=positions, score_targets=targets)
+        logps.append(scores.logps.to(device))
+        entropies.append(scores.entropies.to(device))
+        targets_at += [row * width + torch.arange(len(completion_ids[row]), device=device) for row in chosen]
+    flat = torch.cat(targets_at)
+    empty = torch.zeros(rows * width, device=device)
+    return (
+        empty.index_put((flat,), torch.cat(logps)).view(rows, width),
+        empty.index_put((flat,), torch.cat(entropies)).view(rows, width),
+    )
+
+
+def _lay_out(pairs: list[tuple[torch.Tensor, torch.Tensor]], pad_id: int) -> tuple[torch.Tensor, ...]:
+    """Rows prompt + completion padded on the right (B, L), and for each completion token where it is predicted."""
+    length = max(len(prompt) + len(completion) for prompt, completion in pairs)
+    device = pairs[0][1].device
+    input_ids = torch.full((len(pairs), length), pad_id, dtype=torch.long, device=device)
+    positions = []
+    for row, (prompt, completion) in enumerate(pairs):
+        input_ids[row, : len(prompt)] = prompt
+        input_ids[row, len(prompt) : len(prompt) + len(completion)] = completion
+        first = row * length + len(prompt) - 1
+        positions.append(torch.arange(first, first + len(completion), device=device))
+    return input_ids, torch.cat(positions), torch.cat([completion for _, completion in pairs])

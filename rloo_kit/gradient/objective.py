@@ -1,0 +1,180 @@
+"""The clipped policy-gradient objective of a rollout's completions, laid end to end: pure functions on tensors.
+
+What differs from TRL 1.15, and why:
+
+- differences of log-probabilities are taken token by token before anything is summed, and sums are float64: two sums
+  of 16,000 log-probabilities in float32 differ by rounding alone, which `exp` turns into a ratio unlike 1;
+- the clip is applied to the logarithm, so a ratio that overflows has a bounded loss and a gradient of 0, not NaN;
+- `delta` bounds the ratio where the advantage is negative. `min(ratio * A, clip(ratio) * A)` does not: the loss of a
+  completion that has become likelier than it was, and should not have, grows with its ratio without end;
+- a mean over the tokens (GSPO, arXiv 2507.18071) or each token's own ratio may stand in for the completion's.
+
+A number that is not finite is left as it is: `all_finite` finds it, and the caller skips the step. Left out: advantages
+(`advantages.py`), entropy terms, the order of the passes (`policy_pass.py`).
+
+Shapes: R completions, N their tokens end to end, completion after completion.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rloo_kit.config.checks import RATIO_FORMS
+
+
+@dataclass(frozen=True)
+class Objective:
+    """How a ratio is made and bounded.
+
+    Attributes:
+        epsilon_low, epsilon_high: the ratio counts from 1 - epsilon_low to 1 + epsilon_high, as in PPO.
+        delta: bound on the ratio where the advantage is negative; None for none.
+        ratio_form: "sum" over the completion, "length_normalized" (that of its mean token) or "per_token".
+    """
+
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    delta: float | None = None
+    ratio_form: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.ratio_form not in RATIO_FORMS:
+            raise ValueError(f"ratio_form must be one of {', '.join(RATIO_FORMS)}, got {self.ratio_form!r}")
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """The loss of some completions, and what there is to log about it.
+
+    Attributes:
+        per_row: (R,) float32 with its graph, minus each completion's objective; 0 for one without a scored token.
+        ratio: without a graph; (R,), or (N,) where the ratio is each token's.
+        clipped_low, clipped_high, bounded: of the ratio's shape, 1.0 where the bound below, the bound above or `delta`
+            stopped it, else 0.0.
+        is_per_row: whether those four are (R,).
+    """
+
+    per_row: torch.Tensor
+    ratio: torch.Tensor
+    clipped_low: torch.Tensor
+    clipped_high: torch.Tensor
+    bounded: torch.Tensor
+    is_per_row: bool
+
+
+def choose_ratio_form(ratio_form: str | None, kl_form: str) -> str:
+    """The form that stands for None: each token's ratio where each token has its own advantage, else the sum.
+
+    >>> choose_ratio_form(None, "per_token"), choose_ratio_form(None, "sum"), choose_ratio_form("per_token", "sum")
+    ('per_token', 'sum', 'per_token')
+    """
+    return ratio_form or ("per_token" if kl_form == "per_token" else "sum")
+
+
+def policy_loss(
+    logps: torch.Tensor,
+    old_logps: torch.Tensor,
+    lengths: Sequence[int],
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
+    settings: Objective,
+    weights: torch.Tensor | None = None,
+) -> LossParts:
+    """Minus the objective of each completion: min(ratio * A, clip(ratio) * A), with the ratio at most `delta` if A < 0.
+
+    With `old_logps = logps.detach()` the ratio is exactly 1 and the gradient is REINFORCE's, minus A times the sum of
+    the log-probabilities' gradients (their mean with `length_normalized`).
+
+    Args:
+        logps: (N,) under the policy, with a graph. old_logps: (N,) under the policy that sampled, without one.
+        lengths: tokens of each of the R completions, 0 allowed.
+        mask: (N,), bool or 0 and 1; tokens with 0 have no part in the ratio, the loss or the gradient.
+        advantages: (R,), or (N,) with `per_token`, where (R,) is spread over the tokens. Finite.
+        weights: (N,), constants that the gradient of each token is multiplied with (`truncated_weights`); the ratio
+            that is clipped does not contain them.
+
+    Returns:
+        `LossParts`. Non-finite log-probabilities give a non-finite loss, which `all_finite` tells.
+
+    Raises:
+        ValueError: advantages a token with one ratio for the completion.
+    """
+    kept = mask.bool()
+    difference = (logps - old_logps.detach()).masked_fill(~kept, 0.0)  # (N,)
+    advantages = advantages.detach()
+    if settings.ratio_form == "per_token":
+        per_token = spread(advantages, lengths) if advantages.numel() != logps.numel() else advantages
+        gain, parts = _bounded_gain(difference, per_token, settings)
+        gain = gain if weights is None else gain * weights
+        per_row = sum_rows(gain.masked_fill(~kept, 0.0), lengths)
+        parts = {name: part.masked_fill(~kept, float(name == "ratio")) for name, part in parts.items()}
+        return LossParts(-per_row.float(), **parts, is_per_row=False)
+    if advantages.numel() != len(lengths):
+        raise ValueError(
+            f"{advantages.numel()} advantages for {len(lengths)} completions: advantages a token need ratio_form="
+            f"'per_token', not {settings.ratio_form!r}"
+        )
+    if weights is not None:  # the same value, its gradient times the weight
+        fixed = difference.detach()
+        difference = fixed + weights.detach().masked_fill(~kept, 0.0) * (difference - fixed)
+    tokens = sum_rows(kept.to(difference.dtype), lengths)  # (R,)
+    log_ratio = sum_rows(difference, lengths)
+    if settings.ratio_form == "length_normalized":
+        log_ratio = log_ratio / tokens.clamp(min=1)
+    gain, parts = _bounded_gain(log_ratio, advantages.to(log_ratio.dtype), settings)
+    per_row = gain.masked_fill(tokens == 0, 0.0)
+    return LossParts(-per_row.float(), **{n: part.float() for n, part in parts.items()}, is_per_row=True)
+
+
+def _bounded_gain(
+    log_ratio: torch.Tensor, advantages: torch.Tensor, settings: Objective
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Ratio times advantage within the bounds that count for its sign, and what the bounds did; all of one shape."""
+    low = math.log(1 - settings.epsilon_low) if settings.epsilon_low < 1 else -math.inf
+    high = math.log(1 + settings.epsilon_high)
+    top = math.inf if settings.delta is None else math.log(settings.delta)
+    negative = advantages < 0
+    lower = torch.full_like(advantages, -math.inf).masked_fill(negative, low)
+    upper = torch.full_like(advantages, high).masked_fill(negative, top)
+    gain = log_ratio.clamp(min=lower, max=upper).exp() * advantages
+    found = log_ratio.detach()
+    parts = {
+        "ratio": found.exp(),
+        "clipped_low": (found < low) & negative,
+        "clipped_high": (found > high) & (advantages > 0),
+        "bounded": (found > top) & negative,
+    }
+    return gain, {name: part.to(found.dtype) for name, part in parts.items()}
+
+
+def sum_rows(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Sums over each row's tokens in float64 (float32 where the device has none): (N,) -> (R,). Empty rows give 0."""
+    wide = values.float() if values.device.type == "mps" else values.double()
+    return torch.stack([part.sum() for part in wide.split(list(lengths))]) if len(lengths) else wide.new_zeros(0)
+
+
+def spread(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Each row's value for each of its tokens: (R,) -> (N,)."""
+    return values.repeat_interleave(torch.tensor(list(lengths), device=values.device), output_size=sum(lengths))
+
+
+def all_finite(*tensors: torch.Tensor | None, mask: torch.Tensor | None = None) -> bool:
+    """Whether every entry is a finite number; with a mask, every entry that it keeps. None counts as finite.
+
+    >>> values = torch.tensor([1.0, torch.nan])
+    >>> all_finite(values), all_finite(values, mask=torch.tensor([1, 0]))
+    (False, True)
+
+    Args:
+        tensors: of any shape; of the mask's where there is one.
+        mask: bool or 0 and 1.
+    """
+    flags = []
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        finite = tensor.detach().isfinite()
+        flags.append((finite if mask is None else finite | ~mask.bool()).all())
+    return bool(torch.stack([flag.cpu() for flag in flags]).all()) if flags else True

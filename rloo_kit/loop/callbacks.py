@@ -1,0 +1,226 @@
+"""What a run says and writes while it trains: trainer callbacks, and one listener for its rollouts.
+
+A progress bar redraws itself, which a notebook that is run in batch shows once and frozen; here one line is printed and
+flushed, at most every few seconds (nbclient keeps each flush as an output of its own). Everything else goes to files.
+With several processes the main one prints and writes for all, and what stops one of them stops them all after the same
+step.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from transformers import ProgressCallback, TrainerCallback
+
+from rloo_kit.collective import any_of, gather_lists, share
+from rloo_kit.runs.health import Finding, SignalWatch
+from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.console import VARIABLE, format_seconds
+from rloo_kit.system.processes import is_distributed, say
+
+SECONDS_OF_ONE_SIGNAL = 1.0  # a terminal and a launcher may both pass the same Ctrl-C on to a process
+ACCURACY_REWARDS = ("answer_reward", "math_answer_reward")  # the mean of a 0/1 reward is the accuracy
+
+
+def is_step_row(logs: dict[str, Any] | None) -> bool:
+    """Whether logs are those of a training step; the trainer also logs a summary at the end."""
+    return logs is not None and "loss" in logs
+
+
+def use_text_progress(trainer: Any) -> None:
+    """Take the HTML table that a trainer has in a notebook for the bar that it has in a terminal; off stays off.
+
+    A batch runner's log shows that table as `<IPython.core.display.HTML object>`. `TQDM_NOTEBOOK=true` keeps it.
+    """
+    notebook = sys.modules.get("transformers.utils.notebook")  # the trainer has loaded it if it took this for one
+    if notebook is None or os.environ.get(VARIABLE) == "true":
+        return
+    if trainer.pop_callback(notebook.NotebookProgressCallback) is not None:
+        trainer.add_callback(ProgressCallback)
+
+
+class RolloutLog:
+    """A rollout listener: writes every completion to `rollouts.jsonl`, keeps the last batch and counts tokens.
+
+    The trainer numbers a rollout by the optimizer steps done before it; here a row carries the step that it trains, so
+    that it joins `metrics.jsonl`.
+
+    Attributes:
+        rows: the last generation batch, of all processes in order. completion_tokens: generated so far by all of them.
+    """
+
+    def __init__(self, run_dir: RunDir):
+        self.run_dir = run_dir
+        self.rows: list[dict[str, Any]] = []
+        self.completion_tokens = 0
+
+    def __call__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = [row | {"step": row["step"] + 1} for row in gather_lists(rows)]
+        self.completion_tokens += sum(row["completion_tokens"] for row in self.rows)
+        self.run_dir.append_jsonl("rollouts.jsonl", self.rows)
+
+
+class MetricsWriter(TrainerCallback):
+    """One line of `metrics.jsonl` a logged step, and the step in `status.json`.
+
+    Attributes:
+        rows: the lines of the whole run, those from before a resume included.
+    """
+
+    def __init__(self, run_dir: RunDir):
+        self.run_dir = run_dir
+        self.rows = run_dir.read_jsonl("metrics.jsonl")
+        self.started = time.monotonic()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.started = time.monotonic()
+        self.run_dir.set_status("running", step=state.global_step, max_steps=state.max_steps)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if not is_step_row(logs):
+            return
+        row = {"step": state.global_step, **logs, "seconds": round(time.monotonic() - self.started, 3)}
+        self.rows.append(row)
+        self.run_dir.append_jsonl("metrics.jsonl", [row])
+        self.run_dir.set_status("running", step=state.global_step, max_steps=state.max_steps)
+
+
+class ProgressLine(TrainerCallback):
+    """One flushed line of text about where the run is; the first and the last step always get theirs.
+
+    Args:
+        rollouts: counts the generated tokens. every_s: seconds between two lines at least.
+    """
+
+    def __init__(self, rollouts: RolloutLog, every_s: float):
+        self.rollouts = rollouts
+        self.every_s = every_s
+        self._begun = self._printed_at = 0.0
+        self._first_step = 0
+        self._printed_step: int | None = None
+        self._printed_tokens = 0
+        self._logs: dict[str, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._begun = self._printed_at = time.monotonic()
+        self._first_step = state.global_step
+        self._printed_tokens = self.rollouts.completion_tokens
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if not is_step_row(logs) or not state.is_world_process_zero:
+            return
+        self._logs = self._logs | logs  # a step that reuses a rollout logs nothing about it
+        due = time.monotonic() - self._printed_at >= self.every_s
+        if due or self._printed_step is None or state.global_step >= state.max_steps:
+            self._print(state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._printed_step != state.global_step and state.is_world_process_zero and self._logs:
+            self._print(state)
+
+    def _print(self, state: Any) -> None:
+        now = time.monotonic()
+        tokens = self.rollouts.completion_tokens - self._printed_tokens
+        done = max(state.global_step - self._first_step, 1)
+        left_s = (now - self._begun) / done * (state.max_steps - state.global_step)
+        per_second = tokens / max(now - self._printed_at, 1e-9)
+        say(progress_line(state.global_step, state.max_steps, self._logs, per_second, left_s))
+        self._printed_at, self._printed_step = now, state.global_step
+        self._printed_tokens = self.rollouts.completion_tokens
+
+
+def progress_line(step: int, steps: int, logs: dict[str, Any], tokens_per_s: float, left_s: float) -> str:
+    """The line itself; a value that the run does not have is left out.
+
+    >>> progress_line(5, 20, {"reward": 0.5, "thinking/mean_length": 41.0}, 812.4, 75)
+    'step 5/20 | reward 0.500 | think 41 | 812 tok/s | eta 1:15'
+    """
+    parts = [f"step {step}/{steps}"]
+    if logs.get("reward") is not None:
+        parts.append(f"reward {logs['reward']:.3f}")
+    means = [logs.get(f"rewards/{name}/mean") for name in ACCURACY_REWARDS]
+    accuracy = next((value for value in means if value is not None), None)
+    if accuracy is not None:
+        parts.append(f"accuracy {accuracy:.3f}")
+    if logs.get("thinking/mean_length") is not None:
+        parts.append(f"think {logs['thinking/mean_length']:.0f}")
+    if logs.get("kl") is not None:
+        parts.append(f"kl {logs['kl']:.4f}")
+    return " | ".join([*parts, f"{tokens_per_s:.0f} tok/s", f"eta {format_seconds(left_s)}"])
+
+
+class SignalGuard(TrainerCallback):
+    """Says when steps carry no learning signal, and stops the run with its state saved where the run wants that.
+
+    Attributes:
+        finding: what it stopped the run for, or None.
+    """
+
+    def __init__(self, watch: SignalWatch, stop: bool):
+        self.watch = watch
+        self.stop = stop
+        self.finding: Finding | None = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> Any:
+        if not is_step_row(logs):
+            return control
+        for finding in share(self.watch.observe(state.global_step, logs)):
+            say(f"WARNING: {'no learning signal: ' if finding.may_stop else ''}{finding.message}")
+            if self.stop and finding.may_stop and self.finding is None:
+                self.finding = finding
+                control.should_save = control.should_training_stop = True
+        return control
+
+
+class Interrupts(TrainerCallback):
+    """Ctrl-C (SIGINT) and SIGTERM end the run after the step it is in, with a checkpoint; a second one ends it at once.
+
+    A context manager that holds the signals while it is entered, in the main thread; elsewhere it leaves them alone.
+    A signal to one of several processes stops all of them after the same step.
+
+    Attributes:
+        requested: whether a signal came.
+        between_steps: whether weights, optimizer and step counter belong together, so that they can be saved.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.between_steps = True
+        self._came_at = 0.0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            if is_distributed() and time.monotonic() - self._came_at < SECONDS_OF_ONE_SIGNAL:
+                return
+            raise KeyboardInterrupt
+        self.requested, self._came_at = True, time.monotonic()
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        with suppress(RuntimeError):  # the signal came in the middle of another print
+            say(f"{name}: stopping after this step, with a checkpoint; once more stops at once")
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.between_steps = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        self.between_steps = True
+        if any_of(self.requested):
+            self.requested = True
+            control.should_save = control.should_training_stop = control.should_log = True
+        return control

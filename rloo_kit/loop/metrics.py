@@ -1,0 +1,205 @@
+"""What a step says about itself: per-completion statistics, metrics by name, and rows for `rollouts.jsonl`.
+
+Names are TRL's where TRL has one (`kl`, `entropy`, `clip_ratio/*`), those of its older trainer for `objective/*`,
+`val/*` and `eps`, and the kit's own for `thinking/*`. docs/10-metrics.md says what each means.
+
+Shapes: B completions of this process, A of all processes, C completion tokens.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rloo_kit.gradient.advantages import kl_charge, tied_groups
+from rloo_kit.think_tags import ThinkTags
+
+if TYPE_CHECKING:
+    from rloo_kit.loop.step import Sampled
+
+COLUMNS = ("tokens", "eos_tokens", "thinks", "closed", "thinking_tokens", "kl", "kl_tokens", "penalty", "forced")
+
+
+@dataclass
+class GenerationBatch:
+    """One rollout of this process and what became of it; what the metrics and the listeners read.
+
+    Attributes:
+        sampled: the completions and their rewards. tensors: made of them, see `TrainerRollout._tensors`.
+        scores: (A,), after the penalty for a missing end, normalisation and clipping; NaN where not scored.
+        rewards: (A,), scores less the KL penalty. advantages: (A,), 0 where there is no baseline.
+    """
+
+    sampled: "Sampled"
+    tensors: dict[str, Any]
+    scores: torch.Tensor
+    rewards: torch.Tensor
+    advantages: torch.Tensor
+
+
+def mean(values: torch.Tensor) -> float:
+    """Mean over the entries that are not NaN; NaN if there is none (TRL's `log` leaves NaN out)."""
+    return values.nanmean().item()
+
+
+def std(values: torch.Tensor) -> float:
+    """Sample standard deviation over the entries that are not NaN; 0 for a single one, NaN for none."""
+    present = values[~values.isnan()]
+    if present.numel() == 0:
+        return float("nan")
+    return present.std().item() if present.numel() > 1 else 0.0
+
+
+def sample_statistics(
+    batch: dict[str, Any],
+    tags: ThinkTags,
+    eos_token_ids: list[int],
+    per_token_kl: torch.Tensor | None,
+    kl_form: str = "sum",
+) -> torch.Tensor:
+    """One row of numbers per completion, (B, len(COLUMNS)) float32, ready to be gathered across processes.
+
+    `thinking_tokens` are those before the first `</think>`; a completion that never closes has spent all of its tokens
+    on thinking, so that truncation does not make thoughts look short. `thinks` is 0 for a model that was not asked to.
+    `penalty` is what the whole completion is charged, before beta.
+    """
+    ids, mask = batch["completion_ids"], batch["completion_mask"].bool()
+    tokens = mask.sum(dim=1)
+    eos = torch.isin(ids, torch.tensor(eos_token_ids, device=ids.device)) & mask
+    thinks = closed = torch.zeros_like(tokens)
+    thinking_tokens = tokens
+    if tags.end_id is not None:
+        is_end = (ids == tags.end_id) & mask
+        closed = is_end.any(dim=1)
+        thinking_tokens = torch.where(closed, is_end.int().argmax(dim=1), tokens)
+        thinks = closed
+        if tags.start_id is not None:
+            opened = (ids == tags.start_id) & mask
+            asked = batch["prompt_ids"][:, -3:] == tags.start_id  # the template may end the prompt with "<think>\n"
+            thinks = closed | opened.any(dim=1) | asked.any(dim=1)
+    columns = [tokens, eos.sum(dim=1), thinks, closed, thinking_tokens]
+    if per_token_kl is None:
+        columns += [torch.zeros_like(tokens)] * 3
+    else:
+        mask = batch["loss_mask"]
+        charged = kl_charge(per_token_kl, mask, kl_form)
+        columns += [(per_token_kl * mask).sum(dim=1), mask.sum(dim=1), charged]
+    columns.append(batch["thinking_forced"])
+    return torch.stack([column.float() for column in columns], dim=1)
+
+
+def rollout_metrics(
+    rollout: GenerationBatch, statistics: torch.Tensor, names: list[str], group: int, beta: float
+) -> dict[str, float]:
+    """Metrics by name of one generation batch, over all processes.
+
+    Args:
+        statistics: gathered, (A, len(COLUMNS)). names: of the F reward functions. group: K. beta: the KL coefficient.
+    """
+    column = dict(zip(COLUMNS, statistics.T, strict=True))
+    metrics = {}
+    for index, name in enumerate(names):
+        metrics[f"rewards/{name}/mean"] = mean(rollout.sampled.rewards_per_func[:, index])
+        metrics[f"rewards/{name}/std"] = std(rollout.sampled.rewards_per_func[:, index])
+    metrics |= {
+        "reward": mean(rollout.sampled.raw_scores),
+        "reward_std": std(rollout.sampled.raw_scores),
+        "frac_reward_zero_std": tied_groups(rollout.rewards, group).float().mean().item(),
+        # before the KL penalty, which alone keeps the rewards of a group from being equal
+        "frac_score_zero_std": tied_groups(rollout.scores, group).float().mean().item(),
+        "rewards/unscored_ratio": rollout.sampled.raw_scores.isnan().float().mean().item(),
+        "objective/scores": mean(rollout.scores),
+        "objective/rlhf_reward": mean(rollout.rewards),
+        "objective/non_score_reward": mean(rollout.rewards - rollout.scores),
+        "val/num_eos_tokens": column["eos_tokens"].sum().item(),
+    }
+    if beta != 0.0:
+        metrics["kl"] = (column["kl"].sum() / column["kl_tokens"].sum().clamp(min=1)).item()
+        metrics["objective/kl"] = column["kl"].mean().item()
+    thinks = column["thinks"].bool()
+    if thinks.any():
+        metrics["thinking/mean_length"] = column["thinking_tokens"][thinks].mean().item()
+        metrics["thinking/closed_ratio"] = (column["closed"] * (1 - column["forced"]))[thinks].mean().item()
+    return metrics
+
+
+def loss_metrics(
+    rows: torch.Tensor, sums: torch.Tensor, largest_gap: torch.Tensor, on_policy: bool
+) -> dict[str, float]:
+    """Entropy, ratio, clip shares and the gap to the sampler of the passes of one step, over all processes.
+
+    Args:
+        rows: (A, 4), ratio, clipped below, clipped above and bounded by `delta` of each completion; NaN for one that
+            was not computed (its advantage is 0).
+        sums: (6,), of the entropies and their tokens, of the gaps to the sampler and their tokens, of the importance
+            weights and theirs. largest_gap: of one token.
+        on_policy: a ratio that was not computed is 1 then, by definition.
+
+    Returns:
+        metrics by name; what nothing was computed for is left out.
+    """
+    computed = rows[~rows[:, 0].isnan()]
+    metrics = {"rollout/skipped_rows_ratio": 1 - len(computed) / max(len(rows), 1)}
+    if on_policy and not len(computed):
+        computed = rows.new_tensor([[1.0, 0.0, 0.0, 0.0]])
+    if len(computed):
+        ratios, lows, highs, bounded = computed.unbind(dim=1)
+        metrics |= {
+            "clip_ratio/low_mean": lows.mean().item(),
+            "clip_ratio/low_min": lows.min().item(),
+            "clip_ratio/high_mean": highs.mean().item(),
+            "clip_ratio/high_max": highs.max().item(),
+            "clip_ratio/region_mean": (lows + highs).mean().item(),
+            "clip_ratio/delta_mean": bounded.mean().item(),
+            "val/ratio": ratios.mean().item(),
+            "val/ratio_var": ratios.var(unbiased=False).item(),
+        }
+    entropy, tokens, gap, gap_tokens, weight, weight_tokens = sums.tolist()
+    if tokens:
+        metrics["entropy"] = entropy / tokens
+    if gap_tokens:
+        metrics["sampling/logp_difference_mean"] = gap / gap_tokens
+        metrics["sampling/logp_difference_max"] = largest_gap.item()
+    if weight_tokens:
+        metrics["sampling/importance_weight_mean"] = weight / weight_tokens
+    return metrics
+
+
+def rollout_rows(
+    rollout: GenerationBatch, statistics: torch.Tensor, names: list[str], first: int, step: int
+) -> list[dict[str, Any]]:
+    """One plain dict per completion of this process, in the order of the rollout; unscored values are None.
+
+    Args:
+        statistics: of this process, (B, len(COLUMNS)). names: of the F reward functions.
+        first: where this process's rows begin among all (A). step: optimizer steps done when they were sampled.
+    """
+    rows = []
+    for index, numbers in enumerate(statistics.tolist()):
+        column = dict(zip(COLUMNS, numbers, strict=True))
+        closed = bool(column["closed"])
+        rewards = rollout.sampled.rewards_per_func[first + index].tolist()
+        rows.append(
+            {
+                "step": step,
+                "prompt": rollout.sampled.prompts[index],
+                "completion": rollout.sampled.completions[index],
+                "completion_ids": rollout.sampled.completion_ids[index],
+                "prompt_tokens": int(rollout.tensors["prompt_mask"][index].sum()),
+                "completion_tokens": int(column["tokens"]),
+                "thinking_tokens": int(column["thinking_tokens"]) if closed else None,
+                "closed": closed,
+                "truncated": bool(rollout.tensors["truncated"][index]),
+                "forced": bool(rollout.tensors["thinking_forced"][index]),
+                "kl": column["kl"],
+                "rewards": {name: _or_none(value) for name, value in zip(names, rewards, strict=True)},
+                "reward": _or_none(rollout.sampled.raw_scores[first + index].item()),
+                "advantage": rollout.advantages[first + index].item(),
+                "columns": {name: value for name, value in rollout.sampled.inputs[index].items() if name != "prompt"},
+            }
+        )
+    return rows
+
+
+def _or_none(value: float) -> float | None:
+    return None if value != value else value

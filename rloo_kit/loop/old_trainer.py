@@ -1,0 +1,171 @@
+"""The arguments and the data sets that TRL's RLOOTrainer took up to 0.21, for today's trainer.
+
+The old trainer was called as `RLOOTrainer(config=, tokenizer=, policy=, ref_policy=, reward_model=, train_dataset=)`
+with prompts that were tokenized already. What each argument became is in `old_names.TRAINER_NAMES`; this module does
+the two conversions that need more than a name: a reward model's calling convention and a reference with other weights.
+"""
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rloo_kit.config.old_names import TRAINER_NAMES
+from rloo_kit.errors import ConfigError
+
+
+def translate_trainer_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Today's keywords for `RLOOTrainer`, with one warning for each old one.
+
+    Args:
+        given: keywords, old or new; an old one that is None is left out in silence.
+
+    Raises:
+        ConfigError: an old and a new name are both given, no reward or model is given, the arguments came in the old
+            positional order, or a reference was given that differs from the policy.
+    """
+    if _is_config(given.get("model")):
+        raise ConfigError(
+            "RLOOTrainer's first argument is a config, as it was in old TRL; today the order is model, reward_funcs, "
+            "args. Name the arguments: RLOOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...)"
+        )
+    values = {name: value for name, value in given.items() if name not in TRAINER_NAMES}
+    for old, entry in TRAINER_NAMES.items():
+        value = given.get(old)
+        if value is None:
+            continue
+        if entry.new is None:
+            message = f"RLOOTrainer's {old} is an old TRL argument and has no effect: {entry.note}"
+        elif values.get(entry.new) is not None:
+            raise ConfigError(f"RLOOTrainer got {old}= and {entry.new}=, which are the same; keep {entry.new}=")
+        else:
+            values[entry.new] = value
+            message = f"RLOOTrainer's {old}= is the old TRL name of {entry.new}="
+        warnings.warn(message, FutureWarning, stacklevel=3)
+    for name, hint in (("model", "a model or its name"), ("reward_funcs", "a reward function, or a list of them")):
+        if values.get(name) is None:
+            raise ConfigError(f"RLOOTrainer needs {name}=: {hint}")
+    if given.get("ref_policy") is not None:
+        _refuse_other_reference(values["model"], given["ref_policy"])
+    if given.get("reward_model") is not None:
+        _adapt_reward_model(values)
+    return values
+
+
+def _is_config(value: Any) -> bool:
+    return hasattr(value, "per_device_train_batch_size") and hasattr(value, "learning_rate")
+
+
+def _refuse_other_reference(policy: Any, reference: Any) -> None:
+    """A reference with the policy's own weights may be left out; another one would change the result.
+
+    Weights under other names (an adapter around the policy) are not compared: the old trainer wanted a plain copy.
+    """
+    if isinstance(policy, str) or isinstance(reference, str):
+        same = policy == reference
+    else:
+        torch = sys.modules["torch"]
+        own, other = dict(policy.named_parameters()), dict(reference.named_parameters())
+        shared = [name for name in other if name in own]
+        same = all(
+            own[name].shape == other[name].shape and torch.equal(own[name].detach().cpu(), other[name].detach().cpu())
+            for name in shared
+        )
+    if not same:
+        raise ConfigError(
+            "ref_policy has other weights than policy. Today's reference is the policy as it stands when training "
+            "starts (reference='start'), or its base model without the adapter (reference='base'). Load the weights of "
+            "ref_policy as the model and train an adapter on it, or leave ref_policy out"
+        )
+
+
+def _adapt_reward_model(values: dict[str, Any]) -> None:
+    """Make what old code passed as reward_model= a list of today's rewards.
+
+    A checkpoint scores with the policy's tokenizer, as it did then. A function of one argument was called with the
+    texts of prompt and completion together; any other callable has today's convention already.
+    """
+    rewards = values["reward_funcs"]
+    rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
+    tokenizer = values.get("processing_class")
+    values["reward_funcs"] = [_take_texts(reward, tokenizer) if _wants_texts(reward) else reward for reward in rewards]
+    if all(_is_module(reward) for reward in rewards):
+        values.setdefault("reward_processing_classes", [tokenizer] * len(rewards))
+
+
+def _is_module(value: Any) -> bool:
+    return hasattr(value, "named_parameters")
+
+
+def _wants_texts(reward: Any) -> bool:
+    """True for a function of exactly one argument that is not one of today's names."""
+    if _is_module(reward) or not callable(reward):
+        return False
+    try:
+        parameters = list(inspect.signature(reward).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    today = {"prompts", "completions", "completion_ids", "kwargs"}
+    return (
+        len(parameters) == 1 and parameters[0].kind is not parameters[0].VAR_KEYWORD and parameters[0].name not in today
+    )
+
+
+def _take_texts(reward: Callable[[list[str]], Any], tokenizer: Any) -> Callable[..., list[float]]:
+    """Today's convention around a function of texts, which had no special tokens in them."""
+
+    def score(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        plain = [
+            _text_of(prompt, tokenizer) + _text_of(c, None) for prompt, c in zip(prompts, completions, strict=True)
+        ]
+        return [float(value) for value in reward(plain)]
+
+    score.__name__ = str(getattr(reward, "__name__", type(reward).__name__))
+    return score
+
+
+def _text_of(part: Any, tokenizer: Any) -> str:
+    """A prompt's or completion's text; of a conversation, its messages' contents."""
+    if not isinstance(part, str):
+        return "\n".join(str(message["content"]) for message in part)
+    if tokenizer is None:
+        return part
+    return str(tokenizer.decode(tokenizer.encode(part, add_special_tokens=False), skip_special_tokens=True))
+
+
+def prepare_old_dataset(dataset: Any, tokenizer: Any) -> Any:
+    """A data set with `input_ids` and no `prompt` gets a `prompt` column of decoded text, with a warning.
+
+    Args:
+        dataset: a `datasets.Dataset`, or a dict of them; one with a `prompt` column comes back as it is.
+        tokenizer: what the ids were made with.
+
+    Raises:
+        ConfigError: there are ids to decode and no tokenizer.
+    """
+    if isinstance(dataset, dict):
+        return {name: prepare_old_dataset(part, tokenizer) for name, part in dataset.items()}
+    columns = getattr(dataset, "column_names", None) or []
+    if "prompt" in columns or "input_ids" not in columns:
+        return dataset
+    if tokenizer is None:
+        raise ConfigError(
+            "the data set holds input_ids and no prompt; to decode them RLOOTrainer needs processing_class= (the "
+            "tokenizer that made them), or give it a data set with a prompt column"
+        )
+    warnings.warn(
+        "the data set holds input_ids and no prompt, as old TRL wanted it; they are decoded. Today's data sets have a "
+        "column prompt with the text, and the trainer tokenizes it",
+        FutureWarning,
+        stacklevel=3,
+    )
+    padding = getattr(tokenizer, "pad_token_id", None)
+
+    def decode(row: dict[str, Any]) -> dict[str, str]:
+        mask = row.get("attention_mask") or [int(token != padding) for token in row["input_ids"]]
+        kept = [token for token, keep in zip(row["input_ids"], mask, strict=True) if keep]
+        return {"prompt": tokenizer.decode(kept, skip_special_tokens=False)}
+
+    unused = [name for name in ("input_ids", "attention_mask", "lengths") if name in columns]
+    return dataset.map(decode, remove_columns=unused)

@@ -1,0 +1,182 @@
+"""Dynamic sampling: groups whose scores are all equal are replaced by completions of fresh prompts.
+
+A group without a difference between its scores has advantages of 0 and teaches nothing; a batch of such groups is a
+step that was paid for and not made. The trainer asks here which groups those are, draws other prompts, samples and
+scores them as the first ones, and takes over the new groups that do differ. Rounds are limited
+(`rollout.resample_rounds`): what is still tied afterwards stays in the batch, which therefore keeps its size.
+
+With several processes the rows of all are brought together first (`trainer_rollout`), since a group may lie across two
+of them. Left out: a weight for the prompts: groups that differ are drawn more often than they occur in the data, which
+is the point. Source: DAPO, section 3.2, arXiv 2503.14476 (there without a limit, and with a larger batch instead).
+
+Shapes: A completions = prompts x K, group by group.
+"""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.gradient.advantages import tied_groups
+
+Batch = TypeVar("Batch")
+
+
+def find_tied_groups(scores: torch.Tensor, num_generations: int) -> list[int]:
+    """Numbers of the groups that carry no signal: all scores equal, or fewer than two of them there.
+
+    Args:
+        scores: (A,), group by group, before the KL penalty (which alone keeps a group from being equal); NaN where a
+            completion is not scored. num_generations: K.
+
+    >>> find_tied_groups(torch.tensor([1.0, 1.0, 0.0, 1.0, float("nan"), 1.0]), 2)
+    [0, 2]
+    """
+    return tied_groups(scores, num_generations).nonzero().flatten().tolist()
+
+
+def rows_of(groups: Sequence[int], num_generations: int) -> list[int]:
+    """The rows of the batch that belong to these groups.
+
+    >>> rows_of([2, 0], 2)
+    [4, 5, 0, 1]
+    """
+    return [group * num_generations + sibling for group in groups for sibling in range(num_generations)]
+
+
+def replace_tied_groups(
+    batch: Batch, fresh: Batch, num_generations: int, scores: str = "scores"
+) -> tuple[Batch, list[int]]:
+    """The batch with as many of its tied groups as possible replaced by groups of `fresh` that are not tied.
+
+    Args:
+        batch: a dataclass. Every field that has one entry for each completion (a list, a tuple, a tensor by its first
+            dimension, a dict of such, or another dataclass of such) is replaced row by row; others stay as they are.
+        fresh: the same dataclass for other prompts, with at least one group; it may have fewer groups than are tied.
+        num_generations: K. scores: the name of the field with the scores, (A,).
+
+    Returns:
+        A new batch of the same size (neither of the two is changed), and the numbers of the groups that were replaced.
+    """
+    tied = find_tied_groups(getattr(batch, scores), num_generations)
+    useless = set(find_tied_groups(getattr(fresh, scores), num_generations))
+    useful = [group for group in range(len(getattr(fresh, scores)) // num_generations) if group not in useless]
+    pairs = list(zip(tied, useful, strict=False))
+    if not pairs:
+        return batch, []
+    out, into = ([pair[side] for pair in pairs] for side in (0, 1))
+    sizes = (len(getattr(batch, scores)), len(getattr(fresh, scores)))
+    exchange = _Exchange(rows_of(out, num_generations), rows_of(into, num_generations), *sizes)
+    return exchange.in_dataclass(batch, fresh), out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exchange:
+    """Rows `out` of values of `old_size` rows are replaced by rows `into` of values of `new_size` rows."""
+
+    out: list[int]
+    into: list[int]
+    old_size: int
+    new_size: int
+
+    def in_dataclass(self, old: Any, new: Any) -> Any:
+        names = [field.name for field in dataclasses.fields(old) if field.init]
+        return dataclasses.replace(
+            old, **{name: self.in_value(getattr(old, name), getattr(new, name)) for name in names}
+        )
+
+    def in_value(self, old: Any, new: Any) -> Any:
+        if dataclasses.is_dataclass(old) and not isinstance(old, type):
+            return self.in_dataclass(old, new)
+        if isinstance(old, dict):
+            return {key: self.in_value(value, new[key]) for key, value in old.items()}
+        if isinstance(old, torch.Tensor) and old.dim() and len(old) == self.old_size and len(new) == self.new_size:
+            result = old.clone()
+            result[torch.tensor(self.out, device=old.device)] = new[torch.tensor(self.into, device=new.device)].to(old)
+            return result
+        if isinstance(old, (list, tuple)) and len(old) == self.old_size and len(new) == self.new_size:
+            rows = list(old)
+            for target, source in zip(self.out, self.into, strict=True):
+                rows[target] = new[source]
+            return type(old)(rows)
+        return old
+
+
+class PromptReservoir:
+    """Training prompts in a shuffled order of its own, for the groups that are drawn again.
+
+    Each pass over the data set is in another order, fixed by the seed; a prompt that is in the batch at that moment is
+    passed over. The trainer's own sampler is not touched: what is drawn here comes in addition.
+
+    Args:
+        dataset: with a length and rows by number (`datasets.Dataset`); a row is a dict with `prompt`.
+        seed: of the order.
+
+    Raises:
+        ConfigError: the data set has no length.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                f"rollout.resample_rounds draws prompts by number, and a {type(dataset).__name__} has none: load it "
+                "whole (a datasets.Dataset), or set rollout.resample_rounds: 0"
+            )
+        self.dataset = dataset
+        self.seed = seed
+        self.passes = 0
+        self.position = 0
+        self._order = self._shuffled()
+
+    def draw(self, count: int, batch: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """At most `count` rows with different prompts, none of which is in `batch`; fewer if there are no more.
+
+        Args:
+            count: groups to replace. batch: the rows that are in the batch now.
+        """
+        taken = {_key(row) for row in batch}
+        drawn: list[dict[str, Any]] = []
+        for _ in range(len(self._order)):  # one look at each row, so that a small data set comes to an end
+            if len(drawn) == count:
+                break
+            row = self._next()
+            if _key(row) not in taken:
+                taken.add(_key(row))
+                drawn.append(row)
+        return drawn
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is, as JSON takes it; a resumed run goes on from there with `load_state_dict`."""
+        return {"seed": self.seed, "passes": self.passes, "position": self.position, "size": len(self.dataset)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """
+        Raises:
+            DataError: the state is of a data set of another size.
+        """
+        if state["size"] != len(self.dataset):
+            raise DataError(
+                f"the checkpoint's reservoir of prompts is of {state['size']} training prompts, and there are "
+                f"{len(self.dataset)} now: resume with the data of the run (data.*), or start anew"
+            )
+        self.seed, self.passes, self.position = state["seed"], state["passes"], state["position"]
+        self._order = self._shuffled()
+
+    def _next(self) -> dict[str, Any]:
+        if self.position == len(self._order):
+            self.passes, self.position = self.passes + 1, 0
+            self._order = self._shuffled()
+        self.position += 1
+        return dict(self.dataset[self._order[self.position - 1]])
+
+    def _shuffled(self) -> list[int]:
+        order = list(range(len(self.dataset)))
+        random.Random(f"resample-{self.seed}-{self.passes}").shuffle(order)
+        return order
+
+
+def _key(row: dict[str, Any]) -> str:
+    return str(row["prompt"])

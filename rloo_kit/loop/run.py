@@ -1,0 +1,391 @@
+"""Training one run: the trainer, its folder, what it prints, and how it stops and goes on.
+
+`train` puts the parts together and leaves the learning to `RLOOTrainer`. However it ends, `status.json` says how, and
+the checkpoint it can go on from is there: after Ctrl-C, after a reward that kept failing, after steps without signal.
+With several processes each calls `train` with the same arguments and gets the same result; the main one writes.
+"""
+
+import os
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.collective import gather_objects, share, wait_for_all
+from rloo_kit.data.chat import thinks
+from rloo_kit.data.load import Data
+from rloo_kit.errors import ConfigError, NoSignalError, RlooKitError, RunNotFoundError
+from rloo_kit.evals.difficulty import select_prompts
+from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SignalGuard
+from rloo_kit.loop.sample_table import SampleTable
+from rloo_kit.models.adapter_handover import NO_ADAPTER
+from rloo_kit.models.policy import Policy, save_adapter
+from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
+from rloo_kit.rollout.cache_options import check_cache
+from rloo_kit.rollout.engine import choose_engine
+from rloo_kit.runs.health import SignalWatch
+from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system import environment
+from rloo_kit.system.processes import is_distributed, is_main_process, say
+from rloo_kit.system.versions import check_trackers
+
+
+@dataclass
+class TrainResult:
+    """What became of a run.
+
+    Attributes:
+        folder: the run's. adapter_folder: the trained adapter (or the whole model, with `model.lora=null`).
+        steps: optimizer steps done, those before a resume included.
+        metrics: the rows of `metrics.jsonl`, one a logged step.
+        seconds: wall time of this call.
+        stopped: None when it ran to its end, else "interrupted" or "no signal".
+    """
+
+    folder: Path
+    adapter_folder: Path
+    steps: int
+    metrics: list[dict[str, Any]] = field(repr=False)
+    seconds: float
+    stopped: str | None = None
+
+
+def train(
+    run: Any,
+    policy: Policy,
+    data: Data,
+    reward_funcs: list[Any],
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    run_dir: RunDir | None = None,
+) -> TrainResult:
+    """Train `policy`, in place, and write everything of the run into its folder.
+
+    Args:
+        run: a `RunConfig`. policy: from `load_policy`. data: from `load_data`. reward_funcs: from `build_rewards`.
+        resume: go on from the last checkpoint in the folder.
+        overwrite: delete the run that lies in the folder.
+        run_dir: the folder where it is open already; `resume` and `overwrite` were settled when it was opened.
+
+    Returns:
+        `TrainResult`. Ctrl-C does not raise: it saves, says how to go on, and `stopped` is "interrupted".
+
+    Raises:
+        RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create`; or a tracker's library is missing, or see
+            `check_sampling`.
+        RewardError: rewards failed too often (`run.max_reward_failure_share`); the state is saved.
+    """
+    check_trackers(run.rloo.report_to)
+    check_sampling(run, policy)
+    owned = run_dir is None
+    opened = _open_together(run, resume, overwrite) if run_dir is None else run_dir
+    with opened if owned else nullcontext():
+        return _Training(run, policy, data, reward_funcs, opened).run_to_end()
+
+
+def _open_together(run: Any, resume: bool, overwrite: bool) -> RunDir:
+    """`RunDir.create` in all processes; what it refuses the main one is raised in each."""
+    run_dir, refusal = None, None
+    if is_main_process():
+        try:
+            run_dir = RunDir.create(run, resume=resume, overwrite=overwrite)
+        except RlooKitError as error:
+            if not is_distributed():
+                raise
+            refusal = error
+    refusal = share(refusal)
+    if refusal is not None:
+        raise refusal
+    return run_dir or RunDir.create(run, resume=resume, overwrite=overwrite)
+
+
+def _check_shared_folder(run_dir: RunDir) -> None:
+    """Checkpoints are read by every process, so every machine has to see the run's folder."""
+    blind = [index for index, sees in enumerate(gather_objects(run_dir.folder.is_dir())) if not sees]
+    if blind:
+        raise ConfigError(
+            f"the run's folder {run_dir.folder.absolute()} is not there for process {', '.join(map(str, blind))}, on "
+            "another machine: put it on a file system that all of them share, with run.output_dir=..."
+        )
+
+
+def check_sampling(run: Any, policy: Policy) -> None:
+    """Refuse rollouts that cannot be: before an evaluation that takes an hour, not after it.
+
+    Raises:
+        ConfigError: a budget for a model that does not think; an engine that is handed an adapter, and none.
+        BackendError: an engine or a cache that cannot be used with this model, backend or machine.
+    """
+    check_budget(run, policy)
+    name, _ = choose_engine(run.rollout.engine, policy.backend, policy.model)
+    check_cache(run.rollout.cache, name, policy.backend, on_cuda=policy.model.device.type == "cuda")
+    if name == "server" and not hasattr(policy.model, "peft_config"):
+        raise ConfigError(NO_ADAPTER)
+
+
+def check_budget(run: Any, policy: Policy) -> None:
+    """Refuse a thinking budget where nothing thinks: `</think>` would be forced into the middle of answers."""
+    budget = run.rloo.thinking_budget
+    if budget is not None and not thinks(policy.family, run.model.enable_thinking):
+        raise ConfigError(
+            f"rloo.thinking_budget is {budget}, but this model does not think (family {policy.family}, "
+            f"model.enable_thinking {run.model.enable_thinking}): set rloo.thinking_budget=null"
+        )
+
+
+def load_result(run: Any) -> TrainResult:
+    """The result of a run from what lies in its folder, finished or not.
+
+    Raises:
+        RunNotFoundError: there is no run.
+    """
+    run_dir = RunDir(Path(run.folder))
+    status = run_dir.status()
+    if not status:
+        raise RunNotFoundError(f"there is no run in {run_dir.folder}; rloo-kit train makes one")
+    metrics = run_dir.read_jsonl("metrics.jsonl")
+    seconds = metrics[-1].get("seconds", 0.0) if metrics else 0.0
+    stopped = None if status.get("state") == "finished" else status.get("state")
+    return TrainResult(run_dir.folder, run_dir / "adapter", status.get("step", 0), metrics, seconds, stopped)
+
+
+class _Training:
+    """One call of `train`: the trainer with its callbacks, and the ways it can end."""
+
+    def __init__(self, run: Any, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir):
+        self.run, self.policy, self.run_dir = run, policy, run_dir
+        self.was_training = policy.model.training
+        _check_shared_folder(run_dir)
+        self.checkpoint = share(run_dir.last_checkpoint() if run_dir.resumed else None)
+        if run_dir.resumed:
+            run_dir.rewind(self.checkpoint[1] if self.checkpoint else 0)
+        self.rollouts = RolloutLog(run_dir)
+        self.writer = MetricsWriter(run_dir)
+        self.guard = SignalGuard(
+            SignalWatch(run.run.no_signal_steps, run.rloo.model_dump()), stop=run.run.stop_when_no_signal
+        )
+        self.interrupts = Interrupts()
+        prompts = select_prompts(run, policy, data.train, run_dir)
+        self.trainer = self._build_trainer(prompts, reward_funcs)
+
+    def _build_trainer(self, prompts: Any, reward_funcs: list[Any]) -> Any:
+        from transformers.trainer_callback import PrinterCallback
+
+        from rloo_kit.loop.options import RLOOConfig
+        from rloo_kit.loop.trainer import RLOOTrainer
+
+        run, policy = self.run, self.policy
+        callbacks = [
+            self.writer,
+            ProgressLine(self.rollouts, run.run.progress_every_s),
+            SampleTable(
+                self.rollouts,
+                policy.tokenizer,
+                policy.tags,
+                policy.family,
+                run.run.sample_every_steps,
+                run.run.num_samples,
+            ),
+            self.guard,
+            self.interrupts,
+        ]
+        trainer = RLOOTrainer(
+            model=policy.model,
+            reward_funcs=reward_funcs,
+            args=RLOOConfig(**training_arguments(run, policy, self.run_dir / "checkpoints")),
+            train_dataset=prompts,
+            processing_class=policy.tokenizer,
+            callbacks=callbacks,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.rollout_listeners.append(self.rollouts)
+        return trainer
+
+    def run_to_end(self) -> TrainResult:
+        started = time.monotonic()
+        try:
+            if self._is_done_already():
+                self._load_weights()
+            else:
+                self._train()
+            stopped = self._why_stopped()
+            self.policy.sharding = _find_sharding(self.trainer)
+            adapter = save_adapter(self.policy, self.run_dir / "adapter")
+        finally:
+            self._drop_reference()
+            if not self.was_training:  # with checkpointing a model in training mode decodes without its cache: nonsense
+                self.policy.model.eval()
+        self._conclude(stopped)
+        steps = self.trainer.state.global_step
+        seconds = time.monotonic() - started
+        wait_for_all()  # a launcher ends the others as soon as one has left
+        return share(TrainResult(self.run_dir.folder, adapter, steps, self.writer.rows, seconds, stopped))
+
+    def _is_done_already(self) -> bool:
+        """Whether the resumed run has nothing left to do; the trainer would go one step too far."""
+        if self.checkpoint is None:
+            return False
+        folder, step = self.checkpoint
+        state = self.run_dir.read_json(f"checkpoints/{folder.name}/trainer_state.json")
+        epochs = self.run.rloo.num_train_epochs
+        total = self.run.rloo.max_steps or (state["max_steps"] if state["num_train_epochs"] == epochs else None)
+        return total is not None and step >= total
+
+    def _load_weights(self) -> None:
+        folder, step = self.checkpoint
+        self.trainer._load_from_checkpoint(str(folder))
+        self.trainer.state.global_step = self.trainer.state.max_steps = step
+        say(f"the run is finished already (step {step}); its weights are loaded")
+
+    def _train(self) -> None:
+        if self.run_dir.resumed:
+            where = f"step {self.checkpoint[1]}" if self.checkpoint else "the start: it has no checkpoint yet"
+            say(f"resuming {self.run_dir.folder} from {where}")
+        with self.interrupts:
+            try:
+                self.trainer.train(resume_from_checkpoint=str(self.checkpoint[0]) if self.checkpoint else None)
+            except KeyboardInterrupt:
+                if is_distributed():  # the processes are not at the same place: nothing that takes all of them
+                    raise
+                self.interrupts.requested = True
+                self._save_what_is_whole()
+
+    def _save_what_is_whole(self) -> None:
+        """A checkpoint after a hard stop, unless it came in the middle of an update of the weights."""
+        step = self.trainer.state.global_step
+        last = self.run_dir.last_checkpoint()
+        if step > 0 and self.interrupts.between_steps and (last is None or last[1] < step):
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+    def _why_stopped(self) -> str | None:
+        state = self.trainer.state
+        if state.max_steps and state.global_step >= state.max_steps:
+            return None
+        if self.guard.finding is not None:
+            return "no signal"
+        return "interrupted" if self.interrupts.requested else None
+
+    def _conclude(self, stopped: str | None) -> None:
+        """The last word in `status.json` and on the screen."""
+        state, folder = self.trainer.state, self.run_dir.folder
+        progress = {"step": state.global_step, "max_steps": state.max_steps}
+        if stopped is None:
+            self.run_dir.set_status("finished", **progress)
+            return
+        resume = self.run_dir.resume_command
+        where = f"at step {state.global_step} of {state.max_steps}"
+        if stopped == "interrupted":
+            last = self.run_dir.last_checkpoint()
+            saved = f"the checkpoint of step {last[1]}" if last else "no checkpoint yet (no step was finished)"
+            self.run_dir.set_status("interrupted", resume=resume, **progress)
+            say(f"interrupted {where}; {folder} has {saved}, and the adapter. To go on: {resume}")
+            return
+        error = NoSignalError(f"stopped {where} (run.stop_when_no_signal): {self.guard.finding.message}")
+        self.run_dir.set_status("failed", error=f"NoSignalError: {error}", resume=resume, **progress)
+        say(f"{error}\nThe state is saved in {folder}.")
+
+    def _drop_reference(self) -> None:
+        """The trainer's copy of the starting adapter goes with the trainer; a second `train` makes its own."""
+        model = self.policy.model
+        if "ref" in getattr(model, "peft_config", {}):
+            model.delete_adapter("ref")
+
+
+class _Sharding:
+    """The weights of a trainer's model, of which every process holds a share; see `backends.Sharding`."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def whole_weights(self) -> AbstractContextManager[Any]:
+        return self.trainer._parallel.whole_weights(self.trainer.model_wrapped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The adapter, or every parameter where there is none: 32B in bf16 are 61 GiB of the main process's memory."""
+        from rloo_kit.models.adapter_handover import gather_adapter
+
+        accelerator, model = self.trainer.accelerator, self.trainer.model
+        if not hasattr(model, "peft_config"):
+            return accelerator.get_state_dict(self.trainer.model_wrapped)
+        return gather_adapter(accelerator, model) or {}
+
+
+def _find_sharding(trainer: Any) -> _Sharding | None:
+    return _Sharding(trainer) if trainer._parallel.kind == "shards" else None
+
+
+def training_arguments(run: Any, policy: Policy, folder: Path) -> dict[str, Any]:
+    """Keyword arguments of `RLOOConfig`: the `rloo:` section, and what the machine and the backend decide.
+
+    Args:
+        folder: where checkpoints go.
+    """
+    on_cpu = policy.model.device.type == "cpu"
+    return (
+        {
+            "output_dir": str(folder),
+            "seed": run.run.seed,
+            "disable_tqdm": True,
+            "use_cpu": on_cpu,
+            "dataloader_pin_memory": not on_cpu,
+            "max_reward_failure_share": run.run.max_reward_failure_share,
+            "reward_failure_steps": run.run.reward_failure_steps,
+            "max_skipped_steps": run.run.max_skipped_steps,
+        }
+        | run.rloo.to_arguments()
+        | run.rollout.to_arguments()
+        | _own_adapters(run)
+        | planned_limits(run, policy)
+        | mixed_precision(run)
+        | policy.config_arguments
+    )
+
+
+def _own_adapters(run: Any) -> dict[str, str]:
+    """A folder of the run's own in `rollout.server_adapters`, which runs share: what a run left there it deletes."""
+    folder = run.rollout.server_adapters
+    return {} if folder is None else {"rollout_server_adapters": str(Path(folder) / run.name)}
+
+
+def planned_limits(run: Any, policy: Policy) -> dict[str, int]:
+    """`rollout_rows`, and `tokens_per_pass` where memory asks for fewer than usual: the file's, else by `plan_vram`.
+
+    Of several processes each plans for its own card, and all take the least of it. Says so where the plan limits
+    anything. A model that cannot be planned for is left to the out-of-memory handling.
+    """
+    found = gather_objects(_own_limits(run, policy))
+    return {name: min(limits[name] for limits in found if name in limits) for name in set().union(*found)}
+
+
+def _own_limits(run: Any, policy: Policy) -> dict[str, int]:
+    try:
+        plan = plan_vram(run, config=policy.model.config.to_dict())
+    except ConfigError as error:
+        say(f"memory: {error}")
+        return {}
+    limits = {} if run.rollout.engine == "server" else {"rollout_rows": plan.rows}
+    if run.rloo.tokens_per_pass is None and plan.tokens_per_pass < TOKENS_PER_PASS[not plan.machine.on_cuda]:
+        limits["tokens_per_pass"] = plan.tokens_per_pass
+    if not plan.fits:
+        say(f"memory: {plan}")
+    elif plan.rows < plan.completions and run.rollout.rows is None:
+        say(
+            f"memory: {plan.rows} of the {plan.completions} completions of a rollout are generated at once, as many as "
+            f"fit {plan.machine.name} (computed; rollout.rows sets it by hand)"
+        )
+    return limits
+
+
+def mixed_precision(run: Any) -> dict[str, bool]:
+    """`bf16` and `fp16`: the file's, and where it leaves them open the machine's.
+
+    ACCELERATE_MIXED_PRECISION is made to agree, because it beats `bf16=False`.
+    """
+    chosen = environment.current().precision
+    bf16, fp16 = run.rloo.bf16, run.rloo.fp16
+    bf16 = (chosen == "bf16" and not fp16) if bf16 is None else bf16
+    fp16 = (chosen == "fp16" and not bf16) if fp16 is None else fp16
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if bf16 else "fp16" if fp16 else "no"
+    return {"bf16": bf16, "fp16": fp16}

@@ -1,0 +1,227 @@
+"""The trainer's parts: what samples, how completions are scored, how the gradient is made, and what the reference is.
+
+A mixin of `RLOOTrainer`; each part is chosen once, when the trainer is built, and `describe` says why. Left out: the
+step (`trainer`), its rollout (`trainer_rollout`).
+
+Shapes: B completions of this process, P prompt, C completion tokens, N completion tokens end to end.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import disable_dropout_in_model, use_adapter
+
+from rloo_kit._stack import load_stack
+from rloo_kit.errors import ConfigError
+from rloo_kit.gradient.objective import Objective, choose_ratio_form
+from rloo_kit.gradient.packing import Group
+from rloo_kit.gradient.passes import PassSettings, PolicyPass
+from rloo_kit.gradient.scorer import Scorer, Scores
+from rloo_kit.gradient.streamed_pass import StreamedPass
+from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.loop.resample import PromptReservoir
+from rloo_kit.models.adapter_handover import NO_ADAPTER, write_adapter
+from rloo_kit.models.adapters import is_identity, same_as_reference
+from rloo_kit.plan.planner import TOKENS_PER_PASS
+from rloo_kit.rollout.cache_options import check_cache
+from rloo_kit.rollout.engine import build_engine, make_limits
+from rloo_kit.rollout.server import ServerSettings
+
+
+class TrainerSetup:
+    """The parts of `RLOOTrainer`."""
+
+    def describe(self) -> str:
+        """A line each: what samples, how completions are scored, how the gradient is made, and why; the processes."""
+        engine = "vllm, through TRL" if self._engine is None else f"{self._engine.name}, {self._engine.reason}"
+        obstacle = self._why_not_open()
+        memory = self._option("memory")
+        if self.beta and obstacle and memory != "balanced":
+            memory = f"{memory}, which falls back to balanced: {obstacle}"
+        lines = [f"rollout: {engine}", f"scoring: {self._scorer.reason}", f"memory: {memory}"]
+        if self._parallel.kind != "single":
+            lines.append(f"processes: {self._parallel.describe()}")
+        return "\n".join(lines)
+
+    def _build_passes(self) -> None:
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                disable_dropout(model)  # the ratio compares one policy with itself, not two random parts of it
+        pad_id = self._tokenizer.pad_token_id
+        self._scorer = Scorer(self.model, self.temperature, pad_id)
+        if self.ref_model is not None:
+            self._ref_scorer = Scorer(self.ref_model, self.temperature, pad_id, self._scorer.layout)
+        kl_form = self._option("kl_form")
+        form = choose_ratio_form(self._option("ratio_form"), kl_form)
+        settings = PassSettings(
+            Objective(self.epsilon_low, self.epsilon_high, self._option("delta"), form),
+            num_generations=self.num_generations,
+            beta=self.beta,
+            kl_form=kl_form,
+            baseline=self._option("baseline"),
+            memory=self._option("memory"),
+            tokens_per_pass=self._option("tokens_per_pass") or self._usual_tokens(),
+            sampler_correction=self._option("sampler_correction"),
+            sampler_correction_cap=self._option("sampler_correction_cap"),
+        )
+        make = StreamedPass if settings.memory == "low" else PolicyPass
+        equalize = self._parallel.equalize
+        self._passes = make(settings, self._score, self._scorer.tokens, self._reference_logps, equalize)
+
+    def _usual_tokens(self) -> int:
+        """Tokens of a pass where nobody said: a CPU gains nothing from large ones, its caches are small."""
+        return TOKENS_PER_PASS[self.accelerator.device.type == "cpu"]
+
+    def _why_not_open(self) -> str | None:
+        """Why advantages cannot wait for the pass that scores the policy; None if they can."""
+        if not self._on_policy or self.num_iterations > 1:
+            return "the step is off-policy, so log-probabilities of the rollout are needed first"
+        if self.normalize_advantages:
+            return "normalize_advantages needs the advantages of the whole rollout first"
+        rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
+        if rows % self.num_generations:
+            return f"a process holds {rows} completions, which are no whole groups of {self.num_generations}"
+        if self._option("memory") == "low" and self._parallel.kind == "shards":
+            return "sharded gradients are added up during the pass"
+        return "rloo.memory asks for it" if self._option("memory") == "balanced" else None
+
+    def _build_engine(self) -> None:
+        unwrapped = self.accelerator.unwrap_model(self.model)
+        self._limits = make_limits(
+            self._tokenizer,
+            self.think_tags,
+            self.max_completion_length,
+            self._option("thinking_budget"),
+            self._option("answer_budget"),
+            self._option("thinking_close"),
+        )
+        self._engine = None
+        wanted = "continuous" if self.use_transformers_continuous_batching else self._option("rollout_engine")
+        if self.use_vllm:
+            check_cache(self._option("rollout_cache"), "vllm", backend_name(), on_cuda=True)
+            self._prepare_vllm()
+            return  # TRL's own code syncs the weights
+        self._engine = build_engine(
+            unwrapped,
+            wanted,
+            backend=backend_name(),
+            temperature=self.temperature,
+            end_ids=list(self.eos_token_ids),
+            pad_id=self._tokenizer.pad_token_id,
+            rows=self._option("rollout_rows"),
+            cache=self._option("rollout_cache"),
+            server=self._server_settings() if wanted == "server" else None,
+        )
+
+    def _server_settings(self) -> ServerSettings:
+        """Where the engine "server" samples, and how the policy's adapter gets there."""
+        if not is_peft_model(self.accelerator.unwrap_model(self.model)):
+            raise ConfigError(NO_ADAPTER)
+        folder = self._option("rollout_server_adapters") or f"{self.args.output_dir}/server_adapters"
+
+        def hand_over(target: Path) -> None:
+            write_adapter(self.accelerator, self.model_wrapped, target)
+
+        return ServerSettings(self._option("rollout_server_url"), Path(folder), hand_over)
+
+    def _prepare_vllm(self) -> None:
+        """Have vLLM say how likely each token was, which TRL's RLOO does not ask; refuse what TRL's code cannot do."""
+        generation = getattr(self, "vllm_generation", None)
+        says_logps = hasattr(generation, "logprobs")
+        if says_logps:
+            generation.logprobs = 0  # of the sampled token alone
+        correction, budget = self._option("sampler_correction"), self._limits.thinking_budget
+        if budget is not None:
+            raise ConfigError(
+                f"thinking_budget is {budget}, but completions come from vLLM through TRL here, which cannot close a "
+                "thought: set thinking_budget to null"
+            )
+        if correction != "none" and not says_logps:
+            raise ConfigError(
+                f"sampler_correction is {correction}, but vLLM through TRL does not say here how likely its tokens "
+                "were: set sampler_correction to none"
+            )
+
+    def _build_reservoir(self) -> PromptReservoir | None:
+        if not self._option("resample_rounds"):
+            return None
+        return PromptReservoir(self.train_dataset, self.args.seed)
+
+    def _option(self, name: str) -> Any:
+        """An option of the kit's config; its default where `args` is TRL's own config."""
+        return getattr(self.args, name, RLOOConfig.__dataclass_fields__[name].default)
+
+    def _drop_redundant_reference(self) -> None:
+        """TRL copies every adapter as "ref"; one that is the identity, or not wanted, is only memory and time."""
+        model = self.accelerator.unwrap_model(self.model)
+        if not is_peft_model(model) or "ref" not in model.peft_config:
+            return
+        if self._option("reference") == "base" or is_identity(model):
+            model.delete_adapter("ref")
+
+    @property
+    def _on_policy(self) -> bool:
+        """Whether every completion is used before the weights that sampled it change."""
+        return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
+
+    def _score(self, model: torch.nn.Module, groups: list[Group], need_entropy: bool = True) -> Scores:
+        """Log-probabilities and entropies of the groups' completions under `model`, (N,)."""
+        with self.accelerator.autocast():
+            return self._scorer.score(model, groups, need_entropy)
+
+    def _reference_logps(self, model: torch.nn.Module, groups: list[Group]) -> torch.Tensor | None:
+        """(N,) under the reference, without a graph; None while the policy is its own reference, or without a KL."""
+        if self.beta == 0.0 or self._is_reference():
+            return None
+        kwargs = self.args.gradient_checkpointing_kwargs
+        with torch.no_grad(), self.accelerator.autocast():
+            if self.ref_model is not None:
+                return self._ref_scorer.score(self.ref_model, groups, need_entropy=False).logps
+            policy = self.accelerator.unwrap_model(self.model)
+            with (
+                disable_gradient_checkpointing(self.model, kwargs),
+                use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None),
+            ):
+                return self._scorer.score(model, groups, need_entropy=False).logps
+
+    def _is_reference(self) -> bool:
+        """Whether the policy's weights are still those of the reference; asked until they have moved once."""
+        if self._may_be_reference and self._parallel.kind == "shards":
+            self._may_be_reference = False  # no process has the tensors to compare
+        if self._may_be_reference:
+            self._may_be_reference = self.ref_model is None and same_as_reference(
+                self.accelerator.unwrap_model(self.model), self._option("reference")
+            )
+        return self._may_be_reference
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **_unused
+    ):
+        """TRL's interface to the scoring above: (B, P + C) in, log-probabilities and entropies (B, C) out."""
+        masks = attention_mask.bool()
+        groups = [
+            Group(ids[:-logits_to_keep][kept[:-logits_to_keep]], [ids[-logits_to_keep:][kept[-logits_to_keep:]]])
+            for ids, kept in zip(input_ids, masks, strict=True)
+        ]
+        scores = self._score(model, groups, compute_entropy)
+        scored = masks[:, -logits_to_keep:]
+        empty = torch.zeros(scored.shape, device=input_ids.device)
+        entropies = empty.masked_scatter(scored, scores.entropies) if compute_entropy else None
+        return empty.masked_scatter(scored, scores.logps), entropies, None
+
+
+def disable_dropout(model: torch.nn.Module) -> None:
+    """TRL's own knows modules only; most attentions keep their share as a number (`attention_dropout`)."""
+    disable_dropout_in_model(model)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if name.endswith("dropout") and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def backend_name() -> str:
+    """The backend whose model a trainer of this process gets."""
+    return "transformers" if load_stack().unsloth is None else "unsloth"

@@ -1,0 +1,342 @@
+"""What a run's rollout and training pass take on the machine at hand, measured beside what `vram` computed.
+
+`measure_plan` (the command `rloo-kit plan FILE --measure`) makes a checkpoint of the run's true shape with random
+weights, loads it as the run would, and drives the run's own code at its longest:
+
+- the rollout: caches as they are 64 tokens before the end, then 64 tokens decoded by the run's engine, for each kind of
+  cache that this engine keeps. What fills them is one token's keys and values, repeated: nothing is prefilled that a
+  run would not prefill, and the time is that of 64 steps;
+- training: two optimizer steps of the trainer on completions of full length, in passes as large as the run's largest;
+  two, because the optimizer's state is there from the second on.
+
+On a card the figure is what torch had allocated at most; CUDA's own context and what the allocator keeps beside it are
+not in it (`reserved_gib` says how much it held). Without a card it is this process's resident memory. Left out: vLLM,
+whose pool is what it is told to take, servers, several cards.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from rloo_kit._stack import load_stack
+from rloo_kit.errors import BackendError, RlooKitError
+from rloo_kit.measure.full_caches import fill_cache, fill_slots
+from rloo_kit.measure.memory_peak import Peak
+from rloo_kit.measure.random_checkpoint import save_random_checkpoint
+from rloo_kit.models.policy import Policy, load_policy
+from rloo_kit.plan.parts import Load, context_bytes
+from rloo_kit.plan.planner import plan_vram, read_load, rollout_gib, training_gib
+from rloo_kit.plan.result import VramPlan
+from rloo_kit.rollout.cache_options import CACHES, check_cache
+from rloo_kit.rollout.engine import build_engine, choose_engine
+from rloo_kit.rollout.types import Limits, Rollout
+from rloo_kit.system.memory import GIB, is_out_of_memory
+from rloo_kit.system.text_tables import as_text
+
+DECODED_TOKENS = 64
+LOCAL_ENGINES = ("auto", "native", "generate", "continuous")
+
+
+# ------------------------------------------------------------------------------------------------ the rollout
+
+
+def measure_rollout(policy: Policy, run: Any, rows: int, tokens: int, cache: str | None = None) -> float:
+    """Peak of decoding the last 64 tokens of `rows` completions that are `tokens` long with their prompts, in GiB.
+
+    Args:
+        policy: from `load_policy`. run: its `RunConfig`: engine, cache and temperature are its own.
+        rows: completions at once. tokens: of a prompt and its completion, more than 64.
+        cache: in place of `run.rollout.cache`.
+
+    Raises:
+        ConfigError, BackendError: the engine cannot be used here, or cannot keep this cache. Out of memory is raised as
+            torch does: rows are not halved.
+    """
+    return _measure_rollout(policy, run, rows, tokens, cache).gib
+
+
+def _measure_rollout(policy: Policy, run: Any, rows: int, tokens: int, cache: str | None = None) -> Peak:
+    if tokens <= DECODED_TOKENS:
+        raise BackendError(f"rows of {tokens} tokens were asked for; take more than the {DECODED_TOKENS} decoded")
+    _check_positions(policy, tokens)
+    vocabulary = policy.model.get_input_embeddings().weight.shape[0]
+    engine = build_engine(
+        policy.model,
+        _engine_of(run),
+        backend=policy.backend,
+        temperature=run.rloo.temperature,
+        end_ids=[vocabulary + 1],  # never drawn: every row reaches its end
+        pad_id=policy.tokenizer.pad_token_id,
+        rows=rows,
+        cache=run.rollout.cache if cache is None else cache,
+        say=lambda line: None,
+    )
+    engine = _filled(engine)
+    prompts = [[row % 200 + 1] * (tokens - DECODED_TOKENS) for row in range(rows)]  # unlike, as those of groups are not
+    with Peak() as peak, _autocast(run, policy):
+        done = engine.sample(prompts, Limits(DECODED_TOKENS))
+    lengths = {len(ids) for ids in done.completion_ids}
+    if lengths != {DECODED_TOKENS}:
+        raise BackendError(f"rows of {sorted(lengths)} tokens came back where {DECODED_TOKENS} were to be decoded")
+    return peak
+
+
+def _autocast(run: Any, policy: Policy) -> AbstractContextManager[Any]:
+    """Mixed precision as the trainer samples in it."""
+    from rloo_kit.loop.run import mixed_precision
+
+    torch, chosen = load_stack().torch, mixed_precision(run)
+    if not any(chosen.values()):
+        return nullcontext()
+    return torch.autocast(policy.model.device.type, torch.bfloat16 if chosen["bf16"] else torch.float16)
+
+
+def _engine_of(run: Any) -> str:
+    """The engine to measure; one that samples elsewhere is refused."""
+    if run.rollout.engine not in LOCAL_ENGINES:
+        raise BackendError(
+            f"rollout.engine is {run.rollout.engine}, whose keys and values are held by vLLM: what it takes is what it "
+            "is told to take (gpu_memory_utilization). Measure with rollout.engine=auto"
+        )
+    return str(run.rollout.engine)
+
+
+def _check_positions(policy: Policy, tokens: int) -> None:
+    positions = getattr(policy.model.config, "max_position_embeddings", None)
+    if positions is not None and tokens > positions:
+        raise BackendError(f"rows of {tokens} tokens were asked for, and the model has {positions} positions")
+
+
+def _filled(engine: Any) -> Any:
+    """The engine with its prefill replaced by a cache that is full already, and without the halving of rows."""
+    engine._halve = _out_of_rows
+    if engine.name == "native":
+        engine._fill = fill_slots
+    elif engine.name == "generate":
+        engine._cache_options = lambda rows, width: {"past_key_values": fill_cache(engine, rows, width)}
+    return engine  # continuous: its prefill is cut into pieces by the library, as in a run
+
+
+def _out_of_rows(tried: int, _left: int) -> None:
+    raise load_stack().torch.OutOfMemoryError(f"out of memory with {tried} completions at once")
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+def measure_training(policy: Policy, run: Any) -> float:
+    """Peak of two optimizer steps on completions of full length, in passes as large as the run's largest, in GiB.
+
+    Args:
+        policy: from `load_policy`; two steps are taken with it, so what it has learnt is spoilt. run: its `RunConfig`.
+
+    Raises:
+        ConfigError: the run's keys contradict each other. Out of memory is raised as torch does.
+    """
+    return _measure_training(policy, run).gib
+
+
+def _measure_training(policy: Policy, run: Any) -> Peak:
+    stack = load_stack()
+    from datasets import Dataset
+    from transformers.trainer_callback import PrinterCallback
+
+    from rloo_kit.loop.options import RLOOConfig
+    from rloo_kit.loop.run import training_arguments
+    from rloo_kit.loop.trainer import RLOOTrainer
+
+    load = _load_of(run, policy)
+    generations, rows = _rows_of_a_pass(load)
+    prompt = "0" * load.prompt_tokens
+    changed = {
+        "max_steps": 2, "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1,
+        "steps_per_generation": None, "num_generations": generations, "resample_rounds": 0, "save_strategy": "no",
+        "report_to": "none", "rollout_engine": "auto", "rollout_cache": "plain", "rollout_server_url": None,
+    }  # fmt: skip
+    was_training = policy.model.training
+    with tempfile.TemporaryDirectory(prefix="rloo-kit-measure-") as folder:
+        arguments = training_arguments(run, policy, Path(folder)) | changed
+        trainer = RLOOTrainer(
+            model=policy.model,
+            reward_funcs=[alternate],
+            args=RLOOConfig(**arguments),
+            train_dataset=Dataset.from_list([{"prompt": prompt}] * (2 * rows // generations)),
+            processing_class=policy.tokenizer,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer._engine = _FullRows(load.row_tokens, stack.torch)
+        try:
+            with Peak() as peak:
+                trainer.train()
+        finally:
+            policy.model.zero_grad(set_to_none=True)
+            if "ref" in getattr(policy.model, "peft_config", {}):
+                policy.model.delete_adapter("ref")
+            policy.model.train(was_training)
+            del trainer
+    return peak
+
+
+def _rows_of_a_pass(load: Load) -> tuple[int, int]:
+    """(K, completions) of the smallest batch that has a pass as large as the run's largest."""
+    needed = -(-load.pass_tokens // load.row_tokens)
+    generations = load.num_generations if load.whole_groups else min(load.num_generations, max(2, needed))
+    groups = -(-min(needed, load.completions) // generations)
+    return generations, generations * groups
+
+
+def alternate(completions: Any, **_columns: Any) -> list[float]:
+    """A reward under which every completion has an advantage: 0, 1, 0, 1, ..."""
+    return [float(row % 2) for row in range(len(completions))]
+
+
+class _FullRows:
+    """In the place of an engine: made-up completions that fill every row to `tokens`."""
+
+    name, reason, rows = "synthetic", "to measure memory", None
+
+    def __init__(self, tokens: int, torch: Any) -> None:
+        self._tokens, self._torch = tokens, torch
+
+    def sample(self, prompt_ids: list[list[int]], *_more: Any, **_named: Any) -> Rollout:
+        ids = [self._torch.randint(1, 200, (self._tokens - len(prompt),)).tolist() for prompt in prompt_ids]
+        return Rollout(ids, [None] * len(ids), [[-1.0] * len(row) for row in ids])
+
+
+def _load_of(run: Any, policy: Policy) -> Load:
+    """What the arithmetic reads of the run, with the pass that `train` would plan for it on this machine."""
+    config = policy.model.config.to_dict()
+    plan = plan_vram(run, config=config)
+    return replace(read_load(run, plan.machine, config), tokens_per_pass=plan.tokens_per_pass)
+
+
+# ------------------------------------------------------------------------------------------------ a whole plan
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measurement beside what was computed for it, in GiB.
+
+    Attributes:
+        what: "rollout" or "training". cache: of a rollout. rows: completions at once, of a rollout or of a training
+            batch. tokens: of each, prompt included.
+        computed_gib: on a card without CUDA's context, which torch does not count. measured_gib: None where it failed.
+        reserved_gib: what torch's allocator held, on a card. seconds: it took.
+        error: why there is no figure.
+    """
+
+    what: str
+    cache: str | None
+    rows: int
+    tokens: int
+    computed_gib: float
+    measured_gib: float | None
+    reserved_gib: float
+    seconds: float
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, GiB with four decimals."""
+        return {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(self).items()}
+
+
+def measure_plan(run: Any, plan: VramPlan, say: Callable[[str], None] = print) -> list[Measured]:
+    """Measure what `plan` computed, with random weights of the run's shape; `setup_environment` has been called.
+
+    Args:
+        run: the `RunConfig` that was planned. plan: of `plan_vram`; its rows are the ones that are measured.
+        say: gets a line before each measurement.
+
+    Returns:
+        the rollout with each cache that the run's engine keeps, and training.
+
+    Raises:
+        BackendError: the run does not fit this machine's memory by far and there is no card to refuse it; or vLLM
+            samples. ConfigError: see `load_policy`.
+    """
+    torch = load_stack().torch
+    _engine_of(run)
+    if plan.machine.on_cuda != torch.cuda.is_available():
+        raise BackendError(f"the plan is for {plan.machine.name}, which is not here: measure without --card-gib")
+    if not torch.cuda.is_available() and not plan.fits:
+        raise BackendError(
+            f"the run takes {plan.peak_gib:.1f} GiB and this machine has {plan.machine.usable_gib:.1f}: without a card "
+            "that refuses, measuring it would stop other programs. Make it smaller, as `rloo-kit plan` says"
+        )
+    with tempfile.TemporaryDirectory(prefix="rloo-kit-measure-") as folder:
+        return list(_measure_all(_with_random_weights(run, folder, say), plan, say))
+
+
+def _with_random_weights(run: Any, folder: str, say: Callable[[str], None]) -> Any:
+    """The run with a random checkpoint of its shape in the place of its model; an embedded model is itself."""
+    if run.model.is_embedded:
+        return run
+    say(f"measure: random weights of the shape of {run.model.name}")
+    changed = run.model_copy(deep=True)
+    save_random_checkpoint(run, folder)
+    changed.model.name, changed.model.adapter = folder, None
+    changed.model.family, changed.model.enable_thinking = "auto", None
+    return changed
+
+
+def _measure_all(run: Any, plan: VramPlan, say: Callable[[str], None]) -> Iterator[Measured]:
+    policy = load_policy(run)
+    load = _load_of(run, policy)
+    load = replace(load, tokens_per_pass=plan.tokens_per_pass)
+    outside = context_bytes(load) / GIB if load.on_cuda else 0.0
+
+    def measure(what: str, cache: str | None, rows: int, computed: float, call: Callable[[], Peak]) -> Measured:
+        say(f"measure: {what}{f', cache {cache}' if cache else ''}, {rows} x {load.row_tokens} tokens")
+        started, peak, error = time.monotonic(), None, None
+        try:
+            peak = call()
+        except (RuntimeError, RlooKitError) as raised:
+            if not is_out_of_memory(raised) and not isinstance(raised, RlooKitError):
+                raise
+            error = "out of memory" if is_out_of_memory(raised) else str(raised)
+        seconds = time.monotonic() - started
+        found = (None, 0.0) if peak is None else (peak.gib, peak.reserved_gib)
+        say(f"measure: {error or f'{found[0]:.3f} GiB'}, computed {computed - outside:.3f}, {seconds:.0f} s")
+        return Measured(what, cache, rows, load.row_tokens, computed - outside, *found, seconds, error)
+
+    for cache in _caches_of(run, policy):
+        computed = rollout_gib(replace(load, cache=cache), plan.rows)
+        yield measure(
+            "rollout", cache, plan.rows, computed,
+            lambda cache=cache: _measure_rollout(policy, run, plan.rows, load.row_tokens, cache),
+        )  # fmt: skip
+    rows = _rows_of_a_pass(load)[1]
+    yield measure("training", None, rows, training_gib(load), lambda: _measure_training(policy, run))
+
+
+def _caches_of(run: Any, policy: Policy) -> Iterator[str]:
+    """The kinds of cache that the run's engine keeps here, the run's own first."""
+    name, _ = choose_engine(_engine_of(run), policy.backend, policy.model)
+    on_cuda = policy.model.device.type == "cuda"
+    for cache in sorted(CACHES, key=lambda kind: kind != run.rollout.cache):
+        if cache == "offloaded" and not on_cuda:  # the plain one is in the machine's memory already
+            continue
+        try:
+            check_cache(cache, name, policy.backend, on_cuda)
+        except BackendError:
+            continue
+        yield cache
+
+
+def format_measured(found: list[Measured]) -> str:
+    """A table for people: computed beside measured."""
+    table = Table(title="Memory, GiB: computed beside measured", title_justify="left")
+    for name, justify in (("part", "left"), ("rows x tokens", "right"), ("computed", "right"), ("measured", "right")):
+        table.add_column(name, no_wrap=True, justify=justify)
+    table.add_column("seconds", justify="right")
+    for one in found:
+        part = f"{one.what}, cache {one.cache}" if one.cache else one.what
+        measured = one.error if one.measured_gib is None else f"{one.measured_gib:.3f}"
+        table.add_row(part, f"{one.rows} x {one.tokens}", f"{one.computed_gib:.3f}", measured, f"{one.seconds:.0f}")
+    return as_text(table)

@@ -1,0 +1,84 @@
+"""The adapter of a policy around TRL's trainer: what its constructor would do to it, and what it would leave undone.
+
+TRL casts the adapter of a quantised model to bfloat16, copies every adapter as a reference, and, as Unsloth generates
+it, ignores `peft_config`. Left out: what happens to adapters in checkpoints, which is the trainer's.
+"""
+
+from typing import Any
+
+import peft
+import torch
+from accelerate.utils import is_peft_model
+
+from rloo_kit._stack import load_stack
+from rloo_kit.errors import ConfigError
+
+
+def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The trainer that Unsloth generates takes `peft_config` and ignores it, so the adapter is made here."""
+    if load_stack().unsloth is None or arguments.get("peft_config") is None:
+        return arguments
+    rest = {name: value for name, value in arguments.items() if name != "peft_config"}
+    if is_peft_model(rest["model"]):
+        raise ConfigError("peft_config was given with a model that has an adapter already: leave one of them out")
+    return rest | {"model": peft.get_peft_model(rest["model"], arguments["peft_config"])}
+
+
+def check_reference(arguments: dict[str, Any]) -> None:
+    """Without an adapter TRL reads the reference anew, from the checkpoint that the model's config names.
+
+    Raises: ConfigError, where it names none.
+    """
+    model, beta = arguments.get("model"), arguments["args"].beta
+    if not beta or isinstance(model, str) or is_peft_model(model) or arguments.get("peft_config") is not None:
+        return
+    if not model.config.name_or_path:
+        raise ConfigError(
+            f"beta is {beta} and every parameter is trained, so the reference is a second model, read from the "
+            "checkpoint that model.config names, and it names none: save the model and load it from there, train an "
+            "adapter (peft_config), or set beta=0.0"
+        )
+
+
+def trainable_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """What is trained, by name, as it is before TRL has seen it; nothing for the name of a checkpoint."""
+    if not isinstance(model, torch.nn.Module):
+        return {}
+    return {name: parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def restore_precision(model: torch.nn.Module, masters: dict[str, torch.Tensor]) -> None:
+    """TRL casts the adapter of a quantised model to bfloat16, where a step of 1e-6 on 0.01 changes nothing.
+
+    Args:
+        model: as TRL left it. masters: from `trainable_tensors`; an adapter that TRL made itself is taken to float32.
+    """
+    is_quantised = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
+    for name, parameter in model.named_parameters():
+        master = masters.get(name)
+        if master is not None and parameter.dtype != master.dtype:
+            parameter.data = master
+        elif master is None and is_quantised and parameter.requires_grad and parameter.dtype == torch.bfloat16:
+            parameter.data = parameter.data.float()
+
+
+def is_identity(model: torch.nn.Module) -> bool:
+    """Whether the "default" LoRA adapter changes nothing yet: every B matrix is zero."""
+    endings = ("lora_B.default", "lora_embedding_B.default")
+    matrices = [matrix for name, matrix in model.named_parameters() if any(ending in name for ending in endings)]
+    return bool(matrices) and not any(matrix.any() for matrix in matrices)
+
+
+def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
+    """Whether the policy's adapter is still what the KL is measured against, tensor by tensor.
+
+    Args:
+        model: a PeftModel. reference: "start", the copy "ref" where there is one, or "base".
+    """
+    if not is_peft_model(model):
+        return False
+    if reference == "base" or "ref" not in model.peft_config:
+        return is_identity(model)
+    named = dict(model.named_parameters())
+    pairs = [(value, named[name.replace(".default", ".ref")]) for name, value in named.items() if ".default" in name]
+    return all(torch.equal(value, copy) for value, copy in pairs)

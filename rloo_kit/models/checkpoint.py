@@ -1,0 +1,157 @@
+"""Where a run's model and adapter are, whether they belong together, and the tokenizer's padding.
+
+Everything here is decided from the configuration and small JSON files, before any weight is read.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.errors import BackendError
+
+ADAPTER_FILE, MODEL_FILE = "adapter_config.json", "config.json"
+PAD_TOKENS = (
+    "<|endoftext|>",
+    "<|pad|>",
+    "<pad>",
+    "[PAD]",
+    "<|PAD_TOKEN|>",
+    "<|vision_pad|>",
+    "<|finetune_right_pad_id|>",
+)
+_QUANTISED_ENDINGS = ("-unsloth-bnb-4bit", "-bnb-4bit")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to load: a folder or a hub id, and the folder of an adapter to continue (None: a new one)."""
+
+    base: str
+    adapter: str | None = None
+
+    @property
+    def is_folder(self) -> bool:
+        """False for a hub id."""
+        return Path(self.base).is_dir()
+
+
+def find_source(run: Any) -> Source:
+    """Resolve `model.name` and `model.adapter`; the embedded model is built if it is not in the cache yet.
+
+    Raises:
+        BackendError: a folder is missing or is no checkpoint, or the adapter belongs to another model.
+    """
+    model = run.model
+    if model.name.startswith("embedded/"):
+        from rloo_kit.embedded import model as tiny_model
+
+        kind = model.name.removeprefix("embedded/")
+        source = Source(str(tiny_model.build(kind, model.vocabulary, model.build_seed)), model.adapter)
+    else:
+        source = _from_name(model.name, model.adapter)
+    if source.is_folder and not (Path(source.base) / MODEL_FILE).is_file():
+        raise BackendError(
+            f"{source.base} has no {MODEL_FILE}, so it is no checkpoint; model.name takes a hub id, a folder written "
+            "by save_pretrained, or the folder of an adapter"
+        )
+    if source.adapter is not None:
+        if model.lora is None:
+            raise BackendError(
+                f"model.lora is null (train every parameter), but there is an adapter to continue, {source.adapter}: "
+                "set model.lora={} or leave model.adapter out"
+            )
+        _check_base(source)
+    return source
+
+
+def _from_name(name: str, adapter: str | None) -> Source:
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise BackendError(f"model.name is {name}, and there is no such folder")
+        return Source(name, adapter)
+    if not (folder / ADAPTER_FILE).is_file() or (folder / MODEL_FILE).is_file():
+        return Source(str(folder), adapter)
+    if adapter is not None and Path(adapter).expanduser().resolve() != folder.resolve():
+        raise BackendError(
+            f"model.name is the folder of an adapter, {folder}, and model.adapter names another, {adapter}: "
+            "set model.name to their base model"
+        )
+    base = _recorded_base(folder)
+    if not base:
+        raise BackendError(
+            f"{folder / ADAPTER_FILE} names no base model: set model.name to it and model.adapter={folder}"
+        )
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        from rloo_kit.embedded import model as tiny_model
+
+        rebuilt = tiny_model.rebuild(Path(base).name)
+        if rebuilt is not None:
+            return Source(str(rebuilt), str(folder))
+        raise BackendError(
+            f"{folder} is an adapter of {base}, which is not there any more: set model.name to where that model is now "
+            f"and model.adapter={folder}"
+        )
+    return Source(base, str(folder))
+
+
+def _recorded_base(adapter: Path) -> str:
+    """The base model that an adapter was trained on, as PEFT wrote it down; "" if it did not."""
+    try:
+        return json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+    except (OSError, ValueError, AttributeError) as error:
+        raise BackendError(
+            f"{adapter} is no folder of an adapter ({ADAPTER_FILE}: {error}); see model.adapter"
+        ) from None
+
+
+def _check_base(source: Source) -> None:
+    adapter = Path(str(source.adapter)).expanduser()
+    recorded = _recorded_base(adapter)
+    if recorded and _short_name(recorded) != _short_name(source.base):
+        raise BackendError(
+            f"the adapter {adapter} was trained on {recorded}, not on {source.base}: set model.name to that model. If "
+            f"it is the same model under another name, change base_model_name_or_path in {adapter / ADAPTER_FILE}"
+        )
+
+
+def _short_name(model: str) -> str:
+    """The model's name without owner, folder and the marks of its 4-bit copies, which share one adapter."""
+    name = Path(model.rstrip("/")).name.lower()
+    for ending in _QUANTISED_ENDINGS:
+        name = name.removesuffix(ending)
+    return name
+
+
+def bind_padding(model: Any, tokenizer: Any) -> None:
+    """Left padding, and a pad token that is not the end token, in the tokenizer and in the model's settings.
+
+    A pad token equal to the end token makes every padded completion look ended, so it is taken only where the
+    vocabulary has nothing better.
+    """
+    vocab = tokenizer.get_vocab()
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        rows = model.get_input_embeddings().weight.shape[0]
+        free = [token for token in PAD_TOKENS if vocab.get(token, rows) < rows and token != tokenizer.eos_token]
+        tokenizer.pad_token = free[0] if free else tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    for settings in (model.config, getattr(model, "generation_config", None)):
+        if settings is not None:
+            settings.pad_token_id = tokenizer.pad_token_id
+
+
+def usable_length(run: Any, config: Any) -> int:
+    """`model.max_seq_length`, or the model's own number of positions where that is less, in tokens.
+
+    Raises:
+        BackendError: a prompt and its completion may be longer than the model was made for.
+    """
+    limit = getattr(config, "max_position_embeddings", None) or run.model.max_seq_length
+    wanted = run.data.max_prompt_length + run.rloo.max_completion_length
+    if wanted > limit:
+        raise BackendError(
+            f"{run.model.name} has {limit} positions, but data.max_prompt_length + rloo.max_completion_length is "
+            f"{run.data.max_prompt_length} + {run.rloo.max_completion_length} = {wanted}: lower one of them"
+        )
+    return min(run.model.max_seq_length, limit)

@@ -1,0 +1,267 @@
+"""The policy: one model with its tokenizer, loaded by Unsloth or by transformers and PEFT behind one protocol.
+
+`load_policy` decides which of the two and says why; what lies above works with the `Policy` alone. A backend is a
+module with four functions: `unusable`, `load`, `inference_mode` and `config_arguments`. With several processes each
+loads the model onto its own card, and the backend is transformers. Left out: merging an adapter into its base.
+"""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from rloo_kit._stack import load_stack
+from rloo_kit.collective import gather_objects, main_first, start_processes
+from rloo_kit.data.chat import resolve_family
+from rloo_kit.errors import BackendError
+from rloo_kit.models.checkpoint import Source, bind_padding, find_source
+from rloo_kit.runs.files import saving
+from rloo_kit.system import environment
+from rloo_kit.system.processes import is_distributed, is_main_process
+from rloo_kit.think_tags import ThinkTags, bind_think_tags
+
+# What PEFT's `save_pretrained` writes: TRL's copy "ref" stays behind, and the embedding, which is never resized ("auto"
+# would ask the hub whether it was).
+ADAPTER_ALONE: dict[str, Any] = {"selected_adapters": ["default"], "save_embedding_layers": False}
+
+_MODULES = {"unsloth": "rloo_kit.models.unsloth", "transformers": "rloo_kit.models.transformers"}
+_loaded: set[str] = set()
+
+
+class Sharding(Protocol):
+    """Weights of which every process holds a share; both are for all processes together."""
+
+    def whole_weights(self) -> AbstractContextManager[Any]:
+        """A block in which each process has all of them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of them in the main process; what the others get is not to be used."""
+
+
+@dataclass
+class Policy:
+    """A model that is trained and sampled from.
+
+    Attributes:
+        model: a PeftModel, or the plain causal language model where every parameter is trained.
+        tokenizer: pads on the left, has a pad token.
+        backend: "unsloth" or "transformers". reason: why that one, for people.
+        tags: ids of `<think>` and `</think>`.
+        family: "thinking", "hybrid", "instruct" or "plain".
+        config_arguments: what `RLOOConfig` has to be told for this model (gradient checkpointing).
+        sharding: after training with FSDP or DeepSpeed, how whole weights are had; None where each process has them.
+    """
+
+    model: Any
+    tokenizer: Any
+    backend: str
+    reason: str
+    tags: ThinkTags
+    family: str
+    config_arguments: dict[str, Any]
+    sharding: Sharding | None = None
+
+    def whole_weights(self) -> AbstractContextManager[Any]:
+        """A block in which this process has all weights and may sample at its own pace; entered by all together."""
+        return nullcontext() if self.sharding is None else self.sharding.whole_weights()
+
+    def inference_mode(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients, for generation; the mode before it is back afterwards."""
+        return inference_mode(self.backend, self.model)
+
+    def describe(self) -> str:
+        """One line: model, size, what is trained, where it lies, which backend and why."""
+        sizes = [(_num_weights(parameter), parameter.requires_grad) for parameter in self.model.parameters()]
+        total = sum(size for size, _ in sizes)
+        trained = sum(size for size, is_trained in sizes if is_trained)
+        base = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+        bits = " in 4-bit" if getattr(base, "is_loaded_in_4bit", False) else ""
+        return (
+            f"{type(base).__name__}{bits}, {total / 1e6:.2f} M parameters, {trained / 1e6:.2f} M trained, on "
+            f"{next(self.model.parameters()).device}, family {self.family}; backend {self.backend}: {self.reason}"
+        )
+
+
+def load_policy(run: Any) -> Policy:
+    """Load the model of `run.model` with an adapter to train, and its tokenizer.
+
+    Args:
+        run: a `RunConfig`. `run.model.backend` forces a backend; an adapter that exists (`run.model.adapter`, or a
+            `run.model.name` that is an adapter's folder) is continued.
+
+    Raises:
+        BackendError: the model, its adapter or the backend cannot be used; the text names the key to change.
+    """
+    stack = load_stack()
+    start_processes()
+    name, reason = _choose(run, stack)
+    _refuse_mixed_cards(run)
+    with main_first():
+        source = find_source(run)
+    model, tokenizer = _module(name).load(run, source, stack)
+    _loaded.add(name)
+    bind_padding(model, tokenizer)
+    _spare_threads(run, model, stack)
+    return Policy(
+        model=model,
+        tokenizer=tokenizer,
+        backend=name,
+        reason=reason,
+        tags=bind_think_tags(tokenizer),
+        family=resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking),
+        config_arguments=_module(name).config_arguments(run),
+    )
+
+
+def inference_mode(backend: str, model: Any) -> AbstractContextManager[None]:
+    """Evaluation mode of a model that `backend` loaded, without gradients; the mode before it is back afterwards."""
+    return _module(backend).inference_mode(model)
+
+
+def save_adapter(policy: Policy, folder: str | Path) -> Path:
+    """Write what was trained (the adapter, or the whole model where there is none) and the tokenizer into `folder`.
+
+    With several processes all of them call it, and the main one writes.
+
+    Returns:
+        the folder; as `model.adapter` of a run, or as `model.name`, it goes on from there.
+    """
+    folder = Path(folder)
+    weights = {} if policy.sharding is None else {"state_dict": policy.sharding.state_dict()}
+    if not is_main_process():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with saving(folder):
+        if hasattr(policy.model, "peft_config"):
+            policy.model.save_pretrained(str(folder), **ADAPTER_ALONE, **weights)
+        else:
+            policy.model.save_pretrained(str(folder), **weights)
+        policy.tokenizer.padding_side = "left"
+        policy.tokenizer.save_pretrained(str(folder))
+    return folder
+
+
+@contextmanager
+def keep_settings(args: Any, tokenizer: Any) -> Iterator[None]:
+    """Around the constructor of the trainer: what a backend's version of it changes on its own is put back.
+
+    One line says what that was, together with what the config's constructor changed (`keep_values`).
+
+    Args:
+        args: the trainer's config or None. tokenizer: its processing class or None.
+    """
+    guard = _module("unsloth").keep_arguments(args) if _unsloth_is_there() else nullcontext([])
+    side = getattr(tokenizer, "padding_side", None)
+    with guard as changes:
+        yield
+    changes = [*getattr(args, "_changes", ()), *changes]
+    if side is not None and tokenizer.padding_side != side:
+        changes.append(f"padding_side {side} (Unsloth: {tokenizer.padding_side})")
+        tokenizer.padding_side = side
+    if changes and is_main_process():
+        print(f"kept, where Unsloth would change it: {', '.join(map(str, changes))}", flush=True)
+
+
+def keep_values(config: Any, stock: type, values: dict[str, Any], given: Iterable[str]) -> None:
+    """After the constructor of the config: what a backend's version of it changes on its own is put back.
+
+    Args:
+        config: an `RLOOConfig` of the kit. stock: TRL's own class. values: the keywords it was made from.
+        given: the names among them that the run set itself.
+    """
+    if _unsloth_is_there():
+        config._changes = _module("unsloth").set_back(config, stock, values, given)  # for keep_settings to tell
+
+
+def packed_keywords(model: Any) -> Any:
+    """For a causal language model with Unsloth's layers: `function(laid, layout)`, the keywords with which they take a
+    packed row; None for any other model. `scoring` checks that they do."""
+    if not type(model.base_model).forward.__module__.startswith("unsloth."):
+        return None
+    return _module("unsloth").packed_keywords
+
+
+def _choose(run: Any, stack: Any) -> tuple[str, str]:
+    """Name of the backend and the reason for it."""
+    wanted = run.model.backend
+    if is_distributed():
+        _refuse_sharded_4bit(run)
+        if wanted == "unsloth" or stack.unsloth is not None:
+            asked = "model.backend is unsloth" if wanted == "unsloth" else "Unsloth is imported in this process"
+            raise BackendError(
+                f"{asked}, but the run has {environment.many_processes()}: set model.backend=transformers, which "
+                "trains on all of them, or start one process"
+            )
+        return "transformers", environment.many_processes()
+    obstacle = _module("unsloth").unusable(run, stack)
+    if wanted == "unsloth":
+        if obstacle:
+            raise BackendError(f"model.backend is unsloth, but {obstacle}; or set model.backend=transformers")
+        return "unsloth", "model.backend asks for it"
+    if wanted == "auto" and not obstacle:
+        return "unsloth", environment.current().backend_reason
+    if "unsloth" in _loaded:
+        raise BackendError(
+            "a model was loaded through Unsloth in this process, and Unsloth replaces parts of transformers and PEFT "
+            "for good, so the transformers backend would run them too: start a new process (restart the kernel) for "
+            "model.backend=transformers"
+        )
+    return "transformers", "model.backend asks for it" if wanted == "transformers" else str(obstacle).partition(";")[0]
+
+
+def _refuse_sharded_4bit(run: Any) -> None:
+    libraries = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
+    used = [name for variable, name in libraries.items() if os.environ.get(variable, "").lower() == "true"]
+    if used and run.model.load_in_4bit:
+        raise BackendError(
+            f"model.load_in_4bit is true, and {used[0]} does not share out 4-bit weights: use the launch file "
+            "configs/accelerate/ddp.yaml, or set model.load_in_4bit=false"
+        )
+
+
+def _refuse_mixed_cards(run: Any) -> None:
+    """One dtype and one precision in all processes: gradients of two kinds do not add up."""
+    settled = environment.current()
+    dtype = settled.dtype_name if run.model.dtype == "auto" else run.model.dtype
+    open_precision = run.rloo.bf16 is None and run.rloo.fp16 is None
+    found = gather_objects((dtype, settled.precision if open_precision else "the file's"))
+    if len(set(found)) > 1:
+        cards = ", ".join(f"process {index} {dtype}/{precision}" for index, (dtype, precision) in enumerate(found))
+        raise BackendError(
+            f"the cards of this run differ in what they compute in ({cards}), and all have to use the same: set "
+            "model.dtype=float16 rloo.fp16=true rloo.bf16=false, which every card has"
+        )
+
+
+def _spare_threads(run: Any, model: Any, stack: Any) -> None:
+    """One thread for an embedded model on the CPU, unless OMP_NUM_THREADS is set.
+
+    Its matrices are so small that a second thread mostly waits for the first: on two cores, a fifth faster when the
+    machine is idle, and seven times slower when it is not (measured).
+    """
+    if run.model.name.startswith("embedded/") and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        stack.torch.set_num_threads(1)
+
+
+def _unsloth_is_there() -> bool:
+    """Whether it has been imported, whatever loaded the model: TRL's trainer is Unsloth's then."""
+    return sys.modules.get("unsloth") is not None
+
+
+def _module(name: str) -> Any:
+    return import_module(_MODULES[name])
+
+
+def _num_weights(parameter: Any) -> int:
+    """Weights in a parameter; bitsandbytes packs two into each byte."""
+    return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
+
+
+__all__ = [
+    "ADAPTER_ALONE", "Policy", "Source", "inference_mode", "keep_settings", "keep_values", "load_policy",
+    "packed_keywords", "save_adapter",
+]  # fmt: skip

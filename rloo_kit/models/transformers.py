@@ -1,0 +1,147 @@
+"""transformers + PEFT: the backend that runs everywhere, plain or in 4-bit, on the CPU too.
+
+The adapter stays in float32 whatever the base is in: an update of 1e-6 on a weight of 0.01 is lost in bfloat16. Where
+no adapter is trained the whole model is in float32 for the same reason. Each of several processes loads the whole model
+onto its own card, also where FSDP or DeepSpeed share it out later. Left out: attention kernels of one's own.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rloo_kit._stack import load_stack
+from rloo_kit.errors import BackendError
+from rloo_kit.models.checkpoint import Source, usable_length
+from rloo_kit.system import environment
+
+NON_REENTRANT = {"use_reentrant": False}
+
+
+def unusable(run: Any, stack: Any) -> str | None:
+    """Why this backend cannot be used: never."""
+    return None
+
+
+def load(run: Any, source: Source, stack: Any) -> tuple[Any, Any]:
+    """The model with its adapter in place, and its tokenizer.
+
+    Raises:
+        BackendError: the checkpoint cannot be read, or what is asked for does not go together.
+    """
+    transformers, torch = stack.transformers, stack.torch
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        config = transformers.AutoConfig.from_pretrained(source.base)
+        usable_length(run, config)
+        _check_quantised(run, config)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source.base)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source.base,
+            dtype=_dtype(run, torch),
+            device_map={"": str(device)},
+            quantization_config=_quantization(run, config, stack),
+        )
+    except (OSError, ValueError) as error:
+        raise BackendError(f"cannot load model.name = {run.model.name}: {error}") from error
+    keep_4bit_weights(model)
+    if run.model.lora is not None:
+        model = _with_adapter(model, run, source, stack)
+    if run.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=NON_REENTRANT)
+        model.enable_input_require_grads()
+    return model.eval(), tokenizer  # PEFT's wrapper calls itself training around a base that is not
+
+
+@contextmanager
+def inference_mode(model: Any) -> Iterator[None]:
+    """Evaluation mode without gradients."""
+    torch = load_stack().torch
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def config_arguments(run: Any) -> dict[str, Any]:
+    """Gradient checkpointing as `RLOOConfig` takes it; "unsloth" is plain checkpointing here."""
+    arguments: dict[str, Any] = {"gradient_checkpointing": bool(run.model.gradient_checkpointing)}
+    if run.model.gradient_checkpointing:
+        arguments["gradient_checkpointing_kwargs"] = dict(NON_REENTRANT)
+    return arguments
+
+
+def _check_quantised(run: Any, config: Any) -> None:
+    """4-bit needs bitsandbytes, and quantised weights, the checkpoint's own too, need an adapter to be trained."""
+    if run.model.load_in_4bit and find_spec("bitsandbytes") is None:
+        raise BackendError(
+            "model.load_in_4bit is true, but bitsandbytes is not installed: pip install bitsandbytes, or set "
+            "model.load_in_4bit=false"
+        )
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    if (run.model.load_in_4bit or is_quantised) and run.model.lora is None:
+        cure = "name a checkpoint that is not quantised" if is_quantised else "model.load_in_4bit=false"
+        raise BackendError(
+            f"{run.model.name} is loaded with quantised weights and model.lora is null, but quantised weights cannot "
+            f"be trained: set model.lora={{}} or {cure}"
+        )
+
+
+def _dtype(run: Any, torch: Any) -> Any:
+    """The base's dtype; `auto` follows the machine, and is float32 where every parameter is trained."""
+    if run.model.dtype != "auto":
+        return getattr(torch, run.model.dtype)
+    return torch.float32 if run.model.lora is None else getattr(torch, environment.current().dtype_name)
+
+
+def _quantization(run: Any, config: Any, stack: Any) -> Any:
+    """NF4 with double quantisation; None for a plain model, and for a checkpoint that is quantised already."""
+    if not run.model.load_in_4bit or getattr(config, "quantization_config", None) is not None:
+        return None
+    return stack.transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=_dtype(run, stack.torch),
+    )
+
+
+def keep_4bit_weights(model: Any) -> None:
+    """Generation must not change the policy, and on CPUs with AVX512-BF16 it would.
+
+    There bitsandbytes 0.50 repacks a layer in place at its first call in eval mode: the scales are rounded to bf16 for
+    good, and a width that is no multiple of the block size is an error.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def _with_adapter(model: Any, run: Any, source: Source, stack: Any) -> Any:
+    """A new LoRA adapter, or the one that exists, trainable and in float32."""
+    peft = stack.peft
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    if source.adapter is not None:
+        folder = Path(source.adapter).expanduser()
+        try:
+            return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise BackendError(f"the adapter {folder} does not fit {source.base}: {error}") from error
+    lora = run.model.lora
+    stack.torch.manual_seed(run.run.seed)
+    settings = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target_modules),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return peft.get_peft_model(model, settings)
+    except ValueError as error:
+        raise BackendError(f"model.lora.target_modules = {lora.target_modules}: {error}") from error

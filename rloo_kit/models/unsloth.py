@@ -1,0 +1,247 @@
+"""Unsloth's FastLanguageModel: the backend for a CUDA card.
+
+Only this file and `_stack` know Unsloth. What it changes on its own is put back here: settings of the config, the mixed
+precision that its trainer chooses, and the attention mask that its training forward drops for left-padded rows. Left
+out: training every parameter, for which the transformers backend is there. vLLM beside the model (`fast_inference`) is
+passed on and was never run here.
+"""
+
+import copy
+import inspect
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rloo_kit._stack import load_stack
+from rloo_kit.errors import BackendError
+from rloo_kit.models.checkpoint import Source, usable_length
+from rloo_kit.system import environment
+
+PRECISION_VARIABLE = "UNSLOTH_MIXED_PRECISION"
+OFFLOAD_VARIABLE = "UNSLOTH_OFFLOAD_FP32"  # without it checkpoints of float32 lie in the host's memory as bfloat16
+# What the constructor of the generated trainer assigns in its config; held by tests/with_unsloth/test_fingerprints.py.
+CONSTRUCTOR_CHANGES = (
+    "bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "eval_strategy", "eval_steps", "eval_accumulation_steps",
+    "per_device_eval_batch_size",
+)  # fmt: skip
+ITS_OWN = ("gradient_checkpointing_kwargs",)  # its checkpoints are reentrant; only who asks for another form gets it
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that Unsloth changes on its own: its name, the run's value, which is kept, and Unsloth's."""
+
+    name: str
+    ours: Any
+    unsloths: Any
+
+    def __str__(self) -> str:
+        ours, unsloths = (getattr(value, "value", value) for value in (self.ours, self.unsloths))
+        return f"{self.name} {ours} (Unsloth: {unsloths})"
+
+
+def unusable(run: Any, stack: Any) -> str | None:
+    """Why Unsloth cannot be used for this run ("what is the case; what to do"); None if it can."""
+    if stack.unsloth is None:
+        cure = "pip install -e '.[gpu]'" if find_spec("unsloth") is None else "see `rloo-kit doctor`"
+        return f"{environment.current().backend_reason}; {cure}"
+    if run.model.lora is None:
+        return "Unsloth trains adapters and model.lora is null; set model.lora={}"
+    return None
+
+
+def load(run: Any, source: Source, stack: Any) -> tuple[Any, Any]:
+    """The model with its adapter in place, and its tokenizer.
+
+    Raises:
+        BackendError: the checkpoint cannot be read, or the adapter does not fit it.
+    """
+    fast = stack.unsloth.FastLanguageModel
+    os.environ.setdefault(OFFLOAD_VARIABLE, "exact")
+    dtype_name = environment.current().dtype_name if run.model.dtype == "auto" else run.model.dtype
+    try:
+        max_seq_length = usable_length(run, stack.transformers.AutoConfig.from_pretrained(source.base))
+        model, tokenizer = fast.from_pretrained(
+            model_name=source.base,
+            max_seq_length=max_seq_length,
+            dtype=getattr(stack.torch, dtype_name),
+            load_in_4bit=run.model.load_in_4bit,
+            use_gradient_checkpointing=run.model.gradient_checkpointing,
+            **_vllm_arguments(run),
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, BackendError):
+            raise
+        raise BackendError(f"Unsloth cannot load model.name = {run.model.name}: {error}") from error
+    model = _with_adapter(model, run, source, stack)
+    if changes := _find_changes(model, run, dtype_name, source.adapter is None):
+        print(f"Unsloth loaded the model otherwise than asked: {', '.join(map(str, changes))}", flush=True)
+    _keep_padding_mask(model)
+    # Unsloth keeps hold of its tokenizer, and turns it to the right whenever the model goes to training mode.
+    return model, copy.deepcopy(tokenizer)
+
+
+@contextmanager
+def inference_mode(model: Any) -> Iterator[None]:
+    """Unsloth's fast generation without gradients; training mode with its checkpointing is back afterwards."""
+    torch = load_stack().torch
+    was_training = model.training
+    model.for_inference()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if was_training:
+            model.for_training(use_gradient_checkpointing=getattr(model, "_unsloth_gradient_checkpointing", False))
+
+
+def config_arguments(run: Any) -> dict[str, Any]:
+    """The model carries Unsloth's own checkpointing; TRL's would be laid over it."""
+    return {"gradient_checkpointing": False}
+
+
+def set_back(config: Any, stock: type, values: dict[str, Any], given: Iterable[str]) -> list[Change]:
+    """After the constructor of a config that Unsloth generated: its fields become what TRL's own class makes of them.
+
+    Args:
+        config: what was made; changed in place. stock: TRL's own class. values: the keywords that `config` was made
+            from. given: the names that the run set itself; the other ones have TRL's defaults, and Unsloth's is told.
+
+    Returns:
+        what Unsloth changed, or would have.
+    """
+    meant = stock(**values)
+    unsloths = {name: value for name, value in _generated_defaults(config).items() if name not in given}
+    changes = []
+    for name in (field.name for field in fields(stock) if field.init):
+        ours, found = getattr(meant, name), getattr(config, name)
+        if found != ours and (name not in ITS_OWN or values.get(name) is not None):
+            setattr(config, name, ours)
+            changes.append(Change(name, ours, found))
+        elif name in unsloths and _plain(unsloths[name]) != _plain(values.get(name)):
+            changes.append(Change(name, ours, unsloths[name]))
+    return changes
+
+
+@contextmanager
+def keep_arguments(args: Any) -> Iterator[list[Change]]:
+    """Around the generated trainer's constructor: what it changes in `args` is set back, and float32 stays float32.
+
+    It turns mixed precision on where neither bf16 nor fp16 is asked for, unless its variable says that the model's own
+    precision is meant. What it changed is in the list afterwards.
+    """
+    changes: list[Change] = []
+    before = {name: getattr(args, name) for name in CONSTRUCTOR_CHANGES if hasattr(args, name)}
+    is_plain = args is not None and not (args.bf16 or args.fp16)
+    variable = os.environ.get(PRECISION_VARIABLE)
+    if is_plain:
+        changes.append(Change("mixed precision", "no", "bf16, or fp16 on a card without it"))
+        os.environ[PRECISION_VARIABLE] = "bfloat16"
+    try:
+        yield changes
+    finally:
+        if is_plain and variable is None:
+            del os.environ[PRECISION_VARIABLE]
+        elif is_plain:
+            os.environ[PRECISION_VARIABLE] = str(variable)
+        for name, ours in before.items():
+            if (found := getattr(args, name)) != ours:
+                setattr(args, name, ours)
+                changes.append(Change(name, ours, found))
+
+
+def _generated_defaults(config: Any) -> dict[str, Any]:
+    """Those of the class in the config's ancestry that Unsloth wrote: it has fields that TRL's has not."""
+    generated = [cls for cls in type(config).__mro__ if "unsloth_num_chunks" in vars(cls)]
+    if not generated:  # without a card it leaves TRL's classes alone
+        return {}
+    return {name: parameter.default for name, parameter in inspect.signature(generated[0]).parameters.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A default as it compares: what is {} or False there and None or "no" in TRL says the same."""
+    return None if value is False or value in ({}, "no") else getattr(value, "value", value)
+
+
+def _vllm_arguments(run: Any) -> dict[str, Any]:
+    """Unsloth loads vLLM beside the model, on the same weights, where `rollout.engine` asks for it.
+
+    Raises:
+        BackendError: vLLM is not installed.
+    """
+    if run.rollout.engine != "vllm" or run.rollout.server_url is not None:
+        return {}
+    if find_spec("vllm") is None:
+        raise BackendError(
+            "rollout.engine is vllm, but vLLM is not installed: pip install vllm (it needs CUDA), or set "
+            "rollout.engine=auto"
+        )
+    return {"fast_inference": True, "max_lora_rank": run.model.lora.r}
+
+
+def _with_adapter(model: Any, run: Any, source: Source, stack: Any) -> Any:
+    """A new LoRA adapter, or the one that exists, with Unsloth's kernels on it."""
+    fast, lora = stack.unsloth.FastLanguageModel, run.model.lora
+    if source.adapter is None:
+        return fast.get_peft_model(
+            model,
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=list(lora.target_modules),
+            use_gradient_checkpointing=run.model.gradient_checkpointing,
+            random_state=run.run.seed,
+        )
+    folder = Path(source.adapter).expanduser()
+    try:
+        model = stack.peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise BackendError(f"the adapter {folder} does not fit {source.base}: {error}") from error
+    return fast.patch_peft_model(model, use_gradient_checkpointing=run.model.gradient_checkpointing)
+
+
+def _find_changes(model: Any, run: Any, dtype_name: str, is_new: bool) -> list[Change]:
+    """Where the model is not what `run.model` says: a card without bfloat16, weights that cannot be quantised there."""
+    base, settings = model.get_base_model(), model.peft_config["default"]
+    dtype = str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    pairs = {
+        "model.dtype": (dtype_name, dtype),
+        "model.load_in_4bit": (run.model.load_in_4bit, bool(getattr(base, "is_loaded_in_4bit", False))),
+    }
+    if is_new:
+        lora = run.model.lora
+        pairs |= {
+            "model.lora.r": (lora.r, settings.r),
+            "model.lora.alpha": (lora.alpha, settings.lora_alpha),
+            "model.lora.dropout": (lora.dropout, settings.lora_dropout),
+            "model.lora.target_modules": (sorted(lora.target_modules), sorted(settings.target_modules)),
+        }
+    return [Change(name, asked, found) for name, (asked, found) in pairs.items() if asked != found]
+
+
+def _keep_padding_mask(model: Any) -> None:
+    """In training mode the backbone drops a padding mask unless the last call of the whole model had no labels."""
+    model.get_base_model().model._unsloth_keep_padding_mask = True
+
+
+def packed_keywords(laid: Any, layout: str) -> dict[str, Any]:
+    """What Unsloth's forward takes beside the ids of a packed row (`packing.Layout`).
+
+    Independent sequences by their lengths. A shared prompt by a table of segments; its attention is compiled, so its
+    backward pass needs a card, and float32 rows are slow to compile: `scoring` checks it before it is used.
+    """
+    stack = load_stack()
+    if layout == "shared":
+        grouper = import_module("unsloth.utils.prefix_grouper_kernel")
+        table, _ = grouper.build_seg_info_multigroup(laid.groups, laid.input_ids.device)
+        return {"position_ids": laid.position_ids, "prefix_seg_info": table}
+    lengths = [end - start for ((start, end),) in laid.sequences]
+    return {
+        "position_ids": laid.position_ids,
+        "packed_seq_lengths": stack.torch.tensor(lengths, dtype=stack.torch.int32, device=laid.input_ids.device),
+    }

@@ -1,0 +1,1 @@
+"""Notebook surface: parameters, kernel shutdown, display."""

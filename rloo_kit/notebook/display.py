@@ -1,0 +1,176 @@
+"""What a notebook shows of a run: curves, and completions side by side.
+
+Each function returns an object that shows itself as the last line of a cell: an image or HTML in a notebook, and text
+that says the same wherever only text is read (a terminal, `papermill --log-output`, a test). A plain script shows no
+last lines, so there the text is printed. Left out: widgets, scripts and style sheets, which a saved notebook loses.
+"""
+
+import base64
+import math
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from rloo_kit.errors import ConfigError
+from rloo_kit.notebook.completion_cards import as_html, as_text
+from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.figures import SMOOTH_FROM, is_number, mean_window
+from rloo_kit.results.notebook_figures import Curve, draw_curves, shown_width
+from rloo_kit.results.samples import SamplePair, pair_samples
+
+# Metric, title, lower and upper end of the axis, and how a text writes a value of it.
+_Panel = tuple[str, str, float | None, float | None, str]
+_REWARD: _Panel = ("reward", "Reward", None, None, ".3f")
+_KL: _Panel = ("kl", "KL to the reference, nats a token", None, None, ".4f")
+_THINKING: list[_Panel] = [
+    ("thinking/mean_length", "Thinking tokens", 0.0, None, ".1f"),
+    ("thinking/closed_ratio", "Share that closes its thinking", 0.0, 1.0, ".1%"),
+]
+_ANSWERING: list[_Panel] = [
+    ("completions/mean_length", "Completion tokens", 0.0, None, ".1f"),
+    ("completions/clipped_ratio", "Share truncated", 0.0, 1.0, ".1%"),
+]
+_NO_KL = "KL not measured: rloo.beta is 0"
+
+
+@dataclass(repr=False)
+class TrainingPlot:
+    """The curves of a run; shows itself in a notebook.
+
+    Attributes:
+        summary: one line: steps, and each metric at the start and at the end.
+        curves: what is drawn.
+        notes: what could not be drawn, and why.
+    """
+
+    summary: str
+    curves: list[Curve] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    _png: bytes | None = None
+
+    @property
+    def png(self) -> bytes | None:
+        """The image, for a file of one's own; None where there is nothing to draw."""
+        if self._png is None and self.curves:
+            self._png = draw_curves(self.curves, "; ".join(self.notes))
+        return self._png
+
+    def __repr__(self) -> str:
+        return self.summary
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        data: dict[str, Any] = {"text/plain": self.summary}
+        if self.png is None:
+            return data, {}
+        data["image/png"] = base64.b64encode(self.png).decode("ascii")
+        return data, {"image/png": {"width": shown_width(self.png), "alt": self.summary}}
+
+
+def plot_training(result: Any) -> TrainingPlot:
+    """Reward, KL, thinking length and the share that closes its thinking, over the steps of a run.
+
+    A model that does not think has the length of its completions and the share truncated instead. Without a KL
+    (`rloo.beta` 0) the panel is left out, and the text says so. From 20 logged steps on a moving mean is drawn.
+
+    Args:
+        result: what `train` returned; read is `metrics`, so a run that was interrupted or resumed can be drawn as well.
+
+    Returns:
+        an object that shows itself: a PNG with transparent ground, and one line of text. A script prints that line.
+    """
+    by_step = {row["step"]: row for row in result.metrics if "step" in row}  # of a step that was done twice the last
+    rows = [by_step[step] for step in sorted(by_step)]
+    # Of a model that does not think a stray tag may log it now and then.
+    thinks = sum("thinking/mean_length" in row for row in rows) > len(rows) / 2
+    curves, parts, notes = [], [], []
+    for metric, title, low, high, form in (_REWARD, _KL, *(_THINKING if thinks else _ANSWERING)):
+        points = [(row["step"], row[metric]) for row in rows if is_number(row.get(metric))]
+        logged = sum(metric in row for row in rows)
+        if points:
+            curves.append((title, points, low, high))
+            parts.append(f"{_first_word(title)} {_from_to([value for _, value in points], form)}")
+        elif rows and not logged:
+            notes.append(_NO_KL if metric == "kl" else f"{title.lower()} not logged")
+        if len(points) < logged:
+            notes.append(f"{title}: {logged - len(points)} of {logged} steps without a finite number")
+    return _shown(TrainingPlot(_summary(rows, parts, notes), curves, notes))
+
+
+def _summary(rows: list[dict[str, Any]], parts: list[str], notes: list[str]) -> str:
+    if not rows:
+        return "no step was logged, so there is nothing to plot"
+    steps = f"step {rows[-1]['step']}" if len(rows) == 1 else f"steps {rows[0]['step']} to {rows[-1]['step']}"
+    if len(rows) >= SMOOTH_FROM:
+        window = mean_window(len(rows))
+        steps += f" (means of the first and the last {window})"
+    return f"{steps}: {'; '.join([', '.join(parts), *notes] if parts else notes)}"
+
+
+def _first_word(title: str) -> str:
+    return title.split(",")[0].lower().replace("kl", "KL")
+
+
+def _from_to(values: list[float], form: str) -> str:
+    """The start and the end of a curve as text, each a mean where the curve is smoothed."""
+    if len(values) == 1:
+        return format(values[0], form)
+    window = mean_window(len(values)) if len(values) >= SMOOTH_FROM else 1
+    first, last = (math.fsum(part) / window for part in (values[:window], values[-window:]))
+    return f"{first:{form}} -> {last:{form}}"
+
+
+@dataclass(repr=False)
+class CompletionPairs:
+    """Completions of the same prompts side by side; shows itself in a notebook.
+
+    Attributes:
+        note: one line above them. pairs: one for each prompt.
+    """
+
+    note: str
+    pairs: list[SamplePair]
+
+    def __repr__(self) -> str:
+        return as_text(self.note, self.pairs)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {"text/plain": repr(self), "text/html": as_html(self.note, self.pairs)}
+
+
+def show_completions(before: Evaluation, after: Evaluation | None = None, num: int = 4) -> CompletionPairs:
+    """Completions that evaluations kept, thinking and answer apart, right or wrong; two evaluations side by side.
+
+    Args:
+        before, after: from `evaluate`; one completion of each of the first `eval.num_completions` prompts is kept.
+        num: prompts shown, 1 or more.
+
+    Returns:
+        an object that shows itself: HTML without scripts or style sheets, in the colours of the page, and text. A
+        script prints the text.
+
+    Raises:
+        ConfigError: `num` is below 1.
+    """
+    if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+        raise ConfigError(f"num is {num!r}; it takes a whole number of prompts, 1 or more")
+    evaluations = {before.label or "completion": before} if after is None else {"before": before, "after": after}
+    pairs = pair_samples(**evaluations)
+    pairs.sort(key=lambda pair: -len(pair.samples))  # stable: prompts that only one side has come last
+    if not pairs:
+        return _shown(CompletionPairs("no completions were kept; set eval.num_completions above 0", []))
+    shown = pairs[:num]
+    note = f"{len(shown)} of {len(pairs)} kept prompts, one completion of each"
+    if any(len(pair.samples) < len(evaluations) for pair in shown):
+        note += "; the two evaluations are of different prompts"
+    return _shown(CompletionPairs(note, shown))
+
+
+def _shown(display: Any) -> Any:
+    """The object itself; where no IPython would show it, it is printed."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None:
+        encoding = (
+            getattr(sys.stdout, "encoding", None) or "utf-8"
+        )  # a completion may hold what the terminal cannot show
+        print(str(display).encode(encoding, "replace").decode(encoding), flush=True)
+    return display

@@ -1,0 +1,1 @@
+"""The VRAM plan: GiB by part, rows of a rollout, headroom. Never torch."""

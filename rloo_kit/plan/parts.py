@@ -1,0 +1,266 @@
+"""What takes memory, part by part, in bytes: the arithmetic of `vram`, from a shape and a handful of settings.
+
+Everything is counted at its largest: every completion at its full length. Weights, adapter, gradients and cache are
+exact, and what a layer saves for its backward pass is within a few percent (tests count them in real models); what a
+backward pass holds on its way, and Unsloth's kernels, are estimates. Nothing here was measured on a card. Left out:
+several cards, vLLM, what other programs hold.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rloo_kit.plan.shapes import ModelShape
+
+GIB = 2**30
+MIB = 2**20
+
+# A tile of logits, on a card and on the CPU: `logprobs` holds the same numbers (a test compares), and imports torch.
+TILE_TOKENS, TILE_VOCABULARY = (1024, 512), (8192, 2048)
+CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries
+PROCESS_GIB = 0.7  # without a card: Python with torch, transformers and trl
+BLOCK, NESTED_BLOCK = 64, 256  # weights to an absmax of 8 bit, and of those to an absmax of 32 bit (bitsandbytes)
+QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # of each matrix: the tables of both quantisations, and an offset
+ELSEWHERE = "elsewhere"  # where a rollout's cache is that a server holds
+CACHE_BLOCK = 64  # tokens by which the cache grows: `slot_cache` holds the same number
+JOINED_LIMIT_BYTES = 2**30  # largest copy of the layers that decoding makes: `fused_decoder` holds the same number
+FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Load:
+    """Everything of a run that the arithmetic reads.
+
+    Attributes:
+        four_bit: the matrices of the layers are in NF4. weight_bytes: of a weight that is not, and of the cache.
+        compute_bytes: of an activation. lora_rank: None trains every parameter. lora_targets: names of matrices.
+        checkpointing: "off", "on" (recomputed) or "offloaded" (recomputed, checkpoints in the machine's memory).
+        fused: Unsloth's kernels, which save less, and its packing, which repeats the prompt for each completion.
+        tokens_per_pass: tokens that a training pass may hold; it holds one row at least, or one group (whole_groups).
+        reference: what beta needs beside the policy: "none", "adapter" (a frozen copy) or "model".
+        streams: `memory: low` with a KL penalty, which keeps two more buffers of the size of the gradients.
+        completions: of one rollout in this process. cache: of the rollout: "plain", "int8" or "offloaded"; or
+            "elsewhere", on a server's cards.
+    """
+
+    shape: ModelShape
+    four_bit: bool
+    weight_bytes: int
+    compute_bytes: int
+    lora_rank: int | None
+    lora_targets: tuple[str, ...]
+    optim: str
+    checkpointing: str
+    fused: bool
+    tokens_per_pass: int
+    whole_groups: bool
+    reference: str
+    streams: bool
+    prompt_tokens: int
+    completion_tokens: int
+    num_generations: int
+    completions: int
+    on_cuda: bool
+    cache: str = "plain"
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a prompt and its completion."""
+        return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the cache holds room for in a row: it grows by blocks."""
+        return -(-self.row_tokens // CACHE_BLOCK) * CACHE_BLOCK
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of the largest training pass."""
+        prompts = self.num_generations if self.fused else 1
+        group = prompts * self.prompt_tokens + self.num_generations * self.completion_tokens
+        least = group if self.whole_groups else self.row_tokens
+        return min(max(self.tokens_per_pass, least), self.completions * self.row_tokens)
+
+
+def nf4_bytes(weights: int) -> int:
+    """Bytes of a matrix in NF4 with double quantisation, its tables included.
+
+    >>> round(nf4_bytes(2560 * 9728) / (2560 * 9728), 4)  # bytes a weight
+    0.5159
+    """
+    blocks = -(-weights // BLOCK)
+    return -(-weights // 2) + blocks + FLOAT * -(-blocks // NESTED_BLOCK) + QUANT_STATE_BYTES
+
+
+def body_bytes(load: Load) -> int:
+    """The matrices of the layers."""
+    shape, total = load.shape, 0
+    for layer in range(shape.num_layers):
+        for name, (rows, columns) in shape.matrices.items():
+            is_packed = load.four_bit and not shape.is_kept(f"model.layers.{layer}.{name}")
+            total += nf4_bytes(rows * columns) if is_packed else rows * columns * load.weight_bytes
+    return total
+
+
+def table_bytes(load: Load) -> int:
+    """Embedding, head and norms, which are never quantised."""
+    return (load.shape.table_weights + load.shape.vector_weights) * load.weight_bytes
+
+
+def _trained_matrices(load: Load) -> Iterator[tuple[int, int, int]]:
+    """(rows, columns, how many) of what is trained; norms and biases as one row."""
+    shape = load.shape
+    if load.lora_rank is None:
+        for rows, columns in shape.matrices.values():
+            yield rows, columns, shape.num_layers
+        yield shape.vocab_size, shape.hidden_size, 1 if shape.tied else 2
+        yield 1, shape.vector_weights, 1
+        return
+    for name, (rows, columns) in shape.matrices.items():
+        if name.rpartition(".")[2] in load.lora_targets:
+            yield rows, load.lora_rank, shape.num_layers
+            yield load.lora_rank, columns, shape.num_layers
+    for _ in {"lm_head", "embed_tokens"} & set(load.lora_targets):
+        yield shape.vocab_size, load.lora_rank, 1
+        yield load.lora_rank, shape.hidden_size, 1
+
+
+def trained_weights(load: Load) -> int:
+    """Weights that an optimizer step changes."""
+    return sum(rows * columns * times for rows, columns, times in _trained_matrices(load))
+
+
+def optimizer_bytes(load: Load) -> int:
+    """The optimizer's state: two moments in 32 bit, or in 8 bit with a 32-bit scale for 256 of them."""
+    weights = trained_weights(load)
+    if load.optim == "sgd":
+        return 0
+    if load.optim == "adafactor":  # one row and one column of each matrix
+        return FLOAT * sum((rows + columns) * times for rows, columns, times in _trained_matrices(load))
+    if "8bit" in load.optim:
+        return 2 * weights + 2 * FLOAT * (weights // NESTED_BLOCK)
+    return 2 * FLOAT * weights
+
+
+def gradient_bytes(load: Load) -> int:
+    """Gradients in float32, and the sums that streaming keeps beside them."""
+    return FLOAT * trained_weights(load) * (3 if load.streams else 1)
+
+
+def reference_bytes(load: Load) -> int:
+    """A copy of the adapter or of the model; nothing where the adapter is switched off instead."""
+    if load.reference == "model":
+        return body_bytes(load) + table_bytes(load)
+    return FLOAT * trained_weights(load) if load.reference == "adapter" else 0
+
+
+def cache_bytes_per_token(load: Load) -> int:
+    """Keys and values of one token in all layers, wherever they lie.
+
+    In 8 bits: a byte an element, and for each layer's keys and values one scale a head in the type of the weights.
+    """
+    shape = load.shape
+    if load.cache == "int8":
+        return shape.cache_elements + 2 * shape.num_layers * shape.num_kv_heads * load.weight_bytes
+    return shape.cache_elements * load.weight_bytes
+
+
+def cache_bytes(load: Load, rows: int) -> int:
+    """The rollout's cache with `rows` completions at their full length, in whole blocks, on the device."""
+    if load.cache == "offloaded" and load.on_cuda:
+        return 0
+    return rows * load.cache_tokens * cache_bytes_per_token(load)
+
+
+def host_cache_bytes(load: Load, rows: int) -> int:
+    """The same in the machine's memory, beside a card."""
+    if load.cache != "offloaded" or not load.on_cuda:
+        return 0
+    return rows * load.cache_tokens * cache_bytes_per_token(load)
+
+
+def decoding_bytes(load: Load, rows: int) -> int:
+    """Keys and values of one layer while it attends.
+
+    Once for each query head: attention with a mask copies them so. Where there are as many key heads as query heads,
+    what the growing of one layer's keys takes instead. And once as they come back from 8 bits or from the machine's
+    memory.
+    """
+    shape = load.shape
+    width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size
+    if load.cache == "int8" or (load.cache == "offloaded" and load.on_cuda):
+        width += 2 * shape.kv_size
+    return rows * load.cache_tokens * width * load.weight_bytes
+
+
+def joined_bytes(load: Load) -> int:
+    """The native loop's copy of the layers with the adapter added in; it makes one of small models in float32 only."""
+    is_plain = not load.four_bit and not load.fused and load.weight_bytes == load.compute_bytes == FLOAT
+    size = body_bytes(load) if is_plain else 0
+    return size if size <= JOINED_LIMIT_BYTES else 0
+
+
+def saved_bytes_per_token(load: Load) -> int:
+    """What one layer keeps of a token for its backward pass; a test counts it in a real model.
+
+    The inputs of the norms in float32 (in Qwen3 q and k have theirs); q, k, v and the attention's output; gate, its
+    activation and up; and the inputs of the matrices, of which an adapter in float32 over a 16-bit model casts a copy
+    for each matrix that it stands on. Unsloth's kernels keep the inputs of norms and blocks, q, k, v and the output,
+    gate and up (reckoned, not counted).
+    """
+    shape, size = load.shape, load.compute_bytes
+    qk_norm = shape.query_size + shape.kv_size if shape.qk_norm else 0
+    attention = 2 * shape.query_size + 2 * shape.kv_size
+    if load.fused:
+        return (4 * shape.hidden_size + qk_norm + attention + 2 * shape.intermediate_size) * size
+    inputs = {name.rpartition(".")[2]: columns for name, (_, columns) in shape.matrices.items()}
+    trained = [name for name in inputs if name in load.lora_targets] if load.lora_rank is not None else []
+    if trained and size < FLOAT:
+        copied = sum(inputs[name] + 2 * (load.lora_rank or 0) for name in trained)
+    else:
+        copied = sum(inputs[name] for name in ("q_proj", "o_proj", "up_proj", "down_proj"))
+        copied += len(trained) * (load.lora_rank or 0)
+    norms = (2 * shape.hidden_size + qk_norm) * FLOAT
+    return norms + (attention + 3 * shape.intermediate_size + copied) * size
+
+
+def activation_bytes(load: Load) -> int:
+    """Of the largest training pass: what is saved for the backward pass, and what that holds on its way."""
+    shape, size = load.shape, load.compute_bytes
+    layer = saved_bytes_per_token(load)
+    on_the_way = 3 * shape.intermediate_size * size  # gradients of gate, up and their product
+    checkpoint = shape.hidden_size * size
+    ends = shape.hidden_size * (2 * size + FLOAT)  # the embedding's output, the last norm's input and output
+    if load.checkpointing == "off":
+        body = shape.num_layers * layer
+    else:  # offloaded: the checkpoint in use, and the next on its way
+        body = layer + checkpoint * (2 if load.checkpointing == "offloaded" else shape.num_layers)
+    return load.pass_tokens * (body + on_the_way + ends)
+
+
+def head_bytes(load: Load) -> int:
+    """Scored states with their slopes and gradient, one tile of logits, and the gradient of a head that is trained."""
+    shape, size, is_cpu = load.shape, load.compute_bytes, not load.on_cuda
+    tokens = min(TILE_TOKENS[is_cpu], load.pass_tokens)
+    tile = tokens * (min(TILE_VOCABULARY[is_cpu], shape.vocab_size) * 2 + 3 * shape.hidden_size) * (size + FLOAT)
+    table = shape.vocab_size * shape.hidden_size * FLOAT if load.lora_rank is None else 0
+    return load.pass_tokens * shape.hidden_size * (2 * size + FLOAT) + tile + table
+
+
+def sampling_bytes(load: Load, rows: int) -> int:
+    """Logits of one token of every row with what is computed from them, and the prefill of the rows' prompts."""
+    shape = load.shape
+    logits = rows * shape.vocab_size * (load.compute_bytes + 3 * FLOAT)
+    width = 4 * shape.hidden_size + 2 * shape.query_size + 4 * shape.kv_size + 3 * shape.intermediate_size
+    prompts = -(-rows // load.num_generations)
+    return logits + prompts * load.prompt_tokens * width * load.compute_bytes
+
+
+def work_bytes(load: Load) -> int:
+    """The largest matrix unpacked, which 4-bit weights are for every multiplication."""
+    largest = max(rows * columns for rows, columns in load.shape.matrices.values())
+    return largest * load.compute_bytes if load.four_bit else 0
+
+
+def context_bytes(load: Load) -> int:
+    """What is there before any weight."""
+    return int((CONTEXT_GIB if load.on_cuda else PROCESS_GIB) * GIB)

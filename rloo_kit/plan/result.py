@@ -1,0 +1,176 @@
+"""The plan of a run's memory as it is handed on and printed; `vram` makes it.
+
+All figures are in GiB. Left out: how they come about (`vram_parts`).
+"""
+
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from rloo_kit.system.text_tables import WIDTH, as_text
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the run has to fit: a card, or the memory of a machine without one; `reserve_gib` stays free."""
+
+    name: str
+    total_gib: float
+    reserve_gib: float
+    on_cuda: bool
+    is_here: bool = True
+
+    @property
+    def usable_gib(self) -> float:
+        return self.total_gib - self.reserve_gib
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key to change, on top of those before it, and the peaks in GiB that this brings the run to."""
+
+    key: str
+    value: int | str | bool
+    rollout_gib: float
+    training_gib: float
+    fits: bool
+
+    @property
+    def override(self) -> str:
+        """As the command line takes it."""
+        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
+        return f"{self.key}={value}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One line of the table: GiB in the rollout and in a training pass, and what it is made of."""
+
+    name: str
+    rollout_gib: float
+    training_gib: float
+    detail: str
+
+
+@dataclass(frozen=True)
+class VramPlan:
+    """What a run takes of a card, in GiB, all completions at their full length. Computed, not measured.
+
+    Attributes:
+        run: its name. model: what is loaded. machine: what it has to fit.
+        parts: where the memory goes. rollout_gib, training_gib: the two peaks, sums of the parts.
+        rows: completions of a rollout at once, of `completions` in all. tokens_per_pass: tokens of a training pass.
+        binds: "rollout" or "training", whichever is larger. fits: whether both leave the reserve free.
+        changes: what to change where it does not fit, cheapest first, each on top of those before it.
+        notes: what the figures rest on.
+    """
+
+    run: str
+    model: str
+    machine: Machine
+    parts: tuple[Part, ...]
+    rollout_gib: float
+    training_gib: float
+    rows: int
+    completions: int
+    tokens_per_pass: int
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def binds(self) -> str:
+        return "training" if self.training_gib > self.rollout_gib else "rollout"
+
+    @property
+    def peak_gib(self) -> float:
+        """The larger of the two peaks."""
+        return max(self.rollout_gib, self.training_gib)
+
+    @property
+    def headroom_gib(self) -> float:
+        """What stays free beside the reserve; below 0 the run does not fit."""
+        return self.machine.usable_gib - self.peak_gib
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom_gib >= 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values, for JSON; GiB with three decimals."""
+        return {
+            "run": self.run,
+            "model": self.model,
+            "fits": self.fits,
+            "binds": self.binds,
+            "rows": self.rows,
+            "completions": self.completions,
+            "tokens_per_pass": self.tokens_per_pass,
+            "machine": self.machine.name,
+            "total_gib": round(self.machine.total_gib, 3),
+            "reserve_gib": round(self.machine.reserve_gib, 3),
+            "rollout_gib": round(self.rollout_gib, 3),
+            "training_gib": round(self.training_gib, 3),
+            "headroom_gib": round(self.headroom_gib, 3),
+            "parts": {
+                part.name: {"rollout_gib": round(part.rollout_gib, 3), "training_gib": round(part.training_gib, 3)}
+                for part in self.parts
+            },
+            "changes": [
+                {
+                    "override": change.override,
+                    "rollout_gib": round(change.rollout_gib, 3),
+                    "training_gib": round(change.training_gib, 3),
+                    "fits": change.fits,
+                }
+                for change in self.changes
+            ],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        lines = [as_text(self._table()), self._verdict()]
+        for change in self.changes:
+            which = "rollout" if change.rollout_gib > change.training_gib else "training"
+            peak = max(change.rollout_gib, change.training_gib)
+            lines.append(f"  {change.override:<38} {peak:6.2f} GiB ({which}){', fits' if change.fits else ''}")
+        if self.changes and not self.changes[-1].fits:
+            lines.append("  and a smaller model or a larger card: these alone are not enough")
+        for note in self.notes:
+            lines.append(textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="  ", break_long_words=False))
+        return "\n".join(lines)
+
+    def _table(self) -> Table:
+        title = f"Memory of {self.run}, GiB (computed, not measured)"
+        table = Table(title=title, title_justify="left", show_footer=True)
+        table.add_column("part", "sum", no_wrap=True)
+        table.add_column("rollout", f"{self.rollout_gib:.2f}", no_wrap=True, justify="right")
+        table.add_column("training", f"{self.training_gib:.2f}", no_wrap=True, justify="right")
+        table.add_column("made of", f"of {self.machine.usable_gib:.2f} on {self.machine.name}", overflow="fold")
+        for part in self.parts:
+            table.add_row(part.name, _written(part.rollout_gib), _written(part.training_gib), Text(part.detail))
+        return table
+
+    def _verdict(self) -> str:
+        machine = self.machine
+        left = f"{machine.total_gib:.2f} GiB less {machine.reserve_gib:.1f} kept free"
+        rows = f"Rows of a rollout: {self.rows} of {self.completions} at once."
+        if not any(part.name == "decoding" for part in self.parts):  # nothing is sampled here
+            rows = f"Rows of a rollout: {self.completions}, whose keys and values the server holds; not planned."
+        if self.fits:
+            return f"Fits: {self.headroom_gib:.2f} GiB to spare of {left}; {self.binds} binds.\n{rows}"
+        return (
+            f"Does not fit: {-self.headroom_gib:.2f} GiB too much for {left}; {self.binds} binds.\n{rows}\n"
+            "To change, in this order, each on top of those before it:"
+        )
+
+    __repr__ = __str__
+
+
+def _written(gib: float) -> str:
+    """Two decimals, three where the figure is small; empty where there is nothing."""
+    if gib == 0:
+        return ""
+    return f"{gib:.2f}" if gib >= 0.1 else f"{gib:.3f}" if gib >= 0.0005 else "<0.001"

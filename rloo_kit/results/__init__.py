@@ -1,0 +1,1 @@
+"""What evaluations and reports show: intervals, samples, figures, the HTML page. Never torch."""

@@ -1,0 +1,203 @@
+"""What an evaluation measured, and the difference between two of them: numbers, text and tables, no model.
+
+Left out: how it is measured (`evaluation`) and how the intervals are made (`intervals`). This is what `before.json` and
+`after.json` hold, so a report can be written again on a machine without torch.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rloo_kit.results.intervals import Estimate, paired_difference, unpaired_difference
+from rloo_kit.system.text_tables import as_text
+
+
+@dataclass
+class Evaluation:
+    """What `evaluate` measured. Shares are in [0, 1]; None where there is nothing to measure.
+
+    Attributes:
+        label: a word for tables ("before").
+        num_prompts, num_samples, temperature, max_completion_length: how it was measured.
+        accuracy, low, high: share of right completions with its 95 % interval; None without an answer column.
+        greedy_accuracy, greedy_low, greedy_high: the same at temperature 0; None if not asked for.
+        pass_at_k: k -> chance that one of k completions is right.
+        closed_share: completions that hold `</think>`; None for a model that does not think.
+        truncated_share: completions that the limit cut off.
+        mean_thinking_tokens: over the closed completions.
+        mean_tokens: over all completions.
+        budgets: one dict for each thinking budget: budget, accuracy, low, high, forced_share; the accuracy of the
+            completions whose thinking the budget closed, forced_accuracy, forced_low, forced_high, and of the others,
+            unforced_accuracy, unforced_low, unforced_high (None where there are none of them).
+        samples: the first completion of the first `eval.num_completions` prompts: prompt, thinking, answer, gold,
+            correct, ended, closed, tokens, thinking_tokens, forced.
+        unscored: completions that the answer reward could not judge; they count as wrong.
+        seconds: how long it took.
+        prompts_digest: tells whether two evaluations are of the same prompts.
+        per_prompt, greedy_per_prompt: share of right completions of each prompt, for paired comparison.
+    """
+
+    label: str
+    num_prompts: int
+    num_samples: int
+    temperature: float
+    max_completion_length: int
+    accuracy: float | None = None
+    low: float | None = None
+    high: float | None = None
+    greedy_accuracy: float | None = None
+    greedy_low: float | None = None
+    greedy_high: float | None = None
+    pass_at_k: dict[int, float] = field(default_factory=dict)
+    closed_share: float | None = None
+    truncated_share: float = 0.0
+    mean_thinking_tokens: float | None = None
+    mean_tokens: float = 0.0
+    budgets: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    unscored: int = 0
+    seconds: float = 0.0
+    prompts_digest: str = ""
+    per_prompt: list[float] | None = None
+    greedy_per_prompt: list[float] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it; `from_dict` reads it back to an equal object."""
+        return asdict(self) | {"pass_at_k": {str(k): value for k, value in self.pass_at_k.items()}}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Evaluation":
+        """What `to_dict` wrote, `before.json` for one."""
+        return cls(**values | {"pass_at_k": {int(k): value for k, value in values["pass_at_k"].items()}})
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What was measured, as pairs of text for a table."""
+        sampled = f"accuracy, temperature {self.temperature:g}"
+        rows = [(sampled, _with_interval(self.accuracy, self.low, self.high) or "not measured: no answer column")]
+        if self.greedy_accuracy is not None:
+            rows.append(("accuracy, greedy", _with_interval(self.greedy_accuracy, self.greedy_low, self.greedy_high)))
+        rows += [(f"pass@{k}", f"{value:.3f}") for k, value in sorted(self.pass_at_k.items())]
+        for entry in self.budgets:
+            found = _with_interval(entry["accuracy"], entry["low"], entry["high"]) or "no answer column"
+            rows.append((f"accuracy, thinking at most {entry['budget']} tokens", found))
+            rows += _forced_rows(entry)
+        if self.closed_share is not None:
+            rows.append(("thinking closed", f"{self.closed_share:.1%}"))
+        if self.mean_thinking_tokens is not None:
+            rows.append(("thinking tokens, closed completions", f"{self.mean_thinking_tokens:.1f}"))
+        rows.append((f"truncated at {self.max_completion_length} tokens", f"{self.truncated_share:.1%}"))
+        rows.append(("tokens of a completion", f"{self.mean_tokens:.1f}"))
+        if self.unscored:
+            rows.append(("could not be judged, counted as wrong", str(self.unscored)))
+        return rows
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+
+        count = f"{self.num_prompts} prompts" + (f" x {self.num_samples} completions" if self.num_samples > 1 else "")
+        table = Table(title=f"Evaluation{f' {self.label}' if self.label else ''}: {count}", title_justify="left")
+        table.add_column("measure")
+        table.add_column("value [95 % interval]", justify="right")
+        for name, value in self.rows():
+            table.add_row(name, value)
+        return table
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`after - before` with 95 % intervals; None where one of the two has no accuracy.
+
+    Attributes:
+        difference, low, high: in accuracy at the sampling temperature.
+        greedy_difference, greedy_low, greedy_high: in greedy accuracy.
+        paired: compared prompt by prompt, because both are of the same prompts.
+        num_prompts: prompts of the smaller evaluation.
+        apart: whether the two accuracies' own intervals do not overlap.
+    """
+
+    difference: float | None
+    low: float | None
+    high: float | None
+    greedy_difference: float | None
+    greedy_low: float | None
+    greedy_high: float | None
+    paired: bool
+    num_prompts: int
+    apart: bool | None
+
+    @property
+    def sampled(self) -> str:
+        """The difference at the sampling temperature as text; empty where there is none."""
+        return _signed(self.difference, self.low, self.high)
+
+    @property
+    def greedy(self) -> str:
+        """The difference in greedy accuracy as text; empty where there is none."""
+        return _signed(self.greedy_difference, self.greedy_low, self.greedy_high)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return "no accuracy to compare: an evaluation had no answer column"
+        how = f"{'the same' if self.paired else 'different'} {self.num_prompts} prompts"
+        return f"accuracy {self.sampled} on {how}" + (f"; greedy {self.greedy}" if self.greedy else "")
+
+
+def compare(before: Evaluation, after: Evaluation) -> Comparison:
+    """The difference that training made, with its interval: paired where both evaluations are of the same prompts."""
+    paired = before.prompts_digest == after.prompts_digest and before.num_prompts == after.num_prompts
+    sampled = _difference(
+        paired,
+        (before.accuracy, before.low, before.high, before.per_prompt),
+        (after.accuracy, after.low, after.high, after.per_prompt),
+    )
+    greedy = _difference(
+        paired,
+        (before.greedy_accuracy, before.greedy_low, before.greedy_high, before.greedy_per_prompt),
+        (after.greedy_accuracy, after.greedy_low, after.greedy_high, after.greedy_per_prompt),
+    )
+    apart = None
+    if before.low is not None and before.high is not None and after.low is not None and after.high is not None:
+        apart = before.high < after.low or after.high < before.low
+    return Comparison(
+        difference=sampled and sampled.value,
+        low=sampled and sampled.low,
+        high=sampled and sampled.high,
+        greedy_difference=greedy and greedy.value,
+        greedy_low=greedy and greedy.low,
+        greedy_high=greedy and greedy.high,
+        paired=paired,
+        num_prompts=min(before.num_prompts, after.num_prompts),
+        apart=apart,
+    )
+
+
+def _difference(paired: bool, before: tuple[Any, ...], after: tuple[Any, ...]) -> Estimate | None:
+    if before[0] is None or after[0] is None:
+        return None
+    if paired and before[3] is not None and after[3] is not None:
+        return paired_difference(before[3], after[3])
+    return unpaired_difference(Estimate(*before[:3]), Estimate(*after[:3]))
+
+
+def _forced_rows(entry: dict[str, Any]) -> list[tuple[str, str]]:
+    """How often a budget closed the thinking, and the accuracies apart; evaluations of before had only the first."""
+    at = f"at {entry['budget']}"
+    rows = [(f"closed by the budget {at}", f"{entry['forced_share']:.1%}")]
+    for side, name in (("forced", f"accuracy {at}, closed by the budget"), ("unforced", f"accuracy {at}, the others")):
+        found = _with_interval(*(entry.get(f"{side}_{key}") for key in ("accuracy", "low", "high")))
+        rows += [(name, found)] if found else []
+    return rows
+
+
+def _with_interval(value: float | None, low: float | None, high: float | None) -> str:
+    return "" if value is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _signed(value: float | None, low: float | None, high: float | None) -> str:
+    return "" if value is None else f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"

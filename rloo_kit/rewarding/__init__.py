@@ -1,0 +1,1 @@
+"""Rewards at run time: registry, guard, worker processes. The worker process never loads torch."""

@@ -1,0 +1,218 @@
+"""Rewards that need a library or a checkpoint: math-verify and trained reward models.
+
+math-verify can hang on a completion and answers 0 outside the main thread, so it works in a process of its own
+(`reward_worker`) with a limit per answer. A trained reward model scores the prompt and the completion together; TRL
+itself takes a checkpoint's id or a model as a reward as well, and that goes on working beside this.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from rloo_kit._stack import load_stack
+from rloo_kit.errors import BackendError, RewardError
+from rloo_kit.rewarding.guard import WholeBatchError
+from rloo_kit.rewarding.worker import Worker
+from rloo_kit.rewards._binding import check_int
+from rloo_kit.rewards.answer import answers_agree, find_boxed, has_no_answer
+from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text
+
+NEEDS_MATH_VERIFY = "math_answer_reward needs math-verify: pip install 'rloo-kit[math]'"
+WARM_UP = ("$\\frac{1}{2}$", "0.5")  # a pair that agrees: proves that the worker works, and loads what it needs
+
+
+@dataclass
+class MathAnswerReward:
+    """1.0 where math-verify finds the answer equal to the `answer` column, 0.0 where not; None where there is none.
+
+    The answer is what follows the last closing tag, as for `answer_reward`. An answer that math-verify cannot settle
+    within `answer_timeout_s` counts as wrong. One that brings its process down counts as failed (NaN, which the guard
+    reports), and so does what is left when the whole batch has taken `timeout_s`.
+
+    Args:
+        think_end_id, thinking, decode: as for `rewards.AnswerReward`.
+        answer_timeout_s: seconds that one answer may take.
+        timeout_s: seconds that a batch may take.
+    Raises:
+        RewardError: math-verify is not installed or does not work.
+    """
+
+    think_end_id: int = THINK_END_ID
+    thinking: bool = True
+    answer_timeout_s: float = 5.0
+    timeout_s: float = 30.0
+    decode: Decode | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.__name__ = "math_answer_reward"
+        for name in ("answer_timeout_s", "timeout_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value!r}; it must be a finite number of seconds above 0")
+
+    @cached_property
+    def worker(self) -> Worker:
+        """The process that math-verify runs in; started and tried out on first use."""
+        worker = Worker("rloo_kit.rewarding.models:verify_answer", timeout_s=self.answer_timeout_s)
+        try:
+            works = worker.call(*WARM_UP, timeout_s=120.0)
+        except RewardError as error:
+            raise WholeBatchError(f"{NEEDS_MATH_VERIFY} ({error})") from None
+        if not works:
+            raise WholeBatchError(f"math-verify does not find {WARM_UP[0]} equal to {WARM_UP[1]}; reinstall it")
+        return worker
+
+    def __call__(
+        self,
+        prompts: Sequence[Any] | None = None,
+        completions: Sequence[Any] = (),
+        completion_ids: Sequence[Any] = (),
+        answer: Sequence[Any] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        if answer is None:
+            raise ValueError(
+                "math_answer_reward needs a column 'answer' beside the prompts (data.answer_column names its source); "
+                f"columns found: {', '.join(sorted(columns)) or 'none'}"
+            )
+        worker = self.worker
+        ends_at = time.monotonic() + self.timeout_s
+        return [
+            None if has_no_answer(expected) else self._score(worker, as_text(text), as_ids(ids), str(expected), ends_at)
+            for text, ids, expected in zip(completions, completion_ids, answer, strict=True)
+        ]
+
+    def _score(self, worker: Worker, text: str, ids: list[int], expected: str, ends_at: float) -> float | None:
+        given = answer_text(text, ids, self.think_end_id, thinking=self.thinking, decode=self.decode)
+        if not given:
+            return 0.0
+        if answers_agree(given, expected) or answers_agree(find_boxed(given), expected):
+            return 1.0
+        left_s = ends_at - time.monotonic()
+        if left_s <= 0:
+            return math.nan
+        started = time.monotonic()
+        try:
+            verdict = worker.call(expected, given, timeout_s=min(left_s, self.answer_timeout_s))
+        except WholeBatchError:
+            return 0.0 if time.monotonic() - started >= self.answer_timeout_s else math.nan
+        return None if verdict is None else float(verdict)
+
+
+def verify_answer(expected: str, given: str) -> bool | None:
+    """Whether math-verify finds `given` equal to `expected`; None where it can make nothing of `expected`.
+
+    Runs in the worker. math-verify's own time limits are off: they need the main thread and miss what hangs in C.
+    """
+    import logging
+
+    from math_verify import parse, verify
+
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # it warns that its limits are off
+    gold = parse(expected, parsing_timeout=None) or parse(f"${expected}$", parsing_timeout=None)
+    return bool(verify(gold, parse(given, parsing_timeout=None), timeout_seconds=None)) if gold else None
+
+
+class RewardsObject:
+    """Any object with `get_rewards(prompts, completions)` as a reward, called with the texts.
+
+    Conversational prompts and completions go over as they are.
+    """
+
+    def __init__(self, scorer: Any) -> None:
+        self.scorer = scorer
+        self.__name__ = str(getattr(scorer, "__name__", type(scorer).__name__))
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        rewards = self.scorer.get_rewards(prompts, completions)
+        to_list = getattr(rewards, "tolist", None)
+        return list(rewards if to_list is None else to_list())
+
+
+class RewardModel:
+    """A trained reward model: a sequence-classification checkpoint with one output, loaded on first use.
+
+    It scores the prompt's text followed by the completion's; conversations go through its own chat template.
+
+    Args:
+        model: hub id or folder of the checkpoint.
+        batch_size: texts scored at a time.
+        max_length: tokens; a longer text is not scored (None), it is never cut.
+        device: "cuda", "cpu", ...; a GPU if there is one unless given.
+        dtype: the weights' precision by torch's name, "auto" for the checkpoint's own.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        batch_size: int = 8,
+        max_length: int | None = None,
+        device: str | None = None,
+        dtype: str = "auto",
+    ) -> None:
+        check_int("batch_size", batch_size, 1)
+        check_int("max_length", max_length, 1, none_allowed=True)
+        if not isinstance(model, str) or not model:
+            raise ValueError(
+                f"model is {model!r}; it must be the id or the folder of a sequence-classification checkpoint"
+            )
+        self.model, self.batch_size, self.max_length, self.device, self.dtype = (
+            model,
+            batch_size,
+            max_length,
+            device,
+            dtype,
+        )
+        self.__name__ = "reward_model"
+
+    def __repr__(self) -> str:
+        return f"RewardModel({self.model!r})"
+
+    @cached_property
+    def loaded(self) -> tuple[Any, Any]:
+        """The model, in evaluation mode, and its tokenizer.
+
+        Raises:
+            BackendError: the checkpoint cannot be loaded or has another number of outputs than one.
+        """
+        stack = load_stack()
+        try:
+            tokenizer = stack.transformers.AutoTokenizer.from_pretrained(self.model)
+            model = stack.transformers.AutoModelForSequenceClassification.from_pretrained(self.model, dtype=self.dtype)
+        except (OSError, ValueError) as error:
+            raise BackendError(f"the reward model '{self.model}' cannot be loaded: {error}") from error
+        if model.config.num_labels != 1:
+            raise BackendError(
+                f"'{self.model}' has {model.config.num_labels} outputs; a reward model has one (num_labels=1)"
+            )
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        model.config.pad_token_id = tokenizer.pad_token_id  # the model scores the last token that is no padding
+        device = self.device or ("cuda" if stack.torch.cuda.is_available() else "cpu")
+        return model.to(device).eval(), tokenizer
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        model, tokenizer = self.loaded
+        ids = [self._encode(tokenizer, *pair) for pair in zip(prompts, completions, strict=True)]
+        fits = [i for i, row in enumerate(ids) if self.max_length is None or len(row) <= self.max_length]
+        rewards: list[float | None] = [None] * len(ids)
+        for start in range(0, len(fits), self.batch_size):
+            rows = fits[start : start + self.batch_size]
+            batch = tokenizer.pad({"input_ids": [ids[i] for i in rows]}, padding_side="right", return_tensors="pt")
+            with load_stack().torch.inference_mode():
+                scores = model(**batch.to(model.device)).logits[:, 0]  # (rows,)
+            for i, score in zip(rows, scores.float().tolist(), strict=True):
+                rewards[i] = score
+        return rewards
+
+    def _encode(self, tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
+        if isinstance(prompt, str):
+            text = prompt + as_text(completion)
+        else:
+            text = tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,0 +1,197 @@
+"""From a config's `rewards:` to reward functions: names, parameters, weights, and the ids of the tokenizer.
+
+What a config leaves open is bound here from the run: the id of `</think>`, the end tokens, whether the model thinks,
+the completion's limit. A parameter that the config gives wins, except an id of the tag that the tokenizer contradicts.
+A name with a colon is a function of the user's own and runs in a process of its own (`reward_worker`).
+"""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rloo_kit import rewards
+from rloo_kit.data.chat import resolve_family, thinks
+from rloo_kit.errors import ConfigError, RewardError, TokenizerError
+from rloo_kit.rewarding.guard import GuardedReward, guard
+from rloo_kit.rewarding.models import MathAnswerReward, RewardModel
+from rloo_kit.rewarding.worker import WorkerReward
+from rloo_kit.system.processes import say
+from rloo_kit.think_tags import THINK_END, bind_think_tags
+
+__all__ = ["REGISTRY", "GuardedReward", "NamedReward", "build_rewards", "guard"]
+
+REGISTRY: dict[str, Callable[..., Any]] = {
+    "thinking_reward": rewards.ThinkingReward,
+    "length_reward": rewards.LengthReward,
+    "answer_reward": rewards.AnswerReward,
+    "math_answer_reward": MathAnswerReward,
+    "think_format_reward": rewards.ThinkFormatReward,
+    "thinking_budget_reward": rewards.ThinkingBudgetReward,
+    "soft_overlong_penalty": rewards.SoftOverlongPenalty,
+    "repetition_penalty": rewards.RepetitionPenalty,
+    "missing_eos_penalty": rewards.MissingEosPenalty,
+    "reward_model": RewardModel,
+}
+BOUND_ONLY = ("decode", "timeout_s")  # parameters that come from the run, never from `params`
+END_TOKENS = ("<|im_end|>", "<|endoftext|>")  # Qwen3's models stop at either
+
+
+class NamedReward:
+    """A reward of a run: TRL's calling convention with the name it is logged under and its weight in the sum."""
+
+    def __init__(self, reward: Callable[..., Any], name: str, weight: float) -> None:
+        self.reward = reward
+        self.__name__ = name
+        self.weight = weight
+
+    def __repr__(self) -> str:
+        return f"{self.__name__} x{self.weight:g} = {self.reward!r}"
+
+    def __call__(self, *args: Any, **columns: Any) -> list[float | None]:
+        return self.reward(*args, **columns)
+
+
+def build_rewards(run: Any, tokenizer: Any) -> list[NamedReward]:
+    """The reward functions of a run, in the order of its config; prints one line that says what they are.
+
+    Args:
+        run: a `RunConfig`; read are `rewards`, `model`, `rloo` and `source`.
+        tokenizer: the policy's tokenizer.
+    Returns:
+        Rewards for `train()` or for a bare TRL trainer, each with `__name__` and `.weight`.
+    Raises:
+        ConfigError: no reward, an unknown name, a parameter that the reward does not have or cannot take, a module
+            without the function.
+        TokenizerError: a reward decides by `</think>` and the tokenizer has none, or has it elsewhere.
+    """
+    if not run.rewards:
+        raise ConfigError("rewards is empty; a run needs at least one, for example - {name: answer_reward}")
+    built: list[NamedReward] = []
+    for index, entry in enumerate(run.rewards):
+        reward = build_reward(run, tokenizer, entry, f"rewards.{index}")
+        name = _free_name(reward.__name__, [other.__name__ for other in built])
+        built.append(NamedReward(reward, name, entry.weight))
+    say(_describe(built, bind_think_tags(tokenizer).end_id))
+    return built
+
+
+def build_reward(run: Any, tokenizer: Any, entry: Any, key: str = "rewards") -> Any:
+    """One reward with this tokenizer's ids bound, without its weight.
+
+    Args:
+        run, tokenizer: as in `build_rewards`. entry: one of `run.rewards`, or one that is made for a purpose.
+        key: what an error calls the entry.
+    Raises:
+        ConfigError, TokenizerError: as `build_rewards`.
+    """
+    return _build_one(key, entry, _bind(run, tokenizer), run)
+
+
+def check_reward_names(run: Any) -> None:
+    """Refuse a name that no reward has; needs no tokenizer, so it can come before a model is downloaded.
+
+    Raises:
+        ConfigError: the name, the nearest one and all that are known.
+    """
+    for index, entry in enumerate(run.rewards):
+        if ":" not in entry.name:
+            _check_name(f"rewards.{index}", entry.name)
+
+
+def _check_name(key: str, name: str) -> None:
+    if name not in REGISTRY:
+        raise ConfigError(
+            f"{key}.name: there is no reward '{name}'{_nearest(name, REGISTRY)}. Known: {', '.join(REGISTRY)}; a "
+            "function of your own is module:function"
+        )
+
+
+def _bind(run: Any, tokenizer: Any) -> dict[str, Any]:
+    vocab = tokenizer.get_vocab()
+    end_ids = [tokenizer.eos_token_id, *(vocab.get(token) for token in END_TOKENS)]
+    family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
+    return {
+        "think_end_id": bind_think_tags(tokenizer).end_id,
+        "eos_token_ids": tuple(dict.fromkeys(token for token in end_ids if token is not None)),
+        "thinking": thinks(family, run.model.enable_thinking),
+        "max_completion_length": run.rloo.max_completion_length,
+        "decode": functools.partial(tokenizer.decode, skip_special_tokens=True),
+    }
+
+
+def _build_one(key: str, entry: Any, bound: dict[str, Any], run: Any) -> Any:
+    if ":" in entry.name:
+        return _build_worker(key, entry, run)
+    _check_name(key, entry.name)
+    factory = REGISTRY[entry.name]
+    takes = [name for name in inspect.signature(factory).parameters if name not in BOUND_ONLY]
+    for name in entry.params:
+        if name not in takes:
+            offered = f"it takes {', '.join(takes)}" if takes else "it takes none"
+            hint = "; set timeout_s beside params" if name == "timeout_s" else _nearest(name, takes)
+            raise ConfigError(f"{key}.params.{name}: {entry.name} has no parameter of that name{hint}; {offered}")
+    return _call_factory(key, entry, factory, bound)
+
+
+def _call_factory(key: str, entry: Any, factory: Callable[..., Any], bound: dict[str, Any]) -> Any:
+    given = dict(entry.params)
+    accepted = inspect.signature(factory).parameters
+    thinking = given.get("thinking", bound["thinking"] if "thinking" in accepted else True)
+    if "think_end_id" in accepted:
+        _check_tag(key, entry, given, bound["think_end_id"], required=thinking is not False)
+    values = {name: value for name, value in bound.items() if name in accepted and value is not None} | given
+    if "timeout_s" in accepted:
+        values["timeout_s"] = entry.timeout_s
+    try:
+        return factory(**values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}.params: {entry.name} cannot be built: {error}") from None
+
+
+def _check_tag(key: str, entry: Any, given: dict[str, Any], end_id: int | None, *, required: bool) -> None:
+    if end_id is None:
+        if required:
+            raise TokenizerError(
+                f"{key}: {entry.name} decides by the token {THINK_END}, and the tokenizer has none. Use a model that "
+                "thinks, or a reward that does not need the tag"
+            )
+    elif given.get("think_end_id", end_id) != end_id:
+        raise TokenizerError(
+            f"{key}.params.think_end_id is {given['think_end_id']}, but the tokenizer has {THINK_END} at {end_id}; "
+            "leave the parameter out, it is bound from the tokenizer"
+        )
+
+
+def _build_worker(key: str, entry: Any, run: Any) -> WorkerReward:
+    module, _, function = entry.name.partition(":")
+    if not module or not function:
+        raise ConfigError(f"{key}.name is '{entry.name}'; a function of your own is module:function")
+    folders = [Path(run.source).resolve().parent] if run.source else []
+    reward = WorkerReward(entry.name, params=entry.params, folders=folders, timeout_s=entry.timeout_s)
+    try:
+        reward.worker.start()
+    except RewardError as error:
+        raise ConfigError(f"{key}.name '{entry.name}': {error}") from None
+    return reward
+
+
+def _nearest(name: str, known: Any) -> str:
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean '{found[0]}'?" if found else ""
+
+
+def _free_name(name: str, taken: list[str]) -> str:
+    """`name`, or with a number behind it where the run has that reward already: each is logged under its own."""
+    count = 2
+    free = name
+    while free in taken:
+        free, count = f"{name}_{count}", count + 1
+    return free
+
+
+def _describe(built: list[NamedReward], think_end_id: int | None) -> str:
+    listed = ", ".join(f"{reward.__name__} x{float(reward.weight)}" for reward in built)
+    return f"rewards: {listed} ({THINK_END} = {'none' if think_end_id is None else think_end_id})"

@@ -1,0 +1,196 @@
+"""A reward function in a process of its own, with a real time limit.
+
+A reward that a config names (`module:function`) is somebody's code: it may loop for ever, exhaust its memory or bring
+its process down. A thread cannot be stopped and a signal only reaches the main thread, so it runs in a fresh
+interpreter: after `timeout_s` the process and its children are killed, and the next call starts another. The
+interpreter is started with `-c`, neither forked (locks and CUDA contexts would be copied) nor spawned by
+multiprocessing (that runs the caller's script again). Its own side is `reward_process`.
+
+What goes over: prompts, completions, completion_ids (as lists) and every column that pickles. What does not: the
+trainer's state. Calls of `log_extra` and `log_metric` are brought back and made here.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.errors import RewardError
+from rloo_kit.rewarding.guard import WholeBatchError, read_call
+from rloo_kit.rewarding.worker_main import GRACE_S
+from rloo_kit.rewards.text import as_ids
+
+START_TIMEOUT_S = 120.0  # to start the interpreter and import the module; imports of torch take their time
+NOT_SENT = ("trainer_state", "log_extra", "log_metric")
+
+_BOOT = "import sys; sys.path[:] = sys.argv[1:]; from rloo_kit.rewarding.worker_main import serve; serve()"
+
+
+class Worker:
+    """Calls `module:function` in its own process.
+
+    Args:
+        target: `module:function`; the module is looked for in `folders` first, then where this process would find it.
+        folders: folders to put in front of the module path.
+        timeout_s: seconds that one call may take.
+    """
+
+    def __init__(self, target: str, *, folders: Sequence[Path | str] = (), timeout_s: float = 30.0) -> None:
+        self.target = target
+        self.folders = [str(folder) for folder in folders]
+        self.timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: Callable[[], Any] = _ignore
+
+    @property
+    def running(self) -> bool:
+        """Whether a process is up."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start the process and import the module; does nothing while one is up.
+
+        Raises:
+            WholeBatchError: the module or the function cannot be found, or importing it failed.
+        """
+        if self.running:
+            return
+        self.close()
+        path = [entry or os.getcwd() for entry in sys.path]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, *path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._finalizer = weakref.finalize(self, _end, self._process)
+        subject = f"importing '{self.target}'"
+        kind, content = self._exchange((self.target, self.folders), START_TIMEOUT_S, subject)
+        if kind == "error":
+            self.close()
+            raise WholeBatchError(content)
+
+    def call(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """What the function returns for these arguments, within `timeout_s` (the worker's own unless given).
+
+        Raises:
+            WholeBatchError: the call took too long or the process died; the next call starts another.
+            RewardError: the function raised, or its result cannot be sent.
+        """
+        self.start()
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        kind, content = self._exchange((args, kwargs, limit), limit, f"'{self.target}'")
+        if kind == "error":
+            raise RewardError(content)
+        return content
+
+    def close(self) -> None:
+        """End the process, hung or not."""
+        self._finalizer()
+        self._process = None
+
+    def _exchange(self, message: Any, limit_s: float, subject: str) -> tuple[str, Any]:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        payload = pickle.dumps(message)  # before anything is sent: what does not pickle leaves the worker as it was
+        expired = threading.Event()
+        timer = threading.Timer(limit_s, _expire, (expired, process))
+        timer.daemon = True
+        timer.start()
+        try:
+            process.stdin.write(payload)
+            process.stdin.flush()
+            return pickle.load(process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            timer.cancel()
+            how = self._cause(process, expired.is_set(), limit_s)
+            self.close()
+            raise WholeBatchError(f"{subject} {how}") from None
+        except BaseException:  # an interrupt: the answer to this call must not be read as the answer to the next
+            self.close()
+            raise
+        finally:
+            timer.cancel()
+
+    def _cause(self, process: "subprocess.Popen[bytes]", expired: bool, limit_s: float) -> str:
+        if expired:
+            return f"took longer than {limit_s:g} s and was killed (timeout_s)"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE_S)
+        code = process.returncode
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                return f"crashed with {signal.Signals(-code).name}"
+        return f"ended its process with exit code {code}"
+
+
+class WorkerReward:
+    """A `module:function` from a config as a reward: same calling convention, run by a `Worker`.
+
+    Args:
+        target: `module:function`.
+        params: keyword arguments added to each call.
+        folders, timeout_s: as for `Worker`.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        params: dict[str, Any] | None = None,
+        folders: Sequence[Path | str] = (),
+        timeout_s: float = 30.0,
+    ) -> None:
+        self.__name__ = target.rpartition(":")[2]
+        self.params = params or {}
+        self.worker = Worker(target, folders=folders, timeout_s=timeout_s)
+
+    def __repr__(self) -> str:
+        return f"WorkerReward({self.worker.target!r}, timeout_s={self.worker.timeout_s:g})"
+
+    def __call__(self, *args: Any, **columns: Any) -> Any:
+        """The function's rewards; see `Worker.call` for what it raises."""
+        batch = read_call(args, columns)
+        sent = {key: value for key, value in batch.items() if key not in NOT_SENT} | self.params
+        if batch.get("completion_ids") is not None:
+            sent["completion_ids"] = [None if ids is None else as_ids(ids) for ids in batch["completion_ids"]]
+        logged = [key for key in ("log_extra", "log_metric") if batch.get(key) is not None]
+        rewards, records = self.worker.call(sent, logged)
+        for key, args, kwargs in records:
+            batch[key](*args, **kwargs)
+        return rewards
+
+
+def _ignore() -> None:
+    """Nothing to end yet."""
+
+
+def _expire(expired: threading.Event, process: "subprocess.Popen[bytes]") -> None:
+    expired.set()
+    _kill(process)
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the process and its children at once. Its group carries its id until it has been waited for."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if hasattr(os, "killpg"):
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                process.kill()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    _kill(process)
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()

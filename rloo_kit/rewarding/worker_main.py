@@ -1,0 +1,140 @@
+"""The worker's side of `reward_worker`: what runs in the process of a `module:function` reward.
+
+It reads pickled requests from standard input and writes pickled replies to what was standard output. What the reward
+prints goes to standard error, and its standard input is empty, so neither can mix with the two.
+"""
+
+import asyncio
+import importlib
+import inspect
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rloo_kit.errors import RewardError
+
+GRACE_S = 5.0  # seconds beyond its limit after which a worker whose parent is gone ends itself
+
+
+def serve() -> None:
+    """Answer requests until standard input closes: first the target and its folders, then one request a call."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    requests = os.fdopen(os.dup(0), "rb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    target, folders = pickle.load(requests)
+    sys.path[:0] = [*folders, os.getcwd()]
+    try:
+        function = resolve(target)
+    except RewardError as error:
+        _reply(replies, "error", str(error))
+        return
+    _reply(replies, "ready", None)
+    while True:
+        try:
+            args, kwargs, limit_s = pickle.load(requests)
+        except EOFError:
+            return
+        except Exception as error:
+            _reply(replies, "error", f"what was sent cannot be read in the worker: {type(error).__name__}: {error}")
+            continue
+        _arm(limit_s + GRACE_S)
+        try:
+            _reply(replies, "value", function(*args, **kwargs))
+        except Exception as error:
+            _reply(replies, "error", _describe(error))
+        _arm(0.0)
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """The function behind `module:function`, ready to be called with a worker's request.
+
+    A function of this package is called as it is; anyone else's is a reward in TRL's convention.
+
+    Raises:
+        RewardError: no such module, no such function, or importing it failed.
+    """
+    module_name, _, name = target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name.partition(".")[0] and error.name != module_name:
+            raise RewardError(f"importing '{module_name}' failed: {_describe(error)}") from None
+        folders = ", ".join(dict.fromkeys(sys.path[:2]))
+        raise RewardError(
+            f"there is no module '{module_name}'; it was looked for in {folders} and among the installed ones"
+        ) from None
+    except BaseException as error:
+        raise RewardError(f"importing '{module_name}' failed: {_describe(error)}") from None
+    function = getattr(module, name, None)
+    if function is None:
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise RewardError(f"module '{module_name}' has no '{name}'; it offers {', '.join(names) or 'nothing to call'}")
+    if module_name.startswith("rloo_kit.") and not module_name.startswith("rloo_kit.rewards"):
+        return function
+    if not callable(function) and hasattr(function, "get_rewards"):
+        from rloo_kit.rewarding.models import RewardsObject
+
+        function = RewardsObject(function)
+    if not callable(function):
+        raise RewardError(f"'{target}' is {type(function).__name__}; a reward is a function")
+    return _as_reward(function)
+
+
+def _as_reward(function: Callable[..., Any]) -> Callable[..., Any]:
+    def reward(sent: dict[str, Any], logged: list[str]) -> tuple[Any, list[Any]]:
+        records: list[Any] = []
+        recorders = {key: lambda *args, _key=key, **kwargs: records.append((_key, args, kwargs)) for key in logged}
+        result = function(**sent, **recorders)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_await(result))
+        return _plain(result), records
+
+    return reward
+
+
+async def _await(result: Any) -> Any:
+    return await result
+
+
+def _plain(result: Any) -> Any:
+    """Rewards as plain floats and None where that is possible; the guard judges the rest."""
+    to_list = getattr(result, "tolist", None)
+    if to_list is not None:
+        result = to_list()
+    if not isinstance(result, (list, tuple)):
+        return result
+    return [value if value is None or isinstance(value, str) else float(value) for value in result]
+
+
+def _describe(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = frames and frames[-1].filename != __file__
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if theirs else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _reply(stream: BinaryIO, kind: str, content: Any) -> None:
+    try:
+        payload = pickle.dumps((kind, content))
+    except Exception as error:
+        payload = pickle.dumps(("error", f"the result cannot be sent: {type(error).__name__}: {error}"))
+    stream.write(payload)
+    stream.flush()
+
+
+def _arm(seconds: float) -> None:
+    """Let the kernel end this process after `seconds` (0: never).
+
+    Its parent may be gone by then, and code that holds the interpreter lock would hear nothing else.
+    """
+    if hasattr(signal, "setitimer"):
+        if seconds:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)

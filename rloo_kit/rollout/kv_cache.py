@@ -1,0 +1,141 @@
+"""Keys and values of the rows that are being generated: one slot a row, one write position a row.
+
+A cache of `generate` is as wide as its longest row and keeps rows that have ended. Here the live rows are always the
+first slots: a row that ends is overwritten by the last live one, and a new row takes the slot behind them. Slots grow
+by blocks of tokens, copied once a block; every row writes at its own position, so nothing is padded on the left and
+rows of any age stand side by side.
+
+`make_cache` offers three kinds (`rollout.cache`): in the model's precision; in 8 bits (`slot_cache_kinds`), which are
+turned back into the model's precision one layer at a time; and in the machine's memory.
+
+Left out: sliding windows, paging, fewer bits than eight.
+
+Shapes: S slots, R live rows, L tokens up to the longest live row, G key-value heads, D head size.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+BLOCK_TOKENS = 64  # fresh memory costs as much as a step: short rollouts take little, long ones copy often but cheaply
+
+Stored = dict[int, torch.Tensor]  # by layer: (S, G, capacity, width)
+
+
+class SlotCache:
+    """The cache of all layers, in the precision of what is written; a layer is allocated when it is first written to.
+
+    Attributes:
+        mask: (R, 1, 1, L) bool, True where the row may look, its own new token included; of the current step.
+        is_even: all rows of the current step are equally long, so the mask is True throughout.
+        length: L of the current step.
+    """
+
+    def __init__(self, slots: int, block_tokens: int | None = None) -> None:
+        self.slots = slots
+        self.block_tokens = block_tokens or BLOCK_TOKENS
+        self.capacity = 0  # tokens of a slot
+        self.keys: Stored = {}
+        self.values: Stored = {}
+        self.mask: torch.Tensor
+        self.is_even = False
+        self.length = 0
+        self._positions: torch.Tensor  # (R,), where the cache lies
+        self._places: dict[int, torch.Tensor] = {}  # by G: (R * G,), where a row's heads write in the flat cache
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is allocated."""
+        return sum(rows.nbytes for store in self._stores() for rows in store.values())
+
+    def insert(self, layer: int, first: int, count: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Fill the beginning of the slots `first` to `first + count` with one prompt's (G, P, D)."""
+        self._reserve(keys.size(1))
+        for store, new in self._pack(keys, values):
+            self._layer(store, layer, new.size(0), new)[first : first + count, :, : new.size(1)] = new
+
+    def begin(self, positions: list[int], device: torch.device) -> torch.Tensor:
+        """Open a step in which row r writes at `positions[r]`; returns the positions as (R,)."""
+        self.length = max(positions) + 1
+        self.is_even = min(positions) + 1 == self.length
+        self._reserve(self.length)
+        self._places = {}
+        found = torch.tensor(positions, device=device)
+        self._positions = found.to(self._place(device))
+        self.mask = (torch.arange(self.length, device=device) <= found[:, None])[:, None, None, :]
+        return found
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store this step's (R, G, D) and return all that the rows have, (R, G, L, D) each; here views, not copies."""
+        for store, new in self._pack(keys, values):
+            rows = self._layer(store, layer, new.size(1), new)
+            flat = rows.view(-1, rows.size(-1))  # (S * G * capacity, width)
+            flat.index_copy_(0, self._flat_places(new.size(1)), new.reshape(-1, new.size(-1)).to(rows.dtype))
+        return self._read(layer, keys)
+
+    def move(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Put the rows of `sources` into the slots `targets`; `length` tokens are enough for all of them."""
+        if not sources:
+            return
+        for store in self._stores():
+            for rows in store.values():
+                rows[targets, :, :length] = rows[sources, :, :length]
+
+    def shrink(self, slots: int) -> None:
+        """No more than the first `slots` are needed from now on; the others go when the cache grows next."""
+        self.slots = min(self.slots, slots)
+
+    # What a kind of cache may do in its own way.
+
+    def _stores(self) -> tuple[Stored, ...]:
+        return self.keys, self.values
+
+    def _pack(self, keys: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:
+        """What is stored of (..., G, D) or (G, P, D), and where."""
+        yield self.keys, keys
+        yield self.values, values
+
+    def _read(self, layer: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the live rows, (R, G, L, D) each; `like` (R, G, D) is of their type and device."""
+        live = like.size(0)
+        return self.keys[layer][:live, :, : self.length], self.values[layer][:live, :, : self.length]
+
+    def _place(self, device: torch.device) -> torch.device:
+        """Where the cache of a model on `device` lies."""
+        return device
+
+    def _allocate(self, slots: int, heads: int, width: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory that nothing is said about: (slots, heads, capacity, width)."""
+        return like.new_empty(slots, heads, self.capacity, width)
+
+    # The rest is the same for all.
+
+    def _flat_places(self, heads: int) -> torch.Tensor:
+        if heads not in self._places:
+            row_heads = torch.arange(self._positions.size(0) * heads, device=self._positions.device)
+            places = row_heads.view(-1, heads) * self.capacity + self._positions[:, None]
+            self._places[heads] = places.flatten()
+        return self._places[heads]
+
+    def _layer(self, store: Stored, layer: int, heads: int, like: torch.Tensor) -> torch.Tensor:
+        if layer not in store:  # zeros: a masked NaN is still NaN after the softmax has given it weight 0
+            store[layer] = self._allocate(self.slots, heads, like.size(-1), like).zero_()
+        return store[layer]
+
+    def _reserve(self, length: int) -> None:
+        if length <= self.capacity:
+            return
+        old, self.capacity = self.capacity, -(-length // self.block_tokens) * self.block_tokens
+        for store in self._stores():
+            for layer, rows in store.items():
+                grown = self._allocate(self.slots, rows.size(1), rows.size(3), rows)
+                grown[:, :, :old] = rows[: self.slots]
+                grown[:, :, old:] = 0
+                store[layer] = grown
+
+
+def make_cache(kind: str, slots: int) -> SlotCache:
+    """The cache that `rollout.cache` = `kind` names: plain, int8 or offloaded."""
+    from rloo_kit.rollout.kv_cache_kinds import EightBitCache, OffloadedCache
+
+    return {"plain": SlotCache, "int8": EightBitCache, "offloaded": OffloadedCache}[kind](slots)

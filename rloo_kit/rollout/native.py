@@ -1,0 +1,188 @@
+"""The kit's own generation loop: no padding, no repeats, no finished rows.
+
+Where `generate` pads prompts on the left and computes every row until the longest has ended, this loop
+
+- prefills the prompt of a group once and copies its keys and values to the group's rows;
+- keeps live rows only (`slot_cache`): a row that ends is overwritten, a waiting one takes its place;
+- builds the mask once a step, and draws one random number a row (`token_draw`);
+- keeps what it attends to as `rollout.cache` says: in the model's precision, in 8 bits or in the machine's memory;
+- halves the number of rows on an out-of-memory error and goes on with what every row has so far.
+
+A prompt is prefilled without its last token: that one goes through the first step of decoding, so all logits come from
+one place. Left out: speculative decoding, beams, sliding windows, more than one device.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from rloo_kit.errors import BackendError
+from rloo_kit.rollout.decoders import Decoder, ModuleDecoder, make_decoder
+from rloo_kit.rollout.kv_cache import SlotCache, make_cache
+from rloo_kit.rollout.thinking_budget import Turn
+from rloo_kit.rollout.token_draw import draw
+from rloo_kit.rollout.types import Limits, Progress, Rollout
+from rloo_kit.system.memory import is_out_of_memory
+
+PREFILL_TOKENS = 16384  # of one prefill, padding included
+ADMIT_SHARE = 8  # waiting rows are let in when an eighth of the slots is free: a prefill costs as much as a few steps
+
+
+class _Row:
+    """A completion on its way: its prompt, what it has, and its place in the answer."""
+
+    __slots__ = ("number", "prompt", "turn")
+
+    def __init__(self, number: int, prompt: list[int], turn: Turn) -> None:
+        self.number, self.prompt, self.turn = number, prompt, turn
+
+    @property
+    def position(self) -> int:
+        """Of the token that the next step feeds, the last one there is."""
+        return len(self.prompt) + len(self.turn.ids) - 1
+
+    @property
+    def last(self) -> int:
+        return self.turn.ids[-1] if self.turn.ids else self.prompt[-1]
+
+    @property
+    def prefix(self) -> list[int]:
+        """What has to be in the cache before the next step."""
+        return (self.prompt + self.turn.ids)[:-1]
+
+
+class NativeEngine:
+    """See `rloo_kit.rollout.engine.build_engine`.
+
+    Attributes:
+        rows: completions at once; None for all. Halved for good when the device runs out of memory.
+        cache: "plain", "int8" or "offloaded", see `slot_cache.make_cache`.
+    """
+
+    name = "native"
+
+    def __init__(
+        self,
+        model: Any,
+        mode: Callable[[], AbstractContextManager[None]],
+        reason: str,
+        temperature: float,
+        end_ids: Sequence[int],
+        rows: int | None,
+        say: Callable[[str], None],
+        cache: str = "plain",
+    ) -> None:
+        self.reason, self.rows, self.cache = reason, rows, cache
+        self._model, self._mode = model, mode
+        self._decoder: type[ModuleDecoder] | None = None  # as chosen in the first rollout
+        self._temperature, self._end_ids, self._say = temperature, frozenset(end_ids), say
+
+    def sample(
+        self,
+        prompt_ids: list[list[int]],
+        limits: Limits,
+        expected_lengths: Sequence[float] | None = None,
+        on_progress: Progress | None = None,
+    ) -> Rollout:
+        """One completion for each prompt; see `rloo_kit.rollout.engine.Engine`."""
+        turns = [Turn(limits, self._end_ids) for _ in prompt_ids]
+        rows = [_Row(number, prompt_ids[number], turn) for number, turn in enumerate(turns) if not turn.finished]
+        if expected_lengths is not None:
+            rows.sort(key=lambda row: -expected_lengths[row.number])  # stable: siblings stay neighbours
+        with self._mode(), torch.no_grad():
+            decoder = make_decoder(self._model, self._decoder)
+            self._decoder = type(decoder)
+            waiting = deque(rows)
+            while waiting:
+                self._run(decoder, waiting, len(turns), on_progress)
+        logps = None if self._temperature == 0 else [turn.logps for turn in turns]
+        return Rollout([turn.ids for turn in turns], [turn.forced for turn in turns], logps)
+
+    def _run(self, decoder: Decoder, waiting: "deque[_Row]", total: int, on_progress: Progress | None) -> None:
+        """Generate until nothing waits, or until memory runs out: what is not finished then waits again."""
+        slots = min(self.rows or len(waiting), len(waiting))
+        live: list[_Row] = []
+        entering: list[_Row] = []
+        cache = make_cache(self.cache, slots)
+        try:
+            while waiting or live:
+                free = slots - len(live)
+                if waiting and (not live or free * ADMIT_SHARE >= slots):
+                    entering = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+                    self._fill(decoder, cache, entering, len(live))
+                    live, entering = live + entering, []
+                finished = self._step(decoder, cache, live)
+                if finished:
+                    live = _compact(cache, live)
+                    if not waiting:
+                        cache.shrink(len(live))
+                    if on_progress is not None:
+                        on_progress(total - len(waiting) - len(live), total)
+            return
+        except RuntimeError as error:
+            tried = len(live) + len(entering)
+            if tried == 1 or not is_out_of_memory(error):
+                raise
+        del cache
+        waiting.extendleft(reversed([row for row in (*live, *entering) if not row.turn.finished]))
+        self._halve(tried, len(waiting))
+
+    def _fill(self, decoder: Decoder, cache: SlotCache, rows: list[_Row], first: int) -> None:
+        """Fill the slots from `first` on; neighbours with the same prefix share one computation."""
+        groups = []
+        for prefix, members in groupby(rows, key=lambda row: row.prefix):
+            count = len(list(members))
+            groups.append((prefix, first, count))
+            first += count
+        groups = [group for group in groups if group[0]]
+        while groups:
+            size = width = 0
+            while size < len(groups) and (size == 0 or (size + 1) * max(width, len(groups[size][0])) <= PREFILL_TOKENS):
+                width = max(width, len(groups[size][0]))
+                size += 1
+            decoder.prefill([prefix for prefix, _, _ in groups[:size]], cache, [group[1:] for group in groups[:size]])
+            groups = groups[size:]
+
+    def _step(self, decoder: Decoder, cache: SlotCache, live: list[_Row]) -> bool:
+        """One more token for each live row; whether a row has ended."""
+        tokens = torch.tensor([row.last for row in live], device=decoder.device)
+        positions = cache.begin([row.position for row in live], decoder.device)
+        logits = decoder.decode(tokens, positions, cache)  # (R, V)
+        drawn, logps = draw(logits, self._temperature)
+        new, scores = torch.stack((drawn.double(), logps.double())).tolist()  # one transfer
+        if math.isnan(sum(scores)):
+            raise BackendError(
+                "the model's logits hold a NaN or an infinity, so nothing can be sampled from it: its weights are "
+                "broken (a learning rate too high?); go on from an earlier checkpoint with a lower rloo.learning_rate"
+            )
+        ended = False
+        for row, token, logp in zip(live, new, scores, strict=True):
+            row.turn.take(int(token), logp)
+            ended = ended or row.turn.finished
+        return ended
+
+    def _halve(self, tried: int, left: int) -> None:
+        self.rows = max(1, tried // 2)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self._say(
+            f"rollout: out of memory with {tried} completions at once; {left} go on from where they are, "
+            f"{self.rows} at once (rollout.rows={self.rows} starts with that)"
+        )
+
+
+def _compact(cache: SlotCache, live: list[_Row]) -> list[_Row]:
+    """Drop the rows that have ended: the last live ones move into their places."""
+    alive = sum(not row.turn.finished for row in live)
+    holes = [slot for slot in range(alive) if live[slot].turn.finished]
+    movers = [slot for slot in range(alive, len(live)) if not live[slot].turn.finished]
+    if holes:
+        cache.move(movers, holes, 1 + max(live[slot].position for slot in movers))
+        for hole, mover in zip(holes, movers, strict=True):
+            live[hole] = live[mover]
+    return live[:alive]

@@ -1,0 +1,74 @@
+"""When numbers stop being numbers: a step with NaN or infinity is skipped, and too many of them in a row end the run.
+
+One such step is weather (a float16 overflow, a broken reward); several in a row are a policy that has blown up, and
+each further rollout is wasted. The caller finds out (`objective.all_finite`), leaves the weights and the optimizer as
+they are, and tells the watch; this counts, speaks and says when to stop. No torch here.
+"""
+
+from rloo_kit.errors import NonFiniteError
+from rloo_kit.system.processes import say
+
+
+class FiniteWatch:
+    """Counts optimizer steps that were skipped; speaks at the 1st, 2nd, 4th, 8th ... of them.
+
+    Args:
+        patience: skipped steps in a row after which the run has to stop (`max_skipped_steps`), 1 or more.
+
+    Attributes:
+        skipped: steps that were skipped in all. in_a_row: those since the last step that was taken.
+        reason: what was not finite the last time.
+
+    >>> watch = FiniteWatch(patience=2)
+    >>> watch.observe(7, "the gradient")
+    WARNING: step 7 is skipped: NaN or infinity in the gradient (1 in a row; 2 stop the run)
+    >>> watch.exceeded, watch.skipped
+    (False, 1)
+    """
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+        self.skipped = 0
+        self.in_a_row = 0
+        self.reason = ""
+        self._speaks_at = 1
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether `patience` steps in a row were skipped."""
+        return self.in_a_row >= self.patience
+
+    def observe(self, step: int, broken: str | None) -> None:
+        """Take one optimizer step.
+
+        Args:
+            step: its number, for the message.
+            broken: what was NaN or infinite in it ("the log-probabilities", "the KL", "the gradient"), over all
+                processes; None for a step that was taken.
+        """
+        if broken is None:
+            self.in_a_row = 0
+            return
+        self.skipped += 1
+        self.in_a_row += 1
+        self.reason = broken
+        if self.skipped < self._speaks_at and not self.exceeded:
+            return
+        self._speaks_at = 2 * self.skipped
+        say(
+            f"WARNING: step {step} is skipped: NaN or infinity in {broken} ({self.in_a_row} in a row; {self.patience} "
+            "stop the run)"
+        )
+
+    def make_error(self, saved_in: str) -> NonFiniteError:
+        """The error to raise once `exceeded`; the caller has saved the state before.
+
+        Args:
+            saved_in: where the last checkpoint lies.
+        """
+        return NonFiniteError(
+            f"NaN or infinity in {self.reason}, {self.in_a_row} steps in a row (max_skipped_steps = {self.patience}), "
+            f"so training stopped; none of them moved a weight. The state is saved in {saved_in}. Lower learning_rate, "
+            "raise beta, set delta where num_iterations is above 1, and prefer bf16 to fp16; then start from an "
+            "earlier checkpoint"
+        )

@@ -1,0 +1,265 @@
+"""`rloo-kit doctor`: everything about a machine that can be checked without a run, each finding with what to do.
+
+Light by itself: what needs torch (does bitsandbytes load its CUDA library?) or Jupyter runs in a process of its own.
+Nothing that could be a secret is printed: keys by name, processes by program, the hub by host.
+"""
+
+import json as json_text
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from dataclasses import asdict, dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.table import Table
+from rich.text import Text
+
+from rloo_kit.errors import ConfigError, SetupError
+from rloo_kit.system.environment import Environment, cache_folder, prepare_environment
+from rloo_kit.system.gpu import find_holders
+from rloo_kit.system.text_tables import as_text, print_table
+from rloo_kit.system.versions import TESTED, TESTED_EXTRAS, TESTED_PYTHON, in_range, is_importable
+
+HUB_TIMEOUT_S = 3.0
+PROBE_TIMEOUT_S = 120.0
+DISK_LOW_GIB, DISK_FULL_GIB = 10.0, 1.0  # a 4-bit Qwen3-4B takes 2.5 GiB, its checkpoints little
+HELD_BY_OTHERS_GIB = 1.0
+GIB = 2**30
+_REINSTALL = "make setup (or pip install -c constraints.txt -e .)"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding: `status` is ok, warn (a run may still work) or fail (it will not); `todo` is empty when ok."""
+
+    name: str
+    status: str
+    found: str
+    todo: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The environment and all findings."""
+
+    environment: Environment
+    checks: list[Check]
+
+    @property
+    def exit_code(self) -> int:
+        """1 when a check failed, else 0; warnings do not count."""
+        return int(any(check.status == "fail" for check in self.checks))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "exit_code": self.exit_code,
+            "environment": self.environment.to_dict(),
+            "checks": [asdict(check) for check in self.checks],
+        }
+
+    def __str__(self) -> str:
+        return f"{self.environment}\n{as_text(self._table())}"
+
+    __repr__ = __str__
+
+    def _table(self) -> Table:
+        table = Table(title="rloo-kit doctor", title_justify="left")
+        for name, is_short in (("check", True), ("status", True), ("found", False), ("what to do", False)):
+            table.add_column(name, no_wrap=is_short, overflow="fold")
+        colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+        for check in self.checks:
+            status = Text(check.status, style=colours[check.status])
+            table.add_row(Text(check.name), status, Text(check.found), Text(check.todo))
+        return table
+
+
+def check_installation(root: Path | None = None) -> Report:
+    """Check this machine and installation; takes a few seconds, a minute where a card and a cold disk meet.
+
+    Args:
+        root: folder that holds `.env`; None finds the project's root.
+    Returns:
+        The Report; print it for two tables, `.to_dict()` for JSON, `.exit_code` for a script.
+    """
+    settled, checks = _settle(root)
+    checks += [_python(settled), *_packages(settled), _gpu(settled)]
+    if settled.card is not None:
+        checks += [_bitsandbytes(), _gpu_memory(settled)]
+    checks += [*_disk(), _kernel_spec(), _hub(), *_keys(settled)]
+    return Report(settled, checks)
+
+
+def _settle(root: Path | None) -> tuple[Environment, list[Check]]:
+    """The environment; where set-up refuses, that finding, and as much of the environment as there is."""
+    try:
+        return prepare_environment(root=root), []
+    except (ConfigError, SetupError) as error:
+        refused = [Check("set-up", "fail", "setup_environment() refuses", str(error))]
+    try:
+        return prepare_environment("transformers", root), refused  # it was the backend that cannot be had
+    except (ConfigError, SetupError):
+        os.environ.pop("TQDM_NOTEBOOK", None)
+        with tempfile.TemporaryDirectory() as nowhere:  # it was .env, or a value in it
+            settled = prepare_environment("transformers", Path(nowhere))
+        settled.root, settled.env_file = None, "left out, see set-up below"
+        return settled, refused
+
+
+def run_doctor(json: bool = False) -> int:
+    """The command: print the report, as tables or as JSON. Returns: the exit code."""
+    report = check_installation()
+    if json:
+        print(json_text.dumps(report.to_dict(), indent=2))
+    else:
+        print(report.environment)
+        print_table(report._table())
+    return report.exit_code
+
+
+def _python(settled: Environment) -> Check:
+    version = settled.versions["python"] or ""
+    if in_range(version, TESTED_PYTHON):
+        return Check("python", "ok", f"{version}, tested {TESTED_PYTHON}")
+    return Check("python", "warn", f"{version} is outside the tested range {TESTED_PYTHON}", "use a tested Python")
+
+
+def _packages(settled: Environment) -> list[Check]:
+    checks = []
+    for name, tested in (TESTED | TESTED_EXTRAS).items():
+        version = settled.versions[name]
+        if version is None and name in TESTED_EXTRAS:
+            if settled.card is not None:
+                todo = "pip install -e '.[gpu]' for the faster backend"
+                checks.append(Check(name, "warn", f"not installed, tested {tested}", todo))
+        elif version is None:
+            checks.append(Check(name, "fail", f"not installed, tested {tested}", _REINSTALL))
+        elif in_range(version, tested):
+            checks.append(Check(name, "ok", f"{version}, tested {tested}"))
+        else:
+            checks.append(Check(name, "warn", f"{version} is outside the tested range {tested}", _REINSTALL))
+    return checks
+
+
+def _gpu(settled: Environment) -> Check:
+    card = settled.card
+    if card is not None:
+        return Check("GPU", "ok", f"{card.name}, {settled.precision}, backend {settled.backend}")
+    if "CPU build" in settled.card_reason:
+        return Check("GPU", "warn", settled.card_reason, "set TORCH_INDEX to a CUDA index of torch and run make setup")
+    return Check("GPU", "ok", f"none ({settled.card_reason}); the embedded model runs on the CPU in fp32")
+
+
+def _probe(code: str, timeout_s: float = PROBE_TIMEOUT_S) -> tuple[bool, str]:
+    """Run Python code in a process of its own. Returns: whether it ended well, and the last line that it wrote."""
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return False, f"no answer within {timeout_s:.0f} s"
+    lines = (done.stdout if done.returncode == 0 else done.stderr or done.stdout).strip().splitlines()
+    return done.returncode == 0, lines[-1] if lines else f"ended with exit code {done.returncode}"
+
+
+_BITSANDBYTES = """
+from bitsandbytes.cextension import lib
+if not getattr(lib, "compiled_with_cuda", False):
+    raise SystemExit(vars(lib).get("error_msg", "only its CPU library loads"))  # getattr makes up what is not there
+print("loads " + lib._lib._name.rsplit("/", 1)[-1])
+"""
+
+
+def _bitsandbytes() -> Check:
+    loads, found = _probe(_BITSANDBYTES)
+    if loads:
+        return Check("bitsandbytes CUDA library", "ok", found)
+    todo = "python -m bitsandbytes tells more; until then model.load_in_4bit=false"
+    return Check("bitsandbytes CUDA library", "fail", found, todo)
+
+
+def _gpu_memory(settled: Environment) -> Check:
+    card = settled.card
+    assert card is not None  # the caller asks only with a card
+    own = os.getpid()
+    holders = find_holders(card)
+    named = [
+        f"{'this process' if holder.pid == own else holder.name} (pid {holder.pid}"
+        + (")" if holder.memory_gib is None else f", {holder.memory_gib:.1f} GiB)")
+        for holder in holders
+    ]
+    found = f"{card.free_gib:.1f} of {card.memory_gib:.1f} GiB free; held by {', '.join(named) or 'nobody'}"
+    held_by_others = card.memory_gib - card.free_gib - sum(h.memory_gib or 0.0 for h in holders if h.pid == own)
+    if held_by_others > HELD_BY_OTHERS_GIB:
+        return Check("GPU memory", "warn", found, "end what you do not need (other notebooks' kernels, say)")
+    return Check("GPU memory", "ok", found)
+
+
+def _disk() -> list[Check]:
+    """Free space where runs are written and where models are cached; one check for each disk."""
+    hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    folders = {"runs": Path.cwd(), "kit's cache": cache_folder(), "hub's cache": Path(hub).expanduser()}
+    disks: dict[int, tuple[Path, list[str]]] = {}
+    for use, folder in folders.items():
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        disks.setdefault(there.stat().st_dev, (there, []))[1].append(use)
+    checks = []
+    for there, uses in disks.values():
+        free = shutil.disk_usage(there).free / GIB
+        status = "ok" if free >= DISK_LOW_GIB else "warn" if free >= DISK_FULL_GIB else "fail"
+        found = f"{free:.1f} GiB free at {there} ({', '.join(uses)})"
+        todo = f"free some: {DISK_LOW_GIB:.0f} GiB hold a 4-bit model and a run" if status != "ok" else ""
+        checks.append(Check("disk", status, found, todo))
+    return checks
+
+
+_KERNEL_SPEC = """
+import importlib.util, os, sys
+from jupyter_client.kernelspec import KernelSpecManager
+if importlib.util.find_spec("ipykernel") is None:
+    raise SystemExit("ipykernel is not installed beside jupyter_client")
+program = KernelSpecManager().get_kernel_spec("python3").argv[0]
+names = ("python", "python3", "python%d.%d" % sys.version_info[:2])  # these mean the server's own Python
+if program not in names and os.path.realpath(program) != os.path.realpath(sys.executable):
+    raise SystemExit(f"the kernel spec python3 starts {program}, not {sys.executable}")
+print("python3 starts this Python")
+"""
+
+
+def _kernel_spec() -> Check:
+    if not is_importable("jupyter_client"):
+        return Check("kernel spec", "ok", "Jupyter is not installed; notebooks need pip install -e '.[notebook]'")
+    good, found = _probe(_KERNEL_SPEC)
+    todo = "" if good else "python -m ipykernel install --sys-prefix --name python3"
+    return Check("kernel spec", "ok" if good else "warn", found, todo)
+
+
+def _hub() -> Check:
+    """Whether the model hub answers; being offline is no failure, the embedded model needs no network."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
+            return Check("hub", "ok", f"offline by choice ({name}); models come from the cache or a folder")
+    address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    host = "the address in HF_ENDPOINT"
+    try:
+        host = urlsplit(address).hostname or host  # the host alone: an endpoint can carry a password
+        with urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=HUB_TIMEOUT_S):
+            return Check("hub", "ok", f"{host} is reachable")
+    except urllib.error.HTTPError as answer:  # an answer all the same
+        return Check("hub", "ok", f"{host} is reachable (status {answer.code})")
+    except (OSError, ValueError, HTTPException) as error:
+        found = f"{host} is not reachable ({type(error).__name__})"
+        return Check("hub", "warn", found, "HF_HUB_OFFLINE=1 spares the waiting; embedded and cached models still work")
+
+
+def _keys(settled: Environment) -> list[Check]:
+    checks = []
+    for name, state in settled.keys.items():
+        todo = f"write {name}=... into {settled.env_file or '.env in the project root'}, or remove the empty one"
+        status = "warn" if state == "empty" else "ok"
+        checks.append(Check(name, status, state, todo if status == "warn" else ""))
+    return checks + [Check("token", "ok", settled.token)]

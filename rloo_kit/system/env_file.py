@@ -1,0 +1,110 @@
+"""The project's root and its `.env`: found by a marker, loaded by path, reported by name and never by value.
+
+python-dotenv alone looks up from the working directory, so a notebook run by papermill from elsewhere finds nothing
+and says nothing; and to it an empty variable is a set one, so `HF_TOKEN=` in the shell hides the token in `.env`. Here
+an empty variable counts as missing, save for those where empty means something (`KEEP_EMPTY`).
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dotenv import dotenv_values
+
+from rloo_kit.errors import SetupError
+
+MARKERS = ("pyproject.toml", ".git", "configs", ".env")
+EXPECTED_KEYS = ("HF_TOKEN",)
+KEEP_EMPTY = frozenset({"CUDA_VISIBLE_DEVICES"})  # empty: no card
+_PLAIN_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
+
+
+@dataclass
+class EnvFile:
+    """What became of `.env`; `keys` maps a name to found in .env, found in the environment, empty or missing."""
+
+    root: Path | None
+    path: Path | None
+    keys: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def find_root(start: Path | None = None) -> Path | None:
+    """The nearest folder at or above `start` (the working directory), else above the package, that holds a marker.
+
+    Markers: pyproject.toml, .git, a folder `configs`, a file `.env`. None where there is no such folder.
+    """
+    for origin in (Path(start or Path.cwd()).resolve(), Path(__file__).resolve().parents[2]):
+        for folder in (origin, *origin.parents):
+            if any(_is_marker(folder / name) for name in MARKERS):
+                return folder
+    return None
+
+
+def _is_marker(path: Path) -> bool:
+    if path.name == "configs":
+        return path.is_dir()
+    return path.exists() if path.name == ".git" else path.is_file()  # a `.env` folder is a virtual environment
+
+
+def load_env_file(root: Path | None = None, expected: Sequence[str] = EXPECTED_KEYS) -> EnvFile:
+    """Load `.env` of the project's root into `os.environ`; a variable that is set and not empty already stays.
+
+    Args:
+        root: the folder that holds `.env`; None finds it (`find_root`).
+        expected: names to report as found, empty or missing.
+    Raises:
+        SetupError: `root` is no folder, or the file cannot be read as UTF-8 text.
+    """
+    if root is not None and not Path(root).is_dir():
+        raise SetupError(f"root={str(root)!r} is not a folder: give the folder that holds .env, or leave root out")
+    root = find_root() if root is None else Path(root).resolve()
+    path = root / ".env" if root is not None else None
+    report = EnvFile(root, path if path is not None and path.is_file() else None)
+    values = _read(report.path) if report.path is not None else {}
+    if any(value is None for value in values.values()):  # not by name: a token pasted on a line of its own lands here
+        report.notes.append(f"{report.path}: a line without '=' is ignored; write NAME=value")
+    before = {name for name, value in os.environ.items() if value}
+    for name, value in values.items():
+        if value and not os.environ.get(name) and not (name in KEEP_EMPTY and name in os.environ):
+            os.environ[name] = value
+    # Only names that look like one are reported: a broken multi-line secret leaves scraps of itself as "names".
+    empty = [name for name, value in values.items() if value == "" and _PLAIN_NAME.fullmatch(name)]
+    asked = [expected] if isinstance(expected, str) else expected
+    for name in dict.fromkeys([*asked, *empty]):
+        report.keys[name] = _state(name, values, before)
+    return report
+
+
+def _state(name: str, values: dict[str, str | None], before: set[str]) -> str:
+    if name in before and values.get(name) != os.environ[name]:
+        return "found in the environment"
+    if values.get(name):
+        return "found in .env"
+    return "empty" if name in values or name in os.environ else "missing"
+
+
+def _read(path: Path) -> dict[str, str | None]:
+    try:
+        return dict(dotenv_values(path, encoding="utf-8-sig"))
+    except UnicodeDecodeError:  # `from None`: the original error carries the file's bytes
+        raise SetupError(f"{path} is not UTF-8 text: save it as UTF-8, one NAME=value a line") from None
+    except OSError as error:
+        raise SetupError(f"{path} cannot be read ({error.strerror}): mend its permissions (chmod 600 .env)") from None
+
+
+def find_token() -> str:
+    """Where a Hugging Face token lies, in words, never the token: the environment, the login's file, or nowhere."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        if os.environ.get(name, "").strip():
+            return f"found ({name})"
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    path = Path(os.environ.get("HF_TOKEN_PATH") or home / "token").expanduser()
+    try:
+        if path.read_bytes().strip():
+            return "found (the file that the login wrote)"
+    except OSError:
+        pass
+    return "not found (gated and private models need one: HF_TOKEN in .env)"

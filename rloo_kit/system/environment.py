@@ -1,0 +1,273 @@
+"""The environment of a run, settled once and before torch: keys, card, precision, backend, progress bars, caches.
+
+Everything here reads NVML, files and metadata; no heavy library is imported, so it can run first. What has to import
+one (Unsloth, where it is the backend) and the check of the import order are in `rloo_kit._stack`, with the public
+`setup_environment()`; modules that only want to know what was settled ask `current()`.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from rloo_kit.errors import ConfigError, SetupError
+from rloo_kit.system.console import set_up_progress
+from rloo_kit.system.env_file import EXPECTED_KEYS, EnvFile, find_token, load_env_file
+from rloo_kit.system.gpu import Card, Cards, find_cards
+from rloo_kit.system.processes import count_processes, is_distributed
+from rloo_kit.system.text_tables import WIDTH, as_text
+from rloo_kit.system.versions import installed_version, installed_versions, is_cpu_torch, is_importable
+
+BACKENDS = ("unsloth", "transformers")
+CACHE_VARIABLE = "RLOO_KIT_CACHE"
+BACKEND_VARIABLE = "RLOO_KIT_BACKEND"
+BF16_CAPABILITY = (8, 0)  # Ampere and later do bf16 in hardware; Turing and Volta only emulate it
+PRECISIONS = {  # name: (torch's dtype, what ACCELERATE_MIXED_PRECISION says)
+    "bf16": ("bfloat16", "bf16"),
+    "fp16": ("float16", "fp16"),
+    "fp32": ("float32", "no"),
+}
+
+
+@dataclass(repr=False)
+class Environment:
+    """What set-up found and chose. Prints as a table; holds names of keys, never their values.
+
+    `card` is the NVIDIA card of this process (None: `card_reason` says why); `precision` one of bf16, fp16, fp32.
+    """
+
+    backend: str
+    backend_reason: str
+    precision: str
+    precision_reason: str
+    card: Card | None
+    card_reason: str
+    num_cards: int
+    versions: dict[str, str | None]
+    root: str | None
+    env_file: str | None
+    keys: dict[str, str]
+    token: str
+    progress: str
+    unsloth_cache: str
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of torch's dtype for the precision: bfloat16, float16 or float32."""
+        return PRECISIONS[self.precision][0]
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision in accelerate's words: bf16, fp16 or no."""
+        return PRECISIONS[self.precision][1]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The table's rows: what it is called, what was found."""
+        card = self.card
+        rows = [("backend", f"{self.backend}: {self.backend_reason}")]
+        if card is None:
+            rows.append(("GPU", f"none: {self.card_reason}"))
+        else:
+            rows.append(("GPU", f"{card.name}, compute capability {card.compute_capability}, driver {card.driver}"))
+            rows.append(("GPU memory", f"{card.free_gib:.1f} of {card.memory_gib:.1f} GiB free"))
+        if self.num_cards > 1:
+            others = "" if is_distributed() else "; for all: rloo-kit train --launch configs/accelerate/ddp.yaml"
+            rows.append(("cards", f"{self.num_cards} visible; this process uses the one above{others}"))
+        if is_distributed():
+            rows.append(("processes", f"{count_processes()}; this is what the first of them found"))
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)
+        keys = ", ".join(f"{name} {state}" for name, state in self.keys.items())
+        rows += [
+            ("precision", f"{self.precision}: {self.precision_reason}"),
+            ("versions", versions),
+            (".env", self.env_file or f"none in {self.root or 'the working folder or above it'}"),
+            ("keys", keys or "none asked for"),
+            ("Hugging Face token", self.token),
+            ("progress bars", self.progress),
+        ]
+        return rows + [("note", note) for note in self.notes]
+
+    def __str__(self) -> str:
+        return render_rows(self.rows(), title="rloo-kit environment")
+
+    __repr__ = __str__
+
+
+def render_rows(rows: Sequence[tuple[str, str]], title: str, width: int = WIDTH) -> str:
+    """A two-column table as plain text, `width` columns at most and no wider than the terminal."""
+    if sys.stdout is not None and sys.stdout.isatty():
+        width = min(width, shutil.get_terminal_size().columns)
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))
+    return as_text(table, width)
+
+
+def choose_precision(card: Card | None) -> tuple[str, str]:
+    """Precision and the reason: bf16 where the card has it in hardware, fp16 on older cards, fp32 without one."""
+    if card is None:
+        return "fp32", "no NVIDIA card is used"
+    if card.capability >= BF16_CAPABILITY:
+        return "bf16", f"compute capability {card.compute_capability} has it in hardware"
+    needed = ".".join(str(part) for part in BF16_CAPABILITY)
+    return "fp16", f"compute capability {card.compute_capability}; bf16 in hardware needs {needed}"
+
+
+def choose_backend(requested: str, card: Card | None, card_reason: str) -> tuple[str, str]:
+    """Backend and the reason. `requested` other than "auto" beats RLOO_KIT_BACKEND, and that beats what is found.
+
+    Unsloth is the backend of one card, transformers that of a run with several processes.
+
+    Raises:
+        ConfigError: the argument or the variable names no backend.
+        SetupError: Unsloth is asked for, but it is not installed, there is no card that torch can use, or the run has
+            several processes; or they are several and it has been imported.
+    """
+    variable = os.environ.get(BACKEND_VARIABLE, "").strip().lower() or "auto"
+    choice, source = (requested, "backend=") if requested != "auto" else (variable, f"{BACKEND_VARIABLE}=")
+    if choice not in ("auto", *BACKENDS):
+        raise ConfigError(f"{source}{choice!r} is no backend: use {', '.join(('auto', *BACKENDS))}")
+    if choice == "transformers":
+        return "transformers", f"asked for by {source}transformers"
+    imported = sys.modules.get("unsloth") is not None
+    if is_distributed():
+        return _choose_for_many(f"{source}unsloth" if choice == "unsloth" else "", imported)
+    if imported:
+        return "unsloth", "imported in this process already"
+    installed = is_importable("unsloth")
+    if card is not None and installed:
+        found = "an NVIDIA card and Unsloth are there"
+        return "unsloth", found if choice == "auto" else f"asked for by {source}unsloth"
+    missing = "Unsloth is not installed" if card is not None or not installed else card_reason
+    if choice == "unsloth":
+        cure = "pip install -e '.[gpu]'" if not installed else "run rloo-kit doctor on the machine with the card"
+        raise SetupError(f"{source}unsloth: {missing}. {cure}; or go without it: {BACKEND_VARIABLE}=transformers")
+    return "transformers", missing if card is not None else card_reason
+
+
+def many_processes() -> str:
+    """Why Unsloth is not the backend of a run with several processes."""
+    return f"{count_processes()} processes, and Unsloth trains on one card"
+
+
+def _choose_for_many(asked: str, imported: bool) -> tuple[str, str]:
+    """transformers, for a run with several processes; `asked` says how Unsloth was asked for, if it was."""
+    if not asked and not imported:
+        return "transformers", many_processes()
+    what = asked or "Unsloth is imported in this process"
+    cure = "leave it out" if asked else "do not import it"
+    raise SetupError(
+        f"{what}, but the run has {many_processes()}: {cure}, and the transformers backend trains on all of them; or "
+        "start one process (rloo-kit train without --launch)"
+    )
+
+
+def cache_folder() -> Path:
+    """The kit's own cache: RLOO_KIT_CACHE as it stands, else `rloo-kit` in XDG_CACHE_HOME or `~/.cache`.
+
+    Where the latter cannot be written (a read-only home), a folder of this user in the temporary directory.
+    """
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "rloo-kit"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    folder = Path(tempfile.gettempdir()) / f"rloo-kit-{os.getuid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _move_unsloth_cache() -> str:
+    """Point UNSLOTH_COMPILE_LOCATION at the user's cache (Unsloth writes into the working folder otherwise).
+
+    One folder for each set of versions: its files are generated from the sources of TRL and transformers.
+    """
+    if not os.environ.get("UNSLOTH_COMPILE_LOCATION"):
+        names = ("unsloth", "trl", "transformers", "torch")
+        versions = "-".join(installed_version(name) or "none" for name in names)
+        os.environ["UNSLOTH_COMPILE_LOCATION"] = str(cache_folder() / "unsloth_compiled_cache" / versions)
+    return os.environ["UNSLOTH_COMPILE_LOCATION"]
+
+
+def _usable_card(cards: Cards) -> tuple[Card | None, str]:
+    """The card that torch can use: none where the installed torch is a CPU build."""
+    if cards.card is not None and is_cpu_torch():
+        version = installed_version("torch")
+        return None, f"{cards.card.name} is there, but torch {version} is a CPU build; install a CUDA build of torch"
+    return cards.card, cards.reason
+
+
+def _set_mixed_precision(value: str) -> list[str]:
+    """Make ACCELERATE_MIXED_PRECISION agree: accelerate reads it unchecked, and it beats `bf16=False`."""
+    before = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    os.environ["ACCELERATE_MIXED_PRECISION"] = value
+    if before in (None, "", value):
+        return []
+    return [f"ACCELERATE_MIXED_PRECISION was {before!r}; set to {value!r} to agree with the precision"]
+
+
+_current: Environment | None = None
+_requested = "auto"  # a backend that an earlier call asked for by argument; a later call without one keeps it
+
+
+def prepare_environment(
+    backend: str = "auto", root: Path | None = None, keys: Sequence[str] = EXPECTED_KEYS
+) -> Environment:
+    """All of set-up that needs no heavy library; see `rloo_kit.setup_environment` for the arguments and errors."""
+    global _current, _requested
+    env_file: EnvFile = load_env_file(root, keys)  # first: it may set any of the variables below
+    cards = find_cards()
+    if cards.count > 1:
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA counts the cards as NVML does
+    card, card_reason = _usable_card(cards)
+    requested = _requested if backend == "auto" else backend
+    chosen, backend_reason = choose_backend(requested, card, card_reason)
+    if backend == "auto" and _current is not None and _current.backend == chosen:
+        backend_reason = _current.backend_reason  # why it was chosen, not that it is loaded by now
+    precision, precision_reason = choose_precision(card)
+    progress = set_up_progress()
+    notes = env_file.notes + _set_mixed_precision(PRECISIONS[precision][1])
+    if chosen == "transformers" and sys.modules.get("unsloth") is not None:
+        notes.append("Unsloth is imported in this process, and its patches hold: restart the kernel to go without it")
+    _requested = requested
+    _current = Environment(
+        backend=chosen,
+        backend_reason=backend_reason,
+        precision=precision,
+        precision_reason=precision_reason,
+        card=card,
+        card_reason=card_reason,
+        num_cards=cards.count if card else 0,
+        versions=installed_versions(),
+        root=None if env_file.root is None else str(env_file.root),
+        env_file=None if env_file.path is None else str(env_file.path),
+        keys=env_file.keys,
+        token=find_token(),
+        progress=progress,
+        unsloth_cache=_move_unsloth_cache(),
+        notes=notes,
+    )
+    return _current
+
+
+def current() -> Environment:
+    """The environment that set-up settled; where nobody has called it yet, it is prepared now with the defaults."""
+    return _current if _current is not None else prepare_environment()

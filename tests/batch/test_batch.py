@@ -1,0 +1,558 @@
+"""Batches without a kernel: the file, its names, what is refused, what resuming keeps, the comparison, exit codes.
+
+Real papermill processes, and killing them, are in tests/notebooks/test_batch_runs.py.
+"""
+
+import csv
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rloo_kit.batch.comparison import collect_rows, make_text_table, write_comparison
+from rloo_kit.batch.file import LONGEST_NAME, Batch, load_batch, make_name
+from rloo_kit.batch.notebook_file import find_error, last_line
+from rloo_kit.batch.process import RunProcess, end_marked, papermill_command
+from rloo_kit.batch.progress import Progress
+from rloo_kit.batch.runner import BatchResult, Signals
+from rloo_kit.batch.status import BatchDir, RunStatus
+from rloo_kit.cli import app
+from rloo_kit.config.run import load_config
+from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError
+from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.system.text_tables import as_text
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = ROOT / "configs" / "batch_arithmetic.yaml"
+PLAIN = "# Parameters\nseed = 0\nsize: int = 3\nlabel = 'a'\nfolder = str(1)\n"
+TRAINS = "# Parameters\nseed = 0\nrun_name = ''\noutput_dir = 'outputs'\nresume = False\noverwrite = False\n"
+KIT = (
+    "# Parameters: plain values\nconfig = 'configs/arithmetic_thinking.yaml'\nnum_generations = 8\nseed = 0\n"
+    "run_name = ''\noutput_dir = 'outputs'\noverrides = ''\n"
+)
+
+
+def write_notebook(path: Path, parameters: str | None = PLAIN, body: str = "print(seed)") -> Path:
+    def cell(source: str, *tags: str) -> dict:
+        return {"cell_type": "code", "source": source, "metadata": {"tags": list(tags)}, "outputs": []}
+
+    cells = [cell(body)] if parameters is None else [cell(parameters, "parameters"), cell(body)]
+    path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A project with a notebook of each kind."""
+    (tmp_path / "configs").mkdir()
+    write_notebook(tmp_path / "plain.ipynb")
+    write_notebook(tmp_path / "trains.ipynb", TRAINS)
+    write_notebook(tmp_path / "kit.ipynb", KIT, "kit.read_parameters(globals())")
+    write_notebook(tmp_path / "bare.ipynb", None)
+    return tmp_path
+
+
+def load(folder: Path, *overrides: str, **values: object) -> Batch:
+    file = folder / "configs" / "b.yaml"
+    file.write_text(
+        yaml.safe_dump({"notebook": "plain.ipynb", "output_dir": str(folder / "out")} | values, sort_keys=False)
+    )
+    return load_batch(file, *overrides)
+
+
+def refusal(folder: Path, *overrides: str, **values: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, *overrides, **values)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------ the shipped file
+
+
+def test_the_shipped_batch_is_what_its_header_says() -> None:
+    """A grid that grew from six runs to eighteen, under a header that still promises a quarter of an hour."""
+    text = SHIPPED.read_text(encoding="utf-8").split("\n\n")[0]
+    assert all(line.startswith("#") for line in text.splitlines())
+    assert f"rloo-kit batch configs/{SHIPPED.name}" in text and "# Needs: " in text
+    batch = load_batch(SHIPPED)
+    generations, seeds, runs = map(int, re.findall(r"(\d+) values of .* x (\d+) seeds = (\d+) runs", text)[0])
+    assert (len(batch.runs), generations * seeds, batch.varying()) == (runs, runs, ["num_generations", "seed"])
+    assert (
+        batch.name == SHIPPED.stem and batch.runs[0].notebook.path == ROOT / "notebooks" / "arithmetic_thinking.ipynb"
+    )
+    assert batch.runs[0].notebook.trains and batch.runs[0].notebook.reads_parameters
+    assert batch.runs[1].name == "arithmetic_thinking-num_generations=2-seed=1"
+
+
+# ------------------------------------------------------------------------------------------------ the file
+
+
+def test_grid_and_runs_lie_over_the_common_parameters(folder: Path) -> None:
+    """The order and the names decide where a run lies; both must not depend on anything else."""
+    runs = [{"parameters": {"size": 9}}, {"name": "mine", "notebook": "trains.ipynb", "timeout_s": 5}]
+    batch = load(folder, parameters={"seed": 7}, grid={"size": [1, 2], "label": ["x"]}, runs=runs, timeout_s=60)
+    assert [(run.name, run.parameters, run.timeout_s) for run in batch.runs] == [
+        ("plain-size=1-label=x", {"seed": 7, "size": 1, "label": "x"}, 60),
+        ("plain-size=2-label=x", {"seed": 7, "size": 2, "label": "x"}, 60),
+        ("plain-size=9", {"seed": 7, "size": 9}, 60),
+        ("mine", {"seed": 7}, 5),
+    ]
+    assert batch.runs[0].resolved == {"seed": 7, "size": 1, "label": "x", "folder": None}
+    assert batch.varying() == ["size", "label"] and batch.folder == folder / "out" / "b"
+
+
+def test_the_resolved_file_is_the_same_batch(folder: Path) -> None:
+    """batch.yaml is what a colleague is sent: it has to give the same runs under the same names."""
+    batch = load(folder, grid={"size": [1e-6, 2], "label": ["no", "1"]}, timeout_s=30, jobs=2)
+    (folder / "again.yaml").write_text(batch.to_yaml())
+    again = load_batch(folder / "again.yaml")
+    assert again.runs == batch.runs and (again.folder, again.jobs) == (batch.folder, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"runs": [{"paramters": {}}]}, "runs.0.paramters: unknown key; did you mean runs.0.parameters?"),
+        ({"grids": {"seed": [1]}}, "grids: unknown key; did you mean grid?"),
+        ({"grid": {"seed": 3}}, "grid.seed: is 3; it takes a list with a value or more"),
+        ({"grid": {"seed": []}}, "grid.seed: is []; it takes a list with a value or more"),
+        ({"grid": {"seed": [1, math.inf]}}, "grid.seed: is [1, inf]; it takes text, finite numbers, true, false, null"),
+        ({"runs": [{"parameters": {"seed": {1: 2}}}]}, "runs.0.parameters.seed: is {1: 2}; it takes text, finite"),
+        ({}, "there is nothing to run; give a grid or runs"),
+        ({"runs": [{}], "jobs": 0}, "jobs: is 0; it must be at least 1"),
+        ({"runs": [{"timeout_s": 0}]}, "runs.0.timeout_s: is 0; it must be above 0"),
+        ({"runs": [{"notebook": "nowhere.ipynb"}]}, "runs.0.notebook: there is no notebook nowhere.ipynb; looked at"),
+        ({"notebook": "configs/b.yaml", "runs": [{}]}, "is not a notebook of format 4 (.ipynb)"),
+        ({"notebook": None, "runs": [{}]}, "runs.0.notebook: required, and not there"),
+        ({"runs": [{"name": "../up"}]}, "runs.0.name: is '../up'; it becomes a folder"),
+        ({"runs": [{"name": "batch.json"}]}, "runs.0.name: is 'batch.json'"),
+        ({"name": "a/b", "runs": [{}]}, "name: is 'a/b'; it becomes a folder"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_key(folder: Path, values: dict, message: str) -> None:
+    """An unknown key that is passed over is a grid of one run, noticed the next morning."""
+    assert message in refusal(folder, **values)
+
+
+def test_an_error_names_the_line_or_the_override(folder: Path) -> None:
+    """In a file of two hundred lines the key alone is a search."""
+    assert re.match(r".*/b\.yaml:3: jbos: unknown key", refusal(folder, jbos=2, runs=[{}]))
+    assert refusal(folder, "jobs=many", runs=[{}]).startswith("override jobs=many: jobs: is 'many'")
+    assert load(folder, "grid.seed=[4, 5]", "jobs=3", grid={"seed": [1]}).jobs == 3
+
+
+def test_a_batch_and_a_run_are_told_apart() -> None:
+    """`rloo-kit train` on a batch file named twelve missing keys, and not the command that was meant."""
+    with pytest.raises(ConfigError, match=r"batch_arithmetic.yaml describes a batch of runs, .* use: rloo-kit batch"):
+        load_config(SHIPPED)
+    with pytest.raises(ConfigError, match=r"describes one run, not a batch of runs; use: rloo-kit train"):
+        load_batch(SHIPPED.with_name("arithmetic_thinking.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("notebook", "parameters", "message"),
+    [
+        ("plain.ipynb", {"seeed": 1}, "plain-seeed=1: seeed: plain.ipynb has no such parameter; did you mean seed?"),
+        ("bare.ipynb", {"seed": 1}, "bare.ipynb has no cell tagged parameters, so it takes no parameters"),
+        ("trains.ipynb", {"output_dir": "x"}, "output_dir is set by the batch: each run's training folder is"),
+        ("trains.ipynb", {"resume": True}, "resume is set by the batch: rloo-kit batch --resume decides it"),
+        ("kit.ipynb", {"num_generation": 4}, "num_generation: unknown parameter; did you mean num_generations?"),
+        ("kit.ipynb", {"temperature": 0.5}, 'overrides = "rloo.temperature=..."'),
+        ("kit.ipynb", {"num_generations": True}, "num_generations: is True; it takes a whole number"),
+        ("kit.ipynb", {"num_generations": 3}, "num_generations=2 or num_generations=4"),
+        ("kit.ipynb", {"overrides": "rloo.bta=1"}, "rloo.bta: unknown key; did you mean rloo.beta?"),
+    ],
+)
+def test_parameters_are_checked_before_anything_starts(folder: Path, notebook: str, parameters: dict, message: str):
+    """papermill only warns of a parameter that the notebook does not have: six equal runs, and a night lost."""
+    assert message in refusal(folder, notebook=notebook, runs=[{"parameters": parameters}])
+
+
+def test_one_fault_of_many_runs_is_said_once(folder: Path) -> None:
+    """Thirty lines of the same sentence hide the second fault."""
+    found = refusal(folder, grid={"size": [1, 2, 3]}, parameters={"sied": 1})
+    assert found.count("has no such parameter") == 1 and "plain-size=1 (and 2 more): sied" in found
+
+
+def test_a_parameter_that_the_kit_knows_need_not_be_declared(folder: Path) -> None:
+    """`beta` reaches a notebook that reads its parameters through the kit, declared or not."""
+    assert load(folder, notebook="kit.ipynb", grid={"beta": [0.0, 0.1]}).runs[1].parameters == {"beta": 0.1}
+
+
+def test_runs_that_are_one_run_are_refused(folder: Path) -> None:
+    """`seed: 0` and the notebook's own 0 are the same run, paid for twice."""
+    found = refusal(folder, grid={"seed": [0, 1]}, runs=[{"name": "base"}])
+    assert "plain-seed=0 and base are one run (plain.ipynb with no parameters); remove one of them" in found
+    found = refusal(folder, runs=[{"name": "A", "parameters": {"seed": 1}}, {"name": "a", "parameters": {"seed": 2}}])
+    assert "two runs are called a; give one of them another name" in found
+
+
+def test_names_are_safe_and_short() -> None:
+    """`seed=../../etc` is a path, and 300 characters are refused by the file system after the grid's first hour."""
+    assert make_name("nb", {"path": "../a b/ü", "x": 2e-3, "flag": True, "none": None, "list": [16, 32]}) == (
+        "nb-path=.._a_b_-x=0.002-flag=true-none=none-list=16,32"
+    )
+    long = [make_name("nb", {"text": "x" * 200 + str(n)}) for n in range(2)]
+    assert long[0] != long[1] and all(len(name) == LONGEST_NAME for name in long)
+
+
+# ------------------------------------------------------------------------------------------------ papermill
+
+
+def test_papermill_reads_the_parameters_as_they_were_meant(tmp_path: Path) -> None:
+    """papermill reads YAML 1.1: 1e-06 is a text to it, and `no` is False."""
+    from papermill.iorw import read_yaml_file
+
+    given = {"a": 1e-6, "b": "1e-6", "c": "no", "d": True, "e": None, "f": 2e-3, "g": "true", "h": [1, 2], "i": "ü: #"}
+    command = papermill_command(Path("/x/{odd}.ipynb"), tmp_path, given)
+    read = read_yaml_file(str(tmp_path / "parameters.yaml"))
+    assert read == given and [type(value) for value in read.values()] == [type(value) for value in given.values()]
+    assert command[3] == "/x/{{odd}}.ipynb", "papermill fills in what stands in braces"
+    assert command[:3] == [sys.executable, "-m", "papermill"]
+
+
+def test_the_error_of_a_run_is_found_in_its_notebook_or_log(tmp_path: Path) -> None:
+    """`exit code 1` sends people through 30 MB of log."""
+    outputs = [{"output_type": "error", "ename": "ValueError", "evalue": "a \x1b[31mred\x1b[0m line\nmore"}]
+    cell = {"cell_type": "code", "execution_count": 4, "outputs": outputs}
+    (tmp_path / "n.ipynb").write_text(json.dumps({"cells": [{"cell_type": "markdown"}, cell]}))
+    assert find_error(tmp_path / "n.ipynb") == "cell [4]: ValueError: a red line\nmore"
+    (tmp_path / "half.ipynb").write_text('{"cells": [')
+    assert find_error(tmp_path / "half.ipynb") is None and find_error(tmp_path / "none.ipynb") is None
+    log = tmp_path / "log.txt"
+    log.write_text("old attempt\nKernelError: old\n")
+    start = log.stat().st_size
+    assert last_line(log, start) is None and last_line(log) == "KernelError: old"
+    log.write_text(log.read_text() + "x" * 50_000 + "\nNoSuchKernel: python9\n\n")
+    assert last_line(log, start) == "NoSuchKernel: python9" and last_line(tmp_path / "none") is None
+
+
+def test_what_a_run_started_ends_with_it_whatever_its_session(tmp_path: Path) -> None:
+    """A kernel, and what it starts, is out of reach of papermill's process group; a scan by parent loses it too."""
+    inner = "import time; time.sleep(300)"
+    outer = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True)\n"
+        "print('up', flush=True)\ntime.sleep(300)"
+    )
+    (tmp_path / "log.txt").write_text("earlier\n")
+    process = RunProcess([sys.executable, "-c", outer], tmp_path, tmp_path / "log.txt", tmp_path, "id-1")
+    other = RunProcess([sys.executable, "-c", inner], tmp_path / "o", tmp_path / "other.txt", tmp_path, "id-1")
+    try:
+        until = time.monotonic() + 30
+        while "up" not in (tmp_path / "log.txt").read_text() and time.monotonic() < until:
+            time.sleep(0.02)
+        children = psutil.Process(process.pid).children()
+        assert len(children) == 1 and process.poll() is None and process.log_start == len("earlier\n")
+        assert process.interrupt(os.getpid()) is False, "a process of somebody else"
+        os.kill(process.pid, signal.SIGKILL)  # now its child is nobody's
+        assert process.end() == [] and process.poll() == -signal.SIGKILL
+        assert all(not child.is_running() or child.status() == psutil.STATUS_ZOMBIE for child in children)
+        assert other.poll() is None, "another run of the batch goes on"
+    finally:
+        left = [*other.end(), *end_marked(lambda marks: marks["RLOO_KIT_BATCH"] == "id-1")]
+    assert other.poll() == -signal.SIGKILL and left == []
+
+
+def test_papermill_that_goes_on_without_its_kernel_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions of papermill have waited for ever for a kernel that was killed, and the batch with them."""
+    monkeypatch.setattr("rloo_kit.batch.process.KERNEL_GONE_S", 0.1)
+    code = (
+        "import subprocess, sys, time\n"
+        "kernel = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], start_new_session=True)\n"
+        "time.sleep(300)"
+    )
+    process = RunProcess([sys.executable, "-c", code], tmp_path, tmp_path / "log.txt", tmp_path, "id-3")
+    try:
+        until = time.monotonic() + 30
+        assert not process.hangs(), "a kernel that has not started yet is not gone"
+        while not (children := psutil.Process(process.pid).children()) and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(0.2)
+        assert not process.hangs()
+        children[0].kill()
+        while not process.hangs() and time.monotonic() < until:
+            time.sleep(0.02)
+        assert process.hangs()
+    finally:
+        process.end()
+
+
+def test_a_batch_in_a_notebook_does_not_pass_that_notebook_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With JPY_SESSION_NAME of the notebook around it, a run's last cell takes itself for one of a Jupyter server."""
+    monkeypatch.setenv("JPY_SESSION_NAME", "mine.ipynb")
+    code = "import os; print(sorted(name for name in os.environ if name[:3] in ('JPY', 'RLO')))"
+    process = RunProcess([sys.executable, "-c", code], tmp_path, tmp_path / "log.txt", tmp_path, "id-2")
+    until = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < until:
+        time.sleep(0.02)
+    assert (tmp_path / "log.txt").read_text() == "['RLOO_KIT_BATCH', 'RLOO_KIT_BATCH_RUN']\n"
+
+
+def test_what_was_told_to_be_ignored_stays_ignored() -> None:
+    """`nohup rloo-kit batch ... &` has to live on after the terminal is closed."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+        assert (signals.count, signals.name) == (2, "SIGTERM")
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+# ------------------------------------------------------------------------------------------------ the folder
+
+
+def leave_batch(batch: Batch, *states: str, **values: object) -> None:
+    """What a batch leaves that came to an end with these states."""
+    with BatchDir.create(batch) as place:
+        for status, state in zip(place.statuses.values(), states, strict=True):
+            status.state = state
+            place.save(status)
+        place.save_batch("finished", **values)
+
+
+def test_resume_does_what_is_not_done(folder: Path) -> None:
+    """A run whose status says `running` has no process any more: the folder's lock is free."""
+    states = ["done", "failed", "killed", "interrupted", "running", "waiting"]
+    batch = load(folder, grid={"seed": [1, 2, 3, 4, 5, 6]})
+    leave_batch(batch, *states)
+    more = load(folder, grid={"seed": [1, 2, 3, 4, 5, 6, 7]})
+    with BatchDir.create(more, resume=True) as place:
+        assert [run.parameters["seed"] for run in place.to_do()] == [2, 3, 4, 5, 6, 7]
+        found = place.statuses["plain-seed=5"]
+        assert found.state == "killed" and "its batch ended without a word" in str(found.error)
+    fewer = load(folder, grid={"seed": [1, 2]})
+    with BatchDir.create(fewer, resume=True) as place:
+        assert place.left == [f"plain-seed={seed}" for seed in (3, 4, 5, 6)]
+
+
+def test_a_run_that_has_changed_is_refused_by_name(folder: Path) -> None:
+    """Half of the runs with the old number of steps and half with the new one, in one table."""
+    leave_batch(load(folder, grid={"seed": [1, 2]}, parameters={"size": 3}), "done", "failed")
+    changed = load(folder, grid={"seed": [1, 2]}, parameters={"size": 4})
+    with pytest.raises(
+        ConfigError, match=r"plain-seed=1: size was 3, is 4\nplain-seed=2: size was 3, is 4\nchange them"
+    ):
+        BatchDir.create(changed, resume=True)
+    with BatchDir.create(changed, overwrite=True) as place:
+        assert len(place.to_do()) == 2
+
+
+def test_a_folder_in_use_or_of_something_else_is_refused(folder: Path) -> None:
+    """Two batches in one folder overwrite each other's statuses; a batch in a folder of results deletes them."""
+    batch = load(folder, grid={"seed": [1]})
+    with pytest.raises(RunNotFoundError, match="there is no batch to resume in .*; start it without --resume"):
+        BatchDir.create(batch, resume=True)
+    with pytest.raises(ConfigError, match="--resume and --overwrite were both given"):
+        BatchDir.create(batch, resume=True, overwrite=True)
+    leave_batch(batch, "done")
+    with pytest.raises(
+        RunExistsError, match=r"holds a batch already \(finished\): do what is missing or failed with --re"
+    ):
+        BatchDir.create(batch)
+    with (
+        BatchDir.create(batch, resume=True),
+        pytest.raises(RunExistsError, match="is being written by another process"),
+    ):
+        BatchDir.create(batch, resume=True)
+    (folder / "out" / "other").mkdir()
+    (folder / "out" / "other" / "results.txt").write_text("mine")
+    with pytest.raises(RunExistsError, match="is not empty and not the folder of a batch"):
+        BatchDir.create(load(folder, "name=other", grid={"seed": [1]}))
+
+
+def test_overwrite_deletes_what_a_batch_wrote_and_nothing_else(folder: Path) -> None:
+    """--overwrite must not be `rm -rf`: notes that somebody keeps beside the runs stay."""
+    batch = load(folder, grid={"seed": [1, 2]})
+    leave_batch(batch, "done", "failed")
+    place = batch.folder
+    (place / "notes.txt").write_text("mine")
+    (place / "plain-seed=1" / "run" / "checkpoints").mkdir(parents=True)
+    (place / "plain-seed=2" / "notes.txt").write_text("mine")
+    (place / "own").mkdir()
+    (place / "own" / "status.json").write_text('{"state": "finished", "step": 60}')  # a training run, not a batch's
+    BatchDir.create(batch, overwrite=True).close()
+    left = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file() and path.name != ".lock")
+    assert left == ["batch.yaml", "notes.txt", "own/status.json", "plain-seed=2/notes.txt"]
+
+
+# ------------------------------------------------------------------------------------------------ the comparison
+
+
+def evaluation(accuracy: float, thinking: float) -> dict:
+    found = Evaluation("x", 50, 1, 1.0, 48, accuracy, accuracy - 0.1, accuracy + 0.1, accuracy, 0.0, 1.0)
+    found.mean_thinking_tokens, found.closed_share = thinking, 0.5
+    return found.to_dict()
+
+
+@pytest.fixture
+def compared(folder: Path) -> BatchDir:
+    """Two runs done, one failed with hostile words, one waiting."""
+    batch = load(folder, notebook="trains.ipynb", grid={"seed": [1, 2, 3, 4]})
+    with BatchDir.create(batch) as place:
+        for status, accuracy in zip(list(place.statuses.values())[:2], (0.25, 0.75), strict=True):
+            status.state, status.seconds, status.attempts = "done", 75.0, 1
+            training = place.training(status.name).folder
+            training.mkdir(parents=True)
+            (training / "before.json").write_text(json.dumps(evaluation(0.2, 10.0)))
+            (training / "after.json").write_text(json.dumps(evaluation(accuracy, 20.0)))
+            (training / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.625}\n')
+            (training / "status.json").write_text('{"state": "finished", "step": 2}')
+        failed = list(place.statuses.values())[2]
+        failed.state, failed.attempts = "failed", 1
+        failed.error = "cell [3]: ValueError: <script>alert(1)</script> & \x1b[31m\nsecond line"
+        return place
+
+
+def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir) -> None:
+    """A table that reads the wrong file shows the numbers of before training as those of after."""
+    rows = collect_rows(compared)
+    assert [row["parameters.seed"] for row in rows] == [1, 2, 3, 4]
+    second = {key: rows[1][key] for key in ("accuracy_before", "accuracy_after", "steps", "reward_last", "seconds")}
+    assert second == {
+        "accuracy_before": 0.2, "accuracy_after": 0.75, "steps": 2, "reward_last": 0.625, "seconds": 75.0
+    }  # fmt: skip
+    assert math.isclose(rows[1]["accuracy_low_after"], 0.65) and rows[1]["thinking_tokens_after"] == 20.0
+    assert rows[3]["state"] == "waiting" and rows[3]["accuracy_after"] is None
+    page, table = write_comparison(compared)
+    read = list(csv.DictReader(table.open(encoding="utf-8")))
+    assert [row["accuracy_after"] for row in read] == ["0.25", "0.75", "", ""] and read[2]["state"] == "failed"
+    text = as_text(make_text_table(compared))
+    assert "0.200 → 0.750" in text and "[0.650, 0.850]" in text and "10.0 → 20.0" in text and "1:15" in text
+    html = page.read_text(encoding="utf-8")
+    assert "0.750 <span class='under'>[0.650, 0.850]</span>" in html and html.count("<svg") == 1
+    assert "4 runs: 1 waiting, 2 done, 1 failed; 2 min 30 s" in html
+
+
+def test_the_page_is_safe_and_whole(compared: BatchDir) -> None:
+    """An error's text comes from a notebook's data: it is shown, not run; and the page opens without a network."""
+    html = write_comparison(compared)[0].read_text(encoding="utf-8")
+    assert "<script" not in html and "&lt;script&gt;alert(1)&lt;/script&gt; &amp; ␛[31m" in html
+    assert not re.findall(r"(?:src|href)=[\"']https?:|@import|url\((?!#)", html)
+    assert "prefers-color-scheme: dark" in html and "href='trains-seed=3/log.txt'" in html
+
+
+def test_a_batch_without_figures_is_compared_by_state_and_time(folder: Path) -> None:
+    """A notebook that trains nothing has a comparison too, and so has a batch of which nothing ran."""
+    with BatchDir.create(load(folder, grid={"seed": [1, 2]})) as place:
+        html = write_comparison(place)[0].read_text(encoding="utf-8")
+        assert "<svg" not in html and "2 runs: 2 waiting" in html
+        assert "accuracy" not in as_text(make_text_table(place))
+        place.statuses["plain-seed=1"].seconds = 3.0
+        assert "<svg" in write_comparison(place)[0].read_text(encoding="utf-8")
+
+
+def test_lines_outside_a_terminal(compared: BatchDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """A log of a batch of a night is read in the morning: one line for each change, why it failed, where its log is."""
+    with Progress(compared) as progress:
+        for status in list(compared.statuses.values())[1:3]:
+            progress.tell(status)
+        progress.show()  # the last line is too young for another one
+    done, failed = capsys.readouterr().out.splitlines()
+    assert done == "[2/4] trains-seed=2: done after 1:15; accuracy 0.200 -> 0.750"
+    assert failed.startswith(
+        "[3/4] trains-seed=3: failed after 0:00; cell [3]: ValueError: <script>alert(1)</script> &"
+    )
+    assert failed.endswith(f"; log: {compared.folder / 'trains-seed=3' / 'log.txt'}")
+
+
+def test_a_screen_that_is_gone_ends_the_talking_and_not_the_batch(folder: Path) -> None:
+    """`rloo-kit batch ... | head` and a closed terminal: the first line that could not be written ended the night."""
+    load(folder, grid={"seed": [1]})
+    code = f"""
+from rloo_kit.batch.file import load_batch
+from rloo_kit.batch.progress import Progress
+from rloo_kit.batch.status import BatchDir
+with BatchDir.create(load_batch({str(folder / "configs" / "b.yaml")!r})) as place, Progress(place) as progress:
+    progress.say("nobody reads this")
+    progress.say("nor this")
+print("nor this")
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def call(*words: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["batch", *map(str, words)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_refusals_have_an_exit_code_of_their_own(folder: Path) -> None:
+    """With 2 for a refusal a script takes a mistyped option for two failed runs, and resumes for ever."""
+    batch = load(folder, grid={"seed": [1]})
+    file = folder / "configs" / "b.yaml"
+    for words, message in (
+        (["nowhere.yaml"], "no configuration file at nowhere.yaml"),
+        ([file, "parameters.sied=1"], "sied: plain.ipynb has no such parameter"),
+        ([file, "--resume"], "there is no batch to resume"),
+        ([file, "--jobs", "0"], "--jobs"),
+        ([file, "--quick"], "--quick"),
+        ([], "FILE"),
+    ):
+        code, printed, said = call(*words)
+        assert code == 125 and message in said and printed == "" and "Traceback" not in said
+    assert not batch.folder.exists(), "nothing was started, nothing is left"
+
+
+@pytest.mark.parametrize(("states", "code"), [("done", 0), ("done failed waiting", 2), ("failed " * 130, 100)])
+def test_the_exit_code_counts_the_runs_that_are_not_done(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, states: str, code: int
+) -> None:
+    """An exit code is taken modulo 256: 256 failed runs must not look like success."""
+    load(folder, grid={"seed": [1]})
+    statuses = [RunStatus(f"r{number}", "n", state=state) for number, state in enumerate(states.split())]
+    results = itertools.cycle([BatchResult(folder, statuses, False, []), BatchResult(folder, statuses, True, [])])
+    monkeypatch.setattr("rloo_kit.batch.runner.run_batch", lambda *_, **__: next(results))
+    found, printed, _ = call(folder / "configs" / "b.yaml", "--json")
+    assert found == code
+    assert json.loads(printed.splitlines()[-1])["runs"] == [asdict(status) for status in statuses]
+    assert call(folder / "configs" / "b.yaml")[0] == 130
+
+
+def test_an_error_of_the_batch_itself_is_not_a_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ends with 1 on a bug, which would read as one failed run."""
+    load(folder, grid={"seed": [1]})
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("rloo_kit.batch.runner.run_batch", broken)
+    code, _, said = call(folder / "configs" / "b.yaml")
+    assert code == 125 and "no space left on device" in said
+
+
+def test_a_batch_loads_no_torch(folder: Path) -> None:
+    """The batch's own process lives for hours beside the runs: it must not hold a card or a gigabyte."""
+    code = f"""
+import sys
+from rloo_kit.cli import app
+import rloo_kit.batch.runner, rloo_kit.batch.process
+try:
+    app(["batch", {str(SHIPPED)!r}, "parameters.sied=1"])
+finally:
+    print("HEAVY", sorted({{"torch", "transformers", "trl", "datasets"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 125 and "HEAVY []" in done.stdout, done.stdout + done.stderr

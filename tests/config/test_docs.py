@@ -1,0 +1,99 @@
+"""The page of keys says what the code says. `python tests/config/test_docs.py` writes its tables anew."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from rloo_kit.config.messages import describe_type
+from rloo_kit.config.old_names import CONFIG_NAMES
+from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import LoraSection, RewardSection, Section
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "04-configuration.md"
+SECTIONS: dict[str, type[Section]] = {
+    "run": RunConfig.model_fields["run"].annotation,
+    "model": RunConfig.model_fields["model"].annotation,
+    "model.lora": LoraSection,
+    "data": RunConfig.model_fields["data"].annotation,
+    "rewards": RewardSection,
+    "rloo": RunConfig.model_fields["rloo"].annotation,
+    "rollout": RunConfig.model_fields["rollout"].annotation,
+    "eval": RunConfig.model_fields["eval"].annotation,
+}  # type: ignore[dict-item]
+
+
+def show(value: Any) -> str:
+    if value is PydanticUndefined:
+        return "required"
+    if isinstance(value, LoraSection):
+        return "see below"
+    if value is None or isinstance(value, bool):
+        return f"`{'null' if value is None else str(value).lower()}`"
+    if isinstance(value, list) and len(value) > 3:
+        return "all seven"
+    return f"`{value}`"
+
+
+def limits(field: Any) -> str:
+    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    found = [f"{word} {value:g}" for item in field.metadata for sign, word in signs.items()
+             if (value := getattr(item, sign, None)) is not None and value < 2**31]  # fmt: skip
+    return f", {' and '.join(found)}" if found else ""
+
+
+def table(section: type[Section]) -> str:
+    rows = ["| key | takes | default | what it is |", "|---|---|---|---|"]
+    for name, field in section.model_fields.items():
+        default = field.default_factory() if field.default_factory else field.default  # type: ignore[call-arg]
+        takes = describe_type(field.annotation) + limits(field)
+        rows.append(f"| `{name}` | {takes} | {show(default)} | {field.description} |")
+    return "\n".join(rows)
+
+
+def old_table() -> str:
+    rows = ["| old name | today |", "|---|---|"]
+    for name, entry in CONFIG_NAMES.items():
+        if name == "stop_token_id":
+            today = "refused: completions end at the tokenizer's end token"
+        elif entry.new:
+            today = f"`{entry.new}`" + (f": {entry.note}" if entry.note else "")
+        else:
+            today = f"no effect: {entry.note}"
+        rows.append(f"| `{name}` | {today} |")
+    return "\n".join(rows)
+
+
+def tables() -> dict[str, str]:
+    return {name: table(section) for name, section in SECTIONS.items()} | {"old names": old_table()}
+
+
+def written(text: str, name: str) -> re.Match[str] | None:
+    return re.search(rf"(<!-- table: {re.escape(name)} -->\n\n)(.*?)(\n*<!-- end -->)", text, flags=re.S)
+
+
+def test_tables_say_what_the_code_says() -> None:
+    """A key that is documented with last month's default is believed."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, expected in tables().items():
+        found = written(text, name)
+        assert found is not None, f"{PAGE.name} has no table for {name}"
+        assert found[2] == expected, f"the table of {name} is out of date: python {Path(__file__).name}"
+    assert set(SECTIONS) - {"model.lora"} == set(RunConfig.model_fields)
+
+
+def test_every_key_is_described() -> None:
+    """A table row without words sends the reader to the source."""
+    for name, section in SECTIONS.items():
+        for key, field in section.model_fields.items():
+            assert field.description, f"{name}.{key}"
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text(encoding="utf-8")
+    for title, content in tables().items():
+        place = written(page, title)
+        assert place is not None, title
+        page = page[: place.start(2)] + content + "\n\n<!-- end -->" + page[place.end() :]
+    PAGE.write_text(page, encoding="utf-8")

@@ -1,0 +1,484 @@
+"""Reading, checking, rendering and splitting of prompts; every error names its file and line."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.load import Data, load_data
+from rloo_kit.errors import ConfigError, DataError
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., RunConfig]:
+    """`make_run(source, rewards=..., **data)`: a run whose model says nothing about its family."""
+
+    def build(source: Any = "unused.jsonl", reward: str = "length_reward", **data: Any) -> RunConfig:
+        return RunConfig(
+            model={"name": "my-model"},
+            data={"source": str(source), "test_size": 0} | data,
+            rewards=[{"name": reward}],
+            rloo={"max_steps": 1},
+            run={"evaluate": False},
+        )
+
+    return build
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, str], Path]:
+    def build(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return build
+
+
+def jsonl(*rows: Any) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def rendered(question: str) -> str:
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n<think>\n"
+
+
+ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": number % 3} for number in range(20)]
+
+
+# ------------------------------------------------------------------------------------------------- sources
+
+
+def test_jsonl(make_run: Any, write: Any, tiny_tokenizer: Any) -> None:
+    """Blank lines, a byte order mark and numbers as answers are what real files have."""
+    path = write(
+        "rows.jsonl", "\ufeff" + jsonl({"prompt": "1+1=", "answer": 2}) + "\n" + jsonl({"prompt": "é", "answer": "x"})
+    )
+    data = load_data(make_run(path), tiny_tokenizer)
+    assert data.train.to_list() == [
+        {"prompt": rendered("1+1="), "answer": "2"},
+        {"prompt": rendered("é"), "answer": "x"},
+    ]
+    assert len(data.test) == 0 and data.dropped == 0 and data.notes == []
+
+
+def test_csv_keeps_text(make_run: Any, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """A reader that guesses types made 7 of the answer 007; quoted fields hold commas and line breaks."""
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "answer", "id"], ["a, b\nc", "007", "1"], ["d", "1.50", ""]])
+    data = load_data(make_run(path), tiny_tokenizer)
+    assert data.train["prompt"][:] == [rendered("a, b\nc"), rendered("d")]
+    assert data.train["answer"][:] == ["007", "1.50"]
+    assert data.train["id"][:] == ["1", ""]
+
+
+def test_parquet_keeps_types_and_conversations(make_run: Any, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """Columns besides prompt and answer reach the rewards as they are, nested ones too."""
+    import datasets
+
+    path = tmp_path / "rows.parquet"
+    prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+    datasets.Dataset.from_list([{"prompt": prompt, "answer": 2, "level": 3, "tags": ["a", "b"]}]).to_parquet(path)
+    (row,) = load_data(make_run(path), tiny_tokenizer).train.to_list()
+    assert row["prompt"].startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1=<|im_end|>")
+    assert (row["answer"], row["level"], row["tags"]) == ("2", 3, ["a", "b"])
+
+
+def test_rows_in_python(make_run: Any, tiny_tokenizer: Any) -> None:
+    """A notebook has its prompts at hand: texts, conversations, dicts, or a data set made with `datasets`."""
+    import datasets
+
+    run = make_run(prompt_column="question")
+    texts = load_data(run, tiny_tokenizer, rows=["a", "b"]).train
+    talks = load_data(run, tiny_tokenizer, rows=[[{"role": "user", "content": text}] for text in "ab"]).train
+    dicts = load_data(run, tiny_tokenizer, rows=[{"question": "a"}, {"question": "b"}]).train
+    table = load_data(run, tiny_tokenizer, rows=datasets.Dataset.from_dict({"question": ["a", "b"]})).train
+    assert texts.to_list() == talks.to_list() == dicts.to_list() == table.to_list()
+    assert texts["prompt"][:] == [rendered("a"), rendered("b")]
+
+
+def test_embedded_task(make_run: Any, tiny_tokenizer: Any) -> None:
+    """The main job reads no file at all."""
+    data = load_data(make_run("embedded/addition", num_prompts=50, test_size=20), tiny_tokenizer)
+    assert (len(data.train), len(data.test)) == (30, 20)
+    assert str(data) == "30 training prompts, 20 held out"
+    for row in data.test:
+        question = row["prompt"].removeprefix("<|im_start|>user\n").partition("=")[0]
+        assert sum(map(int, question.split("+"))) == int(row["answer"])
+    with pytest.raises(DataError, match="no embedded task 'embedded/chess'; there is embedded/addition"):
+        load_data(make_run("embedded/chess"), tiny_tokenizer)
+
+
+def test_hub_split_and_subset(make_run: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gsm8k needs its subset 'main', and its gold answer stands behind the last ####."""
+    import datasets
+
+    asked = {}
+
+    def fake_load(source: str, name: str | None, split: str) -> Any:
+        asked.update(source=source, name=name, split=split)
+        return datasets.Dataset.from_dict({"question": ["q"], "answer": ["#### is 3, so\n#### 1,234 "]})
+
+    monkeypatch.setattr(datasets, "load_dataset", fake_load)
+    run = make_run("openai/gsm8k", subset="main", split="test", prompt_column="question", answer_after="####")
+    assert load_data(run, tiny_tokenizer).train.to_list() == [{"prompt": rendered("q"), "answer": "1,234"}]
+    assert asked == {"source": "openai/gsm8k", "name": "main", "split": "test"}
+
+
+def test_hub_offline(make_run: Any, tiny_tokenizer: Any) -> None:
+    """Behind a firewall the bare error was a traceback through three libraries; it has to say what to do instead."""
+    with pytest.raises(DataError) as caught:
+        load_data(make_run("some-owner/no-such-data"), tiny_tokenizer)
+    message = str(caught.value)
+    assert "data.source: 'some-owner/no-such-data'" in message and "cannot be reached" in message
+    assert "HF_HOME" in message and "to_parquet" in message and "HF_TOKEN" in message
+
+
+@pytest.mark.parametrize(
+    ("error", "key"),
+    [
+        (ValueError("Config name is missing. Please pick one among the available configs: ['main']"), "data.subset"),
+        (ValueError("BuilderConfig 'x' not found. Available: ['main']"), "data.subset"),
+        (ValueError("Unknown split \"x\". Should be one of ['train', 'test']."), "data.split"),
+    ],
+)
+def test_hub_says_which_key(
+    make_run: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, key: str
+) -> None:
+    """A wrong subset is no connection problem: advice about caches sends the user the wrong way."""
+    import datasets
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DataError) as caught:
+        load_data(make_run("openai/gsm8k"), tiny_tokenizer)
+    assert str(error) in str(caught.value) and f"Set {key} to one of those named" in str(caught.value)
+    assert "HF_HOME" not in str(caught.value)
+
+
+def test_file_is_looked_up_beside_the_config(
+    make_run: Any, tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook runs in its own folder; a config that names `rows.jsonl` means the file beside it."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "rows.jsonl").write_text(jsonl({"prompt": "hi"}))
+    monkeypatch.chdir(tmp_path)
+    run = make_run("rows.jsonl")
+    with pytest.raises(DataError, match=f"no file rows.jsonl, looked in {tmp_path}"):
+        load_data(run, tiny_tokenizer)
+    run._source = tmp_path / "configs" / "run.yaml"
+    assert len(load_data(run, tiny_tokenizer).train) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("rows.txt", "has the ending '.txt'; read are .jsonl, .csv, .parquet"),
+        (".", "is a folder; name a file in it"),
+        ("missing.csv", "no file missing.csv, looked in"),
+        ("a/b/c", "no file a/b/c, looked in"),
+    ],
+)
+def test_sources_that_are_none(
+    make_run: Any, tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, source: str, text: str
+) -> None:
+    """A mistyped path was taken for a hub id, and the error spoke of the network."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.txt").write_text("hi\n")
+    with pytest.raises(DataError) as caught:
+        load_data(make_run(source), tiny_tokenizer)
+    assert text in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------- bad rows
+
+BAD_JSONL = [
+    ("", "has no rows"),
+    ("\n\n", "has no rows"),
+    (jsonl({"prompt": "a"}) + '{"prompt": \n', "line 2: broken JSON"),
+    ('[{"prompt": "a"},\n{"prompt": "b"}]\n', "line 1: broken JSON"),
+    (jsonl({"prompt": "a"}, ["b"]), "line 2: a JSON list; each line has to be an object"),
+    (jsonl({"prompt": "a"}, {"text": "b"}), "line 2: no column 'prompt'; columns found: text. Name the right one in"),
+    (jsonl({"prompt": "a"}) + "\n" + jsonl({"prompt": " "}), "line 3: the prompt is empty"),
+    (jsonl({"prompt": "a"}, {"prompt": None}), "line 2: the prompt is of type NoneType"),
+    (jsonl({"prompt": "a"}, {"prompt": 3}), "line 2: the prompt is of type int"),
+    (jsonl({"prompt": "a"}, {"prompt": [{"role": "x", "content": "b"}]}), "line 2: message 1 has the role 'x'"),
+    (jsonl({"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}), "line 2: no answer; each row needs"),
+    (jsonl({"prompt": "a", "answer": "1"}, {"prompt": "b"}), "line 2: no answer; each row needs"),
+    (jsonl({"prompt": "a", "answer": ""}), "line 1: the answer is empty (data.answer_column: answer)"),
+    (jsonl({"prompt": "a", "answer": ["1"]}), "line 1: an answer of type list"),
+    (jsonl({"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": float("nan")}), "line 2: no answer; each row"),
+    (jsonl({"prompt": "a\ud800"}), "line 1: the prompt holds \\ud800 at character 1, which is half a character"),
+    (jsonl({"prompt": "a", "answer": "\ud800"}), "line 1: the answer holds \\ud800 at character 0"),
+    (jsonl({"prompt": "a", "n": "b"}, {"prompt": "b", "n": "\ud800"}), "line 2: column 'n' holds a value that Arrow"),
+    (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": 2**70}), "line 2: column 'n' holds a value that Arrow"),
+    (jsonl({"prompt": "a", "n": {"b": 1}}, {"prompt": "b", "n": {"b": "x"}}), "line 2: column 'n' holds a value that"),
+    (jsonl({"prompt": "a"}, {"prompt": "b", "\ud800": 1}), "line 2: the column name holds \\ud800 at character 0"),
+    (
+        jsonl({"prompt": "a"}) + '{"prompt": ' + "9" * 5000 + "}\n",
+        "line 2: JSON that cannot be read: Exceeds the limit",
+    ),
+    (jsonl({"prompt": "a"}) + '{"n": ' + "[" * 99_999 + "\n", "line 2: JSON that cannot be read: maximum recursion"),
+    (jsonl({"prompt": "a", "answer": float("-inf")}), "line 1: no answer; each row needs"),
+    (jsonl({"prompt": "a", "answer": True}), "line 1: an answer of type bool"),
+    (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": "2"}), "line 2: column 'n' holds a str, and before it a int"),
+]
+
+
+@pytest.mark.parametrize(("content", "text"), BAD_JSONL)
+def test_bad_jsonl_names_file_and_line(make_run: Any, write: Any, tiny_tokenizer: Any, content: str, text: str) -> None:
+    """In a file of 50,000 lines "KeyError: 'prompt'" is no help: the line is what one has to know."""
+    path = write("rows.jsonl", content)
+    with pytest.raises(DataError) as caught:
+        load_data(make_run(path), tiny_tokenizer)
+    assert str(path) in str(caught.value) and text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("", "has no rows"),
+        ("prompt,answer\n", "has no rows"),
+        ("prompt,prompt\na,b\n", "line 1: a column name stands twice"),
+        ('prompt,answer\n"a\nb",1\nc\n', "line 4: 1 fields, but the header has 2"),
+        ('prompt,answer\na,"1\n', "line 2: broken CSV"),
+        ("prompt,answer\na,1\n,2\n", "line 3: the prompt is empty"),
+        ("question,answer\na,1\n", "line 2: no column 'prompt'; columns found: question, answer"),
+    ],
+)
+def test_bad_csv_names_file_and_line(make_run: Any, write: Any, tiny_tokenizer: Any, content: str, text: str) -> None:
+    """Line numbers are those of an editor: records over several lines count all of them."""
+    path = write("rows.csv", content)
+    with pytest.raises(DataError) as caught:
+        load_data(make_run(path), tiny_tokenizer)
+    assert str(path) in str(caught.value) and text in str(caught.value)
+
+
+def test_bad_parquet(make_run: Any, write: Any, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """A Parquet file that is a failed download (an HTML page, or nothing) must be named."""
+    import datasets
+
+    with pytest.raises(DataError, match=r"rows.parquet is not a Parquet file that can be read"):
+        load_data(make_run(write("rows.parquet", "<html>")), tiny_tokenizer)
+    path = tmp_path / "nulls.parquet"
+    datasets.Dataset.from_dict({"prompt": ["a", None]}).to_parquet(path)
+    with pytest.raises(DataError, match=r"nulls.parquet, row 2: the prompt is of type NoneType"):
+        load_data(make_run(path), tiny_tokenizer)
+
+
+def test_bad_encoding(make_run: Any, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """A spreadsheet saves Latin-1 unless told otherwise."""
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"prompt\n" + b"coffee\n" * 9_000 + "café\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"rows.csv, line 9002: not UTF-8 text \(.*\). Save the file as UTF-8."):
+        load_data(make_run(path), tiny_tokenizer)
+
+
+def test_a_file_that_cannot_be_read(make_run: Any, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """A disk that fails, or a file of another user; /proc/self/mem is a file whose reading fails, for root too."""
+    (tmp_path / "rows.jsonl").symlink_to("/proc/self/mem")
+    with pytest.raises(DataError, match=r"rows.jsonl cannot be read: Input/output error"):
+        load_data(make_run(tmp_path / "rows.jsonl"), tiny_tokenizer)
+
+
+def test_bad_rows_in_python(make_run: Any, tiny_tokenizer: Any) -> None:
+    """Rows from a notebook have numbers too."""
+    import datasets
+
+    with pytest.raises(DataError, match="the list of rows has no rows"):
+        load_data(make_run(), tiny_tokenizer, rows=[])
+    with pytest.raises(DataError, match="the dataset has no rows"):
+        load_data(make_run(), tiny_tokenizer, rows=datasets.Dataset.from_dict({"prompt": []}))
+    with pytest.raises(DataError, match="the list of rows, row 2: the prompt is of type int"):
+        load_data(make_run(), tiny_tokenizer, rows=["a", 5])
+    for rows in (3, "abc", {"prompt": ["a"]}, SimpleNamespace(columns=["prompt"], __iter__=None)):  # the last: pandas
+        with pytest.raises(DataError, match=f"rows is a {type(rows).__name__}; it takes a list of dicts or of prompts"):
+            load_data(make_run(), tiny_tokenizer, rows=rows)
+
+
+# ------------------------------------------------------------------------------------------------- columns
+
+
+def test_missing_answer_column(make_run: Any, write: Any, tiny_tokenizer: Any) -> None:
+    """Answers are optional until a key or a reward says that they are there; a mistyped column was then no answers."""
+    path = write("rows.jsonl", jsonl({"prompt": "a", "gold": "1"}))
+    assert load_data(make_run(path), tiny_tokenizer).train.column_names == ["prompt", "gold"]
+    for run in (
+        make_run(path, answer_column="golds"),
+        make_run(path, reward="answer_reward"),
+        make_run(path, reward="math_answer_reward"),
+        make_run(path, answer_after="####"),
+    ):
+        with pytest.raises(
+            DataError, match=r"line 1: no column '(golds|answer)'; columns found: prompt, gold. Name the"
+        ):
+            load_data(run, tiny_tokenizer)
+    assert load_data(make_run(path, answer_column="gold"), tiny_tokenizer).train["answer"][:] == ["1"]
+
+
+def test_answer_after_a_marker(make_run: Any, write: Any, tiny_tokenizer: Any) -> None:
+    """A worked solution as the gold answer can never be matched; one without its marker must not slip through."""
+    path = write("rows.jsonl", jsonl({"prompt": "a", "answer": "2+2\n#### 4"}, {"prompt": "b", "answer": "5"}))
+    with pytest.raises(DataError, match=r"line 2: the answer has no '####' in it \(data.answer_after"):
+        load_data(make_run(path, answer_after="####"), tiny_tokenizer)
+    path = write("empty.jsonl", jsonl({"prompt": "a", "answer": "2+2 ####"}))
+    with pytest.raises(DataError, match="line 1: the answer is empty"):
+        load_data(make_run(path, answer_after="####"), tiny_tokenizer)
+
+
+def test_columns_that_the_trainer_uses_itself(
+    make_run: Any, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A data set with a column `completions` made every reward call fail with "multiple values for argument"."""
+    rows = [{"q": "a", "gold": "1", "answer": "long", "prompts": "x", "completions": "y", "image": None, "level": 2}]
+    data = load_data(make_run(prompt_column="q", answer_column="gold"), tiny_tokenizer, rows=rows)
+    assert data.train.to_list() == [{"prompt": rendered("a"), "answer": "1", "level": 2}]
+    printed = capsys.readouterr().out
+    assert "column 'answer' is replaced by the column that data.answer_column names" in printed
+    for column in ("prompts", "completions", "image"):
+        assert f"column '{column}' is left out" in printed
+
+
+# ------------------------------------------------------------------------------------------------- length
+
+
+def test_too_long_prompts(make_run: Any, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts that do not fit used to be cut, or to vanish without a word; the template counts too."""
+    rows = ["a" * 5, "b" * 30, "c" * 6, "d" * 80]
+    limit = len(tiny_tokenizer(rendered(rows[2]))["input_ids"])
+    data = load_data(make_run(max_prompt_length=limit), tiny_tokenizer, rows=rows)
+    assert data.train["prompt"][:] == [rendered(rows[0]), rendered(rows[2])]
+    assert data.dropped == 2 and str(data) == "2 training prompts, 0 held out, 2 dropped as too long"
+    longest = len(tiny_tokenizer(rendered(rows[3]))["input_ids"])
+    found = f"2 of 4 prompts are longer than data.max_prompt_length={limit} tokens; the longest has {longest}"
+    assert f"{found} (the list of rows, row 4)" in capsys.readouterr().out
+    with pytest.raises(DataError) as caught:
+        load_data(make_run(max_prompt_length=limit, too_long="refuse"), tiny_tokenizer, rows=rows)
+    assert found in str(caught.value) and "data.too_long: drop" in str(caught.value)
+    with pytest.raises(DataError, match=r"none is left. Raise data.max_prompt_length"):
+        load_data(make_run(max_prompt_length=3), tiny_tokenizer, rows=rows)
+
+
+def test_tokenizer_that_appends_its_end(make_run: Any, tiny_tokenizer: Any) -> None:
+    """With `add_eos_token` every prompt ended with the end token: the model was asked to go on after its own end."""
+    import copy
+
+    from tokenizers import processors
+
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|im_end|>", special_tokens=[("<|im_end|>", 258)]
+    )
+    with pytest.raises(DataError, match=r"appends <\|im_end\|> to every text.*add_eos_token = False"):
+        load_data(make_run(), tokenizer, rows=["a"])
+
+
+# ------------------------------------------------------------------------------------------------- split
+
+
+def prompts_of(data: Data) -> tuple[list[str], list[str]]:
+    return data.train["prompt"][:], data.test["prompt"][:]
+
+
+@pytest.mark.parametrize(("size", "held_out"), [(5, 5), (0.25, 5), (0.01, 1), (0, 0), (0.0, 0)])
+def test_split_sizes(make_run: Any, tiny_tokenizer: Any, size: float, held_out: int) -> None:
+    """A whole number is prompts, a share is a share (of few prompts at least one: it was none, and `evaluate` had
+    nothing to measure on), and nothing is nothing."""
+    train, test = prompts_of(load_data(make_run(test_size=size), tiny_tokenizer, rows=ROWS))
+    assert (len(train), len(test)) == (20 - held_out, held_out)
+    assert not set(train) & set(test) and len({*train, *test}) == 20
+
+
+def test_split_with_repeated_prompts(make_run: Any, tiny_tokenizer: Any) -> None:
+    """A split by rows put copies of a prompt on both sides, and held-out accuracy measured memory. White space does not
+    make another prompt."""
+    rows = [{**row, "prompt": row["prompt"] + " " * (copy % 2)} for row in ROWS for copy in range(4)]
+    data = load_data(make_run(test_size=6), tiny_tokenizer, rows=rows)
+    train, test = ({prompt.replace("= <", "=<") for prompt in side} for side in prompts_of(data))
+    assert not train & test and (len(train), len(test)) == (14, 6)
+    assert (len(data.train), len(data.test)) == (14 * 4, 6)
+    assert any("60 rows repeat an earlier prompt" in note and "18 repeats" in note for note in data.notes)
+    talks = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    assert len(load_data(make_run(test_size=6), tiny_tokenizer, rows=talks).train) == 14 * 4
+
+
+def test_white_space_inside_a_word_makes_another_prompt(make_run: Any, tiny_tokenizer: Any) -> None:
+    """`1 1+2=` and `11+2=` are two problems: a repeat is left out of the test set, a different prompt is not."""
+    data = load_data(make_run(test_size=1), tiny_tokenizer, rows=["1 1+2=", "11+2=", "1  1+2="])
+    assert len({*data.train["prompt"], *data.test["prompt"]}) >= 2
+    assert data.notes and "1 rows repeat" in data.notes[0]
+
+
+def test_split_is_that_of_the_seed(make_run: Any, tiny_tokenizer: Any) -> None:
+    """Another split after a restart would measure on prompts that were trained on; the seed of Python's hashes, which
+    changes with each process, must have no say (the expected prompts are written down here)."""
+    first = load_data(make_run(test_size=5), tiny_tokenizer, rows=ROWS)
+    again = load_data(make_run(test_size=5), tiny_tokenizer, rows=ROWS)
+    other = load_data(make_run(test_size=5, seed=1), tiny_tokenizer, rows=ROWS)
+    assert prompts_of(first) == prompts_of(again) != prompts_of(other)
+    assert sorted(first.test["answer"][:], key=int) == EXPECTED_TEST_ANSWERS
+    train = first.train["prompt"][:]
+    assert train == [rendered(row["prompt"]) for row in ROWS if rendered(row["prompt"]) in train]
+
+
+EXPECTED_TEST_ANSWERS = ["14", "16", "18", "19", "20"]
+
+
+def test_rows_stay_together(make_run: Any, tiny_tokenizer: Any) -> None:
+    """Columns are joined again after the split: an answer must not move to another prompt."""
+    data = load_data(make_run(test_size=7, num_prompts=15), tiny_tokenizer, rows=ROWS)
+    by_prompt = {rendered(row["prompt"]): row for row in ROWS}
+    for row in [*data.train, *data.test]:
+        origin = by_prompt[row["prompt"]]
+        assert (row["answer"], row["level"]) == (origin["answer"], origin["level"])
+    assert len(data.train) + len(data.test) == 15
+
+
+def test_num_prompts_draws_from_the_whole_source(make_run: Any, tiny_tokenizer: Any) -> None:
+    """Files are often sorted by difficulty: the first thousand rows are then the easy ones."""
+    rows = [{"prompt": str(number), "answer": "1"} for number in range(200)]
+    data = load_data(make_run(num_prompts=20), tiny_tokenizer, rows=rows)
+    numbers = [int(prompt.split("\n")[1].removesuffix("<|im_end|>")) for prompt in data.train["prompt"]]
+    assert len(set(numbers)) == 20 and numbers == sorted(numbers) and max(numbers) > 100
+
+
+def test_nothing_left_to_train_on(make_run: Any, tiny_tokenizer: Any) -> None:
+    """`test_size: 1000` on a file of 20 rows gave an empty training set, and a trainer that fell over it."""
+    with pytest.raises(
+        DataError, match="20 different prompts, and data.test_size=20 holds 20 of them out: none is left"
+    ):
+        load_data(make_run(test_size=20), tiny_tokenizer, rows=ROWS)
+
+
+# ------------------------------------------------------------------------------------------------- family
+
+
+def test_family_and_options_reach_the_template(make_run: Any, tiny_tokenizer: Any) -> None:
+    """`load_data` and `load_policy` decide the family alike; a contradiction stops the run before it starts."""
+    run = make_run()
+    run.model.family = "instruct"
+    with pytest.raises(
+        ConfigError, match="model.family is 'instruct', but the tokenizer's chat template opens <think>"
+    ):
+        load_data(run, tiny_tokenizer, rows=["a"])
+    run = make_run(system_prompt="Add.")
+    assert load_data(run, tiny_tokenizer, rows=["a"]).train["prompt"][0].startswith("<|im_start|>system\nAdd.")
+    run = make_run()
+    run.model.family = "plain"
+    assert load_data(run, tiny_tokenizer, rows=["Once upon"]).train["prompt"][0] == "Once upon"
+
+
+def test_prompts_are_tokenised_as_the_template_means_them(make_run: Any, tiny_tokenizer: Any) -> None:
+    """The trainer tokenises the column as it stands; the ids have to be those of the template applied once."""
+    (row,) = load_data(make_run(), tiny_tokenizer, rows=["12+34="]).train
+    message = [{"role": "user", "content": "12+34="}]
+    wanted = tiny_tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert tiny_tokenizer(row["prompt"])["input_ids"] == wanted

@@ -1,0 +1,318 @@
+"""The embedded model: Qwen3's ids, templates, an exact cold start, a cache that is whole or absent."""
+
+import hashlib
+import json
+import math
+import random
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit.embedded import model as tiny_model
+from rloo_kit.errors import ConfigError, SetupError
+from rloo_kit.think_tags import QWEN3_IDS, bind_think_tags
+
+QUESTION = [{"role": "user", "content": "47+385="}]
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[tuple[str, str], Any]:
+    """Both kinds with both vocabularies."""
+    from rloo_kit.embedded.tokenizer import KINDS, ROWS, build_tokenizer
+
+    return {(kind, vocabulary): build_tokenizer(kind, vocabulary) for kind in KINDS for vocabulary in ROWS}
+
+
+@pytest.fixture(scope="module")
+def short_plan() -> Any:
+    """A cold start of half a second: it learns little, and everything around it is real."""
+    from rloo_kit.embedded.cold_start import PLANS
+
+    return replace(PLANS["thinking"], steps=3, batch_size=8, hidden_size=64, intermediate_size=64, num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two steps, built as a user's is: in a process of its own, into an empty cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLOO_KIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return tiny_model.build(steps=2, report=lambda line: None)
+
+
+# -- tokenizer ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["thinking", "instruct"])
+def test_ids_of_qwen3(tokenizers: dict[tuple[str, str], Any], kind: str) -> None:
+    """Rewards look for 151668; a stand-in with other ids would test a path that no real model takes."""
+    tokenizer = tokenizers[kind, "qwen3"]
+    assert {token: tokenizer.convert_tokens_to_ids(token) for token in QWEN3_IDS} == QWEN3_IDS
+    assert tokenizer("!0</think>")["input_ids"] == [0, 15, 151668]
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, len(tokenizer)) == (151645, 151643, 151669)
+    assert bind_think_tags(tokenizer).end_id == 151668
+
+
+def test_ids_of_the_compact_vocabulary(tokenizers: dict[tuple[str, str], Any]) -> None:
+    """The compact table keeps the ids of the bytes, so that only the chat tokens move."""
+    tokenizer = tokenizers["thinking", "compact"]
+    assert tokenizer("!0<think></think>")["input_ids"] == [0, 15, 259, 260]
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, len(tokenizer)) == (258, 256, 261)
+    text = "The sum of 1+2 is 3. héllo, 世界"
+    full = tokenizers["thinking", "qwen3"]
+    assert tokenizer(text)["input_ids"] == full(text)["input_ids"] and max(tokenizer(text)["input_ids"]) < 256
+
+
+@pytest.mark.parametrize("vocabulary", ["compact", "qwen3"])
+def test_text_survives_saving_and_loading(
+    tokenizers: dict[tuple[str, str], Any], vocabulary: str, tmp_path: Path
+) -> None:
+    """A tokenizer that changes when it is saved gives a policy whose tags moved."""
+    from transformers import AutoTokenizer
+
+    tokenizer = tokenizers["thinking", vocabulary]
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    text = "<|im_start|>user\n1+2=<|im_end|>\n<think>\n1+2=3</think>\n\n3 ü 世<|im_end|><|endoftext|>"
+    ids = tokenizer(text)["input_ids"]
+    assert loaded(text)["input_ids"] == ids
+    assert loaded.decode(ids) == tokenizer.decode(ids) == text
+    kept = "user\n1+2=\n<think>\n1+2=3</think>\n\n3 ü 世"
+    assert loaded.decode(ids, skip_special_tokens=True) == kept, "the thinking tags are not special in Qwen3"
+    assert (loaded.eos_token, loaded.pad_token, loaded.padding_side) == ("<|im_end|>", "<|endoftext|>", "left")
+    assert loaded.chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize(("kind", "opened"), [("thinking", "<think>\n"), ("instruct", "")])
+def test_template(tokenizers: dict[tuple[str, str], Any], kind: str, opened: str) -> None:
+    """With Thinking-2507 the prompt opens the thinking, so a completion only closes it; the twin never thinks."""
+    tokenizer = tokenizers[kind, "compact"]
+    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
+    assert prompt == f"<|im_start|>user\n47+385=<|im_end|>\n<|im_start|>assistant\n{opened}"
+    talk = [{"role": "system", "content": "Add."}, *QUESTION, {"role": "assistant", "content": "432"}]
+    assert tokenizer.apply_chat_template(talk, tokenize=False) == (
+        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n47+385=<|im_end|>\n<|im_start|>assistant\n432<|im_end|>\n"
+    )
+
+
+# -- cold start --------------------------------------------------------------------------------------------------------
+
+
+def test_shared_row_is_exactly_the_full_softmax() -> None:
+    """ln n forgotten or doubled still trains; only the full table shows that the loss was another one's."""
+    import torch
+    from torch.nn import functional
+
+    from rloo_kit.embedded.cold_start import joint_logits
+
+    generator = torch.Generator().manual_seed(0)
+    rows, shared, hidden = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((5, 8), (8,), (6, 8))
+    )
+    targets = torch.tensor([0, 4, 2, 2, 1, 3])
+    loss = functional.cross_entropy(joint_logits(hidden, rows, shared, 7), targets)
+    gradients = torch.autograd.grad(loss, (rows, shared, hidden))
+    table = torch.cat([rows, shared.expand(7, -1)])
+    full_loss = functional.cross_entropy(hidden @ table.T, targets)
+    torch.testing.assert_close(loss, full_loss, rtol=0, atol=1e-12)
+    for ours, full in zip(gradients, torch.autograd.grad(full_loss, (rows, shared, hidden)), strict=True):
+        torch.testing.assert_close(ours, full, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("vocabulary", ["compact", "qwen3"])
+def test_cold_start_trains_the_model_that_it_saves(
+    tokenizers: dict[tuple[str, str], Any], short_plan: Any, vocabulary: str
+) -> None:
+    """Rows at the wrong ids, or a table written wrongly, would leave a model that never saw its own vocabulary."""
+    import torch
+    from torch.nn import functional
+    from transformers import Qwen3ForCausalLM
+
+    from rloo_kit.embedded import cold_start
+    from rloo_kit.embedded.tokenizer import ROWS
+
+    tokenizer = tokenizers["thinking", vocabulary]
+    used = cold_start.used_ids(tokenizer)
+    assert len(used) == 25 and set(used) >= set(tokenizer("0123456789+=\n")["input_ids"])
+    torch.manual_seed(0)
+    small = Qwen3ForCausalLM(cold_start.model_config(short_plan, len(used) + 1))
+    full = cold_start.with_full_table(small, short_plan, used, ROWS[vocabulary], tokenizer)
+    slots = {token: slot for slot, token in enumerate(used)}
+    pairs = [(47, 385), (12, 9)]
+    tokens, targets = cold_start.demonstrate(tokenizer, slots, "thinking", pairs, short_plan.noise, random.Random(1))
+    with torch.no_grad():
+        loss = cold_start.imitation_loss(small, tokens, targets, ROWS[vocabulary] - len(used))
+        logits = full(input_ids=torch.tensor(used)[tokens]).logits[:, :-1]
+    kept = targets != cold_start.IGNORED
+    expected = functional.cross_entropy(logits[kept], torch.tensor(used)[targets[kept]])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert full.config.vocab_size == ROWS[vocabulary] and full.lm_head.weight is full.model.embed_tokens.weight
+    for row in targets:  # the loss is on the completion, all of it, alone
+        shown = tokenizer.decode(torch.tensor(used)[row[row != cold_start.IGNORED]].tolist())
+        assert re.fullmatch(r"(\d\+\d[+=\d]*\n?)*</think>\n\n\d+<\|im_end\|>", shown), shown
+
+
+def test_cold_start_learns_and_repeats_itself(tokenizers: dict[tuple[str, str], Any], short_plan: Any) -> None:
+    """A demo that depended on what the caller had seeded would learn on one day and not on the next."""
+    import torch
+
+    from rloo_kit.embedded import cold_start
+
+    tokenizer, plan = tokenizers["thinking", "compact"], replace(short_plan, steps=40, warmup_steps=5)
+    losses: list[float] = []
+    models = []
+    for seed, before in ((0, 11), (0, 12), (1, 11)):
+        torch.manual_seed(before)
+        random.seed(before)
+        said: list[str] = []
+        models.append(cold_start.train(tokenizer, "thinking", "compact", seed, plan, said.append).state_dict())
+        losses.append(float(said[-1].split("loss ")[1].split()[0]))
+    assert losses[0] < 0.75 * math.log(27), "no better than guessing evenly among the used rows"
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    assert not torch.equal(models[0]["model.embed_tokens.weight"], models[2]["model.embed_tokens.weight"])
+
+
+# -- building and caching ----------------------------------------------------------------------------------------------
+
+
+def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run would spend a minute on a model that it has."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
+    monkeypatch.setattr("sys.executable", "/bin/false")  # a second cold start would fail
+    said: list[str] = []
+    assert tiny_model.build(steps=2, report=said.append) == built and not said
+    assert [path.name for path in built.parent.iterdir()] == [built.name], "a workspace was left behind"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(built), AutoTokenizer.from_pretrained(built)
+    assert type(model).__name__ == "Qwen3ForCausalLM" and model.config.vocab_size == 320
+    assert model.config.head_dim in (32, 64) and model.config.hidden_size % 64 == 0
+    assert model.generation_config.eos_token_id == [258, 256] and model.generation_config.pad_token_id == 256
+    inputs = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert model.generate(**inputs, max_new_tokens=3).shape[1] <= inputs["input_ids"].shape[1] + 3
+    assert json.loads((built / tiny_model.RECORD).read_text())["plan"]["steps"] == 2
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"steps": 3}, {"kind": "instruct"}, {"vocabulary": "qwen3"}])
+def test_other_content_is_another_entry(built: Path, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another seed, kind, vocabulary or length of the cold start is another model."""
+    monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(SetupError, match="cold start of embedded/.* exit code 1"):
+        tiny_model.build(**{"steps": 2} | change, report=lambda line: None)
+
+
+# Plan, tokenizer and the first demonstrations of each kind under each recipe. Where this changes, raise `RECIPE` and
+# write down the new values: the cache would go on handing out the model of the old recipe.
+FINGERPRINTS = {1: {"thinking": "b2032e999da3", "instruct": "3990bb8bf669"}}
+
+
+@pytest.mark.parametrize("kind", ["thinking", "instruct"])
+def test_the_recipe_is_the_one_of_its_number(kind: str, tokenizers: dict[tuple[str, str], Any]) -> None:
+    """A cache keyed by name alone hands out last month's model after the builder has changed."""
+    from rloo_kit.data.tasks import LIMITS, draw_pair
+    from rloo_kit.embedded import cold_start
+
+    plan, rng = cold_start.PLANS[kind], random.Random(0)
+    tokenizer = tokenizers[kind, "compact"]
+    used = cold_start.used_ids(tokenizer)
+    slots = {token: slot for slot, token in enumerate(used)}
+    pairs = [draw_pair(rng, LIMITS[kind], reserved=True) for _ in range(50)]
+    tokens, targets = cold_start.demonstrate(tokenizer, slots, kind, pairs, plan.noise, rng)
+    config = cold_start.model_config(plan, len(used)).to_dict() | {"transformers_version": None}
+    found = [
+        repr(plan),
+        used,
+        tokens.tolist(),
+        targets.tolist(),
+        [tokenizers[kind, v].get_vocab() for v in ("compact", "qwen3")],
+    ]
+    found += [tokenizer.chat_template, config]
+    digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:12]
+    assert digest == FINGERPRINTS[tiny_model.RECIPE][kind]
+
+
+def test_the_cache_knows_nothing_of_sources_and_machines(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key was a hash of three source files and of library versions: an edited comment built the model again, and
+    every adapter that had been trained on it was refused."""
+    assert built.name == f"thinking-compact-0-r{tiny_model.RECIPE}-2steps"
+    monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    monkeypatch.setattr(tiny_model, "version", lambda library: "0.0")
+    assert tiny_model.build(steps=2, report=lambda line: None) == built
+
+
+def test_an_adapter_finds_its_base_on_another_machine(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter records the path of its base; where that was another home's cache, its name says which model it is."""
+    monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert tiny_model.rebuild(built.name) == built
+    assert tiny_model.rebuild("Qwen3-0.6B") is None and tiny_model.rebuild("thinking-compact-0-r0") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "hybrid"}, "no embedded model 'hybrid': model.name is embedded/thinking or embedded/instruct"),
+        ({"vocabulary": "large"}, "model.vocabulary is 'large'; the embedded model has compact and qwen3"),
+        ({"steps": 0}, "steps=0: the cold start takes at least 1 step"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(arguments: dict[str, Any], message: str) -> None:
+    """A typo must not cost a minute first."""
+    with pytest.raises(ConfigError, match=message):
+        tiny_model.build(**arguments)
+
+
+def program(folder: Path, text: str) -> str:
+    """A stand-in for the interpreter that the cold start is run with; its last argument is the workspace."""
+    path = folder / "program"
+    path.write_text(f"#!/bin/sh\nfor workspace; do :; done\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_failed_cold_start_says_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a model in the cache would be loaded by every later run."""
+    monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sys.executable", program(tmp_path, "touch $workspace/config.json; echo no memory >&2; exit 3"))
+    with pytest.raises(SetupError, match="(?s)exit code 3; `rloo-kit doctor`.*last words:\nno memory"):
+        tiny_model.build(report=lambda line: None)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_ctrl_c_ends_the_cold_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell that was interrupted left a process behind that kept a core busy for a minute."""
+    monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sys.executable", program(tmp_path, "echo 'progress: step 1'; exec sleep 60"))
+
+    def interrupt(line: str) -> None:
+        if "step" in line:
+            raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        tiny_model.build(report=interrupt)
+    assert time.monotonic() - started < 20 and list((tmp_path / "cache").iterdir()) == []
+
+
+def test_two_builds_at_once_keep_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs started together must both find a whole model."""
+    monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
+    other = 'end=$(echo "$workspace" | sed "s|/\\.|/|; s|-[^-]*$||"); mkdir "$end"; echo first > "$end/embedded.json"'
+    monkeypatch.setattr("sys.executable", program(tmp_path, f"{other}; echo second > $workspace/embedded.json"))
+    folder = tiny_model.build(report=lambda line: None)
+    assert (folder / tiny_model.RECORD).read_text() == "first\n"
+    assert list((tmp_path / "cache").iterdir()) == [folder]
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's home is read-only on some clusters; the message has to name the way out."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(SetupError, match="cannot be kept in .*Set RLOO_KIT_CACHE to a folder"):
+        tiny_model.build()

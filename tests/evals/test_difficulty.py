@@ -1,0 +1,295 @@
+"""The difficulty cache: pass rates measured once, kept on disk, and the prompts that are trained on because of them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.errors import ConfigError, DataError, SetupError
+from rloo_kit.evals import difficulty
+from rloo_kit.evals.difficulty import fingerprint, measure_pass_rates, select_prompts
+from rloo_kit.evals.pass_rate_cache import PassRateCache
+from rloo_kit.rollout.engine import Completion, generate_completions
+from rloo_kit.runs.run_dir import RunDir
+
+THINK_END, TURN_END, SEVEN, EIGHT = 260, 258, 22, 23
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own."""
+    monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "difficulty"
+
+
+@pytest.fixture
+def policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Any:
+    """Closes its thinking at once and answers 7 or 8, both about half of the time."""
+    import torch
+
+    from rloo_kit.models.policy import Policy
+    from rloo_kit.think_tags import bind_think_tags
+
+    model = make_tiny_model(tie_word_embeddings=False)
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+    with torch.no_grad():
+        for token in (SEVEN, EIGHT, THINK_END, TURN_END):
+            model.lm_head.bias[token] = 20.0
+    return Policy(model, tiny_tokenizer, "transformers", "a test", bind_think_tags(tiny_tokenizer), "thinking", {})
+
+
+def make_run(**rollout: Any) -> RunConfig:
+    return RunConfig(
+        model={"name": "my-model", "family": "thinking"},
+        data={"source": "embedded/addition", "num_prompts": 40, "test_size": 4},
+        rewards=[{"name": "answer_reward", "weight": 0.5}],
+        rloo={"max_steps": 1, "max_completion_length": 4, "per_device_train_batch_size": 4, "num_generations": 4,
+              "gradient_accumulation_steps": 1},
+        run={"progress_every_s": 0},
+        rollout={"difficulty_samples": 4, "rows": 4} | rollout,
+    )  # fmt: skip
+
+
+def make_dataset(answers: list[str]) -> Any:
+    import datasets
+
+    prompts = [f"<|im_start|>user\n{n}+1=<|im_end|>\n" for n in range(len(answers))]
+    return datasets.Dataset.from_dict({"prompt": prompts, "answer": answers})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunDir:
+    (tmp_path / "run").mkdir()
+    return RunDir(tmp_path / "run")
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The prompts of each call that sampled; the answers are those of ANSWERS instead of the model's."""
+    calls: list[list[str]] = []
+
+    def generate(policy: Any, prompts: list[str], *, num_samples: int, on_batch: Any, **_: Any) -> list[Completion]:
+        calls.append(prompts)
+        found = []
+        for index, prompt in enumerate(prompts):
+            rights = RIGHT.get(prompt.partition("user\n")[2].partition("+")[0], 0)
+            for sample in range(num_samples):
+                answer = SEVEN if sample < rights else EIGHT
+                text = f"</think>{'7' if sample < rights else '8'}"
+                found.append(Completion(index, [THINK_END, answer, TURN_END], text, True, True, 0))
+        on_batch(len(found), len(found))
+        return found
+
+    monkeypatch.setattr(difficulty, "generate_completions", generate)
+    return calls
+
+
+RIGHT = {"0": 0, "1": 1, "2": 2, "3": 4, "4": 3, "5": 4}  # of 4 completions; the other prompts are never solved
+
+
+def test_prompts_solved_always_or_never_are_skipped(
+    policy: Any, folder: RunDir, sampled: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of a batch of groups without signal is half of a run's time for nothing."""
+    dataset = make_dataset(["7"] * 7)
+    chosen = select_prompts(make_run(), policy, dataset, folder)
+    assert chosen["prompt"] == [dataset[row]["prompt"] for row in (1, 2, 4)]
+    assert chosen.column_names == dataset.column_names
+    line = capsys.readouterr().out
+    assert "of 7 training prompts, 2 have a pass rate of at most 0" in line and "2 of at least 1" in line
+    assert "4 completions each (0 from the cache): 3 are trained on" in line
+    narrower = select_prompts(make_run(min_pass_rate=0.25, max_pass_rate=0.75), policy, dataset, folder)
+    assert narrower["prompt"] == [dataset[2]["prompt"]], "both ends are skipped"
+    off = make_run(difficulty_samples=0)
+    assert select_prompts(off, policy, dataset, folder) is dataset
+
+
+def test_pass_rates_are_the_runs_own_right_answers(policy: Any) -> None:
+    """Judged otherwise than evaluation judges, prompts are skipped that the run would have learnt from."""
+    dataset = make_dataset(["7"] * 3 + ["8", "9"])
+    run = make_run(difficulty_samples=8, rows=1)
+    rates, cached = measure_pass_rates(run, policy, dataset["prompt"][:], dataset["answer"][:])
+    assert cached == 0 and rates[4] == 0.0 and 0 < sum(rates[:3]) < 3
+    for row, wanted in ((0, SEVEN), (1, SEVEN), (3, EIGHT)):
+        prompt = dataset[row]["prompt"]
+        seed = difficulty._seed(0, prompt)  # one row at a time: each prompt is a chunk of its own
+        found = generate_completions(policy, [prompt], max_completion_length=4, num_samples=8, batch_size=1, seed=seed)
+        closed = [one.ids for one in found if THINK_END in one.ids]
+        answers = [ids[len(ids) - ids[::-1].index(THINK_END) :] for ids in closed]
+        assert rates[row] == sum([token for token in ids if token != TURN_END] == [wanted] for ids in answers) / 8
+
+
+def test_what_was_measured_is_not_measured_again(policy: Any, folder: RunDir, sampled: Any, cache: Path) -> None:
+    """Measuring 1,000 prompts of a 4B model takes longer than the run that it is for."""
+    select_prompts(make_run(), policy, make_dataset(["7"] * 7), folder)
+    assert [len(prompts) for prompts in sampled] == [4, 3], "4 batches of 4 rows at once, kept after each"
+    del sampled[:]
+    more = make_dataset(["7"] * 9)
+    select_prompts(make_run(), policy, more, folder)
+    assert sampled == [[more[row]["prompt"] for row in (7, 8)]]
+    (file,) = cache.iterdir()
+    conditions = json.loads(file.read_text().splitlines()[0])["conditions"]
+    assert conditions["model"] == "my-model" and conditions["temperature"] == 1.0 and conditions["samples"] == 4
+
+
+def test_an_interrupted_measuring_goes_on(
+    policy: Any, folder: RunDir, sampled: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the ninth of ten minutes, or a crash in the middle of a line, must cost one chunk and no more."""
+    whole = difficulty.generate_completions
+
+    def cut(policy: Any, prompts: list[str], **options: Any) -> Any:
+        if len(sampled) == 1:
+            raise KeyboardInterrupt
+        return whole(policy, prompts, **options)
+
+    monkeypatch.setattr(difficulty, "generate_completions", cut)
+    dataset = make_dataset(["7"] * 9)
+    with pytest.raises(KeyboardInterrupt):
+        select_prompts(make_run(), policy, dataset, folder)
+    assert not (folder / "prompts.json").exists()
+    (file,) = cache.iterdir()
+    file.write_text(file.read_text()[:-20])  # the last line is half there
+    monkeypatch.setattr(difficulty, "generate_completions", whole)
+    chosen = select_prompts(make_run(), policy, dataset, folder)
+    assert [len(prompts) for prompts in sampled] == [4, 4, 2], "the fourth prompt's line was cut off"
+    assert chosen["prompt"] == [dataset[row]["prompt"] for row in (1, 2, 4)]
+    again = PassRateCache(json.loads(file.read_text().splitlines()[0])["conditions"])
+    assert [again.get(row["prompt"], "7") for row in dataset] == [0, 1, 2, 4, 3, 4, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "rloo.temperature=0.7", "rloo.max_completion_length=3", "rollout.difficulty_samples=2", "model.name=other",
+        "rewards=[{name: answer_reward, params: {find: last_number}}]", "weights", "answer",
+    ],
+)  # fmt: skip
+def test_other_conditions_are_measured_anew(change: str, policy: Any, sampled: Any, tmp_path: Path) -> None:
+    """A pass rate of another model, limit, judge or right answer is a number about something else."""
+    import torch
+
+    from rloo_kit import load_config
+
+    dataset = make_dataset(["7"] * 3)
+    prompts, answers = dataset["prompt"][:], dataset["answer"][:]
+    file = tmp_path / "run.yaml"
+    file.write_text(make_run().to_yaml())
+    measure_pass_rates(load_config(file), policy, prompts, answers)
+    assert measure_pass_rates(load_config(file, "run.seed=5", "rloo.beta=0.5"), policy, prompts, answers)[1] == 3
+    overrides = [change] if "=" in change else []
+    if change == "weights":
+        with torch.no_grad():
+            policy.model.model.layers[1].mlp.up_proj.weight += 0.01
+    if change == "answer":
+        answers = ["8"] * 3
+    assert measure_pass_rates(load_config(file, *overrides), policy, prompts, answers)[1] == 0
+
+
+def test_equal_prompts_are_measured_once(policy: Any, sampled: Any) -> None:
+    """A data set that repeats its prompts ten times over must not be sampled ten times over."""
+    prompts = make_dataset(["7"] * 3)["prompt"][:]
+    rates, _ = measure_pass_rates(make_run(), policy, prompts * 2, ["7"] * 6)
+    assert sampled == [prompts] and rates == [0.0, 0.25, 0.5] * 2
+
+
+def test_a_resumed_run_trains_on_what_it_chose(policy: Any, folder: RunDir, sampled: Any) -> None:
+    """A resume that measures again, or chooses otherwise, goes on in another order of prompts."""
+    dataset = make_dataset(["7"] * 7)
+    first = select_prompts(make_run(), policy, dataset, folder)
+    del sampled[:]
+    folder.resumed = True
+    again = select_prompts(make_run(difficulty_samples=8), policy, dataset, folder)
+    assert again["prompt"] == first["prompt"] and sampled == []
+    assert folder.read_json("prompts.json")["kept"] == [1, 2, 4]
+    with pytest.raises(DataError, match=r"chose among other prompts than the 6 that data\.\* gives now"):
+        select_prompts(make_run(), policy, make_dataset(["7"] * 6), folder)
+
+
+def test_too_few_prompts_are_refused_with_the_numbers(policy: Any, folder: RunDir, sampled: Any) -> None:
+    """A run on the two prompts that are left would overfit, one on none would train nothing: both silently."""
+    with pytest.raises(DataError, match=r"of 2 training .*1 have .* 1 of at .*: 0 are left, and a rollout takes 1"):
+        select_prompts(make_run(), policy, make_dataset(["7"] * 7).select([0, 3]), folder)
+    assert not (folder / "prompts.json").exists()
+    run = make_run()
+    run.rloo.gradient_accumulation_steps = 4
+    with pytest.raises(DataError, match=r"3 are left, and a rollout takes 4\. .*rollout\.difficulty_samples=0"):
+        select_prompts(run, policy, make_dataset(["7"] * 7), folder)
+
+
+def test_without_answers_nothing_can_be_measured(policy: Any, folder: RunDir) -> None:
+    """Every prompt of a data set without answers would count as never solved."""
+    dataset = make_dataset(["7"] * 3).remove_columns("answer")
+    with pytest.raises(ConfigError, match=r"no column 'answer' .*data\.answer_column.*rollout\.difficulty_samples=0"):
+        select_prompts(make_run(), policy, dataset, folder)
+
+
+def test_a_cache_on_a_file_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback out of the middle of a measuring does not say which variable moves the cache."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(SetupError, match=r"pass rates cannot be kept in .*RLOO_KIT_CACHE.*difficulty_samples=0"):
+        PassRateCache({"model": "m"}).add([("p", "1", 0)])
+
+
+def test_the_fingerprint_knows_the_weights_and_not_the_new_adapter(make_tiny_model: Callable[..., Any]) -> None:
+    """An adapter that is still the identity has a random half, another one with each seed: the policy is the same."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return get_peft_model(make_tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+    plain = fingerprint(make_tiny_model())
+    assert fingerprint(make_tiny_model()) == plain != fingerprint(make_tiny_model(seed=1))
+    assert fingerprint(adapted(1)) == fingerprint(adapted(2)) == plain
+    trained = adapted(1)
+    with torch.no_grad():
+        trained.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight[0, 0] = 0.5
+    assert fingerprint(trained) != plain
+
+
+def test_training_takes_the_chosen_prompts(
+    tmp_path: Path, tiny_folder: Path, sampled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through `train`: what was skipped is never sampled in training, and a resume goes on with the same prompts."""
+    from rloo_kit import load_config, load_data, load_policy, train
+
+    rows = [{"prompt": f"{n}+1=", "answer": "7"} for n in range(8)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"run: {{output_dir: {tmp_path / 'out'}, evaluate: false}}\n"
+        f"model: {{name: {tiny_folder}, lora: {{r: 2, alpha: 2, target_modules: [q_proj]}}, max_seq_length: 128}}\n"
+        f"data: {{source: {tmp_path / 'data.jsonl'}, test_size: 0, max_prompt_length: 64}}\n"
+        "rewards: [{name: answer_reward}]\n"
+        "rloo: {max_steps: 2, per_device_train_batch_size: 2, num_generations: 2, max_completion_length: 4}\n"
+        "rollout: {difficulty_samples: 4, rows: 4}\n"
+    )
+
+    def lengths(completion_ids: Any, **_: Any) -> list[float]:
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    def start(*overrides: str, **options: Any) -> Any:
+        run = load_config(file, *overrides)
+        policy = load_policy(run)
+        return train(run, policy, load_data(run, policy.tokenizer), [lengths], **options)
+
+    result = start()
+    assert result.steps == 2
+    trained = {json.loads(line)["prompt"] for line in (result.folder / "rollouts.jsonl").read_text().splitlines()}
+    kept = {prompt for prompt in trained if any(f"\n{number}+1=" in prompt for number in (1, 2, 4))}
+    assert trained == kept and len(trained) >= 2
+    calls = len(sampled)
+    assert start("rloo.max_steps=3", resume=True).steps == 3 and len(sampled) == calls
+
+
+def test_the_folder_of_a_run_knows_the_file() -> None:
+    """Left out of the list, it would survive --overwrite and make a new run's folder look like somebody else's."""
+    from rloo_kit.runs import run_dir
+
+    assert difficulty.SELECTION in run_dir.FILES

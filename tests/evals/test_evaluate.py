@@ -1,0 +1,387 @@
+"""Held-out accuracy: what counts as right, what is measured beside it, and how two evaluations compare."""
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.evals.evaluate import compare, evaluate
+from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.intervals import wilson
+from rloo_kit.rollout.engine import generate_completions
+from rloo_kit.think_tags import split_thinking
+
+THINK_END, TURN_END, END_OF_TEXT = 260, 258, 256
+NUM_PROMPTS = 12
+
+
+@pytest.fixture
+def make_policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Callable[..., Any]:
+    """`make_policy(family, bias={id: b})`: a random Qwen3 whose head leans towards some ids."""
+
+    def build(family: str = "thinking", bias: dict[int, float] | None = None, seed: int = 0, **config: Any) -> Any:
+        import torch
+
+        from rloo_kit.models.policy import Policy
+        from rloo_kit.think_tags import bind_think_tags
+
+        model = make_tiny_model(seed, tie_word_embeddings=False, **config)
+        model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+        with torch.no_grad():
+            for token, value in (bias or {}).items():
+                model.lm_head.bias[token] = value
+        return Policy(model, tiny_tokenizer, "transformers", "a test", bind_think_tags(tiny_tokenizer), family, {})
+
+    return build
+
+
+@pytest.fixture
+def make_run() -> Callable[..., RunConfig]:
+    """`make_run(rewards=..., **eval)`: completions of 6 tokens at most."""
+
+    def build(rewards: list[dict[str, Any]] | None = None, family: str = "auto", **values: Any) -> RunConfig:
+        return RunConfig(
+            model={"name": "my-model", "family": family},
+            data={"source": "embedded/addition", "num_prompts": 40, "test_size": NUM_PROMPTS},
+            rewards=rewards or [{"name": "answer_reward"}],
+            rloo={"max_steps": 1, "max_completion_length": 6},
+            eval=values,
+        )
+
+    return build
+
+
+def make_dataset(answers: list[str] | None = None) -> Any:
+    import datasets
+
+    columns = {"prompt": [f"<|im_start|>user\n{n}+1=<|im_end|>\n" for n in range(NUM_PROMPTS)]}
+    return datasets.Dataset.from_dict(columns | ({"answer": answers} if answers else {}))
+
+
+def digits_policy(make_policy: Callable[..., Any], family: str = "thinking") -> Any:
+    """Writes digits, now and then a closing tag or an end; the instruct one has a template that opens nothing."""
+    bias = dict.fromkeys(range(15, 25), 10.0) | {THINK_END: 11.0 if family == "thinking" else -100.0, TURN_END: 10.0}
+    policy = make_policy(family, bias, initializer_range=0.4)
+    if family == "instruct":
+        policy.tokenizer = copy.deepcopy(policy.tokenizer)
+        policy.tokenizer.chat_template = policy.tokenizer.chat_template.replace("<think>\n", "")
+    return policy
+
+
+def answers_of(policy: Any, **options: Any) -> list[str]:
+    """What the policy itself answers, to be used as gold answers: right by construction."""
+    options = {"max_completion_length": 6, "seed": 0} | options
+    completions = generate_completions(policy, make_dataset()["prompt"][:], **options)
+    opened = policy.family == "thinking"
+    return [split_thinking(found.ids, policy.tokenizer, policy.tags, opened)[1] for found in completions]
+
+
+# ------------------------------------------------------------------------------------------------- accuracy
+
+
+def test_accuracy_counts_the_right_answers(make_run: Any, make_policy: Any) -> None:
+    """The gold answers are the policy's own for some prompts and impossible ones for the others, so the accuracy is
+    known exactly; sampled and greedy completions are judged apart."""
+    policy = digits_policy(make_policy, "instruct")
+    sampled, greedy = answers_of(policy), answers_of(policy, temperature=0)
+    for own in (sampled, greedy):
+        gold = [answer if answer and index % 3 else "no such answer" for index, answer in enumerate(own)]
+        measured = evaluate(make_run(), policy, make_dataset(gold))
+        expected = [float(a != "" and g == a) for a, g in zip(own, gold, strict=True)]
+        assert 2 <= sum(expected) <= 8
+        per_prompt = measured.per_prompt if own is sampled else measured.greedy_per_prompt
+        assert per_prompt == expected
+        values = (
+            (measured.accuracy, measured.low, measured.high)
+            if own is sampled
+            else (measured.greedy_accuracy, measured.greedy_low, measured.greedy_high)
+        )
+        assert values == tuple(wilson(sum(expected) / NUM_PROMPTS, NUM_PROMPTS))
+
+
+def test_only_full_marks_count(make_run: Any, make_policy: Any) -> None:
+    """Rewards pay for form as well; accuracy is the share of answers that are right, whatever the weights are."""
+    policy = digits_policy(make_policy)
+    gold = [answer or "none" for answer in answers_of(policy)]
+    rewards = [{"name": "length_reward"}, {"name": "answer_reward", "weight": 0.1}]
+    expected = evaluate(make_run(), policy, make_dataset(gold)).accuracy
+    assert expected is not None and expected > 0.1
+    assert evaluate(make_run(rewards), policy, make_dataset(gold)).accuracy == expected
+
+
+def test_judged_with_the_runs_own_parameters(make_run: Any, make_policy: Any) -> None:
+    """The run looks for the last number, the evaluation compared whole answers: training rose, accuracy stayed at 0."""
+    seven, equals = 22, 28  # ids of the bytes "7" and "="
+    policy = make_policy(bias={seven: 9.0, equals: 9.0, THINK_END: 9.0, TURN_END: 9.0})
+    gold = ["7"] * NUM_PROMPTS
+    found = [{"name": "answer_reward", "params": {"find": "last_number"}}]
+    whole = evaluate(make_run(greedy=False, num_samples=8), policy, make_dataset(gold)).accuracy
+    last = evaluate(make_run(found, greedy=False, num_samples=8), policy, make_dataset(gold)).accuracy
+    assert whole is not None and last is not None and last > whole
+
+
+def test_model_that_never_thinks(make_run: Any, make_policy: Any) -> None:
+    """For an instruct model the whole completion is the answer, and a share of closed thinking says nothing."""
+    policy = digits_policy(make_policy, "instruct")
+    gold = answers_of(policy, num_samples=4)[::4]
+    measured = evaluate(make_run(num_samples=4, greedy=False), policy, make_dataset([text or "0" for text in gold]))
+    assert measured.accuracy is not None and measured.accuracy > 0.1
+    assert measured.closed_share is None and measured.mean_thinking_tokens is None
+    assert [sample["thinking"] for sample in measured.samples] == [""] * 10
+    assert [sample["answer"] for sample in measured.samples] == gold[:10]
+    assert [sample["correct"] for sample in measured.samples] == [text != "" for text in gold[:10]]
+
+
+def test_without_answers_accuracy_is_none(make_run: Any, make_policy: Any) -> None:
+    """A run on prompts without answers is a run too; an accuracy of 0 would be a lie."""
+    run = make_run([{"name": "thinking_reward"}], thinking_budgets=[2], pass_at_k=[1])
+    measured = evaluate(run, digits_policy(make_policy), make_dataset())
+    assert (measured.accuracy, measured.greedy_accuracy, measured.pass_at_k) == (None, None, {})
+    assert measured.budgets[0]["accuracy"] is None and measured.budgets[0]["forced_share"] > 0
+    assert "not measured: no answer column" in str(measured)
+    assert measured.closed_share is not None and measured.samples[0]["gold"] is None
+
+
+def test_answers_that_cannot_be_judged(make_run: Any, make_policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """math-verify can give up on an answer: that is not right, and it is said how often it happened."""
+    from rloo_kit.evals import judge as answer_judge
+
+    def unsure(**batch: Any) -> list[float | None]:
+        return [float("nan"), None, 1.0] * (len(batch["completions"]) // 3)
+
+    monkeypatch.setattr(answer_judge, "build_reward", lambda *_: unsure)
+    measured = evaluate(make_run(greedy=False), digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS))
+    assert measured.accuracy == pytest.approx(1 / 3) and measured.unscored == 8
+    assert "could not be judged" in str(measured)
+
+
+# ------------------------------------------------------------------------------------------------- beside it
+
+
+def test_shares_and_lengths(make_run: Any, make_policy: Any) -> None:
+    """The same numbers counted by hand from the same completions."""
+    policy = digits_policy(make_policy)
+    run = make_run(num_samples=3, greedy=False)
+    measured = evaluate(run, policy, make_dataset(["1"] * NUM_PROMPTS))
+    found = generate_completions(policy, make_dataset()["prompt"][:], max_completion_length=6, num_samples=3, seed=0)
+    closed = [completion.ids.index(THINK_END) for completion in found if THINK_END in completion.ids]
+    assert 0 < len(closed) < len(found)
+    assert measured.closed_share == pytest.approx(len(closed) / len(found))
+    assert measured.mean_thinking_tokens == pytest.approx(sum(closed) / len(closed))
+    truncated = [completion for completion in found if completion.ids[-1] != TURN_END]
+    assert measured.truncated_share == pytest.approx(len(truncated) / len(found))
+    assert measured.mean_tokens == pytest.approx(sum(len(completion.ids) for completion in found) / len(found))
+
+
+def test_pass_at_k(make_run: Any, make_policy: Any) -> None:
+    """pass@1 is the accuracy, pass@k rises with k, and pass@n asks whether any of the n is right."""
+    policy = digits_policy(make_policy, "instruct")
+    gold = [answer or "none" for answer in answers_of(policy, num_samples=8)[::8]]
+    measured = evaluate(make_run(num_samples=8, pass_at_k=[8, 1, 2]), policy, make_dataset(gold))
+    assert list(measured.pass_at_k) == [1, 2, 8]
+    assert measured.accuracy is not None and measured.per_prompt is not None
+    assert measured.pass_at_k[1] == pytest.approx(measured.accuracy)
+    assert measured.pass_at_k[1] < measured.pass_at_k[2] < measured.pass_at_k[8]
+    assert measured.pass_at_k[8] == pytest.approx(sum(share > 0 for share in measured.per_prompt) / NUM_PROMPTS)
+
+
+def test_accuracy_at_thinking_budgets(make_run: Any, make_policy: Any) -> None:
+    """A model that never closes its thinking answers only when it is closed for it."""
+    seven = 22
+    policy = make_policy(bias={seven: 100.0, THINK_END: -1000.0})
+    run = make_run(thinking_budgets=[1, 4], answer_budget=1)
+    measured = evaluate(run, policy, make_dataset(["7"] * NUM_PROMPTS))
+    assert measured.accuracy == 0.0 and measured.closed_share == 0.0
+    assert [entry["budget"] for entry in measured.budgets] == [1, 4]
+    for entry in measured.budgets:
+        assert (entry["accuracy"], entry["forced_share"]) == (1.0, 1.0)
+        assert entry["low"] == pytest.approx(wilson(1.0, NUM_PROMPTS).low)
+        assert (entry["forced_accuracy"], entry["forced_low"]) == (1.0, entry["low"])
+        assert entry["unforced_accuracy"] is entry["unforced_low"] is None
+    rows = dict(measured.rows())
+    assert rows["closed by the budget at 4"] == "100.0%" and rows["accuracy at 4, closed by the budget"][:5] == "1.000"
+    assert "accuracy at 4, the others" not in rows
+
+
+def test_forced_and_unforced_accuracy_apart(make_run: Any, make_policy: Any) -> None:
+    """One accuracy at a budget hides whether it is the cut-off thoughts that are wrong. The same numbers by hand."""
+    policy = digits_policy(make_policy)
+    options: dict[str, Any] = {"max_completion_length": 6, "thinking_budget": 2, "answer_budget": 3}
+    found = generate_completions(policy, make_dataset()["prompt"][:], **options)
+    gold = answers_of(policy, **options)
+    gold = [answer if answer and index % 2 else "no such answer" for index, answer in enumerate(gold)]
+    measured = evaluate(make_run(thinking_budgets=[2], answer_budget=3), policy, make_dataset(gold))
+    (entry,) = measured.budgets
+    verdicts = [float(answer != "no such answer") for answer in gold]
+    for side, name in ((True, "forced"), (False, "unforced")):
+        chosen = [right for right, completion in zip(verdicts, found, strict=True) if completion.forced is side]
+        assert chosen and entry[f"{name}_accuracy"] == pytest.approx(sum(chosen) / len(chosen))
+        assert entry[f"{name}_high"] == pytest.approx(wilson(sum(chosen) / len(chosen), len(chosen)).high)
+    assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
+    assert "accuracy at 2, closed by the budget" in str(measured) and "accuracy at 2, the others" in str(measured)
+
+
+def test_budgets_need_a_model_that_thinks(make_run: Any, make_policy: Any) -> None:
+    """Budgets for an instruct model would measure answers after a tag that it has never seen."""
+    with pytest.raises(
+        ConfigError, match=r"thinking_budgets is \[4\], but this model does not think \(family instruct\)"
+    ):
+        evaluate(make_run(thinking_budgets=[4]), make_policy("instruct"), make_dataset())
+    run = make_run(thinking_budgets=[4, 2000], answer_budget=32)
+    with pytest.raises(ConfigError, match=r"is 2289 tokens, but model.max_seq_length is 2048. Lower one of the first"):
+        evaluate(run, make_policy(), make_dataset())
+
+
+def test_samples_are_the_same_prompts_each_time(make_run: Any, make_policy: Any) -> None:
+    """The report sets completions of before and after side by side: they have to be answers to the same prompts."""
+    gold = [str(index) for index in range(NUM_PROMPTS)]
+    run = make_run(num_completions=4, num_samples=2, greedy=False)
+    before = evaluate(run, digits_policy(make_policy), make_dataset(gold))
+    after = evaluate(run, make_policy(seed=1), make_dataset(gold))
+    assert [sample["prompt"] for sample in before.samples] == make_dataset()["prompt"][:4]
+    assert [s["prompt"] for s in after.samples] == [s["prompt"] for s in before.samples]
+    assert [sample["gold"] for sample in before.samples] == gold[:4]
+    assert before.samples != after.samples
+
+
+def test_num_prompts_takes_the_first(make_run: Any, make_policy: Any) -> None:
+    """An evaluation of 5 prompts before and 5 others after is no comparison."""
+    measured = evaluate(make_run(num_prompts=5, num_completions=99), make_policy(), make_dataset(["1"] * NUM_PROMPTS))
+    assert measured.num_prompts == 5 == len(measured.samples)
+    assert evaluate(make_run(num_prompts=99), make_policy(), make_dataset()).num_prompts == NUM_PROMPTS
+
+
+@pytest.mark.parametrize("engine", ["auto", "native", "generate", "continuous", "vllm", "server"])
+def test_every_engine_of_training_can_be_evaluated(engine: str, make_run: Any, make_policy: Any) -> None:
+    """A run that trains through vLLM ended at its first evaluation: outside the trainer there is no vLLM to ask."""
+    from rloo_kit.evals.evaluate import engine_outside_training
+
+    run = make_run(greedy=False)
+    run.rollout.server_url = "http://node1:8000"
+    run.rollout.engine = engine
+    assert evaluate(run, make_policy(), make_dataset(["1"] * NUM_PROMPTS)).accuracy is not None
+    policy = make_policy()
+    policy.backend = "unsloth"
+    assert engine_outside_training(run, policy) == (engine if engine in ("native", "generate") else "generate")
+
+
+def test_same_seed_same_evaluation(make_run: Any, make_policy: Any) -> None:
+    """Two evaluations of one policy must not differ by luck; and training's random state is left alone."""
+    import torch
+
+    policy = digits_policy(make_policy)
+    gold = [answer or "none" for answer in answers_of(policy)]
+    state = torch.get_rng_state()
+    first, second = (evaluate(make_run(num_samples=2), policy, make_dataset(gold)) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    first.seconds = second.seconds = 0.0
+    assert first == second
+
+
+def test_long_evaluation_says_how_far_it_is(
+    make_run: Any, make_policy: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two hundred prompts of a 4B model take many minutes; a silent one looked hung and was killed. A quick one is
+    quiet."""
+    policy = digits_policy(make_policy)
+    evaluate(make_run(), policy, make_dataset())
+    assert capsys.readouterr().out == ""
+    run = make_run(batch_size=1, num_samples=4, thinking_budgets=[2])
+    run.run.progress_every_s = 0.0
+    evaluate(run, policy, make_dataset(), "before")
+    assert "evaluation before: sampled " in capsys.readouterr().out
+
+
+def test_temperature_zero_is_greedy_already(make_run: Any, make_policy: Any) -> None:
+    """The same completions are not made twice."""
+    policy = digits_policy(make_policy)
+    measured = evaluate(make_run(temperature=0), policy, make_dataset(["1"] * NUM_PROMPTS))
+    assert (measured.greedy_accuracy, measured.greedy_per_prompt) == (measured.accuracy, measured.per_prompt)
+
+
+def test_nothing_to_evaluate_on(make_run: Any, make_policy: Any) -> None:
+    """Without held-out prompts an average over nothing was a division by zero."""
+    with pytest.raises(DataError, match="no held-out prompts to evaluate on; set data.test_size above 0"):
+        evaluate(make_run(), make_policy(), make_dataset().select([]))
+    with pytest.raises(DataError, match=r"no column 'prompt' \(it has question\)"):
+        evaluate(make_run(), make_policy(), make_dataset().rename_column("prompt", "question"))
+
+
+def test_samples_are_split_at_the_tag_that_is_judged(make_run: Any, make_policy: Any) -> None:
+    """The answer that is shown has to be the one that is judged: what follows the last closing tag, by ids."""
+    policy = digits_policy(make_policy)
+    measured = evaluate(make_run(greedy=False), policy, make_dataset(["1"] * NUM_PROMPTS))
+    found = generate_completions(policy, make_dataset()["prompt"][:], max_completion_length=6, seed=0)
+    for sample, completion in zip(measured.samples, found[:10], strict=True):
+        thinking, tag, answer = completion.text.rpartition("</think>")
+        wanted = (thinking, answer) if tag else (answer, "")
+        assert (sample["thinking"], sample["answer"]) == wanted
+        assert (sample["ended"], sample["closed"], sample["tokens"], sample["thinking_tokens"]) == (
+            completion.ended,
+            completion.closed,
+            len(completion.ids),
+            completion.thinking_tokens,
+        )
+    assert {sample["closed"] for sample in measured.samples} == {True, False}
+
+
+# ------------------------------------------------------------------------------------------------- comparison
+
+
+def measured(shares: list[float], digest: str = "x", greedy: list[float] | None = None) -> Evaluation:
+    evaluation = Evaluation("", len(shares), 1, 1.0, 6, prompts_digest=digest, per_prompt=shares)
+    evaluation.accuracy, evaluation.low, evaluation.high = wilson(sum(shares) / len(shares), len(shares))
+    if greedy is not None:
+        evaluation.greedy_per_prompt = greedy
+        found = wilson(sum(greedy) / len(greedy), len(greedy))
+        evaluation.greedy_accuracy, evaluation.greedy_low, evaluation.greedy_high = found
+    return evaluation
+
+
+def test_compare_pairs_the_same_prompts() -> None:
+    """Paired where it can be, and it says which it was."""
+    before, after = measured([1.0] * 50 + [0.0] * 50), measured([1.0] * 60 + [0.0] * 40)
+    paired = compare(before, after)
+    assert paired.paired and paired.difference == pytest.approx(0.1) and paired.low > 0
+    other = compare(before, measured([1.0] * 60 + [0.0] * 40, digest="y"))
+    assert not other.paired and other.difference == pytest.approx(0.1) and other.low < 0
+    assert "on the same 100 prompts" in str(paired) and "on different 100 prompts" in str(other)
+    assert paired.greedy_difference is None and "greedy" not in str(paired)
+
+
+def test_compare_says_whether_the_intervals_are_apart() -> None:
+    """The claim of the demo: higher, with the two intervals apart."""
+    low, middle, high = (measured([1.0] * right + [0.0] * (200 - right)) for right in (40, 50, 120))
+    assert compare(low, high).apart is True and compare(high, low).apart is True
+    assert compare(low, middle).apart is False
+
+
+def test_compare_greedy_and_none() -> None:
+    """Greedy accuracy is compared for itself; where there are no answers there is nothing to compare."""
+    found = compare(measured([0.0, 1.0], greedy=[1.0, 1.0]), measured([1.0, 1.0], greedy=[0.0, 1.0]))
+    assert (found.difference, found.greedy_difference) == (0.5, -0.5)
+    assert "greedy -0.500 [" in str(found)
+    nothing = compare(Evaluation("", 2, 1, 1.0, 6), measured([1.0, 0.0]))
+    assert nothing.difference is None and nothing.apart is None and "no accuracy to compare" in str(nothing)
+
+
+def test_evaluation_survives_its_file_and_prints(make_run: Any, make_policy: Any) -> None:
+    """`rloo-kit report` reads before.json back; JSON turns the keys of pass@k into text."""
+    run = make_run(num_samples=2, pass_at_k=[1, 2], thinking_budgets=[2])
+    evaluation = evaluate(run, digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS), "before")
+    again = Evaluation.from_dict(json.loads(json.dumps(evaluation.to_dict())))
+    assert again == evaluation and str(again) == str(evaluation)
+    text = str(evaluation)
+    for part in (
+        "Evaluation before: 12 prompts x 2",
+        "accuracy, greedy",
+        "pass@2",
+        "at most 2 tokens",
+        "truncated at 6",
+    ):
+        assert part in text
+    assert json.loads(json.dumps(compare(evaluation, again).to_dict()))["difference"] == 0.0

@@ -1,0 +1,310 @@
+"""The objective against plain Python, and beside stock TRL's own `_compute_loss` where that one is wrong."""
+
+import itertools
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rloo_kit.config.checks import BASELINES, KL_FORMS, RATIO_FORMS
+from rloo_kit.gradient.advantages import (
+    baseline_advantages,
+    kl_penalty_rows,
+    truncated_weights,
+    zero_unscored,
+)
+from rloo_kit.gradient.objective import Objective, all_finite, choose_ratio_form, policy_loss, spread, sum_rows
+
+# Two prompts with three completions each: one is empty, one wholly masked, one has forced tokens in its middle, one is
+# not scored. (reward, [(log-probability, reference's, kept)])
+NAN = float("nan")
+ROWS = [
+    (1.0, [(-0.5, -0.7, 1), (-1.5, -1.1, 1), (-0.2, -0.9, 1), (-2.0, -2.2, 1)]),
+    (0.0, []),
+    (0.25, [(-0.3, -0.1, 1), (-4.0, -9.0, 0), (-3.0, -7.0, 0), (-0.6, -0.8, 1)]),
+    (-1.0, [(-1.0, -1.5, 0), (-1.0, -1.5, 0)]),
+    (NAN, [(-0.1, -0.4, 1), (-0.1, -0.4, 1)]),
+    (2.0, [(-2.5, -2.0, 1)]),
+]
+BETA, K = 0.3, 3
+
+
+def oracle_advantages(baseline, kl_form):
+    """An advantage a token for each row, in plain Python; 0 where there is nothing to compare with."""
+    per_row = [[(policy - reference) * kept for policy, reference, kept in tokens] for _, tokens in ROWS]
+    kept = [sum(token[2] for token in tokens) for _, tokens in ROWS]
+    charges = [
+        sum(kl) / (max(n, 1) if kl_form == "length_normalized" else 1) for kl, n in zip(per_row, kept, strict=True)
+    ]
+    rewards = [reward for reward, _ in ROWS]
+    if kl_form != "per_token":
+        rewards = [reward - BETA * charge for reward, charge in zip(rewards, charges, strict=True)]
+    found = []
+    for index, reward in enumerate(rewards):
+        start = index // K * K
+        group = [(other, rewards[other]) for other in range(start, start + K) if not math.isnan(rewards[other])]
+        siblings = [value for other, value in group if other != index]
+        advantage = reward
+        if baseline == "leave_one_out":
+            advantage = reward - sum(siblings) / len(siblings) if siblings else NAN
+        if baseline == "group_mean":
+            advantage = reward - sum(value for _, value in group) / len(group)
+        kl = per_row[index]
+        to_go = [sum(kl[place:]) if kl_form == "per_token" else 0.0 for place in range(len(kl))]
+        found.append([0.0 if math.isnan(advantage) else advantage - BETA * rest for rest in to_go])
+    return found
+
+
+def flat():
+    tokens = [token for _, row in ROWS for token in row]
+    logps, reference, mask = (torch.tensor(part, dtype=torch.float32) for part in zip(*tokens, strict=True))
+    return logps.requires_grad_(), reference, mask, [len(row) for _, row in ROWS]
+
+
+def our_advantages(logps, reference, mask, lengths, baseline, kl_form):
+    penalty = BETA * kl_penalty_rows((logps - reference).detach(), mask, lengths, kl_form)
+    rewards = torch.tensor([reward for reward, _ in ROWS])
+    if kl_form == "per_token":
+        return zero_unscored(spread(baseline_advantages(rewards, K, baseline), lengths) - penalty)
+    return zero_unscored(baseline_advantages(rewards - penalty, K, baseline))
+
+
+FORMS = [
+    (baseline, kl_form, ratio_form)
+    for baseline, kl_form, ratio_form in itertools.product(BASELINES, KL_FORMS, RATIO_FORMS)
+    if kl_form != "per_token" or ratio_form == "per_token"
+]
+
+
+@pytest.mark.parametrize(("baseline", "kl_form", "ratio_form"), FORMS)
+def test_on_policy_gradients_equal_plain_python(baseline, kl_form, ratio_form):
+    """Each option alone is easily right; the incident is one that changes what another one means. On-policy the
+    gradient of a token is minus its advantage, over the scored tokens of the completion where the ratio is a mean."""
+    logps, reference, mask, lengths = flat()
+    advantages = our_advantages(logps, reference, mask, lengths, baseline, kl_form)
+    loss = policy_loss(logps, logps.detach(), lengths, mask, advantages, Objective(ratio_form=ratio_form))
+    loss.per_row.sum().backward()
+    wanted, place = [], 0
+    for (_, tokens), row in zip(ROWS, oracle_advantages(baseline, kl_form), strict=True):
+        kept = sum(token[2] for token in tokens)
+        scale = 1 / max(kept, 1) if ratio_form == "length_normalized" else 1.0
+        wanted += [-advantage * token[2] * scale for advantage, token in zip(row, tokens, strict=True)]
+        place += len(tokens)
+    assert logps.grad.tolist() == pytest.approx(wanted, abs=1e-6)
+    assert (loss.ratio == 1.0).all() and not (loss.clipped_low + loss.clipped_high + loss.bounded).any()
+    assert loss.per_row[1] == 0 and loss.per_row[3] == 0, "an empty and a wholly masked completion have no loss"
+    assert loss.is_per_row is (ratio_form != "per_token")
+
+
+@pytest.mark.parametrize("delta", [None, 3.0])
+@pytest.mark.parametrize("ratio_form", RATIO_FORMS)
+def test_off_policy_values_and_gradients_equal_plain_python(ratio_form, delta):
+    """min(ratio A, clip(ratio) A) is written with the bounds in the logarithm; every side of every bound counts."""
+    settings = Objective(0.2, 0.3, delta, ratio_form)
+    for shift, advantage in itertools.product([-2.0, -0.3, -0.1, 0.0, 0.1, 0.2, 0.5, 1.5], [-1.5, 0.0, 0.7]):
+        logps = torch.full((2,), -1.0 + shift / 2, dtype=torch.float64, requires_grad=True)
+        old = torch.full((2,), -1.0, dtype=torch.float64)
+        loss = policy_loss(logps, old, [2], torch.ones(2), torch.tensor([advantage]), settings)
+        loss.per_row.sum().backward()
+        ratio = math.exp(shift if ratio_form == "sum" else shift / 2)
+        bounded = min(ratio, delta) if delta and advantage < 0 else ratio
+        objective = min(bounded * advantage, min(max(ratio, 0.8), 1.3) * advantage)
+        inside = not (
+            (advantage < 0 and (ratio < 0.8 or (delta or math.inf) < ratio)) or (advantage > 0 and ratio > 1.3)
+        )
+        terms, share = (2, 1.0) if ratio_form == "per_token" else (1, 1.0 if ratio_form == "sum" else 0.5)
+        assert loss.per_row.item() == pytest.approx(-terms * objective, abs=1e-6)
+        assert logps.grad.tolist() == pytest.approx([-share * ratio * advantage * inside] * 2, abs=1e-6)
+        low, high, over = (part.max().item() for part in (loss.clipped_low, loss.clipped_high, loss.bounded))
+        assert (low, high) == (advantage < 0 and ratio < 0.8, advantage > 0 and ratio > 1.3)
+        assert over == (advantage < 0 and ratio > (delta or math.inf))
+
+
+# ------------------------------------------------------------------------------------------ beside stock TRL
+
+
+def stock_loss(logps, old_logps, mask, advantages, epsilon=0.2):
+    """TRL's own `RLOOTrainer._compute_loss` on given log-probabilities; its loss, and the ratios it clipped."""
+    import trl
+
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logps, torch.zeros_like(logps), None),
+        aux_loss_enabled=False,
+        epsilon_low=epsilon,
+        epsilon_high=epsilon,
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    ids = torch.zeros_like(mask, dtype=torch.long)
+    inputs = {"prompt_ids": ids[:, :1], "prompt_mask": mask[:, :1], "completion_ids": ids, "completion_mask": mask}
+    inputs |= {"old_logps": (old_logps * mask).sum(1), "advantages": advantages}
+    loss = trl.RLOOTrainer._compute_loss(trainer, None, inputs)
+    return loss, trainer._metrics["train"]["clip_ratio/region_mean"][0]
+
+
+def test_a_long_sum_of_log_probabilities_loses_what_the_ratio_is_made_of():
+    """Two passes over 16,384 tokens that differ by 3e-4 nats in all: near 16,000, float32 steps by 1e-3, so TRL's ratio
+    is 1 or off by a multiple of that (measured: 1.0000000 for 1.0004014). Differences a token keep the digits."""
+    tokens = 16384
+    old = -torch.linspace(0.5, 1.5, tokens)
+    new = (old + 1e-3 * torch.cos(torch.arange(tokens))).requires_grad_()
+    exact = (new.detach().double() - old.double()).sum().exp().item()
+    mask = torch.ones(1, tokens)
+    stock, _ = stock_loss(new[None], old[None], mask, torch.tensor([-1.0]))
+    ours = policy_loss(new, old, [tokens], mask[0], torch.tensor([-1.0]), Objective())
+    assert abs(ours.ratio.item() - exact) < 1e-6
+    assert abs(stock.item() - exact) > 1e-4
+
+
+def test_two_passes_in_bfloat16_clip_a_step_that_is_on_policy(make_tiny_model):
+    """Phantom clipping: the weights have not changed, but one pass is padded and the other is not (or is another
+    kernel), their bf16 differs, and over a long thought the sum leaves the clip range: measured here 0.012 nats a
+    token, either way, and a ratio of 0.33 over 3000 of them. Ours compares with itself."""
+    torch.manual_seed(0)
+    model = (
+        make_tiny_model(max_position_embeddings=8192, hidden_size=64, initializer_range=0.3).to(torch.bfloat16).eval()
+    )
+    tokens, pad = 3000, 77
+    ids = torch.randint(0, 256, (1, tokens + 1))
+
+    def score(ids, mask, left):
+        with torch.no_grad():
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, left:-1].float()
+        return logits.log_softmax(-1).gather(2, ids[:, left + 1 :, None])[..., 0]
+
+    old = score(ids, torch.ones_like(ids), 0)
+    padded, mask = torch.cat([torch.zeros(1, pad, dtype=torch.long), ids], 1), torch.ones(1, tokens + 1 + pad)
+    mask[:, :pad] = 0
+    new = score(padded, mask.long(), pad)
+    advantage, ones = torch.tensor([1.0]), torch.ones(1, tokens)
+    stock, _ = stock_loss(new, old, ones, advantage)
+    ours = policy_loss(new[0].requires_grad_(), new[0].detach(), [tokens], ones[0], advantage, Objective())
+    assert ours.ratio.item() == 1.0 and not ours.clipped_high.any()
+    assert abs(stock.item() + 1.0) > 0.05
+
+
+def test_a_bad_completion_that_became_likely_has_a_bounded_loss():
+    """A < 0 and a ratio of 20,000: TRL's loss is 20,000 and so is the gradient, one step undoes a run. With delta it is
+    delta, and its gradient is 0."""
+    shift = torch.tensor([[5.0, 5.0]])
+    logps, old = (torch.full((1, 2), -6.0) + shift).requires_grad_(), torch.full((1, 2), -6.0)
+    stock, clipped = stock_loss(logps, old, torch.ones(1, 2), torch.tensor([-1.0]))
+    stock.backward()
+    assert stock.item() == pytest.approx(math.exp(10), rel=1e-5) and clipped == 0.0
+    assert logps.grad[0].tolist() == pytest.approx([math.exp(10)] * 2, rel=1e-5)
+    ours = (old[0] + shift[0]).requires_grad_()
+    loss = policy_loss(ours, old[0], [2], torch.ones(2), torch.tensor([-1.0]), Objective(delta=4.0))
+    loss.per_row.sum().backward()
+    assert loss.per_row.item() == pytest.approx(4.0) and loss.bounded.item() == 1.0
+    assert ours.grad.tolist() == [0.0, 0.0]
+    without = policy_loss(ours, old[0], [2], torch.ones(2), torch.tensor([-1.0]), Objective())
+    assert without.per_row.item() == pytest.approx(stock.item()), "without delta it is TRL's"
+
+
+def test_a_ratio_that_overflows_has_no_nan_in_its_gradient():
+    """exp(100) is infinite in float32; the clip picks the finite branch, and autograd multiplies 0 with infinity."""
+    for advantage, settings in ((1.0, Objective()), (-1.0, Objective(delta=5.0)), (0.0, Objective())):
+        stock = torch.tensor([[0.0]], requires_grad=True)
+        stock_loss(stock, torch.tensor([[-100.0]]), torch.ones(1, 1), torch.tensor([advantage]))[0].backward()
+        assert not stock.grad.isfinite().all()
+        ours = torch.tensor([0.0], requires_grad=True)
+        loss = policy_loss(ours, torch.tensor([-100.0]), [1], torch.ones(1), torch.tensor([advantage]), settings)
+        loss.per_row.sum().backward()
+        assert loss.per_row.isfinite().all() and ours.grad.tolist() == [0.0]
+
+
+# ------------------------------------------------------------------------------------------ forms and weights
+
+
+def test_a_length_normalised_ratio_stays_in_range_over_a_long_completion():
+    """Half a thousandth of a nat a token is nothing, but its sum over 4096 tokens is a ratio of 8: clipped, no gradient
+    from any long completion. The mean's ratio is 1.0005 (GSPO), whatever the length."""
+    new = torch.full((4096,), -0.9995, requires_grad=True)
+    arguments = (new, torch.full((4096,), -1.0), [4096], torch.ones(4096), torch.tensor([1.0]))
+    whole = policy_loss(*arguments, Objective())
+    assert whole.ratio.item() == pytest.approx(math.exp(2.048), rel=1e-3) and whole.clipped_high.item() == 1.0
+    mean = policy_loss(*arguments, Objective(ratio_form="length_normalized"))
+    assert mean.ratio.item() == pytest.approx(math.exp(0.0005), rel=1e-5) and mean.clipped_high.item() == 0.0
+    mean.per_row.sum().backward()
+    assert new.grad.sum().item() == pytest.approx(-math.exp(0.0005), rel=1e-5)
+
+
+def test_masked_tokens_have_no_ratio_no_loss_and_no_gradient():
+    """A forced `</think>` has whatever log-probability it has, minus infinity included."""
+    logps = torch.tensor([-0.5, -torch.inf, -0.7], requires_grad=True)
+    old = torch.tensor([-0.5, -3.0, -0.7])
+    for form in RATIO_FORMS:
+        logps.grad = None
+        loss = policy_loss(
+            logps, old, [3], torch.tensor([True, False, True]), torch.tensor([2.0]), Objective(ratio_form=form)
+        )
+        loss.per_row.sum().backward()
+        assert (loss.ratio == 1.0).all() and loss.per_row.isfinite().all()
+        share = 0.5 if form == "length_normalized" else 1.0
+        assert logps.grad.tolist() == pytest.approx([-2.0 * share, 0.0, -2.0 * share])
+
+
+@pytest.mark.parametrize("ratio_form", RATIO_FORMS)
+def test_weights_scale_the_gradient_of_their_token(ratio_form):
+    """The gap between sampler and trainer is a constant of each token; clipping must not see it."""
+    logps = torch.tensor([-0.5, -1.0, -0.7], requires_grad=True)
+    weights = torch.tensor([0.5, 2.0, 1.0])
+    loss = policy_loss(
+        logps,
+        logps.detach(),
+        [2, 1],
+        torch.ones(3),
+        torch.tensor([1.0, -1.0]),
+        Objective(ratio_form=ratio_form),
+        weights,
+    )
+    loss.per_row.sum().backward()
+    share = 0.5 if ratio_form == "length_normalized" else 1.0
+    assert logps.grad.tolist() == pytest.approx([-0.5 * share, -2.0 * share, 1.0])
+    assert (loss.ratio == 1.0).all()
+
+
+def test_truncated_weights_by_hand():
+    """A token that the sampler's kernels thought unlikely gets at most the cap; forced tokens have no sampler."""
+    logps = torch.tensor([-1.0, -1.0, -1.0, -2.0])
+    sampled = torch.tensor([-1.5, -3.0, NAN, -1.0])
+    mask, lengths = torch.ones(4), [3, 1]
+    by_token = truncated_weights(logps, sampled, mask, lengths, "token", 2.0)
+    assert by_token.tolist() == pytest.approx([math.exp(0.5), 2.0, 1.0, math.exp(-1)])
+    whole = truncated_weights(logps, sampled, mask, lengths, "sequence", 20.0)
+    assert whole.tolist() == pytest.approx([math.exp(2.5)] * 3 + [math.exp(-1)], rel=1e-6)
+    masked = truncated_weights(logps, sampled, torch.tensor([1, 0, 1, 1]), lengths, "sequence", 20.0)
+    assert masked[0].item() == pytest.approx(math.exp(0.5))
+    never = truncated_weights(logps[:1], torch.tensor([-torch.inf]), mask[:1], [1], "sequence", 2.0)
+    assert never.tolist() == [2.0]
+    with pytest.raises(ValueError, match="must be token or sequence"):
+        truncated_weights(logps, sampled, mask, lengths, "none", 2.0)
+
+
+def test_advantages_a_token_need_a_ratio_a_token():
+    """One ratio for the completion times an advantage a token would give every token the sum of all advantages."""
+    logps = torch.zeros(3)
+    with pytest.raises(ValueError, match="3 advantages for 1 completions: .* need ratio_form='per_token', not 'sum'"):
+        policy_loss(logps, logps, [3], torch.ones(3), torch.zeros(3), Objective())
+    with pytest.raises(ValueError, match="ratio_form must be one of"):
+        Objective(ratio_form="token")
+    assert choose_ratio_form(None, "per_token") == "per_token" and choose_ratio_form(None, "sum") == "sum"
+
+
+def test_no_rows_and_sums_of_rows():
+    """A pass whose rows were all skipped must not fail on an empty stack."""
+    nothing = torch.zeros(0)
+    assert policy_loss(nothing, nothing, [], nothing, nothing, Objective()).per_row.shape == (0,)
+    assert sum_rows(torch.tensor([1.0, 2.0, 3.0]), [2, 0, 1]).tolist() == [3.0, 0.0, 3.0]
+    assert sum_rows(torch.full((100_000,), 0.1), [100_000]).item() == pytest.approx(10_000.000149, abs=1e-4)
+
+
+def test_all_finite():
+    """A mask of zeros times infinity is NaN, so a forced token could spoil a step it has no part in."""
+    assert all_finite() and all_finite(None, torch.zeros(0))
+    assert not all_finite(torch.zeros(2), torch.tensor([0.0, -torch.inf]))
+    assert all_finite(torch.tensor([0.0, torch.nan]), mask=torch.tensor([True, False]))

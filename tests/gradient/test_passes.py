@@ -1,0 +1,226 @@
+"""One gradient, however it is computed: memory modes, sizes of passes, splits of the batch; real training steps."""
+
+import pytest
+import torch
+
+from rloo_kit.gradient.packing import Group
+from rloo_kit.gradient.scorer import Scorer
+
+EOS, THINK_END = 258, 260
+COMPLETIONS = [
+    [72, 260, 70, 258],
+    [72, 73, 74, 75, 76, 77],
+    [260, 258],
+    [65, 66, 67, 260, 68, 258],
+    [90, 258],
+    [91, 92, 93],
+    [94, 95, 96, 97, 98, 258],
+    [99, 260, 258],
+]
+TOLERANCE = 2e-6  # of the gradient's norm, float32
+
+
+def by_length(completion_ids, **_):
+    return [len(ids) / 3 - 0.7 * ids[0] / 90 for ids in completion_ids]
+
+
+def unless_72(completion_ids, **_):
+    """None for two of the first group's completions, which are then not scored at all."""
+    return [None if ids[0] == 72 else float(len(ids)) for ids in completion_ids]
+
+
+def tied(completion_ids, **_):
+    """The first group earns one reward, the second does not."""
+    return [1.0 if index < 4 else float(index) for index in range(len(completion_ids))]
+
+
+@pytest.fixture
+def step(make_tiny_model, tiny_tokenizer, tmp_path):
+    """`step(reward, **options)`: LoRA gradients of the first optimizer step, the trainer, and what was computed."""
+
+    def run(reward=by_length, steps=1, completions=COMPLETIONS, model=None, attention="sdpa", **options):
+        from datasets import Dataset
+        from peft import LoraConfig, get_peft_model
+
+        from rloo_kit.loop.options import RLOOConfig
+        from rloo_kit.loop.trainer import RLOOTrainer
+
+        torch.manual_seed(1)
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+        if model is None:
+            model = get_peft_model(make_tiny_model(attn_implementation=attention), config)
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(parameter, std=0.3)
+        settings = {
+            "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 4, "beta": 0.3,
+            "learning_rate": 1e-2,
+        } | options  # fmt: skip
+        trainer = RLOOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=RLOOConfig(
+                output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, seed=3,
+                max_completion_length=6, max_steps=steps, logging_steps=1, save_strategy="no",
+                reference="base", shuffle_dataset=False, max_grad_norm=0.0, **settings,
+            ),
+            train_dataset=Dataset.from_dict({"prompt": ["What is 1+1?", "A much longer prompt than the other"] * 4}),
+            processing_class=tiny_tokenizer,
+        )  # fmt: skip
+        trainer._generate_single_turn = lambda prompt_ids, *_: [list(ids) for ids in completions[: len(prompt_ids)]]
+        trainer.passes_seen = []
+        plain = trainer._passes.score
+
+        def score(model, groups, need_entropy=True):
+            trainer.passes_seen.append((sum(len(group.completions) for group in groups), torch.is_grad_enabled()))
+            return plain(model, groups, need_entropy)
+
+        trainer._passes.score = score
+        gradients = []
+        close = trainer._close_step
+
+        def keep():
+            close()
+            grads = [p.grad.clone() for p in trainer.model.parameters() if p.requires_grad]
+            gradients.append(torch.cat([grad.flatten() for grad in grads]))
+
+        trainer._close_step = keep
+        trainer.train()
+        return gradients if steps > 1 else gradients[0], trainer
+
+    return run
+
+
+def off(found, expected):
+    assert expected.norm() > 1e-3, "the case has no gradient"
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("reward", "baseline", "form"),
+    [(unless_72, "leave_one_out", form) for form in ("sum", "length_normalized", "per_token")]
+    + [(unless_72, baseline, "sum") for baseline in ("group_mean", "none")]
+    + [(tied, "leave_one_out", "sum"), (by_length, "none", "per_token")],
+)
+def test_memory_modes_make_one_gradient(form, baseline, reward, step):
+    """`low` takes the advantage apart (own KL and siblings' KL); a slip there trains something else at long lengths."""
+    options = {"kl_form": form, "baseline": baseline, "tokens_per_pass": 40}
+    expected, trainer = step(reward, memory="balanced", **options)
+    rows = trainer.state.log_history[0]
+    for memory in ("fast", "low"):
+        found, other = step(reward, memory=memory, **options)
+        assert off(found, expected) < TOLERANCE, memory
+        logs = other.state.log_history[0]
+        for name in ("loss", "kl", "objective/rlhf_reward", "val/ratio", "kl/spread_ratio"):
+            assert logs[name] == pytest.approx(rows[name], abs=1e-5), f"{memory}: {name}"
+    assert any(not graph for _, graph in trainer.passes_seen), "balanced scores the policy before its training passes"
+    assert max(rows for rows, graph in other.passes_seen if graph) == 1, "low: one sequence at a time"
+
+
+@pytest.mark.parametrize(("attention", "layout"), [("sdpa", "shared"), ("eager", "padded")])
+@pytest.mark.parametrize("memory", ["fast", "balanced", "low"])
+def test_checkpoints_and_the_fall_back_to_padded_rows_make_the_same_gradient(memory, attention, layout, step):
+    """The layers run again in the backward pass, after the trainer has gone on: with the plan and the attention of the
+    forward pass, or the gradient is that of another model."""
+    expected, _ = step(memory="balanced", gradient_checkpointing=False)
+    for checkpoints in (False, True):
+        options = {"gradient_checkpointing": checkpoints, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        found, trainer = step(memory=memory, attention=attention, tokens_per_pass=40, **options)
+        assert trainer._scorer.layout == layout
+        assert off(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("form", ["sum", "length_normalized"])
+def test_a_ratio_for_each_token_on_policy_is_the_ratio_of_all(form, step):
+    """On-policy every ratio is 1, so the gradient cannot depend on whose it is, a group of short ones included."""
+    short = [[72], [73, 258, 258], [258], [65, 66]] * 2
+    for memory in ("fast", "balanced", "low"):
+        expected, _ = step(memory=memory, completions=short, kl_form=form, ratio_form="sum")
+        found, _ = step(memory=memory, completions=short, kl_form=form, ratio_form="per_token")
+        assert off(found, expected) < TOLERANCE, memory
+
+
+def test_fast_scores_the_policy_once(step):
+    """A second policy pass on-policy is a quarter of the step for nothing."""
+    _, trainer = step(memory="fast", tokens_per_pass=30)
+    assert trainer.passes_seen == [(4, True), (4, True)], "whole groups, with their graph, once"
+
+
+@pytest.mark.parametrize("memory", ["fast", "balanced", "low"])
+@pytest.mark.parametrize(("batch", "accumulation"), [(8, 1), (4, 2), (2, 4), (1, 8)])
+def test_a_split_of_the_batch_changes_nothing(memory, batch, accumulation, step):
+    """Batch x accumulation says how many completions make a step; the step itself must not depend on the split."""
+    expected, _ = step(memory=memory, steps=2)
+    found, _ = step(memory=memory, steps=2, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation)
+    assert off(found[0], expected[0]) < TOLERANCE
+    assert off(found[1], expected[1]) < TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [1, 25, 10_000])
+def test_the_size_of_a_pass_changes_nothing(tokens, step):
+    """Memory is spared by cutting passes, never by another gradient."""
+    expected, _ = step(memory="fast", tokens_per_pass=10_000)
+    found, trainer = step(memory="fast", tokens_per_pass=tokens)
+    assert off(found, expected) < TOLERANCE
+    assert len(trainer.passes_seen) == (1 if tokens == 10_000 else 2), "a group is never cut in fast"
+
+
+def test_without_a_penalty_tied_groups_are_not_computed(step):
+    """Half of the step's time went into groups whose advantages are 0."""
+    found, trainer = step(tied, beta=0.0)
+    assert [rows for rows, _ in trainer.passes_seen] == [4]
+    assert trainer.state.log_history[0]["rollout/skipped_rows_ratio"] == pytest.approx(0.5)
+    plain, _ = step(tied, beta=1e-12, memory="balanced")  # the penalty weighs nothing, yet no advantage is exactly 0
+    assert off(found, plain) < 1e-5
+
+
+def test_a_step_without_any_signal_still_lets_momentum_move(step):
+    """TRL has gradients of 0 there, and Adam goes on; with none at all the optimizer would leave the weights."""
+    found, trainer = step(lambda completion_ids, **_: [1.0] * len(completion_ids), beta=0.0)
+    assert trainer.passes_seen == []
+    assert found.numel() > 0
+    assert found.abs().sum() == 0.0
+
+
+def test_off_policy_steps_keep_what_the_rollout_was_scored_with(step):
+    """Four updates from one rollout: by whole groups where they fit, with the ratio against the rollout's policy."""
+    options = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "num_iterations": 2, "learning_rate": 0.05}
+    expected, _ = step(steps=4, memory="balanced", **options)
+    for memory in ("fast", "low"):
+        found, trainer = step(steps=4, memory=memory, **options)
+        assert all(off(one, other) < TOLERANCE for one, other in zip(found, expected, strict=True))
+        ratios = [logs["val/ratio"] for logs in trainer.state.log_history if "val/ratio" in logs]
+        assert ratios[0] == 1.0
+        assert ratios[-1] != 1.0
+
+
+def test_low_says_when_it_falls_back(step, capsys):
+    """One sequence at a time cannot know the rollout's deviation; who asks for `low` has to know what it then costs."""
+    expected, _ = step(memory="balanced", normalize_advantages=True)
+    found, _ = step(memory="low", normalize_advantages=True)
+    assert off(found, expected) < TOLERANCE
+    assert "memory: low, which falls back to balanced: normalize_advantages" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("share", ["lora_dropout", "attention_dropout"])
+def test_dropout_is_off_while_scoring(share, make_tiny_model, step):
+    """With dropout the ratio compares two random parts of the policy, and the KL of a policy from itself is not 0. TRL
+    leaves it on, and its own switch knows the dropout modules but not the share that Qwen3's attention keeps."""
+    from peft import LoraConfig, get_peft_model
+
+    model = make_tiny_model(**({share: 0.5} if share == "attention_dropout" else {}))
+    config = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.5 if share == "lora_dropout" else 0.0)
+    model = get_peft_model(model, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    groups = [Group(torch.arange(65, 70), [torch.tensor([72, 260, 70, 258]), torch.tensor([90, 258])])]
+
+    def spread(scorer):
+        model.train()
+        with torch.no_grad():
+            return (scorer.score(model, groups).logps - scorer.score(model, groups).logps).abs().max().item()
+
+    assert spread(Scorer(model, 1.0, pad_id=256)) > 1e-3, "as TRL leaves it"
+    _, trainer = step(model=model)
+    assert spread(trainer._scorer) == 0.0

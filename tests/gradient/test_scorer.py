@@ -1,0 +1,237 @@
+"""The scorer against single sequences through the model's own logits: values, gradients, and what it falls back to."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rloo_kit.errors import BackendError
+from rloo_kit.gradient import packed_attention, packing
+from rloo_kit.gradient import scorer as scoring
+from rloo_kit.gradient.packing import Group
+from rloo_kit.gradient.scorer import Scorer
+from rloo_kit.models.transformers import keep_4bit_weights
+
+LENGTHS = ((6, (9, 0, 3, 40)), (1, (5,)), (3, (1, 1)))
+
+
+@pytest.fixture
+def groups() -> list[Group]:
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda length: torch.randint(0, 256, (length,), generator=generator)  # noqa: E731
+    return [Group(draw(prompt), [draw(length) for length in lengths]) for prompt, lengths in LENGTHS]
+
+
+@pytest.fixture
+def make_adapter(make_tiny_model: Callable[..., Any]) -> Callable[..., Any]:
+    """`make_adapter(model=None, **config)`: LoRA on all seven projections, its B matrices not zero."""
+
+    def build(model: Any = None, **config: Any) -> Any:
+        from peft import LoraConfig, get_peft_model
+
+        names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        settings = LoraConfig(r=4, lora_alpha=8, **({"target_modules": names} | config))
+        policy = get_peft_model(model if model is not None else make_tiny_model(), settings)
+        generator = torch.Generator().manual_seed(0)
+        for name, value in policy.named_parameters():
+            if "lora_B" in name:
+                value.data.copy_(0.1 * torch.randn(value.shape, generator=generator))
+        return policy
+
+    return build
+
+
+def by_logits(model: Any, groups: list[Group], temperature: float = 1.0) -> torch.Tensor:
+    """(N,): each completion alone, a plain call, the softmax of its logits."""
+    logps = []
+    for group in groups:
+        for completion in group.completions:
+            row = torch.cat([group.prompt, completion])[None]
+            logits = model(input_ids=row).logits[0, len(group.prompt) - 1 : -1].float() / temperature
+            logps.append(logits.log_softmax(-1).gather(1, completion[:, None]).squeeze(1))
+    return torch.cat(logps)
+
+
+def gradients_of(model: Any, logps: torch.Tensor) -> torch.Tensor:
+    """Of a weighted sum, in everything that is trained, end to end; through `.backward()`, as training does."""
+    model.zero_grad()
+    (logps * torch.linspace(-1, 2, len(logps))).sum().backward()
+    return torch.cat([value.grad.flatten().clone() for value in model.parameters() if value.requires_grad])
+
+
+def compare(model: Any, scorer: Scorer, groups: list[Group], rtol: float = 1e-6) -> None:
+    expected = by_logits(model, groups, scorer.temperature)
+    gradient = gradients_of(model, expected)
+    found = scorer.score(model, groups).logps
+    assert (found - expected).abs().max() < max(rtol, 1e-6) * 10
+    off = (gradients_of(model, found) - gradient).norm() / gradient.norm()
+    assert off < rtol * 2, f"gradients are off by {off:.2g}"
+
+
+@pytest.mark.parametrize("layout", scoring.LAYOUTS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_plain_model_scores_as_its_logits_say(layout: str, tied: bool, make_tiny_model: Any, groups: Any) -> None:
+    """Every parameter is trained, the head too: its gradient goes another way than that of the states."""
+    model = make_tiny_model(tie_word_embeddings=tied)
+    compare(model, Scorer(model, 0.8, pad_id=256, layout=layout), groups)
+
+
+@pytest.mark.parametrize("layout", scoring.LAYOUTS)
+def test_an_adapter_scores_as_its_logits_say(layout: str, make_adapter: Any, groups: Any) -> None:
+    """The usual case: the call goes through PEFT, the head is frozen."""
+    policy = make_adapter()
+    scorer = Scorer(policy, 1.0, pad_id=256, layout=layout)
+    compare(policy, scorer, groups)
+    with torch.no_grad(), policy.disable_adapter():
+        scores = scorer.score(policy, groups, need_entropy=False)
+        torch.testing.assert_close(scores.logps, by_logits(policy, groups), rtol=1e-6, atol=1e-5)
+    assert scores.entropies is None and scorer.score(policy, groups).entropies.shape == scores.logps.shape
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_recomputes_with_the_same_packing(use_reentrant: bool, make_adapter: Any, groups: Any) -> None:
+    """The backward pass runs the layers again: without the plan they would attend across sequences, in silence."""
+    policy = make_adapter().train()
+    scorer = Scorer(policy, 1.0, pad_id=256)
+    expected = gradients_of(policy, by_logits(policy, groups))
+    policy.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    if use_reentrant:
+        policy.enable_input_require_grads()
+    calls = []
+    plain = packed_attention.attend_by_plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_attention, "attend_by_plan", lambda *some: calls.append(1) or plain(*some))
+        found = gradients_of(policy, scorer.score(policy, groups).logps)
+    assert len(calls) == 4  # two layers, forward and recomputed
+    assert (found - expected).norm() < 2e-6 * expected.norm()
+
+
+def test_four_bits(make_tiny_model: Any, make_adapter: Any, groups: Any, tmp_path: Any) -> None:
+    """The base that most runs have; its layers are called with one long row where they saw a batch of short ones."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    make_tiny_model(hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path)
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    policy = make_adapter(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)).eval()
+    keep_4bit_weights(policy)  # as the trainer does: else a call in eval mode ends all gradients through the base
+    scorer = Scorer(policy, 1.0, pad_id=256)
+    assert scorer.layout == "shared", scorer.reason
+    compare(policy.train(), scorer, groups, rtol=1e-5)
+    policy.eval()(input_ids=groups[0].prompt[None])
+    compare(policy.train(), scorer, groups, rtol=1e-5)
+
+
+def test_bfloat16_is_packed_and_a_leak_in_it_is_found(
+    make_adapter: Any, make_tiny_model: Any, monkeypatch: Any
+) -> None:
+    """What 16 bits forgive must be less than what a lost plan does, with random weights too, which hardly attend."""
+    policy = make_adapter(make_tiny_model().bfloat16())
+    assert Scorer(policy, 1.0, pad_id=256).layout == "shared"
+    lose_plan(monkeypatch)
+    scorer = Scorer(policy, 1.0, pad_id=256)
+    assert scorer.layout == "padded" and "off by" in scorer.reason
+
+
+def lose_plan(monkeypatch: Any) -> None:
+    """Packed rows attend as one sequence from here on."""
+
+    def leaking(laid: Any) -> Any:
+        tokens = laid.input_ids.numel()
+        every = torch.arange(tokens)
+        bounds = torch.tensor([0, tokens], dtype=torch.int32)
+        return packing.AttentionPlan([packing.Bucket(every, 1, tokens)], every, every, every, bounds, tokens)
+
+    monkeypatch.setattr(packed_attention, "plan_attention", leaking)
+
+
+def test_a_packing_that_leaks_is_not_used(tiny_model: Any, groups: Any, monkeypatch: Any) -> None:
+    """`attention_mask=None` attends across sequences without a word: 16-22 nats off on a trained model."""
+    lose_plan(monkeypatch)
+    scorer = Scorer(tiny_model, 1.0, pad_id=256)
+    assert scorer.layout == "padded"
+    assert "shared rows: log-probabilities are off by" in scorer.reason and "repeated rows:" in scorer.reason
+    compare(tiny_model, scorer, groups)
+
+
+def test_a_gradient_alone_that_is_off_is_found(make_adapter: Any, monkeypatch: Any) -> None:
+    """Values may be right where the backward pass is not: a cut graph, a recompute without the plan."""
+    plain = packed_attention.attend_by_plan
+    monkeypatch.setattr(packed_attention, "attend_by_plan", lambda query, key, *rest: plain(query, key.detach(), *rest))
+    scorer = Scorer(make_adapter(), 1.0, pad_id=256)
+    assert scorer.layout == "padded" and "gradients are off" in scorer.reason
+
+
+SIZES = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 256}
+
+
+def make_model(name: str, **config: Any) -> Any:
+    """A tiny model of another make, with random weights."""
+    import transformers
+
+    values = SIZES | {"intermediate_size": 64, "bos_token_id": None, "eos_token_id": 258} | config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        settings = getattr(transformers, f"{name}Config")(**values)
+        return getattr(transformers, f"{name}ForCausalLM")(settings).eval()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Gemma", "SmolLM3"])
+def test_models_of_other_makes_are_packed(name: str, make_adapter: Any, groups: Any) -> None:
+    """Llama and its kin were padded although their attention takes a plan: their mask was in a form that Qwen3 knows
+    and they do not."""
+    more = {"Mistral": {"sliding_window": None}, "Gemma": {"head_dim": 8}}.get(name, {})
+    policy = make_adapter(make_model(name, num_key_value_heads=2, **more)).train()
+    scorer = Scorer(policy, 1.0, pad_id=256)
+    assert scorer.layout == "shared", scorer.reason
+    compare(policy, scorer, groups)
+    expected = gradients_of(policy, by_logits(policy, groups))
+    policy.gradient_checkpointing_enable({"use_reentrant": False})
+    assert (gradients_of(policy, scorer.score(policy, groups).logps) - expected).norm() < 2e-6 * expected.norm()
+
+
+def test_models_that_cannot_be_packed_fall_back_and_say_why(make_tiny_model: Any, groups: Any) -> None:
+    """A sliding window, eager attention, attention that is not looked up by name: padded rows, the right numbers."""
+    eager = make_tiny_model()
+    eager.set_attn_implementation("eager")
+    sliding = make_tiny_model(use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    for model, reason in ((eager, "'eager'"), (sliding, "sliding"), (make_model("Bloom"), "'eager'")):
+        scorer = Scorer(model, 1.0, pad_id=256)
+        assert scorer.layout == "padded" and reason in scorer.reason, scorer.reason
+        compare(model, scorer, groups)
+
+
+def test_the_check_leaves_no_trace(make_adapter: Any) -> None:
+    """It runs in the middle of somebody's set-up: gradients, random numbers, modes and dropout stay as they are."""
+    policy = make_adapter(lora_dropout=0.5).train()
+    policy.gradient_checkpointing_enable({"use_reentrant": True})
+    policy.enable_input_require_grads()
+    policy.base_model.model.model.layers[0].eval()
+    modes = [module.training for module in policy.modules()]
+    state = torch.random.get_rng_state()
+    scorer = Scorer(policy, 1.0, pad_id=256)
+    assert scorer.layout == "shared", scorer.reason
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert [module.training for module in policy.modules()] == modes
+    assert all(value.grad is None for value in policy.parameters())
+    assert policy.base_model.model.model.layers[1].gradient_checkpointing
+
+
+def test_an_adapter_on_the_head_is_refused(make_adapter: Any) -> None:
+    """PEFT shows the head's own matrix as its weight, so the adapter's part would be left out of every score."""
+    with pytest.raises(BackendError, match="lm_head"):
+        Scorer(make_adapter(target_modules=["q_proj", "lm_head"]), 1.0, pad_id=256)
+
+
+def test_a_second_scorer_takes_the_models_calls_over(tiny_model: Any, groups: Any) -> None:
+    """The temperature belongs to the scorer; wrapping the call again and again would go through every old one."""
+    for temperature in (2.0, 0.5):
+        compare(tiny_model, Scorer(tiny_model, temperature, pad_id=256), groups)
+
+
+def test_tokens_are_those_of_the_layout(tiny_model: Any, groups: Any) -> None:
+    """Passes are cut by what they cost: the shared prompt counts once."""
+    assert Scorer(tiny_model, 1.0, pad_id=256).tokens(groups) == 10 + 59
+    assert Scorer(tiny_model, 1.0, pad_id=256, layout="padded").tokens(groups) == 7 * 46
+    with pytest.raises(BackendError, match="layout is 'flat'"):
+        Scorer(tiny_model, 1.0, pad_id=256, layout="flat")

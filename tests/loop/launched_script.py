@@ -1,0 +1,114 @@
+"""A script of a few lines, as a user writes it, started by torchrun for `test_launch`; each process writes what it got.
+
+    torchrun --nproc_per_node 2 launched_script.py '{"config": ..., "out": ..., "sharding": "fsdp2", ...}'
+
+`sharding` ("fsdp2", "zero3") shares the weights out, which accelerate does on accelerators only: `parallel_step` says
+what is replaced for it.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import rloo_kit as kit
+from tests.loop.parallel_step import shard_on_the_cpu
+
+
+def by_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum(ids) % 17 / 17 for ids in completion_ids]
+
+
+def train(settings: dict[str, Any]) -> dict[str, Any]:
+    run = kit.load_config(settings["config"], *settings["overrides"])
+    policy = kit.load_policy(run)
+    data = kit.load_data(run, policy.tokenizer)
+    before = kit.evaluate(run, policy, data.test)
+    result = kit.train(run, policy, data, [by_ids], resume=settings.get("resume", False))
+    after = kit.evaluate(run, policy, data.test)
+    return {
+        "before": before.to_dict(), "after": after.to_dict(), "steps": result.steps, "metrics": result.metrics,
+        "seconds": result.seconds, "stopped": result.stopped, "sharded": policy.sharding is not None,
+        "in_4bit": " in 4-bit" in policy.describe(),
+    }  # fmt: skip
+
+
+def fail(settings: dict[str, Any]) -> dict[str, Any]:
+    """The second process runs out of memory in the second step; the first one never hears of it."""
+    from rloo_kit.loop.callbacks import ProgressLine
+
+    def on_step_end(self: Any, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == 2 and os.environ["RANK"] == "1":
+            raise MemoryError("the second card is full")
+
+    ProgressLine.on_step_end = on_step_end
+    return train(settings)
+
+
+def measure(settings: dict[str, Any]) -> dict[str, Any]:
+    """Pass rates, with completions that are right for every second prompt; what this process was asked for."""
+    from rloo_kit.evals import difficulty
+    from rloo_kit.rollout.engine import Completion
+
+    asked: list[str] = []
+
+    def answer(policy: Any, prompts: list[str], num_samples: int = 1, **_: Any) -> list[Completion]:
+        asked.extend(prompts)
+        texts = ["1" if int(prompt.split()[-1]) % 2 else "0" for prompt in prompts]
+        ids = [policy.tokenizer(f"</think>{text}<|im_end|>")["input_ids"] for text in texts]
+        return [
+            Completion(number, ids[number], f"</think>{text}", True, True, 0, False)
+            for number, text in enumerate(texts)
+            for _ in range(num_samples)
+        ]
+
+    difficulty.generate_completions = answer
+    run = kit.load_config(settings["config"], *settings["overrides"])
+    policy = kit.load_policy(run)
+    prompts = [f"add {number}" for number in range(7)]
+    rates, cached = difficulty.measure_pass_rates(run, policy, prompts, ["1"] * 7)
+    again, all_cached = difficulty.measure_pass_rates(run, policy, prompts, ["1"] * 7)
+    return {"asked": asked, "rates": rates, "again": again, "cached": [cached, all_cached]}
+
+
+def talk(settings: dict[str, Any]) -> dict[str, Any]:
+    """Each helper of `collective`, and who came first through `main_first`."""
+    from rloo_kit import collective
+    from rloo_kit.system import processes
+
+    rank, found = processes.process_index(), {}
+    collective.start_processes()
+    found["share"] = collective.share({"from": rank})
+    found["lists"] = collective.gather_lists([rank] * (rank + 1))
+    found["objects"] = collective.gather_objects(None if rank else "first")
+    found["any"] = [collective.any_of(rank == 1), collective.any_of(False)]
+    order = Path(settings["out"] + ".order")
+    with collective.main_first(), open(order, "a") as file:
+        file.write(f"{rank}\n")
+    try:
+        with collective.main_first():
+            raise FileNotFoundError(rank)
+    except FileNotFoundError as error:
+        found["failed"] = error.args[0]
+    collective.wait_for_all()
+    found["order"] = order.read_text().split()
+    found["backend"] = __import__("torch").distributed.get_backend()
+    return found
+
+
+def main(settings: dict[str, Any]) -> None:
+    kit.setup_environment()
+    if settings.get("sharding"):
+        shard_on_the_cpu(settings["sharding"])
+    found = {"train": train, "fail": fail, "measure": measure, "talk": talk}[settings.get("do", "train")](settings)
+    Path(f"{settings['out']}.{os.environ.get('RANK', 0)}").write_text(json.dumps(found, default=str))
+    from rloo_kit.collective import end_processes
+
+    end_processes()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,238 @@
+"""What a run prints and writes, on a trainer that is only its state: lines, throttle, tables, signals."""
+
+import json
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.think_tags import ThinkTags
+
+TAGS = ThinkTags(start_id=259, end_id=260)
+PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n"
+LOGS = {"loss": 0.0, "reward": 0.25, "rewards/answer_reward/mean": 0.5, "thinking/mean_length": 41.0}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """`clock.now` is what the callbacks take for the time, in seconds."""
+    from rloo_kit.loop import callbacks
+
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: clock.now)
+    return clock
+
+
+@pytest.fixture
+def rollouts(tmp_path):
+    from rloo_kit.loop.callbacks import RolloutLog
+
+    return RolloutLog(RunDir(tmp_path))
+
+
+def state(step, max_steps=20):
+    return SimpleNamespace(global_step=step, max_steps=max_steps, is_world_process_zero=True)
+
+
+def row(ids, **changes):
+    values = {"step": 0, "prompt": PROMPT.format("1+2="), "completion_ids": ids, "completion_tokens": len(ids)}
+    return values | {"reward": 1.0, "advantage": 0.5, "truncated": False} | changes
+
+
+def test_progress_line_says_where_the_run_is(rollouts, clock, capsys):
+    """A progress bar in a notebook that is run in batch is frozen at 0 %; a line is read as it comes."""
+    from rloo_kit.loop.callbacks import ProgressLine
+
+    line = ProgressLine(rollouts, every_s=5.0)
+    line.on_train_begin(None, state(0), None)
+    clock.now += 4
+    rollouts([row([1] * 100), row([1] * 60)])
+    line.on_log(None, state(5), None, logs=LOGS)
+    expected = "step 5/20 | reward 0.250 | accuracy 0.500 | think 41 | 40 tok/s | eta 0:12\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_progress_is_throttled_but_never_misses_the_first_and_the_last(rollouts, clock, capsys):
+    """nbclient keeps every flush as an output of its own: a line a step makes a notebook of megabytes."""
+    from rloo_kit.loop.callbacks import ProgressLine
+
+    line = ProgressLine(rollouts, every_s=5.0)
+    line.on_train_begin(None, state(0), None)
+    for step in range(1, 21):
+        clock.now += 1
+        line.on_log(None, state(step), None, logs=LOGS)
+    line.on_log(None, state(20), None, logs={"train_runtime": 1.0})
+    line.on_train_end(None, state(20), None)
+    steps = [text.split("|")[0].strip() for text in capsys.readouterr().out.splitlines()]
+    assert steps == ["step 1/20", "step 6/20", "step 11/20", "step 16/20", "step 20/20"]
+
+
+def test_progress_keeps_what_the_last_rollout_said(rollouts, clock, capsys):
+    """With num_iterations=2 every second step logs no reward, and half of the lines said nothing."""
+    from rloo_kit.loop.callbacks import ProgressLine
+
+    line = ProgressLine(rollouts, every_s=0.0)
+    line.on_train_begin(None, state(0), None)
+    for step, logs in enumerate([LOGS, {"loss": 0.1}, LOGS | {"reward": None}], start=1):
+        clock.now += 1
+        line.on_log(None, state(step), None, logs=logs)
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert "reward 0.250 | accuracy 0.500 | think 41" in second and second.startswith("step 2/20")
+    assert "reward" in first and "reward" not in third.replace("accuracy", "")
+
+
+def test_an_interrupted_run_prints_its_last_step(rollouts, clock, capsys):
+    """The last line that was printed is where people take a stopped run to be."""
+    from rloo_kit.loop.callbacks import ProgressLine
+
+    line = ProgressLine(rollouts, every_s=1000.0)
+    line.on_train_begin(None, state(0), None)
+    for step in (1, 2, 3):
+        line.on_log(None, state(step), None, logs=LOGS)
+    line.on_train_end(None, state(3), None)
+    assert [text[:9] for text in capsys.readouterr().out.splitlines()] == ["step 1/20", "step 3/20"]
+
+
+def test_eta_of_a_resumed_run_counts_its_own_steps(rollouts, clock, capsys):
+    """Divided by all steps, those of yesterday included, the time left came out far too short."""
+    from rloo_kit.loop.callbacks import ProgressLine
+
+    line = ProgressLine(rollouts, every_s=0.0)
+    line.on_train_begin(None, state(10), None)
+    clock.now += 60
+    line.on_log(None, state(11), None, logs=LOGS)
+    assert "eta 9:00" in capsys.readouterr().out
+
+
+def test_metrics_are_written_as_they_come(tmp_path, clock):
+    """A run that is killed keeps every step that it logged; the trainer's summary at the end is no step."""
+    from rloo_kit.loop.callbacks import MetricsWriter
+
+    run_dir = RunDir(tmp_path)
+    writer = MetricsWriter(run_dir)
+    writer.on_train_begin(None, state(0), None)
+    writer.on_log(None, state(1), None, logs=LOGS)
+    clock.now += 2.5
+    writer.on_log(None, state(2), None, logs=LOGS | {"reward": float("nan")})
+    writer.on_log(None, state(2), None, logs={"train_runtime": 3.0})
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(entry["step"], entry["reward"], entry["seconds"]) for entry in written] == [(1, 0.25, 0.0), (2, None, 2.5)]
+    assert run_dir.status()["step"] == 2 and run_dir.status()["max_steps"] == 20
+
+
+def test_rollouts_carry_the_step_that_they_train(rollouts, tmp_path):
+    """Counted from the steps done before, completions stood beside the metrics of the step before theirs."""
+    rollouts([row([1, 2], step=4)])
+    written = json.loads((tmp_path / "rollouts.jsonl").read_text())
+    assert written["step"] == 5 and written["completion_ids"] == [1, 2] and rollouts.completion_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "expected"),
+    [
+        ("2+1=3</think>\n3", True, ("2+1=3", "3")),
+        ("a</think>b</think>c", True, ("a</think>b", "c")),
+        ("2+1=", True, ("2+1=", "")),
+        ("3", False, ("", "3")),
+        ("<think>2+", False, ("2+", "")),
+        ("<think>2+1=3</think>3", False, ("2+1=3", "3")),
+        ("", True, ("", "")),
+    ],
+)
+def test_thinking_and_answer_are_parted_by_token_id(text, opened, expected, tiny_tokenizer):
+    """A completion that is cut off inside its thinking has no answer, however much its last line looks like one."""
+    from rloo_kit.think_tags import split_thinking
+
+    ids = tiny_tokenizer(text)["input_ids"]
+    assert split_thinking(ids, tiny_tokenizer, TAGS, opened) == expected
+
+
+def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, capsys):
+    """Markup of rich in a completion, [/bold] for one, must not be taken for markup: it raises. A completion that
+    moves the cursor (a model may write any byte) must not draw over the table."""
+    from rloo_kit.loop.sample_table import SampleTable
+
+    def ids(text):
+        return tiny_tokenizer(text)["input_ids"]
+
+    rollouts(
+        [
+            row(ids("scratch[/bold]\r\x1b[2K</think>[red]3"), reward=None),
+            row(ids("same prompt"), forced=True),
+            row(ids("endless"), forced=True, prompt=PROMPT.format("5+5="), truncated=True, advantage=-0.25),
+        ]
+    )
+    table = SampleTable(rollouts, tiny_tokenizer, TAGS, "thinking", every_steps=10, num_samples=2)
+    for step in (1, 2, 9, 10, 11):
+        table.on_log(None, state(step), None, logs=LOGS)
+    printed = capsys.readouterr().out
+    assert printed.count("Completions of step") == 2 and "step 1" in printed and "step 10" in printed
+    assert "scratch[/bold]\u240d\u241b[2K" in printed and "[red]3" in printed and "not scored" in printed
+    assert printed.count("closed by the budget") == 2, "once in each of the two tables"
+    assert "cut off" in printed and "adv. -0.25" in printed
+    assert "same prompt" not in printed, "one completion of each prompt before a second one"
+    assert "im_start" not in printed and "assistant" not in printed and "5+5=" in printed
+    assert max(map(len, printed.splitlines())) <= 100, "a wider table wraps in the middle of its frame"
+
+
+@pytest.mark.parametrize(("every", "samples"), [(0, 2), (5, 0)])
+def test_no_table_where_none_is_wanted(every, samples, rollouts, tiny_tokenizer, capsys):
+    """run.sample_every_steps=0 used as "never" must not divide by zero."""
+    from rloo_kit.loop.sample_table import SampleTable
+
+    rollouts([row([1])])
+    table = SampleTable(rollouts, tiny_tokenizer, TAGS, "thinking", every, samples)
+    table.on_log(None, state(5), None, logs=LOGS)
+    assert capsys.readouterr().out == ""
+
+
+def control():
+    return SimpleNamespace(should_save=False, should_training_stop=False, should_log=False)
+
+
+def test_signal_guard_warns_and_stops_only_where_it_may(capsys):
+    """A run that stops itself unasked is as bad as one that never says anything."""
+    from rloo_kit.loop.callbacks import SignalGuard
+    from rloo_kit.runs.health import SignalWatch
+
+    tied = LOGS | {"frac_reward_zero_std": 1.0}
+    for stop in (False, True):
+        guard, flags = SignalGuard(SignalWatch(2, {"num_generations": 4}), stop), control()
+        for step in (1, 2):
+            guard.on_log(None, state(step), flags, logs=tied)
+        assert flags.should_save is flags.should_training_stop is stop
+        assert (guard.finding is not None) is stop
+        assert "WARNING: no learning signal: every group" in capsys.readouterr().out
+
+
+def test_first_signal_waits_for_the_step_and_the_second_does_not(capsys):
+    """In a long step nothing seems to happen after Ctrl-C, and people kill the process with everything in it."""
+    from rloo_kit.loop.callbacks import Interrupts
+
+    flags = control()
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with Interrupts() as interrupts:
+        interrupts.on_step_end(None, state(1), flags)
+        assert not flags.should_training_stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert "SIGTERM: stopping after this step" in capsys.readouterr().out
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.sigpending()  # a place for Python to run the handler
+        interrupts.on_step_end(None, state(2), flags)
+        assert flags.should_training_stop and flags.should_save
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_a_half_done_update_is_known_as_such():
+    """Weights that are updated and an optimizer step that is not counted make a checkpoint of no step at all."""
+    from rloo_kit.loop.callbacks import Interrupts
+
+    interrupts = Interrupts()
+    assert interrupts.between_steps
+    interrupts.on_pre_optimizer_step(None, state(1), control())
+    assert not interrupts.between_steps
+    interrupts.on_step_end(None, state(1), control())
+    assert interrupts.between_steps

@@ -1,0 +1,102 @@
+"""What the KL penalty weighs beside the reward, and the warning that it weighs too much."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rloo_kit.gradient.advantages import kl_charge
+from rloo_kit.loop.kl_report import kl_share, kl_spread_ratio
+from rloo_kit.runs.health import Finding, SignalWatch
+
+NAN = float("nan")
+ROW = {"frac_score_zero_std": 0.0, "reward_std": 0.4, "grad_norm": 0.3, "completions/clipped_ratio": 0.0}
+
+
+def test_penalties_of_whole_completions() -> None:
+    """Paid token by token a completion is charged its sum; comparing the first token's share would flatter it."""
+    kl = torch.tensor([[0.1, 0.3, 5.0], [0.2, 7.0, 7.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert kl_charge(kl, mask, "sum").tolist() == pytest.approx([0.4, 0.2])
+    assert kl_charge(kl, mask, "per_token").tolist() == pytest.approx([0.4, 0.2])
+    assert kl_charge(kl, mask, "length_normalized").tolist() == pytest.approx([0.2, 0.2])
+
+
+def test_share_of_the_reward() -> None:
+    """Signs must not cancel: half the completions charged and half paid back is not a penalty of 0."""
+    assert kl_share(torch.tensor([3.0, -3.0]), torch.tensor([0.5, 0.5]), beta=0.1) == pytest.approx(0.3 / 0.8)
+    assert kl_share(torch.tensor([3.0, 9.0]), torch.tensor([1.0, NAN]), beta=1.0) == pytest.approx(0.75)
+    assert kl_share(torch.zeros(2), torch.zeros(2), beta=1.0) == 0.0
+    assert math.isnan(kl_share(torch.ones(2), torch.tensor([NAN, NAN]), beta=1.0))
+
+
+def test_spread_within_groups() -> None:
+    """Long thoughts everywhere cost everyone the same, which a baseline takes out; what counts is the difference."""
+    scores = torch.tensor([0.0, 1.0, 1.0, 0.0])
+    alike = torch.tensor([100.0, 100.0, 7.0, 7.0])
+    assert kl_spread_ratio(alike, scores, beta=0.05, num_generations=2) == 0.0
+    unlike = torch.tensor([0.0, 40.0, 7.0, 7.0])
+    assert kl_spread_ratio(unlike, scores, beta=0.05, num_generations=2) == pytest.approx(1.0)
+    unscored = torch.tensor([0.0, 1.0, 1.0, NAN])
+    assert kl_spread_ratio(unlike, unscored, beta=0.05, num_generations=2) == pytest.approx(2.0)
+
+
+def test_spread_where_there_is_nothing_to_divide_by() -> None:
+    """A ratio of 0/0 logged as 0 would say that all is well where nothing is known."""
+    tied = torch.ones(4)
+    assert kl_spread_ratio(torch.tensor([1.0, 2.0, 1.0, 1.0]), tied, 0.1, 2) == math.inf
+    assert kl_spread_ratio(tied, tied, 0.1, 2) is None
+    assert kl_spread_ratio(tied, torch.tensor([1.0, NAN, NAN, NAN]), 0.1, 2) is None
+
+
+def test_a_thinking_workload_under_both_forms() -> None:
+    """0.005 nats a token and beta 0.05: thoughts of 500 to 4000 tokens that are right or wrong alike. The sum decides
+    more than the answer does, the mean a token next to nothing."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(500, 4000, (32,), generator=generator).tolist()
+    kl = torch.full((sum(lengths),), 0.005) + 0.05 * torch.randn(sum(lengths), generator=generator)
+    padded = torch.nn.utils.rnn.pad_sequence(kl.split(lengths), batch_first=True)
+    mask = torch.arange(padded.size(1)) < torch.tensor(lengths)[:, None]
+    scores = (torch.rand(32, generator=generator) < 0.3).float()
+    ratios = {
+        form: kl_spread_ratio(kl_charge(padded, mask, form), scores, 0.05, 8) for form in ("sum", "length_normalized")
+    }
+    assert ratios["sum"] > 0.5 and ratios["length_normalized"] < 0.001, ratios
+
+
+def observe(watch: SignalWatch, rows: list[dict[str, Any]]) -> list[tuple[int, Finding]]:
+    return [(step, finding) for step, row in enumerate(rows, 1) for finding in watch.observe(step, row)]
+
+
+def test_the_warning_comes_after_as_many_steps_as_the_others() -> None:
+    """One odd step is no finding, and the message names the value, the key and what it stands at."""
+    rloo = {"beta": 0.05, "kl_form": "sum"}
+    high, low = ROW | {"kl/spread_ratio": 2.34}, ROW | {"kl/spread_ratio": 1.0}
+    found = observe(SignalWatch(3, rloo), [high, high, low, high, high, high, high])
+    assert [(step, finding.kind) for step, finding in found] == [(6, "kl_outweighs")]
+    message = found[0][1].message
+    for words in ("2.3 times as much within a group", "in 3 steps in a row", "lower rloo.beta (currently 0.05)",
+                  "rloo.kl_form=length_normalized (currently sum)"):  # fmt: skip
+        assert words in message
+    (other,) = observe(SignalWatch(1, rloo | {"kl_form": "length_normalized"}), [high])
+    assert "kl_form" not in other[1].message
+    (infinite,) = observe(SignalWatch(1, rloo), [ROW | {"kl/spread_ratio": math.inf}])
+    assert "nothing but the KL penalty" in infinite[1].message
+    assert observe(SignalWatch(1, rloo), [ROW, ROW | {"kl/spread_ratio": NAN}, ROW | {"kl/spread_ratio": None}]) == []
+
+
+def test_it_never_stops_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """`run.stop_when_no_signal` is for runs that learn nothing; this one learns, if not what was meant."""
+    from rloo_kit.loop.callbacks import SignalGuard
+
+    guard = SignalGuard(SignalWatch(1, {"beta": 0.1}), stop=True)
+    control = SimpleNamespace(should_save=False, should_training_stop=False)
+    logs = ROW | {"kl/spread_ratio": 5.0, "loss": 0.0}
+    guard.on_log(None, SimpleNamespace(global_step=1), control, logs=logs)
+    assert not control.should_training_stop and guard.finding is None
+    line = capsys.readouterr().out
+    assert line.startswith("WARNING: the KL penalty differed 5 times") and "no learning signal" not in line
+    guard.on_log(None, SimpleNamespace(global_step=2), control, logs=logs | {"grad_norm": 0.0})
+    assert control.should_training_stop and guard.finding is not None and guard.finding.kind == "zero_gradient"

@@ -1,0 +1,130 @@
+"""The options of the loop as keywords of `RLOOConfig`: what is refused there, and that a file's keys arrive."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.errors import ConfigError
+
+MINIMAL: dict[str, Any] = {
+    "model": {"name": "some/model"},
+    "data": {"source": "some/set"},
+    "rewards": [{"name": "answer_reward"}],
+    "rloo": {"max_steps": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def config_class() -> Any:
+    from rloo_kit.loop.options import RLOOConfig
+
+    return RLOOConfig
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "nucleus": ({"top_p": 0.95}, "top_p is 0.95: tokens would be drawn from a filtered distribution"),
+    "top k": ({"top_k": 50}, "Set top_k=0; to sample more sharply lower temperature, which is scored too"),
+    "min p": ({"min_p": 0.1}, "Set min_p=null"),
+    "repetition": ({"repetition_penalty": 1.2}, "Set repetition_penalty=1.0"),
+    "hidden filter": ({"generation_kwargs": {"top_p": 0.9}}, "generation_kwargs has top_p=0.9"),
+    "hidden in JSON": ({"generation_kwargs": '{"no_repeat_ngram_size": 3}'}, "has no_repeat_ngram_size=3"),
+    "greedy": ({"generation_kwargs": {"do_sample": False}}, "generation_kwargs has do_sample=False"),
+    "beams": ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs has num_beams=4"),
+    "no early end": ({"generation_kwargs": {"min_new_tokens": 9}}, "generation_kwargs has min_new_tokens=9"),
+    "two temperatures": ({"generation_kwargs": {"temperature": 0.6}}, "set temperature=0.6 instead"),
+    "delta": ({"delta": 1.1}, "it must be above 1 \\+ epsilon = 1.2"),
+    "ratio": ({"kl_form": "per_token", "ratio_form": "sum"}, "set ratio_form=per_token"),
+    "budget": ({"thinking_budget": 256, "max_completion_length": 256}, "= 258 tokens, more than max_completion_length"),
+    "answer": ({"answer_budget": 8}, "thinking_budget is null"),
+    "baseline": ({"baseline": "mean"}, "baseline is 'mean'; it must be one of leave_one_out, group_mean, none"),
+    "memory": ({"memory": "tiny"}, "it must be one of fast, balanced, low"),
+    "engine": ({"rollout_engine": "sglang"}, "it must be one of auto, native, generate, continuous, vllm, server"),
+    "rewards": ({"normalize_rewards": "always"}, "it must be one of False, True, running"),
+    "cap": ({"sampler_correction_cap": 0.0}, "sampler_correction_cap is 0.0; it must be at least 1"),
+    "skips": ({"max_skipped_steps": 0}, "max_skipped_steps is 0; it must be at least 1"),
+    "tokens": ({"tokens_per_pass": 0}, "tokens_per_pass is 0; it must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_what_the_loop_would_get_wrong_is_refused(config_class: Any, tmp_path: Path, case: str) -> None:
+    """Stock TRL samples with top_p 0.95 and scores the whole distribution: another policy's gradient, and no word."""
+    keywords, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        config_class(str(tmp_path), **keywords)
+
+
+def test_neutral_values_and_temperature_are_taken(config_class: Any, tmp_path: Path) -> None:
+    """Old scripts spell the filters out as off; and temperature is scored as it is sampled."""
+    config = config_class(
+        str(tmp_path), top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, temperature=0.6,
+        generation_kwargs={"temperature": 0.6, "top_p": 1.0, "use_cache": True}, normalize_rewards="running",
+    )  # fmt: skip
+    assert config.temperature == 0.6 and config.normalize_rewards == "running"
+
+
+def test_trls_own_config_is_asked_too(tmp_path: Path) -> None:
+    """A script that hands the trainer `trl.RLOOConfig(top_p=0.9)` never passes through the kit's class."""
+    import trl
+
+    from rloo_kit.loop.options import check_sampling
+
+    check_sampling(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False))
+    with pytest.raises(ConfigError, match="top_p is 0.9"):
+        check_sampling(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False, top_p=0.9))
+
+
+def test_every_key_of_a_file_arrives(config_class: Any, tmp_path: Path) -> None:
+    """A key that the file takes and the loop never sees is a setting that does nothing."""
+    from rloo_kit.loop.run import training_arguments
+
+    chosen: dict[str, Any] = {
+        "kl_form": "length_normalized", "ratio_form": "per_token", "delta": 4.0, "baseline": "group_mean",
+        "baseline_includes_masked": False, "normalize_rewards": "running", "sampler_correction": "token",
+        "sampler_correction_cap": 3.0, "memory": "balanced", "tokens_per_pass": 4096, "thinking_budget": 64,
+        "answer_budget": 32, "thinking_close": "sentence",
+    }  # fmt: skip
+    server = {"server_url": "https://node1:8000", "server_adapters": "/shared/adapters"}
+    run = RunConfig.model_validate(
+        MINIMAL
+        | {"rloo": {"max_steps": 1} | chosen, "run": {"name": "this", "max_skipped_steps": 7}}
+        | {"rollout": {"engine": "generate", "rows": 5, "resample_rounds": 2, "difficulty_samples": 4} | server}
+    )
+    model = SimpleNamespace(device=SimpleNamespace(type="cpu"), config=SimpleNamespace(to_dict=dict))
+    policy: Any = SimpleNamespace(model=model, config_arguments={})  # a model that cannot be planned for
+    config = config_class(**training_arguments(run, policy, tmp_path))
+    chosen |= {"max_skipped_steps": 7, "rollout_engine": "generate", "rollout_rows": 5, "resample_rounds": 2}
+    own_folder = "/shared/adapters/this"  # runs share the one of the file, and each clears up its own
+    chosen |= {"rollout_server_url": "https://node1:8000", "rollout_server_adapters": own_folder}
+    assert {name: getattr(config, name) for name in chosen} == chosen
+
+
+def test_both_sides_have_the_same_defaults_and_choices(config_class: Any, tmp_path: Path) -> None:
+    """A notebook that builds `RLOOConfig` itself and a file that says nothing are the same run."""
+    from rloo_kit.loop import options
+
+    run, config = RunConfig.model_validate(MINIMAL), config_class(str(tmp_path))
+    sides = dict(run.rloo) | {f"rollout_{name}": value for name, value in run.rollout}
+    sides |= dict(run.run) | {"resample_rounds": run.rollout.resample_rounds}
+    for name, default in options._OWN_DEFAULTS.items():
+        assert getattr(config, name) == default == sides[name], name
+    for name, choices in options._CHOICES.items():
+        section, key = ("rollout", name[8:]) if name.startswith("rollout_") else ("rloo", name)
+        for choice in choices:
+            extra = {"kl_form": "length_normalized"} if name == "ratio_form" else {}
+            extra |= {"server_url": "http://localhost:8000"} if choice == "server" else {}
+            RunConfig.model_validate(MINIMAL | {section: MINIMAL.get(section, {}) | extra | {key: choice}})
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"), [([], False), (["--normalize_rewards"], True), (["--normalize_rewards", "running"], "running")]
+)
+def test_flags_of_scripts(config_class: Any, tmp_path: Path, flags: list[str], found: Any) -> None:
+    """`--normalize_rewards` was a flag without a value before it could be "running"."""
+    from transformers import HfArgumentParser
+
+    (config,) = HfArgumentParser(config_class).parse_args_into_dataclasses(["--output_dir", str(tmp_path), *flags])
+    assert config.normalize_rewards is found or config.normalize_rewards == found

@@ -1,0 +1,405 @@
+"""Whole runs of a few steps on a tiny random Qwen3, through the public `train`: its folder, its stops, its resumes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rloo_kit.errors import ConfigError, RewardError, RunExistsError
+
+CONFIG = """
+run: {{output_dir: {output}, evaluate: false, progress_every_s: 0, sample_every_steps: 2}}
+model: {{name: {model}, lora: {{r: 2, alpha: 2, target_modules: [q_proj, v_proj]}}, max_seq_length: 128}}
+data: {{source: {data}, test_size: 2, max_prompt_length: 64}}
+rewards: [{{name: length_reward}}]
+rloo:
+  max_steps: 4
+  learning_rate: 1e-2
+  lr_scheduler_type: constant
+  per_device_train_batch_size: 8
+  num_generations: 4
+  max_completion_length: 6
+  beta: 0.0
+"""
+
+
+def by_ids(completion_ids, **_):
+    """Different for nearly every completion, so that there is something to learn."""
+    return [sum(ids) % 17 / 17 for ids in completion_ids]
+
+
+def all_equal(completion_ids, **_):
+    return [0.5] * len(completion_ids)
+
+
+@pytest.fixture
+def write_config(tmp_path, tiny_folder):
+    """`write_config(name)`: a run's YAML file on the tiny model, with everything below the test's own folder."""
+
+    def write(name="tiny"):
+        rows = [{"prompt": f"add {n}", "answer": str(n)} for n in range(16)]
+        (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(CONFIG.format(output=tmp_path / "outputs", model=tiny_folder, data=tmp_path / "prompts.jsonl"))
+        return file
+
+    return write
+
+
+@pytest.fixture
+def start(write_config):
+    """`start("rloo.max_steps=2", rewards=[...], resume=True)`: load everything afresh, train, return the result."""
+
+    def run(*overrides, rewards=(by_ids,), policy=None, **options):
+        from rloo_kit import load_config, load_data, load_policy, train
+
+        config = load_config(write_config(), *overrides)
+        policy = policy or load_policy(config)
+        run.policy = policy
+        return train(config, policy, load_data(config, policy.tokenizer), list(rewards), **options)
+
+    return run
+
+
+def adapter_weights(result):
+    from safetensors.torch import load_file
+
+    return load_file(result.adapter_folder / "adapter_model.safetensors")
+
+
+def status(result_or_folder):
+    folder = getattr(result_or_folder, "folder", result_or_folder)
+    return json.loads((folder / "status.json").read_text())
+
+
+def lines(folder, name):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_a_run_leaves_everything_in_its_folder(start, capsys):
+    """A run whose rollouts were not kept cannot be explained afterwards: ids, thinking, rewards, advantages."""
+    result = start("rloo.max_steps=2")
+    assert result.steps == 2 and result.stopped is None and len(result.metrics) == 2
+    assert status(result)["state"] == "finished" and status(result)["step"] == 2
+    for name in ("config.yaml", "versions.json", "checkpoints/checkpoint-2", "adapter/adapter_config.json"):
+        assert (result.folder / name).exists(), name
+    versions = json.loads((result.folder / "versions.json").read_text())
+    assert versions["versions"]["torch"] and len(versions["git"]["revision"]) == 40
+    rollouts = lines(result.folder, "rollouts.jsonl")
+    assert [row["step"] for row in rollouts] == [1] * 8 + [2] * 8
+    for row in rollouts:
+        assert row["rewards"] == {"by_ids": pytest.approx(sum(row["completion_ids"]) % 17 / 17)}
+        assert {"thinking_tokens", "closed", "advantage", "reward"} <= set(row)
+    assert [row["step"] for row in lines(result.folder, "metrics.jsonl")] == [1, 2]
+    printed = capsys.readouterr().out
+    assert "step 1/2 | reward" in printed and "tok/s | eta" in printed
+    assert "{'loss'" not in printed and "%|" not in printed, "the libraries' own printing is off"
+    assert "Completions of step 1" in printed and "thinking" in printed
+
+
+def test_every_metric_is_explained(start, repository):
+    """A number that nobody can read is not looked at on the day it would have warned."""
+    page = (repository / "docs" / "10-metrics.md").read_text()
+    row = start("rloo.max_steps=1", "rloo.beta=0.1").metrics[-1]
+    assert {"kl", "thinking/mean_length", "eps", "val/ratio"} <= set(row)
+    missing = [name for name in row if f"`{name.replace('by_ids', 'NAME')}`" not in page]
+    assert missing == []
+
+
+def test_training_moves_the_adapter_and_nothing_else(start, tiny_folder):
+    """An adapter that is saved as it started is the quietest way to train nothing."""
+    from safetensors.torch import load_file
+
+    result = start("rloo.max_steps=2")
+    weights = adapter_weights(result)
+    assert all(tensor.abs().max() > 0 for name, tensor in weights.items() if "lora_B" in name)
+    base = load_file(tiny_folder / "model.safetensors")
+    trained = {name: tensor for name, tensor in start.policy.model.named_parameters() if "lora" not in name}
+    for name, tensor in base.items():
+        found = next(value for key, value in trained.items() if name.replace(".weight", "") in key)
+        assert torch.equal(found, tensor), name
+
+
+def test_the_model_decodes_by_itself_after_training(write_config):
+    """Left in training mode, a model with checkpointing throws its cache away at each token and `generate` goes on from
+    the last one alone: fluent nonsense, and one warning among many."""
+    from rloo_kit import build_rewards, load_config, load_data, load_policy, train
+    from rloo_kit.rollout.engine import generate_completions
+
+    config = load_config(write_config(), "model.gradient_checkpointing=true", "rloo.max_steps=1")
+    policy = load_policy(config)
+    with torch.no_grad():
+        for name, value in policy.model.named_parameters():
+            value.mul_(10 if value.dim() == 2 and "lora" not in name else 1)  # else it says its last token again
+    data = load_data(config, policy.tokenizer)
+    train(config, policy, data, build_rewards(config, policy.tokenizer))
+    prompt = data.test["prompt"][0]
+    ids = torch.tensor([policy.tokenizer(prompt)["input_ids"]])
+    wanted = generate_completions(policy, [prompt], max_completion_length=12, temperature=0.0)[0].ids
+    found = policy.model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)[0, ids.size(1) :]
+    assert found.tolist() == wanted
+    assert policy.model.get_base_model().model.layers[0].gradient_checkpointing, "which the next run needs"
+
+
+def test_an_existing_run_is_refused_with_both_ways_out(start):
+    """Starting the same command twice must not throw away a night's run."""
+    start("rloo.max_steps=1")
+    with pytest.raises(RunExistsError, match=r"finished at step 1.*--resume.*--overwrite"):
+        start("rloo.max_steps=1")
+    assert start("rloo.max_steps=1", overwrite=True).steps == 1
+
+
+@pytest.mark.parametrize("num_prompts", [16, 5])
+def test_resume_equals_a_run_that_was_never_cut(num_prompts, start):
+    """A resume that loses the optimizer, the sampler's place or the random state trains another run; with 5 prompts,
+    3 of them for training, a step is a pass, and TRL's sampler shuffles a second pass as it did the first."""
+    data = f"data.num_prompts={num_prompts}"
+    whole = adapter_weights(start("rloo.max_steps=4", "run.name=whole", data))
+    start("rloo.max_steps=2", data)
+    result = start("rloo.max_steps=4", data, resume=True)
+    assert [row["step"] for row in result.metrics] == [1, 2, 3, 4]
+    assert [row["step"] for row in lines(result.folder, "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [row["step"] for row in lines(result.folder, "rollouts.jsonl")] == [
+        n for n in (1, 2, 3, 4) for _ in range(8)
+    ]
+    for name, tensor in adapter_weights(result).items():
+        assert torch.equal(tensor, whole[name]), name
+
+
+def test_resume_of_a_run_that_trains_every_parameter(start):
+    """Without an adapter the whole model is the state, and the reference is the model as it was published."""
+    from safetensors.torch import load_file
+
+    everything = ["model.lora=null", "rloo.beta=0.5", "rloo.learning_rate=1e-3"]
+    whole = start("rloo.max_steps=3", "run.name=whole", *everything)
+    start("rloo.max_steps=2", *everything)
+    result = start("rloo.max_steps=3", *everything, resume=True)
+    expected = load_file(whole.adapter_folder / "model.safetensors")
+    for name, tensor in load_file(result.adapter_folder / "model.safetensors").items():
+        assert torch.equal(tensor, expected[name]), name
+    assert result.metrics[-1]["kl"] == pytest.approx(whole.metrics[-1]["kl"], abs=1e-6) and result.metrics[-1]["kl"]
+
+
+def test_resume_keeps_the_reference_of_a_continued_adapter(start):
+    """transformers loads an adapter's copies in subfolders or the adapter itself, not both: a continued adapter with
+    a KL penalty came back untrained."""
+    first = start("rloo.max_steps=2", "run.name=first")
+    going_on = ["run.name=second", f"model.adapter={first.adapter_folder}", "rloo.beta=0.5"]
+    whole = start("rloo.max_steps=4", *going_on, "run.name=whole")
+    start("rloo.max_steps=2", *going_on)
+    result = start("rloo.max_steps=4", *going_on, resume=True)
+    for name, tensor in adapter_weights(result).items():
+        assert torch.equal(tensor, adapter_weights(whole)[name]), name
+    assert result.metrics[-1]["kl"] == pytest.approx(whole.metrics[-1]["kl"], abs=1e-6)
+
+
+def test_resume_in_the_process_that_was_cut_keeps_the_base_as_reference(start):
+    """The policy in memory is trained by then; copied as the reference, it would make the KL start from zero again."""
+    whole = start("rloo.max_steps=4", "rloo.beta=0.5", "run.name=whole")
+    start("rloo.max_steps=2", "rloo.beta=0.5")
+    result = start("rloo.max_steps=4", "rloo.beta=0.5", resume=True, policy=start.policy)
+    assert result.metrics[-1]["kl"] == pytest.approx(whole.metrics[-1]["kl"], abs=1e-6)
+
+
+def test_resume_refuses_another_configuration(start):
+    """Half a run with one learning rate and half with another, under one name, is no experiment."""
+    start("rloo.max_steps=2")
+    with pytest.raises(ConfigError) as error:
+        start("rloo.max_steps=4", "rloo.learning_rate=0.5", "data.seed=3", resume=True)
+    assert "rloo.learning_rate: 0.01 then, 0.5 now" in str(error.value)
+    assert "data.seed: 0 then, 3 now" in str(error.value) and "rloo.max_steps:" not in str(error.value)
+    with pytest.raises(ConfigError, match="rloo.max_steps: 2 then, 1 now"):
+        start("rloo.max_steps=1", resume=True)
+
+
+def test_resume_of_a_finished_run_loads_it_and_trains_no_step(start, capsys):
+    """The trainer goes one step too far when it is resumed at its end."""
+    first = start("rloo.max_steps=2")
+    again = start("rloo.max_steps=2", resume=True)
+    assert again.steps == 2 and again.stopped is None and "finished already" in capsys.readouterr().out
+    for name, tensor in adapter_weights(again).items():
+        assert torch.equal(tensor, adapter_weights(first)[name]), name
+
+
+def test_ctrl_c_saves_after_the_step_and_says_how_to_go_on(start, capsys):
+    """An interrupted run without a checkpoint of its last step wastes what was paid for."""
+    sent = []
+
+    def interrupting(completion_ids, trainer_state, **_):
+        if trainer_state.global_step == 1 and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGINT))
+        return by_ids(completion_ids)
+
+    before = signal.getsignal(signal.SIGINT)
+    result = start(rewards=[interrupting])
+    assert result.stopped == "interrupted" and result.steps == 2
+    assert (result.folder / "checkpoints/checkpoint-2/trainer_state.json").exists()
+    assert (result.adapter_folder / "adapter_model.safetensors").exists()
+    assert status(result)["state"] == "interrupted" and "resume=True" in status(result)["resume"]
+    printed = capsys.readouterr().out
+    assert (
+        "stopping after this step" in printed and "interrupted at step 2 of 4" in printed and "resume=True" in printed
+    )
+    assert signal.getsignal(signal.SIGINT) is before, "the process gets its handler back"
+    assert start(rewards=[interrupting], resume=True).steps == 4
+
+
+def test_a_second_ctrl_c_stops_at_once_and_still_saves(start):
+    """The step that is running may take minutes; whoever insists gets out, with the state of the last whole step."""
+
+    def insisting(completion_ids, trainer_state, **_):
+        if trainer_state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+        return by_ids(completion_ids)
+
+    result = start(rewards=[insisting])
+    assert result.stopped == "interrupted" and result.steps == 2
+    assert (result.folder / "checkpoints/checkpoint-2/trainer_state.json").exists()
+    assert start(resume=True).steps == 4
+
+
+def test_a_crash_is_recorded_and_the_folder_is_free_again(start, tmp_path):
+    """`status.json` that says "running" for a process that died keeps everybody waiting."""
+
+    from rloo_kit.loop.callbacks import RolloutLog
+
+    def full_disk(self, rows):
+        raise OSError("no space left")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no space left"):
+        patch.setattr(RolloutLog, "__call__", full_disk)
+        start()
+    found = status(tmp_path / "outputs" / "tiny")
+    assert found["state"] == "failed" and found["error"] == "OSError: no space left"
+    assert start(resume=True, rewards=[by_ids]).steps == 4, "without a checkpoint it starts over"
+
+
+def test_failing_rewards_stop_the_run_with_its_state_saved(start, tmp_path):
+    """Training on noise until the morning because a reward has a typing error."""
+
+    def failing(completion_ids, **_):
+        raise KeyError("anwser")
+
+    with pytest.raises(RewardError, match="anwser"):
+        start("run.reward_failure_steps=2", rewards=[failing])
+    found = status(tmp_path / "outputs" / "tiny")
+    assert found["state"] == "failed" and "RewardError" in found["error"]
+
+
+@pytest.fixture
+def endless_folder(tmp_path, make_tiny_model, tiny_tokenizer):
+    """A checkpoint that samples at random but never ends and never closes its thinking: those logits are tiny."""
+    model = make_tiny_model(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 1.0  # a direction that every hidden state shares
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[[256, 258, 260], 0] = -10.0
+    model.save_pretrained(tmp_path / "endless")
+    tiny_tokenizer.save_pretrained(tmp_path / "endless")
+    return tmp_path / "endless"
+
+
+def test_the_published_recipe_says_that_it_learns_nothing(start, capsys, endless_folder):
+    """The published Qwen3-Thinking recipe: 128 tokens and -1.0 without </think>. A Thinking model does not close its
+    thoughts that early, so every completion earns -1.0, all advantages are zero and the run trains nothing."""
+    from rewards import thinking_reward
+
+    recipe = ["rloo.max_completion_length=128", "model.max_seq_length=256", f"model.name={endless_folder}"]
+    result = start(*recipe, "rloo.beta=0.05", "rloo.max_steps=4", "run.no_signal_steps=2", rewards=[thinking_reward])
+    assert [row["reward"] for row in result.metrics] == [-1.0] * 4
+    assert [row["grad_norm"] for row in result.metrics] == [0.0] * 4
+    printed = capsys.readouterr().out
+    assert "raise rloo.max_completion_length (currently 128): 100% of the completions are cut off" in printed
+    for kind in ("one and the same reward in 2 steps", "truncated in 2 steps", "gradient was zero in 2 steps"):
+        assert kind in printed
+    assert printed.count("one and the same reward") == 2, "again when the row of such steps has doubled, not every step"
+
+
+def test_no_signal_stops_the_run_where_it_is_to(start, capsys):
+    """On rented time a warning that nobody reads costs a night."""
+    result = start("run.stop_when_no_signal=true", "run.no_signal_steps=2", rewards=[all_equal])
+    assert result.stopped == "no signal" and result.steps == 2
+    assert (result.folder / "checkpoints/checkpoint-2/trainer_state.json").exists()
+    found = status(result)
+    assert found["state"] == "failed" and found["error"].startswith("NoSignalError: stopped at step 2 of 4")
+    assert "raise rloo.max_completion_length (currently 6)" in found["error"]
+
+
+def test_equal_rewards_are_noticed_behind_a_kl_penalty(start, capsys):
+    """With beta above zero the rewards of a group differ by the penalty alone, and the share of tied groups stays 0."""
+    start("rloo.beta=0.1", "run.no_signal_steps=2", rewards=[all_equal])
+    assert "one and the same reward in 2 steps" in capsys.readouterr().out
+
+
+def test_precision_of_the_file_wins_over_the_environment(monkeypatch):
+    """ACCELERATE_MIXED_PRECISION, left over from another run, beats `bf16=False` and trains in another precision."""
+    from types import SimpleNamespace
+
+    from rloo_kit.loop.run import mixed_precision
+    from rloo_kit.system import environment
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+
+    def run(bf16, fp16):
+        return SimpleNamespace(rloo=SimpleNamespace(bf16=bf16, fp16=fp16))
+
+    monkeypatch.setattr(environment, "current", lambda: SimpleNamespace(precision="bf16"))
+    assert mixed_precision(run(None, None)) == {"bf16": True, "fp16": False}
+    assert mixed_precision(run(None, True)) == {"bf16": False, "fp16": True}
+    assert mixed_precision(run(False, None)) == {"bf16": False, "fp16": False}
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
+
+
+def test_a_run_is_open_while_it_trains_and_its_saves_are_known(start):
+    """Whoever ends the kernel asks for both; a trainer that saved unnoticed would be cut in the middle of a file."""
+    from rloo_kit.runs.files import saved_paths
+    from rloo_kit.runs.run_dir import open_runs
+
+    seen = []
+
+    def watching(completion_ids, **_):
+        seen.append(open_runs())
+        return by_ids(completion_ids)
+
+    result = start("rloo.max_steps=2", "rloo.save_steps=1", rewards=(watching,))
+    assert seen and all(found == [result.folder.absolute()] for found in seen)
+    assert open_runs() == []
+    checkpoints = [result.folder.absolute() / "checkpoints" / f"checkpoint-{step}" for step in (1, 2)]
+    assert [path for path in saved_paths() if path.is_relative_to(result.folder.absolute())] == [
+        *checkpoints,
+        result.adapter_folder.absolute(),
+    ]
+
+
+@pytest.mark.slow
+def test_the_command_trains_alike_however_the_batch_is_split(write_config, tmp_path):
+    """Who lowers the batch to save memory and raises the accumulation must get the run that was meant, not another."""
+    from safetensors.torch import load_file
+
+    (tmp_path / "own.py").write_text(
+        "def by_ids(completion_ids, **_):\n    return [sum(ids) % 17 for ids in completion_ids]"
+    )
+    config, found = write_config(), []
+    for batch, accumulation in ((8, 1), (2, 4), (1, 8)):
+        name = f"{batch}x{accumulation}"
+        words = [f"rloo.per_device_train_batch_size={batch}", f"rloo.gradient_accumulation_steps={accumulation}"]
+        words += [f"run.name={name}", "rloo.beta=0.1", "rewards=[{name: own:by_ids}]", "rloo.max_steps=3"]
+        command = [sys.executable, "-m", "rloo_kit.cli", "train", str(config), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        folder = tmp_path / "outputs" / name
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        found.append((rows, load_file(folder / "adapter" / "adapter_model.safetensors")))
+    (rows, weights), others = found[0], found[1:]
+    assert rows[0]["grad_norm"] > 1e-3
+    for other_rows, other_weights in others:
+        for row, other in zip(rows, other_rows, strict=True):
+            for name in ("loss", "reward", "grad_norm", "kl", "entropy", "completions/mean_length"):
+                assert other[name] == pytest.approx(row[name], rel=1e-4, abs=1e-6), name
+        for name, weight in weights.items():
+            assert torch.allclose(weight, other_weights[name], atol=1e-5), name

@@ -1,0 +1,219 @@
+"""Rollouts inside the trainer: the thinking budget, who counts in a baseline, fresh prompts, the gap to the sampler."""
+
+import math
+
+import pytest
+import torch
+
+from rloo_kit.errors import ConfigError
+
+THINK_END, EOS = 260, 258
+
+
+@pytest.fixture
+def make_trainer(make_tiny_model, tiny_tokenizer, tmp_path):
+    """`make_trainer(reward, **options)`: our trainer, K 4, two groups a step, the kit's own engine."""
+
+    def build(reward, prompts=8, **options):
+        from datasets import Dataset
+        from peft import LoraConfig
+
+        from rloo_kit.loop.options import RLOOConfig
+        from rloo_kit.loop.trainer import RLOOTrainer
+
+        settings = {
+            "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "report_to": "none",
+            "disable_tqdm": True, "max_completion_length": 12, "per_device_train_batch_size": 8, "num_generations": 4,
+            "max_steps": 1, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "beta": 0.0,
+        } | options  # fmt: skip
+        trainer = RLOOTrainer(
+            model=make_tiny_model(),
+            reward_funcs=reward,
+            args=RLOOConfig(**settings),
+            train_dataset=Dataset.from_dict({"prompt": [f"<|im_start|>user {n}<think>\n" for n in range(prompts)]}),
+            processing_class=tiny_tokenizer,
+            peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]),
+        )
+        trainer.rows = []
+        trainer.rollout_listeners.append(trainer.rows.extend)
+        return trainer
+
+    return build
+
+
+def first_id(completion_ids, **_):
+    return [float(ids[0]) for ids in completion_ids]
+
+
+def test_the_budget_closes_thoughts_and_its_tokens_carry_nothing(make_trainer):
+    """A step whose thoughts were all cut off had no answer to score; and closing them must not be learnt as the model's
+    own doing."""
+    seen, masks = [], []
+
+    def reward(completion_ids, thinking_forced, **_):
+        seen.append(list(thinking_forced))
+        return [float(ids[0]) for ids in completion_ids]
+
+    trainer = make_trainer(reward, thinking_budget=5, answer_budget=3)
+    plain = trainer._passes.objective
+    trainer._passes.objective = lambda work, *rest: (masks.append(work.batch), plain(work, *rest))[1]
+    trainer.train()
+    assert len(trainer.rows) == 8
+    forced = [row["forced"] for row in trainer.rows]
+    assert seen == [forced]
+    assert sum(forced) >= 4, "random weights seldom close by themselves"
+    batch = masks[0]
+    for index, row in enumerate(trainer.rows):
+        kept = batch["loss_mask"][index, : len(row["completion_ids"])].tolist()
+        if row["forced"]:
+            assert row["completion_ids"][5] == THINK_END
+            assert len(row["completion_ids"]) <= 5 + 1 + 3
+            assert kept == [1] * 5 + [0] + [1] * (len(kept) - 6)
+            assert math.isnan(batch["sampler_logps"][index, 5])
+        else:
+            assert all(kept)
+    logs = trainer.state.log_history[0]
+    assert logs["thinking/forced_ratio"] == pytest.approx(sum(forced) / 8)
+
+
+def test_sampler_and_trainer_agree_where_they_are_one_program(make_trainer):
+    """The gap is what 4-bit kernels and bf16 make; in float32 on one machine there is none to speak of."""
+    trainer = make_trainer(first_id, temperature=0.8)
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert 0 <= logs["sampling/logp_difference_mean"] < 1e-5
+    assert logs["sampling/logp_difference_max"] < 1e-4
+
+
+@pytest.mark.parametrize("form", ["token", "sequence"])
+def test_the_correction_weighs_gradients_by_the_gap(form, make_trainer):
+    """A sampler that is off by a factor biases every step; the weight that corrects it is cut off at the cap."""
+    gradients = []
+    for correction in ("none", form):
+        torch.manual_seed(0)
+        trainer = make_trainer(first_id, sampler_correction=correction, sampler_correction_cap=1.5, max_grad_norm=0.0)
+        sample = trainer._engine.sample
+
+        def shifted(prompt_ids, limits, expected, sample=sample):
+            rollout = sample(prompt_ids, limits, expected)
+            lower = [[logp - 10.0 for logp in row] for row in rollout.sampler_logps]  # far below: every weight is cut
+            return type(rollout)(rollout.completion_ids, rollout.forced, lower)
+
+        trainer._engine.sample = shifted
+        close = trainer._close_step
+        kept = []
+        trainer._close_step = lambda close=close, kept=kept, trainer=trainer: (
+            close(),
+            kept.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])),
+        )
+        trainer.train()
+        gradients.append(kept[0])
+        logs = trainer.state.log_history[0]
+        assert logs["sampling/logp_difference_mean"] == pytest.approx(10.0, abs=1e-3)
+    assert logs["sampling/importance_weight_mean"] == pytest.approx(1.5)
+    assert torch.allclose(gradients[1], 1.5 * gradients[0], rtol=1e-4, atol=1e-6)
+
+
+class FakeVllm:
+    """What TRL 1.15's trainer reads of its `VLLMGeneration`; here the completions are given."""
+
+    logprobs = None
+
+    def sync_weights(self):
+        """vLLM would take the weights over."""
+
+    def generate(self, prompts, **_):
+        ids = [[65 + row, 66, EOS] for row in range(len(prompts))]
+        said = None if self.logprobs is None else [[[-1.5], [None], [-2.0]] for _ in ids]
+        return prompts, ids, said, None
+
+
+def test_vllm_is_asked_how_likely_its_tokens_were(make_trainer):
+    """TRL's RLOO asks vLLM for no log-probabilities and drops them: no gap in the log, and a correction that does
+    nothing without a word."""
+    trainer = make_trainer(first_id, sampler_correction="token")
+    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, FakeVllm(), -1
+    trainer._build_engine()
+    batches, plain = [], trainer._roll_out
+    trainer._roll_out = lambda *rest, **named: (batches.append(plain(*rest, **named)), batches[-1])[1]
+    trainer.train()
+    found = batches[0]["sampler_logps"][0]
+    assert found[[0, 2]].tolist() == [-1.5, -2.0] and math.isnan(found[1])
+    logs = trainer.state.log_history[0]
+    assert logs["sampling/logp_difference_mean"] > 1.0, "random weights are not what the fake says"
+    assert logs["sampling/importance_weight_mean"] != 1.0
+    assert trainer.vllm_generation.generate([[65]])[1] == [[65, 66, EOS]], "left as it was"
+
+
+def test_what_trls_own_sampling_cannot_do_is_refused(make_trainer):
+    """vLLM is called by TRL's code, which closes no thought and, without TRL's vLLM, says nothing about its tokens."""
+    for option, value in (("sampler_correction", "token"), ("thinking_budget", 5)):
+        trainer = make_trainer(first_id, **{option: value})
+        trainer.use_vllm = True
+        with pytest.raises(ConfigError, match=f"{option} is {value}"):
+            trainer._build_engine()
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_masked_completion_leaves_the_baseline_by_choice(counts, make_trainer):
+    """TRL masks a truncated completion's gradient and goes on comparing its siblings with it."""
+    completions = [[70, EOS], [71, EOS], [72, EOS], [90, 91, 92]] * 2
+    trainer = make_trainer(first_id, mask_truncated_completions=True, baseline_includes_masked=counts)
+    trainer._generate_single_turn = lambda prompt_ids, *_: [list(ids) for ids in completions]
+    trainer.train()
+    siblings = [71, 72, 90] if counts else [71, 72]
+    assert trainer.rows[0]["advantage"] == pytest.approx(70 - sum(siblings) / len(siblings))
+    assert (trainer.rows[3]["advantage"] == 0.0) is not counts
+
+
+def test_groups_without_signal_get_fresh_prompts(make_trainer):
+    """Prompts that are solved always or never teach nothing; half of a batch was paid for in vain."""
+    useless = {f"<|im_start|>user {n}<think>\n" for n in range(6)}
+
+    def reward(prompts, completion_ids, **_):
+        return [
+            1.0 if prompt in useless else float(ids[0]) for prompt, ids in zip(prompts, completion_ids, strict=True)
+        ]
+
+    trainer = make_trainer(reward, resample_rounds=8, seed=1)
+    trainer.train()
+    left = {row["prompt"] for row in trainer.rows}
+    assert len(left) == 2
+    assert not left & useless
+    logs = trainer.state.log_history[0]
+    assert logs["rollout/resampled_groups"] >= 1
+    assert logs["frac_score_zero_std"] == 0.0
+
+
+def test_the_loop_remembers_its_rewards_across_a_resume(make_trainer, tmp_path):
+    """`normalize_rewards: running` started anew after a resume, and with it the scale of every advantage."""
+    options = {"normalize_rewards": "running", "resample_rounds": 1, "save_strategy": "steps", "save_steps": 1}
+    first = make_trainer(first_id, **options)
+    first.train()
+    state = first._running.to_dict()
+    assert state["count"] == 8
+    resumed = make_trainer(first_id, **options | {"max_steps": 2})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert resumed._running.to_dict()["count"] == 16
+    ids = [row["completion_ids"][0] for row in first.rows + resumed.rows]
+    assert resumed._running.to_dict()["mean"] == pytest.approx(sum(ids) / 16)
+
+
+def test_prompts_that_took_long_start_first_the_next_time(make_trainer):
+    """With fewer slots than rows the longest completion should not be the last to begin."""
+    trainer = make_trainer(first_id, rollout_rows=3, max_steps=2, prompts=2)
+    seen = []
+    sample = trainer._engine.sample
+    trainer._engine.sample = lambda prompt_ids, limits, expected_lengths: (
+        seen.append((prompt_ids, expected_lengths)),
+        sample(prompt_ids, limits, expected_lengths),
+    )[1]
+    trainer.train()
+    (_, first), (prompts, second) = seen
+    assert set(first) == {0.0}, "nothing is known yet"
+    lengths = {}
+    for row in trainer.rows[:8]:
+        ids = tuple(trainer.processing_class(row["prompt"])["input_ids"])
+        before = lengths.get(ids, len(row["completion_ids"]))
+        lengths[ids] = (before + len(row["completion_ids"])) / 2
+    assert second == [lengths[tuple(ids)] for ids in prompts]

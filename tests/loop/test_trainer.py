@@ -1,0 +1,466 @@
+"""The loop through real training runs of a few steps on a tiny random Qwen3."""
+
+import math
+
+import pytest
+import torch
+
+from rloo_kit.errors import ConfigError, DataError, RewardError
+
+THINK_END, EOS = 260, 258
+TRL_METRICS = {
+    "reward", "reward_std", "kl", "entropy", "completions/mean_length", "completions/clipped_ratio",
+    "clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean", "clip_ratio/high_max",
+    "clip_ratio/region_mean", "frac_reward_zero_std", "rewards/by_length/mean", "rewards/by_length/std",
+}  # fmt: skip
+OLD_METRICS = {
+    "eps", "objective/scores", "objective/rlhf_reward", "objective/non_score_reward",
+    "val/ratio", "val/ratio_var", "val/num_eos_tokens",
+}  # fmt: skip
+THINKING_METRICS = {"thinking/mean_length", "thinking/closed_ratio"}
+
+
+def by_length(completion_ids, **_):
+    return [len(ids) / 10 + ids[0] / 100 for ids in completion_ids]
+
+
+@pytest.fixture
+def make_trainer(make_tiny_model, tiny_tokenizer, tmp_path):
+    """`make_trainer(rewards, completions=..., **options)`: our trainer on eight prompts, micro-batches of one group."""
+
+    def build(rewards=by_length, completions=None, model=None, lora=True, **options):
+        from datasets import Dataset
+        from peft import LoraConfig
+
+        from rloo_kit.loop.options import RLOOConfig
+        from rloo_kit.loop.trainer import RLOOTrainer
+
+        settings = {
+            "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "report_to": "none",
+            "disable_tqdm": True, "max_completion_length": 6, "per_device_train_batch_size": 4, "num_generations": 4,
+            "gradient_accumulation_steps": 2, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1,
+            "save_strategy": "no",
+        } | options  # fmt: skip
+        prompts = Dataset.from_dict({"prompt": [f"<|im_start|>user {n}<think>\n" for n in range(8)]})
+        trainer = RLOOTrainer(
+            model=model or make_tiny_model(),
+            reward_funcs=rewards,
+            args=RLOOConfig(**settings),
+            train_dataset=prompts,
+            eval_dataset=prompts.select(range(2)) if "eval_strategy" in options else None,
+            processing_class=tiny_tokenizer,
+            peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if lora else None,
+        )
+        if completions is not None:
+            trainer._generate_single_turn = lambda prompt_ids, *_: [list(ids) for ids in completions[: len(prompt_ids)]]
+        return trainer
+
+    return build
+
+
+def test_training_logs_every_metric_and_moves_only_the_adapter(make_trainer):
+    """A run that logs but does not train, or trains the base weights of a LoRA model, looks like any other run."""
+    trainer = make_trainer()
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert (TRL_METRICS | OLD_METRICS | THINKING_METRICS) - logs.keys() == set()
+    assert all(math.isfinite(value) for value in logs.values() if isinstance(value, float))
+    assert logs["eps"] > 0
+    assert logs["objective/rlhf_reward"] == pytest.approx(
+        logs["objective/scores"] + logs["objective/non_score_reward"], abs=1e-6
+    )
+    moved = {name for name, value in trainer.model.named_parameters() if not torch.equal(before[name], value)}
+    assert moved
+    assert all("lora_" in name for name in moved)
+
+
+def test_full_training_keeps_a_reference_model(make_trainer, tiny_folder):
+    """Without an adapter the reference is a model of its own, which has to be scored without Triton as well."""
+    trainer = make_trainer(model=str(tiny_folder), lora=False, beta=0.1)
+    before = trainer.model.lm_head.weight.detach().clone()
+    trainer.train()
+    assert not torch.equal(before, trainer.model.lm_head.weight)
+    assert torch.equal(before, trainer.ref_model.lm_head.weight)
+    kls = [logs["kl"] for logs in trainer.state.log_history if "kl" in logs]
+    assert kls[0] == pytest.approx(0.0, abs=1e-6)
+    assert abs(kls[1]) > 1e-6
+
+
+def test_a_reference_that_cannot_be_read_is_said(make_trainer):
+    """transformers' answer to a model without a name was a lecture on repository ids."""
+    with pytest.raises(ConfigError, match=r"beta is 0.1 .* names none: .* set beta=0.0"):
+        make_trainer(lora=False, beta=0.1)
+    make_trainer(lora=False, beta=0.0)
+
+
+def test_rollout_rows_tell_what_happened(make_trainer):
+    """`rollouts.jsonl` is where one finds out why a run went wrong; a reward or a length in the wrong row misleads."""
+    completions = [[70, THINK_END, 71, EOS], [70, 71, 72, 73, 74, 75], [THINK_END, EOS], [90, EOS]] * 2
+    trainer = make_trainer(completions=completions, max_steps=1)
+    rows = []
+    trainer.rollout_listeners.append(rows.extend)
+    trainer.train()
+    assert len(rows) == 8
+    assert [row["completion_ids"] for row in rows] == completions
+    assert [row["thinking_tokens"] for row in rows[:4]] == [1, None, 0, None]
+    assert [row["truncated"] for row in rows[:4]] == [False, True, False, False]
+    assert [row["rewards"]["by_length"] for row in rows] == pytest.approx(by_length(completions))
+    rewards = [row["reward"] for row in rows[:4]]
+    assert rows[0]["advantage"] == pytest.approx(
+        rewards[0] - sum(rewards[1:]) / 3, abs=1e-5
+    )  # a fresh adapter: KL is 0
+    assert rows[0]["prompt"].startswith("<|im_start|>user")
+    logs = trainer.state.log_history[0]
+    assert logs["thinking/closed_ratio"] == pytest.approx(0.5)
+    assert logs["thinking/mean_length"] == pytest.approx((1 + 6 + 0 + 2) / 4)
+    assert logs["val/num_eos_tokens"] == 6
+
+
+def _judged(trainer):
+    inputs = [{"prompt": trainer.train_dataset[0]["prompt"]} for _ in range(4)]
+    trainer.model.train()
+    return trainer._generate_and_score_completions(inputs)["advantages"]
+
+
+def test_missing_eos_penalty_is_subtracted_from_what_does_not_end(make_trainer):
+    """The old trainer subtracted it from the score; a sign error would reward endless completions."""
+    completions = [[70, EOS], [70, EOS], [70, 70], [70, 70]]
+    trainer = make_trainer(
+        lambda completion_ids, **_: [1.0] * len(completion_ids), completions, missing_eos_penalty=0.9
+    )
+    assert _judged(trainer).tolist() == pytest.approx([0.6, 0.6, -0.6, -0.6], abs=1e-6)
+
+
+def test_rewards_are_normalised_then_clipped(make_trainer):
+    """In the other order a clip range of one standard deviation would cut raw rewards at 1."""
+
+    def constant(completion_ids, **_):
+        return [0.0, 10.0, 20.0, 30.0]
+
+    trainer = make_trainer(constant, [[70, EOS]] * 4, normalize_rewards=True, reward_clip_range=(-1.0, 1.0), beta=0.0)
+    z = 15 / (sum((x - 15) ** 2 for x in (0, 10, 20, 30)) / 3) ** 0.5  # the highest score, in standard deviations
+    scores = [-1.0, -z / 3, z / 3, 1.0]
+    expected = [score - (sum(scores) - score) / 3 for score in scores]
+    assert _judged(trainer).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("form", ["sum", "length_normalized", "per_token"])
+def test_kl_forms_reach_the_advantages(form, make_trainer):
+    """With equal rewards the advantages are the penalty alone: each form has to differ as its formula says."""
+    completions = [[70, 71, EOS], [70, EOS], [72, 73, 74, 75, 76, EOS], [99, EOS]]
+    trainer = make_trainer(lambda completion_ids, **_: [0.0] * 4, completions, kl_form=form, beta=0.5)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.5)
+    rows = []
+    trainer.rollout_listeners.append(rows.extend)
+    advantages = _judged(trainer)
+    kl = [row["kl"] for row in rows]
+    assert max(abs(value) for value in kl) > 1e-3
+    if form == "per_token":
+        assert advantages.shape == (4, 6)
+        assert advantages[:, 0].tolist() == pytest.approx([-0.5 * value for value in kl], abs=1e-5)
+        assert advantages[1, 2:].abs().sum() == 0
+        return
+    if form == "length_normalized":
+        kl = [value / len(ids) for value, ids in zip(kl, completions, strict=True)]
+    expected = [-0.5 * (value - (sum(kl) - value) / 3) for value in kl]
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_tokens_pay_by_themselves_is_in_the_log_too(make_trainer):
+    """Under `per_token` the log said that nothing was charged, and that rewards were what scores were."""
+    trainer = make_trainer(kl_form="per_token", beta=0.5)
+    trainer.train()
+    logs = trainer.state.log_history[1]
+    assert logs["objective/kl"] != 0.0
+    assert logs["objective/non_score_reward"] == pytest.approx(-0.5 * logs["objective/kl"], rel=1e-4)
+    assert logs["objective/rlhf_reward"] != logs["objective/scores"]
+
+
+def test_per_token_form_equals_the_sequence_form_without_kl(make_trainer):
+    """On-policy and without a penalty, a ratio for each token and one for the sequence have the same gradient."""
+    completions = [[70, 71, EOS], [70, EOS], [72, 73, 74, 75, 76, EOS], [99, EOS]]
+    gradients = []
+    for form in ("sum", "per_token"):
+        trainer = make_trainer(
+            completions=completions, kl_form=form, beta=1e-12
+        )  # the reference pass runs, weighs nothing
+        inputs = [{"prompt": trainer.train_dataset[0]["prompt"]} for _ in range(4)]
+        trainer.model.train()
+        batch = trainer._generate_and_score_completions(inputs)
+        trainer._compute_loss(trainer.model, batch).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]))
+    assert gradients[0].norm() > 1e-4
+    assert torch.allclose(gradients[0], gradients[1], rtol=1e-4, atol=1e-7)
+
+
+def test_failing_reward_unscores_the_sample_and_spares_the_rest(make_trainer):
+    """NaN from one reward used to become 0 or to poison the group's baseline, silently."""
+
+    def nan_for_the_second(completion_ids, **_):
+        return [1.0, float("nan"), 3.0, 5.0]
+
+    rows = []
+    trainer = make_trainer([nan_for_the_second, by_length], [[70, EOS]] * 4)
+    trainer.rollout_listeners.append(rows.extend)
+    advantages = _judged(trainer)
+    base = by_length([[70, EOS]])[0]
+    assert [row["reward"] for row in rows] == [
+        pytest.approx(1 + base),
+        None,
+        pytest.approx(3 + base),
+        pytest.approx(5 + base),
+    ]
+    assert advantages.tolist() == pytest.approx([-3.0, 0.0, 0.0, 3.0], abs=1e-5)
+    assert trainer._metrics["train"]["rewards/failed_ratio"] == [0.25]
+
+
+def test_too_many_failures_stop_the_run_with_a_saved_state(make_trainer, tmp_path):
+    """A grader that is down all night must not let the run train on what is left."""
+
+    def broken(completion_ids, **_):
+        raise OSError("the grader is unreachable")
+
+    trainer = make_trainer(broken, max_steps=9, reward_failure_steps=2, max_reward_failure_share=0.4)
+    with pytest.raises(RewardError, match=r"100% of the samples.*max_reward_failure_share = 40%.*broken.*unreachable"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    assert (tmp_path / "run" / "checkpoint-1" / "adapter_model.safetensors").exists()
+
+
+def test_failures_that_a_run_stands_are_said(make_trainer, capsys):
+    """A reward that failed for a tenth of the samples all night was seen in no place but a metric."""
+
+    def shaky(completion_ids, **_):
+        return [1.0, float("inf"), 3.0, 5.0][: len(completion_ids)] * (len(completion_ids) // 4)
+
+    trainer = make_trainer(shaky, [[70, EOS]] * 8, max_steps=4, reward_failure_steps=1)
+    trainer.train()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert len(said) == 3  # of four failing rollouts the first, second and fourth
+    assert "reward 'shaky' failed on sample 1" in said[0] and "it returned inf" in said[0]
+    assert "(25% of the samples of this rollout are not scored)" in said[0]
+
+
+def test_unscored_samples_do_not_fill_the_terminal(make_trainer, caplog, capsys):
+    """TRL prints the first unscored sample of each rollout whole: 4,096 tokens of thinking between two lines."""
+    trainer = make_trainer(lambda completion_ids, **_: [None] * len(completion_ids), [[70, EOS]] * 8, max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["rewards/unscored_ratio"] == 1.0
+    captured = capsys.readouterr()
+    assert "returned None" not in caplog.text + captured.out + captured.err
+
+
+@pytest.mark.parametrize("form", ["sum", "per_token"])
+@pytest.mark.parametrize("memory", ["fast", "balanced", "low"])
+def test_an_infinite_kl_token_moves_nothing(form, memory, make_trainer, capsys):
+    """A token that the reference rules out gave an infinite advantage and a loss of NaN, or a gradient of 3.4e38."""
+    trainer = make_trainer(kl_form=form, beta=0.5, memory=memory, max_steps=2)
+    plain, calls = trainer._passes.reference, []
+
+    def broken_once(model, groups):
+        calls.append(groups)
+        logps = trainer._score(model, groups, need_entropy=False).logps.detach()
+        if len(calls) == 1:
+            logps[0] = -torch.inf
+        return logps
+
+    trainer._passes.reference = broken_once
+    seen = []
+    plain = trainer._close_step
+    trainer._close_step = lambda: (plain(), seen.append([p.grad for p in trainer.model.parameters()]))
+    trainer.train()
+    assert all(gradient is None for gradient in seen[0]), "the step is skipped whole"
+    assert any(gradient is not None for gradient in seen[1]), "the next one is not"
+    assert "step 1 is skipped: NaN or infinity in the" in capsys.readouterr().out
+    assert [logs["steps/skipped"] for logs in trainer.state.log_history if "steps/skipped" in logs] == [1.0, 1.0]
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("form", ["sum", "per_token"])
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_a_broken_token_costs_one_step_of_those_that_use_its_rollout(value, form, make_trainer):
+    """One infinity in a rollout that four steps use gave its siblings infinite advantages in each: the run was stopped
+    for a policy that had blown up. A NaN in its place was left out without a word from the second step on."""
+    trainer = make_trainer(kl_form=form, beta=0.5, num_iterations=4, max_steps=4)
+    plain, batches = trainer._passes.score_all, []
+
+    def broken(model, batch):
+        logps, reference = plain(model, batch)
+        reference[0, 0] = value
+        batches.append(batch)
+        return logps, reference
+
+    trainer._passes.score_all = broken
+    trainer.train()
+    assert [logs["steps/skipped"] for logs in trainer.state.log_history if "steps/skipped" in logs] == [1.0] * 4
+    advantages = batches[0]["advantages"]
+    assert (advantages[0] == 0).all() and advantages.isfinite().all()
+    assert (advantages[1:4] != 0).any(), "its siblings are compared with each other"
+
+
+def test_steps_that_stay_broken_stop_the_run_with_a_saved_state(make_trainer, tmp_path):
+    """A policy that has blown up trained on nothing for the rest of the night."""
+    from rloo_kit.errors import NonFiniteError
+
+    trainer = make_trainer(beta=0.5, max_steps=9, max_skipped_steps=2)
+
+    def broken(model, groups):
+        logps = trainer._score(model, groups, need_entropy=False).logps.detach()
+        return logps.fill_(torch.nan)
+
+    trainer._passes.reference = broken
+    with pytest.raises(NonFiniteError, match="2 steps in a row"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    assert (tmp_path / "run" / "checkpoint-1" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "steps_per_generation", "iterations", "on_policy"),
+    [(2, 2, 1, True), (2, 1, 1, True), (4, 2, 2, True), (2, 4, 1, False), (2, 2, 2, False), (1, 1, 2, False)],
+)
+def test_on_policy_is_recognised(accumulation, steps_per_generation, iterations, on_policy, make_trainer):
+    """Stop-gradient on stale completions would drop the importance ratio; the extra pass on fresh ones is only time."""
+    trainer = make_trainer(
+        gradient_accumulation_steps=accumulation, steps_per_generation=steps_per_generation, num_iterations=iterations
+    )
+    assert trainer._on_policy is on_policy
+
+
+def test_off_policy_run_clips_and_trains(make_trainer):
+    """With `num_iterations` above 1 the second pass over a batch must see a ratio that is not 1."""
+    trainer = make_trainer(num_iterations=3, learning_rate=0.3, max_steps=3, gradient_accumulation_steps=1, beta=0.0)
+    trainer.train()
+    ratios = [logs["val/ratio_var"] for logs in trainer.state.log_history if "val/ratio_var" in logs]
+    assert ratios[0] < 1e-9
+    assert max(ratios[1:]) > 1e-6
+
+
+def test_resume_goes_on_inside_a_window(make_trainer, tmp_path):
+    """TRL starts its micro-step counter at 0 again, so a run resumed between two rollouts mixes up its slices."""
+    options = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(max_steps=1, **options).train()
+    resumed = make_trainer(max_steps=3, **options)
+    steps = []
+    plain = resumed._prepare_inputs
+    resumed._prepare_inputs = lambda inputs: (steps.append(resumed._step), plain(inputs))[1]
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert steps == [1, 2]
+
+
+def test_resume_knows_that_a_pass_over_the_prompts_ends_with_a_short_step(make_trainer, tmp_path):
+    """A pass of 3 micro-steps at an accumulation of 2 is two steps; counted as 4 micro-steps, a resumed run cut every
+    later rollout at the wrong place and sampled each twice."""
+    options = {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    options |= {"generation_batch_size": None, "max_steps": 8}
+
+    def sampled_at(trainer, **keywords):
+        places, plain = [], trainer._roll_out
+        trainer._roll_out = lambda *a, **k: (places.append(trainer.state.global_step), plain(*a, **k))[1]
+        trainer.train_dataset = trainer.train_dataset.select(range(5))  # a window of 3 prompts, and 2 left over
+        trainer.train(**keywords)
+        return places
+
+    whole = sampled_at(make_trainer(**options))
+    assert whole == [0, 2, 4, 6]
+    again = sampled_at(make_trainer(**options), resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert again == [2, 4, 6]
+
+
+def test_training_again_in_the_process_it_was_cut_in_starts_clean(make_trainer):
+    """A Ctrl-C between the micro-steps of a step left its rows behind, and the next `train` took them for its own."""
+    trainer = make_trainer(gradient_accumulation_steps=4, max_steps=1)
+    micro_step, sizes = trainer.training_step, []
+
+    def cut(*arguments, **keywords):
+        if trainer._step == 2:
+            raise KeyboardInterrupt
+        return micro_step(*arguments, **keywords)
+
+    trainer.training_step = cut
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.training_step = micro_step
+    plain = trainer._compute_loss
+    trainer._compute_loss = lambda model, rows: (sizes.append(len(rows["lengths"]) if rows else 0), plain(model, rows))[
+        1
+    ]
+    trainer.train()
+    assert sizes == [0, 0, 0, 16]
+
+
+def test_a_broken_evaluation_skips_no_step(make_trainer):
+    """A NaN on a held-out prompt was charged to the training step after it, which was sound."""
+    trainer = make_trainer(beta=0.1, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
+    plain = trainer._passes.score_all
+
+    def broken(model, batch):
+        logps, reference = plain(model, batch)
+        return (logps if model.training else logps * torch.nan), reference
+
+    trainer._passes.score_all = broken
+    trainer.train()
+    skipped = [logs["steps/skipped"] for logs in trainer.state.log_history if "steps/skipped" in logs]
+    assert skipped == [0.0, 0.0]
+    assert any("eval_reward" in logs for logs in trainer.state.log_history)
+
+
+def test_shuffled_windows_hold_every_row(make_trainer):
+    """Several processes may share a group; cut by whole groups the rest of a process's rows was never trained on."""
+    trainer = make_trainer(num_iterations=2)
+    assert sorted(trainer._shuffle_rows(6)) == list(range(6))
+    order = trainer._shuffle_rows(8)
+    assert sorted(order) == list(range(8)) and order[0] % 4 == 0 and order[3] == order[0] + 3
+
+
+@pytest.mark.parametrize("wrapped_by", ["TRL", "us"])
+def test_the_adapter_of_a_quantised_model_stays_in_float32(wrapped_by, tiny_folder, tiny_tokenizer, tmp_path):
+    """TRL casts it to bf16, where 0.01 + 1e-6 is 0.01: a run at the default learning rate that never moves."""
+    from datasets import Dataset
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from rloo_kit.loop.options import RLOOConfig
+    from rloo_kit.loop.trainer import RLOOTrainer
+
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    if wrapped_by == "us":
+        base = AutoModelForCausalLM.from_pretrained(tiny_folder, quantization_config=four_bit, dtype=torch.float32)
+        arguments = {"model": get_peft_model(base, lora)}
+    else:
+        arguments = {"model": str(tiny_folder), "quantization_config": four_bit, "peft_config": lora}
+    trainer = RLOOTrainer(
+        **arguments,
+        reward_funcs=by_length,
+        args=RLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
+        train_dataset=Dataset.from_dict({"prompt": ["x"] * 8}),
+        processing_class=tiny_tokenizer,
+    )
+    assert trainer.model.is_loaded_in_4bit
+    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
+
+
+@pytest.mark.parametrize("engine", ["native", "generate"])
+def test_a_prompt_without_tokens_is_refused(engine, make_trainer):
+    """The engine met it as an index that is out of range, with nothing about the data set."""
+    trainer = make_trainer(rollout_engine=engine)
+    with pytest.raises(DataError, match="prompt 1 .* no tokens"):
+        trainer._roll_out([{"prompt": "1+1"}, {"prompt": ""}] * 4)
+
+
+def test_images_are_refused(make_trainer):
+    """The loop scores text only; an image column would be dropped on the way and the run would train blind."""
+    trainer = make_trainer()
+    with pytest.raises(DataError, match="image column"):
+        trainer._generate_and_score_completions([{"prompt": "x", "image": object()}])
+
+
+def test_a_reward_that_cannot_be_called_is_refused(make_trainer):
+    """`reward_funcs=0.5` used to fail steps later, inside the rollout."""
+    with pytest.raises(RewardError, match="0.5 is no reward"):
+        make_trainer(0.5)

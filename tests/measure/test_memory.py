@@ -1,0 +1,272 @@
+"""Measuring a plan: that what is measured is a run's own code at its longest, and that the figures move with it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit import load_config, plan_vram
+from rloo_kit.errors import BackendError
+from rloo_kit.plan.result import Machine
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+WORDS = [
+    "data.max_prompt_length=16", "rloo.max_completion_length=112", "model.max_seq_length=128", "rollout.rows=4",
+    "rloo.num_generations=4", "rloo.per_device_train_batch_size=8", "rloo.gradient_accumulation_steps=1",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def libraries() -> None:
+    """Loaded before anything is measured: they take more than what is."""
+    from rloo_kit._stack import load_stack
+
+    load_stack()
+
+
+@pytest.fixture
+def run(tiny_folder: Path) -> Any:
+    return load_config(CONFIGS / "arithmetic_thinking.yaml", *WORDS, f"model.name={tiny_folder}", "model.family=auto")
+
+
+@pytest.fixture
+def policy(run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from rloo_kit import load_policy
+
+    monkeypatch.setenv("RLOO_KIT_BACKEND", "transformers")
+    return load_policy(run)
+
+
+@pytest.fixture
+def calls(policy: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Sizes of the ids that the model's backbone was called with."""
+    backbone = policy.model.get_base_model().model
+    plain, seen = backbone.forward, []
+
+    def counted(*args: Any, **named: Any) -> Any:
+        ids = args[0] if args else named["input_ids"]
+        seen.append(tuple(ids.shape))
+        return plain(*args, **named)
+
+    monkeypatch.setattr(backbone, "forward", counted)
+    return seen
+
+
+def test_a_peak_is_seen_though_it_is_gone() -> None:
+    """Memory that is held for a moment is what an out-of-memory error is made of; a look afterwards misses it."""
+    import torch
+
+    from rloo_kit.measure.memory_peak import Peak
+    from rloo_kit.system.memory import resident_gib
+
+    with Peak() as peak:
+        before = resident_gib()  # what other tests left was given back on entering
+        torch.ones(2**27).sum()  # half a GiB
+    assert peak.gib - before == pytest.approx(0.5, abs=0.1) and resident_gib() - before < 0.1
+    with Peak() as after:
+        pass
+    assert after.gib < peak.gib - 0.3
+
+
+def test_a_peak_without_the_kernels_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some containers do not let a process reset its own peak."""
+    import torch
+
+    from rloo_kit.measure import memory_peak
+
+    def refuse(self: Path, *_args: Any, **_named: Any) -> None:
+        raise PermissionError(str(self))
+
+    monkeypatch.setattr(memory_peak.Path, "write_text", refuse)
+    with memory_peak.Peak() as peak:
+        before = memory_peak.resident_gib()
+        held = torch.ones(2**27)
+        for _ in range(5):
+            held.add_(1)
+        del held
+    assert peak.gib - before == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("engine", ["native", "generate"])
+def test_rows_are_decoded_at_their_end(
+    run: Any, policy: Any, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """A measurement that prefills whole rows measures the prefill; one that decodes from the start takes hours."""
+    from rloo_kit.measure.memory import measure_rollout
+
+    held: list[int] = []
+    if engine == "native":
+        from rloo_kit.rollout.kv_cache import SlotCache
+
+        begin = SlotCache.begin
+
+        def noted(self: Any, positions: list[int], device: Any) -> Any:
+            held.append(max(positions))
+            return begin(self, positions, device)
+
+        monkeypatch.setattr(SlotCache, "begin", noted)
+    run.rollout.engine = engine
+    assert measure_rollout(policy, run, rows=3, tokens=100) > 0
+    assert all(width <= 4 for _, width in calls), "whole rows were prefilled"
+    if engine == "native":
+        assert held[-64:] == list(range(35, 99))
+    else:
+        assert calls[-64:] == [(3, 1)] * 64
+    with pytest.raises(BackendError, match="take more than the 64 decoded"):
+        measure_rollout(policy, run, rows=3, tokens=64)
+    with pytest.raises(BackendError, match="and the model has"):
+        measure_rollout(policy, run, rows=3, tokens=10**6)
+    run.rollout.engine = "vllm"
+    with pytest.raises(BackendError, match="rollout.engine is vllm.*rollout.engine=auto"):
+        measure_rollout(policy, run, rows=3, tokens=100)
+
+
+def test_decoding_from_a_filled_cache_attends_to_it(run: Any, policy: Any) -> None:
+    """An engine that measures with an empty cache finds that everything fits. With keys and values of one token in all
+    places the logits are not those without any."""
+    import torch
+
+    from rloo_kit.measure.full_caches import fill_cache
+
+    class Engine:
+        cache, _model = "plain", policy.model.get_base_model()
+
+    ids = torch.tensor([[7], [8]])
+    with torch.no_grad():
+        filled = fill_cache(Engine, 2, 31)
+        assert filled.get_seq_length() == 30 and filled.layers[0].keys.shape[:1] == (2,)
+        assert filled.layers[0].keys.untyped_storage().nbytes() < 30 * 2 * 64, "views, not copies"
+        position = torch.tensor([[30], [30]])
+        with_cache = Engine._model(ids, past_key_values=filled, position_ids=position).logits
+        without = Engine._model(ids, position_ids=position).logits
+    assert not torch.allclose(with_cache, without, atol=1e-3)
+    assert filled.get_seq_length() == 31
+
+
+def test_memory_grows_with_rows_and_shrinks_with_8_bits(run: Any, policy: Any) -> None:
+    """Bytes of the tensors themselves: resident memory of a model this small is noise."""
+    from rloo_kit.measure import memory as vram_measure
+    from rloo_kit.rollout.kv_cache import SlotCache
+
+    most: dict[Any, int] = {}
+
+    def measure(rows: int, cache: str) -> int:
+        held: list[int] = []
+        plain = SlotCache.begin
+
+        def noted(self: Any, *args: Any) -> Any:
+            found = plain(self, *args)
+            held.append(self.nbytes)
+            return found
+
+        SlotCache.begin = noted
+        try:
+            vram_measure.measure_rollout(policy, run, rows, 120, cache)
+        finally:
+            SlotCache.begin = plain
+        return max(held)
+
+    for rows in (2, 4):
+        for cache in ("plain", "int8"):
+            most[rows, cache] = measure(rows, cache)
+    assert most[4, "plain"] == 2 * most[2, "plain"]
+    assert most[4, "int8"] < 0.5 * most[4, "plain"]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_training_is_measured_in_its_largest_pass(
+    run: Any, policy: Any, calls: list[tuple[int, ...]], beta: float
+) -> None:
+    """With a KL penalty a pass is a whole group; a measurement of single sequences says that it fits. Two steps, for
+    the optimizer's state; the adapter "ref" and the gradients are gone afterwards."""
+    from rloo_kit.measure.memory import _load_of, _rows_of_a_pass, measure_training
+
+    run.rloo.beta, run.rloo.tokens_per_pass = beta, 300
+    load = _load_of(run, policy)
+    generations, rows = _rows_of_a_pass(load)
+    assert (generations, rows) == ((4, 4) if beta else (3, 3))
+    before = {name: value.detach().clone() for name, value in policy.model.named_parameters() if value.requires_grad}
+    calls.clear()
+    assert measure_training(policy, run) > 0
+    largest = max(height * width for height, width in calls)
+    group = 16 + generations * 112  # the prompt once for all
+    assert largest == (group if beta else 16 + 2 * 112)
+    moved = [
+        name for name, value in policy.model.named_parameters() if name in before and not value.equal(before[name])
+    ]
+    assert moved and not policy.model.training
+    assert all(value.grad is None for value in policy.model.parameters())
+    assert list(policy.model.peft_config) == ["default"]
+
+
+def test_a_checkpoint_of_the_true_shape(tiny_folder: Path, tmp_path: Path) -> None:
+    """Sizes have to be the model's own to the last tensor, else what is measured is another model's memory."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from rloo_kit.measure import random_checkpoint
+    from rloo_kit.plan.shapes import find_shape
+
+    run = load_config(CONFIGS / "qwen3_4b_thinking_12gb.yaml", model={"name": str(tiny_folder)})
+    whole = random_checkpoint.SHARD_BYTES
+    random_checkpoint.SHARD_BYTES = 20_000  # several shards
+    try:
+        folder = random_checkpoint.save_random_checkpoint(run, tmp_path / "random")
+    finally:
+        random_checkpoint.SHARD_BYTES = whole
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    real = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    made, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    sizes = {name: value.shape for name, value in real.state_dict().items()}
+    assert {name: value.shape for name, value in made.state_dict().items()} == sizes
+    assert made.num_parameters() == find_shape(run).num_weights and made.dtype.itemsize == 2
+    weights = made.model.layers[0].mlp.up_proj.weight.float()
+    assert 0.01 < weights.std() < 0.03 and made.model.norm.weight.float().unique().tolist() == [1.0]
+    assert AutoTokenizer.from_pretrained(folder)("</think>")["input_ids"] == [260]
+
+
+def test_without_room_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A checkpoint of 8 GB on a disk with 5 fills it, and takes other programs down with it."""
+    from types import SimpleNamespace
+
+    from rloo_kit.measure import random_checkpoint
+
+    monkeypatch.setattr(random_checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 2**30))
+    run = load_config(CONFIGS / "qwen3_4b_thinking_12gb.yaml")
+    with pytest.raises(BackendError, match="takes 7.5 GiB, and .* has 5.0 GiB free: set TMPDIR"):
+        random_checkpoint.save_random_checkpoint(run, tmp_path / "random")
+    assert not list((tmp_path / "random").iterdir())
+
+
+def test_what_is_not_here_is_not_measured(run: Any) -> None:
+    """A plan for a card, measured on a CPU, would be a figure for nothing; without a card to refuse them, gigabytes
+    too many are the end of other programs."""
+    from dataclasses import replace
+
+    from rloo_kit.measure.memory import measure_plan
+
+    plan = plan_vram(run)
+    with pytest.raises(BackendError, match="which is not here: measure without --card-gib"):
+        measure_plan(run, plan_vram(run, card_gib=24))
+    small = replace(plan, machine=Machine("the CPU", 0.5, 0.3, False))
+    with pytest.raises(BackendError, match="GiB and this machine has 0.2"):
+        measure_plan(run, small)
+
+
+@pytest.mark.slow
+def test_the_command(tiny_folder: Path) -> None:
+    """One command for the card at hand: random weights of the shape, every cache that the engine keeps, training; what
+    was computed beside it, and JSON that is nothing but JSON."""
+    words = [*WORDS, f"model.name={tiny_folder}", "model.family=auto"]
+    command = [sys.executable, "-m", "rloo_kit.cli", "plan", str(CONFIGS / "arithmetic_thinking.yaml"), *words]
+    done = subprocess.run([*command, "--measure", "--json"], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    parts = [(one["what"], one["cache"], one["rows"], one["tokens"]) for one in found["measured"]]
+    assert parts == [("rollout", "plain", 4, 128), ("rollout", "int8", 4, 128), ("training", None, 8, 128)]
+    for one in found["measured"]:
+        assert one["error"] is None and 0.2 < one["measured_gib"] < 2 and one["computed_gib"] > 0.5
+    assert "random weights of the shape" in done.stderr and "computed beside measured" in done.stderr

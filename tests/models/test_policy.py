@@ -1,0 +1,451 @@
+"""Loading, continuing and saving policies through transformers + PEFT, and what is refused before weights are read."""
+
+import json
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rloo_kit.config.run import load_config
+from rloo_kit.errors import BackendError
+
+RUN = """\
+model: {name: %s}
+data: {source: embedded/addition, max_prompt_length: 64}
+rewards: [{name: thinking_reward}]
+rloo: {max_steps: 1, max_completion_length: 32}
+"""
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, tiny_folder: Path) -> Any:
+    """`make_run(*overrides, name=...)`: a run on the tiny checkpoint."""
+
+    def build(*overrides: str, name: object = tiny_folder) -> Any:
+        file = tmp_path / "run.yaml"
+        file.write_text(RUN % json.dumps(str(name)))
+        return load_config(file, *overrides)
+
+    return build
+
+
+def load(run: Any) -> Any:
+    from rloo_kit.models.policy import load_policy
+
+    return load_policy(run)
+
+
+def logits(policy: Any) -> Any:
+    import torch
+
+    ids = torch.tensor([[10, 20, 30, 40, 50, 60]])
+    with policy.inference_mode():
+        return policy.model(input_ids=ids).logits
+
+
+def train_a_little(policy: Any) -> None:
+    """Two steps of plain gradient descent on a fixed text, so that the adapter is no longer the identity."""
+    import torch
+
+    ids = torch.tensor([[10, 20, 30, 40, 50, 60]])
+    trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=0.02)
+    policy.model.train()
+    for _ in range(2):
+        policy.model(input_ids=ids, labels=ids).loss.backward()
+        assert any(parameter.grad is not None and parameter.grad.any() for parameter in trained)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_only_the_adapter_is_trained(make_run: Any) -> None:
+    """PEFT leaves the base as it finds it: a base whose weights still ask for gradients doubles the memory."""
+    policy = load(make_run())
+    trained = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+    projections = {name.split(".lora_")[0].rpartition(".")[2] for name in trained}
+    assert projections == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert policy.model.peft_config["default"].r == 16 and policy.model.peft_config["default"].lora_alpha == 16
+
+
+def test_the_policy_says_what_it_is(make_run: Any) -> None:
+    """A run on the CPU because the driver was missing looked like a slow card: the reason belongs into the log."""
+    from rloo_kit.system import environment
+
+    policy = load(make_run())
+    assert policy.backend == "transformers" and policy.reason == environment.current().backend_reason
+    assert policy.family == "thinking" and policy.tags.end_id == 260
+    text = policy.describe()
+    assert "Qwen3ForCausalLM" in text and "M trained" in text and policy.reason in text and "4-bit" not in text
+
+
+def test_forced_transformers_is_the_reason(make_run: Any) -> None:
+    """With the key set, "no card" would send the reader to the wrong place."""
+    assert load(make_run("model.backend=transformers")).reason == "model.backend asks for it"
+
+
+def test_without_lora_every_parameter_is_trained_and_saved(make_run: Any, tmp_path: Path) -> None:
+    """`lora: null` once gave a frozen model whose loss had no gradient."""
+    from rloo_kit.models.policy import save_adapter
+
+    policy = load(make_run("model.lora=null"))
+    assert not hasattr(policy.model, "peft_config")
+    assert all(parameter.requires_grad for parameter in policy.model.parameters())
+    train_a_little(policy)
+    folder = save_adapter(policy, tmp_path / "whole")
+    assert (logits(load(make_run("model.lora=null", name=folder))) == logits(policy)).all()
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_4bit_on_the_cpu_trains_and_continues(make_run: Any, tmp_path: Path) -> None:
+    """4-bit is the path of every card below 16 GB; the CPU runs the same code, so it is tested for real here."""
+    import torch
+    from bitsandbytes.nn import Linear4bit
+
+    from rloo_kit.models.policy import save_adapter
+
+    run = make_run("model.load_in_4bit=true")
+    policy = load(run)
+    layers = [module for module in policy.model.modules() if isinstance(module, Linear4bit)]
+    assert len(layers) == 14  # seven projections in each of two layers
+    assert layers[0].weight.quant_state.quant_type == "nf4" and layers[0].weight.quant_state.nested
+    assert "in 4-bit" in policy.describe()
+    trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
+    assert trained and {parameter.dtype for parameter in trained} == {torch.float32}
+    packed = [layer.weight.data.clone() for layer in layers]
+    before = logits(policy)
+    policy.model.train()
+    assert torch.equal(policy.model(input_ids=torch.tensor([[10, 20, 30, 40, 50, 60]])).logits, before)
+    train_a_little(policy)
+    assert not torch.allclose(logits(policy), before)
+    # bitsandbytes repacks its weights at the first call in eval mode, with coarser scales, on CPUs that can do bf16
+    assert all(torch.equal(layer.weight.data, old) for layer, old in zip(layers, packed, strict=True))
+    assert layers[0].weight.quant_state.nested
+    adapter = save_adapter(policy, tmp_path / "adapter")
+    again = load(make_run("model.load_in_4bit=true", f"model.adapter={adapter}"))
+    assert torch.equal(logits(again), logits(policy))
+
+
+def test_adapter_is_float32_over_a_bfloat16_base(make_run: Any) -> None:
+    """0.01 - 1e-6 is 0.01 in bfloat16: an adapter in the base's dtype did not move at TRL's learning rate."""
+    import torch
+
+    policy = load(make_run("model.dtype=bfloat16"))
+    dtypes = {parameter.requires_grad: parameter.dtype for parameter in policy.model.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+
+
+@pytest.mark.parametrize("as_name", [False, True])
+def test_an_adapter_is_continued_and_not_wrapped_twice(make_run: Any, tmp_path: Path, as_name: bool) -> None:
+    """A second wrapping starts a fresh adapter on top, trains that one and saves it: the first run's work is lost."""
+    import torch
+
+    from rloo_kit.models.policy import save_adapter
+
+    policy = load(make_run("model.lora.r=4"))
+    train_a_little(policy)
+    adapter = save_adapter(policy, tmp_path / "adapter")
+    assert not (adapter / "config.json").exists()
+    run = make_run(name=adapter) if as_name else make_run(f"model.adapter={adapter}")
+    again = load(run)
+    assert list(again.model.peft_config) == ["default"] and again.model.peft_config["default"].r == 4
+    assert not any("base_model.model.base_model" in name for name, _ in again.model.named_parameters())
+    assert torch.equal(logits(again), logits(policy))
+    train_a_little(again)
+    assert not torch.equal(logits(again), logits(policy))
+
+
+def test_saving_leaves_the_reference_copy_behind(make_run: Any, tmp_path: Path) -> None:
+    """TRL adds a second adapter "ref"; PEFT's plain save wrote it beside the first, and a merge took the wrong one."""
+    from rloo_kit.models.policy import save_adapter
+
+    policy = load(make_run())
+    policy.model.add_adapter("ref", policy.model.peft_config["default"])
+    names = {path.name for path in save_adapter(policy, tmp_path / "adapter").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names and "ref" not in names
+
+
+def test_the_same_seed_gives_the_same_adapter(make_run: Any) -> None:
+    """Two runs of one configuration differed by their adapters' first weights."""
+    import torch
+
+    first, second, other = (
+        load(make_run(f"run.seed={seed}")).model.state_dict()[
+            "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
+        ]
+        for seed in (3, 3, 4)
+    )
+    assert torch.equal(first, second) and not torch.equal(first, other)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(make_run: Any) -> None:
+    """Checkpointing over a frozen embedding needs its outputs to ask for gradients, or LoRA gets none at all."""
+    import torch
+
+    ids = torch.tensor([[10, 20, 30, 40]])
+    gradients = []
+    for value in ("false", "true", "unsloth"):
+        policy = load(make_run(f"model.gradient_checkpointing={value}"))
+        expected = {"gradient_checkpointing": value != "false"}
+        if value != "false":
+            expected["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+        assert policy.config_arguments == expected
+        assert policy.model.get_base_model().is_gradient_checkpointing is (value != "false")
+        policy.model.train()
+        policy.model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append(
+            policy.model.get_submodule("base_model.model.model.layers.0.mlp.up_proj.lora_B.default").weight.grad
+        )
+    assert gradients[0].any()
+    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
+
+
+def test_inference_mode_puts_the_mode_back(make_run: Any) -> None:
+    """Evaluation in the middle of a run left the model in eval mode: dropout and checkpointing off from then on."""
+    import torch
+
+    policy = load(make_run())
+    policy.model.train()
+    with policy.inference_mode():
+        assert not policy.model.training and not torch.is_grad_enabled()
+    assert policy.model.training and torch.is_grad_enabled()
+    policy.model.eval()
+    with pytest.raises(ZeroDivisionError), policy.inference_mode():
+        raise ZeroDivisionError
+    assert not policy.model.training and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("pad_token", [None, "<|im_end|>"])
+def test_pad_token_is_not_the_end_token(make_run: Any, tiny_folder: Path, tmp_path: Path, pad_token: Any) -> None:
+    """With pad = end every padded completion looks ended, and the end of the others is masked out of the loss."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["pad_token"] = pad_token
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    policy = load(make_run(name=folder))
+    assert policy.tokenizer.pad_token == "<|endoftext|>" and policy.tokenizer.padding_side == "left"
+    assert policy.model.config.pad_token_id == policy.model.generation_config.pad_token_id == 256
+
+
+def refused(run: Any) -> str:
+    with pytest.raises(BackendError) as caught:
+        load(run)
+    return str(caught.value)
+
+
+def test_missing_folder_is_named(make_run: Any, tmp_path: Path) -> None:
+    """A mistyped path was looked up on the hub, and the error spoke of a token."""
+    assert "there is no such folder" in refused(make_run(name=tmp_path / "nowhere"))
+
+
+def test_folder_without_a_model_is_named(make_run: Any, tmp_path: Path) -> None:
+    """A run's folder instead of its adapter's gave a traceback about `model_type`."""
+    text = refused(make_run(name=tmp_path))
+    assert str(tmp_path) in text and "config.json" in text and "model.name" in text
+
+
+def test_hub_model_that_is_not_there(make_run: Any) -> None:
+    """Offline, or with a wrong name: the message has to name the key, not only the file that was looked for."""
+    assert "model.name = nobody/nothing" in refused(make_run(name="nobody/nothing"))
+
+
+def test_adapter_folder_that_is_none(make_run: Any, tmp_path: Path) -> None:
+    text = refused(make_run(f"model.adapter={tmp_path}"))
+    assert "adapter_config.json" in text and "model.adapter" in text
+
+
+def test_adapter_of_the_embedded_model_from_another_machine(make_run: Any, tmp_path: Path) -> None:
+    """The base was looked for under the home of whoever trained the adapter, and the adapter was refused."""
+    import json
+
+    from rloo_kit.embedded import model as tiny_model
+    from rloo_kit.models.checkpoint import find_source
+
+    base = tiny_model.build(steps=1, report=lambda line: None)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"/nowhere/{base.name}"}))
+    source = find_source(make_run(name=tmp_path))
+    assert (source.base, source.adapter) == (str(base), str(tmp_path))
+
+
+def save_small_adapter(make_run: Any, folder: Path) -> Path:
+    from rloo_kit.models.policy import save_adapter
+
+    return save_adapter(load(make_run("model.lora.r=2")), folder)
+
+
+def test_adapter_of_another_base_is_refused(make_run: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    """Sizes alone do not tell Qwen3-4B-Thinking from Qwen3-4B-Instruct: the adapter loads and the answers are noise."""
+    adapter = save_small_adapter(make_run, tmp_path / "adapter")
+    other = tmp_path / "another_model"
+    shutil.copytree(tiny_folder, other)
+    text = refused(make_run(f"model.adapter={adapter}", name=other))
+    assert str(tiny_folder) in text and str(other) in text and "base_model_name_or_path" in text
+
+
+def test_4bit_copy_of_a_model_shares_its_adapters(make_run: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    """Unsloth's 4-bit copies carry the base's name and an ending; an adapter fits both."""
+    adapter = save_small_adapter(make_run, tmp_path / "adapter")
+    copy = tmp_path / f"{tiny_folder.name}-unsloth-bnb-4bit"
+    shutil.copytree(tiny_folder, copy)
+    assert load(make_run(f"model.adapter={adapter}", name=copy)).model.peft_config["default"].r == 2
+
+
+def test_adapter_that_does_not_fit_is_refused(
+    make_run: Any, make_tiny_model: Any, tiny_folder: Path, tmp_path: Path
+) -> None:
+    adapter = save_small_adapter(make_run, tmp_path / "adapter")
+    wider = tmp_path / tiny_folder.name  # the same name, other sizes
+    shutil.copytree(tiny_folder, wider)
+    make_tiny_model(hidden_size=48).save_pretrained(wider)
+    text = refused(make_run(f"model.adapter={adapter}", name=wider))
+    assert "does not fit" in text and "size mismatch" in text
+
+
+def test_adapter_whose_base_has_moved(make_run: Any, tmp_path: Path) -> None:
+    """The adapter remembers a path; after a move the message has to say which keys bring the two together again."""
+    adapter = save_small_adapter(make_run, tmp_path / "adapter")
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "/gone/model"}))
+    text = refused(make_run(name=adapter))
+    assert "/gone/model" in text and "model.name" in text and f"model.adapter={adapter}" in text
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": None}))
+    assert "names no base model" in refused(make_run(name=adapter))
+
+
+def test_two_adapters_are_one_too_many(make_run: Any, tmp_path: Path) -> None:
+    adapter = save_small_adapter(make_run, tmp_path / "adapter")
+    text = refused(make_run(f"model.adapter={tmp_path}", name=adapter))
+    assert str(adapter) in text and "names another" in text
+
+
+def test_adapter_and_full_training_contradict(make_run: Any, tmp_path: Path) -> None:
+    adapter = save_small_adapter(make_run, tmp_path / "adapter")
+    text = refused(make_run(f"model.adapter={adapter}", "model.lora=null"))
+    assert "model.lora is null" in text and "model.lora={}" in text
+
+
+def test_4bit_weights_cannot_be_trained(make_run: Any) -> None:
+    text = refused(make_run("model.load_in_4bit=true", "model.lora=null"))
+    assert "cannot be trained" in text and "model.load_in_4bit=false" in text and "model.lora={}" in text
+
+
+def test_a_quantised_checkpoint_cannot_be_trained_whole(make_run: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    """A checkpoint that brings its own 4-bit weights needs no key to be quantised."""
+    folder = tmp_path / "model-bnb-4bit"
+    shutil.copytree(tiny_folder, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": quantised}))
+    text = refused(make_run("model.lora=null", name=folder))
+    assert "cannot be trained" in text and "not quantised" in text
+
+
+def test_4bit_without_bitsandbytes(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers says `pip install -U bitsandbytes` after it has read the whole checkpoint."""
+    monkeypatch.setattr("rloo_kit.models.transformers.find_spec", lambda name: None)
+    text = refused(make_run("model.load_in_4bit=true"))
+    assert "bitsandbytes is not installed" in text and "model.load_in_4bit=false" in text
+
+
+def test_lora_on_modules_that_are_not_there(make_run: Any) -> None:
+    assert "model.lora.target_modules" in refused(make_run("model.lora.target_modules=[c_attn]"))
+
+
+def test_lengths_beyond_the_model(make_run: Any) -> None:
+    """Unsloth answers a length beyond the model's positions by stretching the rotary embedding, without a word."""
+    text = refused(make_run("rloo.max_completion_length=449"))
+    assert "512 positions" in text and "64 + 449 = 513" in text
+
+
+@pytest.mark.skipif("unsloth" in sys.modules, reason="Unsloth is in this process")
+@pytest.mark.parametrize("installed", [False, True])
+def test_unsloth_forced_where_it_cannot_run(make_run: Any, monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    """Unsloth's own error for a missing card is a traceback of NotImplementedError in the middle of its import."""
+    spec = SimpleNamespace() if installed else None
+    monkeypatch.setattr("rloo_kit.models.unsloth.find_spec", lambda name: spec)
+    text = refused(make_run("model.backend=unsloth"))
+    assert text.startswith("model.backend is unsloth, but ") and "model.backend=transformers" in text
+    assert ("rloo-kit doctor" in text) is installed and ("pip install -e '.[gpu]'" in text) is not installed
+
+
+def test_unsloth_does_not_train_every_parameter(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `lora: null` and Unsloth there, auto takes the backend that can, and forcing Unsloth says why not."""
+    from rloo_kit.models import policy as backends
+
+    stack = SimpleNamespace(unsloth=object())
+    name, reason = backends._choose(make_run("model.lora=null"), stack)
+    assert name == "transformers" and "model.lora is null" in reason
+    assert backends._choose(make_run(), stack)[0] == "unsloth"
+    with pytest.raises(BackendError, match="model.lora is null"):
+        backends._choose(make_run("model.lora=null", "model.backend=unsloth"), stack)
+    monkeypatch.setattr(backends, "_loaded", {"unsloth"})
+    with pytest.raises(BackendError, match="restart the kernel"):
+        backends._choose(make_run("model.backend=transformers"), stack)
+
+
+def test_vllm_beside_unsloth_is_asked_for_by_the_engine(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the error came from inside Unsloth, after the download of the model."""
+    from rloo_kit.models import unsloth
+
+    run = make_run("rollout.engine=vllm", "model.lora.r=8")
+    assert unsloth._vllm_arguments(make_run()) == {}
+    assert unsloth._vllm_arguments(make_run("rollout.engine=vllm", "rollout.server_url=http://node1:8000")) == {}
+    monkeypatch.setattr(unsloth, "find_spec", lambda name: None)
+    with pytest.raises(BackendError, match="rollout.engine is vllm, but vLLM is not installed.*rollout.engine=auto"):
+        unsloth._vllm_arguments(run)
+    monkeypatch.setattr(unsloth, "find_spec", lambda name: object())
+    assert unsloth._vllm_arguments(run) == {"fast_inference": True, "max_lora_rank": 8}
+
+
+def test_trainer_settings_are_put_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The trainer that Unsloth writes turns padding to the right and mixed precision on, in its constructor; where
+    bf16 was asked for it had evaluation cast the whole model, adapter included, to bf16 in place."""
+    import os
+
+    from rloo_kit.models import unsloth
+    from rloo_kit.models.policy import keep_settings
+
+    args = SimpleNamespace(bf16=False, fp16=False, bf16_full_eval=False, fp16_full_eval=False, eval_strategy="no")
+    tokenizer = SimpleNamespace(padding_side="left")
+    with keep_settings(args, tokenizer):
+        tokenizer.padding_side = "right"
+    assert tokenizer.padding_side == "left"
+    assert capsys.readouterr().out == "kept, where Unsloth would change it: padding_side left (Unsloth: right)\n"
+    monkeypatch.delenv(unsloth.PRECISION_VARIABLE, raising=False)
+    with unsloth.keep_arguments(args) as changes:
+        assert os.environ[unsloth.PRECISION_VARIABLE] == "bfloat16"
+        args.bf16_full_eval, args.eval_strategy = True, "steps"
+    assert unsloth.PRECISION_VARIABLE not in os.environ
+    assert (args.bf16_full_eval, args.eval_strategy) == (False, "no")
+    assert [change.name for change in changes] == ["mixed precision", "bf16_full_eval", "eval_strategy"]
+    assert str(changes[1]) == "bf16_full_eval False (Unsloth: True)"
+    args.bf16 = True
+    with unsloth.keep_arguments(args) as changes:
+        assert unsloth.PRECISION_VARIABLE not in os.environ
+        args.bf16_full_eval = True
+    assert args.bf16_full_eval is False and [change.name for change in changes] == ["bf16_full_eval"]
+
+
+@pytest.mark.parametrize(("wanted", "threads"), [(None, 1), ("2", 2)])
+def test_an_embedded_model_takes_one_thread(wanted, threads, make_run, tiny_folder, monkeypatch):
+    """Two threads that wait for each other made a demo of two minutes last twenty on a busy machine."""
+    import torch
+
+    from rloo_kit.embedded import model as tiny_model
+
+    monkeypatch.setattr(tiny_model, "build", lambda *_, **__: tiny_folder)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if wanted:
+        monkeypatch.setenv("OMP_NUM_THREADS", wanted)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        load(make_run(name="embedded/thinking"))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

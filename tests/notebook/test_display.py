@@ -1,0 +1,350 @@
+"""What a notebook shows: it has to read well on a light and on a dark ground, saved, and as text alone."""
+
+import base64
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rloo_kit.errors import ConfigError
+from rloo_kit.notebook import completion_cards
+from rloo_kit.notebook.display import plot_training, show_completions
+from rloo_kit.results import notebook_figures
+from rloo_kit.results.evaluation import Evaluation
+
+HOSTILE = "</pre></div><script>alert(1)</script><img src=x onerror=alert(2)> \x00\x1b[31m & $x^2$ ünïcode 你好"
+GROUNDS = {"white": "#ffffff", "JupyterLab dark": "#111111", "a code host's dark": "#0d1117"}
+# Properties that JupyterLab's sanitiser leaves in the outputs of a notebook that is not trusted, with these values.
+SURVIVES = re.compile(
+    r"border(-left)?: \dpx solid rgba\(128, 128, 128, 0\.4\)|border-radius: 6px|"
+    r"(padding|margin)(: \d+(px)?)( \d+(px)?){0,3}|"
+    r"display: flex|flex-wrap: wrap|gap: 12px|flex: 1 1 280px|min-width: 0|white-space: pre-wrap|word-break: normal|"
+    r"overflow-wrap: break-word|max-height: 16em|overflow-y: auto|background-color: transparent|font-family: monospace|"
+    r"font-size: \d+px|line-height: 1\.4|color: #[0-9a-f]{6}|text-align: left"
+)
+
+
+def result_of(rows: list[dict[str, Any]]) -> Any:
+    return SimpleNamespace(metrics=rows)
+
+
+def thinking_rows(steps: int, **more: float) -> list[dict[str, Any]]:
+    row = {"thinking/mean_length": 20.0, "thinking/closed_ratio": 0.9, "completions/mean_length": 26.0, "loss": 0.0}
+    row |= {"completions/clipped_ratio": 0.1} | more
+    return [{"step": step, "reward": step / steps} | row for step in range(1, steps + 1)]
+
+
+def make_sample(prompt: str, **changes: Any) -> dict[str, Any]:
+    sample = {"prompt": prompt, "thinking": "2+4=6", "answer": "46", "gold": "46", "correct": True, "ended": True}
+    return sample | {"closed": True, "tokens": 9, "thinking_tokens": 5} | changes
+
+
+def make_evaluation(*samples: dict[str, Any], label: str = "") -> Evaluation:
+    return Evaluation(label, 10, 1, 1.0, 48, samples=list(samples))
+
+
+def luminance(color: str) -> float:
+    channels = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG 2 defines it."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+class Page(HTMLParser):
+    """Tags, styles and texts of a fragment; every tag is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.styles: set[str] = set()
+        self.texts: list[tuple[str, str]] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.styles |= {part.strip() for part in (dict(attrs).get("style") or "").split(";") if part.strip()}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((self.open[-1], data))
+
+
+def html_of(display: Any) -> str:
+    return display._repr_mimebundle_()["text/html"]
+
+
+@pytest.mark.parametrize("ground", GROUNDS)
+@pytest.mark.parametrize(
+    "color",
+    [notebook_figures.INK, notebook_figures.LINE, completion_cards.INK, completion_cards.RIGHT, completion_cards.WRONG],
+)
+def test_colors_read_well_on_either_ground(color: str, ground: str) -> None:
+    """Black axes on JupyterLab's dark ground are invisible, and so are pale ones in a saved page."""
+    assert contrast(color, GROUNDS[ground]) >= 4.0
+
+
+def test_image_is_transparent_and_has_no_other_colors() -> None:
+    """A white box in a dark notebook, or one label left black: seen in the pixels, not in the settings."""
+    from PIL import Image
+
+    bundle, metadata = plot_training(result_of(thinking_rows(30, kl=0.01)))._repr_mimebundle_()
+    image = Image.open(io.BytesIO(base64.b64decode(bundle["image/png"])))
+    assert image.mode == "RGBA" and image.getpixel((0, 0))[3] == 0
+    assert image.width == 2 * metadata["image/png"]["width"] == 2 * notebook_figures.WIDTH_PX
+    opaque = {pixel[:3] for _, pixel in image.getcolors(2**24) if pixel[3] == 255}
+    inks = [
+        tuple(int(color[n : n + 2], 16) for n in (1, 3, 5)) for color in (notebook_figures.INK, notebook_figures.LINE)
+    ]
+    for pixel in opaque:  # a pixel where the two meet is between them
+        assert all(min(a, b) - 3 <= value <= max(a, b) + 3 for value, a, b in zip(pixel, *inks, strict=True)), pixel
+    assert set(inks) <= opaque
+    clear = sum(count for count, pixel in image.getcolors(2**24) if pixel[3] == 0)
+    assert clear > 0.85 * image.width * image.height
+
+
+def test_plot_of_a_thinking_model() -> None:
+    """The four curves; the text says what they show, because a log and a screen reader have nothing else."""
+    plot = plot_training(result_of(thinking_rows(30, kl=0.01)))
+    assert [title for title, *_ in plot.curves] == [
+        "Reward", "KL to the reference, nats a token", "Thinking tokens", "Share that closes its thinking"
+    ]  # fmt: skip
+    assert plot.curves[0][1][:2] == [(1, 1 / 30), (2, 2 / 30)] and plot.notes == []
+    assert (
+        repr(plot)
+        == plot.summary
+        == (
+            "steps 1 to 30 (means of the first and the last 5): reward 0.100 -> 0.933, KL to the reference 0.0100 -> "
+            "0.0100, thinking tokens 20.0 -> 20.0, share that closes its thinking 90.0% -> 90.0%"
+        )
+    )
+    data, metadata = plot._repr_mimebundle_()
+    assert data["text/plain"] == metadata["image/png"]["alt"] == plot.summary
+    assert base64.b64decode(data["image/png"]) == plot.png and plot.png.startswith(b"\x89PNG")
+
+
+def test_without_kl_it_says_so() -> None:
+    """An empty panel looked like a KL of zero."""
+    plot = plot_training(result_of(thinking_rows(3)))
+    assert len(plot.curves) == 3 and "KL not measured: rloo.beta is 0" in plot.summary
+    with_note, without = (notebook_figures.draw_curves(plot.curves, note) for note in (plot.notes[0], ""))
+    assert plot.png == with_note != without
+
+
+def test_plot_of_a_model_that_does_not_think() -> None:
+    """Completion length instead; one stray tag in 80 steps once made a thinking model of it."""
+    rows = [{key: value for key, value in row.items() if "thinking" not in key} for row in thinking_rows(8)]
+    rows[3] |= {"thinking/mean_length": 4.0, "thinking/closed_ratio": 0.0}
+    plot = plot_training(result_of(rows))
+    assert [title for title, *_ in plot.curves] == ["Reward", "Completion tokens", "Share truncated"]
+    assert "completion tokens 26.0 -> 26.0, share truncated 10.0% -> 10.0%" in plot.summary
+
+
+@pytest.mark.parametrize(
+    ("rows", "summary"),
+    [
+        ([], "no step was logged, so there is nothing to plot"),
+        ([{"loss": 1.0}], "no step was logged, so there is nothing to plot"),
+        (thinking_rows(1, kl=0.5)[:1], "step 1: reward 1.000, KL to the reference 0.5000, thinking tokens 20.0, share"),
+        ([{"step": 1, "reward": None}], "step 1: Reward: 1 of 1 steps without a finite number; KL not measured"),
+        ([{"step": 4, "loss": 0.0}], "step 4: reward not logged; KL not measured: rloo.beta is 0; completion"),
+        ([{"step": 1, "reward": 0.0, "kl": math.nan}, {"step": 2, "reward": math.inf, "kl": None}],
+         "steps 1 to 2: reward 0.000; Reward: 1 of 2 steps without a finite number; KL to the reference, nats a tok"),
+    ],
+)  # fmt: skip
+def test_plot_of_hardly_anything(rows: list[dict[str, Any]], summary: str) -> None:
+    """A run stopped at once, a metric that was not finite (null in metrics.jsonl): a clear line, no empty axes."""
+    plot = plot_training(result_of(rows))
+    assert plot.summary.startswith(summary)
+    data, metadata = plot._repr_mimebundle_()
+    assert ("image/png" in data) == bool(plot.curves) == bool(metadata)
+    assert plot.png is None or plot.png.startswith(b"\x89PNG")
+
+
+def test_plot_of_a_resumed_run() -> None:
+    """Steps that were done again are there once, in order, as they were done last."""
+    rows = [{"step": step, "reward": value} for step, value in ((1, 0.1), (3, 0.3), (2, 0.2), (3, 0.4))]
+    assert plot_training(result_of(rows)).curves[0][1] == [(1, 0.1), (2, 0.2), (3, 0.4)]
+
+
+def test_plots_leave_no_state_behind() -> None:
+    """pyplot keeps every figure alive and picks a backend for the whole process; settings leaked once."""
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    images = {plot_training(result_of(thinking_rows(25))).png for _ in range(3)}
+    assert len(images) == 1 and dict(matplotlib.rcParams) == before
+    code = (
+        "import sys, types\nimport rloo_kit as kit\nrows = [{'step': n, 'reward': n} for n in range(3)]\n"
+        "kit.plot_training(types.SimpleNamespace(metrics=rows)).png\n"
+        "assert 'matplotlib.pyplot' not in sys.modules and 'IPython' not in sys.modules and 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "steps 0 to 2: reward 0.000 -> 2.000; KL not measured: rloo.beta is 0; " + (
+        "completion tokens not logged; share truncated not logged\n"
+    )
+
+
+def test_completions_side_by_side() -> None:
+    """Prompt, right answer, thinking and answer apart, and whether it is right; the same prompt on one card."""
+    chat = "<|im_start|>user\n12+34=<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    wrong = make_sample(chat, correct=False, answer="47", thinking="", tokens=4, thinking_tokens=0)
+    shown = show_completions(
+        make_evaluation(wrong, make_sample("2")), make_evaluation(make_sample(chat), make_sample("2"))
+    )
+    page = Page(html_of(shown))
+    texts = [text for _, text in page.texts]
+    assert texts[0] == "2 of 2 kept prompts, one completion of each"
+    assert texts[1:] == [
+        "1 · right answer ", "46", "12+34=",
+        "before", " ", "✗ wrong", "thinking", "(none)", "answer", "47", "4 tokens, 0 of them thinking",
+        "after", " ", "✓ right", "thinking", "2+4=6", "answer", "46", "9 tokens, 5 of them thinking",
+        "2 · right answer ", "46", "2",
+        "before", " ", "✓ right", "thinking", "2+4=6", "answer", "46", "9 tokens, 5 of them thinking",
+        "after", " ", "✓ right", "thinking", "2+4=6", "answer", "46", "9 tokens, 5 of them thinking",
+    ]  # fmt: skip
+
+
+def test_completions_as_text() -> None:
+    """What `papermill --log-output` and a terminal show; an object's address helped nobody."""
+    one = make_sample("12+34=", correct=False, thinking="2+4=6\n1+3=4", ended=False)
+    shown = show_completions(make_evaluation(one), make_evaluation(make_sample("12+34=")), num=9)
+    assert (
+        repr(shown)
+        == shown._repr_mimebundle_()["text/plain"]
+        == (
+            "1 of 1 kept prompts, one completion of each\n\n"
+            "1. 12+34=   (right answer: 46)\n"
+            "   before: wrong, 9 tokens, 5 of them thinking, truncated\n"
+            "      thinking: 2+4=6\n"
+            "                1+3=4\n"
+            "      answer:   46\n"
+            "   after: right, 9 tokens, 5 of them thinking\n"
+            "      thinking: 2+4=6\n"
+            "      answer:   46"
+        )
+    )
+
+
+def test_a_thought_that_the_budget_closed_is_marked() -> None:
+    """A thought that ends in mid-sentence reads like a broken model where nobody says that it was cut."""
+    shown = show_completions(
+        make_evaluation(make_sample("12+34=", forced=True)), make_evaluation(make_sample("12+34="))
+    )
+    assert repr(shown).count("5 of them thinking, closed by the budget") == 1
+    assert html_of(shown).count("5 of them thinking, closed by the budget") == 1
+
+
+def test_completions_of_one_evaluation() -> None:
+    """Before training there is one side; a model that does not think has no thinking to show."""
+    plain = make_sample("q", thinking="", closed=False, thinking_tokens=None, gold=None, correct=None)
+    text = repr(show_completions(make_evaluation(plain, label="before")))
+    assert "   before: not judged, 9 tokens\n      answer:   46" in text and "thinking" not in text
+    assert "right answer" not in text and "right answer" not in html_of(show_completions(make_evaluation(plain)))
+    assert "   completion: not judged" in repr(show_completions(make_evaluation(plain)))
+
+
+def test_completions_cannot_break_the_notebook() -> None:
+    """A model in training writes anything: markup, terminal codes, formulas that JupyterLab would typeset."""
+    sample = make_sample(HOSTILE, thinking=HOSTILE, answer=HOSTILE, gold=HOSTILE)
+    shown = show_completions(make_evaluation(sample, label="<b>"), make_evaluation(sample))
+    page = Page(html_of(shown))
+    assert page.tags == {"div", "pre", "code", "b"} and page.attributes == {"style"}
+    assert {tag for tag, text in page.texts if "$x^2$" in text} == {"pre", "code"}
+    for text in ("".join(text for _, text in page.texts), " ".join(repr(shown).split())):
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text)
+        assert "<script>alert(1)</script>" in text and "␀␛[31m" in text and "你好" in text
+    assert "<b>" in [text for _, text in Page(html_of(show_completions(make_evaluation(sample, label="<b>")))).texts]
+
+
+def test_styles_survive_jupyterlab() -> None:
+    """A notebook that is not trusted loses style sheets, scripts and unusual properties, and with them the layout."""
+    page = Page(html_of(show_completions(make_evaluation(make_sample("q"), make_sample("r", thinking="", answer="")))))
+    assert not {"style", "script"} & page.tags and "class" not in page.attributes
+    assert [style for style in page.styles if not SURVIVES.fullmatch(style)] == []
+    assert {"display: flex", "flex-wrap: wrap", "white-space: pre-wrap", "max-height: 16em"} <= page.styles
+
+
+def test_long_completions_are_cut_in_the_middle() -> None:
+    """32,000 tokens of thought on each side, in each of four cards, made a notebook of megabytes."""
+    long = make_sample("p" * 9000, thinking="a" * 50_000 + "END", answer="word " * 20_000)
+    shown = show_completions(make_evaluation(*[long] * 4), make_evaluation(*[long] * 4))
+    assert len(html_of(shown)) < 200_000 and len(repr(shown)) < 30_000
+    assert "\n... 44003 characters left out ...\n" in html_of(shown) and "aEND<" in html_of(shown)
+    assert "... 49403 characters left out ..." in repr(shown)
+    assert max(map(len, repr(shown).splitlines())) <= 100
+
+
+def test_prompts_that_do_not_match() -> None:
+    """Two evaluations of different prompts, and a prompt that comes twice: nothing is paired with another's answer."""
+    before = make_evaluation(make_sample("a", answer="1"), make_sample("b", answer="2"), make_sample("b", answer="3"))
+    after = make_evaluation(make_sample("b", answer="4"), make_sample("c", answer="5"), make_sample("b", answer="6"))
+    shown = show_completions(before, after)
+    answers = [[sample["answer"] for sample in pair.samples.values()] for pair in shown.pairs]
+    assert answers == [["2", "4"], ["3", "6"], ["1"], ["5"]]
+    assert shown.note == "4 of 4 kept prompts, one completion of each; the two evaluations are of different prompts"
+    assert "different" not in show_completions(before, after, num=2).note
+
+
+def test_nothing_kept_and_nothing_asked_for() -> None:
+    """`eval.num_completions: 0` is a choice; `num=0` is a mistake."""
+    shown = show_completions(make_evaluation(), make_evaluation())
+    assert repr(shown) == "no completions were kept; set eval.num_completions above 0" and repr(shown) in html_of(shown)
+    for num in (0, -1, True, 2.5, "4"):
+        with pytest.raises(ConfigError, match=r"num is .*; it takes a whole number of prompts, 1 or more"):
+            show_completions(make_evaluation(make_sample("q")), num=num)
+
+
+def test_a_script_prints_what_a_notebook_shows(tmp_path: Path) -> None:
+    """The last line of a cell shows nothing in a script; and a terminal without Unicode ended the run."""
+    path = tmp_path / "before.json"
+    path.write_text(json.dumps(make_evaluation(make_sample("12+34=", answer="你好")).to_dict()))
+    code = (
+        "import json, sys, rloo_kit as kit\nfrom rloo_kit.results.evaluation import Evaluation\n"
+        f"kit.show_completions(Evaluation.from_dict(json.load(open({str(path)!r}))))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}, text=True, timeout=60,
+        cwd=Path(__file__).parents[2], capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "1. 12+34=   (right answer: 46)" in done.stdout and "answer:   ??" in done.stdout
+
+
+def test_ipython_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """IPython's own formatter decides what is saved: the image with its width and alt text, and the text."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    try:
+        formatter = InteractiveShell.instance().display_formatter
+        plot = plot_training(result_of(thinking_rows(3)))
+        shown = show_completions(make_evaluation(make_sample("q")))
+        assert capsys.readouterr().out == ""  # the cell shows them; printed as well they were there twice
+        formatter.active_types = ["text/plain", "text/html", "image/png"]
+        data, metadata = formatter.format(plot)
+        assert set(data) == {"text/plain", "image/png"} and data["text/plain"] == plot.summary
+        assert metadata["image/png"]["alt"] == plot.summary
+        data, _ = formatter.format(shown)
+        assert data == {"text/plain": repr(shown), "text/html": html_of(shown)}
+    finally:
+        InteractiveShell.clear_instance()

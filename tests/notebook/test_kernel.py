@@ -1,0 +1,256 @@
+"""Giving memory back, and whom `shutdown_kernel` takes for the runner.
+
+Figures on a card are for tests/on_gpu, real runners for tests/notebooks.
+"""
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rloo_kit.errors import SetupError
+from rloo_kit.notebook import kernel
+from rloo_kit.notebook.runner import find_runner
+from rloo_kit.runs import files as saves
+from rloo_kit.runs.files import saving
+from rloo_kit.runs.run_dir import RunDir
+
+
+class Model:
+    """Refers to itself, so only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_is_collected_and_torch_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that imported torch to free memory would take some."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    gc.disable()
+    try:
+        model = weakref.ref(Model())
+        assert model() is not None
+        kernel.release_memory()
+        assert model() is None
+    finally:
+        gc.enable()
+    assert "torch" not in sys.modules
+
+
+def test_the_figures_on_a_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before and after in GiB, allocator's cache included; the device itself is faked here."""
+    held = [3 * 2**30]
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        memory_reserved=lambda: held[0],
+        empty_cache=lambda: held.__setitem__(0, 2**29),
+        ipc_collect=lambda: None,
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
+    assert kernel.release_memory() == kernel.Released(3.0, 0.5)
+    assert capsys.readouterr().out == "GPU memory held by this process: 3.00 GiB before, 0.50 after\n"
+    kernel.release_memory(verbose=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_process_without_a_cuda_context_opens_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asking CUDA for its memory opens a context, which holds a few hundred MiB: worse than nothing."""
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False)))  # type: ignore[arg-type]
+    released = kernel.release_memory()
+    assert released is not None and released.device == "cpu"
+    expected = f"memory held by this process: {released.before_gib:.2f} GiB before, {released.after_gib:.2f} after\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_what_the_last_error_holds_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a CUDA out-of-memory error the traceback kept the batch, and the next attempt had less memory still."""
+
+    def fails() -> None:
+        model = Model()
+        held.append(weakref.ref(model))
+        try:
+            raise KeyError("first")
+        except KeyError as first:
+            raise RuntimeError("second") from first
+
+    held: list[weakref.ref[Model]] = []
+    with pytest.raises(RuntimeError) as caught:
+        fails()
+    monkeypatch.setattr(sys, "last_value", caught.value, raising=False)
+    assert held[0]() is not None
+    kernel.release_memory(verbose=False)
+    assert held[0]() is None
+    assert str(caught.value) == "second" and str(caught.value.__cause__) == "'first'"
+
+
+def test_the_names_of_a_failed_cell_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell's frame has the notebook's own names as its variables: clearing it must not clear those."""
+    names: dict[str, Any] = {}
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec("policy = [1, 2, 3]\n1 / 0", names)
+    monkeypatch.setattr(sys, "last_value", caught.value, raising=False)
+    kernel.release_memory(verbose=False)
+    assert names["policy"] == [1, 2, 3]
+
+
+# ------------------------------------------------------------------------------------------------ the runner
+
+
+@pytest.fixture
+def in_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """`in_kernel(allow_stdin=True)`: this process takes itself for a kernel; with `kernel=None` for IPython alone."""
+    for name in ("JPY_SESSION_NAME", "JPY_PARENT_PID", "COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+
+    def pretend(allow_stdin: bool = True, **attributes: Any) -> None:
+        app = SimpleNamespace(get_connection_info=dict, abs_connection_file=str(tmp_path / "kernel-an-id.json"))
+        request = {"content": {"allow_stdin": allow_stdin}}
+        one = SimpleNamespace(parent=app, get_parent=lambda channel: request)
+        shell = SimpleNamespace(**{"kernel": one} | attributes)
+        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
+
+    return pretend
+
+
+def test_who_runs_this(in_kernel: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """papermill ends its kernel itself; a kernel that nobody ends keeps the card."""
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))  # type: ignore[arg-type]
+    assert find_runner().kind == "script"
+    in_kernel(kernel=None)
+    assert find_runner().kind == "terminal"
+    in_kernel(kernel=SimpleNamespace(parent=None))  # a kernel inside another program, with no ports
+    assert find_runner().kind == "terminal"
+    in_kernel(allow_stdin=False)
+    assert find_runner().kind == "batch"
+    in_kernel()
+    assert (find_runner().kind, find_runner().kernel_id) == ("kernel", "an-id")
+
+
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [
+        ("JPY_SESSION_NAME", "its Jupyter server was not found, and would start it anew; in JupyterLab: Kernel > Shut"),
+        ("COLAB_RELEASE_TAG", "Colab starts a new one at once; there: Runtime > Disconnect and delete runtime"),
+    ],
+)
+def test_a_kernel_that_would_come_back_is_left_alone(
+    in_kernel: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variable: str,
+    told: str,
+) -> None:
+    """A server starts a kernel anew whose process ended; its user believed it was gone."""
+    in_kernel()
+    monkeypatch.setenv(variable, "x")
+    kernel.shutdown_kernel()
+    assert f"The kernel is not ended: {told}" in capsys.readouterr().out
+
+
+def test_a_server_that_refuses_is_only_an_obstacle_where_it_started_the_kernel(
+    in_kernel: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A second server with a password must not keep the kernel of a script of one's own."""
+    in_kernel()
+    (tmp_path / "jpserver-77.json").write_text('{"url": "http://127.0.0.1:9/", "hostname": "127.0.0.1", "pid": 77}')
+    assert find_runner().kind == "kernel"
+    monkeypatch.setenv("JPY_PARENT_PID", "77")
+    found = find_runner()
+    assert found.kind == "foreign"
+    assert found.reason.startswith("the server at http://127.0.0.1:9/ cannot be asked")
+    assert found.reason.endswith("in JupyterLab: Kernel > Shut Down Kernel")
+
+
+# ------------------------------------------------------------------------------------------------ no work is lost
+
+
+@pytest.fixture
+def save_of(tmp_path: Path) -> Any:
+    """`save_of(seconds)` starts a save of `adapter` in a thread."""
+    threads = []
+
+    def start(seconds: float) -> None:
+        begun, end = threading.Event(), threading.Event()
+
+        def save() -> None:
+            with saving(tmp_path / "adapter"):
+                begun.set()
+                end.wait(seconds)
+                (tmp_path / "adapter").mkdir()
+
+        threads.append((threading.Thread(target=save), end))
+        threads[-1][0].start()
+        assert begun.wait(30)
+
+    yield start
+    for thread, end in threads:
+        end.set()
+        thread.join()
+
+
+def test_a_script_waits_for_its_save_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, save_of: Any
+) -> None:
+    """`python notebook.py` runs the same cells; ending its process from inside would lose its exit code."""
+    monkeypatch.setitem(sys.modules, "IPython", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(saves, "_saved", {})
+    save_of(0.2)
+    kernel.shutdown_kernel()
+    kernel.shutdown_kernel()
+    out = capsys.readouterr().out
+    assert out.startswith(f"waiting until {tmp_path / 'adapter'} is saved\n")
+    assert out.count("memory held by this process") == 2
+    assert out.count(f"saved in {tmp_path}: adapter\nThis is a script: its process ends with it.\n") == 2
+
+
+def test_a_save_that_takes_too_long_keeps_the_kernel(
+    in_kernel: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path, save_of: Any
+) -> None:
+    """A batch runner ends its kernel after the last cell, so there the cell has to fail aloud."""
+    save_of(30)
+    in_kernel()
+    kernel.shutdown_kernel(wait_s=0.05)
+    expected = f"Nothing is ended: {tmp_path / 'adapter'} is still being saved after 0.05 s. Call it again later; "
+    assert expected + "shutdown_kernel(force=True) does not wait.\n" in capsys.readouterr().out
+    in_kernel(allow_stdin=False)
+    with pytest.raises(SetupError, match=r"adapter is still being saved after 0.05 s, and the runner .* longer wait_s"):
+        kernel.shutdown_kernel(wait_s=0.05)
+    kernel.shutdown_kernel(force=True)
+    assert "The runner of this notebook ends the kernel after the last cell." in capsys.readouterr().out
+
+
+def test_a_run_that_is_open_keeps_the_kernel(
+    in_kernel: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Training in a thread, and the last cell run by mistake."""
+    run = SimpleNamespace(folder=tmp_path / "run", to_yaml=lambda: "{}")
+    with RunDir.create(run):
+        in_kernel()
+        kernel.shutdown_kernel()
+        assert f"Nothing is ended: the run in {tmp_path / 'run'} goes on." in capsys.readouterr().out
+        in_kernel(allow_stdin=False)
+        with pytest.raises(SetupError, match="the run in .* goes on, and the runner of this notebook ends the kernel"):
+            kernel.shutdown_kernel(wait_s=0.05)
+
+
+def test_checkpoints_are_told_with_their_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One line a run; a checkpoint that was rotated away is no place to look."""
+    monkeypatch.setitem(sys.modules, "IPython", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(saves, "_saved", {})
+    for name in ("checkpoints/checkpoint-2", "checkpoints/checkpoint-4", "adapter"):
+        with saving(tmp_path / "run" / name):
+            (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "checkpoint-2").rmdir()
+    kernel.shutdown_kernel()
+    assert f"saved in {tmp_path / 'run'}: checkpoints/checkpoint-4, adapter\n" in capsys.readouterr().out

@@ -1,0 +1,129 @@
+"""docs/memory.md: every figure of its tables is what the arithmetic says, and its examples are plans that fit."""
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit import load_config, plan_vram
+from rloo_kit.plan import parts
+from rloo_kit.plan.parts import GIB, Load
+from rloo_kit.plan.planner import largest_rows, rollout_gib, training_gib
+from rloo_kit.plan.result import Machine
+from rloo_kit.plan.shapes import PUBLISHED, ModelShape
+from tests.plan.test_parts import load_of
+
+CARDS = (8, 12, 16, 24, 40, 80)  # GB, as cards are sold
+SHORT, LONG = 4096, 15872  # completion tokens; prompts have 512
+
+
+def limit_of(card: int) -> float:
+    return Machine("", card * 1e9 / GIB, 0.8, True).usable_gib
+
+
+def loads_of(shape: ModelShape) -> dict[str, Load]:
+    """The ways to hold a long rollout."""
+    unsloth = load_of(shape, prompt_tokens=512, completion_tokens=LONG)
+    plain = replace(unsloth, fused=False, checkpointing="on")
+    return {
+        "unsloth": unsloth,
+        "plain": plain,
+        "int8": replace(plain, cache="int8"),
+        "offloaded": replace(plain, cache="offloaded"),
+    }
+
+
+def parts_row(size: str, shape: ModelShape) -> str:
+    """What a size takes, short and long."""
+    load = load_of(shape, prompt_tokens=512, completion_tokens=SHORT)
+    long = replace(load, completion_tokens=LONG)
+    trained = parts.trained_weights(load)
+    whole = 4 * trained + parts.gradient_bytes(load) + parts.optimizer_bytes(load)
+    resting = training_gib(load) - (parts.activation_bytes(load) + parts.head_bytes(load)) / GIB
+    a_token = (parts.activation_bytes(load) + parts.head_bytes(load)) / load.pass_tokens / 1024
+    cells = [f"{parts.body_bytes(load) / GIB:.2f} + {parts.table_bytes(load) / GIB:.2f}", f"{whole / GIB:.2f}"]
+    cells += [f"{resting:.1f}", f"{parts.cache_bytes_per_token(load) / 1024:.0f}"]
+    cells += [f"{parts.decoding_bytes(load, 1) / load.cache_tokens / 1024:.0f}", f"{a_token:.0f}"]
+    cells += [f"{rollout_gib(load, 8):.1f}", f"{training_gib(load):.1f}"]
+    cells += [f"{rollout_gib(long, 8):.1f}", f"{training_gib(long):.1f}"]
+    return f"| {size.upper()} | {' | '.join(cells)} |"
+
+
+def held(load: Load, card: int) -> str:
+    """Completions at once, of 64 that are asked for."""
+    limit = limit_of(card)
+    rows = largest_rows(replace(load, completions=64), limit)
+    return str(rows) if max(rollout_gib(load, rows), training_gib(load)) <= limit else "-"
+
+
+def rows_row(size: str, shape: ModelShape) -> str:
+    """Completions at once by card under Unsloth, short and long."""
+    long = load_of(shape, prompt_tokens=512, completion_tokens=LONG)
+    pairs = [f"{held(replace(long, completion_tokens=SHORT), card)}, {held(long, card)}" for card in CARDS]
+    return f"| {size.upper()} | {' | '.join(pairs)} |"
+
+
+def cache_row(size: str, shape: ModelShape) -> str:
+    """KiB a token of each cache, and while a layer attends; GiB of one long row; GiB of a long training pass."""
+    loads = loads_of(shape)
+    plain, int8, away = loads["plain"], loads["int8"], loads["offloaded"]
+    cells = [f"{parts.cache_bytes_per_token(load) / 1024:.1f}" for load in (plain, int8)]
+    cells += [f"{parts.decoding_bytes(load, 1) / load.cache_tokens / 1024:.0f}" for load in (plain, int8)]
+    row = [parts.cache_bytes(load, 1) + parts.decoding_bytes(load, 1) for load in (plain, int8, away)]
+    cells += [f"{size / GIB:.2f}" for size in (*row, parts.host_cache_bytes(away, 1))]
+    cells += [f"{training_gib(loads[name]):.1f}" for name in ("unsloth", "plain")]
+    return f"| {size.upper()} | {' | '.join(cells)} |"
+
+
+def small_cards_row(size: str, shape: ModelShape) -> str:
+    """Long completions at once on 8, 12, 16, 24 GB, by backend and cache."""
+    cells = [" ".join(held(load, card) for card in (8, 12, 16, 24)) for load in loads_of(shape).values()]
+    return f"| {size.upper()} | {' | '.join(cells)} |"
+
+
+def page_rows() -> list[str]:
+    """All rows of all tables."""
+    makers = (parts_row, rows_row, cache_row, small_cards_row)
+    return [make(size, shape) for make in makers for size, shape in PUBLISHED.items()]
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return (Path(__file__).resolve().parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+
+
+def test_the_page_shows_what_the_plan_computes(page: str) -> None:
+    """A table of memory that was typed in by hand is wrong after the first change of the arithmetic."""
+    lines = page.splitlines()
+    missing = [row for row in page_rows() if row not in lines]
+    assert not missing, "docs/memory.md lacks:\n" + "\n".join(missing)
+
+
+EXAMPLE = re.compile(r"^# (.*)\nrloo-kit plan (configs/\S+) ((?:.*\\\n)*.*)$", re.M)
+
+
+def test_the_examples_are_plans(page: str, repository: Path, monkeypatch: Any, tmp_path: Path) -> None:
+    """16k tokens of thinking on 12 and 24 GB: a command of the page that does not fit any more is worse than none."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.delenv("RLOO_KIT_BACKEND", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    found = 0
+    for said, file, words in EXAMPLE.findall(page):
+        overrides = shlex.split(words.replace("\\\n", " "))
+        card = overrides.pop(overrides.index("--card-gib") + 1)
+        overrides.remove("--card-gib")
+        run = load_config(repository / file, *overrides)
+        assert run.rloo.thinking_budget == 16384
+        plan = plan_vram(run, float(card))
+        peaks = f"{plan.rollout_gib:.1f} in the rollout, {plan.training_gib:.1f} in training"
+        verdict = "" if plan.fits else f", does not fit; {plan.changes[0].override} does"
+        assert said == f"{plan.rows} of {plan.completions} at once: {peaks}{verdict}", (file, words)
+        found += 1
+    assert found >= 4
+
+
+if __name__ == "__main__":  # prints the rows, to be put into the page
+    print("\n".join(page_rows()))

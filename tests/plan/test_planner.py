@@ -1,0 +1,350 @@
+"""The plan of a run's memory: what it finds out by itself, which rows fit, what it says where a run does not fit."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit import load_config, plan_vram
+from rloo_kit.errors import ConfigError
+from rloo_kit.plan.planner import SHORTEST, find_machine, read_load, rollout_gib
+from rloo_kit.plan.shapes import PUBLISHED, find_shape
+from rloo_kit.system.memory import _free_in_container, available_gib
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+THINKING = CONFIGS / "qwen3_4b_thinking_12gb.yaml"
+A10 = {"name": "A10", "capability": [8, 6], "total": 24 * 2**30, "used": 6 * 2**30, "uuid": "GPU-b"}
+
+
+@pytest.fixture(autouse=True)
+def no_models_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("RLOO_KIT_BACKEND", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def shape_named(name: str, **keys: Any) -> Any:
+    return find_shape(load_config(THINKING, model={"name": name} | keys))
+
+
+# -- the shape --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "is_quantised"),
+    [
+        ("Qwen/Qwen3-0.6B", "0.6b", False),
+        ("unsloth/Qwen3-4B-Thinking-2507-unsloth-bnb-4bit", "4b", True),
+        ("Qwen/Qwen3-4B-Instruct-2507", "4b", False),
+        ("unsloth/Qwen3-14B-bnb-4bit", "14b", True),
+        ("someone/Qwen3-32B-Base", "32b", False),
+    ],
+)
+def test_published_names_are_known_without_a_network(name: str, size: str, is_quantised: bool) -> None:
+    """The plan is asked for before the download of gigabytes, often on another machine."""
+    found = shape_named(name)
+    assert found.num_weights == PUBLISHED[size].num_weights and found.is_quantised == is_quantised
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-4B-AWQ", "google/gemma-3-4b-it", "me/my-qwen3-4b"])
+def test_an_unknown_model_is_refused_with_what_to_do(name: str) -> None:
+    """A guess by part of the name plans a mixture of experts as a dense model of its size."""
+    with pytest.raises(ConfigError, match=re.escape(f"hf download {name} config.json")):
+        shape_named(name)
+
+
+def test_a_file_in_the_cache_wins_over_the_table(tmp_path: Path) -> None:
+    """It knows which layers a quantised checkpoint keeps in 16 bit; the cache is read as files, without the library."""
+    name = "unsloth/Qwen3-4B-unsloth-bnb-4bit"
+    config = {
+        "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "quantization_config": {"load_in_4bit": True, "llm_int8_skip_modules": ["lm_head", "model.layers.3.mlp"]},
+    }  # fmt: skip
+    before = plan_vram(load_config(THINKING, model={"name": name}), card_gib=12)
+    for commit, layers in (("old", 1), ("new", 36), ("other", 2)):
+        folder = tmp_path / "hub" / "models--unsloth--Qwen3-4B-unsloth-bnb-4bit" / "snapshots" / commit
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text("new")
+    after = plan_vram(load_config(THINKING, model={"name": name}), card_gib=12)
+    kept = 3 * 2560 * 9728 * (2 - 0.516) / 2**30
+    assert after.training_gib - before.training_gib == pytest.approx(kept, rel=0.01)
+    assert any("keeps some layers in 16 bit" in note for note in before.notes)
+    assert not any("keeps some layers" in note for note in after.notes)
+
+
+def test_folders_of_models_and_adapters(tiny_folder: Path, tmp_path: Path) -> None:
+    """An adapter's folder has no config.json; its base model has, and its rank is the adapter's own."""
+    assert shape_named(str(tiny_folder)).vocab_size == 264
+    adapter = {"base_model_name_or_path": str(tiny_folder), "r": 3, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    run = load_config(THINKING, model={"name": str(tmp_path)}, rloo={"beta": 0.1})
+    load = read_load(run, find_machine(12))
+    assert (load.lora_rank, load.lora_targets, load.shape.vocab_size) == (3, ("q_proj",), 264)
+    assert load.reference == "adapter", "the start of training is no longer the base model"
+    (tmp_path / "adapter_config.json").unlink()
+    with pytest.raises(ConfigError, match="a folder without config.json"):
+        shape_named(str(tmp_path))
+
+
+@pytest.mark.parametrize("change", [{"model_type": "mamba"}, {"num_experts": 128}, {"hidden_size": None}])
+def test_other_kinds_of_models_are_refused(tmp_path: Path, tiny_folder: Path, change: dict[str, Any]) -> None:
+    """Experts counted as one dense layer come out at a tenth of their size."""
+    config = json.loads((tiny_folder / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="cannot be planned"):
+        shape_named(str(tmp_path))
+
+
+def test_the_embedded_models_need_no_build() -> None:
+    """Planning must not build the model, which takes a minute."""
+    run = load_config(CONFIGS / "arithmetic_thinking.yaml", "model.vocabulary=qwen3")
+    assert find_shape(run).vocab_size == 151936
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def card_of(path: Path) -> float | None:
+    """GiB of the card that a config's header names, a GB being a billion bytes: less than such a card has."""
+    found = re.search(r"NVIDIA GPU with (\d+) GB", path.read_text(encoding="utf-8"))
+    return int(found[1]) * 1e9 / 2**30 if found else None
+
+
+RUNS = sorted(path for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("batch_"))
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_every_config_fits_its_card(path: Path) -> None:
+    """A config for 8 GB that needs 9 fails after ten minutes of download and evaluation."""
+    plan = plan_vram(load_config(path), card_of(path))
+    assert plan.fits and not plan.changes, str(plan)
+    assert plan.rows >= plan.completions - 1, "the rollout was meant to go in one piece on this card"
+
+
+@pytest.mark.parametrize(("gib", "rows"), [(24, 8), (12, 8), (8, 5), (6, 2)])
+def test_rows_are_planned(gib: float, rows: int) -> None:
+    """One run file for every card: a smaller one generates fewer rows at once, and trains the same."""
+    run = load_config(THINKING)
+    plan = plan_vram(run, gib)
+    assert plan.rows == rows and plan.fits
+    load, limit = read_load(run, plan.machine), plan.machine.usable_gib
+    assert rollout_gib(load, rows) <= limit and (rows == 8 or rollout_gib(load, rows + 1) > limit)
+    assert plan_vram(load_config(THINKING, "rollout.rows=3"), gib).rows == 3, "the file wins"
+
+
+def test_a_rollout_on_a_server_takes_nothing_here(tiny_model: Any) -> None:
+    """A small card beside a server was told to lower what the server has to hold; and a plan that does not fit would
+    have sent one request at a time."""
+    from types import SimpleNamespace
+
+    from rloo_kit.loop.run import planned_limits
+
+    words = ["rollout.engine=server", "rollout.server_url=http://node1:8000", "rloo.num_generations=16"]
+    words += ["rloo.steps_per_generation=16", "rloo.gradient_accumulation_steps=16", "rloo.max_completion_length=4096"]
+    here, there = (plan_vram(load_config(THINKING, *chosen), 12) for chosen in (words[2:], words))
+    assert here.rollout_gib > there.rollout_gib and there.binds == "training"
+    assert there.rows == there.completions > here.rows
+    assert sum(part.rollout_gib for part in there.parts) == pytest.approx(there.rollout_gib)
+    assert "rollout.rows" not in str(there) and "rollout.cache" not in str(there)
+    assert "at once" not in str(there) and "the server holds; not planned" in str(there)
+    assert "at once" in str(here) and "the server holds" not in str(here)
+    policy = SimpleNamespace(model=SimpleNamespace(config=tiny_model.config))
+    run = load_config(CONFIGS / "arithmetic_thinking.yaml", *words[:2])
+    assert "rollout_rows" not in planned_limits(run, policy)
+
+
+def test_budgets_bound_the_completion() -> None:
+    """With both budgets a completion cannot reach max_completion_length, and the cache need not."""
+    budgets = {"thinking_budget": 2048, "answer_budget": 256}
+    plan = plan_vram(load_config(THINKING, rloo=budgets), 12)
+    assert any("2880 tokens" in part.detail for part in plan.parts), str(plan)  # 512 + 2048 + 1 + 256, in blocks
+
+
+def test_a_run_that_does_not_fit_says_what_to_change() -> None:
+    """The order is that of the cost: time first, then precision, then what can be learnt. Each change is one that the
+    configuration takes, and all of them together fit."""
+    words = ["rloo.beta=0.05", "rollout.rows=16", "model.gradient_checkpointing=false", "model.load_in_4bit=false"]
+    words += ["rloo.optim=adamw_torch", "model.name=Qwen/Qwen3-4B", "rloo.thinking_budget=null"]
+    words += ["rloo.answer_budget=null"]
+    file = CONFIGS / "qwen3_4b_thinking.yaml"
+    plan = plan_vram(load_config(file, *words), 6)
+    assert not plan.fits and plan.binds == "training" and plan.headroom_gib < 0
+    keys = [change.key for change in plan.changes]
+    assert keys == [
+        "rollout.rows", "rloo.memory", "model.gradient_checkpointing", "rloo.optim", "model.load_in_4bit",
+        "rloo.max_completion_length",
+    ]  # fmt: skip
+    assert [change.fits for change in plan.changes] == [False] * 5 + [True]
+    changed = plan_vram(load_config(file, *words, *(change.override for change in plan.changes)), 6)
+    assert changed.fits and not changed.changes
+    assert changed.peak_gib == pytest.approx(max(plan.changes[-1].rollout_gib, plan.changes[-1].training_gib))
+
+
+def test_budgets_are_what_is_lowered_where_they_are_set() -> None:
+    """Lowering max_completion_length below the budgets is refused by the configuration."""
+    words = ["rloo.thinking_budget=3500", "rloo.answer_budget=500", "rloo.memory=low"]
+    plan = plan_vram(load_config(THINKING, *words), 5)
+    assert [change.key for change in plan.changes] == ["rloo.thinking_budget"] and plan.changes[0].fits
+    load_config(THINKING, *words, plan.changes[0].override)
+
+
+LONG = [
+    "rloo.thinking_budget=38000", "rloo.answer_budget=500", "rloo.max_completion_length=38524", "rloo.memory=low",
+    "model.max_seq_length=40000",
+]  # fmt: skip
+PLAIN = "model.backend=transformers"
+
+
+def test_8_bits_are_offered_where_they_hold_more() -> None:
+    """Never under Unsloth, whose engine would refuse it, nor for an engine that has no such cache."""
+
+    def offers(*words: str) -> list[str]:
+        return [note for note in plan_vram(load_config(THINKING, *LONG, *words), 24).notes if "would hold" in note]
+
+    plan = plan_vram(load_config(THINKING, *LONG, PLAIN), 24)
+    assert plan.rows == 3 and plan.fits
+    assert offers(PLAIN) == ["rollout.cache=int8 would hold 5 completions at once, sampled from 8-bit keys and values"]
+    small = plan_vram(load_config(THINKING, *LONG, PLAIN, "rollout.cache=int8"), 24)
+    assert small.rows == 5 and small.fits and any("in 8 bits" in part.detail for part in small.parts)
+    away = plan_vram(load_config(THINKING, *LONG, PLAIN, "rollout.cache=offloaded"), 24)
+    assert away.rows == 8 and any("of the machine's memory" in part.detail for part in away.parts)
+    assert sum(part.rollout_gib for part in away.parts) == pytest.approx(away.rollout_gib)
+    for other in ("model.backend=auto", "rollout.engine=continuous", "rollout.rows=2", "rollout.cache=int8"):
+        assert not offers(PLAIN, other), other
+    refused = plan_vram(load_config(THINKING, *LONG, "rollout.cache=int8"), 24).notes
+    assert any("which Unsloth's engine refuses: see docs/memory.md" in note for note in refused)
+
+
+def test_8_bits_are_a_change_where_one_row_is_too_much() -> None:
+    """As many key heads as heads, and wide ones: one row's cache is larger than its training pass. Where it is training
+    that does not fit, a smaller cache is no cure, and must not be listed as one."""
+    config = {
+        "model_type": "llama", "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 36,
+        "num_attention_heads": 20, "num_key_value_heads": 20, "vocab_size": 32000, "head_dim": 256,
+    }  # fmt: skip
+    run = load_config(THINKING, *LONG, PLAIN)
+    plan = plan_vram(run, 20, config)
+    assert not plan.fits and plan.binds == "rollout"
+    assert [(change.override, change.fits) for change in plan.changes] == [("rollout.cache=int8", True)]
+    changed = plan_vram(load_config(THINKING, *LONG, PLAIN, plan.changes[0].override), 20, config)
+    assert changed.fits and changed.rollout_gib == pytest.approx(plan.changes[0].rollout_gib)
+    both = plan_vram(load_config(THINKING, *LONG, PLAIN), 8)
+    assert both.rollout_gib > 7.2 < both.training_gib
+    assert [change.key for change in both.changes] == ["rloo.thinking_budget"]
+
+
+def test_a_card_that_is_too_small_for_anything_is_told_so() -> None:
+    """A list of changes whose end does not fit either must not read like a cure."""
+    plan = plan_vram(load_config(THINKING), 3)
+    assert not plan.fits and plan.rows == 1 and not any(change.fits for change in plan.changes)
+    assert "smaller model or a larger card" in str(plan) or not plan.changes
+    assert all(change.value != 0 for change in plan.changes) and SHORTEST > 0
+
+
+@pytest.mark.parametrize("words", [[], ["rloo.beta=0.05", "rollout.rows=16"]])
+def test_the_table_fits_a_notebook_and_adds_up(words: list[str]) -> None:
+    """Lines over 100 columns wrap in JupyterLab, and a table whose parts miss one is believed all the same."""
+    plan = plan_vram(load_config(CONFIGS / "qwen3_4b_thinking.yaml", *words), 12)
+    printed = str(plan)
+    assert max(map(len, printed.splitlines())) <= 100
+    assert sum(part.rollout_gib for part in plan.parts) == pytest.approx(plan.rollout_gib)
+    assert sum(part.training_gib for part in plan.parts) == pytest.approx(plan.training_gib)
+    assert "computed, not measured" in printed and f"of {plan.completions} at once" in printed
+    assert repr(plan) == printed and json.loads(json.dumps(plan.to_dict()))["fits"] == plan.fits
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_memory_of_the_card_counts(run_fresh: Any, repository: Path) -> None:
+    """What is free now depends on what the notebook has loaded already: rows would fall from cell to cell."""
+    code = f"run = rloo_kit.load_config({str(THINKING)!r})\nplan = rloo_kit.plan_vram(run)\n"
+    code += "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
+    code += "print(plan.machine.name, plan.machine.total_gib, plan.rows, plan.notes[-1])"
+    done = run_fresh(code, [A10])
+    assert done.stdout.strip() == "A10 24.0 8 activations are those of the transformers backend", done.stderr
+
+
+def test_without_a_card_the_memory_of_the_machine_counts(tmp_path: Path) -> None:
+    """A container's limit is below the machine's memory, and the files it has read are no burden."""
+    import psutil
+
+    total = psutil.virtual_memory().total / 2**30
+    assert 0.05 < available_gib() <= total + 1
+    machine = find_machine()
+    assert not machine.on_cuda and machine.total_gib <= total + 1
+    assert _free_in_container(tmp_path) > 2**50
+    (tmp_path / "memory.max").write_text("4000\n")
+    (tmp_path / "memory.current").write_text("3000\n")
+    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 400\nactive_file 300\nfile_mapped 7\n")
+    assert _free_in_container(tmp_path) == 1700
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _free_in_container(tmp_path) > 2**50
+
+
+def test_widths_follow_the_run() -> None:
+    """Full fine-tuning keeps float32 weights, and a cache as wide, while it computes in 16 bit."""
+
+    def widths(gib: float | None, *words: str) -> tuple[int, int, bool]:
+        load = read_load(load_config(THINKING, *words), find_machine(gib))
+        return load.weight_bytes, load.compute_bytes, load.fused
+
+    assert widths(24) == (2, 2, True)
+    assert widths(24, "model.backend=transformers") == (2, 2, False)
+    assert widths(24, "model.lora=null", "model.load_in_4bit=false", "model.name=Qwen/Qwen3-0.6B") == (4, 2, False)
+    assert widths(24, "model.dtype=float32") == (4, 4, True)
+    assert widths(None) == (4, 4, False)
+    with pytest.raises(ConfigError, match="card_gib is 0"):
+        plan_vram(load_config(THINKING), 0)
+
+
+def test_training_generates_as_many_rows_as_are_planned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_model: Any
+) -> None:
+    """A plan that is printed and not followed runs out of memory all the same. A model that cannot be planned for is
+    no reason not to train it."""
+    from types import SimpleNamespace
+
+    from rloo_kit.loop.run import planned_limits
+    from rloo_kit.plan import planner as vram
+
+    run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=512", "rloo.memory=low")
+    policy = SimpleNamespace(model=SimpleNamespace(config=tiny_model.config))
+    load = read_load(run, find_machine(), tiny_model.config.to_dict())
+    free = rollout_gib(load, 100) + vram.CPU_RESERVE_GIB
+    monkeypatch.setattr(vram, "available_gib", lambda: free + 1e-6)
+    assert planned_limits(run, policy) == {"rollout_rows": 100}
+    assert "100 of the 128 completions of a rollout are generated at once" in capsys.readouterr().out
+    run.rollout.rows = 7
+    assert planned_limits(run, policy) == {"rollout_rows": 7} and not capsys.readouterr().out
+    monkeypatch.setattr(vram, "available_gib", lambda: 0.5)
+    assert planned_limits(run, policy)["rollout_rows"] == 7 and "Does not fit" in capsys.readouterr().out
+    policy.model.config = SimpleNamespace(to_dict=lambda: {"model_type": "mamba"})
+    assert planned_limits(run, policy) == {} and "cannot be planned" in capsys.readouterr().out
+
+
+def test_a_pass_on_a_cpu_is_planned_as_it_is_made(monkeypatch: pytest.MonkeyPatch, tiny_model: Any) -> None:
+    """The plan counted 8192 tokens where the trainer takes 2048, and a rollout of a little less than 8192 tokens was
+    told to the trainer as a limit, so that its small passes were gone."""
+    from types import SimpleNamespace
+
+    from rloo_kit.loop.run import planned_limits
+    from rloo_kit.plan import planner as vram
+
+    monkeypatch.setattr(vram, "available_gib", lambda: 8.0)
+    run = load_config(CONFIGS / "arithmetic_thinking.yaml")
+    policy = SimpleNamespace(model=SimpleNamespace(config=tiny_model.config))
+    group = plan_vram(load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=1")).tokens_per_pass
+    assert group < plan_vram(run).tokens_per_pass == 2048
+    assert "tokens_per_pass" not in planned_limits(run, policy)
+    run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.memory=low")
+    assert planned_limits(run, policy)["tokens_per_pass"] < 2048
+    for gib in (float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="card_gib is"):
+            plan_vram(run, gib)

@@ -1,0 +1,196 @@
+"""The guard: a failing reward gives None and a message; a good one, a model, an async one stay what they are."""
+
+import asyncio
+import functools
+import inspect
+import math
+from typing import Any
+
+import pytest
+
+from rewards import thinking_reward
+from rloo_kit.errors import RewardError
+from rloo_kit.rewarding.guard import GuardedReward, guard, is_async
+
+BATCH: dict[str, Any] = {
+    "prompts": ["2+2=", "3+3=", "4+4="],
+    "completions": ["4", "x" * 500, "8"],
+    "completion_ids": [[1], [2], [3]],
+}
+
+
+def test_a_good_reward_passes_through() -> None:
+    """Guards against a guard that changes values or takes None (does not apply) for a failure."""
+    guarded = guard(lambda **batch: [1, None, True])
+    assert guarded(**BATCH) == [1.0, None, 1.0]
+    assert guarded.failed == [False] * 3 and guarded.failures == []
+
+
+def test_one_bad_sample_does_not_cost_its_siblings() -> None:
+    """Guards against `float("xxx")` on one completion leaving the whole batch without scores."""
+    guarded = guard(lambda completions, **batch: [float(text) for text in completions])
+    assert guarded(**BATCH) == [4.0, None, 8.0]
+    assert guarded.failed == [False, True, False]
+    assert len(guarded.failures) == 1
+    assert guarded.failures[0].startswith(
+        "reward '<lambda>' failed on sample 1 (prompt '3+3=', completion '..." + "x" * 60 + "'): ValueError: could not"
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_fail_their_sample(value: float) -> None:
+    """Guards against TRL reading NaN as "does not apply" and infinity as 3.4e38."""
+    guarded = guard(lambda **batch: [0.5, value, 1.5])
+    assert guarded(**BATCH) == [0.5, None, 1.5]
+    assert guarded.failed == [False, True, False]
+    assert f"it returned {value}; a reward is finite, or None where it does not apply" in guarded.failures[0]
+
+
+def test_what_is_no_number_fails_its_sample() -> None:
+    """Guards against a reward that returns its verdict in words."""
+    guarded = guard(lambda **batch: [0.5, "good", 1.5])
+    assert guarded(**BATCH) == [0.5, None, 1.5]
+    assert "it returned 'good'; a reward is a number or None" in guarded.failures[0]
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ([1.0], "it returned 1 rewards for 3 completions; it must return one per completion"),
+        (1.0, "it returned float; it must return a list of 3 rewards, one per completion"),
+        (None, "it returned NoneType"),
+    ],
+)
+def test_the_wrong_number_of_rewards_fails_the_batch(result: Any, words: str) -> None:
+    """Guards against rewards that land on other samples than their own."""
+    guarded = guard(lambda **batch: result)
+    assert guarded(**BATCH) == [None] * 3
+    assert guarded.failed == [True] * 3
+    assert guarded.failures[0].startswith("reward '<lambda>' failed on samples 0 to 2: ")
+    assert words in guarded.failures[0]
+
+
+def test_a_reward_that_always_raises_fails_every_sample() -> None:
+    """Guards against a failure that is forgotten: each sample is named."""
+
+    def broken(**batch: Any) -> list[float]:
+        raise KeyError("solution")
+
+    guarded = guard(broken)
+    assert guarded(**BATCH) == [None] * 3
+    assert guarded.failed == [True] * 3
+    assert ["sample 0" in guarded.failures[0], "sample 2" in guarded.failures[2]] == [True, True]
+    assert "reward 'broken' failed" in guarded.failures[0] and "KeyError: 'solution'" in guarded.failures[0]
+
+
+def test_asking_again_passes_columns_and_logs_nothing_twice() -> None:
+    """Guards against a second round that sees other columns, or that logs its metrics once more."""
+    logged: list[Any] = []
+
+    def reward(
+        completions: list[str], answer: list[str], trainer_state: str, log_metric: Any, **rest: Any
+    ) -> list[float]:
+        log_metric("calls", 1)
+        assert trainer_state == "abc" and rest["prompts"]
+        return [float(text) + float(gold) for text, gold in zip(completions, answer, strict=True)]
+
+    guarded = guard(reward)
+    columns = {"answer": ("1", "2", "3"), "trainer_state": "abc", "log_metric": lambda *args: logged.append(args)}
+    assert guarded(**BATCH, **columns) == [5.0, None, 11.0]
+    assert logged == [("calls", 1)]
+
+
+def test_asking_again_keeps_each_samples_flag() -> None:
+    """Guards against a batch asked again one by one in which nobody's thinking, or everybody's, was closed by force."""
+
+    def strict(completions: list[str], thinking_forced: list[bool], **batch: Any) -> list[float]:
+        if len(completions) > 1:
+            raise ValueError("one at a time")
+        return [-1.0 if forced else 1.0 for forced in thinking_forced]
+
+    assert guard(strict)(**BATCH, thinking_forced=[False, True, False]) == [1.0, -1.0, 1.0]
+
+
+def test_an_interrupt_is_no_failure() -> None:
+    """Guards against swallowing Ctrl-C, after which the run could not be saved."""
+
+    def interrupted(**batch: Any) -> list[float]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        guard(interrupted)(**BATCH)
+
+
+async def judge(completions: list[str], **batch: Any) -> list[float]:
+    await asyncio.sleep(0)
+    return [float(text) for text in completions]
+
+
+class AsyncJudge:
+    async def __call__(self, completions: list[str], **batch: Any) -> list[float]:
+        return [float(text) for text in completions]
+
+
+@pytest.mark.parametrize("reward", [judge, functools.partial(judge, scale=1), AsyncJudge()])
+def test_async_rewards_stay_async_and_are_guarded(reward: Any) -> None:
+    """Guards against TRL taking a guarded async reward for a sync one and never awaiting its coroutine."""
+    guarded = guard(reward)
+    assert inspect.iscoroutinefunction(guarded.__call__) and is_async(guarded)
+    assert asyncio.run(guarded(**BATCH)) == [4.0, None, 8.0]
+    assert guarded.failed == [False, True, False]
+    assert guarded.__name__ == ("AsyncJudge" if isinstance(reward, AsyncJudge) else "judge")
+
+
+def test_sync_rewards_stay_sync() -> None:
+    """Guards against the opposite mistake."""
+    assert not is_async(guard(thinking_reward))
+    assert guard(thinking_reward).__name__ == "thinking_reward"
+    assert guard(functools.partial(thinking_reward)).__name__ == "thinking_reward"
+
+
+def test_trl_sees_the_same() -> None:
+    """Guards against a TRL that changes how it looks at rewards: its own functions are asked."""
+    from trl.trainer.utils import get_callable_name, is_async_callable
+
+    for reward in (judge, AsyncJudge(), thinking_reward, functools.partial(judge), lambda **batch: []):
+        guarded = guard(reward)
+        assert is_async_callable(guarded) == is_async_callable(reward) == is_async(reward)
+        assert get_callable_name(guarded) == get_callable_name(reward)
+
+
+def test_guarding_twice_is_guarding_once() -> None:
+    """Guards against messages wrapped in messages."""
+    guarded = guard(thinking_reward)
+    assert guard(guarded) is guarded
+
+
+def test_models_are_left_to_trl() -> None:
+    """Guards against hiding a model behind a guard: TRL tells `nn.Module` and model ids apart by type."""
+    import torch
+
+    model = torch.nn.Linear(1, 1)
+    assert guard(model) is model
+    assert guard("folder/of/a/reward-model") == "folder/of/a/reward-model"
+
+
+def test_an_object_with_get_rewards_becomes_a_reward() -> None:
+    """Guards against reward servers of older recipes, which are no functions."""
+
+    class Server:
+        def get_rewards(self, prompts: list[str], completions: list[str]) -> list[float]:
+            return [float(len(p) + len(c)) for p, c in zip(prompts, completions, strict=True)]
+
+    guarded = guard(Server())
+    assert isinstance(guarded, GuardedReward) and guarded.__name__ == "Server"
+    assert guarded(**BATCH) == [5.0, 504.0, 5.0]
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    """Guards against a number in the list of rewards that fails only after the first rollout."""
+    with pytest.raises(RewardError, match="3 is no reward; it must be a function of"):
+        guard(3)
+
+
+def test_positional_calls_work() -> None:
+    """Guards against a guard that knows keywords only: other loops follow the convention by position."""
+    assert guard(thinking_reward)(["p"], ["a</think>b"], [[7, 151668]]) == [0.3]

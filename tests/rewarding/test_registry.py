@@ -1,0 +1,195 @@
+"""From a config to reward functions: names, parameters, ids of the tokenizer, functions of the user's own."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit import build_rewards, load_config
+from rloo_kit.errors import ConfigError, TokenizerError
+from rloo_kit.rewarding.registry import REGISTRY
+
+END = 260  # </think> of the tiny tokenizer; <|im_end|> is 258, <|endoftext|> 256
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Make:
+    """A run with the given `rewards:` entries, read from a file in `tmp_path`."""
+
+    def make(*rewards: dict[str, Any], **sections: Any) -> Any:
+        file = tmp_path / "run.yaml"
+        file.write_text(
+            "model: {name: embedded/thinking}\ndata: {source: embedded/addition}\nrewards: [{name: thinking_reward}]\n"
+            "rloo: {max_steps: 1, max_completion_length: 100}\n",
+            encoding="utf-8",
+        )
+        return load_config(file, rewards=list(rewards), **sections)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def plain_tokenizer() -> Any:
+    """A byte-level tokenizer that has end tokens but no thinking tags, and a template that never thinks."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return tokenizer
+
+
+def test_every_name_builds_and_is_bound_to_the_tokenizer(make_run: Make, tiny_tokenizer: Any) -> None:
+    """Guards against 151668 in a run whose model has the tag elsewhere: every completion would score -1.0."""
+    names = [name for name in REGISTRY if name != "reward_model"]
+    built = build_rewards(make_run(*({"name": name} for name in names)), tiny_tokenizer)
+    assert [reward.__name__ for reward in built] == names
+    inner = {reward.__name__: reward.reward for reward in built}
+    assert {inner[name].think_end_id for name in names if hasattr(inner[name], "think_end_id")} == {END}
+    assert inner["think_format_reward"].eos_token_ids == inner["missing_eos_penalty"].eos_token_ids == (258, 256)
+    assert inner["answer_reward"].thinking is True
+    assert inner["soft_overlong_penalty"].max_completion_length == 100
+
+
+def test_bound_rewards_read_real_completions(make_run: Make, tiny_tokenizer: Any) -> None:
+    """Guards against ids and text that do not belong together: tokenizer, text and reward meet here for real."""
+    run = make_run({"name": "thinking_reward"}, {"name": "answer_reward"}, {"name": "think_format_reward"})
+    rewards = build_rewards(run, tiny_tokenizer)
+    text = "Is </think> spelled? yes</think>42"
+    spelled = [i for part in ("Is </thi", "nk> spelled? yes") for i in tiny_tokenizer(part)["input_ids"]]
+    ids = [*spelled, END, *tiny_tokenizer("42")["input_ids"], 258]
+    assert tiny_tokenizer.decode(ids, skip_special_tokens=True) == text
+    batch = {"prompts": ["p"], "completions": [text], "completion_ids": [ids], "answer": ["42"]}
+    assert [reward(**batch) for reward in rewards] == [[0.8], [1.0], [1.0]]
+
+
+def test_the_line_that_a_run_prints(make_run: Make, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a run whose log does not say which rewards, weights and tag it trained with."""
+    run = make_run(
+        {"name": "thinking_reward"},
+        {"name": "length_reward", "weight": 0.25},
+        {"name": "length_reward", "weight": 0.5, "params": {"max_words": 99}},
+    )
+    built = build_rewards(run, tiny_tokenizer)
+    line = "rewards: thinking_reward x1.0, length_reward x0.25, length_reward_2 x0.5 (</think> = 260)\n"
+    assert capsys.readouterr().out == line
+    assert [reward.weight for reward in built] == [1.0, 0.25, 0.5]
+    assert built[2].reward.max_words == 99
+
+
+def test_qwen3_ids_are_bound_from_a_qwen3_tokenizer(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a binding that works for compact ids only: the full vocabulary has the tag at 151668."""
+    from rloo_kit.embedded.tokenizer import build_tokenizer
+
+    (reward,) = build_rewards(make_run({"name": "thinking_reward"}), build_tokenizer("thinking", "qwen3"))
+    assert reward.reward.think_end_id == 151668
+    assert "(</think> = 151668)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["thinking_reward", "thinking_budget_reward", "think_format_reward"])
+def test_a_tokenizer_without_the_tag_is_refused(name: str, make_run: Make, plain_tokenizer: Any) -> None:
+    """Guards against -1.0 for everything, for ever, on a model that cannot close its thinking."""
+    with pytest.raises(
+        TokenizerError, match=f"rewards.0: {name} decides by the token </think>, and the tokenizer has none"
+    ):
+        build_rewards(make_run({"name": name}), plain_tokenizer)
+
+
+def test_a_model_that_never_thinks_is_judged_by_its_whole_completion(
+    make_run: Make, plain_tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against answer_reward waiting for a tag that never comes."""
+    from rloo_kit.embedded.tokenizer import build_tokenizer
+
+    run = make_run({"name": "answer_reward"}, {"name": "length_reward"}, model={"name": "embedded/instruct"})
+    for tokenizer, tag in ((plain_tokenizer, "none"), (build_tokenizer("instruct"), "260")):
+        answer, _ = build_rewards(run, tokenizer)
+        assert answer(prompts=["p"], completions=["42"], completion_ids=[[1, 2]], answer=["42"]) == [1.0]
+        assert f"(</think> = {tag})" in capsys.readouterr().out
+
+
+def test_an_id_that_the_tokenizer_contradicts_is_refused(make_run: Make, tiny_tokenizer: Any) -> None:
+    """Guards against a config copied from a Qwen3 run: the id is the tokenizer's business."""
+    run = make_run({"name": "length_reward"}, {"name": "thinking_reward", "params": {"think_end_id": 151668}})
+    with pytest.raises(
+        TokenizerError, match="rewards.1.params.think_end_id is 151668, but the tokenizer has </think> at 260"
+    ):
+        build_rewards(run, tiny_tokenizer)
+    agreeing = make_run({"name": "thinking_reward", "params": {"think_end_id": 260}})
+    assert build_rewards(agreeing, tiny_tokenizer)[0].reward.think_end_id == END
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (
+            {"name": "thinkin_reward"},
+            "rewards.0.name: there is no reward 'thinkin_reward'; did you mean 'thinking_reward'?",
+        ),
+        (
+            {"name": "xyzzy"},
+            r"there is no reward 'xyzzy'. Known: thinking_reward, .*; a function of your own is module:fun",
+        ),
+        (
+            {"name": "thinking_reward", "params": {"min_token": 3}},
+            r"rewards.0.params.min_token: thinking_reward has no parameter of that name; did you mean 'min_tokens'\?; "
+            "it takes think_end_id, min_tokens, full_tokens, forced_counts_as_closed$",
+        ),
+        (
+            {"name": "thinking_reward", "params": {"full_tokens": 3}},
+            "rewards.0.params: thinking_reward cannot be built: full_tokens is 3; it must be a whole number",
+        ),
+        (
+            {"name": "math_answer_reward", "params": {"timeout_s": 3}},
+            "rewards.0.params.timeout_s: math_answer_reward has no parameter of that name; set timeout_s beside params",
+        ),
+        ({"name": "reward_model"}, "rewards.0.params: reward_model cannot be built: .*missing 1 required .* 'model'"),
+        ({"name": "nowhere:f"}, "rewards.0.name 'nowhere:f': there is no module 'nowhere'"),
+        (
+            {"name": "reward_examples:"},
+            "rewards.0.name is 'reward_examples:'; a function of your own is module:function",
+        ),
+    ],
+)
+def test_what_a_config_gets_wrong_is_said_with_its_key(
+    entry: dict, words: str, make_run: Make, tiny_tokenizer: Any
+) -> None:
+    """Guards against a typing error that trains with defaults, or fails without naming the line to mend."""
+    with pytest.raises(ConfigError, match=words):
+        build_rewards(make_run(entry), tiny_tokenizer)
+
+
+def test_a_function_beside_the_config_is_found_from_anywhere(
+    make_run: Make, tiny_tokenizer: Any, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any
+) -> None:
+    """Guards against a run that finds its rewards only when started from the right folder."""
+    shutil.copy(Path(__file__).with_name("reward_examples.py"), tmp_path / "my_rewards.py")
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    entry = {"name": "my_rewards:by_length", "weight": 2.0, "params": {"scale": 10}, "timeout_s": 3.0}
+    (reward,) = build_rewards(make_run(entry), tiny_tokenizer)
+    assert (reward.__name__, reward.weight, reward.reward.worker.timeout_s) == ("by_length", 2.0, 3.0)
+    assert reward(prompts=["p"], completions=["abc"], completion_ids=[[1]]) == [30.0]
+    reward.reward.worker.close()
+
+
+def test_a_function_in_the_working_directory_is_found(
+    make_run: Make, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any
+) -> None:
+    """Guards against shipped configs that could not use a reward of the folder one works in."""
+    here = tmp_path_factory.mktemp("work")
+    shutil.copy(Path(__file__).with_name("reward_examples.py"), here / "mine_here.py")
+    monkeypatch.chdir(here)
+    (reward,) = build_rewards(make_run({"name": "mine_here:by_length"}), tiny_tokenizer)
+    assert reward(prompts=["p"], completions=["abc"], completion_ids=[[1]]) == [3.0]
+    reward.reward.worker.close()

@@ -1,0 +1,182 @@
+"""A reward in a process of its own: what goes over, and what happens when it hangs, dies or raises."""
+
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit.errors import RewardError
+from rloo_kit.rewarding.guard import WholeBatchError, guard
+from rloo_kit.rewarding.worker import Worker, WorkerReward
+
+HERE = Path(__file__).parent
+BATCH: dict[str, Any] = {"prompts": ["p", "q"], "completions": ["abc", "ab"], "completion_ids": [(1, 2), (3,)]}
+
+
+@pytest.fixture
+def reward(request: pytest.FixtureRequest) -> Iterator[WorkerReward]:
+    """`reward_examples:NAME` in a worker, with a limit of one second."""
+    made = WorkerReward(f"reward_examples:{request.param}", folders=[HERE], timeout_s=1.0)
+    yield made
+    made.worker.close()
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [("by_length", [3.0, 2.0]), ("types_of_ids", [1.0, 1.0]), ("sees", [2.0, 2.0]), ("slowly", [1.0, 1.0])],
+    indirect=["reward"],
+)
+def test_a_good_reward_gives_what_it_gives_in_place(reward: WorkerReward, expected: list[float]) -> None:
+    """Guards against a protocol that a print breaks, ids that arrive as tuples or arrays, and columns that get lost."""
+    assert reward(**BATCH, answer=["1", "2"], trainer_state=object()) == expected
+
+
+@pytest.mark.parametrize("reward", ["reads_forced"], indirect=True)
+def test_the_workers_function_sees_which_thoughts_were_closed_by_force(reward: WorkerReward) -> None:
+    """Guards against a reward of the user's own that pays for a close which the budget made."""
+    assert reward(**BATCH, thinking_forced=[True, False]) == [-1.0, 1.0]
+    assert reward(**BATCH) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("reward", ["scorer"], indirect=True)
+def test_an_object_with_get_rewards_works_by_name(reward: WorkerReward) -> None:
+    """Guards against a config that can name functions but not the object of a reward server."""
+    assert reward(prompts=["long prompt"], completions=["ab"], completion_ids=[[1]]) == [9.0]
+
+
+def test_parameters_are_bound() -> None:
+    """Guards against `params` of a config that never reach the function."""
+    reward = WorkerReward("reward_examples:by_length", params={"scale": 2.0}, folders=[HERE])
+    assert reward(**BATCH) == [6.0, 4.0]
+    assert reward.__name__ == "by_length"
+    reward.worker.close()
+
+
+@pytest.mark.parametrize("reward", ["logs"], indirect=True)
+def test_logging_comes_back(reward: WorkerReward) -> None:
+    """Guards against a reward that logs metrics in a notebook and loses them when a config names it."""
+    seen: list[Any] = []
+    reward(**BATCH, log_metric=lambda *args: seen.append(args), log_extra=lambda *args: seen.append(args))
+    assert seen == [("lengths/mean", 2.0), ("first", ["a", "a"])]
+
+
+@pytest.mark.parametrize("reward", ["hangs"], indirect=True)
+def test_a_hang_is_killed_after_the_limit_and_the_next_batch_is_served(reward: WorkerReward) -> None:
+    """Guards against a reward that loops for ever holding the interpreter lock: the run would stand still overnight."""
+    guarded = guard(reward)
+    reward.worker.start()
+    started = time.monotonic()
+    assert guarded(completions=["hang", "ok"], completion_ids=[[1], [2]]) == [None, None]
+    assert 1.0 <= time.monotonic() - started < 3.0
+    assert guarded.failed == [True, True]
+    assert guarded.failures == [
+        "reward 'hangs' failed on samples 0 to 1: 'reward_examples:hangs' took longer than 1 s and was killed "
+        "(timeout_s)"
+    ]
+    assert guarded(completions=["ok"], completion_ids=[[1]]) == [1.0]
+    assert guarded.failed == [False] and guarded.failures == []
+
+
+@pytest.mark.parametrize("reward", ["hangs_with_a_child"], indirect=True)
+def test_children_of_a_hung_reward_die_with_it(reward: WorkerReward, tmp_path: Path) -> None:
+    """Guards against left-over processes: a reward that runs generated code hangs in a child of its own."""
+    mark = str(tmp_path)
+    with pytest.raises(WholeBatchError, match="took longer than 1 s"):
+        reward(completions=["x"], completion_ids=[[1]], mark=mark)
+    time.sleep(0.1)
+    alive = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mark in _read(path)]
+    assert not alive
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+@pytest.mark.parametrize("reward", ["crashes"], indirect=True)
+def test_a_crash_is_a_failure_and_the_worker_comes_back(reward: WorkerReward) -> None:
+    """Guards against a segmentation fault in a reward's library that takes the training run with it."""
+    guarded = guard(reward)
+    assert guarded(completions=["crash"], completion_ids=[[1]]) == [None]
+    assert guarded.failures == ["reward 'crashes' failed on sample 0: 'reward_examples:crashes' crashed with SIGSEGV"]
+    assert guarded(completions=["ok"], completion_ids=[[1]]) == [1.0]
+
+
+@pytest.mark.parametrize("reward", ["leaves"], indirect=True)
+def test_an_exit_is_a_failure(reward: WorkerReward) -> None:
+    """Guards against `exit()` in a reward: the code is said."""
+    with pytest.raises(WholeBatchError, match="'reward_examples:leaves' ended its process with exit code 3"):
+        reward(**BATCH)
+
+
+@pytest.mark.parametrize("reward", ["raises_on_bad"], indirect=True)
+def test_an_exception_names_the_sample_and_the_line(reward: WorkerReward) -> None:
+    """Guards against one bad completion that costs the whole batch its rewards."""
+    guarded = guard(reward)
+    assert guarded(prompts=["p", "q"], completions=["1.5", "one"], completion_ids=[[1], [2]]) == [1.5, None]
+    assert guarded.failed == [False, True]
+    assert len(guarded.failures) == 1
+    for part in ("reward 'raises_on_bad' failed on sample 1", "'q'", "'one'", "ValueError", "reward_examples.py, line"):
+        assert part in guarded.failures[0]
+
+
+@pytest.mark.parametrize("reward", ["process_id"], indirect=True)
+def test_one_process_serves_many_calls(reward: WorkerReward) -> None:
+    """Guards against an interpreter started anew for every batch."""
+    assert reward(**BATCH) == reward(**BATCH)
+    assert reward.worker.running
+    reward.worker.close()
+    assert not reward.worker.running
+
+
+@pytest.mark.parametrize("reward", ["by_length"], indirect=True)
+def test_what_does_not_pickle_is_said_and_the_worker_lives(reward: WorkerReward) -> None:
+    """Guards against half a message in the pipe: the next call would read the wrong answer."""
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError), match="pickle|local"):
+        reward(**BATCH, odd=[lambda: 1, lambda: 2])
+    assert reward(**BATCH) == [3.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("no_such_module:f", "there is no module 'no_such_module'; it was looked for in "),
+        ("reward_examples:by_lenght", "module 'reward_examples' has no 'by_lenght'; it offers by_length"),
+        ("reward_examples:NUMBER", "'reward_examples:NUMBER' is int; a reward is a function"),
+        ("broken:f", r"importing 'broken' failed: ZeroDivisionError: division by zero \(broken.py, line 1\)"),
+    ],
+)
+def test_a_target_that_cannot_be_used_is_said(target: str, words: str, tmp_path: Path) -> None:
+    """Guards against a typing error in a config that shows only as an unscored batch, an hour later."""
+    (tmp_path / "broken.py").write_text("1 / 0\n", encoding="utf-8")
+    worker = Worker(target, folders=[HERE, tmp_path])
+    with pytest.raises(RewardError, match=words):
+        worker.start()
+    assert not worker.running
+
+
+def test_a_script_without_a_main_guard_is_not_run_again(tmp_path: Path) -> None:
+    """Guards against multiprocessing's spawn, which imports the caller's script in the child and would train twice."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "print('script runs')\n"
+        "from rloo_kit.rewarding.worker import WorkerReward\n"
+        f"reward = WorkerReward('reward_examples:by_length', folders=[{str(HERE)!r}])\n"
+        "print(reward(prompts=['p'], completions=['abc'], completion_ids=[[1]]))\n",
+        encoding="utf-8",
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PYTHONPATH": str(HERE.parents[1]), "PATH": ""},
+    )
+    assert done.stdout.splitlines() == ["script runs", "[3.0]"], done.stderr

@@ -1,0 +1,262 @@
+"""Generation outside the loop: the model's own ids, its whole distribution, and thinking that is closed at a budget."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.rollout.engine import Completion, find_end_ids, generate_completions
+
+THINK_END, TURN_END, END_OF_TEXT = 260, 258, 256
+PROMPTS = ["12+13=", "a much longer prompt than the others", "7", "1+1=2?"]
+
+
+@pytest.fixture
+def make_policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Callable[..., Any]:
+    """`make_policy(bias={id: b})`: a random Qwen3 whose head leans towards some ids, so that a test can have it close
+    its thinking early, late or never."""
+
+    def build(seed: int = 0, bias: dict[int, float] | None = None, **config: Any) -> Any:
+        import torch
+
+        from rloo_kit.models.policy import Policy
+        from rloo_kit.think_tags import bind_think_tags
+
+        model = make_tiny_model(seed, tie_word_embeddings=False, **config)
+        model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+        model.generation_config.eos_token_id = [TURN_END, END_OF_TEXT]
+        with torch.no_grad():
+            for token, value in (bias or {}).items():
+                model.lm_head.bias[token] = value
+        tags = bind_think_tags(tiny_tokenizer)
+        return Policy(model, tiny_tokenizer, "transformers", "a test", tags, "thinking", {})
+
+    return build
+
+
+def greedy_by_hand(policy: Any, prompt: str, limit: int) -> list[int]:
+    """Argmax by argmax over one unpadded row without a cache."""
+    import torch
+
+    ids = policy.tokenizer(prompt)["input_ids"]
+    new: list[int] = []
+    with torch.no_grad():
+        while len(new) < limit and (not new or new[-1] not in (TURN_END, END_OF_TEXT)):
+            logits = policy.model(input_ids=torch.tensor([ids + new])).logits[0, -1]
+            new.append(int(logits.argmax()))
+    return new
+
+
+def test_greedy_ids_are_those_of_single_rows(make_policy: Any) -> None:
+    """Batches are padded and sorted by length: a mistake in mask, positions or order shows as another prompt's answer,
+    and accuracy drops a little without a word."""
+    policy = make_policy(bias={TURN_END: 3.0}, initializer_range=0.4)
+    found = generate_completions(policy, PROMPTS, max_completion_length=12, temperature=0, batch_size=3)
+    assert [completion.prompt_index for completion in found] == [0, 1, 2, 3]
+    wanted = [greedy_by_hand(policy, prompt, 12) for prompt in PROMPTS]
+    assert [completion.ids for completion in found] == wanted
+    assert len({tuple(ids) for ids in wanted}) == 4 and len({len(ids) for ids in wanted}) > 1
+
+
+def test_whole_distribution_whatever_the_checkpoint_says(make_policy: Any) -> None:
+    """Qwen3's generation config asks for top-k 20 and top-p 0.95. `generate` fills every option that is not given from
+    there, and the evaluation then measures another distribution than the one that is trained."""
+    plain, narrowed = make_policy(), make_policy()
+    settings = {
+        "top_k": 1,
+        "top_p": 0.1,
+        "min_p": 0.9,
+        "temperature": 0.01,
+        "repetition_penalty": 9.0,
+        "typical_p": 0.1,
+    }
+    for name, value in settings.items():
+        setattr(narrowed.model.generation_config, name, value)
+    options = {"max_completion_length": 8, "num_samples": 4, "seed": 3}
+    sampled = generate_completions(narrowed, PROMPTS, **options)
+    assert sampled == generate_completions(plain, PROMPTS, **options)
+    assert len({tuple(completion.ids) for completion in sampled}) == 16
+    greedy = generate_completions(narrowed, PROMPTS[:1], max_completion_length=8, temperature=0)
+    assert greedy[0].ids == greedy_by_hand(narrowed, PROMPTS[0], 8)
+
+
+def test_samples_follow_the_distribution(make_policy: Any) -> None:
+    """One token, two thousand times: the counts have to be those of the softmax at that temperature."""
+    import torch
+
+    policy = make_policy(bias={50: 5.0, 51: 4.0, 52: 3.0})
+    for temperature in (1.0, 2.0):
+        found = generate_completions(
+            policy, ["x"], max_completion_length=1, num_samples=2000, temperature=temperature, batch_size=500
+        )
+        with torch.no_grad():
+            logits = policy.model(input_ids=torch.tensor([policy.tokenizer("x")["input_ids"]])).logits[0, -1]
+        probabilities = (logits.double() / temperature).softmax(-1)
+        for token in (50, 51, 52):
+            share = sum(completion.ids == [token] for completion in found) / 2000
+            expected = float(probabilities[token])
+            assert abs(share - expected) < 4 * (expected * (1 - expected) / 2000) ** 0.5
+
+
+def test_seed_fixes_the_samples_and_leaves_the_global_state(make_policy: Any) -> None:
+    """An evaluation between two steps changed the samples of the training after it."""
+    import torch
+
+    policy = make_policy()
+    torch.manual_seed(123)
+    state = torch.get_rng_state()
+    first = generate_completions(policy, PROMPTS, max_completion_length=6, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(5)
+    assert generate_completions(policy, PROMPTS, max_completion_length=6, seed=1) == first
+    assert generate_completions(policy, PROMPTS, max_completion_length=6, seed=2) != first
+
+
+def test_several_samples_come_prompt_by_prompt(make_policy: Any) -> None:
+    """pass@k takes runs of `num_samples` for one prompt's."""
+    found = generate_completions(make_policy(), PROMPTS, max_completion_length=4, num_samples=3, batch_size=5)
+    assert [completion.prompt_index for completion in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_progress_counts_completions(make_policy: Any) -> None:
+    """A line that counts batches, or never reaches the end, is worse than none."""
+    calls: list[tuple[int, int]] = []
+    options = {"max_completion_length": 2, "num_samples": 3, "batch_size": 5}
+    generate_completions(make_policy(), PROMPTS, on_batch=lambda *call: calls.append(call), **options)
+    assert calls == [(5, 12), (10, 12), (12, 12)]
+
+
+def test_flags_are_told_by_ids(make_policy: Any) -> None:
+    """A completion that writes the letters of `</think>`, or whose text hides the end token, is told apart by ids."""
+    ended = generate_completions(make_policy(bias={TURN_END: 100}), ["a"], max_completion_length=5)[0]
+    assert ended == Completion(0, [TURN_END], "", ended=True, closed=False, thinking_tokens=None)
+    other_end = generate_completions(make_policy(bias={END_OF_TEXT: 100}), ["a"], max_completion_length=5)[0]
+    assert other_end.ids == [END_OF_TEXT] and other_end.ended
+    closing = generate_completions(make_policy(bias={THINK_END: 100}), ["a"], max_completion_length=3)[0]
+    assert closing.ids == [THINK_END] * 3 and closing.text == "</think>" * 3
+    assert (closing.ended, closing.closed, closing.thinking_tokens, closing.forced) == (False, True, 0, False)
+    letter = make_policy().tokenizer("x")["input_ids"][0]
+    endless = generate_completions(make_policy(bias={letter: 100}), ["a"], max_completion_length=3)[0]
+    assert (endless.text, endless.ended, endless.closed, endless.thinking_tokens) == ("xxx", False, False, None)
+
+
+def test_every_declared_end_token_ends(make_policy: Any) -> None:
+    """Training stops at each end token that the checkpoint declares; an evaluation that knew only the tokenizer's read
+    on into whatever came after."""
+    policy = make_policy()
+    assert find_end_ids(policy) == [TURN_END, END_OF_TEXT]
+    policy.model.generation_config.eos_token_id = END_OF_TEXT
+    assert find_end_ids(policy) == [TURN_END, END_OF_TEXT]
+    policy.model.generation_config.eos_token_id = None
+    assert find_end_ids(policy) == [TURN_END]
+
+
+# ------------------------------------------------------------------------------------------------- budgets
+
+
+def test_open_thinking_is_closed_at_the_budget(make_policy: Any) -> None:
+    """`</think>` comes right after the budget's last token, once, and the answer gets no more than its own budget."""
+    policy = make_policy(bias={THINK_END: -100, TURN_END: -100, END_OF_TEXT: -100})
+    for completion in generate_completions(
+        policy, PROMPTS, max_completion_length=99, thinking_budget=4, answer_budget=3, num_samples=2
+    ):
+        assert completion.forced and completion.closed and not completion.ended
+        assert completion.thinking_tokens == 4 and completion.ids[4] == THINK_END
+        assert completion.ids.count(THINK_END) == 1 and len(completion.ids) == 4 + 1 + 3
+
+
+def test_budget_of_zero_and_the_rest_of_the_limit(make_policy: Any) -> None:
+    """A budget of nothing asks for the answer at once; without a budget of its own the answer gets what is left."""
+    policy = make_policy(bias={THINK_END: -100, TURN_END: -100, END_OF_TEXT: -100})
+    at_once = generate_completions(policy, ["a"], max_completion_length=6, thinking_budget=0)[0]
+    assert at_once.ids[0] == THINK_END and at_once.thinking_tokens == 0 and len(at_once.ids) == 6
+    beyond = generate_completions(policy, ["a"], max_completion_length=6, thinking_budget=9)[0]
+    assert beyond.thinking_tokens == 9 and len(beyond.ids) == 11
+
+
+def test_thinking_closed_in_time_is_not_forced(make_policy: Any) -> None:
+    """Only the completions that need it are touched; the others answer under the same limit."""
+    policy = make_policy(bias={THINK_END: 100})
+    found = generate_completions(policy, ["a"], max_completion_length=99, thinking_budget=4, answer_budget=2)[0]
+    assert not found.forced and found.thinking_tokens == 0 and found.ids == [THINK_END] * 3
+
+
+def test_mixed_batch_with_a_budget(make_policy: Any) -> None:
+    """Some close, some end, some run over, all in one batch: what each continues is its own thinking."""
+    policy = make_policy(bias={THINK_END: 3.0, TURN_END: 2.0})
+    found = generate_completions(
+        policy, PROMPTS, max_completion_length=50, thinking_budget=8, answer_budget=4, num_samples=16, seed=4
+    )
+    kinds = set()
+    for completion in found:
+        thinking = completion.ids[: completion.thinking_tokens]
+        if completion.forced:
+            kinds.add("forced")
+            assert completion.thinking_tokens == 8 and not {TURN_END, END_OF_TEXT} & set(thinking)
+        elif completion.closed:
+            kinds.add("closed")
+            assert completion.thinking_tokens < 8
+        else:
+            kinds.add("ended while thinking")
+            assert completion.ended and len(completion.ids) <= 8
+        if completion.closed:
+            assert len(completion.ids) - completion.thinking_tokens - 1 <= 4
+    assert kinds == {"forced", "closed", "ended while thinking"}
+
+
+def test_answer_after_a_forced_close_is_the_models_own(make_policy: Any) -> None:
+    """The second part continues prompt + thinking + `</think>`: greedily it is what the model says to exactly that."""
+    policy = make_policy(bias={THINK_END: -100, TURN_END: -100, END_OF_TEXT: -100}, initializer_range=0.4)
+    (found,) = generate_completions(
+        policy, ["12+13="], max_completion_length=50, temperature=0, thinking_budget=5, answer_budget=6
+    )
+    thinking = greedy_by_hand(policy, "12+13=", 5)
+    assert found.ids[:6] == [*thinking, THINK_END]
+    import torch
+
+    ids = [*policy.tokenizer("12+13=")["input_ids"], *found.ids[:6]]
+    for token in found.ids[6:]:
+        with torch.no_grad():
+            assert int(policy.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) == token
+        ids.append(token)
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_completion_length": 0}, "max_completion_length is 0; it has to be at least 1"),
+        ({"num_samples": 0}, "num_samples is 0; it has to be at least 1"),
+        ({"batch_size": 0}, "batch_size is 0; it has to be at least 1"),
+        ({"temperature": -1}, "temperature is -1; it has to be 0 (greedy) or more"),
+        ({"thinking_budget": -1}, "thinking_budget is -1; it has to be 0 or more tokens"),
+        ({"thinking_budget": 1, "answer_budget": 0}, "answer_budget is 0; it has to be at least 1"),
+        ({"max_completion_length": 600}, "600 more are to be generated, but the model has 512 positions"),
+        ({"thinking_budget": 500, "answer_budget": 50}, "551 more are to be generated"),
+    ],
+)
+def test_values_out_of_range(make_policy: Any, options: dict[str, Any], text: str) -> None:
+    """Beyond its positions a model writes noise and nobody is told."""
+    with pytest.raises(ConfigError) as caught:
+        generate_completions(make_policy(), ["a"], **({"max_completion_length": 8} | options))
+    assert text in str(caught.value)
+
+
+def test_budget_without_thinking_tokens(make_policy: Any) -> None:
+    """A model whose tokenizer has no `</think>` cannot be made to close anything."""
+    from rloo_kit.think_tags import ThinkTags
+
+    policy = make_policy()
+    policy.tags = ThinkTags(None, None)
+    with pytest.raises(ConfigError, match=r"the tokenizer has no </think>.*eval.thinking_budgets: \[\]"):
+        generate_completions(policy, ["a"], max_completion_length=8, thinking_budget=2)
+
+
+def test_no_prompts_and_empty_prompts(make_policy: Any) -> None:
+    """Nothing in, nothing out; a prompt without tokens made `generate` fail inside attention."""
+    assert generate_completions(make_policy(), [], max_completion_length=8) == []
+    with pytest.raises(DataError, match="prompt 1 has no tokens"):
+        generate_completions(make_policy(), ["a", ""], max_completion_length=8)

@@ -1,0 +1,454 @@
+"""The native loop against `generate` and against scoring: token by token, in distribution, and when memory runs out."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rloo_kit.errors import BackendError
+from rloo_kit.rollout.engine import Limits, build_engine, choose_engine
+from rloo_kit.think_tags import bind_think_tags
+
+TURN_END, END_OF_TEXT, PAD = 258, 257, 256
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 20, [1], [3, 2, 1, 0, 4], [40, 41]]
+
+
+@pytest.fixture
+def make_model(make_tiny_model: Callable[..., Any]) -> Callable[..., Any]:
+    """`make_model(lora=True, ends=0.0, **config)`: random weights large enough that every prompt gets its own answer;
+    an adapter that is not the identity; a head that leans towards its two end tokens by `ends`."""
+
+    def build(lora: bool = True, ends: float = 0.0, seed: int = 0, **config: Any) -> Any:
+        import torch
+        from peft import LoraConfig, get_peft_model
+
+        model = make_tiny_model(seed, **({"tie_word_embeddings": False, "initializer_range": 0.3} | config))
+        model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+        with torch.no_grad():
+            model.lm_head.bias[[END_OF_TEXT, TURN_END]] = ends
+        if lora:
+            model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=MODULES, task_type="CAUSAL_LM"))
+            generator = torch.Generator().manual_seed(1)
+            with torch.no_grad():
+                for name, value in model.named_parameters():
+                    if "lora_" in name:
+                        value.copy_(0.2 * torch.randn(value.shape, generator=generator))
+        return model
+
+    return build
+
+
+def engine_for(model: Any, name: str = "native", temperature: float = 1.0, **options: Any) -> Any:
+    options = {"end_ids": [TURN_END, END_OF_TEXT], "pad_id": PAD} | options
+    return build_engine(model, name, temperature=temperature, **options)
+
+
+def decoder_of(model: Any) -> str:
+    from rloo_kit.rollout.decoders import make_decoder
+
+    return type(make_decoder(model)).__name__
+
+
+def teacher_forced(model: Any, prompt: list[int], completion: list[int], temperature: float) -> list[float]:
+    """Log-probabilities of a completion by one unpadded pass through the whole model."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    logps = (logits / temperature).log_softmax(-1)
+    return logps.gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+
+
+VARIANTS = {  # config of the model, whether it has an adapter, the decoder that is chosen for it
+    "adapter": ({}, True, "FusedDecoder"),
+    "no adapter, tied head": ({"tie_word_embeddings": True}, False, "FusedDecoder"),
+    "biases": ({"attention_bias": True}, True, "FusedDecoder"),
+    "eager": ({"attn_implementation": "eager"}, True, "FusedDecoder"),
+    "another activation": ({"hidden_act": "gelu"}, True, "ModuleDecoder"),
+    "another activation, eager": ({"hidden_act": "gelu", "attn_implementation": "eager"}, True, "ModuleDecoder"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_is_generates_token_by_token(make_model: Any, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    """A wrong mask, position or slot shows as an answer to another prompt, and the reward drops a little without a
+    word. Prompts of unequal length, rows that end at different times, fewer slots than rows, blocks that grow."""
+    config, lora, decoder = VARIANTS[variant]
+    model = make_model(lora, ends=2.0, **config)
+    assert decoder_of(model) == decoder
+    wanted = engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(30)).completion_ids
+    assert len({len(ids) for ids in wanted}) > 1 and any(ids[-1] in (TURN_END, END_OF_TEXT) for ids in wanted)
+    assert len({tuple(ids) for ids in wanted}) > 3
+    monkeypatch.setattr("rloo_kit.rollout.kv_cache.BLOCK_TOKENS", 4)
+    for rows in (None, 4, 3, 1):
+        found = engine_for(model, "native", 0.0, rows=rows).sample(PROMPTS, Limits(30))
+        assert found.completion_ids == wanted and found.sampler_logps is None
+    longest_first = [float(len(ids)) for ids in wanted]
+    found = engine_for(model, "native", 0.0, rows=2).sample(PROMPTS, Limits(30), expected_lengths=longest_first)
+    assert found.completion_ids == wanted
+
+
+@pytest.mark.parametrize("name", ["native", "generate"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampler_logps_are_those_of_scoring(make_model: Any, name: str, temperature: float) -> None:
+    """The gap between sampler and trainer is logged and corrected with these; were they another token's, or another
+    temperature's, the correction would be noise."""
+    import torch
+
+    model = make_model(ends=3.0)
+    torch.manual_seed(0)
+    prompts = [prompt for prompt in PROMPTS for _ in range(2)]
+    found = engine_for(model, name, temperature, rows=5).sample(prompts, Limits(20))
+    assert len({len(ids) for ids in found.completion_ids}) > 3
+    for prompt, ids, logps in zip(prompts, found.completion_ids, found.sampler_logps, strict=True):
+        assert logps == pytest.approx(teacher_forced(model.eval(), prompt, ids, temperature), abs=1e-5)
+
+
+def test_sixteen_bits_go_through_the_modules(make_model: Any) -> None:
+    """A merged copy in 16 bits would be another policy than the one that is scored: an adapter's update of 1e-4 is
+    rounded away."""
+    import torch
+
+    model = make_model(ends=2.0).to(torch.bfloat16)
+    assert decoder_of(model) == "ModuleDecoder"
+    torch.manual_seed(0)
+    found = engine_for(model).sample(PROMPTS, Limits(12))
+    for prompt, ids, logps in zip(PROMPTS, found.completion_ids, found.sampler_logps, strict=True):
+        assert logps == pytest.approx(teacher_forced(model.eval(), prompt, ids, 1.0), abs=0.2)
+
+
+def test_weights_are_read_anew_in_every_rollout(make_model: Any) -> None:
+    """The decoder keeps a copy of the weights; a stale one would sample from the policy before the step."""
+    import torch
+
+    model = make_model()
+    engine = engine_for(model, "native", 0.0)
+    before = engine.sample(PROMPTS, Limits(8)).completion_ids
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.mul_(-3)
+    after = engine.sample(PROMPTS, Limits(8)).completion_ids
+    assert after != before
+    assert after == engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(8)).completion_ids
+    model.disable_adapter_layers()
+    without = engine.sample(PROMPTS, Limits(8)).completion_ids
+    assert without != after
+    assert without == engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(8)).completion_ids
+
+
+@pytest.mark.parametrize("name", ["native", "generate"])
+def test_the_model_is_as_it_was_afterwards(make_model: Any, name: str) -> None:
+    """A rollout in the middle of training: dropout has to be off while sampling, and on again, weights untouched."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=4, target_modules=MODULES, lora_dropout=0.9, init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(make_model(lora=False), settings)
+    model.gradient_checkpointing_enable()
+    model.train()
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    torch.manual_seed(0)
+    found = engine_for(model, name).sample(PROMPTS, Limits(6))
+    assert [module.training for module in model.modules()] == modes and all(modes)
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    assert torch.is_grad_enabled() and model.is_gradient_checkpointing
+    model.eval()
+    for prompt, ids, logps in zip(PROMPTS, found.completion_ids, found.sampler_logps, strict=True):
+        assert logps == pytest.approx(teacher_forced(model, prompt, ids, 1.0), abs=1e-5)
+
+
+def test_under_autocast_the_modules_run(make_model: Any) -> None:
+    """A trainer in mixed precision samples under autocast, as it scores; joined float32 matrices know no bf16."""
+    import torch
+
+    model = make_model(ends=2.0)
+    engine = engine_for(model)
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = engine.sample(PROMPTS, Limits(12))
+        for prompt, ids, logps in zip(PROMPTS, found.completion_ids, found.sampler_logps, strict=True):
+            assert logps == pytest.approx(teacher_forced(model.eval(), prompt, ids, 1.0), abs=0.2)
+
+
+# ------------------------------------------------------------------------------------------------- distributions
+
+
+def chi_square(counts: list[int], probabilities: list[float]) -> float:
+    """Pearson's statistic in standard deviations above its mean; cells are given."""
+    total = sum(counts)
+    statistic = sum(
+        (count - total * share) ** 2 / (total * share) for count, share in zip(counts, probabilities, strict=True)
+    )
+    freedom = len(counts) - 1
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+def test_first_and_second_tokens_follow_the_models_distribution(make_model: Any) -> None:
+    """An RLOO gradient is for the distribution that is scored. 6000 pairs of tokens against the exact joint
+    distribution of both; the same counts against the distribution at another temperature must fail."""
+    import torch
+
+    model = make_model(seed=2, initializer_range=0.08)
+    with torch.no_grad():
+        model.get_base_model().lm_head.bias[:] = -30.0
+        model.get_base_model().lm_head.bias[10:16] = 0.0
+    temperature, number = 0.8, 6000
+    torch.manual_seed(0)
+    found = engine_for(model, "native", temperature).sample([[5, 6, 7]] * number, Limits(2)).completion_ids
+    model.eval()
+    verdicts = {}
+    for assumed in (temperature, 1.0):
+        with torch.no_grad():
+            first = (model(torch.tensor([[5, 6, 7]])).logits[0, -1].double() / assumed).softmax(-1)[10:16]
+            rows = torch.tensor([[5, 6, 7, token] for token in range(10, 16)])
+            second = (model(rows).logits[:, -1].double() / assumed).softmax(-1)[:, 10:16]
+        joint = (first[:, None] * second).flatten().tolist()
+        counts = [found.count([a, b]) for a in range(10, 16) for b in range(10, 16)]
+        assert sum(counts) == number and min(joint) * number > 5
+        verdicts[assumed] = chi_square(counts, joint)
+    assert abs(verdicts[temperature]) < 3 < 8 < verdicts[1.0]
+
+
+@pytest.mark.parametrize("vocabulary", [7, 512, 513, 1000])
+def test_draws_follow_the_softmax(vocabulary: int) -> None:
+    """Both ways of drawing, one level and two, blocks that the vocabulary does not fill, tokens of probability 0."""
+    import torch
+
+    from rloo_kit.rollout.token_draw import draw
+
+    generator = torch.Generator().manual_seed(3)
+    logits = 2 * torch.randn(vocabulary, generator=generator)
+    logits[1::3] = -torch.inf
+    torch.manual_seed(4)
+    tokens, logps = draw(logits.expand(40_000, -1), 1.5)
+    exact = (logits.double() / 1.5).softmax(0)
+    assert torch.allclose(logps.double(), exact[tokens].log(), atol=1e-5)
+    counts = torch.bincount(tokens, minlength=vocabulary)
+    assert counts[1::3].sum() == 0
+    frequent = exact * 40_000 > 10
+    cells = [*counts[frequent].tolist(), int(counts[~frequent].sum())]
+    shares = [*exact[frequent].tolist(), float(exact[~frequent].sum())]
+    cells, shares = (cells, shares) if shares[-1] > 0 else (cells[:-1], shares[:-1])
+    assert abs(chi_square(cells, shares)) < 4
+
+
+# ------------------------------------------------------------------------------------------------- budgets
+
+
+@pytest.mark.parametrize("name", ["native", "generate"])
+def test_a_budget_in_both_engines(make_model: Any, tiny_tokenizer: Any, name: str) -> None:
+    """What is forced is marked and has no log-probability; what follows it is the model's own answer to it."""
+    import torch
+
+    from rloo_kit.rollout.engine import make_limits
+
+    model = make_model(ends=3.0)
+    with torch.no_grad():
+        model.get_base_model().lm_head.bias[260] = 3.0
+    limits = make_limits(tiny_tokenizer, bind_think_tags(tiny_tokenizer), 160, 6, 4, close="sentence")
+    torch.manual_seed(1)
+    prompts = [prompt for prompt in PROMPTS for _ in range(6)]
+    found = engine_for(model, name, rows=7).sample(prompts, limits)
+    kinds = set()
+    for prompt, ids, span, logps in zip(prompts, found.completion_ids, found.forced, found.sampler_logps, strict=True):
+        exact = teacher_forced(model.eval(), prompt, ids, 1.0)
+        for place, (logp, expected) in enumerate(zip(logps, exact, strict=True)):
+            if span is not None and span[0] <= place < span[1]:
+                assert math.isnan(logp)
+            else:
+                assert logp == pytest.approx(expected, abs=1e-5)
+        if span is not None:
+            kinds.add("forced")
+            assert span == (6, 6 + len(limits.close_ids)) and tuple(ids[slice(*span)]) == limits.close_ids
+            assert len(ids) - span[1] <= 4
+        else:
+            kinds.add("closed" if 260 in ids else "ended")
+    assert kinds == {"forced", "closed", "ended"}
+    assert found.thinking_forced == [span is not None for span in found.forced]
+
+
+# ------------------------------------------------------------------------------------------------- continuous
+
+
+@pytest.mark.slow
+def test_continuous_batching_leaves_the_model_as_it_is(make_model: Any, tiny_tokenizer: Any) -> None:
+    """TRL's path casts the whole model to bf16 in place, adapter included, and goes on training that. The same
+    completions as `generate`, the same budget, log-probabilities that scoring confirms, weights untouched."""
+    import torch
+
+    from rloo_kit.gradient.packed_attention import install
+    from rloo_kit.rollout.engine import make_limits
+
+    model = make_model(ends=-1.0).train()
+    install(model.get_base_model())  # as the trainer does; the name is none that pages can be looked up by
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    wanted = engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(12)).completion_ids
+    assert engine_for(model, "continuous", 0.0).sample(PROMPTS, Limits(12)).completion_ids == wanted
+    limits = make_limits(tiny_tokenizer, bind_think_tags(tiny_tokenizer), 20, 4, 3)
+    found = engine_for(model, "continuous", 0.7, rows=2).sample(PROMPTS, limits)
+    assert model.training and all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    assert any(found.thinking_forced)
+    model.eval()
+    for prompt, ids, logps in zip(PROMPTS, found.completion_ids, found.sampler_logps, strict=True):
+        exact = teacher_forced(model, prompt, ids, 0.7)
+        drawn = [place for place, logp in enumerate(logps) if not math.isnan(logp)]
+        assert len(logps) == len(ids) and len(ids) - len(drawn) <= 1
+        assert [logps[place] for place in drawn] == pytest.approx([exact[place] for place in drawn], abs=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+
+def run_out_above(model: Any, rows: int, seen: list[int], patch: pytest.MonkeyPatch, on_cpu: bool = False) -> None:
+    """Let the model's forward fail above so many rows, as a card does: in the middle of a rollout, not at its start."""
+    import torch
+
+    base, forward = model.get_base_model(), model.get_base_model().forward
+
+    def failing(*args: Any, **named: Any) -> Any:
+        ids = args[0] if args else named["input_ids"]
+        seen.append(ids.size(0))
+        if ids.size(0) > rows and (ids.size(1) > 1 or len(seen) > 3):
+            if on_cpu:
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward(*args, **named)
+
+    patch.setattr(base, "forward", failing)
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize("name", ["native", "generate"])
+def test_rows_are_halved_and_nothing_is_lost(
+    make_model: Any, monkeypatch: pytest.MonkeyPatch, name: str, on_cpu: bool
+) -> None:
+    """A rollout of an hour ended with an out-of-memory error when its rows had grown long. What is finished stays, the
+    rest goes on with half the rows, and one line says so. A CPU says it with a plain RuntimeError."""
+    model = make_model(hidden_act="gelu", ends=1.0)
+    wanted = engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(20)).completion_ids
+    seen: list[int] = []
+    run_out_above(model, 3, seen, monkeypatch, on_cpu)
+    said: list[str] = []
+    engine = engine_for(model, name, 0.0, say=said.append)
+    assert engine.sample(PROMPTS, Limits(20)).completion_ids == wanted
+    failed_at = seen[3 if name == "native" else 0]  # rows in the call that failed
+    assert engine.rows == failed_at // 2 and len(said) == 1
+    assert f"out of memory with {failed_at} completions at once" in said[0]
+    assert f"rollout.rows={failed_at // 2}" in said[0]
+    if name == "native":
+        assert sum(seen) == sum(map(len, wanted)) + failed_at  # no token was made twice
+    assert engine.sample(PROMPTS, Limits(20)).completion_ids == wanted and len(said) == 1
+
+
+def test_memory_that_runs_out_while_rows_are_let_in(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows whose prompts did not fit are neither live nor waiting at that moment; they were forgotten."""
+    import torch
+
+    model = make_model(ends=2.0)
+    wanted = engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(20)).completion_ids
+    backbone, forward = model.get_base_model().model, model.get_base_model().model.forward
+
+    def failing(*args: Any, **named: Any) -> Any:
+        if named["input_ids"].size(0) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*args, **named)
+
+    monkeypatch.setattr(backbone, "forward", failing)
+    said: list[str] = []
+    assert engine_for(model, "native", 0.0, say=said.append).sample(PROMPTS, Limits(20)).completion_ids == wanted
+    assert len(said) == 1 and "with 6 completions at once; 6 go on" in said[0]
+
+
+@pytest.mark.parametrize("name", ["native", "generate"])
+def test_one_row_that_does_not_fit_is_an_error(make_model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Halving one row for ever would hang the run."""
+    import torch
+
+    model = make_model(hidden_act="gelu")
+    run_out_above(model, 0, [], monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine_for(model, name, 0.0, say=lambda line: None).sample(PROMPTS, Limits(20))
+
+
+@pytest.mark.parametrize("name", ["native", "generate"])
+def test_other_errors_are_not_taken_for_it(make_model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A fault of the model would be hidden behind smaller and smaller rows."""
+    model = make_model(hidden_act="gelu")
+
+    def broken(*args: Any, **named: Any) -> Any:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(model.get_base_model(), "forward", broken)
+    said: list[str] = []
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        engine_for(model, name, 0.0, say=said.append).sample(PROMPTS, Limits(20))
+    assert not said
+
+
+def test_nothing_of_a_rollout_stays_alive(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache and the decoder's copy of the weights are as large as the model; training needs the room."""
+    import gc
+    import weakref
+
+    from rloo_kit.rollout import fused_decoder, kv_cache
+
+    made: list[weakref.ref[Any]] = []
+    for kind in (kv_cache.SlotCache, fused_decoder.FusedDecoder):
+
+        def begin(self: Any, *args: Any, plain: Any = kind.__init__, **named: Any) -> None:
+            made.append(weakref.ref(self))
+            plain(self, *args, **named)
+
+        monkeypatch.setattr(kind, "__init__", begin)
+    engine = engine_for(make_model(), rows=2)
+    gc.collect()
+    gc.disable()  # what goes only with the collector may stay for the whole of a step
+    try:
+        engine.sample(PROMPTS, Limits(6))
+        assert len(made) >= 2 and not [one() for one in made if one() is not None]
+    finally:
+        gc.enable()
+
+
+def test_broken_weights_are_told(make_model: Any) -> None:
+    """From NaN logits any token can be drawn, and a run went on for hours on noise."""
+    import torch
+
+    model = make_model(lora=False)
+    with torch.no_grad():
+        model.lm_head.bias[3] = torch.nan
+    with pytest.raises(BackendError, match="logits hold a NaN.*rloo.learning_rate"):
+        engine_for(model).sample(PROMPTS, Limits(3))
+
+
+# ------------------------------------------------------------------------------------------------- the choice
+
+
+def test_the_choice_is_explained(make_model: Any, make_tiny_model: Any) -> None:
+    """One line says which engine runs and why; an engine that cannot run is refused with the key to change."""
+    model = make_model()
+    assert choose_engine("auto", "transformers", model)[0] == "native"
+    assert choose_engine("auto", "unsloth", model)[0] == "generate"
+    assert choose_engine("generate", "transformers", model) == ("generate", "rollout.engine asks for it")
+    engine = engine_for(model, "auto")
+    assert engine.name == "native" and engine.reason and "\n" not in engine.reason
+    sliding = make_tiny_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    name, reason = choose_engine("auto", "transformers", sliding)
+    assert name == "generate" and "qwen3 has layers that do not look at all tokens" in reason
+    flash = make_tiny_model()
+    flash.config._attn_implementation = "flash_attention_2"  # takes (B, L) only: it was handed the loop's 4-D mask
+    assert choose_engine("auto", "transformers", flash)[0] == "generate"
+    with pytest.raises(BackendError, match="its attention, flash_attention_2, does not take a mask"):
+        engine_for(flash, "native")
+    with pytest.raises(BackendError, match="rollout.engine is native, but qwen3 has layers.*rollout.engine=generate"):
+        engine_for(sliding, "native")
+    with pytest.raises(BackendError, match="rollout.engine is native, but Unsloth.*rollout.engine=generate"):
+        engine_for(model, "native", backend="unsloth")
+    with pytest.raises(BackendError, match="rollout.engine is continuous, but Unsloth.*rollout.engine=auto"):
+        engine_for(model, "continuous", backend="unsloth")
+    with pytest.raises(BackendError, match="vLLM is not installed: pip install vllm.*rollout.engine=auto"):
+        engine_for(model, "vllm")

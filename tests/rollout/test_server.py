@@ -1,0 +1,715 @@
+"""Rollouts from a server, against a stand-in with real sockets and a real model: what is sent, in which order, and what
+comes back; then a trainer that learns through it."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit.errors import ConfigError, RolloutServerError
+from rloo_kit.rollout.engine import Limits, build_engine, make_limits
+from rloo_kit.rollout.vllm_client import VllmClient
+from rloo_kit.think_tags import bind_think_tags
+from tests.rollout.vllm_stand_in import COMPLETION_KEYS, WHOLE, StandIn
+
+TURN_END, END_OF_TEXT, THINK_END, PAD = 258, 257, 260, 256
+PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 20, [1]]
+LOAD, UNLOAD, COMPLETE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"
+
+
+@pytest.fixture
+def make_base(make_tiny_model: Callable[..., Any]) -> Callable[[], Any]:
+    """`make_base()`: always the same weights, with a head that leans towards ends and `</think>`."""
+
+    def build(**config: Any) -> Any:
+        import torch
+
+        options = {"tie_word_embeddings": False, "initializer_range": 0.3} | config
+        model = make_tiny_model(**options)
+        model.name_or_path = model.config.name_or_path = "org/tiny"
+        model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+        with torch.no_grad():
+            model.lm_head.bias[[END_OF_TEXT, TURN_END, THINK_END]] = 3.0
+        return model
+
+    return build
+
+
+@pytest.fixture
+def make_policy(make_base: Callable[[], Any]) -> Callable[..., Any]:
+    """`make_policy(seed=1)`: the base with an adapter that is not the identity."""
+
+    def build(seed: int = 1, r: int = 4) -> Any:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=r, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+        model = get_peft_model(make_base(), config).eval()
+        shake(model, seed)
+        return model
+
+    return build
+
+
+@pytest.fixture
+def server(make_base: Callable[[], Any]) -> Iterator[StandIn]:
+    stand_in = StandIn(make_base)
+    yield stand_in
+    stand_in.stop()
+
+
+@pytest.fixture
+def make_engine(server: StandIn, tmp_path: Path) -> Callable[..., Any]:
+    """`make_engine(model, **options)`: the engine of that policy; `engine.said` has what it told."""
+
+    def build(model: Any, temperature: float = 1.0, **options: Any) -> Any:
+        from rloo_kit.rollout.server import ServerEngine, ServerSettings
+
+        said: list[str] = []
+        settings = ServerSettings(server.url, tmp_path / "adapters", write_of(model))
+        client = VllmClient(server.url, start_s=2.0, retry_s=2.0, say=said.append)
+        ends = [TURN_END, END_OF_TEXT]
+        engine = ServerEngine(settings, "a test", temperature, ends, options.get("rows"), said.append, client)
+        engine.said = said
+        return engine
+
+    return build
+
+
+def write_of(model: Any) -> Callable[[Path], None]:
+    """What hands the adapter over, without a trainer."""
+    return lambda folder: model.save_pretrained(folder, save_embedding_layers=False)
+
+
+def shake(model: Any, seed: int) -> None:
+    """Another adapter."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_" in name:
+                value.copy_(0.2 * torch.randn(value.shape, generator=generator))
+
+
+def teacher_forced(model: Any, prompt: list[int], completion: list[int], temperature: float = 1.0) -> list[float]:
+    """Log-probabilities of a completion by one unpadded pass through the whole model."""
+    import torch
+
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    logps = (logits / temperature).log_softmax(-1)
+    return logps.gather(1, torch.tensor(completion)[:, None]).squeeze(1).tolist()
+
+
+def check_against(model: Any, found: Any, prompts: list[list[int]] = PROMPTS, temperature: float = 1.0) -> None:
+    """Every log-probability is that of `model` as it is here, NaN where a token was forced."""
+    for prompt, ids, span, logps in zip(prompts, found.completion_ids, found.forced, found.sampler_logps, strict=True):
+        exact = teacher_forced(model, prompt, ids, temperature)
+        for place, (logp, wanted) in enumerate(zip(logps, exact, strict=True)):
+            if span is not None and span[0] <= place < span[1]:
+                assert math.isnan(logp)
+            else:
+                assert logp == pytest.approx(wanted, abs=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------- what is sent
+
+
+def test_requests_and_their_order(server: StandIn, make_policy: Any, make_engine: Any, tmp_path: Path) -> None:
+    """A completion that was asked for before the adapter was there, or under the last one's name, is sampled from
+    another policy; a sampling option that is left out is taken from the checkpoint's generation config."""
+    import torch
+
+    model = make_policy()
+    engine = make_engine(model)
+    torch.manual_seed(3)
+    found = engine.sample(PROMPTS, Limits(12))
+    check_against(model, found)
+    shake(model, 2)
+    check_against(model, engine.sample(PROMPTS, Limits(12)))
+    engine.close()
+
+    paths = [path for path, _ in server.requests]
+    assert paths == [LOAD, *[COMPLETE] * 4, UNLOAD, LOAD, *[COMPLETE] * 4, UNLOAD]
+    first, second = server.posted(LOAD)
+    assert first["lora_name"] != second["lora_name"], "a server finds cached prefixes by the adapter's name"
+    assert [body["lora_name"] for body in server.posted(UNLOAD)] == [first["lora_name"], second["lora_name"]]
+    for body in (first, second):
+        assert Path(body["lora_path"]) == tmp_path / "adapters" / body["lora_name"]
+        assert re.fullmatch(r"rloo-[0-9a-f]{8}-00000[12]", body["lora_name"])
+        assert not Path(body["lora_path"]).exists(), "old adapters would fill the disk"
+    completions = server.posted(COMPLETE)
+    for body, name in zip(completions, [first["lora_name"]] * 4 + [second["lora_name"]] * 4, strict=True):
+        assert set(body) == COMPLETION_KEYS
+        assert body == body | WHOLE | {
+            "model": name, "max_tokens": 12, "temperature": 1.0, "stop_token_ids": [TURN_END, END_OF_TEXT],
+            "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
+        }  # fmt: skip
+    assert sorted(body["prompt"] for body in completions[:4]) == sorted(PROMPTS)
+    assert len({body["seed"] for body in completions}) == 8, "siblings with one seed would be one completion"
+    assert not server.loaded
+
+
+def test_the_seed_of_torch_fixes_the_samples(make_policy: Any, make_engine: Any) -> None:
+    """A run that is started again with its seed is to sample the same, and siblings must differ."""
+    import torch
+
+    engine = make_engine(make_policy())
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(engine.sample([[5, 6, 7]] * 6, Limits(12)).completion_ids)
+    assert found[0] == found[1] != found[2]
+    assert len({tuple(ids) for ids in found[0]}) > 3
+
+
+def test_an_adapter_that_did_not_change_stays_loaded(server: StandIn, make_policy: Any, make_engine: Any) -> None:
+    """Fresh prompts within a step come from the same weights: loading them again throws away what the server has
+    cached of their prompts."""
+    model = make_policy()
+    engine = make_engine(model)
+    for _ in range(3):
+        check_against(model, engine.sample(PROMPTS, Limits(4)))
+    assert len(server.posted(LOAD)) == 1 and not server.posted(UNLOAD)
+    assert len(list((engine._folder).iterdir())) == 1
+    shake(model, 5)
+    check_against(model, engine.sample(PROMPTS, Limits(4)))
+    assert len(server.posted(LOAD)) == 2
+
+
+def test_greedy_and_rows_and_order(server: StandIn, make_policy: Any, make_engine: Any) -> None:
+    """`rollout.rows` bounds the requests in flight, the longest start first, and answers come back in the prompts'
+    order; greedy completions are those of the engine that samples here."""
+    model = make_policy()
+    done: list[tuple[int, int]] = []
+    complete = server._complete
+
+    def take_a_moment(body: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(0.05)
+        return complete(body)
+
+    server._complete = take_a_moment
+    engine = make_engine(model, temperature=0.0, rows=2)
+    found = engine.sample(PROMPTS, Limits(12), [1.0, 2.0, 4.0, 3.0], lambda *call: done.append(call))
+    here = build_engine(model, "native", temperature=0.0, end_ids=[TURN_END, END_OF_TEXT], pad_id=PAD)
+    assert found.completion_ids == here.sample(PROMPTS, Limits(12)).completion_ids
+    assert found.sampler_logps is None
+    assert server.most_at_once == 2
+    assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert {tuple(body["prompt"]) for body in server.posted(COMPLETE)[:2]} == {tuple(PROMPTS[2]), tuple(PROMPTS[3])}
+
+
+def test_many_at_once(server: StandIn, make_policy: Any, make_engine: Any) -> None:
+    """A rollout is hundreds of requests at the same moment; none may get lost, or get another one's answer."""
+    model = make_policy()
+    prompts = [[1 + number % 100, number // 100] for number in range(300)]
+    found = make_engine(model).sample(prompts, Limits(1))
+    assert len(server.posted(COMPLETE)) == 300
+    assert server.most_at_once > 1
+    for number in range(0, 300, 37):
+        exact = teacher_forced(model, prompts[number], found.completion_ids[number])
+        assert found.sampler_logps[number] == pytest.approx(exact, abs=1e-4)
+
+
+@pytest.mark.parametrize("close", ["tag", "sentence"])
+def test_budgets_by_the_same_rules(
+    server: StandIn, make_policy: Any, make_engine: Any, tiny_tokenizer: Any, close: str
+) -> None:
+    """The thought is one request that stops at `</think>`, the answer a second one behind what was forced; nothing that
+    was forced counts as drawn, and a completion that ended inside its thinking is left alone."""
+    import torch
+
+    model = make_policy()
+    limits = make_limits(tiny_tokenizer, bind_think_tags(tiny_tokenizer), 160, 6, 4, close=close)
+    prompts = [prompt for prompt in PROMPTS for _ in range(6)]
+    torch.manual_seed(1)
+    found = make_engine(model).sample(prompts, limits)
+    check_against(model, found, prompts)
+    kinds = set()
+    bodies = server.posted(COMPLETE)
+    for prompt, ids, span in zip(prompts, found.completion_ids, found.forced, strict=True):
+        if span is not None:
+            kinds.add("forced")
+            assert span == (6, 6 + len(limits.close_ids)) and tuple(ids[slice(*span)]) == limits.close_ids
+            before = ids[: span[1]]
+        elif THINK_END in ids:
+            kinds.add("closed")
+            before = ids[: ids.index(THINK_END) + 1]
+        else:
+            kinds.add("ended")
+            continue
+        assert len(ids) - len(before) <= 4
+        assert any(body["prompt"] == prompt + before and body["max_tokens"] == 4 for body in bodies)
+    assert kinds == {"forced", "closed", "ended"}
+    thoughts = [body for body in bodies if body["max_tokens"] == 6]
+    assert len(thoughts) == len(prompts)
+    assert all(body["stop_token_ids"] == [TURN_END, END_OF_TEXT, THINK_END] for body in thoughts)
+    answers = [body for body in bodies if body["max_tokens"] == 4]
+    assert len(answers) == len(bodies) - len(thoughts)
+    assert all(body["stop_token_ids"] == [TURN_END, END_OF_TEXT] for body in answers)
+
+
+# ------------------------------------------------------------------------------------------------- the temperature
+
+
+def test_the_temperature_is_in_the_log_probabilities(server: StandIn, make_policy: Any, make_engine: Any) -> None:
+    """vLLM says by default how likely a token was before the temperature, and the correction would weigh every step by
+    that gap. At temperature 1 both are one; elsewhere the server is asked, and refused."""
+    model = make_policy()
+    with pytest.raises(RolloutServerError, match=r"temperature is 0\.7.*--logprobs-mode processed_logprobs"):
+        make_engine(model, temperature=0.7).sample(PROMPTS, Limits(4))
+    server.logprobs_mode = "processed"
+    for temperature in (0.7, 1.5):
+        found = make_engine(model, temperature=temperature).sample(PROMPTS, Limits(8))
+        check_against(model, found, temperature=temperature)
+    server.requests.clear()
+    make_engine(model).sample(PROMPTS, Limits(4))
+    assert len(server.posted(COMPLETE)) == 4, "nothing is asked where it makes no difference"
+
+
+# ------------------------------------------------------------------------------------------------- what goes wrong
+
+
+def refusals() -> dict[str, tuple[Callable[[StandIn], None], str]]:
+    return {
+        "updates off": (
+            lambda server: setattr(server, "allows_updates", False),
+            r"no /v1/load_lora_adapter \(Not Found\).*VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
+        ),
+        "LoRA off": (lambda server: setattr(server, "lora_enabled", False), r"LoRA is off.*--enable-lora"),
+        "rank": (lambda server: setattr(server, "max_lora_rank", 2), r"its rank is 4 .*--max-lora-rank 8"),
+        "context": (
+            lambda server: setattr(server, "max_model_len", 24),
+            r"a prompt of 20 tokens and a completion of 8 are more than the 24.*--max-model-len 28",
+        ),
+        "broken load": (
+            lambda server: server.failures.append((LOAD, 500, "CUDA error")),
+            r"does not take the adapter: status 500, CUDA error",
+        ),
+        "refused": (
+            lambda server: server.failures.append((COMPLETE, 500, "EngineDead")),
+            r"refuses a completion of \d+ \+ 8 tokens \(status 500\): EngineDead",
+        ),
+        "old": (lambda server: tampered(server, token_ids=None), "vLLM 0.10.2 or newer"),
+        "cut": (lambda server: tampered(server, prompt_token_ids=[7]), "continued another prompt"),
+        "unlikely": (lambda server: tampered(server, logprobs=None), "does not say how likely"),
+        "broken off": (lambda server: tampered(server, finish_reason="abort"), r"broke a completion off.*abort"),
+        "NaN": (lambda server: setattr(server, "tamper", first_is_nan), "the weights are broken"),
+        "end dropped": (
+            lambda server: setattr(server, "tamper", drop_last),
+            r"ended a completion after \d+ of at most 8 tokens, which no stop id explains",
+        ),
+        "key": (lambda server: setattr(server, "key", "secret"), "asks for a key: .*VLLM_API_KEY"),
+    }
+
+
+def tampered(server: StandIn, **values: Any) -> None:
+    server.tamper = lambda choice: choice.update(values)
+
+
+def first_is_nan(choice: dict[str, Any]) -> None:
+    choice["logprobs"]["token_logprobs"][0] = None
+
+
+def drop_last(choice: dict[str, Any]) -> None:
+    """As if the end token were kept back with the text."""
+    choice["finish_reason"] = "stop"
+    choice["token_ids"] = [9]
+    choice["logprobs"]["token_logprobs"] = [-1.0]
+
+
+@pytest.mark.parametrize("name", refusals())
+def test_what_the_server_refuses_is_said_with_the_switch(
+    server: StandIn, make_policy: Any, make_engine: Any, name: str
+) -> None:
+    """A switch of `vllm serve` that is missing shows as a 404 or a stack trace of vLLM's; and an answer that does not
+    fit what was asked would be trained on."""
+    prepare, message = refusals()[name]
+    prepare(server)
+    engine = make_engine(make_policy())
+    with pytest.raises(RolloutServerError, match=f"(?s){message}"):
+        engine.sample(PROMPTS, Limits(8))
+
+
+def test_a_folder_that_the_server_does_not_see(server: StandIn, make_policy: Any, make_engine: Any) -> None:
+    """The usual mistake with two machines: each has an /outputs of its own."""
+    elsewhere = server.load
+
+    def load(body: dict[str, Any]) -> str:
+        return elsewhere(body | {"lora_path": "/not/mounted/here"})
+
+    server.load = load
+    with pytest.raises(RolloutServerError, match=r"does not see .*set rollout.server_adapters to a folder that both"):
+        make_engine(make_policy()).sample(PROMPTS, Limits(4))
+
+
+def test_a_server_that_is_not_there(make_policy: Any, tmp_path: Path) -> None:
+    """The trainer that hangs on a server that nobody started costs a night."""
+    from rloo_kit.rollout.server import ServerEngine, ServerSettings
+
+    said: list[str] = []
+    stand_in = StandIn(lambda: None)
+    stand_in.stop()
+    model = make_policy()
+    settings = ServerSettings(stand_in.url, tmp_path, write_of(model))
+    client = VllmClient(stand_in.url, start_s=1.0, retry_s=1.0, say=said.append)
+    engine = ServerEngine(settings, "a test", 1.0, [TURN_END], None, said.append, client)
+    with pytest.raises(RolloutServerError, match=r"no vLLM server answers at .*waited 1 s.*rollout.server_url"):
+        engine.sample(PROMPTS, Limits(4))
+    assert len(said) == 1 and "waiting 1 s at most for the server" in said[0]
+
+
+def test_a_server_that_comes_late_is_waited_for(make_base: Any, make_policy: Any, tmp_path: Path) -> None:
+    """A server loads for minutes; the trainer is started beside it."""
+    from rloo_kit.rollout.server import ServerEngine, ServerSettings
+
+    early = StandIn(make_base)
+    port = early.server.server_address[1]
+    early.stop()
+    later: list[StandIn] = []
+    timer = threading.Timer(1.0, lambda: later.append(StandIn(make_base, port=port)))
+    timer.start()
+    model = make_policy()
+    client = VllmClient(early.url, start_s=20.0, say=lambda line: None)
+    settings = ServerSettings(early.url, tmp_path, write_of(model))
+    engine = ServerEngine(settings, "a test", 1.0, [TURN_END, END_OF_TEXT], None, lambda line: None, client)
+    try:
+        check_against(model, engine.sample(PROMPTS, Limits(4)))
+    finally:
+        timer.join()
+        later[0].stop()
+
+
+@pytest.mark.parametrize("path", [COMPLETE, LOAD, UNLOAD])
+@pytest.mark.parametrize("failure", ["drop", 503])
+def test_what_got_lost_is_sent_again(
+    server: StandIn, make_policy: Any, make_engine: Any, path: str, failure: Any
+) -> None:
+    """One dropped connection in a hundred thousand must not end a run, nor leave a completion out."""
+    model = make_policy()
+    engine = make_engine(model)
+    engine.sample(PROMPTS, Limits(4))
+    shake(model, 2)
+    server.failures.append((path, failure, "busy"))
+    check_against(model, engine.sample(PROMPTS, Limits(4)))
+    assert not server.failures
+    assert len(server.posted(path)) == {COMPLETE: 9, LOAD: 3, UNLOAD: 2}[path]
+
+
+def test_an_adapter_that_was_taken_before_the_answer_got_lost(
+    server: StandIn, make_policy: Any, make_engine: Any
+) -> None:
+    """The second try finds the adapter there: that is what was wanted."""
+    model = make_policy()
+    load = server.load
+    lost = [True]
+
+    def load_and_lose(body: dict[str, Any]) -> str:
+        from tests.rollout.vllm_stand_in import Refusal
+
+        answer = load(body)
+        if lost.pop() if lost else False:
+            raise Refusal(502, "bad gateway")
+        return answer
+
+    server.load = load_and_lose
+    check_against(model, make_engine(model).sample(PROMPTS, Limits(4)))
+    assert len(server.posted(LOAD)) == 2 and len(server.ever_loaded) == 1
+
+
+def test_a_server_that_was_started_anew_gets_the_adapter_again(
+    server: StandIn, make_policy: Any, make_engine: Any
+) -> None:
+    """After a crash the server is back in a minute and knows no adapter: every completion would be refused."""
+    model = make_policy()
+    engine = make_engine(model)
+    complete = server._complete
+    calls = [0]
+
+    def forget_once(body: dict[str, Any]) -> dict[str, Any]:
+        calls[0] += 1
+        if calls[0] == 2:
+            server.models.clear()
+            server.loaded.clear()
+        return complete(body)
+
+    server._complete = forget_once
+    check_against(model, engine.sample(PROMPTS, Limits(4)))
+    assert len(set(server.ever_loaded)) == 1 and len(server.ever_loaded) == 2
+    assert sum("handing it over again" in line for line in engine.said) >= 1
+
+
+def test_what_a_killed_process_left_is_cleared(
+    server: StandIn, make_policy: Any, make_engine: Any, tmp_path: Path
+) -> None:
+    """Each crash would leave an adapter on the server and a folder on the disk; other runs' are left alone."""
+    model = make_policy()
+    killed = make_engine(model)
+    killed.sample(PROMPTS, Limits(2))
+    others = tmp_path / "others" / "rloo-00000000-000001"
+    write_of(model)(others)
+    server.max_loras = 4
+    server.load({"lora_name": others.name, "lora_path": str(others)})
+    engine = make_engine(model)
+    engine.sample(PROMPTS, Limits(2))
+    assert set(server.loaded) == {others.name, engine._adapter}
+    assert [path.name for path in (tmp_path / "adapters").iterdir()] == [engine._adapter]
+    assert others.exists()
+
+
+def test_what_it_serves_is_compared(server: StandIn, make_policy: Any, make_engine: Any) -> None:
+    """A server of another model takes the adapter where the shapes agree, and samples nonsense."""
+    model = make_policy()
+    engine = make_engine(model)
+    engine.sample(PROMPTS, Limits(2))
+    assert not engine.said, "org/tiny is served as tiny"
+    server.name = "somebody/other"
+    engine = make_engine(model)
+    engine.sample(PROMPTS, Limits(2))
+    assert any("serves somebody/other" in line and "org/tiny" in line for line in engine.said)
+
+
+def test_the_key_comes_from_the_environment(
+    server: StandIn, make_policy: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key in the run's file would end up in its outputs."""
+    server.key = "secret"
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    make_engine(make_policy()).sample(PROMPTS, Limits(2))
+    assert all(headers["Authorization"] == "Bearer secret" for headers in server.headers)
+
+
+def test_an_error_does_not_wait_for_the_others(server: StandIn, make_policy: Any, make_engine: Any) -> None:
+    """Requests in flight may take an hour; the run that fails beside them should end at once."""
+    release = threading.Event()
+    complete = server.complete
+
+    def slow(body: dict[str, Any]) -> dict[str, Any]:
+        from tests.rollout.vllm_stand_in import Refusal
+
+        if body["prompt"] == [1]:
+            raise Refusal(400, "no")
+        release.wait(30)
+        return complete(body)
+
+    server.complete = slow
+    started = time.monotonic()
+    with contextlib.suppress(RolloutServerError):
+        make_engine(make_policy()).sample(PROMPTS, Limits(2))
+    seconds = time.monotonic() - started
+    release.set()
+    assert seconds < 10
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "rollout")
+
+
+def test_outside_the_trainer_it_is_refused(make_policy: Any) -> None:
+    """There is nobody who hands the adapter over."""
+    from rloo_kit.errors import BackendError
+
+    with pytest.raises(BackendError, match="rollout.engine is server, which samples inside the trainer only"):
+        build_engine(make_policy(), "server", temperature=1.0, end_ids=[TURN_END], pad_id=PAD)
+
+
+# ------------------------------------------------------------------------------------------------- a trainer
+
+
+@pytest.fixture
+def make_trainer(make_base: Any, tiny_tokenizer: Any, tmp_path: Path, server: StandIn) -> Callable[..., Any]:
+    """`make_trainer(**options)`: our trainer on the server, K 4, two groups a step, two steps."""
+
+    def build(lora: bool = True, **options: Any) -> Any:
+        from datasets import Dataset
+        from peft import LoraConfig
+
+        from rloo_kit.loop.options import RLOOConfig
+        from rloo_kit.loop.trainer import RLOOTrainer
+
+        settings = {
+            "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "report_to": "none",
+            "disable_tqdm": True, "max_completion_length": 12, "per_device_train_batch_size": 8, "num_generations": 4,
+            "max_steps": 2, "learning_rate": 1e-1, "logging_steps": 1, "save_strategy": "no", "beta": 0.0,
+            "rollout_engine": "server", "rollout_server_url": server.url, "sampler_correction": "token",
+        } | options  # fmt: skip
+        trainer = RLOOTrainer(
+            model=make_base(),
+            reward_funcs=lambda completion_ids, **_: [float(ids[0]) for ids in completion_ids],
+            args=RLOOConfig(**settings),
+            train_dataset=Dataset.from_dict({"prompt": [f"<|im_start|>user {n}<think>\n" for n in range(8)]}),
+            processing_class=tiny_tokenizer,
+            peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if lora else None,
+        )
+        trainer.rows = []
+        trainer.rollout_listeners.append(trainer.rows.extend)
+        return trainer
+
+    return build
+
+
+def test_a_trainer_learns_through_it(server: StandIn, make_trainer: Any, tmp_path: Path) -> None:
+    """On-policy: in every step the server samples from the weights of that step, so the trainer's log-probabilities are
+    the sampler's and every weight of the correction is 1. An adapter of the step before would show in the second."""
+    trainer = make_trainer()
+    before = {name: value.clone() for name, value in trainer.model.named_parameters() if value.requires_grad}
+    trainer.train()
+    assert trainer.describe().startswith(f"rollout: server, rollout.engine asks for it; {server.url}")
+    moved = [not value.equal(before[name]) for name, value in trainer.model.named_parameters() if name in before]
+    assert any(moved)
+    for log in trainer.state.log_history[:2]:
+        assert log["sampling/logp_difference_max"] < 1e-3
+        assert log["sampling/importance_weight_mean"] == pytest.approx(1.0, abs=1e-3)
+    loads = server.posted(LOAD)
+    assert len(loads) == 2 and all(Path(b["lora_path"]).parent == tmp_path / "run/server_adapters" for b in loads)
+    assert not server.loaded and not list((tmp_path / "run" / "server_adapters").iterdir()), "nothing is left"
+    assert len(server.posted(COMPLETE)) == 16
+
+
+def test_a_stale_adapter_would_be_seen(server: StandIn, make_trainer: Any) -> None:
+    """The test above is worth what it can see: with the first adapter handed over forever, the second step's gap is
+    large."""
+    trainer = make_trainer()
+    settings = trainer._engine._settings
+    kept: list[Path] = []
+
+    def first_forever(folder: Path) -> None:
+        if kept:
+            shutil.copytree(kept[0], folder)
+        else:
+            settings.hand_over(folder)
+            kept.append(Path(shutil.copytree(folder, folder.parent.parent / "first")))
+
+    trainer._engine._settings = type(settings)(settings.url, settings.folder, first_forever)
+    trainer.train()
+    gaps = [log["sampling/logp_difference_max"] for log in trainer.state.log_history[:2]]
+    assert gaps[0] < 1e-3 < 0.01 < gaps[1]
+
+
+def test_a_budget_through_the_trainer(server: StandIn, make_trainer: Any) -> None:
+    """vLLM through TRL cannot close a thought; here it can, and what was forced carries no gradient."""
+    trainer = make_trainer(thinking_budget=4, answer_budget=3, max_steps=1)
+    trainer.train()
+    forced = [row["forced"] for row in trainer.rows]
+    assert any(forced)
+    assert trainer.state.log_history[0]["thinking/forced_ratio"] == pytest.approx(sum(forced) / 8)
+    assert trainer.state.log_history[0]["sampling/logp_difference_max"] < 1e-3
+
+
+def test_what_cannot_be_handed_over_is_refused(make_trainer: Any) -> None:
+    """Full fine-tuning has no adapter; it should say so before the first rollout."""
+    with pytest.raises(ConfigError, match="rollout.engine is server, which is handed an adapter"):
+        make_trainer(lora=False)
+
+
+def test_the_reference_stays_at_home(make_trainer: Any, server: StandIn, tmp_path: Path) -> None:
+    """TRL keeps a copy of the starting adapter as "ref"; written along, it would be a folder in the adapter's."""
+    trainer = make_trainer(beta=0.1, max_steps=1)
+    trainer.model.add_adapter("ref", trainer.model.peft_config["default"])
+    target = tmp_path / "handed"
+    trainer._engine._settings.hand_over(target)
+    assert {path.name for path in target.iterdir()} <= {"adapter_model.safetensors", "adapter_config.json", "README.md"}
+    assert json.loads((target / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/tiny"
+
+
+@pytest.mark.parametrize("url", [None, "http://node1:8000"])
+def test_vllm_with_an_address_is_trls_server_mode(
+    url: str | None, make_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rollout.engine: vllm` with an address and without are two ways of TRL's; a run that was to use the server's
+    cards loaded a second vLLM on its own."""
+    import trl
+
+    from rloo_kit.loop import trainer
+    from rloo_kit.rollout import engine as rollout
+
+    class Stopped(Exception):
+        pass
+
+    def stop(self: Any, *_: Any, **arguments: Any) -> None:
+        raise Stopped(arguments["args"].use_vllm, arguments["args"].vllm_mode, arguments["args"].vllm_server_base_url)
+
+    monkeypatch.setattr(trainer, "choose_engine", lambda *_: ("vllm", ""))
+    monkeypatch.setattr(trl.RLOOTrainer, "__init__", stop)
+    assert rollout.choose_engine is not trainer.choose_engine
+    with pytest.raises(Stopped) as found:
+        make_trainer(rollout_engine="vllm", rollout_server_url=url)
+    assert found.value.args == (True, "server" if url else "colocate", url)
+
+
+# ------------------------------------------------------------------------------------------------- several processes
+
+
+def run_processes(count: int, settings: dict[str, Any]) -> list[subprocess.CompletedProcess[str]]:
+    """`server_step.py`, once a rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = Path(__file__).with_name("server_step.py")
+    command = [sys.executable, str(program), json.dumps(settings)]
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    started = []
+    for rank in range(count):
+        env = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
+    done = []
+    for process in started:
+        out, err = process.communicate(timeout=400)
+        done.append(subprocess.CompletedProcess(command, process.returncode, out, err))
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", [False, True], ids=["replicas", "FSDP 2"])
+def test_two_processes_share_one_adapter(sharding: bool, tiny_folder: Path, tmp_path: Path) -> None:
+    """One process loads the adapter and both ask for it; where weights are sharded its file has to hold whole
+    matrices. Each process sends its own half, with seeds of its own; the gap is none in either step."""
+    from transformers import AutoModelForCausalLM
+
+    stand_in = StandIn(lambda: AutoModelForCausalLM.from_pretrained(tiny_folder), name=str(tiny_folder))
+    options = {"rollout_server_url": stand_in.url, "rollout_server_adapters": str(tmp_path / "adapters")}
+    settings = {"folder": str(tiny_folder), "out": str(tmp_path / "found"), "sharding": sharding, "options": options}
+    try:
+        done = run_processes(2, settings)
+    finally:
+        stand_in.stop()
+    assert [process.returncode for process in done] == [0, 0], done[0].stderr[-3000:] + done[1].stderr[-3000:]
+    found = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(2)]
+    assert [result["sharded"] for result in found] == [sharding] * 2
+    assert all(result["describe"].startswith("rollout: server") for result in found)
+    for log in found[0]["logs"][:2]:
+        assert log["sampling/logp_difference_max"] < 1e-3
+        assert log["sampling/importance_weight_mean"] == pytest.approx(1.0, abs=1e-3)
+    paths = [path for path, _ in stand_in.requests]
+    assert paths == [LOAD, *[COMPLETE] * 8, UNLOAD, LOAD, *[COMPLETE] * 8, UNLOAD]
+    names = [body["lora_name"] for body in stand_in.posted(LOAD)]
+    assert [body["model"] for body in stand_in.posted(COMPLETE)] == [names[0]] * 8 + [names[1]] * 8
+    assert len({body["seed"] for body in stand_in.posted(COMPLETE)}) == 16
+    assert not list((tmp_path / "adapters").iterdir())
+
+
+@pytest.mark.slow
+def test_a_refusal_ends_both_processes(tiny_folder: Path, tmp_path: Path) -> None:
+    """The main process alone talks to the server about the adapter: what it is told has to reach the other one, which
+    would wait for completions forever."""
+    stand_in = StandIn(lambda: None)
+    stand_in.allows_updates = False
+    options = {"rollout_server_url": stand_in.url}
+    settings = {"folder": str(tiny_folder), "out": str(tmp_path / "found"), "options": options}
+    try:
+        done = run_processes(2, settings)
+    finally:
+        stand_in.stop()
+    for process in done:
+        assert process.returncode == 1 and "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" in process.stderr
+    assert [path for path, _ in stand_in.requests] == [LOAD]

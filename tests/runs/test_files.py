@@ -1,0 +1,98 @@
+"""Saves in progress, what was saved, and the runs that are open; all that the end of a kernel asks for."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from rloo_kit.runs import files as saves
+from rloo_kit.runs import run_dir
+from rloo_kit.runs.files import running_saves, saved_paths, saving, wait_for_saves
+from rloo_kit.runs.run_dir import RunDir
+
+
+class Run:
+    """What RunDir needs of a configuration."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def to_yaml(self) -> str:
+        return "{}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves, "_saved", {})
+
+
+def test_a_save_in_a_thread_is_waited_for(tmp_path: Path) -> None:
+    """A kernel that ended while the adapter was being written left half of it: it loads with an error, a day later."""
+    begun, finish = threading.Event(), threading.Event()
+
+    def save() -> None:
+        with saving(tmp_path / "adapter"):
+            begun.set()
+            finish.wait(30)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    assert begun.wait(30)
+    assert running_saves() == [tmp_path / "adapter"] and saved_paths() == []
+    assert wait_for_saves(0.05) is False
+    threading.Timer(0.05, finish.set).start()
+    assert wait_for_saves() is True
+    assert running_saves() == [] and saved_paths() == [tmp_path / "adapter"]
+    thread.join()
+
+
+def test_a_save_that_fails_is_over_and_did_not_save(tmp_path: Path) -> None:
+    """A full disk would otherwise keep the kernel for ever, or be named as the place of the adapter."""
+    with pytest.raises(OSError, match="full"), saving(tmp_path / "adapter"):
+        raise OSError("the disk is full")
+    assert wait_for_saves(0) and saved_paths() == []
+
+
+def test_what_is_saved_again_is_named_once_and_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's checkpoint saves the model into the same folder, inside its own save."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "a"):
+        with saving(name), saving(name):
+            assert running_saves() == [tmp_path / name]
+    assert saved_paths() == [tmp_path / "b", tmp_path / "a"]
+
+
+def test_a_run_counts_as_open_while_its_thread_trains(tmp_path: Path) -> None:
+    """One that is over, or whose thread died, must not keep the kernel."""
+    begun, finish = threading.Event(), threading.Event()
+
+    def train() -> None:
+        with RunDir.create(Run(tmp_path / "one")) as opened:
+            begun.set()
+            finish.wait(30)
+            opened.set_status("finished")
+            seen.append(run_dir.open_runs())
+
+    seen: list[list[Path]] = []
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert begun.wait(30)
+    assert run_dir.open_runs() == [tmp_path / "one"]
+    finish.set()
+    thread.join()
+    assert seen == [[]] and run_dir.open_runs() == []
+
+    kept = []
+    thread = threading.Thread(target=lambda: kept.append(RunDir.create(Run(tmp_path / "two"))))
+    thread.start()
+    thread.join()
+    assert kept[0].status()["state"] == "running" and run_dir.open_runs() == []
+    kept[0].close()
+
+
+def test_a_run_that_failed_is_not_open(tmp_path: Path) -> None:
+    """The traceback of a failed cell keeps the run's folder alive; it is over all the same."""
+    with pytest.raises(ValueError, match="reward"), RunDir.create(Run(tmp_path / "one")) as opened:
+        assert run_dir.open_runs() == [opened.folder]
+        raise ValueError("a reward failed")
+    assert run_dir.open_runs() == []

@@ -1,0 +1,246 @@
+"""Bars and tables where they are read: whole lines in a pipe, the usual bar in a terminal.
+
+Each in a fresh process, since `tqdm.auto` settles its class when it is first imported. The clock is the test's own: no
+sleeping, exact lines.
+"""
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+SET_UP = """
+rloo_kit.setup_environment()
+import tqdm.std
+now = [0.0]
+tqdm.std.time = lambda: now[0]
+def work(seconds): now[0] += seconds
+from tqdm.auto import tqdm as bar, trange
+"""
+
+
+def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """What came on stderr, where bars are written outside a kernel."""
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert "\r" not in done.stderr and "\x1b" not in done.stderr
+    assert done.stderr == "" or done.stderr.endswith("\n")
+    return done.stderr.splitlines()
+
+
+def on_a_terminal(code: str, repository: Path, folder: Path, **variables: str) -> str:
+    """Output of code on a pseudo-terminal of 100 columns, as the terminal gets it."""
+    main, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    env = os.environ | {"PYTHONPATH": str(repository), "HOME": str(folder), "TERM": "xterm-256color"} | variables
+    code = "import os, sys\nimport rloo_kit\n" + code
+    with subprocess.Popen([sys.executable, "-c", code], env=env, cwd=folder, stdout=child, stderr=child) as process:
+        os.close(child)
+        watchdog = threading.Timer(60, process.kill)
+        watchdog.start()
+        seen = b""
+        with suppress(OSError):  # how Linux says that the other side is closed
+            while chunk := os.read(main, 65536):
+                seen += chunk
+        watchdog.cancel()
+    os.close(main)
+    assert process.returncode == 0, seen.decode()
+    return seen.decode()
+
+
+def test_a_pipe_gets_a_line_every_five_seconds(run_fresh: Run) -> None:
+    """A redrawn bar left ten carriage returns a second in each log and in each saved notebook."""
+    code = SET_UP + "for _ in trange(100, desc='Map', unit=' rows'): work(0.25)"
+    assert lines(run_fresh(code)) == [
+        "Map: 20% | 20/100 | 4.00 rows/s | eta 00:20",
+        "Map: 40% | 40/100 | 4.00 rows/s | eta 00:15",
+        "Map: 60% | 60/100 | 4.00 rows/s | eta 00:10",
+        "Map: 80% | 80/100 | 4.00 rows/s | eta 00:05",
+        "Map: 100% | 100/100 | 4.00 rows/s | took 00:25",
+    ]
+
+
+def test_a_loop_that_takes_less_says_nothing(run_fresh: Run) -> None:
+    """`Loading weights` and a dozen of `Map` bars, a millisecond each, stood above the first line that mattered."""
+    code = SET_UP + "for _ in trange(100, desc='Map'): work(0.049)\nfor _ in trange(0): pass"
+    assert lines(run_fresh(code)) == []
+
+
+def test_one_long_step_is_told_when_it_is_done(run_fresh: Run) -> None:
+    """A bar whose only step took a minute, one file of one, ended without a word."""
+    code = SET_UP + "for _ in trange(1, desc='Fetching'): work(61)"
+    assert lines(run_fresh(code)) == ["Fetching: 100% | 1/1 | 61.00s/it | took 01:01"]
+
+
+def test_nothing_is_told_of_a_bar_that_stands(run_fresh: Run) -> None:
+    """A loop that asks for a redraw without getting on filled the log with one and the same line, or with 0 %."""
+    code = SET_UP + (
+        "with bar(total=10, desc='Wait') as waiting:\n"
+        "    for _ in range(9): work(10); waiting.refresh(); waiting.set_description('Wait')\n"
+        "    waiting.set_postfix(loss=1)\n"
+        "    waiting.update(4)\n"
+        "    for _ in range(9): work(10); waiting.refresh(); waiting.display('')\n"
+    )
+    assert lines(run_fresh(code)) == [
+        "Wait: 40% | 4/10 | 22.50s/it | eta 02:15, loss=1",
+        "Wait: 40% | 4/10 | 45.00s/it | took 03:00, loss=1",
+    ]
+
+
+def test_bars_that_are_open_together_share_the_line(run_fresh: Run) -> None:
+    """Eight downloads at once wrote eight lines every five seconds."""
+    code = SET_UP + (
+        "files = [bar(total=1000, desc=f'file{n}') for n in range(8)]\n"
+        "for _ in range(600):\n"
+        "    work(0.25)\n"
+        "    for file in files: file.update(1)\n"
+        "print(file=sys.stderr)\n"
+        "os._exit(0)\n"
+    )
+    told = lines(run_fresh(code))[:-1]
+    assert 20 <= len(told) <= 30, "150 seconds"
+    assert {line.split(":")[0] for line in told} == {f"file{number}" for number in range(8)}
+
+
+def test_a_loop_that_breaks_says_where(run_fresh: Run) -> None:
+    """The last line of a log is where people take a broken loop to have been."""
+    code = SET_UP + (
+        "try:\n"
+        "    for step in trange(100, desc='Map'):\n"
+        "        work(0.5)\n"
+        "        if step == 33: raise KeyError\n"
+        "except KeyError: pass\n"
+    )
+    assert lines(run_fresh(code))[-1] == "Map: 33% | 33/100 | 1.94it/s | took 00:17"
+
+
+def test_sizes_unknown_totals_and_formats_of_the_caller(run_fresh: Run) -> None:
+    """A download has a unit that scales, a stream has no total, and who gave a format wants that one."""
+    code = SET_UP + (
+        "with bar(total=8_000_000_000, unit='B', unit_scale=True, desc='model.safetensors') as file:\n"
+        "    for _ in range(2): work(8); file.update(4_000_000_000)\n"
+        "for _ in bar(iter(range(4)), desc='Stream', unit='rows'): work(2)\n"
+        "for _ in trange(2, bar_format='{n_fmt} of {total_fmt}'): work(5)\n"
+        "for _ in trange(2, ncols=20, desc='a long name of a bar', leave=False, position=3): work(5)"
+    )
+    told = lines(run_fresh(code))
+    assert [told[0].split(" | eta")[0], *told[1:]] == [
+        "model.safetensors: 50% | 4.00G/8.00G | 500MB/s",
+        "model.safetensors: 100% | 8.00G/8.00G | 500MB/s | took 00:16",
+        "Stream: 3 rows | 2.00s/rows | after 00:06",
+        "Stream: 4 rows | 2.00s/rows | took 00:08",
+        "1 of 2",
+        "2 of 2",
+        "a long name of a bar: 50% | 1/2 | 5.00s/it | eta 00:05",
+        "a long name of a bar: 100% | 2/2 | 5.00s/it | took 00:10",
+    ]
+
+
+def test_everything_that_a_bar_can_do_still_works(run_fresh: Run) -> None:
+    """Libraries subclass it, write through it, share its lock, and wait for coroutines with it."""
+    code = SET_UP + (
+        "import asyncio, pandas, threading\n"
+        "class Mine(bar):\n"
+        "    def __init__(self, *args, name=None, **kwargs): super().__init__(*args, **kwargs)\n"
+        "Mine.set_lock(threading.RLock())\n"
+        "mine = Mine(range(4), name='x', desc='Mine')\n"
+        "assert len(mine) == 4 and 2 in mine and mine and str(mine).startswith('Mine:   0%')\n"
+        "for n in mine: work(2); mine.write(f'in between {n}', file=sys.stderr) if n == 2 else None\n"
+        "mine.reset(total=3); mine.unpause(); mine.close(); mine.close()\n"
+        "bar.pandas(desc='Rows')\n"
+        "assert pandas.Series([1, 2, 3]).progress_apply(lambda x: work(3) or x + 1).sum() == 9\n"
+        "async def coroutines():\n"
+        "    async for n in bar(range(2), desc='Async'): work(6)\n"
+        "    return await bar.gather(*[asyncio.sleep(0, n) for n in range(3)])\n"
+        "assert asyncio.run(coroutines()) == [0, 1, 2]\n"
+        "from tqdm.contrib.concurrent import thread_map\n"
+        "assert thread_map(lambda n: n + 1, range(3)) == [1, 2, 3]\n"
+        "for _ in trange(3, disable=True): work(9)\n"
+        "for _ in trange(3, disable=None): work(9)\n"
+    )
+    assert [line.split("|")[0].strip() for line in lines(run_fresh(code))] == [
+        *("in between 2", "Mine: 50%", "Mine: 100%", "Rows: 100%", "Async: 100%"),
+    ]
+
+
+def test_the_libraries_bars_are_these_and_their_switches_hold(run_fresh: Run) -> None:
+    """Each library wraps `tqdm.auto` in a class of its own; a switch of theirs that is set is a user's wish."""
+    code = SET_UP + (
+        "from datasets.utils.tqdm import tqdm as of_datasets\n"
+        "from huggingface_hub.utils import tqdm as of_hub, disable_progress_bars\n"
+        "from transformers.utils import logging\n"
+        "def loops(when):\n"
+        "    for cls in (of_datasets, of_hub, logging.tqdm):\n"
+        "        for _ in cls(range(2), desc=f'{when} {cls.__class__.__name__} {cls.__module__}'): work(6)\n"
+        "loops('on')\n"
+        "disable_progress_bars(); logging.disable_progress_bar()\n"
+        "loops('off')\n"
+    )
+    told = lines(run_fresh(code))
+    on = [
+        f"on {name}"
+        for name in ("type datasets.utils.tqdm", "type huggingface_hub.utils.tqdm", "_tqdm_cls transformers")
+    ]
+    assert [line for line in told if line.startswith("on")] and len(told) == 8, told
+    for name in on:
+        assert [line.split("|")[1].strip() for line in told if line.startswith(name)] == ["1/2", "2/2"]
+    assert [line.split(":")[0] for line in told[6:]] == ["off type datasets.utils.tqdm"] * 2
+    assert len(lines(run_fresh(code, HF_DATASETS_DISABLE_PROGRESS_BARS="1"))) == 4
+
+
+def test_a_terminal_has_the_bar_that_redraws_itself(repository: Path, tmp_path: Path) -> None:
+    """A line every five seconds would be a step back where one line can move."""
+    seen = on_a_terminal(SET_UP + "for _ in trange(100, desc='Map'): work(0.25)", repository, tmp_path)
+    assert seen.count("\r") > 50 and seen.count("\n") == 1 and "█" in seen and "100/100 [00:25<00:00" in seen
+
+
+@pytest.mark.parametrize(
+    ("terminal", "expected"),
+    [
+        (True, "text (TQDM_NOTEBOOK=false)"),
+        (False, "text that redraws itself, for terminals only: tqdm.auto was imported"),
+    ],
+)
+def test_bars_that_were_there_before_set_up(
+    run_fresh: Run, repository: Path, tmp_path: Path, terminal: bool, expected: str
+) -> None:
+    """Set-up after the imports changes no bar: a log should say so, and a terminal has lost nothing."""
+    code = "import tqdm.auto\nprint(rloo_kit.setup_environment().progress)"
+    seen = on_a_terminal(code, repository, tmp_path) if terminal else run_fresh(code).stdout
+    assert seen.startswith(expected)
+
+
+TABLE = """
+from rich.table import Table
+from rloo_kit.system.text_tables import print_table
+table = Table(title="a table", title_justify="left")
+table.add_column("name", style="red")
+table.add_row("caf\\u00e9 " * 40)
+print_table(table)
+"""
+
+
+def test_tables_are_plain_outside_a_terminal(run_fresh: Run) -> None:
+    """ipykernel sets FORCE_COLOR: a table in a batch log was colour codes. A stream that cannot hold a frame's
+    characters must not end a run that has trained for hours."""
+    for variables in ({"FORCE_COLOR": "1"}, {"PYTHONIOENCODING": "ascii"}):
+        done = run_fresh(TABLE, **variables)
+        assert done.returncode == 0, done.stderr
+        assert "\x1b" not in done.stdout and "a table\n" in done.stdout
+        assert max(map(len, done.stdout.splitlines())) == 100
+
+
+def test_tables_have_colour_in_a_terminal(repository: Path, tmp_path: Path) -> None:
+    """Plain text everywhere would have been the easy way."""
+    assert "\x1b[31m" in on_a_terminal(TABLE, repository, tmp_path, NO_COLOR="", COLORTERM="")

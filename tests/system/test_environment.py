@@ -1,0 +1,197 @@
+"""What set-up settles without a heavy library: precision, backend, caches, progress bars, the table."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rloo_kit.errors import ConfigError, SetupError
+from rloo_kit.system import console as progress
+from rloo_kit.system.environment import choose_backend, choose_precision
+from rloo_kit.system.gpu import Card
+from rloo_kit.system.versions import is_importable
+
+GIB = 2**30
+SECRET = "hf_TopSecretValue123"
+A10 = {"name": "A10", "capability": [8, 6], "total": 24 * GIB, "used": 6 * GIB, "uuid": "GPU-b"}
+T4 = {"name": "Tesla T4", "capability": [7, 5], "total": 16 * GIB, "used": 0, "uuid": "GPU-a"}
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def card(capability: tuple[int, int]) -> Card:
+    return Card(0, "a card", 24.0, 20.0, capability, "580.00")
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision"),
+    [((9, 0), "bf16"), ((8, 0), "bf16"), ((8, 9), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16")],
+)
+def test_precision_follows_the_cards_hardware(capability: tuple[int, int], precision: str) -> None:
+    """torch.cuda.is_bf16_supported() counts emulation, so a T4 said yes and trained at a tenth of its speed."""
+    chosen, reason = choose_precision(card(capability))
+    assert chosen == precision
+    assert f"compute capability {capability[0]}.{capability[1]}" in reason
+
+
+def test_precision_without_a_card_is_fp32() -> None:
+    """RLOOConfig defaults to bf16 and raises on a CPU."""
+    assert choose_precision(None) == ("fp32", "no NVIDIA card is used")
+
+
+@pytest.mark.parametrize(
+    ("cards", "variables", "expected"),
+    [
+        ([A10], {}, "bf16 bf16 bfloat16"),
+        ([T4], {}, "fp16 fp16 float16"),
+        ([A10], {"CUDA_VISIBLE_DEVICES": ""}, "fp32 no float32"),
+        ([T4, A10], {"CUDA_VISIBLE_DEVICES": "1"}, "bf16 bf16 bfloat16"),
+        ([T4, A10], {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "bf16 bf16 bfloat16"),
+        (None, {"ACCELERATE_MIXED_PRECISION": "bf16"}, "fp32 no float32"),
+    ],
+)
+def test_accelerate_is_told_the_same_precision(run_fresh: Run, cards: list, variables: dict, expected: str) -> None:
+    """accelerate reads the variable unchecked, and it beats bf16=False: a left-over made a CPU run fail."""
+    code = "e = rloo_kit.setup_environment()\n"
+    code += "print(e.precision, os.environ['ACCELERATE_MIXED_PRECISION'], e.dtype_name)"
+    assert printed(run_fresh(code, cards, **variables)) == expected
+
+
+def test_a_precision_that_had_to_be_changed_is_noted(run_fresh: Run) -> None:
+    """Overruling the user's own variable in silence would be as confusing as obeying it."""
+    done = run_fresh("print(rloo_kit.setup_environment().notes)", ACCELERATE_MIXED_PRECISION="bf16")
+    assert "ACCELERATE_MIXED_PRECISION was 'bf16'; set to 'no' to agree with the precision" in printed(done)
+
+
+def test_a_cpu_build_of_torch_leaves_the_card_alone(run_fresh: Run, tmp_path: Path) -> None:
+    """A card, Unsloth and a CPU torch: Unsloth's import failed far away from the cause."""
+    metadata = tmp_path / "site" / "torch-2.13.0.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text().replace("2.13.0", "2.13.0+cpu"))
+    found = printed(run_fresh("print(rloo_kit.setup_environment())", [A10]))
+    assert "A10 is there, but torch 2.13.0+cpu is a CPU build" in " ".join(found.split())
+    assert "fp32" in found
+
+
+@pytest.mark.parametrize("source", ["argument", "variable"])
+def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """A typo in RLOO_KIT_BACKEND fell through to the default."""
+    monkeypatch.setenv("RLOO_KIT_BACKEND", "unslot" if source == "variable" else "")
+    with pytest.raises(ConfigError, match="'unslot' is no backend: use auto, unsloth, transformers"):
+        choose_backend("auto" if source == "variable" else "unslot", None, "none")
+
+
+def test_unsloth_cannot_be_forced_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names both ways out: install it, or go without."""
+    monkeypatch.setitem(sys.modules, "unsloth", None)  # type: ignore[arg-type]
+    monkeypatch.setenv("RLOO_KIT_BACKEND", "unsloth")
+    with pytest.raises(SetupError) as caught:
+        choose_backend("auto", card((8, 0)), "")
+    assert str(caught.value) == (
+        "RLOO_KIT_BACKEND=unsloth: Unsloth is not installed. pip install -e '.[gpu]'; or go without it: "
+        "RLOO_KIT_BACKEND=transformers"
+    )
+
+
+def test_the_argument_beats_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config that names its backend must not be overruled by what a shell still holds."""
+    monkeypatch.setenv("RLOO_KIT_BACKEND", "unsloth")
+    assert choose_backend("transformers", None, "none") == ("transformers", "asked for by backend=transformers")
+
+
+def test_a_bare_folder_called_unsloth_is_not_unsloth(run_fresh: Run, tmp_path: Path) -> None:
+    """A clone of Unsloth's repository in the working folder is found as a namespace package."""
+    if is_importable("unsloth"):
+        pytest.skip("the real one is installed here and would be found")
+    (tmp_path / "work" / "unsloth").mkdir()
+    code = "e = rloo_kit.setup_environment(); print(e.backend, e.backend_reason)"
+    assert printed(run_fresh(code, [A10], hide_unsloth=False)) == "transformers Unsloth is not installed"
+
+
+def test_unsloths_cache_leaves_the_working_folder(run_fresh: Run, tmp_path: Path) -> None:
+    """It wrote unsloth_compiled_cache/ wherever a notebook happened to run; one folder a set of versions, too."""
+    code = "e = rloo_kit.setup_environment()\nprint(os.environ['UNSLOTH_COMPILE_LOCATION'], e.unsloth_cache)"
+    location, reported = printed(run_fresh(code)).split()
+    assert location == reported
+    assert Path(location).parent == tmp_path / "home/.cache/rloo-kit/unsloth_compiled_cache"
+    assert location.endswith("-2.13.0")
+    assert printed(run_fresh(code, UNSLOTH_COMPILE_LOCATION="/chosen")) == "/chosen /chosen"
+    assert os.listdir(tmp_path / "work") == ["configs"]
+
+
+def test_a_read_only_home_is_no_obstacle(run_fresh: Run, tmp_path: Path) -> None:
+    """Batch machines have homes that cannot be written."""
+    (tmp_path / "file").write_text("")  # a folder cannot be made below a file, for root neither
+    code = "from rloo_kit.system.environment import cache_folder; print(cache_folder())"
+    found = Path(printed(run_fresh(code, XDG_CACHE_HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path))))
+    assert found.is_dir() and found.parent == tmp_path
+
+
+def test_the_table_says_all_and_no_secret(run_fresh: Run, tmp_path: Path) -> None:
+    """What is pasted into an issue: everything needed to help, and no value of a key."""
+    (tmp_path / "work" / ".env").write_text(f"HF_TOKEN={SECRET}\nWANDB_API_KEY=\n")
+    code = "e = rloo_kit.setup_environment(keys=['HF_TOKEN', 'MY_KEY'])\nprint(e, repr(e), e.to_dict())\n"
+    code += f"assert os.environ['HF_TOKEN'] == {SECRET!r}"
+    done = run_fresh(code, [A10])
+    found = printed(done)
+    for part in ("transformers: Unsloth is not installed", "A10, compute capability 8.6", "18.0 of 24.0 GiB free"):
+        assert part in found
+    for part in ("bf16", "trl 1.", "HF_TOKEN found in .env", "MY_KEY missing", "WANDB_API_KEY empty", "text ("):
+        assert part in found
+    assert SECRET not in found + done.stderr
+
+
+def test_text_bars_reach_tqdm_auto(run_fresh: Run) -> None:
+    """TQDM_NOTEBOOK is read by no library: bars in a papermill log were frozen at 0 %."""
+    code = """
+rloo_kit.setup_environment()
+import importlib.util, tqdm.auto, tqdm.asyncio
+assert importlib.util.find_spec("tqdm.autonotebook") is not None
+from tqdm.autonotebook import tqdm as bar, trange
+assert issubclass(tqdm.auto.tqdm, (bar, tqdm.asyncio.tqdm_asyncio)) and list(trange(2)) == [0, 1]
+assert tqdm.auto.tqdm.__mro__[1] is bar and bar.__module__ == 'rloo_kit.system.text_bars'
+print(os.environ["TQDM_NOTEBOOK"], sys.modules["tqdm.autonotebook"].__doc__[:8])
+"""
+    assert printed(run_fresh(code)) == "false rloo-kit"
+
+
+def test_tqdm_notebook_true_in_env_file_leaves_tqdm_alone(run_fresh: Run, tmp_path: Path) -> None:
+    """Set-up writes `false` unless `.env` says otherwise."""
+    (tmp_path / "work" / ".env").write_text("TQDM_NOTEBOOK=True\n")
+    code = "print(rloo_kit.setup_environment().progress, 'tqdm.autonotebook' in sys.modules)"
+    assert printed(run_fresh(code)) == "left to tqdm (TQDM_NOTEBOOK=true) False"
+
+
+def test_a_value_that_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tqdm takes any text for true in its own switches; here nothing is guessed."""
+    monkeypatch.setenv("TQDM_NOTEBOOK", "flase")
+    with pytest.raises(ConfigError, match="TQDM_NOTEBOOK='flase' is neither true nor false"):
+        progress.set_up_progress()
+
+
+def test_widgets_that_were_loaded_before_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that came too late changes nothing, and saying `text` would be a lie."""
+    widgets = ModuleType("tqdm.autonotebook")
+    widgets.tqdm = type("tqdm_notebook", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tqdm.autonotebook", widgets)
+    monkeypatch.setenv("TQDM_NOTEBOOK", "false")
+    assert "tqdm.auto was imported before set-up; restart the kernel" in progress.set_up_progress()
+    assert sys.modules["tqdm.autonotebook"] is widgets
+
+
+def test_the_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 80 columns a wider table wraps in the middle of its frame, and nothing in it can be read."""
+    from rloo_kit.system.environment import render_rows
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = render_rows([("versions", "torch 2.13.0, " * 20)], title="a table").splitlines()
+    assert max(map(len, lines)) == 80
+    assert lines[0] == "a table"

@@ -1,0 +1,466 @@
+"""Who is who in a run with several processes, what each of them may write and print, and how a run is launched.
+
+Here every process is an environment variable; real ones are in test_launch.py.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rloo_kit.errors import BackendError, ConfigError, RunExistsError, SetupError
+from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system import environment, launcher, processes
+from rloo_kit.system.gpu import Card, Cards
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
+CARD = Card(0, "a card", 24.0, 23.0, (8, 0), "1")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", launcher.LAUNCH_VARIABLE, environment.BACKEND_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def be(monkeypatch):
+    """`be(rank, count=2)`: from here on this is one process of several."""
+
+    def become(rank, count=2):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", count)):
+            monkeypatch.setenv(name, str(value))
+
+    return become
+
+
+class Run:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def to_yaml(self):
+        return "run: {seed: 0}\n"
+
+
+# ---------------------------------------------------------------------------------------------------- who is who
+
+
+def test_a_process_knows_its_place(be, capsys):
+    """A rank that took itself for the first one would write over the first one's files."""
+    assert (processes.count_processes(), processes.process_index(), processes.local_index()) == (1, 0, 0)
+    assert processes.is_main_process() and not processes.is_distributed()
+    be(1)
+    assert (processes.count_processes(), processes.process_index(), processes.local_index()) == (2, 1, 1)
+    assert processes.is_distributed() and not processes.is_main_process()
+    processes.say("from the second")
+    be(0)
+    processes.say("from the first")
+    assert capsys.readouterr().out == "from the first\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK is 'first'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE 2"),
+        ({"RANK": "1"}, "RANK is 1 and WORLD_SIZE 1"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(variables, message, monkeypatch):
+    """A RANK that an earlier launch left behind makes this the second of one process: nothing would be written."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        processes.process_index()
+
+
+def test_empty_and_minus_one_count_as_none(monkeypatch):
+    """accelerate reads -1 as "not launched"; some schedulers export empty variables."""
+    monkeypatch.setenv("RANK", "-1")
+    monkeypatch.setenv("LOCAL_RANK", "")
+    assert processes.process_index() == processes.local_index() == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("length", [0, 1, 5, 8, 40])
+def test_every_value_falls_to_one_process(count, length, be):
+    """A prompt that two processes measure, or none, shifts every verdict behind it."""
+    from rloo_kit.collective import share_of
+
+    parts = []
+    for rank in range(count):
+        be(rank, count)
+        parts.append(list(share_of(range(length))))
+    assert [place for part in parts for place in part] == list(range(length))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_one_process_talks_to_nobody(run_fresh):
+    """The helpers are called in every run; with one process they may not even import torch."""
+    done = run_fresh(
+        "from rloo_kit import collective as c\n"
+        "thing = object()\n"
+        "c.start_processes(); c.wait_for_all(); c.end_processes()\n"
+        "with c.main_first(): pass\n"
+        "assert c.share(thing) is thing and c.gather_objects(thing) == [thing]\n"
+        "assert c.gather_lists([1, 2]) == [1, 2] and c.any_of(True) is True and c.any_of(False) is False\n"
+        "assert 'torch' not in sys.modules and 'accelerate' not in sys.modules\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------- one writer
+
+
+def test_only_the_main_process_writes(tmp_path, be):
+    """Two processes appended each step to metrics.jsonl: every step was there twice."""
+    run = Run(tmp_path / "run")
+    be(1)
+    with RunDir.create(run) as other:
+        other.write_text("config.yaml", "mine")
+        other.write_json("before.json", {})
+        other.append_jsonl("metrics.jsonl", [{"step": 1}])
+        other.set_status("finished")
+    assert not run.folder.exists()
+    be(0)
+    with RunDir.create(run) as main:
+        main.append_jsonl("metrics.jsonl", [{"step": 1}, {"step": 2}])
+        assert main.status()["state"] == "running"
+        be(1)
+        with RunDir.create(run, resume=True) as other:  # no second lock, and it reads what the main one wrote
+            assert other.resumed and len(other.read_jsonl("metrics.jsonl")) == 2
+            other.rewind(1)
+            assert len(main.read_jsonl("metrics.jsonl")) == 2
+
+
+def test_what_the_folder_refuses_is_refused_in_the_main_process(tmp_path, be):
+    """Every process would say that the run exists; the launcher ends the others with the first."""
+    run = Run(tmp_path / "run")
+    with RunDir.create(run) as run_dir:
+        run_dir.set_status("finished", step=3)
+    be(1)
+    RunDir.create(run).close()
+    be(0)
+    with pytest.raises(RunExistsError, match="finished at step 3"):
+        RunDir.create(run)
+
+
+@pytest.mark.parametrize("told_by_main", [False, True])
+def test_an_error_that_one_process_had_is_recorded_once(tmp_path, be, monkeypatch, told_by_main):
+    """The second card ran out of memory, the main process hung in a collective: status.json said "running" for ever."""
+    monkeypatch.setattr("rloo_kit.runs.run_dir.SECONDS_FOR_MAIN", 0)
+    run = Run(tmp_path / "run")
+    main = RunDir.create(run)
+    be(1)
+    with pytest.raises(MemoryError), RunDir.create(run, resume=True):
+        if told_by_main:
+            main.set_status("failed", error="the same")
+        raise MemoryError("on card 1")
+    status = main.status()
+    assert status["state"] == "failed"
+    assert status["error"] == ("the same" if told_by_main else "process 1 of 2: MemoryError: on card 1")
+    main.close()
+
+
+@pytest.mark.parametrize(("before", "now", "cure"), [(2, 1, "--processes 2"), (1, 2, "without --launch")])
+def test_a_run_goes_on_in_as_many_processes(tmp_path, be, before, now, cure):
+    """Four processes went on with a run of two: each rollout was twice as large, and half of the prompts came twice."""
+    run = Run(tmp_path / "run")
+    be(0, before)
+    with RunDir.create(run) as run_dir:
+        run_dir.set_status("interrupted", step=1)
+    be(0, now)
+    with pytest.raises(ConfigError, match=f"trained in {before} process.*{cure}"):
+        RunDir.create(run, resume=True)
+    be(0, before)
+    RunDir.create(run, resume=True).close()
+
+
+# ---------------------------------------------------------------------------------------------------- the backend
+
+
+@pytest.mark.parametrize("card", [CARD, None])
+def test_several_processes_take_transformers_and_say_why(card, be, monkeypatch):
+    """Unsloth on one card, transformers beyond: with Unsloth two processes would both train on the first card."""
+    monkeypatch.setattr(environment, "is_importable", lambda name: True)
+    be(0)
+    backend, reason = environment.choose_backend("auto", card, "no card")
+    assert backend == "transformers"
+    assert reason == "2 processes, and Unsloth trains on one card"
+
+
+@pytest.mark.parametrize("how", ["argument", "variable", "imported"])
+def test_unsloth_with_several_processes_is_refused(how, be, monkeypatch):
+    """It would have been taken without a word, and hung or trained one copy a card."""
+    monkeypatch.setattr(environment, "is_importable", lambda name: True)
+    if how == "variable":
+        monkeypatch.setenv(environment.BACKEND_VARIABLE, "unsloth")
+    if how == "imported":
+        monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())
+    be(1, 4)
+    with pytest.raises(SetupError, match="4 processes, and Unsloth trains on one card"):
+        environment.choose_backend("unsloth" if how == "argument" else "auto", CARD, "")
+
+
+def test_the_key_is_refused_too_where_the_environment_was_settled_before(be):
+    """model.backend=unsloth of a file counts in a notebook that called setup_environment() without it."""
+    from rloo_kit.models.policy import _choose
+
+    be(0)
+    run = SimpleNamespace(model=SimpleNamespace(backend="unsloth", load_in_4bit=False))
+    with pytest.raises(BackendError, match="set model.backend=transformers"):
+        _choose(run, SimpleNamespace(unsloth=None))
+
+
+@pytest.mark.parametrize(("variable", "library"), [("FSDP", "FSDP"), ("DEEPSPEED", "DeepSpeed")])
+def test_4bit_weights_are_not_sharded(variable, library, be, monkeypatch):
+    """accelerate keeps 4-bit weights whole on each card under FSDP 2: sharding would save nothing, without a word."""
+    from rloo_kit.models.policy import _choose
+
+    be(0)
+    monkeypatch.setenv(f"ACCELERATE_USE_{variable}", "true")
+    run = SimpleNamespace(model=SimpleNamespace(backend="auto", load_in_4bit=True))
+    with pytest.raises(BackendError, match=f"{library} does not share out 4-bit weights"):
+        _choose(run, SimpleNamespace(unsloth=None))
+    run.model.load_in_4bit = False
+    assert _choose(run, SimpleNamespace(unsloth=None))[0] == "transformers"
+
+
+def test_cards_that_compute_in_different_types_are_refused(be, monkeypatch):
+    """A bf16 card beside an fp16 card: each process would load and train in a type of its own."""
+    from rloo_kit.models import policy as backends
+
+    run = SimpleNamespace(model=SimpleNamespace(dtype="auto"), rloo=SimpleNamespace(bf16=None, fp16=None))
+    monkeypatch.setattr(backends, "gather_objects", lambda own: [own, ("float16", "fp16")])
+    with pytest.raises(BackendError, match=r"process 0 \w+/\w+, process 1 float16/fp16.*model.dtype=float16"):
+        backends._refuse_mixed_cards(run)
+    monkeypatch.setattr(backends, "gather_objects", lambda own: [own, own])
+    backends._refuse_mixed_cards(run)
+
+
+def test_the_table_says_how_many_processes(be, monkeypatch):
+    """It is printed once, of one process: without this line it would look like a run on one card."""
+    be(0, 8)
+    settled = environment.prepare_environment()
+    assert dict(settled.rows())["processes"].startswith("8;")
+    monkeypatch.setattr(environment, "_current", None)
+
+
+# ---------------------------------------------------------------------------------------------------- launch files
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_accelerate_reads_our_launch_files(file, monkeypatch):
+    """A key that accelerate does not know stops it on the machine with the cards; and each file starts what it says."""
+    from accelerate.commands import launch
+
+    chosen = []
+    for name in ("multi_gpu_launcher", "deepspeed_launcher", "simple_launcher"):
+        monkeypatch.setattr(launch, name, lambda args, name=name: chosen.append((name, args)))
+    words = ["--config_file", str(file), "--num_processes", "2", "-m", "rloo_kit.cli", "train", "x.yaml"]
+    launch.launch_command(launch.launch_command_parser().parse_args(words))
+    [(name, args)] = chosen
+    assert name == ("deepspeed_launcher" if "deepspeed" in file.stem else "multi_gpu_launcher")
+    assert args.num_processes == 2 and args.module and args.training_script_args == ["train", "x.yaml"]
+    if file.stem == "deepspeed_zero3":
+        assert args.zero_stage == 3
+
+
+def test_the_fsdp_file_means_fsdp_2(monkeypatch):
+    """Without fsdp_version it is FSDP 1, which the loop refuses; and weights that only rank 0 loads cannot sample."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_multi_gpu_env
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    words = ["--config_file", str(ROOT / "configs/accelerate/fsdp2.yaml"), "x.py"]
+    args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))
+    for name, value in prepare_multi_gpu_env(args).items():
+        monkeypatch.setenv(name, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
+    assert not plugin.cpu_ram_efficient_loading and not isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+
+
+def test_multi_cpu_starts_one_process(monkeypatch, tmp_path):
+    """The reason why cpu_two.yaml says MULTI_GPU. Should accelerate start all of them one day, it can be plainer."""
+    from accelerate.commands import launch
+
+    file = tmp_path / "cpu.yaml"
+    file.write_text("{distributed_type: MULTI_CPU, use_cpu: true, num_machines: 1, num_processes: 2}")
+    chosen = []
+    monkeypatch.setattr(launch, "simple_launcher", lambda args: chosen.append("one"))
+    monkeypatch.setattr(launch, "multi_gpu_launcher", lambda args: chosen.append("all"))
+    launch.launch_command(launch.launch_command_parser().parse_args(["--config_file", str(file), "x.py"]))
+    assert chosen == ["one"]
+    with pytest.raises(ConfigError, match="starts a single process"):
+        launcher.check_launch_file(file)
+
+
+def test_the_cpu_file_hides_every_card(run_fresh):
+    """On a machine with cards two processes for the CPU would both have taken one: the driver says what -1 leaves."""
+    card = {"name": "a card", "memory_gib": 24, "capability": [8, 0]}
+    code = "from rloo_kit.system.gpu import find_cards\nprint(find_cards().card is None)"
+    assert run_fresh(code, cards=[card, card], CUDA_VISIBLE_DEVICES="-1,-1").stdout == "True\n"
+
+
+# ---------------------------------------------------------------------------------------------------- launching
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "there is no such file; the kit's own lie in configs/accelerate"),
+        ("a: [", "it cannot be read"),
+        ("- a list", "no launch file of accelerate"),
+        ("model: {name: x}", "no launch file of accelerate"),
+    ],
+)
+def test_a_launch_file_that_cannot_be_used_is_refused(text, message, tmp_path):
+    """A run's file given for the launch file would have started accelerate with its own defaults: one process."""
+    file = tmp_path / "launch.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        launcher.check_launch_file(file)
+
+
+def test_a_mistyped_launch_file_is_told_the_one_that_was_meant(repository):
+    """Four files of similar names: the folder alone sends people to `ls`."""
+    folder = repository / "configs" / "accelerate"
+    with pytest.raises(ConfigError, match=f"no such file; did you mean {folder / 'cpu_two.yaml'}"):
+        launcher.check_launch_file(folder / "cpu_tow.yaml")
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "2"}])
+def test_launching_inside_a_launch_is_refused(variables, monkeypatch):
+    """`accelerate launch ... train --launch FILE` would start two processes in each of two, without an end."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="started by a launcher already"):
+        launcher.check_launch_file(FILES[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "cards", "message"),
+    [
+        ({"num_processes": 2}, Cards(CARD, 1, ""), "but 1 of its cards can be used: --processes 1"),
+        ({"num_processes": 8}, Cards(None, 0, "no driver"), "no driver: configs/accelerate/cpu_two.yaml"),
+        ({"num_processes": 16, "num_machines": 2}, Cards(CARD, 4, ""), "starts 8 processes on this.*--processes 8"),
+    ],
+)
+def test_more_processes_than_cards_are_refused(settings, cards, message):
+    """CUDA's "invalid device ordinal" from the ninth process says nothing of the launch file."""
+    with pytest.raises(ConfigError, match=message):
+        launcher.check_cards(Path("ddp.yaml"), settings, cards)
+    launcher.check_cards(Path("ddp.yaml"), settings | {"use_cpu": True}, cards)
+    launcher.check_cards(Path("ddp.yaml"), settings, Cards(CARD, 8, ""))
+
+
+def test_the_launcher_gets_the_same_arguments(monkeypatch, capsys):
+    """--overwrite that was lost on the way, or an override that a shell split, trains another run."""
+    started = []
+    monkeypatch.setattr(os, "execve", lambda *words: started.append(words))
+    file = ROOT / "configs/accelerate/cpu_two.yaml"
+    launcher.hand_over(file, ["train", "a b.yaml", "run.name=x y", "--overwrite"], processes=3)
+    [(program, words, environment_of)] = started
+    assert program == sys.executable and words[1:3] == ["-m", "rloo_kit.system.launcher"]
+    assert words[3:] == [
+        "--config_file", str(file), "--main_process_port", "0", "--num_processes", "3",
+        "-m", "rloo_kit.cli", "train", "a b.yaml", "run.name=x y", "--overwrite",
+    ]  # fmt: skip
+    assert environment_of[launcher.SHUTDOWN_VARIABLE] == "3600"
+    assert "'run.name=x y'" in capsys.readouterr().out
+    monkeypatch.setenv(launcher.LAUNCH_VARIABLE, environment_of[launcher.LAUNCH_VARIABLE])
+    assert launcher.resume_words() == ["--launch", str(file), "--processes", "3"]
+
+
+def test_torch_gives_the_run_time_to_save(monkeypatch):
+    """torch kills what has not ended 30 seconds after Ctrl-C; a step with long rollouts takes longer."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    monkeypatch.setenv(launcher.SHUTDOWN_VARIABLE, "3600")
+    assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2).shutdown_timeout == 3600
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected", "told"),
+    [
+        ({0: 2, 1: -signal.SIGTERM}, 2, ""),
+        ({0: 130, 1: 130}, 130, ""),
+        ({0: -signal.SIGTERM, 1: 1}, 1, "process 1 of the run ended with exit code 1"),
+        ({0: -signal.SIGTERM, 1: -signal.SIGKILL}, 137, "process 1 of the run was killed by SIGKILL (by the system"),
+        ({0: -signal.SIGABRT, 1: -signal.SIGTERM}, 134, "process 0 of the run was killed by SIGABRT"),
+        ({0: -signal.SIGTERM, 1: -signal.SIGTERM}, 143, "SIGTERM"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_process_that_failed(codes, expected, told):
+    """accelerate launch ends with 1 whatever happened: a batch could not tell a refusal from a crash."""
+    code, text = launcher.exit_code(codes)
+    assert code == expected
+    assert told in text and bool(text) == bool(told)
+
+
+def test_processes_without_launch_are_refused(tmp_path, capsys):
+    """--processes 8 without --launch would train on one card and say nothing."""
+    from typer.testing import CliRunner
+
+    from rloo_kit.cli import app
+
+    done = CliRunner().invoke(app, ["train", "configs/arithmetic_thinking.yaml", "--processes", "8"])
+    assert done.exit_code == 2
+    assert "--processes 8 says how many --launch starts" in done.output
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(monkeypatch):
+    """Only the second process had the signal: it left the loop, and the first one waited in the next step for ever."""
+    from rloo_kit.loop import callbacks
+
+    monkeypatch.setattr(callbacks, "any_of", lambda flag: True)
+    control = SimpleNamespace(should_save=False, should_training_stop=False, should_log=False)
+    interrupts = callbacks.Interrupts()
+    interrupts.on_step_end(None, None, control)
+    assert control.should_save and control.should_training_stop and interrupts.requested
+
+
+def test_one_ctrl_c_that_comes_twice_counts_once(be):
+    """Terminal and launcher both pass it on: the second one would have cut the step off in the middle."""
+    from rloo_kit.loop import callbacks
+
+    be(0)
+    with callbacks.Interrupts() as interrupts:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.requested
+        interrupts._came_at -= callbacks.SECONDS_OF_ONE_SIGNAL
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.sigtimedwait([], 0)
+
+
+def test_limits_are_the_least_of_all_cards(monkeypatch):
+    """One card with less free memory made fewer, longer passes than the others, and they waited in a collective."""
+    from rloo_kit.loop import run as training
+
+    found = [{"rollout_rows": 16}, {"rollout_rows": 8, "tokens_per_pass": 512}]
+    monkeypatch.setattr(training, "gather_objects", lambda own: found)
+    monkeypatch.setattr(training, "_own_limits", lambda run, policy: found[0])
+    assert training.planned_limits(None, None) == {"rollout_rows": 8, "tokens_per_pass": 512}
+
+
+def test_rollouts_of_all_processes_are_one_list(tmp_path, monkeypatch):
+    """rollouts.jsonl had the first process's completions only, and tok/s was a half of what it is."""
+    from rloo_kit.loop import callbacks
+
+    row = {"step": 0, "completion_tokens": 3}
+    monkeypatch.setattr(callbacks, "gather_lists", lambda rows: [*rows, row | {"completion_tokens": 4}])
+    log = callbacks.RolloutLog(RunDir(tmp_path))
+    log([row])
+    assert log.completion_tokens == 7
+    lines = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 1]

@@ -1,0 +1,181 @@
+"""The import order, in fresh processes. Unsloth is a small package here that imports TRL (tests/with_unsloth has the real
+one), and the driver is faked; TRL and accelerate are real where the check leans on their insides."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+A10 = {"name": "A10", "capability": [8, 6], "total": 24 * 2**30, "used": 0, "uuid": "GPU-b"}
+RunFresh = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def site(run_fresh: RunFresh, tmp_path: Path) -> Path:
+    """The path's first folder, with a package `unsloth` that remembers what was loaded before it, and imports TRL."""
+    package = tmp_path / "site" / "unsloth"
+    package.mkdir()
+    (package / "import_fixes.py").write_text("")
+    code = "import sys\nLOADED = [n for n in ('torch', 'trl', 'transformers', 'peft') if n in sys.modules]\n"
+    (package / "__init__.py").write_text(code + "from . import import_fixes\nimport trl\n")
+    return tmp_path / "site"
+
+
+@pytest.fixture
+def with_unsloth(run_fresh: RunFresh, site: Path) -> RunFresh:
+    """`run_fresh` on a machine with a card and Unsloth."""
+    return lambda code, **variables: run_fresh(code, [A10], hide_unsloth=False, **variables)
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    """The error that ended a process: its last line."""
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_set_up_imports_unsloth_there_and_then(with_unsloth: RunFresh) -> None:
+    """With the import left for later, the `from trl import ...` of the next cell lost the order."""
+    code = "e = rloo_kit.setup_environment()\n"
+    code += "print(e.backend, 'unsloth' in sys.modules, 'torch' in sys.modules, e.backend_reason, sep='|')"
+    assert printed(with_unsloth(code)) == "unsloth|True|False|an NVIDIA card and Unsloth are there"
+
+
+def test_a_real_trl_that_came_first_is_an_error(with_unsloth: RunFresh) -> None:
+    """Unsloth then patches little and only prints a line; the run is slow, or wrong, for no visible cause."""
+    error = refusal(with_unsloth("import trl\nrloo_kit.setup_environment()"))
+    assert error == (
+        "rloo_kit.errors.ImportOrderError: trl was imported before Unsloth. Unsloth has to be imported before trl, "
+        "transformers, peft and before an Accelerator is made: it patches them, and what was loaded earlier stays "
+        "unpatched. In a notebook: restart the kernel and run the set-up cell (import rloo_kit; "
+        "rloo_kit.setup_environment()) first. In a script: put these lines above all other imports. To go without "
+        "Unsloth: RLOO_KIT_BACKEND=transformers"
+    )
+
+
+@pytest.mark.parametrize("module", ["transformers", "peft"])
+@pytest.mark.parametrize("call", ["setup_environment", "_stack.load_stack"])
+def test_each_library_that_is_patched_is_named(with_unsloth: RunFresh, site: Path, module: str, call: str) -> None:
+    """`load_stack` is reached without set-up too (RLOOTrainer in a user's own script): the same order holds."""
+    (site / f"{module}.py").write_text("")
+    error = refusal(with_unsloth(f"import {module}, rloo_kit._stack\nrloo_kit.{call}()"))
+    assert f"ImportOrderError: {module} was imported before Unsloth." in error
+
+
+def test_several_are_named_together(with_unsloth: RunFresh, site: Path) -> None:
+    """Naming one at a time would take three restarts to mend."""
+    for name in ("transformers", "trl"):
+        (site / f"{name}.py").write_text("")
+    assert "trl and transformers were imported" in refusal(
+        with_unsloth("import transformers, trl\nrloo_kit.load_policy\nrloo_kit.setup_environment()")
+    )
+
+
+def test_an_order_lost_by_the_user_is_an_error_too(with_unsloth: RunFresh, site: Path) -> None:
+    """`import trl, unsloth` in this order: that Unsloth is there by now proves nothing."""
+    (site / "trl.py").write_text("")
+    assert "trl was imported before Unsloth" in refusal(
+        with_unsloth("import trl, unsloth\nrloo_kit.setup_environment()")
+    )
+
+
+def test_a_real_accelerator_that_came_first_is_an_error(with_unsloth: RunFresh) -> None:
+    """It has settled device and precision by then. torch alone is harmless; accelerate's own state tells."""
+    code = "import torch, accelerate\nfrom rloo_kit._stack import _has_accelerator\nassert not _has_accelerator()\n"
+    code += "accelerate.Accelerator(cpu=True)\n"
+    code += "for name in [n for n in sys.modules if n.split('.')[0] in ('transformers', 'trl', 'peft')]:\n"
+    code += "    del sys.modules[name]\n"  # whether accelerate loads any of them is its own affair
+    error = refusal(with_unsloth(code + "rloo_kit.setup_environment()"))
+    assert "torch and an Accelerator (accelerate) were set up before Unsloth." in error
+    assert "restart the kernel" in error
+
+
+def test_a_second_call_is_harmless(with_unsloth: RunFresh, site: Path) -> None:
+    """The set-up cell is run again all the time; TRL is loaded by then, in the right order."""
+    (site / "trl.py").write_text("")
+    code = "first = rloo_kit.setup_environment()\nimport trl\nsecond = rloo_kit.setup_environment()\n"
+    assert printed(with_unsloth(code + "print(first.to_dict() == second.to_dict())")) == "True"
+
+
+def test_a_second_call_keeps_the_backend_that_the_first_was_given(with_unsloth: RunFresh, site: Path) -> None:
+    """load_stack() and the command line call without an argument after a cell that chose transformers."""
+    (site / "trl.py").write_text("")
+    code = "rloo_kit.setup_environment('transformers')\nimport trl\ne = rloo_kit.setup_environment()\n"
+    assert printed(with_unsloth(code + "print(e.backend, 'unsloth' in sys.modules)")) == "transformers False"
+
+
+def test_a_loaded_trl_without_unsloth_earns_a_warning_once(run_fresh: RunFresh, tmp_path: Path) -> None:
+    """There is no order to lose then; but the same notebook on a GPU would stop."""
+    (tmp_path / "site" / "trl.py").write_text("")
+    code = "import trl, warnings\nwith warnings.catch_warnings(record=True) as caught:\n"
+    code += "    warnings.simplefilter('always')\n    [rloo_kit.setup_environment() for _ in range(2)]\n"
+    code += "print(len(caught), caught[0].message, caught[0].filename)"
+    found = printed(run_fresh(code, [A10]))
+    assert found.startswith("1 trl was imported before rloo_kit.setup_environment(). Without Unsloth that is harmless")
+    assert found.endswith("<string>")  # points at the user's line
+
+
+def test_in_time_there_is_no_warning(run_fresh: RunFresh, tmp_path: Path) -> None:
+    """The second call after `import trl` is not late."""
+    (tmp_path / "site" / "trl.py").write_text("")
+    code = "import warnings\nwarnings.simplefilter('error')\nrloo_kit.setup_environment()\nimport trl\n"
+    assert printed(run_fresh(code + "print(rloo_kit.setup_environment().backend)")) == "transformers"
+
+
+def test_without_a_card_unsloth_is_not_imported(run_fresh: RunFresh, site: Path) -> None:
+    """Its import fails without an accelerator: an environment shared with a GPU machine has to work all the same."""
+    code = "e = rloo_kit.setup_environment()\nprint(e.backend, 'unsloth' in sys.modules, e.backend_reason)"
+    expected = "transformers False no NVIDIA driver: NVML Shared Library Not Found"
+    assert printed(run_fresh(code, hide_unsloth=False)) == expected
+
+
+def test_the_variable_goes_without_unsloth(with_unsloth: RunFresh) -> None:
+    """The way out that every message names has to work."""
+    code = "e = rloo_kit.setup_environment()\nprint(e.backend, 'unsloth' in sys.modules, e.backend_reason, e.precision)"
+    expected = "transformers False asked for by RLOO_KIT_BACKEND=transformers bf16"
+    assert printed(with_unsloth(code, RLOO_KIT_BACKEND="transformers")) == expected
+
+
+def test_an_unsloth_that_was_imported_is_the_backend(run_fresh: RunFresh, site: Path) -> None:
+    """A user's own `import unsloth` on top, and the harness that runs it without a card.
+
+    sys.modules is in the order in which imports ended: Unsloth stands behind the TRL that it imports itself.
+    """
+    code = "import unsloth\ne = rloo_kit.setup_environment()\nprint(e.backend, e.backend_reason, e.precision)"
+    expected = "unsloth imported in this process already fp32"
+    assert printed(run_fresh(code, hide_unsloth=False)) == expected
+
+
+def test_an_import_of_unsloth_that_fails_says_what_to_do(with_unsloth: RunFresh, site: Path) -> None:
+    """It raises on a torchvision whose operators do not load, a traceback of forty lines with no way out."""
+    (site / "unsloth" / "__init__.py").write_text("raise NotImplementedError('torchvision::nms does not exist')")
+    error = refusal(with_unsloth("rloo_kit.setup_environment()"))
+    assert "SetupError: Unsloth is installed but its import failed: NotImplementedError: torchvision::nms" in error
+    assert "rloo-kit doctor" in error and "RLOO_KIT_BACKEND=transformers" in error
+
+
+def test_a_missing_library_is_named_with_the_command(run_fresh: RunFresh) -> None:
+    """Somebody copied the folder and installed nothing."""
+    error = refusal(run_fresh("from rloo_kit._stack import load_stack\nsys.modules['torch'] = None\nload_stack()"))
+    assert error.endswith("SetupError: torch is not installed, and the kit needs it: pip install -e .")
+
+
+def test_the_stack_is_the_real_libraries_in_the_right_order(with_unsloth: RunFresh, tmp_path: Path) -> None:
+    """Without a call of set-up: Unsloth first, the rest after it, once, and nothing written into the working folder."""
+    code = """
+from rloo_kit._stack import load_stack
+stack = load_stack()
+assert stack.unsloth.LOADED == [] and load_stack() is stack
+assert [m.__name__ for m in (stack.torch, stack.transformers, stack.trl, stack.peft, stack.datasets)] == [
+    "torch", "transformers", "trl", "peft", "datasets"]
+order = list(sys.modules)
+first = [name for name in order if name in ("unsloth.import_fixes", "torch", "transformers", "trl", "peft")][0]
+stack.trl.RLOOTrainer
+print(first, rloo_kit.setup_environment().backend, os.environ["ACCELERATE_MIXED_PRECISION"], os.listdir("."))
+"""
+    assert printed(with_unsloth(code)).splitlines()[-1] == "unsloth.import_fixes unsloth bf16 ['configs']"

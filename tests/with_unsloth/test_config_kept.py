@@ -1,0 +1,116 @@
+"""What Unsloth changes in the config: told in one line, and set back to what the run says."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def stock_class() -> type:
+    """TRL's own config, below the one that Unsloth writes."""
+    import trl
+
+    return next(cls for cls in reversed(trl.RLOOConfig.__mro__) if cls.__name__ == "RLOOConfig")
+
+
+def differences(config: Any, expected: Any) -> dict[str, tuple[Any, Any]]:
+    """Fields of TRL's config in which two configs differ."""
+    pairs = {field.name: (getattr(config, field.name), getattr(expected, field.name)) for field in fields(expected)}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"learning_rate": 5e-5, "num_generations": 8, "optim": "adamw_8bit"}, {"gradient_checkpointing": False}],
+    ids=["nothing given", "Unsloth's own values", "no checkpointing"],
+)
+def test_the_config_is_trls(given: dict[str, Any], unsloth: Any, tmp_path: Path) -> None:
+    """Learning rate, group size, batch, optimizer and seed were Unsloth's, whatever TRL's documentation says."""
+    import trl
+
+    from rloo_kit import RLOOConfig
+
+    named = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False} | given
+    expected = stock_class()(**named)
+    found = differences(RLOOConfig(**named), expected)
+    assert set(found) <= {"gradient_checkpointing_kwargs"}, found  # reentrant, unless another form is asked for
+    unsloths = differences(trl.RLOOConfig(**named), expected)
+    assert {"seed", "weight_decay"} <= set(unsloths), "there is nothing to set back any more"
+
+
+def test_the_reentrant_form_gives_way_where_another_is_asked_for(unsloth: Any, tmp_path: Path) -> None:
+    """`use_reentrant: false` in a file was turned into true without a word."""
+    import trl
+
+    from rloo_kit import RLOOConfig
+
+    named: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+    for cls, expected in ((trl.RLOOConfig, True), (RLOOConfig, False)):
+        config = cls(**named, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
+        assert config.gradient_checkpointing_kwargs == {"use_reentrant": expected}
+
+
+@contextmanager
+def keep_nothing(_args: Any) -> Iterator[list[Any]]:
+    yield []
+
+
+def test_the_constructor_of_the_trainer(
+    load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `bf16` it also set `bf16_full_eval`: the next evaluation cast the model, its float32 adapter included, to
+    bf16 in place. Without the kit's guard this has to show."""
+    from rloo_kit import RLOOConfig
+    from rloo_kit.models import unsloth as backend
+
+    policy = load()
+
+    def build() -> dict[str, tuple[Any, Any]]:
+        """The arguments that are not those that were given once the trainer stands."""
+        named = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": True, "beta": 0.0, "reward_weights": [1.0]}
+        named |= policy.config_arguments
+        trainer = make_trainer(policy, RLOOConfig(**named))
+        assert policy.tokenizer.padding_side == "left"
+        return differences(trainer.args, stock_class()(**named))
+
+    capsys.readouterr()
+    assert build() == {}
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if line.startswith("kept, where Unsloth would change it: ")]
+    assert len(lines) == 1
+    for told in (
+        "learning_rate 1e-06 (Unsloth: 5e-05)", "num_generations 2 (Unsloth: 8)", "seed 42 (Unsloth: 3407)",
+        "optim adamw_torch_fused (Unsloth: adamw_8bit)", "bf16_full_eval False (Unsloth: True)",
+        "padding_side left (Unsloth: right)",
+    ):  # fmt: skip
+        assert told in lines[0], lines[0]
+    monkeypatch.setattr(backend, "keep_arguments", keep_nothing)
+    assert build() == {"bf16_full_eval": (True, False)}
+
+
+def test_a_model_that_is_not_what_was_asked_for(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a card without bfloat16 Unsloth loads float16, and what cannot be quantised it loads plain; both in a banner
+    that nobody reads."""
+    load()
+    assert "otherwise than asked" not in capsys.readouterr().out
+    load("model.dtype=bfloat16", "model.load_in_4bit=true")
+    expected = "model.dtype bfloat16 (Unsloth: float16), model.load_in_4bit True (Unsloth: False)"
+    assert f"Unsloth loaded the model otherwise than asked: {expected}\n" in capsys.readouterr().out
+
+
+def make_trainer(policy: Any, args: Any) -> Any:
+    from datasets import Dataset
+
+    from rewards import thinking_reward
+    from rloo_kit import RLOOTrainer
+
+    return RLOOTrainer(
+        model=policy.model,
+        reward_funcs=thinking_reward.with_(think_end_id=policy.tags.end_id),
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["ab", "h"]}),
+        processing_class=policy.tokenizer,
+    )

@@ -1,0 +1,133 @@
+"""Fingerprints of what the Unsloth path stands in for or leans on, each by its name.
+
+When one fails, read what moved, see whether `rloo_kit/models/unsloth.py`, `interpreter.py` or the trainer have to
+move with it, let the other tests of this folder pass, and then write down the new fingerprint:
+`python -m pytest tests/with_unsloth/test_fingerprints.py -s` prints those that differ.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from tests.contracts.test_upstream import LEANED_ON as TRL_LEANED_ON
+from tests.contracts.test_upstream import STOOD_IN_FOR as TRL_STOOD_IN_FOR
+from tests.contracts.test_upstream import fingerprint
+
+# In Unsloth's copy of TRL's trainer these are not as in TRL; the other methods of that contract are.
+GENERATED = {
+    "_prepare_inputs": "2a1bd87c01bc",
+    "__init__": "31103662aa0e",
+}
+# Its own, module:name. In order: the model, packed rows, generation, loading and modes, checkpoints, the trainer.
+UNSLOTH = {
+    "unsloth.models.llama:LlamaModel_fast_forward": "7d3a1b0409bc",
+    "unsloth.models.llama:_is_left_padded": "0dc806da5784",
+    "unsloth.models.llama:CausalLM_fast_forward": "a384a99e13fd",
+    "unsloth.models.llama:PeftModel_fast_forward": "e09306235006",
+    "unsloth.models.llama:LlamaDecoderLayer_fast_forward": "610c036a9cfe",
+    "unsloth.models.qwen3:Qwen3Attention_fast_forward": "5d83ae0607e6",
+    "unsloth.utils.packing:get_packed_info_from_kwargs": "e23bc78f245d",
+    "unsloth.utils.packing:build_sdpa_packed_attention_mask": "ea9e2c23da2d",
+    "unsloth.utils.attention_dispatch:run_attention": "d75324d28828",
+    "unsloth.utils.prefix_grouper_kernel:build_seg_info_multigroup": "7106a7482889",
+    "unsloth.models.llama:unsloth_fast_generate": "24b125f35cd0",
+    "unsloth.models.llama:_fast_prepare_inputs_for_generation": "90b88a199b06",
+    "unsloth.models.llama:_LlamaModel_fast_forward_inference": "4ddbccfe9b61",
+    "unsloth.models.qwen3:Qwen3Attention_fast_forward_inference": "fbed5b2b6ff2",
+    "unsloth.models.loader:FastLanguageModel.from_pretrained": "e5522d22ff7d",
+    "unsloth.models.llama:FastLlamaModel.get_peft_model": "5bf080972eb0",
+    "unsloth.models.llama:FastLlamaModel.patch_peft_model": "756e286ce9aa",
+    "unsloth.models.llama:FastLlamaModel.for_training": "64f455a2a41b",
+    "unsloth.models.llama:FastLlamaModel.for_inference": "d20266eda275",
+    "unsloth.models._utils:apply_unsloth_gradient_checkpointing": "625ab570838c",
+    "unsloth_zoo.gradient_checkpointing:unsloth_checkpoint": "b4b77e5d3729",
+    "unsloth.models.rl:PatchFastRL": "d6af36e7d9bd",
+    "UnslothRLOOTrainer:UnslothRLOOConfig.__init__": "3122a5f48482",
+    "UnslothRLOOTrainer:_UnslothRLOOTrainer.__init__": "7fcf8b167fae",
+    "UnslothRLOOTrainer:prepare_for_training_mode": "4ae6d6d84411",
+}
+# What the kit takes from the libraries below on this path.
+BELOW = {
+    "trl.trainer.utils:add_fused_lm_head": "e99a1161fdc0",
+    "trl.trainer.utils:pad": "ed2b0f1c87c2",
+    "trl.trainer.utils:use_adapter": "6b68bfedabe2",
+    "trl.trainer.utils:disable_dropout_in_model": "416d2cfe0ddb",
+    "trl.models.utils:disable_gradient_checkpointing": "8845c2c7b91d",
+    "transformers:Trainer._load_from_checkpoint": "ee5bf93f96af",
+    "transformers:Trainer._maybe_log_save_evaluate": "c3945a2525b7",
+    "transformers:Trainer._save_checkpoint": "3f08503719cd",
+    "transformers:Trainer.create_optimizer": "a45ee2b21635",
+    "transformers.generation:GenerationMixin._sample": "2fdd168ae016",
+    "transformers.generation:GenerationMixin._prepare_special_tokens": "ff732ace7e30",
+    "peft:PeftModel.from_pretrained": "3c08103d4355",
+    "peft:PeftModel.save_pretrained": "cb4e3bdea9bb",
+    "peft.tuners.lora.model:LoraModel._create_and_replace": "56b437db24be",
+}
+
+
+def find(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found = import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def check(name: str, function: Any, expected: str) -> None:
+    found = fingerprint(function)
+    if found != expected:
+        print(f'    "{name}": "{found}",')
+    assert found == expected, f"{name} changed: {found}, written down {expected}"
+
+
+@pytest.mark.parametrize("name", [*TRL_STOOD_IN_FOR, *TRL_LEANED_ON])
+def test_the_generated_trainers_method_is_the_one_that_was_read(name: str, unsloth: Any) -> None:
+    """Unsloth rewrites TRL's methods by their text: a new release of either changes what the kit's trainer calls."""
+    import trl
+
+    assert trl.RLOOTrainer.__name__ == "UnslothRLOOTrainer"
+    check(name, getattr(trl.RLOOTrainer, name), (TRL_STOOD_IN_FOR | TRL_LEANED_ON | GENERATED)[name])
+
+
+@pytest.mark.parametrize("name", [*UNSLOTH, *BELOW])
+def test_what_is_leaned_on_is_what_was_read(name: str, unsloth: Any) -> None:
+    """The mask of left-padded rows went away in a release between two others; nothing failed, gradients were wrong."""
+    check(name, find(name), (UNSLOTH | BELOW)[name])
+
+
+def assigned(function: Any, owner: str) -> Iterator[str]:
+    """The attributes of `owner` that a function assigns."""
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        for target in getattr(node, "targets", ()):
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) == owner:
+                yield target.attr
+
+
+def test_the_constructor_changes_the_settings_that_are_set_back(unsloth: Any) -> None:
+    """A further one would change a run behind its file, and `keep_arguments` would not know."""
+    import trl
+
+    from rloo_kit.models.unsloth import CONSTRUCTOR_CHANGES
+
+    found = set(assigned(trl.RLOOTrainer.__init__, "args"))
+    # No fields of the config: the first is for accelerate, the second of other trainers, the last stops DataParallel.
+    assert found == {*CONSTRUCTOR_CHANGES, "mixed_precision", "max_seq_length", "_n_gpu"}
+    assert set(assigned(trl.RLOOTrainer.__init__, "processing_class")) == {"padding_side"}
+
+
+def test_a_change_is_named() -> None:
+    """A check that passes whatever it is given guards nothing."""
+
+    def before() -> int:
+        return 1
+
+    def after() -> int:
+        return 2
+
+    with pytest.raises(AssertionError, match="some.module:before changed"):
+        check("some.module:before", after, fingerprint(before))

@@ -1,0 +1,36 @@
+"""`rloo-kit plan --measure` on Unsloth's own code: its cache is full at the end of a row, without a prefill of rows."""
+
+from typing import Any
+
+import pytest
+
+
+def test_rows_are_decoded_at_their_end_from_unsloths_buffers(load: Any, make_run: Any) -> None:
+    """Unsloth copies the cache that it is given into buffers of its own at the first step. A prefill of whole rows
+    would be measured in their place, and a cache that it did not take would leave the buffers short."""
+    from rloo_kit.errors import BackendError
+    from rloo_kit.measure.memory import measure_rollout
+
+    run = make_run("rollout.rows=2")
+    policy = load(moved=True)
+    attention = policy.model.get_base_model().model.layers[0].self_attn
+    assert measure_rollout(policy, run, rows=2, tokens=100) > 0
+    filled = 100 - 64 - 1  # the last token of the prefix goes through the first step
+    assert attention.paged_attention.shape == (512 + filled + 1, 2, 2, 1, 32)
+    one = attention.paged_attention_K[:filled]
+    assert (one == one[:1]).all() and not (attention.paged_attention_K[filled] == one[0]).all()
+    with pytest.raises(BackendError, match="rollout.cache is int8, but Unsloth decodes from 16-bit buffers"):
+        measure_rollout(policy, run, rows=2, tokens=100, cache="int8")
+
+
+def test_two_steps_of_full_length(load: Any, make_run: Any) -> None:
+    """The trainer that Unsloth generates, on completions that no engine sampled; the policy is left as it was found."""
+    from rloo_kit.measure.memory import measure_training
+
+    run = make_run("data.max_prompt_length=8", "rloo.beta=0.0")
+    policy = load(moved=True)
+    before = {name: value.detach().clone() for name, value in policy.model.named_parameters() if value.requires_grad}
+    assert measure_training(policy, run) > 0
+    now = dict(policy.model.named_parameters())
+    assert any(not now[name].equal(value) for name, value in before.items())
+    assert all(value.grad is None for value in now.values()) and list(policy.model.peft_config) == ["default"]

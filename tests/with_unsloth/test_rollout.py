@@ -1,0 +1,53 @@
+"""The generate engine through Unsloth's fast inference: budgets, and log-probabilities that scoring confirms."""
+
+import math
+from typing import Any
+
+import pytest
+
+THINK_END, TURN_END = 260, 258
+
+
+def test_fast_inference_with_a_budget(load: Any) -> None:
+    """Under Unsloth every rollout goes through `generate`: a budget that it ignored would leave a batch of truncated
+    thoughts, and log-probabilities of other tokens would make its importance correction noise."""
+    import torch
+
+    from rloo_kit.rollout.engine import build_engine, find_end_ids, make_limits
+
+    policy = load(moved=True)
+    policy.model.train()
+    limits = make_limits(policy.tokenizer, policy.tags, 10, 3, 4)
+    engine = build_engine(
+        policy.model, "auto", backend=policy.backend, temperature=0.8, end_ids=find_end_ids(policy), pad_id=256
+    )
+    assert engine.name == "generate" and "Unsloth" in engine.reason
+    prompts = [policy.tokenizer(text)["input_ids"] for text in ("ab", "abc cab", "h", "ga fe") for _ in range(3)]
+    torch.manual_seed(0)
+    found = engine.sample(prompts, limits)
+    assert policy.model.training
+    assert 0 < sum(found.thinking_forced) < len(prompts)
+    policy.model.eval()
+    for prompt, ids, span, logps in zip(prompts, found.completion_ids, found.forced, found.sampler_logps, strict=True):
+        with torch.no_grad():
+            logits = policy.model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        exact = (logits.float() / 0.8).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+        for place, (logp, expected) in enumerate(zip(logps, exact, strict=True)):
+            if span is not None and span[0] <= place < span[1]:
+                assert math.isnan(logp) and ids[place] == THINK_END and place == 3
+            else:
+                assert logp == pytest.approx(expected, abs=1e-4)
+        if THINK_END in ids:
+            assert len(ids) - ids.index(THINK_END) - 1 <= 4
+        else:
+            assert ids[-1] == TURN_END
+
+
+def test_a_prompt_that_is_too_long_is_refused(load: Any) -> None:
+    """Unsloth has tables for `model.max_seq_length` tokens; beyond it an error about the shapes of tensors came from
+    inside its attention, after the rollout had begun."""
+    from rloo_kit import generate_completions
+    from rloo_kit.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="120 tokens and 9 more .* loaded for 128: raise model.max_seq_length"):
+        generate_completions(load(), ["a" * 120], max_completion_length=9)
