@@ -1,7 +1,7 @@
 # Every command of the project. `make` lists them; each makes the environment it needs itself.
 #
 # Variables: PYTHON=python3.12   the interpreter that makes the environments (3.11 or newer)
-#            NO_GPU=1            leave the gpu extra out although a card is there (in a fresh .venv)
+#            NO_GPU=1            leave the gpu extra out although a GPU is there (in a fresh .venv)
 #            TORCH_INDEX=URL     install torch from that package index first (CPU builds, another CUDA version)
 #            JOBS=2              test processes side by side
 #            CELLS="life_0.6b"   which cells make test-gpu runs (NAME* for several); MINUTES=9 ends it in time;
@@ -33,13 +33,13 @@ comma := ,
 # A stamp for each set of packages: nothing is installed again until the lists of packages change.
 STAMP := $(VENV)/.stamp-run$(addprefix -,$(GPU_EXTRA))
 STAMP_DEV := $(VENV)/.stamp-dev$(addprefix -,$(GPU_EXTRA))
-# The core tests are the same everywhere: a card is hidden from them, tests/on_gpu is for it.
+# The core tests are the same everywhere: a GPU is hidden from them, tests/on_gpu is for it.
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --ignore=tests/with_unsloth --ignore=tests/on_gpu -n $(JOBS)
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-setup: $(STAMP) ## the environment .venv; with the gpu extra where there is an NVIDIA card
+setup: $(STAMP) ## the environment .venv; with the gpu extra where there is an NVIDIA GPU
 
 demo: $(STAMP) ## run the notebook arithmetic_thinking: a small model is built, measured, trained, measured again
 	@mkdir -p outputs
@@ -67,7 +67,7 @@ test-all: test test-slow ## the core tests and the slow ones
 test-unsloth: $(VENV_UNSLOTH)/.stamp ## the Unsloth path without a GPU, in an environment of its own
 	$(VENV_UNSLOTH)/bin/python -m pytest tests/with_unsloth
 
-test-gpu: $(STAMP_DEV) ## the checks that need a CUDA card, each in a process of its own (skipped without one)
+test-gpu: $(STAMP_DEV) ## the checks that need a CUDA GPU, each in a process of its own (skipped without one)
 	$(BIN)/python tests/on_gpu/run.py $(if $(CELLS),--only $(patsubst %,'%',$(CELLS))) $(if $(MINUTES),--minutes $(MINUTES)) \
 		$(if $(REHEARSE),--rehearse)
 
@@ -107,13 +107,13 @@ define torch_first
 endef
 
 $(STAMP): $(REQUIRED) | $(BIN)/python
-	@echo "installing the packages of rloo-kit$(if $(HAS_GPU), with Unsloth for the NVIDIA card) into $(VENV)"
+	@echo "installing the packages of rloo-kit$(if $(HAS_GPU), with Unsloth for the NVIDIA GPU) into $(VENV)"
 	$(torch_first)
 	$(BIN)/python $(PIP_INSTALL) -e '.[notebook$(addprefix $(comma),$(GPU_EXTRA))]'
 	@touch $@
 
 $(STAMP_DEV): $(REQUIRED) | $(BIN)/python
-	@echo "installing the packages of rloo-kit and its tests$(if $(HAS_GPU), with Unsloth for the NVIDIA card) into $(VENV)"
+	@echo "installing the packages of rloo-kit and its tests$(if $(HAS_GPU), with Unsloth for the NVIDIA GPU) into $(VENV)"
 	$(torch_first)
 	$(BIN)/python $(PIP_INSTALL) -e '.[dev,math,notebook$(addprefix $(comma),$(GPU_EXTRA))]'
 	@touch $(STAMP) $@

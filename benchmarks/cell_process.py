@@ -1,4 +1,4 @@
-"""The process of a cell: whatever ends it, or the command that runs it, nothing that it started stays on the card.
+"""The process of a cell: whatever ends it, or the command that runs it, nothing that it started stays on the GPU.
 
 Left out: what it said (`cells`).
 """
@@ -30,7 +30,7 @@ def run(command: list[str], environment: dict[str, str], sink: Any, limit: float
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM (a job's end) takes the same way out as Ctrl-C, so that the cell's process does not stay on the card."""
+    """SIGTERM (a job's end) takes the same way out as Ctrl-C, so that the cell's process does not stay on the GPU."""
 
     def stop(number: int, frame: Any) -> NoReturn:
         raise KeyboardInterrupt

@@ -1,12 +1,12 @@
-"""Runs a list of cells on a card: each a process of its own, within a time limit, its result in a file of its own.
+"""Runs a list of cells on a GPU: each a process of its own, within a time limit, its result in a file of its own.
 
-A machine with a card is often lent for minutes. So a cell takes eight minutes at most, its JSON is there as soon as a
-figure is known, and the same command started again goes on: a cell that passed on the same card, with the same sources
+A machine with a GPU is often lent for minutes. So a cell takes eight minutes at most, its JSON is there as soon as a
+figure is known, and the same command started again goes on: a cell that passed on the same GPU, with the same sources
 and versions, is not run again. `tests/on_gpu/run.py` and `rloo_step.py --device cuda` hold the lists.
 
 A cell's process says what it found by `report(name=value)`, and that it cannot run here by `skip(reason)`. Rehearsing
 (`--rehearse`) runs the same code on the CPU with tiny shapes and writes elsewhere: what it finds is no measurement.
-Left out: several cells at once, since they would share the card that they measure.
+Left out: several cells at once, since they would share the GPU that they measure.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ REHEARSAL_FACTOR = 4  # an interpreter on a shared machine takes its time, and n
 SKIPPED = 77  # exit code of a cell that cannot run here, as of automake's tests
 FILE_VARIABLE, REHEARSE_VARIABLE = "RLOO_KIT_CELL_FILE", "RLOO_KIT_CELL_REHEARSAL"
 MEASURED_SOURCES = ("rloo_kit/**/*.py", "rewards/**/*.py", "configs/**/*.yaml")
-REHEARSED_CARD = "none: rehearsed on the CPU"
+REHEARSED_GPU = "none: rehearsed on the CPU"
 STATES = ("passed", "failed", "skipped", "stopped", "running")
 
 
@@ -44,7 +44,7 @@ class Cell:
         limit_s: after this many seconds it is ended; at most LIMIT_S. REHEARSAL_FACTOR times as many when rehearsing.
         environment: variables of its process, beside the caller's.
         sources: globs of its own files, from the root folder; when one changes, the cell runs again.
-        least_gib: a card with less memory than this skips it.
+        least_gib: a GPU with less memory than this skips it.
         rehearsed_by: the program in place of `command` when rehearsing; None: the same.
         not_rehearsed: why it does not run when rehearsing; empty: it does.
     """
@@ -132,11 +132,11 @@ def run_cells(cells: Sequence[Cell], options: Namespace, command: str) -> int:
     if options.list:
         _list(chosen, folder, common)
         return 0
-    card = common["machine"]["card"]
-    if card is None:
-        print(f"no CUDA card: {common['no_card']}. {len(chosen)} cells skipped: nothing was run, nothing is measured.")
+    gpu = common["machine"]["card"]
+    if gpu is None:
+        print(f"no CUDA GPU: {common['no_gpu']}. {len(chosen)} cells skipped: nothing was run, nothing is measured.")
         return 0
-    print(f"card: {card}. {len(chosen)} cells, at most {LIMIT_S // 60} minutes each; results in {folder}", flush=True)
+    print(f"GPU: {gpu}. {len(chosen)} cells, at most {LIMIT_S // 60} minutes each; results in {folder}", flush=True)
     ends = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     states = {}
     for place, cell in enumerate(chosen, start=1):
@@ -176,18 +176,18 @@ def _choose(cells: Sequence[Cell], names: Sequence[str] | None) -> list[Cell]:
 
 
 def _common(command: str, rehearse: bool) -> dict[str, Any]:
-    """What all results of this command hold: machine, card, versions, revision."""
+    """What all results of this command hold: machine, GPU, versions, revision."""
     from rloo_kit.system.environment import prepare_environment
 
     settled = prepare_environment()
-    head = reporting.header("cells") | {"command": command, "no_card": settled.card_reason}
-    card = settled.card
+    head = reporting.header("cells") | {"command": command, "no_gpu": settled.gpu_reason}
+    gpu = settled.gpu
     found: dict[str, Any] = {"card": None}
-    if card is not None:
-        found = {"card": card.name, "driver": card.driver, "capability": card.compute_capability}
-        found |= {"card_gib": round(card.memory_gib, 1)}
+    if gpu is not None:
+        found = {"card": gpu.name, "driver": gpu.driver, "capability": gpu.compute_capability}
+        found |= {"gpu_gib": round(gpu.memory_gib, 1)}
     if rehearse:
-        found = {"card": REHEARSED_CARD}
+        found = {"card": REHEARSED_GPU}
     return head | {"machine": head["machine"] | found, "rehearsed": rehearse}
 
 
@@ -196,7 +196,7 @@ def _list(cells: Sequence[Cell], folder: Path, common: Mapping[str, Any]) -> Non
         result = _read(folder / f"{cell.name}.json")
         known = result.get("state", "not run")
         if known == "passed" and not _kept(cell, folder, common):
-            known = "passed on another card, with other sources or versions"
+            known = "passed on another GPU, with other sources or versions"
         print(f"{cell.name:34} {known:10} {cell.limit_s:4d} s  {cell.what}")
 
 
@@ -213,7 +213,7 @@ def digest(cell: Cell) -> str:
 
 
 def _kept(cell: Cell, folder: Path, common: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The result of a cell that passed here: same card, sources, versions; None where it has to run."""
+    """The result of a cell that passed here: same GPU, sources, versions; None where it has to run."""
     result = _read(folder / f"{cell.name}.json")
     same = result.get("state") == "passed" and result.get("sources") == digest(cell)
     same = same and result["machine"]["card"] == common["machine"]["card"]
@@ -224,7 +224,7 @@ def _run(cell: Cell, folder: Path, common: Mapping[str, Any], ends: float | None
     """Run a cell, and write what came of it."""
     target = folder / f"{cell.name}.json"
     log = reporting.ROOT / "outputs" / "cells" / f"{cell.name}.log"
-    result = {name: value for name, value in common.items() if name != "no_card"}
+    result = {name: value for name, value in common.items() if name != "no_gpu"}
     result |= {"cell": cell.name, "what": cell.what, "sources": digest(cell), "state": "running", "reason": ""}
     result |= {"seconds": 0.0, "limit_s": cell.limit_s, "values": {}}
     reason = _obstacle(cell, common)
@@ -261,8 +261,8 @@ def _obstacle(cell: Cell, common: Mapping[str, Any]) -> str:
     """Why a cell is not even started; empty where it is."""
     if common["rehearsed"]:
         return cell.not_rehearsed
-    has = common["machine"].get("card_gib", 0.0)
-    return f"needs a card of {cell.least_gib:g} GiB; this one has {has:g}" if has < cell.least_gib else ""
+    has = common["machine"].get("gpu_gib", 0.0)
+    return f"needs a GPU of {cell.least_gib:g} GiB; this one has {has:g}" if has < cell.least_gib else ""
 
 
 def _judge(code: int, result: Mapping[str, Any], log: Path) -> tuple[str, str]:

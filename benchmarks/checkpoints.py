@@ -49,7 +49,7 @@ def _folder(size: str) -> Path:
 
 
 def make_checkpoint(size: str) -> Path:
-    """Write it in bfloat16 (tiny: float32) into the scratch folder; on the card where there is one with room for it."""
+    """Write it in bfloat16 (tiny: float32) into the scratch folder; on the GPU where there is one with room for it."""
     from rloo_kit._stack import load_stack
 
     load_stack()

@@ -263,7 +263,7 @@ def startup_table(result: dict[str, Any]) -> list[str]:
     return table(["command", "seconds", "smallest", "largest"], rows)
 
 
-def _on_card(name: str) -> Any:
+def _on_gpu(name: str) -> Any:
     """A table of `step_cuda_tables`, which imports this module."""
 
     def make(results: dict[str, Any]) -> list[str]:
@@ -280,10 +280,10 @@ TABLES: dict[str, tuple[Any, str]] = {
     "kl-training": (kl_training_table, "kl_forms.json"),
     "rewards": (rewards_table, "rewards.json"),
     "startup": (startup_table, "startup.json"),
-    "cuda-card": (_on_card("card_line"), "step_cuda"),
-    "cuda-aims": (_on_card("aims_table"), "step_cuda"),
-    "cuda-training": (_on_card("training_table"), "step_cuda"),
-    "cuda-whole": (_on_card("whole_table"), "step_cuda"),
-    "cuda-floor": (_on_card("floor_table"), "step_cuda"),
-    "cuda-profile": (_on_card("profile_table"), "step_cuda"),
+    "cuda-gpu": (_on_gpu("gpu_line"), "step_cuda"),
+    "cuda-aims": (_on_gpu("aims_table"), "step_cuda"),
+    "cuda-training": (_on_gpu("training_table"), "step_cuda"),
+    "cuda-whole": (_on_gpu("whole_table"), "step_cuda"),
+    "cuda-floor": (_on_gpu("floor_table"), "step_cuda"),
+    "cuda-profile": (_on_gpu("profile_table"), "step_cuda"),
 }

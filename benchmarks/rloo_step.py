@@ -19,7 +19,7 @@ those of the processor: what the step takes on a core of its own, whoever else i
   malloc gives freed blocks of 128 KiB and more back at once there, so that resident means in use.
 
 Stock TRL's head is a Triton kernel; here it gets the stand-in of `trl_head.py`. Exit code 1 where a row misses its "at
-least". On a card: `--device cuda`, which has cells and options of its own (`--device cuda --help`, `step_cuda.py`).
+least". On a GPU: `--device cuda`, which has cells and options of its own (`--device cuda --help`, `step_cuda.py`).
 Left out: several processes.
 """
 

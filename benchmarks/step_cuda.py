@@ -1,6 +1,6 @@
-"""`rloo_step.py --device cuda`: our step against stock TRL's and Unsloth's on one CUDA card, cell by cell.
+"""`rloo_step.py --device cuda`: our step against stock TRL's and Unsloth's on one CUDA GPU, cell by cell.
 
-    python benchmarks/rloo_step.py --device cuda                    # every cell that has no result from this card yet
+    python benchmarks/rloo_step.py --device cuda                    # every cell that has no result from this GPU yet
     python benchmarks/rloo_step.py --device cuda --only 'training-4k*' whole-1k-native
     python benchmarks/rloo_step.py --device cuda --list             # what there is, and what is known of it
     python benchmarks/rloo_step.py --device cuda --rehearse         # the same code on the CPU, tiny; no measurement
@@ -13,7 +13,7 @@ is there into docs/17-benchmarks.md.
 
 Sides: TRL's RLOO trainer with transformers (stock) and with Unsloth (stock-unsloth), Unsloth's GRPO trainer on the same
 completions (grpo-unsloth), and the kit with each setting of `memory`, each backend and each rollout engine. What a
-machine cannot install (vLLM) is skipped with the reason. Left out: several cards, trained weights.
+machine cannot install (vLLM) is skipped with the reason. Left out: several GPUs, trained weights.
 """
 
 import argparse
@@ -62,7 +62,7 @@ SAMPLED = {
     "server": Kind("fast", "transformers", "server"),
     "vllm": Kind("fast", "transformers", "vllm"),
 }
-LONG = {  # card in GB, K, and how 16k tokens of thinking are sampled on it
+LONG = {  # GPU in GB, K, and how 16k tokens of thinking are sampled on it
     "long-12gb-chunked": (12, 4, Kind("fast", "unsloth")),
     "long-12gb-int8": (12, 4, Kind("fast", "transformers", "native", "int8")),
     "long-24gb-chunked": (24, 8, Kind("fast", "unsloth")),
@@ -101,7 +101,7 @@ class Job:
 
 def list_jobs() -> list[Job]:
     """Every job, those that matter most first."""
-    jobs = [Job("ceilings", "what the card does of matrix products and copies: the floors rest on it", "ceilings")]
+    jobs = [Job("ceilings", "what the GPU does of matrix products and copies: the floors rest on it", "ceilings")]
     for length in ("4k", "1k", "8k"):
         for name, kind in TRAINED.items():
             jobs.append(Job(f"training-{length}-{name}", f"training part, {length}: {name}", "training", kind, length))
@@ -114,8 +114,8 @@ def list_jobs() -> list[Job]:
     for name in ("native", "generate-unsloth"):
         what = f"where the decoding's time goes: {name}"
         jobs.append(Job(f"profile-decoding-{name}", what, "profile-decoding", SAMPLED[name]))
-    for name, (card_gb, generations, kind) in LONG.items():
-        what = f"{card_gb} GB, K {generations}, 16k thinking tokens, {kind.cache} cache, through {kind.backend}"
+    for name, (gpu_gb, generations, kind) in LONG.items():
+        what = f"{gpu_gb} GB, K {generations}, 16k thinking tokens, {kind.cache} cache, through {kind.backend}"
         jobs.append(Job(name, what, "long", kind))
     for name in ("fast-unsloth", "stock-unsloth", "grpo-unsloth"):
         what = f"training part without a KL penalty, 4k: {name}"
@@ -182,8 +182,8 @@ def run_cell(name: str, rows: int | None, repeats: int) -> int:
         else:
             import step_cuda_long
 
-            card_gb, generations, kind = LONG[job.name]
-            step_cuda_long.measure_long(kind, card_gb, generations)
+            gpu_gb, generations, kind = LONG[job.name]
+            step_cuda_long.measure_long(kind, gpu_gb, generations)
     except RuntimeError as error:
         if not step_cuda_models.is_out_of_memory(error):
             raise
@@ -206,7 +206,7 @@ def _try_rows(job: Job, repeats: int) -> int:
             return code
         too_large.append(rows)
         cells.report(out_of_memory_rows=too_large)
-    return 0  # a finding: it does not fit this card
+    return 0  # a finding: it does not fit this GPU
 
 
 def _need_vllm() -> None:

@@ -5,10 +5,10 @@
   where a side's memory depends on that).
 - whole: real rollouts with imposed lengths. The first rollout of a process is slow, and at 2048 tokens dear: it is
   discarded in a short form, of 16 tokens at most, behind a step with canned completions of full length.
-- profile: where a training part and the decoding spend the card's time, by kind of kernel.
-- ceilings: what this card does of matrix products and of copies, which is what the floors are made of.
+- profile: where a training part and the decoding spend the GPU's time, by kind of kernel.
+- ceilings: what this GPU does of matrix products and of copies, which is what the floors are made of.
 
-A figure is reported once it is there: a cell that runs out of time keeps the steps it has. Left out: several cards; and
+A figure is reported once it is there: a cell that runs out of time keeps the steps it has. Left out: several GPUs; and
 what compiling costs, since these completions are compiled for once, and those of a run differ from step to step.
 """
 
@@ -28,7 +28,7 @@ from step_workload import completion_lengths
 
 START_VARIABLE = "RLOO_KIT_STEP_STARTED"  # when the cell began, imports and micro-batches that did not fit included
 BUDGET_S = cells.LIMIT_S - 60  # no step is begun that would not end by then
-FULL_MEMORY = 3  # exit code of a process whose card was too small
+FULL_MEMORY = 3  # exit code of a process whose GPU was too small
 SHORT_TOKENS = 16
 DECODED_TOKENS, DECODED_PROMPT = 48, 1024  # of the profile of decoding
 
@@ -83,7 +83,7 @@ def _engine_options(kind: Kind, workload: Any) -> Iterator[dict[str, Any]]:
 
 
 def _head() -> AbstractContextManager[Any]:
-    """TRL's Triton head, which needs a card; rehearsed without one, its stand-in."""
+    """TRL's Triton head, which needs a GPU; rehearsed without one, its stand-in."""
     from rloo_kit._stack import load_stack
 
     if not cells.rehearsing() or load_stack().unsloth is not None:  # the interpreter runs Triton
@@ -187,8 +187,8 @@ def profile_decoding(kind: Kind) -> None:
 def _profile(work: Callable[[], Any]) -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    memory, on_card = models.find_memory(), not cells.rehearsing()
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_card
+    memory, on_gpu = models.find_memory(), not cells.rehearsing()
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     memory.settle()
     started = time.perf_counter()
     work()
@@ -202,7 +202,7 @@ def _profile(work: Callable[[], Any]) -> None:
         wall_s = time.perf_counter() - started
     shares: dict[str, float] = {}
     top = []
-    for name, seconds, calls in _kernels(found, on_card):
+    for name, seconds, calls in _kernels(found, on_gpu):
         shares[group_of(name)] = shares.get(group_of(name), 0.0) + seconds
         top.append({"name": name[:120], "seconds": round(seconds, 5), "calls": calls})
     busy = sum(shares.values())
@@ -214,12 +214,12 @@ def _profile(work: Callable[[], Any]) -> None:
     )  # fmt: skip
 
 
-def _kernels(found: Any, on_card: bool) -> Iterator[tuple[str, float, int]]:
-    """Name, seconds and calls of what ran on the card; rehearsed, of the operators on the CPU."""
+def _kernels(found: Any, on_gpu: bool) -> Iterator[tuple[str, float, int]]:
+    """Name, seconds and calls of what ran on the GPU; rehearsed, of the operators on the CPU."""
     for event in found.key_averages():
-        if on_card and ("CUDA" not in str(event.device_type) or event.is_user_annotation):
+        if on_gpu and ("CUDA" not in str(event.device_type) or event.is_user_annotation):
             continue  # an operator, or a named region, has the time of its kernels once more
-        seconds = (event.self_device_time_total if on_card else event.self_cpu_time_total) / 1e6
+        seconds = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
         if seconds > 0:
             yield event.key, seconds, event.count
 
@@ -228,7 +228,7 @@ def _kernels(found: Any, on_card: bool) -> Iterator[tuple[str, float, int]]:
 
 
 def measure_ceilings() -> None:
-    """Matrix products on random data (TFLOP/s), and copies within the card (GB/s, bytes read and written)."""
+    """Matrix products on random data (TFLOP/s), and copies within the GPU (GB/s, bytes read and written)."""
     import torch
 
     from rloo_kit.system import environment

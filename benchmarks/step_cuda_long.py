@@ -1,6 +1,6 @@
-"""Long thoughts on small cards: 16k thinking tokens with K 4 on 12 GB and K 8 on 24 GB, trained under a cap on memory.
+"""Long thoughts on small GPUs: 16k thinking tokens with K 4 on 12 GB and K 8 on 24 GB, trained under a cap on memory.
 
-Each cell is one run by the kit's own `train`, two steps of one rollout each, from the shipped config of that card with
+Each cell is one run by the kit's own `train`, two steps of one rollout each, from the shipped config of that GPU with
 longer completions. A rollout is made up but for its last 64 tokens of thinking and its answer, whose caches are full
 (`tests/on_gpu/full_length.py`); then the gradient is computed for all of it. Where the cache is plain, as many rows are
 sampled at once as the plan says and the others wait; in 8 bits more of them fit, which only the native engine can, so
@@ -23,7 +23,7 @@ TINY_ANSWER, TINY_PROMPT, TINY_THINKING, TINY_TAIL = 6, 8, 17, 4
 GB_IN_GIB = 1e9 / 2**30
 
 
-def measure_long(kind: Kind, card_gb: int, generations: int) -> None:
+def measure_long(kind: Kind, gpu_gb: int, generations: int) -> None:
     """Two steps under the cap; the peaks of rollout and training pass, beside what the plan computed.
 
     Raises:
@@ -35,12 +35,12 @@ def measure_long(kind: Kind, card_gb: int, generations: int) -> None:
     memory = models.find_memory()
     tail = TINY_TAIL if cells.rehearsing() else TAIL
     with tempfile.TemporaryDirectory(prefix="rloo-step-") as folder:
-        run = make_run(kind, card_gb, generations, Path(folder))
+        run = make_run(kind, gpu_gb, generations, Path(folder))
         full = run.rloo.max_completion_length
         parts = full_length.Parts(memory, lambda peaks: cells.report(peaks_gib=peaks))
         around = (parts.begin_rollout, parts.end_rollout)
-        with memory.capped(card_gb) as limit:
-            cells.report(card_gb=card_gb, limit_gib=round(limit, 3), backend=kind.backend, cache=run.rollout.cache)
+        with memory.capped(gpu_gb) as limit:
+            cells.report(gpu_gb=gpu_gb, limit_gib=round(limit, 3), backend=kind.backend, cache=run.rollout.cache)
             policy = models.load_policy(run)
             cells.report(after_load_gib=round(memory.held_gib, 3))
             with full_length.full_length_rollouts(tail, *around) as watch, memory.measure() as whole:
@@ -54,14 +54,14 @@ def measure_long(kind: Kind, card_gb: int, generations: int) -> None:
         raise AssertionError(f"not all rows fitted at once: {'; '.join(watch.ran_out)}")
 
 
-def make_run(kind: Kind, card_gb: int, generations: int, folder: Path) -> Any:
-    """The shipped config of that card with 16k tokens of thinking, rows and passes as planned for it."""
+def make_run(kind: Kind, gpu_gb: int, generations: int, folder: Path) -> Any:
+    """The shipped config of that GPU with 16k tokens of thinking, rows and passes as planned for it."""
     from rloo_kit import load_config, plan_vram
 
     answer, prompt, thinking = (TINY_ANSWER, TINY_PROMPT, TINY_THINKING) if cells.rehearsing() else (
         ANSWER, PROMPT, THINKING,
     )  # fmt: skip
-    file = reporting.ROOT / "configs" / f"qwen3_4b_thinking_{card_gb}gb.yaml"
+    file = reporting.ROOT / "configs" / f"qwen3_4b_thinking_{gpu_gb}gb.yaml"
     overrides = [
         f"model.name={checkpoints.find_checkpoint(models.size())}", f"model.backend={kind.backend}",
         f"model.max_seq_length={max(-(-(prompt + thinking + CLOSE + answer) // 64) * 64, 64)}",
@@ -75,7 +75,7 @@ def make_run(kind: Kind, card_gb: int, generations: int, folder: Path) -> Any:
     if cells.rehearsing():
         overrides += ["model.dtype=float32", "rloo.optim=adamw_torch"]
         overrides += ["model.load_in_4bit=false"] if kind.backend == "unsloth" else []
-    plan = plan_vram(load_config(file, *overrides), card_gb * GB_IN_GIB)
+    plan = plan_vram(load_config(file, *overrides), gpu_gb * GB_IN_GIB)
     cells.report(
         planned={"rollout_gib": round(plan.rollout_gib, 2), "training_gib": round(plan.training_gib, 2)},
         planned_rows=plan.rows, fits=plan.fits, completions=plan.completions, tokens=prompt + thinking + CLOSE + answer,

@@ -1,6 +1,6 @@
-"""What the cells of `step_cuda.py` run on: the checkpoint, the sides around it, and the memory of the card.
+"""What the cells of `step_cuda.py` run on: the checkpoint, the sides around it, and the memory of the GPU.
 
-On a card: Qwen3-4B with random weights (`checkpoints.py`), in 4-bit, with LoRA, in bf16 (fp16 on cards without it).
+On a GPU: Qwen3-4B with random weights (`checkpoints.py`), in 4-bit, with LoRA, in bf16 (fp16 on GPUs without it).
 Rehearsed: the tiny one on the CPU, in 4-bit through bitsandbytes where the backend is transformers; under Unsloth,
 Triton's interpreter runs the kernels and the weights stay float32. The sides of stock are loaded as their own users do,
 those of the kit by `load_policy`.
@@ -204,14 +204,14 @@ def _precision() -> dict[str, Any]:
 
 
 def _stay_on_cpu(backend: str) -> None:
-    """Before a load and behind it: a load brings modules in that look for a card, and undoes what was put there."""
+    """Before a load and behind it: a load brings modules in that look for a GPU, and undoes what was put there."""
     if backend == "unsloth" and cells.rehearsing():
         _interpreter().keep_on_cpu()
 
 
 @contextlib.contextmanager
 def _quiet_precision(backend: str) -> Any:
-    """Rehearsed in float32, Unsloth's trainer would switch mixed precision on, which is for cards."""
+    """Rehearsed in float32, Unsloth's trainer would switch mixed precision on, which is for GPUs."""
     if backend == "unsloth" and cells.rehearsing():
         os.environ["UNSLOTH_MIXED_PRECISION"] = "bfloat16"
     yield
@@ -221,7 +221,7 @@ def _quiet_precision(backend: str) -> Any:
 
 
 def find_memory() -> Any:
-    """The card's memory and its peaks (`tests/on_gpu/edge.py`); rehearsed, the machine's stands in."""
+    """The GPU's memory and its peaks (`tests/on_gpu/edge.py`); rehearsed, the machine's stands in."""
     import torch
 
     edge = reporting.load_file("tests/on_gpu/edge.py")
@@ -229,7 +229,7 @@ def find_memory() -> Any:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the card is full."""
+    """Whether an error says that the GPU is full."""
     from rloo_kit.system.memory import is_out_of_memory as says_so
 
     return isinstance(error, RuntimeError) and says_so(error)

@@ -1,8 +1,8 @@
-"""A vLLM server for the cell `whole-*-server`: on the card of the trainer, with the base in 16 bit and LoRA allowed.
+"""A vLLM server for the cell `whole-*-server`: on the GPU of the trainer, with the base in 16 bit and LoRA allowed.
 
-The side's time is that of one card that does both, sampling and training, in turn; a card of the server's own is the
+The side's time is that of one GPU that does both, sampling and training, in turn; a GPU of the server's own is the
 usual setting, and is not what is measured. Rehearsed, the stand-in of the client's tests answers from the tiny model.
-Left out: several cards, vLLM's quantisation.
+Left out: several GPUs, vLLM's quantisation.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import reporting
 import step_cuda_models as models
 from step_workload import LORA
 
-SHARE = 0.45  # of the card's memory, for the server
+SHARE = 0.45  # of the GPU's memory, for the server
 START_S = 240.0
 
 

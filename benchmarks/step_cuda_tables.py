@@ -1,6 +1,6 @@
-"""The tables of docs/17-benchmarks.md about a card, from the files in `results/step_cuda`; "not measured" without one.
+"""The tables of docs/17-benchmarks.md about a GPU, from the files in `results/step_cuda`; "not measured" without one.
 
-A ratio is of medians, and only between cells of the same card. Memory is the peak of a step above what was held before
+A ratio is of medians, and only between cells of the same GPU. Memory is the peak of a step above what was held before
 it. A side that had to take smaller micro-batches to fit says how many rows they had.
 """
 
@@ -145,8 +145,8 @@ def aims_table(results: Results) -> list[str]:
                 _held(found, least),
             ]
         )
-    for name, (card_gb, generations, kind) in LONG.items():
-        what = f"16k tokens of thinking, K {generations}, on {card_gb} GB, {kind.cache} cache"
+    for name, (gpu_gb, generations, kind) in LONG.items():
+        what = f"16k tokens of thinking, K {generations}, on {gpu_gb} GB, {kind.cache} cache"
         rows.append([what, f"`{name}`", "trains", *_long_verdict(results.get(name))])
     return reporting.table(["aim", "cell", "at least", "found", ""], rows)
 
@@ -179,7 +179,7 @@ PROFILES = (
 
 
 def profile_table(results: Results) -> list[str]:
-    """Shares of the card's busy time by kind of work, one column a profile."""
+    """Shares of the GPU's busy time by kind of work, one column a profile."""
     from step_cuda_cells import GROUPS
 
     found = {}
@@ -188,7 +188,7 @@ def profile_table(results: Results) -> list[str]:
         is_there = cell is not None and not cell.get("rehearsed") and "busy_s" in cell["values"]
         found[name] = cell["values"] if is_there else None
     rows = [["seconds", *("not measured" if one is None else f"{one['plain_s']:.2f}" for one in found.values())]]
-    rows.append(["card idle", *("" if one is None else f"{one['idle_share']:.0%}" for one in found.values())])
+    rows.append(["GPU idle", *("" if one is None else f"{one['idle_share']:.0%}" for one in found.values())])
     for kind in (*GROUPS, "everything else"):
         shares = (one and one["seconds_by_kind"].get(kind, 0.0) / one["busy_s"] for one in found.values())
         rows.append([kind, *("" if share is None else f"{share:.0%}" for share in shares)])
@@ -196,7 +196,7 @@ def profile_table(results: Results) -> list[str]:
 
 
 def floor_table(results: Results) -> list[str]:
-    """The least arithmetic and the fewest bytes of each workload, what they take on the card, and what ours took."""
+    """The least arithmetic and the fewest bytes of each workload, what they take on the GPU, and what ours took."""
     from rloo_kit.plan.shapes import PUBLISHED
 
     ceilings = results.get("ceilings")
@@ -212,7 +212,7 @@ def floor_table(results: Results) -> list[str]:
         least = read / (ceilings["values"]["gb_per_s"] * 1e9) if known else None
         rows.append([f"rollout, {length}", f"{read / 1e9:.0f} GB",
                      *_beside(results, least, f"whole-{length}-native", "generation_s")])  # fmt: skip
-    return reporting.table(["part", "at least", "floor on this card", "cell", "took", "times the floor"], rows)
+    return reporting.table(["part", "at least", "floor on this GPU", "cell", "took", "times the floor"], rows)
 
 
 def _tokens(length: str) -> tuple[list[int], list[list[int]]]:
@@ -231,12 +231,12 @@ def _beside(results: Results, least: float | None, name: str, figure: str) -> li
     return [floor, f"`{name}`", f"{took:.2f} s", "" if least is None else f"{took / least:.1f}"]
 
 
-def card_line(results: Results) -> list[str]:
-    """Which cards and versions the figures are from."""
+def gpu_line(results: Results) -> list[str]:
+    """Which GPUs and versions the figures are from."""
     found: dict[str, set[str]] = {}
     for cell in results.values():
         if not cell.get("rehearsed"):
-            card = f"{cell['machine']['card']}, torch {cell['versions'].get('torch')}"
-            found.setdefault(card, set()).add(cell["revision"][:7])
-    cards = [f"{card} (revision {', '.join(sorted(revisions))})" for card, revisions in sorted(found.items())]
-    return [f"Measured on: {'; '.join(cards)}." if cards else "Not measured: no card was at hand."]
+            gpu = f"{cell['machine']['gpu']}, torch {cell['versions'].get('torch')}"
+            found.setdefault(gpu, set()).add(cell["revision"][:7])
+    gpus = [f"{gpu} (revision {', '.join(sorted(revisions))})" for gpu, revisions in sorted(found.items())]
+    return [f"Measured on: {'; '.join(gpus)}." if gpus else "Not measured: no GPU was at hand."]

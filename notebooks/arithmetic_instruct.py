@@ -14,7 +14,7 @@
 # # RLOO on a small model that answers at once
 #
 # This notebook trains a model with reinforcement learning, start to end: load it, measure it, train it, measure it
-# again, look at what changed, save it, use it. It runs anywhere. Two processor cores are enough: no graphics card,
+# again, look at what changed, save it, use it. It runs anywhere. Two processor cores are enough: no graphics GPU,
 # nothing to download. The whole takes about two minutes, and a minute or two more the first time, when the model is
 # built.
 #
@@ -31,7 +31,7 @@
 # ## 1. Set up
 #
 # This cell comes before everything else, because the heavy libraries have to be imported in the right order. It reads
-# the project's `.env`, finds the graphics card if there is one, and chooses the number format to compute in.
+# the project's `.env`, finds the graphics GPU if there is one, and chooses the number format to compute in.
 
 # %%
 import itertools
@@ -214,7 +214,7 @@ for p in (0.2, 0.5, 0.9, 0.99):
 #
 # - **K = 2** costs least. One sibling is a rough yardstick, and only a pair of one right and one wrong answer
 #   teaches. With enough prompts it can do (arXiv 2510.00977).
-# - **K = 4** is what fits Qwen3-4B-Thinking on a card with 8 GB (computed, not measured).
+# - **K = 4** is what fits Qwen3-4B-Thinking on a GPU with 8 GB (computed, not measured).
 # - **K = 8** is the usual choice, and that of most files in `configs/`.
 # - **K = 16 and more** pays where prompts are hard: someone has to be right for the group to teach.
 #

@@ -14,7 +14,7 @@
 # # RLOO on Qwen3-4B-Instruct
 #
 # This notebook trains a model with reinforcement learning, start to end: load it, measure it, train it, measure it
-# again, look at what changed, save it, use it. It needs one NVIDIA card and `make setup` on that machine, and it
+# again, look at what changed, save it, use it. It needs one NVIDIA GPU and `make setup` on that machine, and it
 # downloads the model (about 3 GB) and the data once. `arithmetic_instruct` shows the same on any machine in minutes.
 #
 # **The model** is Qwen3-4B-Instruct-2507 with 4-bit weights. It never opens a thinking block: whatever reasoning it
@@ -23,13 +23,13 @@
 # **The training** is RLOO: REINFORCE with a leave-one-out baseline. Nobody shows the model how to solve a problem. It
 # is told whether its answer is right, and nothing else.
 #
-# `qwen3_thinking_rloo` is the twin that thinks first. How long a run takes on a card has not been measured yet.
+# `qwen3_thinking_rloo` is the twin that thinks first. How long a run takes on a GPU has not been measured yet.
 
 # %% [markdown]
 # ## 1. Set up
 #
 # This cell comes before everything else, because the heavy libraries have to be imported in the right order. It reads
-# the project's `.env`, finds the graphics card if there is one, and chooses the number format to compute in.
+# the project's `.env`, finds the graphics GPU if there is one, and chooses the number format to compute in.
 
 # %%
 import itertools
@@ -53,13 +53,13 @@ print(kit.setup_environment())
 # anew.
 
 # %% [markdown]
-# ### What fits on which card
+# ### What fits on which GPU
 #
-# The values below are for a card with 8 GB (computed, not measured). On a larger one there is room for more:
+# The values below are for a GPU with 8 GB (computed, not measured). On a larger one there is room for more:
 # `num_generations = 16` needs `overrides = "rloo.steps_per_generation=16"` with it, so that a rollout holds whole
 # groups.
 #
-# On a smaller card fewer completions are generated at once, which takes longer. The plan below says how many, and what
+# On a smaller GPU fewer completions are generated at once, which takes longer. The plan below says how many, and what
 # to change where that is not enough.
 
 # %% tags=["parameters"]
@@ -211,7 +211,7 @@ for p in (0.2, 0.5, 0.9, 0.99):
 #
 # - **K = 2** costs least. One sibling is a rough yardstick, and only a pair of one right and one wrong answer
 #   teaches. With enough prompts it can do (arXiv 2510.00977).
-# - **K = 4** is what fits Qwen3-4B-Thinking on a card with 8 GB (computed, not measured).
+# - **K = 4** is what fits Qwen3-4B-Thinking on a GPU with 8 GB (computed, not measured).
 # - **K = 8** is the usual choice, and that of most files in `configs/`.
 # - **K = 16 and more** pays where prompts are hard: someone has to be right for the group to teach.
 #

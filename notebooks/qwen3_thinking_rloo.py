@@ -14,7 +14,7 @@
 # # RLOO on Qwen3-4B-Thinking
 #
 # This notebook trains a model with reinforcement learning, start to end: load it, measure it, train it, measure it
-# again, look at what changed, save it, use it. It needs one NVIDIA card and `make setup` on that machine, and it
+# again, look at what changed, save it, use it. It needs one NVIDIA GPU and `make setup` on that machine, and it
 # downloads the model (about 3 GB) and the data once. `arithmetic_thinking` shows the same on any machine in minutes.
 #
 # **The model** is Qwen3-4B-Thinking-2507 with 4-bit weights. It first thinks, for hundreds or thousands of tokens,
@@ -24,13 +24,13 @@
 # is told whether its answer is right, and, with a fifth of the weight, whether it closed its thinking and ended
 # properly.
 #
-# `qwen3_instruct_rloo` is the twin without thinking. How long a run takes on a card has not been measured yet.
+# `qwen3_instruct_rloo` is the twin without thinking. How long a run takes on a GPU has not been measured yet.
 
 # %% [markdown]
 # ## 1. Set up
 #
 # This cell comes before everything else, because the heavy libraries have to be imported in the right order. It reads
-# the project's `.env`, finds the graphics card if there is one, and chooses the number format to compute in.
+# the project's `.env`, finds the graphics GPU if there is one, and chooses the number format to compute in.
 
 # %%
 import itertools
@@ -54,19 +54,19 @@ print(kit.setup_environment())
 # anew.
 
 # %% [markdown]
-# ### What fits on which card
+# ### What fits on which GPU
 #
-# The values below are for a card with 40 GB. On a smaller one, set these three together to generate a whole group at
+# The values below are for a GPU with 40 GB. On a smaller one, set these three together to generate a whole group at
 # once (computed, not measured):
 #
-# | card | `config` | `num_generations` | `max_completion_length` |
+# | GPU | `config` | `num_generations` | `max_completion_length` |
 # |---|---|---|---|
 # | 8 GB | `configs/qwen3_4b_thinking_8gb.yaml` | 4 | 4096 |
 # | 12 GB | `configs/qwen3_4b_thinking_12gb.yaml` | 8 | 4096 |
 # | 16 GB | `configs/qwen3_4b_thinking_16gb.yaml` | 8 | 6144 |
 # | 24 GB | `configs/qwen3_4b_thinking_24gb.yaml` | 8 | 12288 |
 #
-# On a smaller card than a row's, fewer completions are generated at once, which takes longer. The plan below says how
+# On a smaller GPU than a row's, fewer completions are generated at once, which takes longer. The plan below says how
 # many, and what to change where that is not enough.
 
 # %% tags=["parameters"]
@@ -218,7 +218,7 @@ for p in (0.2, 0.5, 0.9, 0.99):
 #
 # - **K = 2** costs least. One sibling is a rough yardstick, and only a pair of one right and one wrong answer
 #   teaches. With enough prompts it can do (arXiv 2510.00977).
-# - **K = 4** is what fits Qwen3-4B-Thinking on a card with 8 GB (computed, not measured).
+# - **K = 4** is what fits Qwen3-4B-Thinking on a GPU with 8 GB (computed, not measured).
 # - **K = 8** is the usual choice, and that of most files in `configs/`.
 # - **K = 16 and more** pays where prompts are hard: someone has to be right for the group to teach.
 #

@@ -49,7 +49,7 @@ def setup_environment(
     out of the working folder and, where Unsloth is the backend, imports it there and then. A second call is harmless.
 
     Args:
-        backend: "auto" takes Unsloth where it and an NVIDIA card are there; "unsloth" or "transformers" forces one, as
+        backend: "auto" takes Unsloth where it and an NVIDIA GPU are there; "unsloth" or "transformers" forces one, as
             the variable RLOO_KIT_BACKEND does.
         root: folder that holds `.env`; None finds the project's root from the working directory, then the package.
         keys: names of variables to report as found, empty or missing.
@@ -79,7 +79,7 @@ def load_stack() -> Stack:
     """
     global _stack
     if _stack is None:
-        # bitsandbytes tells everyone without a card that a faster 4-bit kernel for the CPU could be fetched
+        # bitsandbytes tells everyone without a GPU that a faster 4-bit kernel for the CPU could be fetched
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         _import_backend(environment.current())
         modules = {name: _import(name) for name in ("torch", "transformers", "trl", "peft", "datasets")}
@@ -138,7 +138,7 @@ def _import_unsloth() -> None:
         return
     try:
         import_module("unsloth")
-    except Exception as error:  # it raises many kinds: a missing card, an operator that does not load, its own checks
+    except Exception as error:  # it raises many kinds: a missing GPU, an operator that does not load, its own checks
         raise SetupError(
             f"Unsloth is installed but its import failed: {type(error).__name__}: {error}. Restart the kernel, and see "
             f"what `rloo-kit doctor` says; to go without Unsloth: {BACKEND_VARIABLE}=transformers"

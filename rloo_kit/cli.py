@@ -98,8 +98,9 @@ def config(file: ConfigFile, overrides: Overrides = None) -> None:
 def plan(
     file: ConfigFile,
     overrides: Overrides = None,
-    card_gib: Annotated[
-        float | None, typer.Option("--card-gib", help="Plan for a card with so many GiB instead of this machine.")
+    gpu_gib: Annotated[
+        float | None,
+        typer.Option("--gpu-gib", "--card-gib", help="Plan for a GPU with so many GiB instead of this machine."),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Then measure it here, with random weights of the model's shape.")
@@ -113,7 +114,7 @@ def plan(
         from rloo_kit.plan.planner import plan_vram
 
         run = _load_config(file, overrides)
-        planned = plan_vram(run, card_gib)
+        planned = plan_vram(run, gpu_gib)
         if not json:
             print(planned, flush=True)
         measured = _measure(run, planned, to_stderr=json) if measure else []

@@ -22,25 +22,25 @@ PATIENCE = timedelta(hours=3)  # of a process that waits for another's long roll
 def start_processes(on_cpu: bool = False) -> None:
     """Join the processes of the run and take this one's device, before a model is loaded; harmless a second time.
 
-    accelerate does it (`PartialState`): NCCL and the card of LOCAL_RANK, or gloo on the CPU. Its launch file decides
+    accelerate does it (`PartialState`): NCCL and the GPU of LOCAL_RANK, or gloo on the CPU. Its launch file decides
     that as well (ACCELERATE_USE_CPU).
 
     Args:
-        on_cpu: use gloo and the CPU also where there are cards.
+        on_cpu: use gloo and the CPU also where there are GPUs.
 
     Raises:
-        SetupError: there are more processes on this machine than cards.
+        SetupError: there are more processes on this machine than GPUs.
     """
     if not is_distributed():
         return
     torch = load_stack().torch
-    cards = torch.cuda.device_count()
-    if cards and local_index() >= cards and not on_cpu:
+    gpus = torch.cuda.device_count()
+    if gpus and local_index() >= gpus and not on_cpu:
         raise SetupError(
-            f"process {local_index()} of this machine has no card of its own: {cards} can be used, one a process; "
+            f"process {local_index()} of this machine has no GPU of its own: {gpus} can be used, one a process; "
             "start fewer processes (num_processes of the launch file, --nproc_per_node of torchrun)"
         )
-    on_cpu = on_cpu or not cards
+    on_cpu = on_cpu or not gpus
     if on_cpu:  # accelerate would say cpu:0, and torch.load knows no such place: no run could be resumed
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     from accelerate import PartialState

@@ -91,7 +91,7 @@ def tell_install(skill: Path, python: str | None) -> str:
     words = ["-m", "pip", "install", "-c", str(skill / "constraints.txt"), "-e", f"{skill}[notebook]"]
     make = shlex.join([python or "python3.12", "-m", "venv", ".venv-rloo"])
     install = shlex.join([".venv-rloo/bin/python", *words])
-    return f"{make} && {install} (with an NVIDIA card [notebook,gpu] at the end)"
+    return f"{make} && {install} (with an NVIDIA GPU [notebook,gpu] at the end)"
 
 
 def find_python() -> str | None:

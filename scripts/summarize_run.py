@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def judge_rows(rows: list[dict[str, Any]], run: Any, last: int) -> dict[str, Any]:
     """Verdict, actions, judgements and what carried no signal."""
-    from rloo_kit.runs.thresholds import judge
+    from rloo_kit.runs.health import judge
 
     rloo = run.rloo.model_dump()
     findings = find_no_signal(rows, rloo, run.run.no_signal_steps)

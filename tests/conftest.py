@@ -109,10 +109,10 @@ def tiny_folder(
 
 @pytest.fixture
 def run_fresh(tmp_path: Path, repository: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`run_fresh(code, cards=None, hide_unsloth=True, **variables)` runs code in a process of its own.
+    """`run_fresh(code, gpus=None, hide_unsloth=True, **variables)` runs code in a process of its own.
 
     Its working folder `tmp_path/work` is an empty project, its home `tmp_path/home`, and `tmp_path/site` comes first
-    on the path: torch is a CUDA build there, and a test may add modules. `cards` go to the faked driver; an installed
+    on the path: torch is a CUDA build there, and a test may add modules. `gpus` go to the faked driver; an installed
     Unsloth is hidden unless the test brings its own. Variables are the whole environment besides.
     """
     site, work = tmp_path / "site", tmp_path / "work"
@@ -126,9 +126,9 @@ def run_fresh(tmp_path: Path, repository: Path) -> Callable[..., subprocess.Comp
     base |= {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def start(
-        code: str, cards: list[dict] | None = None, hide_unsloth: bool = True, **variables: str
+        code: str, gpus: list[dict] | None = None, hide_unsloth: bool = True, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        env = base | ({} if cards is None else {"FAKE_CARDS": json.dumps(cards)}) | variables
+        env = base | ({} if gpus is None else {"FAKE_GPUS": json.dumps(gpus)}) | variables
         head = "import os, sys\n" + ("sys.modules['unsloth'] = None\n" if hide_unsloth else "") + "import rloo_kit\n"
         command = [sys.executable, "-c", head + code]
         return subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, timeout=120)

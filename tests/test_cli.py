@@ -97,9 +97,9 @@ def test_rollouts_that_cannot_be_are_refused_before_the_evaluation(words, messag
 
 def test_plan_says_by_its_exit_code_whether_a_run_fits(config_file):
     """A batch script asks before it starts; JSON is all that it prints then."""
-    code, printed, errors = call("plan", config_file, "--card-gib", "2")
+    code, printed, errors = call("plan", config_file, "--gpu-gib", "2")
     assert code == 0 and "Fits: " in printed and not errors
-    code, printed, _ = call("plan", config_file, "rollout.rows=2", "--card-gib", "0.5", "--json")
+    code, printed, _ = call("plan", config_file, "rollout.rows=2", "--gpu-gib", "0.5", "--json")
     plan = json.loads(printed)
     assert code == 1 and plan["fits"] is False and plan["rows"] == 2 and plan["total_gib"] == 0.5
     assert call("plan", config_file)[0] == 0, "this machine"
@@ -110,7 +110,7 @@ def test_plan_says_by_its_exit_code_whether_a_run_fits(config_file):
     [
         (["config", "FILE", "rloo.bta=0.5"], "rloo.bta"),
         (["plan", "FILE", "model.name=google/gemma-3-4b-it"], "hf download google/gemma-3-4b-it config.json"),
-        (["plan", "FILE", "--card-gib", "-1"], "card_gib is -1.0"),
+        (["plan", "FILE", "--card-gib", "-1"], "gpu_gib is -1.0"),
         (["train", "FILE", "--resume"], "no run to resume"),
         (["train", "FILE", "--resume", "--overwrite"], "--resume and --overwrite were both given"),
         (["eval", "FILE", "--adapter", "nowhere"], "--adapter nowhere: there is no such folder"),

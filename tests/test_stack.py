@@ -24,7 +24,7 @@ def site(run_fresh: RunFresh, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def with_unsloth(run_fresh: RunFresh, site: Path) -> RunFresh:
-    """`run_fresh` on a machine with a card and Unsloth."""
+    """`run_fresh` on a machine with a GPU and Unsloth."""
     return lambda code, **variables: run_fresh(code, [A10], hide_unsloth=False, **variables)
 
 
@@ -43,7 +43,7 @@ def test_set_up_imports_unsloth_there_and_then(with_unsloth: RunFresh) -> None:
     """With the import left for later, the `from trl import ...` of the next cell lost the order."""
     code = "e = rloo_kit.setup_environment()\n"
     code += "print(e.backend, 'unsloth' in sys.modules, 'torch' in sys.modules, e.backend_reason, sep='|')"
-    assert printed(with_unsloth(code)) == "unsloth|True|False|an NVIDIA card and Unsloth are there"
+    assert printed(with_unsloth(code)) == "unsloth|True|False|an NVIDIA GPU and Unsloth are there"
 
 
 def test_a_real_trl_that_came_first_is_an_error(with_unsloth: RunFresh) -> None:
@@ -127,7 +127,7 @@ def test_in_time_there_is_no_warning(run_fresh: RunFresh, tmp_path: Path) -> Non
     assert printed(run_fresh(code + "print(rloo_kit.setup_environment().backend)")) == "transformers"
 
 
-def test_without_a_card_unsloth_is_not_imported(run_fresh: RunFresh, site: Path) -> None:
+def test_without_a_gpu_unsloth_is_not_imported(run_fresh: RunFresh, site: Path) -> None:
     """Its import fails without an accelerator: an environment shared with a GPU machine has to work all the same."""
     code = "e = rloo_kit.setup_environment()\nprint(e.backend, 'unsloth' in sys.modules, e.backend_reason)"
     expected = "transformers False no NVIDIA driver: NVML Shared Library Not Found"
@@ -142,7 +142,7 @@ def test_the_variable_goes_without_unsloth(with_unsloth: RunFresh) -> None:
 
 
 def test_an_unsloth_that_was_imported_is_the_backend(run_fresh: RunFresh, site: Path) -> None:
-    """A user's own `import unsloth` on top, and the harness that runs it without a card.
+    """A user's own `import unsloth` on top, and the harness that runs it without a GPU.
 
     sys.modules is in the order in which imports ended: Unsloth stands behind the TRL that it imports itself.
     """

@@ -15,8 +15,7 @@ from types import FrameType
 from typing import Any
 
 from rloo_kit.batch.comparison import make_text_table, write_comparison
-from rloo_kit.batch.file import Batch, BatchRun
-from rloo_kit.batch.notebook_file import find_error, last_line
+from rloo_kit.batch.file import Batch, BatchRun, find_error, last_line
 from rloo_kit.batch.process import KERNEL_DIED, RunProcess, Watchdog, end_left_over, papermill_command
 from rloo_kit.batch.progress import Progress, first_line
 from rloo_kit.batch.status import BatchDir, RunStatus, now

@@ -11,8 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from rloo_kit.config.batch_arithmetic import check_generation_batch
-from rloo_kit.config.checks import find_loop_problems, find_server_problems
+from rloo_kit.config.checks import check_generation_batch, find_loop_problems, find_server_problems
 from rloo_kit.config.messages import accepts_bool, describe_type, explain_error
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.processes import count_processes

@@ -14,18 +14,98 @@ alike in 1 of 128 cases.
 """
 
 import hashlib
+import json
+import os
 import time
 from typing import Any
 
 import rloo_kit
 from rloo_kit.collective import gather_lists, gather_objects, share, share_of
-from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.evals.evaluate import engine_outside_training
-from rloo_kit.evals.judge import AnswerJudge
-from rloo_kit.evals.pass_rate_cache import PassRateCache
+from rloo_kit.errors import ConfigError, DataError, SetupError
+from rloo_kit.evals.evaluate import AnswerJudge, engine_outside_training
 from rloo_kit.rollout.engine import generate_completions
 from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 from rloo_kit.system.processes import is_distributed, say
+
+FOLDER = "difficulty"
+
+
+class PassRateCache:
+    """The pass rates that were measured under the same conditions.
+
+    Args:
+        conditions: everything that a pass rate depends on, but for the prompt and its right answer, as JSON takes it.
+
+    Attributes:
+        path: the file; it is made with the first entry.
+
+    Raises:
+        SetupError: from `add`, when the file cannot be written.
+    """
+
+    def __init__(self, conditions: dict[str, Any]) -> None:
+        self.conditions = conditions
+        text = json.dumps(conditions, sort_keys=True)
+        self.path = cache_folder() / FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+        self._right = self._read()
+
+    @staticmethod
+    def key(prompt: str, answer: Any) -> str:
+        """What a prompt and its right answer are known by."""
+        return hashlib.sha256(f"{prompt}\0{answer}".encode()).hexdigest()[:32]
+
+    def get(self, prompt: str, answer: Any) -> int | None:
+        """How many completions of the prompt were right; None where it was not measured."""
+        return self._right.get(self.key(prompt, answer))
+
+    def add(self, measured: list[tuple[str, Any, int]]) -> None:
+        """Keep what was measured: prompt, right answer, number of right completions."""
+        found = self.take(measured)
+        lines = [{"prompt": key, "right": right} for key, right in found.items()]
+        try:
+            self._append(lines)
+        except OSError as error:
+            raise SetupError(
+                f"pass rates cannot be kept in {self.path}: {error.strerror or error}. Set {CACHE_VARIABLE} to a "
+                "folder that can be written, or rollout.difficulty_samples=0"
+            ) from error
+
+    def take(self, measured: list[tuple[str, Any, int]]) -> dict[str, int]:
+        """As `add`, but only for this process: another one has written it. Returns them by their keys."""
+        found = {self.key(prompt, answer): right for prompt, answer, right in measured}
+        self._right |= found
+        return found
+
+    def _append(self, lines: list[dict[str, Any]]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size == 0:
+                lines = [{"conditions": self.conditions}, *lines]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a crash cut the last line off
+                text = "\n" + text
+            os.write(descriptor, text.encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _read(self) -> dict[str, int]:
+        try:
+            lines = self.path.read_text(encoding="utf-8").split("\n")
+        except OSError:
+            return {}
+        right = {}
+        for line in lines:
+            try:
+                entry = json.loads(line)
+                right[str(entry["prompt"])] = int(entry["right"])
+            except (ValueError, KeyError, TypeError):  # the conditions, or a line that a crash cut off
+                continue
+        return right
+
 
 SELECTION = "prompts.json"
 BATCHES_AT_ONCE = 4  # batches between two entries in the cache: an engine that refills its rows likes long lists

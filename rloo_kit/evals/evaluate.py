@@ -17,15 +17,67 @@ from dataclasses import replace
 from typing import Any
 
 from rloo_kit.collective import gather_lists, share, share_of
+from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.chat import thinks
+from rloo_kit.data.load import REWARDS_WITH_ANSWERS
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.evals.judge import AnswerJudge
 from rloo_kit.results.evaluation import Comparison, Evaluation, compare
 from rloo_kit.results.intervals import clustered, pass_at_k
+from rloo_kit.rewarding.registry import build_reward
 from rloo_kit.rollout.engine import Completion, generate_completions
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.system.processes import is_distributed, is_main_process, process_index, say
 from rloo_kit.think_tags import split_thinking
+
+JUDGED_AT_ONCE = 32  # completions in one call of the answer reward: its time limit is for a call
+
+
+def answer_reward_entry(run: Any) -> Any:
+    """The entry of `run.rewards` that judges answers, or one that is made for it."""
+    entry = next((entry for entry in run.rewards if entry.name in REWARDS_WITH_ANSWERS), None)
+    return entry or RewardSection(name="answer_reward")
+
+
+class AnswerJudge:
+    """Says of completions whether their answers are right.
+
+    Args:
+        run: a `RunConfig`; read are `rewards`, `model` and `rloo`. tokenizer: the policy's.
+        gold: the right answer of each prompt; None where there are none.
+
+    Attributes:
+        unscored: completions so far that the reward could not judge; they count as wrong.
+    """
+
+    def __init__(self, run: Any, tokenizer: Any, gold: list[Any] | None) -> None:
+        self.unscored = 0
+        self.gold = gold
+        self.reward = None if gold is None else build_reward(run, tokenizer, answer_reward_entry(run))
+
+    def judge(self, completions: list[Completion]) -> list[bool] | None:
+        """One verdict a completion, by the answer of its `prompt_index`; None without gold answers."""
+        if self.reward is None or self.gold is None:
+            return None
+        verdicts: list[bool] = []
+        for start in range(0, len(completions), JUDGED_AT_ONCE):
+            batch = completions[start : start + JUDGED_AT_ONCE]
+            scores = self.reward(
+                prompts=[""] * len(batch),
+                completions=[completion.text for completion in batch],
+                completion_ids=[completion.ids for completion in batch],
+                answer=[self.gold[completion.prompt_index] for completion in batch],
+                thinking_forced=[completion.forced for completion in batch],
+            )
+            self.unscored += sum(score is None or math.isnan(score) for score in scores)
+            verdicts += [score == 1.0 for score in scores]
+        return verdicts
+
+    def close(self) -> None:
+        """End the process of a reward that has one."""
+        worker = None if self.reward is None else vars(self.reward).get("worker")  # asking for it would start one
+        if worker is not None:
+            worker.close()
+
 
 __all__ = ["Comparison", "Evaluation", "compare", "evaluate"]
 

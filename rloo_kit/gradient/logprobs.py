@@ -7,7 +7,7 @@ numbers. The head works on tiles of tokens and vocabulary: the softmax is summed
 
 `attach_token_scoring` gives one model instance a second way to be called, through whatever wraps it (PEFT, DDP,
 autocast), as TRL does for its fused head. Left out: packing and shared prompts (`packing.py`, `scoring.py`), and heads
-that are split over cards.
+that are split over GPUs.
 
 Shapes: B rows, P prompt tokens, C completion tokens, H hidden size, V vocabulary, N scored tokens of a micro-batch.
 """

@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 
 from rloo_kit.errors import BackendError
-from rloo_kit.gradient import packed_attention
+from rloo_kit.gradient import packing as packed_attention
 from rloo_kit.gradient.logprobs import attach_token_scoring
 from rloo_kit.gradient.packing import Group, count_tokens, lay_out
 from rloo_kit.models.policy import packed_keywords
@@ -200,8 +200,8 @@ def _quiet(model: torch.nn.Module) -> Iterator[None]:
                 changed.append((module, name, found))
                 setattr(module, name, value)
     try:
-        cards = {value.device.index for value in model.parameters() if value.is_cuda}
-        with torch.random.fork_rng(devices=sorted(cards)):
+        gpus = {value.device.index for value in model.parameters() if value.is_cuda}
+        with torch.random.fork_rng(devices=sorted(gpus)):
             yield
     finally:
         for module, name, value in changed:

@@ -16,6 +16,7 @@ from rloo_kit.think_tags import ThinkTags
 
 if TYPE_CHECKING:
     from rloo_kit.loop.step import Sampled
+from rloo_kit.data.load import REWARDS_WITH_ANSWERS
 
 COLUMNS = ("tokens", "eos_tokens", "thinks", "closed", "thinking_tokens", "kl", "kl_tokens", "penalty", "forced")
 
@@ -203,3 +204,83 @@ def rollout_rows(
 
 def _or_none(value: float) -> float | None:
     return None if value != value else value
+
+
+def kl_share(penalty: torch.Tensor, scores: torch.Tensor, beta: float) -> float:
+    """`kl/share_of_reward`: mean |beta * penalty| over itself plus mean |score|, 0 to 1.
+
+    >>> kl_share(torch.tensor([2.0, -2.0]), torch.tensor([1.0, 0.0]), beta=0.25)
+    0.5
+
+    Args:
+        penalty: (A,), `advantages.kl_charge`.
+        scores: (A,), what is subtracted from; NaN where a sample is not scored, and
+            such samples are left out.
+
+    Returns:
+        the share; 0 where both are 0, NaN where nothing is scored.
+    """
+    scored = ~scores.isnan()
+    if not scored.any():
+        return float("nan")
+    charged, earned = (beta * penalty[scored]).abs().mean().item(), scores[scored].abs().mean().item()
+    return charged / (charged + earned) if charged + earned != 0 else 0.0
+
+
+def kl_spread_ratio(penalty: torch.Tensor, scores: torch.Tensor, beta: float, num_generations: int) -> float | None:
+    """`kl/spread_ratio`: how much beta * penalty differs within a group, over how much the scores do.
+
+    >>> penalty, scores = torch.tensor([1.0, 3.0, 5.0, 5.0]), torch.tensor([0.0, 1.0, 1.0, 1.0])
+    >>> kl_spread_ratio(penalty, scores, beta=1.0, num_generations=2)
+    2.0
+
+    Args:
+        penalty, scores: as for `kl_share`. num_generations: K.
+
+    Returns:
+        mean standard deviation of a group's penalties over that of its scores, groups with fewer than two scored
+        samples left out; infinity where no group's scores differ but penalties do (the penalty alone makes the
+        gradient); None where neither differs or no group has two scored samples.
+    """
+    grouped, charges = scores.view(-1, num_generations), (beta * penalty).view(-1, num_generations)
+    spreads = [
+        (charge[kept].std().item(), score[kept].std().item())
+        for score, charge in zip(grouped, charges, strict=True)
+        if (kept := ~score.isnan()).sum() >= 2
+    ]
+    of_penalty, of_scores = (sum(spread[part] for spread in spreads) for part in (0, 1))
+    if of_scores == 0:
+        return float("inf") if of_penalty > 0 else None
+    return of_penalty / of_scores
+
+
+def find_answer_column(rewards_per_func: torch.Tensor, names: list[str]) -> torch.Tensor | None:
+    """The answer reward's values, (A,), or None where the run has no such reward.
+
+    Args:
+        rewards_per_func: (A, F), unweighted, NaN where a reward does not apply. names: of the F reward functions.
+    """
+    index = next((index for index, name in enumerate(names) if name in REWARDS_WITH_ANSWERS), None)
+    return None if index is None else rewards_per_func[:, index]
+
+
+def thinking_metrics(forced: torch.Tensor, answers: torch.Tensor | None) -> dict[str, float]:
+    """`thinking/forced_ratio`, and `thinking/forced_accuracy` and `thinking/unforced_accuracy` where there are answers.
+
+    Args:
+        forced: (A,) bool, whether the budget closed the completion's thinking.
+        answers: (A,), the answer reward's values (`find_answer_column`); one that is NaN counts as wrong.
+
+    Returns:
+        The metrics; an accuracy over no completions at all is NaN, which TRL's log leaves out.
+
+    >>> thinking_metrics(torch.tensor([True, False, False, False]), torch.tensor([0.0, 1.0, 1.0, float("nan")]))
+    {'thinking/forced_ratio': 0.25, 'thinking/forced_accuracy': 0.0, 'thinking/unforced_accuracy': 0.6666666865348816}
+    """
+    forced = forced.bool()
+    metrics = {"thinking/forced_ratio": forced.float().mean().item()}
+    if answers is not None:
+        right = (answers == 1.0).float()
+        metrics["thinking/forced_accuracy"] = right[forced].mean().item()
+        metrics["thinking/unforced_accuracy"] = right[~forced].mean().item()
+    return metrics

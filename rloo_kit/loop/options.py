@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 import trl
 
-from rloo_kit.config.batch_arithmetic import check_generation_batch
 from rloo_kit.config.checks import (
     BASELINES,
     CACHES,
@@ -29,6 +28,7 @@ from rloo_kit.config.checks import (
     REFERENCES,
     SAMPLER_CORRECTIONS,
     THINKING_CLOSES,
+    check_generation_batch,
     find_loop_problems,
     find_sampling_problems,
     find_server_problems,

@@ -17,9 +17,8 @@ from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError, NoSignalError, RlooKitError, RunNotFoundError
 from rloo_kit.evals.difficulty import select_prompts
-from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SignalGuard
-from rloo_kit.loop.sample_table import SampleTable
-from rloo_kit.models.adapter_handover import NO_ADAPTER
+from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SampleTable, SignalGuard
+from rloo_kit.models.adapters import NO_ADAPTER
 from rloo_kit.models.policy import Policy, save_adapter
 from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
 from rloo_kit.rollout.cache_options import check_cache
@@ -304,7 +303,7 @@ class _Sharding:
 
     def state_dict(self) -> dict[str, Any]:
         """The adapter, or every parameter where there is none: 32B in bf16 are 61 GiB of the main process's memory."""
-        from rloo_kit.models.adapter_handover import gather_adapter
+        from rloo_kit.models.adapters import gather_adapter
 
         accelerator, model = self.trainer.accelerator, self.trainer.model
         if not hasattr(model, "peft_config"):
@@ -352,7 +351,7 @@ def _own_adapters(run: Any) -> dict[str, str]:
 def planned_limits(run: Any, policy: Policy) -> dict[str, int]:
     """`rollout_rows`, and `tokens_per_pass` where memory asks for fewer than usual: the file's, else by `plan_vram`.
 
-    Of several processes each plans for its own card, and all take the least of it. Says so where the plan limits
+    Of several processes each plans for its own GPU, and all take the least of it. Says so where the plan limits
     anything. A model that cannot be planned for is left to the out-of-memory handling.
     """
     found = gather_objects(_own_limits(run, policy))

@@ -40,17 +40,15 @@ from rloo_kit.gradient.passes import RowStatistics, Work, take_rows
 from rloo_kit.loop.callbacks import use_text_progress
 from rloo_kit.loop.options import RLOOConfig, check_sampling, prepare_old_dataset, translate_trainer_arguments
 from rloo_kit.loop.step import Sampled, TrainerRollout
-from rloo_kit.loop.trainer_files import TrainerFiles
 from rloo_kit.loop.trainer_log import TrainerLog
-from rloo_kit.loop.trainer_setup import TrainerSetup, backend_name
+from rloo_kit.loop.trainer_setup import TrainerFiles, TrainerSetup, backend_name
 from rloo_kit.models.adapters import check_reference, restore_precision, trainable_tensors, wrap_for_unsloth
 from rloo_kit.models.parallel import Parallel, local_tensor
 from rloo_kit.models.policy import keep_settings
 from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.rollout.engine import choose_engine
-from rloo_kit.runs.reward_failures import FailureWatch
-from rloo_kit.runs.watch import FiniteWatch
+from rloo_kit.runs.watch import FailureWatch, FiniteWatch
 from rloo_kit.think_tags import bind_think_tags
 
 # TRL's arguments behind eval_dataset, in its order, for code that gives them by position

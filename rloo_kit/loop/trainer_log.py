@@ -13,17 +13,19 @@ import torch
 from accelerate.utils import gather, gather_object
 
 from rloo_kit.gradient.passes import RATIO_STATISTICS, RowStatistics
-from rloo_kit.loop.kl_report import kl_share, kl_spread_ratio
 from rloo_kit.loop.metrics import (
     COLUMNS,
     GenerationBatch,
+    find_answer_column,
+    kl_share,
+    kl_spread_ratio,
     loss_metrics,
     rollout_metrics,
     rollout_rows,
     sample_statistics,
+    thinking_metrics,
 )
 from rloo_kit.loop.step import Sampled
-from rloo_kit.loop.thinking_metrics import find_answer_column, thinking_metrics
 
 
 class TrainerLog:

@@ -9,12 +9,14 @@ weights, loads it as the run would, and drives the run's own code at its longest
 - training: two optimizer steps of the trainer on completions of full length, in passes as large as the run's largest;
   two, because the optimizer's state is there from the second on.
 
-On a card the figure is what torch had allocated at most; CUDA's own context and what the allocator keeps beside it are
-not in it (`reserved_gib` says how much it held). Without a card it is this process's resident memory. Left out: vLLM,
-whose pool is what it is told to take, servers, several cards.
+On a GPU the figure is what torch had allocated at most; CUDA's own context and what the allocator keeps beside it are
+not in it (`reserved_gib` says how much it held). Without a GPU it is this process's resident memory. Left out: vLLM,
+whose pool is what it is told to take, servers, several GPUs.
 """
 
+import gc
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +29,6 @@ from rich.table import Table
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import BackendError, RlooKitError
 from rloo_kit.measure.full_caches import fill_cache, fill_slots
-from rloo_kit.measure.memory_peak import Peak
 from rloo_kit.measure.random_checkpoint import save_random_checkpoint
 from rloo_kit.models.policy import Policy, load_policy
 from rloo_kit.plan.parts import Load, context_bytes
@@ -36,8 +37,69 @@ from rloo_kit.plan.result import VramPlan
 from rloo_kit.rollout.cache_options import CACHES, check_cache
 from rloo_kit.rollout.engine import build_engine, choose_engine
 from rloo_kit.rollout.types import Limits, Rollout
-from rloo_kit.system.memory import GIB, is_out_of_memory
+from rloo_kit.system.memory import GIB, is_out_of_memory, resident_gib, trim_heap
 from rloo_kit.system.text_tables import as_text
+
+
+class Peak:
+    """The most memory that was held inside the `with` block, in GiB; torch's on a GPU, else resident.
+
+    Attributes:
+        gib: the peak. reserved_gib: of torch's allocator on a GPU, 0 elsewhere.
+    """
+
+    gib = reserved_gib = 0.0
+
+    def __enter__(self) -> "Peak":
+        torch = load_stack().torch
+        gc.collect()
+        self._cuda = torch.cuda if torch.cuda.is_available() else None
+        self._watch = None
+        if self._cuda is not None:
+            self._cuda.synchronize()
+            self._cuda.empty_cache()
+            self._cuda.reset_peak_memory_stats()
+        else:
+            trim_heap()
+            self._watch = _Watch()
+        return self
+
+    def __exit__(self, *_error: Any) -> None:
+        if self._watch is not None:
+            self.gib = self._watch.finish()
+        elif self._cuda is not None:
+            self._cuda.synchronize()
+            self.gib = self._cuda.max_memory_allocated() / GIB
+            self.reserved_gib = self._cuda.max_memory_reserved() / GIB
+
+
+class _Watch:
+    """The peak of this process's resident memory: the kernel's own where it can be reset, else looked at every 2 ms."""
+
+    def __init__(self) -> None:
+        self._most = resident_gib()
+        if self._most is None:
+            raise BackendError("memory cannot be measured here: there is neither a CUDA GPU nor /proc/self/statm")
+        self._thread: threading.Thread | None = None
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError:
+            self._done = threading.Event()
+            self._thread = threading.Thread(target=self._look, daemon=True)
+            self._thread.start()
+
+    def finish(self) -> float:
+        if self._thread is not None:
+            self._done.set()
+            self._thread.join()
+            return max(self._most, resident_gib() or 0.0)
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) * 1024 / GIB
+
+    def _look(self) -> None:
+        while not self._done.wait(0.002):
+            self._most = max(self._most, resident_gib() or 0.0)
+
 
 DECODED_TOKENS = 64
 LOCAL_ENGINES = ("auto", "native", "generate", "continuous")
@@ -226,8 +288,8 @@ class Measured:
     Attributes:
         what: "rollout" or "training". cache: of a rollout. rows: completions at once, of a rollout or of a training
             batch. tokens: of each, prompt included.
-        computed_gib: on a card without CUDA's context, which torch does not count. measured_gib: None where it failed.
-        reserved_gib: what torch's allocator held, on a card. seconds: it took.
+        computed_gib: on a GPU without CUDA's context, which torch does not count. measured_gib: None where it failed.
+        reserved_gib: what torch's allocator held, on a GPU. seconds: it took.
         error: why there is no figure.
     """
 
@@ -257,16 +319,16 @@ def measure_plan(run: Any, plan: VramPlan, say: Callable[[str], None] = print) -
         the rollout with each cache that the run's engine keeps, and training.
 
     Raises:
-        BackendError: the run does not fit this machine's memory by far and there is no card to refuse it; or vLLM
+        BackendError: the run does not fit this machine's memory by far and there is no GPU to refuse it; or vLLM
             samples. ConfigError: see `load_policy`.
     """
     torch = load_stack().torch
     _engine_of(run)
     if plan.machine.on_cuda != torch.cuda.is_available():
-        raise BackendError(f"the plan is for {plan.machine.name}, which is not here: measure without --card-gib")
+        raise BackendError(f"the plan is for {plan.machine.name}, which is not here: measure without --gpu-gib")
     if not torch.cuda.is_available() and not plan.fits:
         raise BackendError(
-            f"the run takes {plan.peak_gib:.1f} GiB and this machine has {plan.machine.usable_gib:.1f}: without a card "
+            f"the run takes {plan.peak_gib:.1f} GiB and this machine has {plan.machine.usable_gib:.1f}: without a GPU "
             "that refuses, measuring it would stop other programs. Make it smaller, as `rloo-kit plan` says"
         )
     with tempfile.TemporaryDirectory(prefix="rloo-kit-measure-") as folder:

@@ -4,14 +4,16 @@ TRL casts the adapter of a quantised model to bfloat16, copies every adapter as 
 it, ignores `peft_config`. Left out: what happens to adapters in checkpoints, which is the trainer's.
 """
 
+from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import DistributedType, is_peft_model
 
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import ConfigError
+from rloo_kit.models.policy import ADAPTER_ALONE
 
 
 def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -82,3 +84,47 @@ def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
     named = dict(model.named_parameters())
     pairs = [(value, named[name.replace(".default", ".ref")]) for name, value in named.items() if ".default" in name]
     return all(torch.equal(value, copy) for value, copy in pairs)
+
+
+NO_ADAPTER = (
+    "rollout.engine is server, which is handed an adapter, but every parameter is trained here: train an adapter "
+    "(model.lora, or peft_config), or set rollout.engine=auto"
+)
+
+
+def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> None:
+    """Write the adapter of `model` into `folder` as PEFT does (`adapter_model.safetensors`, `adapter_config.json`).
+
+    Args:
+        accelerator: the trainer's. model: the policy, wrapped or not. folder: a new one; called by every process,
+            made and filled by the main one.
+
+    Raises:
+        ConfigError: the model has no adapter.
+    """
+    policy = accelerator.unwrap_model(model)
+    if not is_peft_model(policy):
+        raise ConfigError(NO_ADAPTER)
+    gathered = gather_adapter(accelerator, policy)
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True)
+        state = {} if gathered is None else {"state_dict": gathered}
+        policy.save_pretrained(str(folder), **ADAPTER_ALONE, **state)
+
+
+def gather_adapter(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+    """The adapter's tensors by name where processes hold parts of them; None where this one holds all."""
+    trained = {name: value for name, value in policy.named_parameters() if value.requires_grad}
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(trained.values())):  # does nothing below stage 3
+            return {name: value.detach().cpu().clone() for name, value in trained.items()}
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return None
+    return {name: _whole(value.detach()).cpu() for name, value in trained.items()}
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    """A tensor that FSDP 2 sharded; the outermost module's stay whole between two passes."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -98,7 +98,7 @@ class Parallel:
     def whole_weights(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         """The bare model with all its weights in this process, for sampling at its own pace; nothing is trained in it.
 
-        Shards are gathered for the time of the block: a card has to hold the whole model then.
+        Shards are gathered for the time of the block: a GPU has to hold the whole model then.
         """
         if self.kind != "shards":
             yield self.accelerator.unwrap_model(model)

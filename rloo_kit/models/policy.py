@@ -2,7 +2,7 @@
 
 `load_policy` decides which of the two and says why; what lies above works with the `Policy` alone. A backend is a
 module with four functions: `unusable`, `load`, `inference_mode` and `config_arguments`. With several processes each
-loads the model onto its own card, and the backend is transformers. Left out: merging an adapter into its base.
+loads the model onto its own GPU, and the backend is transformers. Left out: merging an adapter into its base.
 """
 
 import os
@@ -99,7 +99,7 @@ def load_policy(run: Any) -> Policy:
     stack = load_stack()
     start_processes()
     name, reason = _choose(run, stack)
-    _refuse_mixed_cards(run)
+    _refuse_mixed_gpus(run)
     with main_first():
         source = find_source(run)
     model, tokenizer = _module(name).load(run, source, stack)
@@ -223,17 +223,17 @@ def _refuse_sharded_4bit(run: Any) -> None:
         )
 
 
-def _refuse_mixed_cards(run: Any) -> None:
+def _refuse_mixed_gpus(run: Any) -> None:
     """One dtype and one precision in all processes: gradients of two kinds do not add up."""
     settled = environment.current()
     dtype = settled.dtype_name if run.model.dtype == "auto" else run.model.dtype
     open_precision = run.rloo.bf16 is None and run.rloo.fp16 is None
     found = gather_objects((dtype, settled.precision if open_precision else "the file's"))
     if len(set(found)) > 1:
-        cards = ", ".join(f"process {index} {dtype}/{precision}" for index, (dtype, precision) in enumerate(found))
+        gpus = ", ".join(f"process {index} {dtype}/{precision}" for index, (dtype, precision) in enumerate(found))
         raise BackendError(
-            f"the cards of this run differ in what they compute in ({cards}), and all have to use the same: set "
-            "model.dtype=float16 rloo.fp16=true rloo.bf16=false, which every card has"
+            f"the GPUs of this run differ in what they compute in ({gpus}), and all have to use the same: set "
+            "model.dtype=float16 rloo.fp16=true rloo.bf16=false, which every GPU has"
         )
 
 

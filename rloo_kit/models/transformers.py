@@ -2,7 +2,7 @@
 
 The adapter stays in float32 whatever the base is in: an update of 1e-6 on a weight of 0.01 is lost in bfloat16. Where
 no adapter is trained the whole model is in float32 for the same reason. Each of several processes loads the whole model
-onto its own card, also where FSDP or DeepSpeed share it out later. Left out: attention kernels of one's own.
+onto its own GPU, also where FSDP or DeepSpeed share it out later. Left out: attention kernels of one's own.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Unsloth's FastLanguageModel: the backend for a CUDA card.
+"""Unsloth's FastLanguageModel: the backend for a CUDA GPU.
 
 Only this file and `_stack` know Unsloth. What it changes on its own is put back here: settings of the config, the mixed
 precision that its trainer chooses, and the attention mask that its training forward drops for left-padded rows. Left
@@ -140,7 +140,7 @@ def keep_arguments(args: Any) -> Iterator[list[Change]]:
     is_plain = args is not None and not (args.bf16 or args.fp16)
     variable = os.environ.get(PRECISION_VARIABLE)
     if is_plain:
-        changes.append(Change("mixed precision", "no", "bf16, or fp16 on a card without it"))
+        changes.append(Change("mixed precision", "no", "bf16, or fp16 on a GPU without it"))
         os.environ[PRECISION_VARIABLE] = "bfloat16"
     try:
         yield changes
@@ -158,7 +158,7 @@ def keep_arguments(args: Any) -> Iterator[list[Change]]:
 def _generated_defaults(config: Any) -> dict[str, Any]:
     """Those of the class in the config's ancestry that Unsloth wrote: it has fields that TRL's has not."""
     generated = [cls for cls in type(config).__mro__ if "unsloth_num_chunks" in vars(cls)]
-    if not generated:  # without a card it leaves TRL's classes alone
+    if not generated:  # without a GPU it leaves TRL's classes alone
         return {}
     return {name: parameter.default for name, parameter in inspect.signature(generated[0]).parameters.items()}
 
@@ -206,7 +206,7 @@ def _with_adapter(model: Any, run: Any, source: Source, stack: Any) -> Any:
 
 
 def _find_changes(model: Any, run: Any, dtype_name: str, is_new: bool) -> list[Change]:
-    """Where the model is not what `run.model` says: a card without bfloat16, weights that cannot be quantised there."""
+    """Where the model is not what `run.model` says: a GPU without bfloat16, weights that cannot be quantised there."""
     base, settings = model.get_base_model(), model.peft_config["default"]
     dtype = str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")
     pairs = {
@@ -233,7 +233,7 @@ def packed_keywords(laid: Any, layout: str) -> dict[str, Any]:
     """What Unsloth's forward takes beside the ids of a packed row (`packing.Layout`).
 
     Independent sequences by their lengths. A shared prompt by a table of segments; its attention is compiled, so its
-    backward pass needs a card, and float32 rows are slow to compile: `scoring` checks it before it is used.
+    backward pass needs a GPU, and float32 rows are slow to compile: `scoring` checks it before it is used.
     """
     stack = load_stack()
     if layout == "shared":

@@ -1,7 +1,7 @@
 """Giving memory back in a living process, and ending the process of a notebook: its kernel.
 
 `shutdown_kernel` does what the program that runs the notebook expects (`rloo_kit.notebook.runner`), after it has made sure that
-nothing is lost. Nothing here imports torch: where nobody has, there is nothing on a card to free.
+nothing is lost. Nothing here imports torch: where nobody has, there is nothing on a GPU to free.
 """
 
 import gc
@@ -22,7 +22,7 @@ from rloo_kit.system.memory import GIB, clear_last_error, resident_gib, trim_hea
 
 @dataclass(frozen=True)
 class Released:
-    """What this process held before and after, in GiB: of the card (the allocator's cache included), or of the RAM."""
+    """What this process held before and after, in GiB: of the GPU (the allocator's cache included), or of the RAM."""
 
     before_gib: float
     after_gib: float
@@ -38,7 +38,7 @@ def release_memory(verbose: bool = True) -> Released | None:
     Args:
         verbose: print one line with the GiB held before and after.
     Returns:
-        The figures: of the card where torch has used one, else of the process's resident memory; None where the
+        The figures: of the GPU where torch has used one, else of the process's resident memory; None where the
         system does not tell it (no /proc).
     """
     torch = sys.modules.get("torch")

@@ -2,8 +2,8 @@
 
 Everything is counted at its largest: every completion at its full length. Weights, adapter, gradients and cache are
 exact, and what a layer saves for its backward pass is within a few percent (tests count them in real models); what a
-backward pass holds on its way, and Unsloth's kernels, are estimates. Nothing here was measured on a card. Left out:
-several cards, vLLM, what other programs hold.
+backward pass holds on its way, and Unsloth's kernels, are estimates. Nothing here was measured on a GPU. Left out:
+several GPUs, vLLM, what other programs hold.
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ from rloo_kit.plan.shapes import ModelShape
 GIB = 2**30
 MIB = 2**20
 
-# A tile of logits, on a card and on the CPU: `logprobs` holds the same numbers (a test compares), and imports torch.
+# A tile of logits, on a GPU and on the CPU: `logprobs` holds the same numbers (a test compares), and imports torch.
 TILE_TOKENS, TILE_VOCABULARY = (1024, 512), (8192, 2048)
 CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries
-PROCESS_GIB = 0.7  # without a card: Python with torch, transformers and trl
+PROCESS_GIB = 0.7  # without a GPU: Python with torch, transformers and trl
 BLOCK, NESTED_BLOCK = 64, 256  # weights to an absmax of 8 bit, and of those to an absmax of 32 bit (bitsandbytes)
 QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # of each matrix: the tables of both quantisations, and an offset
 ELSEWHERE = "elsewhere"  # where a rollout's cache is that a server holds
@@ -39,7 +39,7 @@ class Load:
         reference: what beta needs beside the policy: "none", "adapter" (a frozen copy) or "model".
         streams: `memory: low` with a KL penalty, which keeps two more buffers of the size of the gradients.
         completions: of one rollout in this process. cache: of the rollout: "plain", "int8" or "offloaded"; or
-            "elsewhere", on a server's cards.
+            "elsewhere", on a server's GPUs.
     """
 
     shape: ModelShape
@@ -172,7 +172,7 @@ def cache_bytes(load: Load, rows: int) -> int:
 
 
 def host_cache_bytes(load: Load, rows: int) -> int:
-    """The same in the machine's memory, beside a card."""
+    """The same in the machine's memory, beside a GPU."""
     if load.cache != "offloaded" or not load.on_cuda:
         return 0
     return rows * load.cache_tokens * cache_bytes_per_token(load)

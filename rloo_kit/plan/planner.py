@@ -1,9 +1,9 @@
-"""Does a run fit this card? GiB by part, from `config.json` and the run's keys alone: no torch, no weights, no network.
+"""Does a run fit this GPU? GiB by part, from `config.json` and the run's keys alone: no torch, no weights, no network.
 
 Two moments are the largest: the rollout, whose cache grows with every row, and a training pass. `plan_vram` adds both
 up with every completion at its full length, says which binds, how many rows of a rollout fit at once, and what to
 change where a run does not fit. The arithmetic is in `vram_parts`; it is computed, not measured. Left out: the
-evaluation (eval.batch_size is the user's), several cards, vLLM, what other programs hold.
+evaluation (eval.batch_size is the user's), several GPUs, vLLM, what other programs hold.
 """
 
 import os
@@ -18,23 +18,23 @@ from rloo_kit.plan.parts import ELSEWHERE, GIB, Load
 from rloo_kit.plan.result import Change, Machine, Part, VramPlan
 from rloo_kit.plan.shapes import DYNAMIC_ENDING, find_shape, read_adapter, shape_of_config
 from rloo_kit.system.environment import BACKEND_VARIABLE
-from rloo_kit.system.gpu import find_cards
+from rloo_kit.system.gpu import find_gpus
 from rloo_kit.system.memory import available_gib
 from rloo_kit.system.processes import count_processes
 from rloo_kit.system.versions import is_cpu_torch, is_importable
 
-TOKENS_PER_PASS = (8192, 2048)  # on a card and on a CPU (`[is_cpu]`), where the file is silent and memory allows it
+TOKENS_PER_PASS = (8192, 2048)  # on a GPU and on a CPU (`[is_cpu]`), where the file is silent and memory allows it
 RESERVE_GIB = 0.8  # fragments of the allocator, and the desktop
 CPU_RESERVE_GIB = 0.3
 SHORTEST, STEP = 64, 64  # of the completions that are proposed, in tokens
 
 
-def plan_vram(run: Any, card_gib: float | None = None, config: Mapping[str, Any] | None = None) -> VramPlan:
+def plan_vram(run: Any, gpu_gib: float | None = None, config: Mapping[str, Any] | None = None) -> VramPlan:
     """Plan a run's memory.
 
     Args:
         run: a `RunConfig`.
-        card_gib: memory in GiB of another NVIDIA card to plan for; None takes this machine's card (its whole memory),
+        gpu_gib: memory in GiB of another NVIDIA GPU to plan for; None takes this machine's GPU (its whole memory),
             or, without one, the memory that this process may come to hold.
         config: the content of the model's `config.json` where it is at hand; None looks for it (`find_shape`).
 
@@ -42,9 +42,9 @@ def plan_vram(run: Any, card_gib: float | None = None, config: Mapping[str, Any]
         the plan; print it for a table.
 
     Raises:
-        ConfigError: nothing says what shape the model has, or card_gib is not above 0.
+        ConfigError: nothing says what shape the model has, or gpu_gib is not above 0.
     """
-    machine = find_machine(card_gib)
+    machine = find_machine(gpu_gib)
     load = read_load(run, machine, config)
     limit = machine.usable_gib
     rows = min(run.rollout.rows or largest_rows(load, limit), load.completions)
@@ -67,15 +67,15 @@ def plan_vram(run: Any, card_gib: float | None = None, config: Mapping[str, Any]
     )
 
 
-def find_machine(card_gib: float | None = None) -> Machine:
-    """The card of this process, another one of `card_gib`, or the machine's memory; see `plan_vram`."""
-    if card_gib is not None:
-        if not 0 < card_gib < float("inf"):
-            raise ConfigError(f"card_gib is {card_gib}; it is a card's memory in GiB, a number above 0")
-        return Machine(f"a card with {card_gib:.4g} GiB", card_gib, RESERVE_GIB, True, is_here=False)
-    card = None if is_cpu_torch() else find_cards().card
-    if card is not None:
-        return Machine(card.name, card.memory_gib, RESERVE_GIB, True)
+def find_machine(gpu_gib: float | None = None) -> Machine:
+    """The GPU of this process, another one of `gpu_gib`, or the machine's memory; see `plan_vram`."""
+    if gpu_gib is not None:
+        if not 0 < gpu_gib < float("inf"):
+            raise ConfigError(f"gpu_gib is {gpu_gib}; it is a GPU's memory in GiB, a number above 0")
+        return Machine(f"a GPU with {gpu_gib:.4g} GiB", gpu_gib, RESERVE_GIB, True, is_here=False)
+    gpu = None if is_cpu_torch() else find_gpus().gpu
+    if gpu is not None:
+        return Machine(gpu.name, gpu.memory_gib, RESERVE_GIB, True)
     return Machine("the CPU", available_gib(), CPU_RESERVE_GIB, False)
 
 
@@ -115,7 +115,7 @@ def read_load(run: Any, machine: Machine, config: Mapping[str, Any] | None = Non
 
 
 def _samples_elsewhere(run: Any) -> bool:
-    """Whether a server's cards hold the rollout."""
+    """Whether a server's GPUs hold the rollout."""
     return run.rollout.engine == "server" or (run.rollout.engine == "vllm" and run.rollout.server_url is not None)
 
 
@@ -131,7 +131,7 @@ def _find_adapter(run: Any) -> tuple[int | None, tuple[str, ...], bool]:
 
 
 def _uses_unsloth(run: Any, machine: Machine) -> bool:
-    """Whether the Unsloth backend would run it; on a card elsewhere it is taken to be installed."""
+    """Whether the Unsloth backend would run it; on a GPU elsewhere it is taken to be installed."""
     if not machine.on_cuda or run.model.lora is None or run.model.backend == "transformers":
         return False
     if run.model.backend == "auto" and os.environ.get(BACKEND_VARIABLE, "").strip().lower() == "transformers":

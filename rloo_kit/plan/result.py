@@ -15,7 +15,7 @@ from rloo_kit.system.text_tables import WIDTH, as_text
 
 @dataclass(frozen=True)
 class Machine:
-    """What the run has to fit: a card, or the memory of a machine without one; `reserve_gib` stays free."""
+    """What the run has to fit: a GPU, or the memory of a machine without one; `reserve_gib` stays free."""
 
     name: str
     total_gib: float
@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True)
 class VramPlan:
-    """What a run takes of a card, in GiB, all completions at their full length. Computed, not measured.
+    """What a run takes of a GPU, in GiB, all completions at their full length. Computed, not measured.
 
     Attributes:
         run: its name. model: what is loaded. machine: what it has to fit.
@@ -137,7 +137,7 @@ class VramPlan:
             peak = max(change.rollout_gib, change.training_gib)
             lines.append(f"  {change.override:<38} {peak:6.2f} GiB ({which}){', fits' if change.fits else ''}")
         if self.changes and not self.changes[-1].fits:
-            lines.append("  and a smaller model or a larger card: these alone are not enough")
+            lines.append("  and a smaller model or a larger GPU: these alone are not enough")
         for note in self.notes:
             lines.append(textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="  ", break_long_words=False))
         return "\n".join(lines)

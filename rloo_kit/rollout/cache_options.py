@@ -2,7 +2,7 @@
 
     plain      in the model's precision, on the device: every engine
     int8       8 bits: native (its own); generate with transformers, by the library's quantised cache and hqq
-    offloaded  in the machine's memory: native; generate with transformers on a card, by the library
+    offloaded  in the machine's memory: native; generate with transformers on a GPU, by the library
 
 The others hold keys and values in their own ways: Unsloth's generate in 16-bit buffers that it decodes from, the
 continuous engine in pages, vLLM in a pool whose precision its own switch sets. Left out: the caches themselves
@@ -30,7 +30,7 @@ def check_cache(cache: str, engine: str, backend: str, on_cuda: bool) -> None:
 
     Args:
         cache: `rollout.cache`. engine: the name that was chosen. backend: "unsloth" or "transformers".
-        on_cuda: whether the model lies on a card.
+        on_cuda: whether the model lies on a GPU.
 
     Raises:
         ConfigError: no such cache. BackendError: not with this engine, or a library is missing; the text says what to
@@ -55,7 +55,7 @@ no other kind: set rollout.cache=plain (rollout.rows lowers what is held at once
 def _generate_obstacle(cache: str, backend: str, on_cuda: bool) -> str | None:
     if backend == "unsloth":
         return (
-            "Unsloth decodes from 16-bit buffers of its own on the card: set rollout.cache=plain (rollout.rows lowers "
+            "Unsloth decodes from 16-bit buffers of its own on the GPU: set rollout.cache=plain (rollout.rows lowers "
             "what is held at once), or model.backend=transformers, whose native engine has this cache"
         )
     if cache == "int8" and find_spec("hqq") is None:
@@ -64,7 +64,7 @@ def _generate_obstacle(cache: str, backend: str, on_cuda: bool) -> str | None:
             "rollout.engine=native, which has its own, where the model allows it"
         )
     if cache == "offloaded" and not on_cuda:
-        return "the model is not on a card, so its cache is in the machine's memory already: set rollout.cache=plain"
+        return "the model is not on a GPU, so its cache is in the machine's memory already: set rollout.cache=plain"
     return None
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import BackendError
-from rloo_kit.gradient.packed_attention import plain_attention
+from rloo_kit.gradient.packing import plain_attention
 from rloo_kit.rollout.generate import NO_PENALTIES, WHOLE_DISTRIBUTION, cut
 from rloo_kit.rollout.thinking_budget import Continued, think_then_answer
 from rloo_kit.rollout.types import Limits, Progress, Rollout
 
 BLOCK_TOKENS = 64
-SHARE_OF_CARD = 0.5  # of free memory; transformers' own 0.9 leaves nothing for the backward pass
+SHARE_OF_GPU = 0.5  # of free memory; transformers' own 0.9 leaves nothing for the backward pass
 
 
 class ContinuousEngine:
@@ -102,8 +102,8 @@ class ContinuousEngine:
 
         options: dict[str, Any] = {"return_logprobs": self._temperature > 0, "max_requests_per_batch": self.rows}
         if next(self._model.parameters()).device.type == "cuda":
-            return ContinuousBatchingConfig(max_memory_percent=SHARE_OF_CARD, **options)
-        # without a card it would plan by the machine's memory: gigabytes of cache for a model of a megabyte
+            return ContinuousBatchingConfig(max_memory_percent=SHARE_OF_GPU, **options)
+        # without a GPU it would plan by the machine's memory: gigabytes of cache for a model of a megabyte
         rows = min(self.rows or len(prefixes), len(prefixes))
         blocks = rows * -(-(max(map(len, prefixes)) + limit + 1) // BLOCK_TOKENS)
         return ContinuousBatchingConfig(

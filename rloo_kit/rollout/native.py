@@ -25,9 +25,57 @@ from rloo_kit.errors import BackendError
 from rloo_kit.rollout.decoders import Decoder, ModuleDecoder, make_decoder
 from rloo_kit.rollout.kv_cache import SlotCache, make_cache
 from rloo_kit.rollout.thinking_budget import Turn
-from rloo_kit.rollout.token_draw import draw
 from rloo_kit.rollout.types import Limits, Progress, Rollout
 from rloo_kit.system.memory import is_out_of_memory
+
+BLOCK_ENTRIES = 128
+
+
+def draw(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sampled tokens and their log-probabilities.
+
+    Args:
+        logits: (R, V), any floating type.
+        temperature: 0 takes the likeliest token; else the logits are divided by it, in float32.
+
+    Returns:
+        tokens (R,) and log-probabilities (R,) in float32, in nats; zeros at temperature 0. A row whose logits hold a
+        NaN or an infinity above has a NaN log-probability, and its token means nothing.
+    """
+    if temperature == 0:
+        return logits.argmax(dim=-1), logits.new_zeros(logits.size(0), dtype=torch.float32)
+    scaled = logits.float() if temperature == 1 else logits.float() / temperature
+    scaled = scaled - scaled.amax(dim=-1, keepdim=True)
+    tokens, total = _invert(scaled.exp())
+    return tokens.squeeze(1), (scaled.gather(1, tokens).double() - total.log()).float().squeeze(1)
+
+
+def _invert(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (R, 1) by one uniform number a row, and the sum of the weights (R, 1) in float64."""
+    rows, vocabulary = weights.shape
+    uniform = torch.rand(rows, 1, dtype=torch.float64, device=weights.device)
+    if vocabulary <= 4 * BLOCK_ENTRIES:
+        sums = weights.cumsum(1, dtype=torch.float64)
+        return _pick(sums, uniform * sums[:, -1:]), sums[:, -1:]
+    missing = -vocabulary % BLOCK_ENTRIES
+    if missing:
+        weights = torch.nn.functional.pad(weights, (0, missing))
+    blocks = weights.view(rows, -1, BLOCK_ENTRIES)  # (R, N, W)
+    sums = blocks.sum(2).cumsum(1, dtype=torch.float64)  # (R, N)
+    total = sums[:, -1:]
+    target = uniform * total
+    block = _pick(sums, target)  # (R, 1)
+    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK_ENTRIES)).squeeze(1).cumsum(1, dtype=torch.float64)
+    share = (target - before) / (sums.gather(1, block) - before)  # of the block; its two sums differ by rounding
+    token = block * BLOCK_ENTRIES + _pick(inside, share * inside[:, -1:])
+    return token.clamp_(max=vocabulary - 1), total
+
+
+def _pick(sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The first entry whose cumulative sum lies above the target, so that one of probability 0 is never taken."""
+    return torch.searchsorted(sums, target, right=True).clamp_(max=sums.size(1) - 1)
+
 
 PREFILL_TOKENS = 16384  # of one prefill, padding included
 ADMIT_SHARE = 8  # waiting rows are let in when an eighth of the slots is free: a prefill costs as much as a few steps

@@ -81,7 +81,7 @@ class Report:
 
 
 def check_installation(root: Path | None = None) -> Report:
-    """Check this machine and installation; takes a few seconds, a minute where a card and a cold disk meet.
+    """Check this machine and installation; takes a few seconds, a minute where a GPU and a cold disk meet.
 
     Args:
         root: folder that holds `.env`; None finds the project's root.
@@ -90,7 +90,7 @@ def check_installation(root: Path | None = None) -> Report:
     """
     settled, checks = _settle(root)
     checks += [_python(settled), *_packages(settled), _gpu(settled)]
-    if settled.card is not None:
+    if settled.gpu is not None:
         checks += [_bitsandbytes(), _gpu_memory(settled)]
     checks += [*_disk(), _kernel_spec(), _hub(), *_keys(settled)]
     return Report(settled, checks)
@@ -135,7 +135,7 @@ def _packages(settled: Environment) -> list[Check]:
     for name, tested in (TESTED | TESTED_EXTRAS).items():
         version = settled.versions[name]
         if version is None and name in TESTED_EXTRAS:
-            if settled.card is not None:
+            if settled.gpu is not None:
                 todo = "pip install -e '.[gpu]' for the faster backend"
                 checks.append(Check(name, "warn", f"not installed, tested {tested}", todo))
         elif version is None:
@@ -148,12 +148,12 @@ def _packages(settled: Environment) -> list[Check]:
 
 
 def _gpu(settled: Environment) -> Check:
-    card = settled.card
-    if card is not None:
-        return Check("GPU", "ok", f"{card.name}, {settled.precision}, backend {settled.backend}")
-    if "CPU build" in settled.card_reason:
-        return Check("GPU", "warn", settled.card_reason, "set TORCH_INDEX to a CUDA index of torch and run make setup")
-    return Check("GPU", "ok", f"none ({settled.card_reason}); the embedded model runs on the CPU in fp32")
+    gpu = settled.gpu
+    if gpu is not None:
+        return Check("GPU", "ok", f"{gpu.name}, {settled.precision}, backend {settled.backend}")
+    if "CPU build" in settled.gpu_reason:
+        return Check("GPU", "warn", settled.gpu_reason, "set TORCH_INDEX to a CUDA index of torch and run make setup")
+    return Check("GPU", "ok", f"none ({settled.gpu_reason}); the embedded model runs on the CPU in fp32")
 
 
 def _probe(code: str, timeout_s: float = PROBE_TIMEOUT_S) -> tuple[bool, str]:
@@ -183,17 +183,17 @@ def _bitsandbytes() -> Check:
 
 
 def _gpu_memory(settled: Environment) -> Check:
-    card = settled.card
-    assert card is not None  # the caller asks only with a card
+    gpu = settled.gpu
+    assert gpu is not None  # the caller asks only with a GPU
     own = os.getpid()
-    holders = find_holders(card)
+    holders = find_holders(gpu)
     named = [
         f"{'this process' if holder.pid == own else holder.name} (pid {holder.pid}"
         + (")" if holder.memory_gib is None else f", {holder.memory_gib:.1f} GiB)")
         for holder in holders
     ]
-    found = f"{card.free_gib:.1f} of {card.memory_gib:.1f} GiB free; held by {', '.join(named) or 'nobody'}"
-    held_by_others = card.memory_gib - card.free_gib - sum(h.memory_gib or 0.0 for h in holders if h.pid == own)
+    found = f"{gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free; held by {', '.join(named) or 'nobody'}"
+    held_by_others = gpu.memory_gib - gpu.free_gib - sum(h.memory_gib or 0.0 for h in holders if h.pid == own)
     if held_by_others > HELD_BY_OTHERS_GIB:
         return Check("GPU memory", "warn", found, "end what you do not need (other notebooks' kernels, say)")
     return Check("GPU memory", "ok", found)

@@ -17,7 +17,7 @@ from rloo_kit.errors import SetupError
 
 MARKERS = ("pyproject.toml", ".git", "configs", ".env")
 EXPECTED_KEYS = ("HF_TOKEN",)
-KEEP_EMPTY = frozenset({"CUDA_VISIBLE_DEVICES"})  # empty: no card
+KEEP_EMPTY = frozenset({"CUDA_VISIBLE_DEVICES"})  # empty: no GPU
 _PLAIN_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
 

@@ -1,4 +1,4 @@
-"""The environment of a run, settled once and before torch: keys, card, precision, backend, progress bars, caches.
+"""The environment of a run, settled once and before torch: keys, GPU, precision, backend, progress bars, caches.
 
 Everything here reads NVML, files and metadata; no heavy library is imported, so it can run first. What has to import
 one (Unsloth, where it is the backend) and the check of the import order are in `rloo_kit._stack`, with the public
@@ -20,7 +20,7 @@ from rich.text import Text
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.system.console import set_up_progress
 from rloo_kit.system.env_file import EXPECTED_KEYS, EnvFile, find_token, load_env_file
-from rloo_kit.system.gpu import Card, Cards, find_cards
+from rloo_kit.system.gpu import Gpu, Gpus, find_gpus
 from rloo_kit.system.processes import count_processes, is_distributed
 from rloo_kit.system.text_tables import WIDTH, as_text
 from rloo_kit.system.versions import installed_version, installed_versions, is_cpu_torch, is_importable
@@ -40,16 +40,16 @@ PRECISIONS = {  # name: (torch's dtype, what ACCELERATE_MIXED_PRECISION says)
 class Environment:
     """What set-up found and chose. Prints as a table; holds names of keys, never their values.
 
-    `card` is the NVIDIA card of this process (None: `card_reason` says why); `precision` one of bf16, fp16, fp32.
+    `gpu` is the NVIDIA GPU of this process (None: `gpu_reason` says why); `precision` one of bf16, fp16, fp32.
     """
 
     backend: str
     backend_reason: str
     precision: str
     precision_reason: str
-    card: Card | None
-    card_reason: str
-    num_cards: int
+    gpu: Gpu | None
+    gpu_reason: str
+    num_gpus: int
     versions: dict[str, str | None]
     root: str | None
     env_file: str | None
@@ -74,16 +74,16 @@ class Environment:
 
     def rows(self) -> list[tuple[str, str]]:
         """The table's rows: what it is called, what was found."""
-        card = self.card
+        gpu = self.gpu
         rows = [("backend", f"{self.backend}: {self.backend_reason}")]
-        if card is None:
-            rows.append(("GPU", f"none: {self.card_reason}"))
+        if gpu is None:
+            rows.append(("GPU", f"none: {self.gpu_reason}"))
         else:
-            rows.append(("GPU", f"{card.name}, compute capability {card.compute_capability}, driver {card.driver}"))
-            rows.append(("GPU memory", f"{card.free_gib:.1f} of {card.memory_gib:.1f} GiB free"))
-        if self.num_cards > 1:
+            rows.append(("GPU", f"{gpu.name}, compute capability {gpu.compute_capability}, driver {gpu.driver}"))
+            rows.append(("GPU memory", f"{gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"))
+        if self.num_gpus > 1:
             others = "" if is_distributed() else "; for all: rloo-kit train --launch configs/accelerate/ddp.yaml"
-            rows.append(("cards", f"{self.num_cards} visible; this process uses the one above{others}"))
+            rows.append(("GPUs", f"{self.num_gpus} visible; this process uses the one above{others}"))
         if is_distributed():
             rows.append(("processes", f"{count_processes()}; this is what the first of them found"))
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)
@@ -116,24 +116,24 @@ def render_rows(rows: Sequence[tuple[str, str]], title: str, width: int = WIDTH)
     return as_text(table, width)
 
 
-def choose_precision(card: Card | None) -> tuple[str, str]:
-    """Precision and the reason: bf16 where the card has it in hardware, fp16 on older cards, fp32 without one."""
-    if card is None:
-        return "fp32", "no NVIDIA card is used"
-    if card.capability >= BF16_CAPABILITY:
-        return "bf16", f"compute capability {card.compute_capability} has it in hardware"
+def choose_precision(gpu: Gpu | None) -> tuple[str, str]:
+    """Precision and the reason: bf16 where the GPU has it in hardware, fp16 on older GPUs, fp32 without one."""
+    if gpu is None:
+        return "fp32", "no NVIDIA GPU is used"
+    if gpu.capability >= BF16_CAPABILITY:
+        return "bf16", f"compute capability {gpu.compute_capability} has it in hardware"
     needed = ".".join(str(part) for part in BF16_CAPABILITY)
-    return "fp16", f"compute capability {card.compute_capability}; bf16 in hardware needs {needed}"
+    return "fp16", f"compute capability {gpu.compute_capability}; bf16 in hardware needs {needed}"
 
 
-def choose_backend(requested: str, card: Card | None, card_reason: str) -> tuple[str, str]:
+def choose_backend(requested: str, gpu: Gpu | None, gpu_reason: str) -> tuple[str, str]:
     """Backend and the reason. `requested` other than "auto" beats RLOO_KIT_BACKEND, and that beats what is found.
 
-    Unsloth is the backend of one card, transformers that of a run with several processes.
+    Unsloth is the backend of one GPU, transformers that of a run with several processes.
 
     Raises:
         ConfigError: the argument or the variable names no backend.
-        SetupError: Unsloth is asked for, but it is not installed, there is no card that torch can use, or the run has
+        SetupError: Unsloth is asked for, but it is not installed, there is no GPU that torch can use, or the run has
             several processes; or they are several and it has been imported.
     """
     variable = os.environ.get(BACKEND_VARIABLE, "").strip().lower() or "auto"
@@ -148,19 +148,19 @@ def choose_backend(requested: str, card: Card | None, card_reason: str) -> tuple
     if imported:
         return "unsloth", "imported in this process already"
     installed = is_importable("unsloth")
-    if card is not None and installed:
-        found = "an NVIDIA card and Unsloth are there"
+    if gpu is not None and installed:
+        found = "an NVIDIA GPU and Unsloth are there"
         return "unsloth", found if choice == "auto" else f"asked for by {source}unsloth"
-    missing = "Unsloth is not installed" if card is not None or not installed else card_reason
+    missing = "Unsloth is not installed" if gpu is not None or not installed else gpu_reason
     if choice == "unsloth":
-        cure = "pip install -e '.[gpu]'" if not installed else "run rloo-kit doctor on the machine with the card"
+        cure = "pip install -e '.[gpu]'" if not installed else "run rloo-kit doctor on the machine with the GPU"
         raise SetupError(f"{source}unsloth: {missing}. {cure}; or go without it: {BACKEND_VARIABLE}=transformers")
-    return "transformers", missing if card is not None else card_reason
+    return "transformers", missing if gpu is not None else gpu_reason
 
 
 def many_processes() -> str:
     """Why Unsloth is not the backend of a run with several processes."""
-    return f"{count_processes()} processes, and Unsloth trains on one card"
+    return f"{count_processes()} processes, and Unsloth trains on one GPU"
 
 
 def _choose_for_many(asked: str, imported: bool) -> tuple[str, str]:
@@ -207,12 +207,12 @@ def _move_unsloth_cache() -> str:
     return os.environ["UNSLOTH_COMPILE_LOCATION"]
 
 
-def _usable_card(cards: Cards) -> tuple[Card | None, str]:
-    """The card that torch can use: none where the installed torch is a CPU build."""
-    if cards.card is not None and is_cpu_torch():
+def _usable_gpu(gpus: Gpus) -> tuple[Gpu | None, str]:
+    """The GPU that torch can use: none where the installed torch is a CPU build."""
+    if gpus.gpu is not None and is_cpu_torch():
         version = installed_version("torch")
-        return None, f"{cards.card.name} is there, but torch {version} is a CPU build; install a CUDA build of torch"
-    return cards.card, cards.reason
+        return None, f"{gpus.gpu.name} is there, but torch {version} is a CPU build; install a CUDA build of torch"
+    return gpus.gpu, gpus.reason
 
 
 def _set_mixed_precision(value: str) -> list[str]:
@@ -234,15 +234,15 @@ def prepare_environment(
     """All of set-up that needs no heavy library; see `rloo_kit.setup_environment` for the arguments and errors."""
     global _current, _requested
     env_file: EnvFile = load_env_file(root, keys)  # first: it may set any of the variables below
-    cards = find_cards()
-    if cards.count > 1:
-        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA counts the cards as NVML does
-    card, card_reason = _usable_card(cards)
+    gpus = find_gpus()
+    if gpus.count > 1:
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA counts the GPUs as NVML does
+    gpu, gpu_reason = _usable_gpu(gpus)
     requested = _requested if backend == "auto" else backend
-    chosen, backend_reason = choose_backend(requested, card, card_reason)
+    chosen, backend_reason = choose_backend(requested, gpu, gpu_reason)
     if backend == "auto" and _current is not None and _current.backend == chosen:
         backend_reason = _current.backend_reason  # why it was chosen, not that it is loaded by now
-    precision, precision_reason = choose_precision(card)
+    precision, precision_reason = choose_precision(gpu)
     progress = set_up_progress()
     notes = env_file.notes + _set_mixed_precision(PRECISIONS[precision][1])
     if chosen == "transformers" and sys.modules.get("unsloth") is not None:
@@ -253,9 +253,9 @@ def prepare_environment(
         backend_reason=backend_reason,
         precision=precision,
         precision_reason=precision_reason,
-        card=card,
-        card_reason=card_reason,
-        num_cards=cards.count if card else 0,
+        gpu=gpu,
+        gpu_reason=gpu_reason,
+        num_gpus=gpus.count if gpu else 0,
         versions=installed_versions(),
         root=None if env_file.root is None else str(env_file.root),
         env_file=None if env_file.path is None else str(env_file.path),

@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says about the cards, read through NVML: no torch, no CUDA context, a few milliseconds.
+"""What the NVIDIA driver says about the GPUs, read through NVML: no torch, no CUDA context, a few milliseconds.
 
 Left out on purpose: AMD, Intel and Apple devices (the kit runs on them as on a CPU), and the size of a MIG slice that
 CUDA picks by itself (name the slice in CUDA_VISIBLE_DEVICES and its own memory is read).
@@ -14,8 +14,8 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Card:
-    """One NVIDIA card; `index` counts by PCI bus, as nvidia-smi does, and `capability` is (major, minor)."""
+class Gpu:
+    """One NVIDIA GPU; `index` counts by PCI bus, as nvidia-smi does, and `capability` is (major, minor)."""
 
     index: int
     name: str
@@ -31,7 +31,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds memory of a card. Its name is the program alone: command lines can hold secrets."""
+    """A process that holds memory of a GPU. Its name is the program alone: command lines can hold secrets."""
 
     pid: int
     name: str
@@ -39,10 +39,10 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Cards:
-    """The card of this process (None: `reason` says why), and how many cards it may see."""
+class Gpus:
+    """The GPU of this process (None: `reason` says why), and how many GPUs it may see."""
 
-    card: Card | None
+    gpu: Gpu | None
     count: int
     reason: str
 
@@ -105,12 +105,12 @@ def _own(handles: list[Any]) -> Any:
     return handles[int(rank)] if rank.isdigit() and int(rank) < len(handles) else handles[0]
 
 
-def _read_card(nvml: Any, handle: Any) -> Card:
+def _read_gpu(nvml: Any, handle: Any) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    with suppress(nvml.NVMLError):  # a MIG slice has memory of its own; its other properties are its card's
+    with suppress(nvml.NVMLError):  # a MIG slice has memory of its own; its other properties are its GPU's
         handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return Card(
+    return Gpu(
         index=nvml.nvmlDeviceGetIndex(handle),
         name=nvml.nvmlDeviceGetName(handle),
         memory_gib=memory.total / GIB,
@@ -120,31 +120,31 @@ def _read_card(nvml: Any, handle: Any) -> Card:
     )
 
 
-def find_cards() -> Cards:
-    """The card of this process as CUDA would see it (CUDA_VISIBLE_DEVICES, LOCAL_RANK), with its memory right now."""
+def find_gpus() -> Gpus:
+    """The GPU of this process as CUDA would see it (CUDA_VISIBLE_DEVICES, LOCAL_RANK), with its memory right now."""
     try:
         with _driver() as nvml:
             try:
                 handles = _visible_handles(nvml)
                 if handles:
-                    return Cards(_read_card(nvml, _own(handles)), len(handles), "")
+                    return Gpus(_read_gpu(nvml, _own(handles)), len(handles), "")
                 count = nvml.nvmlDeviceGetCount()
                 if count == 0:
-                    return Cards(None, 0, "the NVIDIA driver lists no card")
+                    return Gpus(None, 0, "the NVIDIA driver lists no GPU")
                 value = os.environ["CUDA_VISIBLE_DEVICES"]
-                return Cards(None, 0, f"CUDA_VISIBLE_DEVICES={value!r} hides the {count} NVIDIA card(s)")
+                return Gpus(None, 0, f"CUDA_VISIBLE_DEVICES={value!r} hides the {count} NVIDIA GPU(s)")
             except nvml.NVMLError as error:
-                return Cards(None, 0, f"the NVIDIA driver does not answer: {error}")
+                return Gpus(None, 0, f"the NVIDIA driver does not answer: {error}")
     except _NoNvml as reason:
-        return Cards(None, 0, str(reason))
+        return Gpus(None, 0, str(reason))
 
 
-def find_holders(card: Card) -> list[Holder]:
-    """The processes that hold memory of `card`, the largest first; empty where the driver does not tell."""
+def find_holders(gpu: Gpu) -> list[Holder]:
+    """The processes that hold memory of `gpu`, the largest first; empty where the driver does not tell."""
     try:
         with _driver() as nvml:
             try:
-                handle = nvml.nvmlDeviceGetHandleByIndex(card.index)
+                handle = nvml.nvmlDeviceGetHandleByIndex(gpu.index)
                 processes = {
                     process.pid: process
                     for query in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses)

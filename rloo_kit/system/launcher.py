@@ -25,7 +25,7 @@ import psutil
 import yaml
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.system.gpu import Cards, find_cards
+from rloo_kit.system.gpu import Gpus, find_gpus
 from rloo_kit.system.processes import count_processes
 
 LAUNCH_VARIABLE = "RLOO_KIT_LAUNCH"  # what stands behind --launch, for the processes that it started
@@ -50,7 +50,7 @@ def hand_over(launch_file: Path, arguments: Sequence[str], processes: int | None
     settings = check_launch_file(launch_file)
     if processes is not None:
         settings["num_processes"] = processes
-    check_cards(launch_file, settings, find_cards())
+    check_gpus(launch_file, settings, find_gpus())
     command = launch_command(launch_file, settings, arguments)
     print(f"launching: {shlex.join(['accelerate', 'launch', *command])}", flush=True)
     started_by = [str(launch_file), *(["--processes", str(processes)] if processes else [])]
@@ -89,25 +89,25 @@ def check_launch_file(file: Path) -> dict[str, Any]:
     if settings["distributed_type"] == "MULTI_CPU" and not settings.get("mpirun_config"):
         raise ConfigError(
             f"--launch {file}: accelerate starts a single process for distributed_type MULTI_CPU without mpirun; use "
-            "configs/accelerate/cpu_two.yaml (MULTI_GPU without a card, through gloo)"
+            "configs/accelerate/cpu_two.yaml (MULTI_GPU without a GPU, through gloo)"
         )
     return settings
 
 
-def check_cards(file: Path, settings: Mapping[str, Any], cards: Cards) -> None:
-    """One process a card: refuse more processes on this machine than it has cards, unless they are to use the CPU.
+def check_gpus(file: Path, settings: Mapping[str, Any], gpus: Gpus) -> None:
+    """One process a GPU: refuse more processes on this machine than it has GPUs, unless they are to use the CPU.
 
     Raises:
-        ConfigError: there are too few cards, or none.
+        ConfigError: there are too few GPUs, or none.
     """
     machines = int(settings.get("num_machines") or 1)
     here = int(settings.get("num_processes") or 1) // machines
-    if settings.get("use_cpu") or here <= cards.count:
+    if settings.get("use_cpu") or here <= gpus.count:
         return
-    found = f"{cards.count} of its cards can be used" if cards.count else cards.reason
-    cure = f"--processes {cards.count * machines}" if cards.count else "configs/accelerate/cpu_two.yaml runs on the CPU"
+    found = f"{gpus.count} of its GPUs can be used" if gpus.count else gpus.reason
+    cure = f"--processes {gpus.count * machines}" if gpus.count else "configs/accelerate/cpu_two.yaml runs on the CPU"
     raise ConfigError(
-        f"--launch {file}: it starts {here} processes on this machine, one a card, but {found}: {cure}; or set "
+        f"--launch {file}: it starts {here} processes on this machine, one a GPU, but {found}: {cure}; or set "
         "num_processes in the file"
     )
 

@@ -43,7 +43,7 @@ def trim_heap() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that a card or the machine has no memory left; on a CPU torch has no class for it.
+    """Whether the error says that a GPU or the machine has no memory left; on a CPU torch has no class for it.
 
     >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
     True

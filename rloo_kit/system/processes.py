@@ -1,6 +1,6 @@
 """Which of a run's processes this is: what launchers (accelerate launch, torchrun) say in the environment.
 
-One process a card. RANK counts all processes of a run from 0, LOCAL_RANK those of one machine, and WORLD_SIZE says how
+One process a GPU. RANK counts all processes of a run from 0, LOCAL_RANK those of one machine, and WORLD_SIZE says how
 many there are; without a launcher there is one process. Only the environment is read, so that it is known before torch
 is imported. Left out: talking to the other processes, for which `collective` is there.
 """
@@ -34,7 +34,7 @@ def process_index() -> int:
 
 
 def local_index() -> int:
-    """The rank of this process on its machine, from 0: the card that it takes; 0 without a launcher.
+    """The rank of this process on its machine, from 0: the GPU that it takes; 0 without a launcher.
 
     Raises:
         ConfigError: LOCAL_RANK is no whole number.

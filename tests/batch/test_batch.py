@@ -22,8 +22,7 @@ import yaml
 from typer.testing import CliRunner
 
 from rloo_kit.batch.comparison import collect_rows, make_text_table, write_comparison
-from rloo_kit.batch.file import LONGEST_NAME, Batch, load_batch, make_name
-from rloo_kit.batch.notebook_file import find_error, last_line
+from rloo_kit.batch.file import LONGEST_NAME, Batch, find_error, last_line, load_batch, make_name
 from rloo_kit.batch.process import RunProcess, end_marked, papermill_command
 from rloo_kit.batch.progress import Progress
 from rloo_kit.batch.runner import BatchResult, Signals
@@ -544,7 +543,7 @@ def test_an_error_of_the_batch_itself_is_not_a_count(folder: Path, monkeypatch: 
 
 
 def test_a_batch_loads_no_torch(folder: Path) -> None:
-    """The batch's own process lives for hours beside the runs: it must not hold a card or a gigabyte."""
+    """The batch's own process lives for hours beside the runs: it must not hold a GPU or a gigabyte."""
     code = f"""
 import sys
 from rloo_kit.cli import app

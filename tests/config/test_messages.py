@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo_kit.config.batch_arithmetic import check_generation_batch
+from rloo_kit.config.checks import check_generation_batch
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.processes import count_processes

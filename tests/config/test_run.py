@@ -134,7 +134,7 @@ def test_run_built_in_python() -> None:
 
 
 def test_batch_arithmetic_counts_processes(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On two processes a rollout is twice as large; a config that divided on one card failed on two, or the reverse."""
+    """On two processes a rollout is twice as large; a config that divided on one GPU failed on two, or the reverse."""
     wanted = ["rloo.per_device_train_batch_size=3", "rloo.steps_per_generation=2", "rloo.num_generations=4"]
     with pytest.raises(ConfigError, match="3 completions a pass .* x 1 process x 2 passes .* = 6 completions"):
         load_config(minimal, *wanted)

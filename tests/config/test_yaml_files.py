@@ -59,21 +59,21 @@ def test_header_says_how_to_run_it_and_its_arithmetic(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ON_GPU, ids=lambda path: path.stem)
-def test_memory_is_that_of_the_plan_and_fits_the_card(path: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+def test_memory_is_that_of_the_plan_and_fits_the_gpu(path: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """A config for 8 GB that needs 9 fails after ten minutes; a header that was not changed with the keys hides it."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))  # which layers a checkpoint keeps in 16 bit is not known
     run, text = load_config(path), header(path)
-    (card,) = numbers("one NVIDIA GPU with @ GB", text)
-    plan = plan_vram(run, card * 1e9 / 2**30)
+    (gpu,) = numbers("one NVIDIA GPU with @ GB", text)
+    plan = plan_vram(run, gpu * 1e9 / 2**30)
     rollout, training, total = numbers("@ GiB in a rollout, @ GiB in training, of @ GiB (computed", text)
     assert (rollout, training) == (round(plan.rollout_gib, 1), round(plan.training_gib, 1))
-    assert plan.fits and total == round(card * 1e9 / 2**30, 1)
+    assert plan.fits and total == round(gpu * 1e9 / 2**30, 1)
     completions, rows = numbers("= @ completions, @ of them at once", text)
     assert (completions, rows) == (plan.completions, plan.rows)
     assert f"rloo-kit plan configs/{path.name}" in text
     assert run.eval.batch_size <= completions, "the evaluation holds more rows in the cache than training"
     if (named := re.search(r"_(\d+)gb$", path.stem)) is not None:
-        assert card == int(named[1])
+        assert gpu == int(named[1])
 
 
 @pytest.mark.parametrize("path", ON_GPU, ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""The runner of what needs a card (`benchmarks/cells.py`), and the checks of `tests/on_gpu` that it runs, without a card.
+"""The runner of what needs a GPU (`benchmarks/cells.py`), and the checks of `tests/on_gpu` that it runs, without a GPU.
 
 The cells here are small programs; they are started by the runner in a process of its own, as `make test-gpu` does.
 """
@@ -92,7 +92,7 @@ SLEEPER = "import subprocess; p = subprocess.Popen(['sleep', '300']); cells.repo
 
 
 def test_each_cell_says_what_became_of_it(make_runner: Any) -> None:
-    """One check that hung took the figures of all the others with it, and left its child on the card."""
+    """One check that hung took the figures of all the others with it, and left its child on the GPU."""
     runner = make_runner(
         good=("cells.report(a=1, d={'x': 1}); cells.report(d={'y': 2})", 60),
         absent=("cells.skip('vLLM is not installed')", 60),
@@ -113,14 +113,14 @@ def test_each_cell_says_what_became_of_it(make_runner: Any) -> None:
 
 
 def test_what_passed_is_not_run_again(make_runner: Any) -> None:
-    """Of thirty minutes on a card, twenty went into checks that had passed the day before."""
+    """Of thirty minutes on a GPU, twenty went into checks that had passed the day before."""
     runner = make_runner(good=("pass", 60), broken=("1 / 0", 60))
     runner.run("--rehearse")
     assert runner.started == 2
     assert "good: passed before" in runner.run("--rehearse")[1] and runner.started == 3  # the broken one
     runner.run("--rehearse", "--only", "good", "--again", "good")
     assert runner.started == 4
-    for key, value in (("sources", "older"), ("versions", {}), ("machine", {"card": "another card"})):
+    for key, value in (("sources", "older"), ("versions", {}), ("machine", {"card": "another GPU"})):
         file = runner.folder / "results" / "good.json"
         before = runner.started
         file.write_text(json.dumps(runner.result("good") | {key: value}), encoding="utf-8")
@@ -132,7 +132,7 @@ def test_what_passed_is_not_run_again(make_runner: Any) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_command_leaves_what_was_measured(make_runner: Any, number: int) -> None:
-    """Ctrl-C on the runner left the cell's process training on the card, and its file said that it was running."""
+    """Ctrl-C on the runner left the cell's process training on the GPU, and its file said that it was running."""
     runner = make_runner(long=(SLEEPER, 200))
     process = runner.start("--rehearse")
     file = runner.folder / "results" / "long.json"
@@ -161,15 +161,15 @@ def test_a_machine_that_goes_leaves_what_was_measured(make_runner: Any) -> None:
     assert code == 1 and runner.result("long")["state"] == "stopped" and runner.started == 2, printed
 
 
-def test_without_a_card_nothing_is_run_and_nothing_claimed(make_runner: Any) -> None:
+def test_without_a_gpu_nothing_is_run_and_nothing_claimed(make_runner: Any) -> None:
     """An empty result that says "passed" would be a figure by the next release."""
-    from rloo_kit.system.environment import find_cards
+    from rloo_kit.system.environment import find_gpus
 
-    if find_cards().card is not None:
-        pytest.skip("this machine has a card")
+    if find_gpus().gpu is not None:
+        pytest.skip("this machine has a GPU")
     runner = make_runner(good=("pass", 60))
     code, printed = runner.run()
-    assert code == 0 and "no CUDA card: " in printed and "nothing is measured" in printed
+    assert code == 0 and "no CUDA GPU: " in printed and "nothing is measured" in printed
     assert runner.started == 0 and not (runner.folder / "results").exists()
 
 
@@ -200,7 +200,7 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_check_of_tests_gpu_is_a_cell(benchmark_module: Any) -> None:
-    """A check that no cell runs is never run: nobody calls pytest on a rented card."""
+    """A check that no cell runs is never run: nobody calls pytest on a rented GPU."""
     listed = list(benchmark_module("tests.on_gpu.run").list_cells())
     targets = {argument for cell in listed for argument in cell.command if argument.startswith("tests/on_gpu/")}
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/on_gpu"]
@@ -213,7 +213,7 @@ def test_every_check_of_tests_gpu_is_a_cell(benchmark_module: Any) -> None:
     assert len({cell.name for cell in listed}) == len(listed)
 
 
-def test_results_of_a_card_are_of_a_card(benchmark_module: Any) -> None:
+def test_results_of_a_gpu_are_of_a_gpu(benchmark_module: Any) -> None:
     """A rehearsal's figures in the folder of results would be quoted."""
     folder = ROOT / "benchmarks" / "results" / "gpu"
     find = benchmark_module("cells").results_folder
@@ -221,11 +221,11 @@ def test_results_of_a_card_are_of_a_card(benchmark_module: Any) -> None:
     assert find(SimpleNamespace(rehearse=False, results=folder)) == folder
     for file in folder.glob("*.json"):
         result = json.loads(file.read_text(encoding="utf-8"))
-        assert result["rehearsed"] is False and result["machine"]["card_gib"] > 0, file.name
+        assert result["rehearsed"] is False and result["machine"]["gpu_gib"] > 0, file.name
         assert result["state"] in ("passed", "failed", "skipped", "stopped"), file.name
 
 
-def test_a_card_is_played_by_a_cap() -> None:
+def test_a_gpu_is_played_by_a_cap() -> None:
     """12 GB on the box are 11.2 GiB, and CUDA's context is none of torch's: a cap of 12 GiB shows nothing."""
     fractions = []
     cuda = SimpleNamespace(
@@ -243,7 +243,7 @@ def test_a_card_is_played_by_a_cap() -> None:
 
 
 def test_the_rehearsals_cap_holds() -> None:
-    """The rehearsal has to run out of memory where the card would, or its handling is never run."""
+    """The rehearsal has to run out of memory where the GPU would, or its handling is never run."""
     code = (
         "from tests.on_gpu.edge import HostMemory, Memory, holds; memory = Memory(HostMemory(), 'cpu')\n"
         "with memory.capped(2) as limit: print(limit < 1.9, holds(memory, 1), holds(memory, 2))\n"
@@ -254,19 +254,19 @@ def test_the_rehearsals_cap_holds() -> None:
 
 
 @pytest.mark.slow
-def test_the_checks_of_a_card_are_rehearsed(tmp_path: Path) -> None:
-    """Code that runs for the first time on a rented card spends the lease on its typing errors."""
+def test_the_checks_of_a_gpu_are_rehearsed(tmp_path: Path) -> None:
+    """Code that runs for the first time on a rented GPU spends the lease on its typing errors."""
     environment = os.environ | {
         "RLOO_KIT_UNSLOTH_PYTHON": str(tmp_path / "none"),  # through transformers
         "RLOO_KIT_CELL_SCRATCH": str(tmp_path / "scratch"),
         "OMP_NUM_THREADS": "1",
     }
-    names = [f"{name}_transformers" for name in ("log_probs", "ratio", "gradients", "card_8gb_bf16", "card_24gb_bf16")]
+    names = [f"{name}_transformers" for name in ("log_probs", "ratio", "gradients", "gpu_8gb_bf16", "gpu_24gb_bf16")]
     command = [sys.executable, str(ROOT / "tests" / "gpu" / "run.py"), "--rehearse", "--results", str(tmp_path / "out")]
     command += ["--only", *names, "packed_kernel", "life_0.6b", "merge_0.6b", "embedded"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert "9 passed; figures" in done.stdout
     values = {file.stem: json.loads(file.read_text())["values"] for file in (tmp_path / "out").glob("*.json")}
-    assert values["card_24gb_bf16_transformers"]["peaks_gib"].keys() == {"rollout", "training"}
+    assert values["gpu_24gb_bf16_transformers"]["peaks_gib"].keys() == {"rollout", "training"}
     assert values["life_0.6b"]["stages"].keys() >= {"load", "two steps", "resumed for two steps", "inference"}

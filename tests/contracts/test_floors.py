@@ -15,14 +15,48 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 # A module or package imports from what stands before it, and from its own package.
-ORDER = (
-    "errors system config runs _stack collective think_tags rewards data embedded results models rewarding gradient "
-    "rollout evals plan loop measure notebook batch cli"
-).split()
+ORDER = [
+    "errors",
+    "system",
+    "config",
+    "runs",
+    "_stack",
+    "collective",
+    "think_tags",
+    "rewards",
+    "data",
+    "embedded",
+    "results",
+    "models",
+    "rewarding",
+    "gradient",
+    "rollout",
+    "evals",
+    "plan",
+    "loop",
+    "measure",
+    "notebook",
+    "batch",
+    "cli",
+]
 # Never torch: not at the top of a module, nor through another package. `data` and `rewarding` load it in functions.
-LIGHT = "errors system config runs plan results notebook batch cli think_tags data rewarding collective".split()
+LIGHT = [
+    "errors",
+    "system",
+    "config",
+    "runs",
+    "plan",
+    "results",
+    "notebook",
+    "batch",
+    "cli",
+    "think_tags",
+    "data",
+    "rewarding",
+    "collective",
+]
 # The `__init__` of each calls load_stack(), so that Unsloth, torch and TRL have come in the right order above any module.
-HEAVY = "embedded models gradient rollout evals loop measure".split()
+HEAVY = ["embedded", "models", "gradient", "rollout", "evals", "loop", "measure"]
 
 LOADS_IN_FUNCTIONS = {"data", "rewarding", "collective"}
 LIGHT_LIBRARIES = {"pydantic", "pydantic_core", "yaml", "dotenv", "pynvml", "packaging", "rich", "tqdm", "psutil"}

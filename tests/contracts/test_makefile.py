@@ -65,19 +65,19 @@ def test_torch_index_is_for_torch_only_and_comes_first(clone: Path) -> None:
     assert "index-url" not in second and second.endswith("-e '.[notebook]'")
 
 
-def test_a_card_adds_the_gpu_extra(clone: Path, tmp_path: Path) -> None:
+def test_a_gpu_adds_the_gpu_extra(clone: Path, tmp_path: Path) -> None:
     """torchvision has to come from the index that torch came from, or its operators do not load."""
-    script(tmp_path, "nvidia-smi", "echo 'GPU 0: a card'")
+    script(tmp_path, "nvidia-smi", "echo 'GPU 0: a GPU'")
     torch, kit = installs(clone, "demo", "TORCH_INDEX=file:///builds", path=str(tmp_path))
     assert torch.endswith("torch torchvision") and kit.endswith("-e '.[notebook,gpu]'")
     assert installs(clone, "test", path=str(tmp_path))[0].endswith("-e '.[dev,math,notebook,gpu]'")
     assert installs(clone, "demo", "NO_GPU=1", path=str(tmp_path))[0].endswith("-e '.[notebook]'")
 
 
-def test_an_nvidia_smi_without_a_card_adds_nothing(clone: Path, tmp_path: Path) -> None:
+def test_an_nvidia_smi_without_a_gpu_adds_nothing(clone: Path, tmp_path: Path) -> None:
     """The tool is there and the driver is not: it fails, and says so on standard output."""
     if Path("/proc/driver/nvidia/version").exists():
-        pytest.skip("this machine has an NVIDIA driver, which is the other sign of a card")
+        pytest.skip("this machine has an NVIDIA driver, which is the other sign of a GPU")
     script(tmp_path, "nvidia-smi", "echo 'NVIDIA-SMI has failed: no driver'; exit 9")
     assert installs(clone, "demo", path=str(tmp_path))[0].endswith("-e '.[notebook]'")
 

@@ -24,8 +24,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
-def cell(card: str = "H", state: str = "passed", **values: Any) -> dict[str, Any]:
-    machine, versions = {"card": card}, {"torch": "2.13.0"}
+def cell(gpu: str = "H", state: str = "passed", **values: Any) -> dict[str, Any]:
+    machine, versions = {"card": gpu}, {"torch": "2.13.0"}
     return {"machine": machine, "versions": versions, "revision": "abc" * 9, "state": state, "values": values}
 
 
@@ -37,7 +37,7 @@ def steps(*seconds: float, gib: float = 1.0) -> dict[str, Any]:
 
 
 def test_cells_are_what_the_issue_of_the_tables_needs(module: Any) -> None:
-    """An aim whose cell was renamed stays "not measured" for ever, however often the card is rented."""
+    """An aim whose cell was renamed stays "not measured" for ever, however often the GPU is rented."""
     cuda, tables = module("step_cuda"), module("step_cuda_tables")
     jobs = {job.name: job for job in cuda.list_jobs()}
     assert len(jobs) == len(cuda.list_jobs()) == len(cuda.list_cells())
@@ -53,7 +53,7 @@ def test_cells_are_what_the_issue_of_the_tables_needs(module: Any) -> None:
 
 
 def test_every_side_is_rehearsed_once(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line that no rehearsal reaches runs for the first time on a rented card."""
+    """A line that no rehearsal reaches runs for the first time on a rented GPU."""
     cuda = module("step_cuda")
     monkeypatch.setenv("RLOO_KIT_UNSLOTH_PYTHON", sys.executable)
     found = {one.name: one for one in cuda.list_cells()}
@@ -77,7 +77,7 @@ def test_examples_hold(module: Any) -> None:
 
 
 def test_tables_compare_what_can_be_compared(module: Any) -> None:
-    """A ratio across two cards, a rehearsal taken for a measurement, a side that did not fit shown as fast."""
+    """A ratio across two GPUs, a rehearsal taken for a measurement, a side that did not fit shown as fast."""
     tables = module("step_cuda_tables")
     results = {
         "training-4k-stock-unsloth": cell(**steps(8.0, 10.0, 9.0, gib=4.0), out_of_memory_rows=[8]),
@@ -98,18 +98,18 @@ def test_tables_compare_what_can_be_compared(module: Any) -> None:
     )
     assert training["| TRL, transformers"].count("does not fit, one row a micro-batch either") == 1
     low = training["| ours, transformers, `low`"]
-    assert "1.00 s" in low and "x" not in low.partition("GiB")[2], "another card's figure is no base for a ratio"
+    assert "1.00 s" in low and "x" not in low.partition("GiB")[2], "another GPU's figure is no base for a ratio"
     assert training["| ours, transformers, `balanced`"].count("not measured") == 3
     assert any("not measured: vLLM is not installed" in line for line in tables.whole_table(results))
     aims = "\n".join(tables.aims_table(results))
     assert "| 4x | 4.00x | reached |" in aims and "| 2x less | 4.00x | reached |" in aims
     assert "0.5 GiB left | reached" in aims and "does not fit | **missed**" in aims
     assert "not measured: exit code 1; NameError |  |" in aims
-    assert "T4" in tables.card_line(results)[0]
+    assert "T4" in tables.gpu_line(results)[0]
 
 
 def test_floor_and_profile_tables(module: Any) -> None:
-    """The floor is arithmetic over what the card was measured to do; a share is of the card's busy time."""
+    """The floor is arithmetic over what the GPU was measured to do; a share is of the GPU's busy time."""
     tables = module("step_cuda_tables")
     results = {
         "ceilings": cell(tflops=500.0, gb_per_s=2000.0),
@@ -124,7 +124,7 @@ def test_floor_and_profile_tables(module: Any) -> None:
     )
     assert floor == pytest.approx(tflop / 500, abs=0.01) and times == pytest.approx(5 / floor, abs=0.1)
     shares = {line.split(" | ")[0]: line for line in tables.profile_table(results)}
-    assert "25%" in shares["| attention"] and "75%" in shares["| everything else"] and "50%" in shares["| card idle"]
+    assert "25%" in shares["| attention"] and "75%" in shares["| everything else"] and "50%" in shares["| GPU idle"]
     assert shares["| seconds"].count("not measured") == 4
 
 
@@ -150,7 +150,7 @@ def test_a_side_that_does_not_fit_takes_smaller_micro_batches(
 def test_memory_that_runs_out_is_told_by_the_exit_code(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any other error must stay one: a typing mistake is no card that is too small."""
+    """Any other error must stay one: a typing mistake is no GPU that is too small."""
     cuda, cells, work = module("step_cuda"), module("cells"), module("step_cuda_cells")
     models, torch = module("step_cuda_models"), importlib.import_module("torch")
     monkeypatch.setenv(cells.FILE_VARIABLE, str(tmp_path / "cell.json"))
@@ -169,17 +169,17 @@ def test_memory_that_runs_out_is_told_by_the_exit_code(
         cuda.run_cell("ceilings", None, 1)
 
 
-def test_without_a_card_nothing_is_run_or_written(tmp_path: Path) -> None:
-    """A run that finds no card must neither fail a build nor leave a file that reads like a measurement."""
+def test_without_a_gpu_nothing_is_run_or_written(tmp_path: Path) -> None:
+    """A run that finds no GPU must neither fail a build nor leave a file that reads like a measurement."""
     command = [sys.executable, str(FOLDER / "rloo_step.py"), "--device", "cuda", "--results", str(tmp_path / "found")]
     environment = {"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "no CUDA card" in done.stdout and "nothing is measured" in done.stdout and not (tmp_path / "found").exists()
+    assert "no CUDA GPU" in done.stdout and "nothing is measured" in done.stdout and not (tmp_path / "found").exists()
 
 
 def test_a_profile_counts_each_kernel_once(module: Any) -> None:
-    """On a card the operator that launched a kernel, and the region around it, carry its time too."""
+    """On a GPU the operator that launched a kernel, and the region around it, carry its time too."""
     found = [
         SimpleNamespace(
             key="aten::mm", device_type="DeviceType.CPU", self_device_time_total=5e6, self_cpu_time_total=2e6
@@ -191,8 +191,8 @@ def test_a_profile_counts_each_kernel_once(module: Any) -> None:
         event.is_user_annotation, event.count = is_region, getattr(event, "count", 1)
     profile = SimpleNamespace(key_averages=lambda: found)
     cells_module = module("step_cuda_cells")
-    assert list(cells_module._kernels(profile, on_card=True)) == [("sm90_gemm", 5.0, 3)]
-    assert list(cells_module._kernels(SimpleNamespace(key_averages=lambda: found[:1]), on_card=False)) == [
+    assert list(cells_module._kernels(profile, on_gpu=True)) == [("sm90_gemm", 5.0, 3)]
+    assert list(cells_module._kernels(SimpleNamespace(key_averages=lambda: found[:1]), on_gpu=False)) == [
         ("aten::mm", 2.0, 1)
     ]
 
@@ -265,7 +265,7 @@ for name in {names!r}:
 
 @pytest.mark.slow
 def test_the_cells_of_transformers_run() -> None:
-    """All of it runs here as on a card, but for its sizes; a typing mistake found on a rented card costs an hour."""
+    """All of it runs here as on a GPU, but for its sizes; a typing mistake found on a rented GPU costs an hour."""
     names = (*TRAINED, *SAMPLED, *SERVED, *OTHERS)
     program = PROGRAM.format(root=str(ROOT), folder=str(FOLDER), names=names)
     environment = os.environ | {"RLOO_KIT_CELL_REHEARSAL": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

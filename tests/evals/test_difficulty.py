@@ -10,8 +10,7 @@ import pytest
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, DataError, SetupError
 from rloo_kit.evals import difficulty
-from rloo_kit.evals.difficulty import fingerprint, measure_pass_rates, select_prompts
-from rloo_kit.evals.pass_rate_cache import PassRateCache
+from rloo_kit.evals.difficulty import PassRateCache, fingerprint, measure_pass_rates, select_prompts
 from rloo_kit.rollout.engine import Completion, generate_completions
 from rloo_kit.runs.run_dir import RunDir
 

@@ -148,7 +148,7 @@ def test_without_answers_accuracy_is_none(make_run: Any, make_policy: Any) -> No
 
 def test_answers_that_cannot_be_judged(make_run: Any, make_policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """math-verify can give up on an answer: that is not right, and it is said how often it happened."""
-    from rloo_kit.evals import judge as answer_judge
+    from rloo_kit.evals import evaluate as answer_judge
 
     def unsure(**batch: Any) -> list[float | None]:
         return [float("nan"), None, 1.0] * (len(batch["completions"]) // 3)

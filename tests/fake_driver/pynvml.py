@@ -1,9 +1,9 @@
-"""The driver's edge, faked: the calls of NVML's bindings that rloo_kit makes, over the cards in FAKE_CARDS (JSON).
+"""The driver's edge, faked: the calls of NVML's bindings that rloo_kit makes, over the GPUs in FAKE_GPUS (JSON).
 
     [{"name": ..., "capability": [8, 6], "total": bytes, "used": bytes, "uuid": "GPU-...", "mig": {"MIG-...": bytes},
       "processes": [[pid, "/usr/bin/program", bytes]]}]
 
-Without FAKE_CARDS there is no driver, and FAKE_CARDS=broken is a driver that is there and fails.
+Without FAKE_GPUS there is no driver, and FAKE_GPUS=broken is a driver that is there and fails.
 """
 
 import json
@@ -15,14 +15,14 @@ class NVMLError(Exception):
     pass
 
 
-def _cards():
-    if os.environ["FAKE_CARDS"] == "broken":
+def _gpus():
+    if os.environ["FAKE_GPUS"] == "broken":
         raise NVMLError("Unknown Error")
-    return json.loads(os.environ["FAKE_CARDS"])
+    return json.loads(os.environ["FAKE_GPUS"])
 
 
 def nvmlInit():
-    if "FAKE_CARDS" not in os.environ:
+    if "FAKE_GPUS" not in os.environ:
         raise NVMLError("NVML Shared Library Not Found")
 
 
@@ -31,17 +31,17 @@ def nvmlShutdown():
 
 
 def nvmlDeviceGetCount():
-    return len(_cards())
+    return len(_gpus())
 
 
 def nvmlDeviceGetHandleByIndex(index):
-    return {"index": index, **_cards()[index]}
+    return {"index": index, **_gpus()[index]}
 
 
 def nvmlDeviceGetHandleByUUID(uuid):
-    for index, card in enumerate(_cards()):
-        if uuid in card.get("mig", {}):
-            return {"parent": nvmlDeviceGetHandleByIndex(index), "total": card["mig"][uuid], "used": 0}
+    for index, gpu in enumerate(_gpus()):
+        if uuid in gpu.get("mig", {}):
+            return {"parent": nvmlDeviceGetHandleByIndex(index), "total": gpu["mig"][uuid], "used": 0}
     raise NVMLError("Not Found")
 
 
@@ -84,8 +84,8 @@ def nvmlDeviceGetGraphicsRunningProcesses(handle):
 
 
 def nvmlSystemGetProcessName(pid):
-    for card in _cards():
-        for known, name, _ in card.get("processes", []):
+    for gpu in _gpus():
+        for known, name, _ in gpu.get("processes", []):
             if known == pid and name:
                 return name
     raise NVMLError("Not Found")

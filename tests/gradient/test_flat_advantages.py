@@ -91,7 +91,7 @@ def test_a_masked_completion_can_leave_its_siblings_baseline():
 @pytest.mark.parametrize(("baseline", "group"), itertools.product(BASELINES, [2, 3, 5]))
 def test_advantages_are_affine_in_the_kl(baseline, group):
     """One sequence at a time there is no sum over siblings yet; wrong coefficients would be a wrong gradient in `low`
-    alone, on the cards that cannot run the other modes to compare."""
+    alone, on the GPUs that cannot run the other modes to compare."""
     generator = random.Random(2)
     for _ in range(50):
         task = torch.tensor([generator.choice([NAN, generator.gauss(0, 1), 1.0]) for _ in range(group)])

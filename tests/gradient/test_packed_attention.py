@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from rloo_kit.gradient import packed_attention, packing
+from rloo_kit.gradient import packing
+from rloo_kit.gradient import packing as packed_attention
 from rloo_kit.gradient.packing import Group, lay_out, plan_attention
 
 
@@ -51,8 +52,8 @@ def test_attention_by_plan_is_that_of_each_sequence(layout: str, spared: int, mo
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_the_flat_form_for_a_card_is_the_same_attention(monkeypatch: Any) -> None:
-    """The kernel for varying lengths takes a card; its arguments and the way back are checked with a stand-in."""
+def test_the_flat_form_for_a_gpu_is_the_same_attention(monkeypatch: Any) -> None:
+    """The kernel for varying lengths takes a GPU; its arguments and the way back are checked with a stand-in."""
 
     def stand_in(query, key, value, first, second, longest, longest_key, *, scale, window_size, enable_gqa):
         assert torch.equal(first, second) and longest == longest_key and window_size == (-1, 0)
@@ -72,7 +73,7 @@ def test_the_flat_form_for_a_card_is_the_same_attention(monkeypatch: Any) -> Non
     torch.testing.assert_close(found, packed_attention.attend_by_plan(*states, plan, 0.3))
 
 
-def test_a_card_without_the_kernel_takes_the_buckets(monkeypatch: Any) -> None:
+def test_a_gpu_without_the_kernel_takes_the_buckets(monkeypatch: Any) -> None:
     """On a T4, or with a torch whose kernel knows no grouped heads, the self-check met the kernel's error and padded
     every row of the run; the buckets were there all the time."""
     half = SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda:0")

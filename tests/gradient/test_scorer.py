@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rloo_kit.errors import BackendError
-from rloo_kit.gradient import packed_attention, packing
+from rloo_kit.gradient import packing
+from rloo_kit.gradient import packing as packed_attention
 from rloo_kit.gradient import scorer as scoring
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scorer

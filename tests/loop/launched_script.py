@@ -42,7 +42,7 @@ def fail(settings: dict[str, Any]) -> dict[str, Any]:
 
     def on_step_end(self: Any, args: Any, state: Any, *_: Any, **__: Any) -> None:
         if state.global_step == 2 and os.environ["RANK"] == "1":
-            raise MemoryError("the second card is full")
+            raise MemoryError("the second GPU is full")
 
     ProgressLine.on_step_end = on_step_end
     return train(settings)

@@ -152,7 +152,7 @@ def test_thinking_and_answer_are_parted_by_token_id(text, opened, expected, tiny
 def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, capsys):
     """Markup of rich in a completion, [/bold] for one, must not be taken for markup: it raises. A completion that
     moves the cursor (a model may write any byte) must not draw over the table."""
-    from rloo_kit.loop.sample_table import SampleTable
+    from rloo_kit.loop.callbacks import SampleTable
 
     def ids(text):
         return tiny_tokenizer(text)["input_ids"]
@@ -180,7 +180,7 @@ def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, 
 @pytest.mark.parametrize(("every", "samples"), [(0, 2), (5, 0)])
 def test_no_table_where_none_is_wanted(every, samples, rollouts, tiny_tokenizer, capsys):
     """run.sample_every_steps=0 used as "never" must not divide by zero."""
-    from rloo_kit.loop.sample_table import SampleTable
+    from rloo_kit.loop.callbacks import SampleTable
 
     rollouts([row([1])])
     table = SampleTable(rollouts, tiny_tokenizer, TAGS, "thinking", every, samples)

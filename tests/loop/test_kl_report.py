@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rloo_kit.gradient.advantages import kl_charge
-from rloo_kit.loop.kl_report import kl_share, kl_spread_ratio
+from rloo_kit.loop.metrics import kl_share, kl_spread_ratio
 from rloo_kit.runs.health import Finding, SignalWatch
 
 NAN = float("nan")

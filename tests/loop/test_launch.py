@@ -201,7 +201,7 @@ def test_a_launched_run_says_everything_once(launched):
     _, text = launched
     for line in ("backend", "policy:", "data:", "rollout:", "Evaluation before", "step 1/30", "adapter:"):
         assert len(re.findall(line, text)) == (2 if line == "backend" else 1), f"{line!r} in\n{text}"
-    assert "transformers: 2 processes, and Unsloth trains on one card" in text
+    assert "transformers: 2 processes, and Unsloth trains on one GPU" in text
     assert "processes: 2" in text and "gloo" not in text
 
 
@@ -264,7 +264,7 @@ def test_a_refusal_ends_all_processes_with_one_message(how, expected, launched, 
 
 
 def test_a_run_outlives_no_process_that_was_killed(config):
-    """One process was killed for its memory, and the other one waited for it: the card was taken until somebody saw."""
+    """One process was killed for its memory, and the other one waited for it: the GPU was taken until somebody saw."""
     started = Started(command_of("kit", config, "run.name=killed"), config.parent).until("step 2/30")
     ranks = started.ranks()
     ranks[1].kill()
@@ -310,14 +310,14 @@ def test_a_script_gets_the_same_in_every_process(config):
 
 
 def test_an_error_of_the_second_process_is_the_runs_error(config):
-    """The first process said "connection closed by peer", and nobody that the second card had been full."""
+    """The first process said "connection closed by peer", and nobody that the second GPU had been full."""
     began = time.monotonic()
     _, printed = run_script(config, config.parent / "full", do="fail", fails=True, overrides=["run.name=full"])
     assert time.monotonic() - began < 200
     status = json.loads((config.parent / "outputs" / "full" / "status.json").read_text())
     assert status["state"] == "failed" and status["step"] < STEPS
-    assert status["error"] == "process 1 of 2: MemoryError: the second card is full"
-    assert "MemoryError: the second card is full" in printed
+    assert status["error"] == "process 1 of 2: MemoryError: the second GPU is full"
+    assert "MemoryError: the second GPU is full" in printed
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +342,7 @@ def test_shards_train_evaluate_and_go_on_as_copies_do(config, copies, kind):
 
 
 def test_copies_of_a_4bit_model_train(config, tmp_path, make_tiny_model, tiny_tokenizer):
-    """The way for a 32B model on cards with 48 GB: accelerate refuses 4-bit weights that lie on another device."""
+    """The way for a 32B model on GPUs with 48 GB: accelerate refuses 4-bit weights that lie on another device."""
     make_tiny_model(hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path / "wide")
     tiny_tokenizer.save_pretrained(tmp_path / "wide")
     names = [f"model.name={tmp_path / 'wide'}", "model.load_in_4bit=true", "run.name=packed", "rloo.max_steps=2"]

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from rloo_kit.loop.thinking_metrics import find_answer_column, thinking_metrics
+from rloo_kit.loop.metrics import find_answer_column, thinking_metrics
 
 NAN = float("nan")
 

@@ -59,7 +59,7 @@ def test_a_peak_is_seen_though_it_is_gone() -> None:
     """Memory that is held for a moment is what an out-of-memory error is made of; a look afterwards misses it."""
     import torch
 
-    from rloo_kit.measure.memory_peak import Peak
+    from rloo_kit.measure.memory import Peak
     from rloo_kit.system.memory import resident_gib
 
     with Peak() as peak:
@@ -75,7 +75,7 @@ def test_a_peak_without_the_kernels_help(monkeypatch: pytest.MonkeyPatch) -> Non
     """Some containers do not let a process reset its own peak."""
     import torch
 
-    from rloo_kit.measure import memory_peak
+    from rloo_kit.measure import memory as memory_peak
 
     def refuse(self: Path, *_args: Any, **_named: Any) -> None:
         raise PermissionError(str(self))
@@ -242,15 +242,15 @@ def test_without_room_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_what_is_not_here_is_not_measured(run: Any) -> None:
-    """A plan for a card, measured on a CPU, would be a figure for nothing; without a card to refuse them, gigabytes
+    """A plan for a GPU, measured on a CPU, would be a figure for nothing; without a GPU to refuse them, gigabytes
     too many are the end of other programs."""
     from dataclasses import replace
 
     from rloo_kit.measure.memory import measure_plan
 
     plan = plan_vram(run)
-    with pytest.raises(BackendError, match="which is not here: measure without --card-gib"):
-        measure_plan(run, plan_vram(run, card_gib=24))
+    with pytest.raises(BackendError, match="which is not here: measure without --gpu-gib"):
+        measure_plan(run, plan_vram(run, gpu_gib=24))
     small = replace(plan, machine=Machine("the CPU", 0.5, 0.3, False))
     with pytest.raises(BackendError, match="GiB and this machine has 0.2"):
         measure_plan(run, small)
@@ -258,7 +258,7 @@ def test_what_is_not_here_is_not_measured(run: Any) -> None:
 
 @pytest.mark.slow
 def test_the_command(tiny_folder: Path) -> None:
-    """One command for the card at hand: random weights of the shape, every cache that the engine keeps, training; what
+    """One command for the GPU at hand: random weights of the shape, every cache that the engine keeps, training; what
     was computed beside it, and JSON that is nothing but JSON."""
     words = [*WORDS, f"model.name={tiny_folder}", "model.family=auto"]
     command = [sys.executable, "-m", "rloo_kit.cli", "plan", str(CONFIGS / "arithmetic_thinking.yaml"), *words]

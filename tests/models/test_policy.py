@@ -73,7 +73,7 @@ def test_only_the_adapter_is_trained(make_run: Any) -> None:
 
 
 def test_the_policy_says_what_it_is(make_run: Any) -> None:
-    """A run on the CPU because the driver was missing looked like a slow card: the reason belongs into the log."""
+    """A run on the CPU because the driver was missing looked like a slow GPU: the reason belongs into the log."""
     from rloo_kit.system import environment
 
     policy = load(make_run())
@@ -84,7 +84,7 @@ def test_the_policy_says_what_it_is(make_run: Any) -> None:
 
 
 def test_forced_transformers_is_the_reason(make_run: Any) -> None:
-    """With the key set, "no card" would send the reader to the wrong place."""
+    """With the key set, "no GPU" would send the reader to the wrong place."""
     assert load(make_run("model.backend=transformers")).reason == "model.backend asks for it"
 
 
@@ -102,7 +102,7 @@ def test_without_lora_every_parameter_is_trained_and_saved(make_run: Any, tmp_pa
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 def test_4bit_on_the_cpu_trains_and_continues(make_run: Any, tmp_path: Path) -> None:
-    """4-bit is the path of every card below 16 GB; the CPU runs the same code, so it is tested for real here."""
+    """4-bit is the path of every GPU below 16 GB; the CPU runs the same code, so it is tested for real here."""
     import torch
     from bitsandbytes.nn import Linear4bit
 
@@ -365,7 +365,7 @@ def test_lengths_beyond_the_model(make_run: Any) -> None:
 @pytest.mark.skipif("unsloth" in sys.modules, reason="Unsloth is in this process")
 @pytest.mark.parametrize("installed", [False, True])
 def test_unsloth_forced_where_it_cannot_run(make_run: Any, monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
-    """Unsloth's own error for a missing card is a traceback of NotImplementedError in the middle of its import."""
+    """Unsloth's own error for a missing GPU is a traceback of NotImplementedError in the middle of its import."""
     spec = SimpleNamespace() if installed else None
     monkeypatch.setattr("rloo_kit.models.unsloth.find_spec", lambda name: spec)
     text = refused(make_run("model.backend=unsloth"))

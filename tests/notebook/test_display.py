@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.notebook import completion_cards
+from rloo_kit.notebook import display as completion_cards
 from rloo_kit.notebook.display import plot_training, show_completions
-from rloo_kit.results import notebook_figures
+from rloo_kit.results import figures as notebook_figures
 from rloo_kit.results.evaluation import Evaluation
 
 HOSTILE = "</pre></div><script>alert(1)</script><img src=x onerror=alert(2)> \x00\x1b[31m & $x^2$ ünïcode 你好"
@@ -96,7 +96,13 @@ def html_of(display: Any) -> str:
 @pytest.mark.parametrize("ground", GROUNDS)
 @pytest.mark.parametrize(
     "color",
-    [notebook_figures.INK, notebook_figures.LINE, completion_cards.INK, completion_cards.RIGHT, completion_cards.WRONG],
+    [
+        notebook_figures.MID_INK,
+        notebook_figures.LINE,
+        completion_cards.INK,
+        completion_cards.RIGHT,
+        completion_cards.WRONG,
+    ],
 )
 def test_colors_read_well_on_either_ground(color: str, ground: str) -> None:
     """Black axes on JupyterLab's dark ground are invisible, and so are pale ones in a saved page."""
@@ -113,7 +119,8 @@ def test_image_is_transparent_and_has_no_other_colors() -> None:
     assert image.width == 2 * metadata["image/png"]["width"] == 2 * notebook_figures.WIDTH_PX
     opaque = {pixel[:3] for _, pixel in image.getcolors(2**24) if pixel[3] == 255}
     inks = [
-        tuple(int(color[n : n + 2], 16) for n in (1, 3, 5)) for color in (notebook_figures.INK, notebook_figures.LINE)
+        tuple(int(color[n : n + 2], 16) for n in (1, 3, 5))
+        for color in (notebook_figures.MID_INK, notebook_figures.LINE)
     ]
     for pixel in opaque:  # a pixel where the two meet is between them
         assert all(min(a, b) - 3 <= value <= max(a, b) + 3 for value, a, b in zip(pixel, *inks, strict=True)), pixel

@@ -1,6 +1,6 @@
 """Giving memory back, and whom `shutdown_kernel` takes for the runner.
 
-Figures on a card are for tests/on_gpu, real runners for tests/notebooks.
+Figures on a GPU are for tests/on_gpu, real runners for tests/notebooks.
 """
 
 import gc
@@ -43,7 +43,7 @@ def test_garbage_is_collected_and_torch_is_not_imported(monkeypatch: pytest.Monk
     assert "torch" not in sys.modules
 
 
-def test_the_figures_on_a_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_figures_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Before and after in GiB, allocator's cache included; the device itself is faked here."""
     held = [3 * 2**30]
     cuda = SimpleNamespace(
@@ -122,7 +122,7 @@ def in_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
 
 
 def test_who_runs_this(in_kernel: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """papermill ends its kernel itself; a kernel that nobody ends keeps the card."""
+    """papermill ends its kernel itself; a kernel that nobody ends keeps the GPU."""
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))  # type: ignore[arg-type]
     assert find_runner().kind == "script"
     in_kernel(kernel=None)

@@ -66,7 +66,7 @@ def test_failing_and_killed_runs_are_not_done_and_resume_does_nothing_else(tmp_p
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_batch_and_everything_it_started(tmp_path, number):
-    """A kernel is in a session of its own: after Ctrl-C it went on, and held the card's memory until the morning."""
+    """A kernel is in a session of its own: after Ctrl-C it went on, and held the GPU's memory until the morning."""
     file = write_batch(tmp_path, [run_of("sleep"), run_of("ok")])
     batch = start_batch(file)
     try:

@@ -21,7 +21,7 @@ GENERATE = ["jupytext", "--to", "ipynb", "--update"]  # and notebooks/*.py: what
 # "thinking": one text for the two that think and one for the two that do not.
 MAY_DIFFER = {
     ("", 0): "own",  # title: model, task, what it needs
-    ("2. Parameters", 1): "own",  # what to try, or what fits on which card
+    ("2. Parameters", 1): "own",  # what to try, or what fits on which GPU
     ("2. Parameters", 2): "own",  # the parameters
     ("4. The data", 2): "thinking",  # where the prompt ends
     ("8. Training", 1): "own",  # what to look for

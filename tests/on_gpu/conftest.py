@@ -1,4 +1,4 @@
-"""The card, its memory, checkpoints with random weights made on the spot, and a run on one; nothing is downloaded.
+"""The GPU, its memory, checkpoints with random weights made on the spot, and a run on one; nothing is downloaded.
 
 Each test is a cell of `run.py` and has a process of its own there; what it measures goes to `cells.report`. Where the
 variable RLOO_KIT_CELL_REHEARSAL is 1 the same code runs on the CPU with tiny shapes: through transformers, or through
@@ -43,7 +43,7 @@ def id_reward(prompts: Any, completions: Any, completion_ids: Any, **columns: An
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder needs the card."""
+    """Everything in this folder needs the GPU."""
     for item in items:
         if Path(item.path).parent == Path(__file__).parent:
             item.add_marker(pytest.mark.gpu)
@@ -57,20 +57,20 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def card(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The kit's environment on this machine's card; skips, with the reason, where there is none."""
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The kit's environment on this machine's GPU; skips, with the reason, where there is none."""
     if cells.rehearsing() and os.environ.get("RLOO_KIT_BACKEND") == "unsloth":
         _interpreter().import_unsloth(tmp_path_factory.mktemp("unsloth_compiled_cache"))
     import rloo_kit
     from rloo_kit.errors import SetupError
-    from rloo_kit.system.environment import find_cards
+    from rloo_kit.system.environment import find_gpus
 
     try:
         settled = rloo_kit.setup_environment()
-    except SetupError as error:  # Unsloth is asked for and not there; without a card that is the reason to name
-        pytest.skip(str(error) if find_cards().card is not None else f"no CUDA card: {find_cards().reason}")
-    if settled.card is None and not cells.rehearsing():
-        pytest.skip(f"no CUDA card: {settled.card_reason}")
+    except SetupError as error:  # Unsloth is asked for and not there; without a GPU that is the reason to name
+        pytest.skip(str(error) if find_gpus().gpu is not None else f"no CUDA GPU: {find_gpus().reason}")
+    if settled.gpu is None and not cells.rehearsing():
+        pytest.skip(f"no CUDA GPU: {settled.gpu_reason}")
     return settled
 
 
@@ -85,21 +85,21 @@ def _interpreter() -> Any:
 
 
 @pytest.fixture(scope="session")
-def interpreted(card: Any) -> bool:
+def interpreted(gpu: Any) -> bool:
     """Whether Unsloth's kernels are interpreted here: float32, and no 4-bit weights."""
-    return cells.rehearsing() and card.backend == "unsloth"
+    return cells.rehearsing() and gpu.backend == "unsloth"
 
 
 @pytest.fixture(scope="session")
-def memory(card: Any) -> Memory:
-    """The card's memory, or the machine's."""
+def memory(gpu: Any) -> Memory:
+    """The GPU's memory, or the machine's."""
     import torch
 
     return Memory(HostMemory(), "cpu") if cells.rehearsing() else Memory(torch.cuda, "cuda")
 
 
 @pytest.fixture
-def checkpoint(card: Any) -> Callable[[str], Path]:
+def checkpoint(gpu: Any) -> Callable[[str], Path]:
     """`checkpoint("0.6b")`: the folder of one with random weights; a tiny one when rehearsing."""
     return lambda size: checkpoints.find_checkpoint(checkpoints.TINY if cells.rehearsing() else size)
 
@@ -123,7 +123,7 @@ def make_run(tmp_path: Path, interpreted: bool) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def load(card: Any, interpreted: bool) -> Callable[[Any], Any]:
+def load(gpu: Any, interpreted: bool) -> Callable[[Any], Any]:
     """`load(run)`: `load_policy`, by the backend of this process."""
 
     def through_the_backend(run: Any) -> Any:
@@ -132,7 +132,7 @@ def load(card: Any, interpreted: bool) -> Callable[[Any], Any]:
         if interpreted:
             _interpreter().keep_on_cpu()
         policy = load_policy(run)
-        assert policy.backend == card.backend, policy.reason
+        assert policy.backend == gpu.backend, policy.reason
         return policy
 
     return through_the_backend

@@ -1,7 +1,7 @@
-"""The one place where the driver is asked for memory: `torch.cuda` on a card, `HostMemory` in a rehearsal.
+"""The one place where the driver is asked for memory: `torch.cuda` on a GPU, `HostMemory` in a rehearsal.
 
 All that a check does with memory goes through `Memory`: what is held, the peak of a block, and a cap that makes a large
-card a small one. A card of 12 GB has 12e9 bytes, and torch's context is not torch's to count: the cap is what is left.
+GPU a small one. A GPU of 12 GB has 12e9 bytes, and torch's context is not torch's to count: the cap is what is left.
 """
 
 import gc
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 GIB = 2**30
-GB = 1e9  # what is printed on a card's box
+GB = 1e9  # what is printed on a GPU's box
 
 
 class HostMemory:
@@ -37,7 +37,7 @@ class HostMemory:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     def mem_get_info(self) -> tuple[int, int]:
-        """Free and total bytes of a card of 80 GiB of which nobody else has anything."""
+        """Free and total bytes of a GPU of 80 GiB of which nobody else has anything."""
         return 80 * GIB - self.memory_reserved(), 80 * GIB
 
     def set_per_process_memory_fraction(self, fraction: float) -> None:
@@ -71,7 +71,7 @@ class Memory:
 
     @property
     def context_gib(self) -> float:
-        """What is taken of the card and not by torch's allocator: the context, and whatever other programs hold."""
+        """What is taken of the GPU and not by torch's allocator: the context, and whatever other programs hold."""
         free, total = self.cuda.mem_get_info()
         return (total - free - self.cuda.memory_reserved()) / GIB
 
@@ -96,13 +96,13 @@ class Memory:
         found["held_gib"] = round(self.held_gib, 3)
 
     @contextmanager
-    def capped(self, card_gb: float) -> Iterator[float]:
-        """Play a card of `card_gb` (1e9 bytes each): what torch may take of it, in GiB, the context left out."""
+    def capped(self, gpu_gb: float) -> Iterator[float]:
+        """Play a GPU of `gpu_gb` (1e9 bytes each): what torch may take of it, in GiB, the context left out."""
         self.settle()
-        limit = card_gb * GB / GIB - self.context_gib
+        limit = gpu_gb * GB / GIB - self.context_gib
         total = self.cuda.mem_get_info()[1] / GIB
         if not 0 < limit < total:
-            raise ValueError(f"a card of {card_gb:g} GB cannot be played on one of {total:.1f} GiB")
+            raise ValueError(f"a GPU of {gpu_gb:g} GB cannot be played on one of {total:.1f} GiB")
         self.limit_gib = limit
         self.cuda.set_per_process_memory_fraction(limit / total)
         try:

@@ -1,14 +1,14 @@
-"""Every check that needs a card, each a cell of its own: a pytest test in a process of its own (`benchmarks/cells.py`).
+"""Every check that needs a GPU, each a cell of its own: a pytest test in a process of its own (`benchmarks/cells.py`).
 
-    make test-gpu                                   all; without a card it says so and ends with 0
-    make test-gpu CELLS="life_0.6b card_8gb_*"      some of them (--only)
+    make test-gpu                                   all; without a GPU it says so and ends with 0
+    make test-gpu CELLS="life_0.6b gpu_8gb_*"      some of them (--only)
     make test-gpu MINUTES=9                         as much as fits a lease; the same command goes on (--minutes)
     make test-gpu REHEARSE=1                        the same code on the CPU, tiny; no measurement (--rehearse)
     python tests/on_gpu/run.py --list                  what there is and what is known of it
 
 Results: benchmarks/results/gpu/NAME.json, each written while its cell runs. Rehearsing takes Unsloth's own code where
 the environment of `make test-unsloth` is there (RLOO_KIT_UNSLOTH_PYTHON names another), else transformers.
-Left out: speed beside other trainers (`benchmarks/rloo_step.py --device cuda`), several cards.
+Left out: speed beside other trainers (`benchmarks/rloo_step.py --device cuda`), several GPUs.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def cell(
 
 
 def unsloth_python() -> str | None:
-    """The interpreter of the environment in which Unsloth runs without a card."""
+    """The interpreter of the environment in which Unsloth runs without a GPU."""
     chosen = os.environ.get("RLOO_KIT_UNSLOTH_PYTHON") or str(ROOT / ".venv-unsloth" / "bin" / "python")
     return chosen if Path(chosen).is_file() else None
 
@@ -97,14 +97,14 @@ def list_cells() -> Iterator[Cell]:
         yield cell(f"merge_{size}", merge, what, rehearse=same, least_gib=room)
     learns = "test_embedded.py::test_it_learns_as_on_the_cpu"
     yield cell("embedded", learns, "the embedded model learns through Unsloth as on the CPU")
-    for card_gb in CARD_GB:
+    for gpu_gb in CARD_GB:
         for backend, precision in (("unsloth", "bf16"), ("unsloth", "fp16"), ("transformers", "bf16")):
-            name = f"card_{card_gb}gb_{precision}" + ("_transformers" if backend == "transformers" else "")
-            test = f"test_simulated_cards.py::test_a_shipped_config_trains_at_full_length[{card_gb}-{precision}]"
+            name = f"gpu_{gpu_gb}gb_{precision}" + ("_transformers" if backend == "transformers" else "")
+            test = f"test_simulated_gpus.py::test_a_shipped_config_trains_at_full_length[{gpu_gb}-{precision}]"
             once = "" if precision == "bf16" else "16 bits are float32 there: it is the cell of bf16"
-            what = f"qwen3_4b_thinking_{card_gb}gb.yaml at full length in {card_gb} GB, {precision}, {backend}"
-            twin = f"card_{card_gb}gb_bf16_transformers" if backend == "unsloth" else ""
-            yield cell(name, test, what, backend, once, twin, least_gib=card_gb * 1e9 / 2**30 + 0.5)
+            what = f"qwen3_4b_thinking_{gpu_gb}gb.yaml at full length in {gpu_gb} GB, {precision}, {backend}"
+            twin = f"gpu_{gpu_gb}gb_bf16_transformers" if backend == "unsloth" else ""
+            yield cell(name, test, what, backend, once, twin, least_gib=gpu_gb * 1e9 / 2**30 + 0.5)
 
 
 def main() -> int:

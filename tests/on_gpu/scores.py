@@ -44,7 +44,7 @@ def one_by_one(groups: Iterable[Any]) -> list[Any]:
 
 
 def autocast(device: Any) -> Any:
-    """As the trainer scores: in the card's precision."""
+    """As the trainer scores: in the GPU's precision."""
     import torch
 
     from rloo_kit.system import environment

@@ -1,4 +1,4 @@
-"""The embedded model, cold-started and trained through the card's backend, learns as it does on the CPU."""
+"""The embedded model, cold-started and trained through the GPU's backend, learns as it does on the CPU."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ SMALL = (
 )  # fmt: skip
 
 
-def test_it_learns_as_on_the_cpu(card: Any, memory: Any, load: Any, tmp_path: Path) -> None:
+def test_it_learns_as_on_the_cpu(gpu: Any, memory: Any, load: Any, tmp_path: Path) -> None:
     """Unsloth's kernels refuse some sizes; the embedded model's were chosen so that `make demo` runs through them."""
     import rloo_kit
 
@@ -28,7 +28,7 @@ def test_it_learns_as_on_the_cpu(card: Any, memory: Any, load: Any, tmp_path: Pa
     run = rloo_kit.load_config(ROOT / "configs" / "arithmetic_thinking.yaml", *overrides)
     with memory.measure() as loading:
         policy = load(run)
-    cells.report(backend=card.backend, load=loading)  # each as soon as it is known: the next part may not end in time
+    cells.report(backend=gpu.backend, load=loading)  # each as soon as it is known: the next part may not end in time
     data = rloo_kit.load_data(run, policy.tokenizer)
     with memory.measure() as measuring:
         before = rloo_kit.evaluate(run, policy, data.test)

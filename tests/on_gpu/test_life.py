@@ -1,6 +1,6 @@
 """A 4-bit run from load to release: steps, a checkpoint, the run resumed, inference, the adapter merged, memory back.
 
-What the memory of the card is after each stage, and the most that it was within, is in the result.
+What the memory of the GPU is after each stage, and the most that it was within, is in the result.
 """
 
 import gc
@@ -77,7 +77,7 @@ def check_model(policy: Any, interpreted: bool) -> None:
 def test_a_run_from_load_to_release(
     size: str, interpreted: bool, memory: Any, stage: Any, checkpoint: Any, make_run: Any, load: Any, train: Any
 ) -> None:
-    """The run of a small card: 4-bit kernels, fused LoRA, bf16 and offloaded checkpoints need the card."""
+    """The run of a small GPU: 4-bit kernels, fused LoRA, bf16 and offloaded checkpoints need the GPU."""
     from rloo_kit import generate_completions, release_memory
 
     model = checkpoint(size)
@@ -131,7 +131,7 @@ def test_a_run_from_load_to_release(
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_adapter_merges(
-    size: str, card: Any, interpreted: bool, stage: Any, checkpoint: Any, make_run: Any, load: Any, tmp_path: Path
+    size: str, gpu: Any, interpreted: bool, stage: Any, checkpoint: Any, make_run: Any, load: Any, tmp_path: Path
 ) -> None:
     """Merged into 16 bits, in plain transformers, the model is base and adapter; in 4 bit both backends agree."""
     from rloo_kit import release_memory, save_adapter
@@ -142,7 +142,7 @@ def test_the_adapter_merges(
     adapter = save_adapter(policy, tmp_path / "adapter")
     four_bit = logps_of(policy)
     with stage("merge"):
-        merge(policy, model, adapter, tmp_path / "merged", card.backend)
+        merge(policy, model, adapter, tmp_path / "merged", gpu.backend)
     del policy
     release_memory(verbose=False)
     dtype = "float32" if cells.rehearsing() else "bfloat16"

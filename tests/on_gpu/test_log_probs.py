@@ -1,4 +1,4 @@
-"""Log-probabilities and gradients on the card: every layout against single sequences, 16 bits against float32.
+"""Log-probabilities and gradients on the GPU: every layout against single sequences, 16 bits against float32.
 
 By the backend of the process: Unsloth, or transformers with RLOO_KIT_BACKEND=transformers; `run.py` runs both.
 """
@@ -67,14 +67,14 @@ def policy(load: Any, make_run: Any, checkpoint: Any) -> Any:
     return loaded
 
 
-def test_every_layout_scores_as_single_sequences(policy: Any, card: Any, interpreted: bool) -> None:
+def test_every_layout_scores_as_single_sequences(policy: Any, gpu: Any, interpreted: bool) -> None:
     """Unsloth's training forward drops the mask of left-padded rows, silently: stock's answer stands beside ours."""
     import torch
 
     from rloo_kit.gradient.scorer import Scorer
 
     chosen = Scorer(policy.model, 1.0, policy.tokenizer.pad_token_id)
-    cells.report(backend=card.backend, layout=chosen.layout, reason=chosen.reason)
+    cells.report(backend=gpu.backend, layout=chosen.layout, reason=chosen.reason)
     assert chosen.layout in ("shared", "repeated"), chosen.reason
     groups = scores.make_groups(policy.model.device)
     singles = [[one] for one in scores.one_by_one(groups)]
@@ -92,7 +92,7 @@ def test_every_layout_scores_as_single_sequences(policy: Any, card: Any, interpr
             found["left-padded"] = difference(left_padded(policy, groups), expected)
             stock = difference(stock_left_padded(policy, groups), expected)
         cells.report(**{f"nats_{mode}": found | {"stock, left-padded": stock}})
-        if mode == "train" and interpreted:  # known on the CPU; on a card it is what this cell is to find out
+        if mode == "train" and interpreted:  # known on the CPU; on a GPU it is what this cell is to find out
             assert not is_close(stock), "the trap of left padding is gone: so may be what the kit does against it"
         bad = {name: off for name, off in found.items() if not is_close(off) and name not in LAYOUTS[1:]}
         bad |= {name: found[name] for name in required if not is_close(found[name])}
@@ -108,7 +108,7 @@ def test_on_policy_the_ratio_is_exactly_one(policy: Any, make_run: Any, train: A
         assert row["val/ratio"] == 1.0 and row["clip_ratio/region_mean"] == 0.0 and row["grad_norm"] > 0
 
 
-def test_gradients_against_float32(load: Any, make_run: Any, checkpoint: Any, card: Any, tmp_path: Path) -> None:
+def test_gradients_against_float32(load: Any, make_run: Any, checkpoint: Any, gpu: Any, tmp_path: Path) -> None:
     """16-bit arithmetic and packed rows may cost a few per cent of the gradient, not its direction."""
     import torch
 
@@ -123,7 +123,7 @@ def test_gradients_against_float32(load: Any, make_run: Any, checkpoint: Any, ca
     expected = reference["gradients"]
     groups = scores.make_groups(policy.model.device)
     chosen = Scorer(policy.model, 1.0, policy.tokenizer.pad_token_id).layout
-    cells.report(backend=card.backend, layout=chosen, dtype=str(policy.model.dtype))
+    cells.report(backend=gpu.backend, layout=chosen, dtype=str(policy.model.dtype))
     for layout in dict.fromkeys(("padded", "repeated", chosen)):
         found = scores.gradients(policy, [groups], layout)
         assert found.keys() == expected.keys()

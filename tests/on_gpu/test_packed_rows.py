@@ -1,6 +1,6 @@
-"""Packed rows on a card: torch's attention for varying lengths, in one call, against the buckets that do without it.
+"""Packed rows on a GPU: torch's attention for varying lengths, in one call, against the buckets that do without it.
 
-Written without a card at hand; rehearsed on the CPU, where both sides are the buckets.
+Written without a GPU at hand; rehearsed on the CPU, where both sides are the buckets.
 """
 
 from typing import Any
@@ -10,11 +10,11 @@ import pytest
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
-def test_varying_lengths_in_one_call_equal_the_buckets(heads: tuple[int, int], card: Any, memory: Any) -> None:
+def test_varying_lengths_in_one_call_equal_the_buckets(heads: tuple[int, int], gpu: Any, memory: Any) -> None:
     """The kernel's causal window, its boundaries and its grouped heads: values and all three gradients in bfloat16."""
     import torch
 
-    from rloo_kit.gradient import packed_attention
+    from rloo_kit.gradient import packing as packed_attention
     from rloo_kit.gradient.packing import Group, lay_out, plan_attention
 
     device = memory.device
@@ -26,7 +26,7 @@ def test_varying_lengths_in_one_call_equal_the_buckets(heads: tuple[int, int], c
     counts = (heads[0], heads[1], heads[1])
     states = [torch.randn(tokens, count, 64, device=device, dtype=torch.bfloat16) for count in counts]
     if not cells.rehearsing() and not packed_attention._takes_one_call(states[0]):
-        pytest.skip("this torch or this card has no attention for varying lengths: the buckets serve")
+        pytest.skip("this torch or this GPU has no attention for varying lengths: the buckets serve")
     weights = torch.randn(tokens, heads[0], 64, device=device)
     results = []
     for dtype in (torch.bfloat16, torch.float32):  # float32 goes through the buckets

@@ -16,12 +16,12 @@ from rloo_kit.plan.result import Machine
 from rloo_kit.plan.shapes import PUBLISHED, ModelShape
 from tests.plan.test_parts import load_of
 
-CARDS = (8, 12, 16, 24, 40, 80)  # GB, as cards are sold
+GPUS = (8, 12, 16, 24, 40, 80)  # GB, as GPUs are sold
 SHORT, LONG = 4096, 15872  # completion tokens; prompts have 512
 
 
-def limit_of(card: int) -> float:
-    return Machine("", card * 1e9 / GIB, 0.8, True).usable_gib
+def limit_of(gpu: int) -> float:
+    return Machine("", gpu * 1e9 / GIB, 0.8, True).usable_gib
 
 
 def loads_of(shape: ModelShape) -> dict[str, Load]:
@@ -52,17 +52,17 @@ def parts_row(size: str, shape: ModelShape) -> str:
     return f"| {size.upper()} | {' | '.join(cells)} |"
 
 
-def held(load: Load, card: int) -> str:
+def held(load: Load, gpu: int) -> str:
     """Completions at once, of 64 that are asked for."""
-    limit = limit_of(card)
+    limit = limit_of(gpu)
     rows = largest_rows(replace(load, completions=64), limit)
     return str(rows) if max(rollout_gib(load, rows), training_gib(load)) <= limit else "-"
 
 
 def rows_row(size: str, shape: ModelShape) -> str:
-    """Completions at once by card under Unsloth, short and long."""
+    """Completions at once by GPU under Unsloth, short and long."""
     long = load_of(shape, prompt_tokens=512, completion_tokens=LONG)
-    pairs = [f"{held(replace(long, completion_tokens=SHORT), card)}, {held(long, card)}" for card in CARDS]
+    pairs = [f"{held(replace(long, completion_tokens=SHORT), gpu)}, {held(long, gpu)}" for gpu in GPUS]
     return f"| {size.upper()} | {' | '.join(pairs)} |"
 
 
@@ -80,7 +80,7 @@ def cache_row(size: str, shape: ModelShape) -> str:
 
 def small_cards_row(size: str, shape: ModelShape) -> str:
     """Long completions at once on 8, 12, 16, 24 GB, by backend and cache."""
-    cells = [" ".join(held(load, card) for card in (8, 12, 16, 24)) for load in loads_of(shape).values()]
+    cells = [" ".join(held(load, gpu) for gpu in (8, 12, 16, 24)) for load in loads_of(shape).values()]
     return f"| {size.upper()} | {' | '.join(cells)} |"
 
 
@@ -113,11 +113,11 @@ def test_the_examples_are_plans(page: str, repository: Path, monkeypatch: Any, t
     found = 0
     for said, file, words in EXAMPLE.findall(page):
         overrides = shlex.split(words.replace("\\\n", " "))
-        card = overrides.pop(overrides.index("--card-gib") + 1)
-        overrides.remove("--card-gib")
+        gpu = overrides.pop(overrides.index("--gpu-gib") + 1)
+        overrides.remove("--gpu-gib")
         run = load_config(repository / file, *overrides)
         assert run.rloo.thinking_budget == 16384
-        plan = plan_vram(run, float(card))
+        plan = plan_vram(run, float(gpu))
         peaks = f"{plan.rollout_gib:.1f} in the rollout, {plan.training_gib:.1f} in training"
         verdict = "" if plan.fits else f", does not fit; {plan.changes[0].override} does"
         assert said == f"{plan.rows} of {plan.completions} at once: {peaks}{verdict}", (file, words)

@@ -22,7 +22,7 @@ SMALL = {
 
 
 def load_of(shape: ModelShape, **changes: Any) -> Load:
-    """A run on a card: LoRA r = 16 in 4-bit with 8-bit Adam, Unsloth's checkpointing, one sequence a pass."""
+    """A run on a GPU: LoRA r = 16 in 4-bit with 8-bit Adam, Unsloth's checkpointing, one sequence a pass."""
     given = Load(
         shape=shape,
         four_bit=True,
@@ -298,7 +298,7 @@ def test_each_setting_moves_its_part() -> None:
 
 
 def test_each_cache_moves_what_it_says() -> None:
-    """8 bits halve the cache and bring one layer back in full; the machine's memory takes it off the card, and on a CPU
+    """8 bits halve the cache and bring one layer back in full; the machine's memory takes it off the GPU, and on a CPU
     it is nowhere else. Exact bytes are counted in test_rollout_cache."""
     load = load_of(PUBLISHED["4b"], fused=False)
     small, away = replace(load, cache="int8"), replace(load, cache="offloaded")

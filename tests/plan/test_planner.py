@@ -64,14 +64,14 @@ def test_a_file_in_the_cache_wins_over_the_table(tmp_path: Path) -> None:
         "tie_word_embeddings": True,
         "quantization_config": {"load_in_4bit": True, "llm_int8_skip_modules": ["lm_head", "model.layers.3.mlp"]},
     }  # fmt: skip
-    before = plan_vram(load_config(THINKING, model={"name": name}), card_gib=12)
+    before = plan_vram(load_config(THINKING, model={"name": name}), gpu_gib=12)
     for commit, layers in (("old", 1), ("new", 36), ("other", 2)):
         folder = tmp_path / "hub" / "models--unsloth--Qwen3-4B-unsloth-bnb-4bit" / "snapshots" / commit
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
     (folder.parents[1] / "refs").mkdir()
     (folder.parents[1] / "refs" / "main").write_text("new")
-    after = plan_vram(load_config(THINKING, model={"name": name}), card_gib=12)
+    after = plan_vram(load_config(THINKING, model={"name": name}), gpu_gib=12)
     kept = 3 * 2560 * 9728 * (2 - 0.516) / 2**30
     assert after.training_gib - before.training_gib == pytest.approx(kept, rel=0.01)
     assert any("keeps some layers in 16 bit" in note for note in before.notes)
@@ -110,8 +110,8 @@ def test_the_embedded_models_need_no_build() -> None:
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def card_of(path: Path) -> float | None:
-    """GiB of the card that a config's header names, a GB being a billion bytes: less than such a card has."""
+def gpu_of(path: Path) -> float | None:
+    """GiB of the GPU that a config's header names, a GB being a billion bytes: less than such a GPU has."""
     found = re.search(r"NVIDIA GPU with (\d+) GB", path.read_text(encoding="utf-8"))
     return int(found[1]) * 1e9 / 2**30 if found else None
 
@@ -120,16 +120,16 @@ RUNS = sorted(path for path in CONFIGS.glob("*.yaml") if not path.stem.startswit
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_every_config_fits_its_card(path: Path) -> None:
+def test_every_config_fits_its_gpu(path: Path) -> None:
     """A config for 8 GB that needs 9 fails after ten minutes of download and evaluation."""
-    plan = plan_vram(load_config(path), card_of(path))
+    plan = plan_vram(load_config(path), gpu_of(path))
     assert plan.fits and not plan.changes, str(plan)
-    assert plan.rows >= plan.completions - 1, "the rollout was meant to go in one piece on this card"
+    assert plan.rows >= plan.completions - 1, "the rollout was meant to go in one piece on this GPU"
 
 
 @pytest.mark.parametrize(("gib", "rows"), [(24, 8), (12, 8), (8, 5), (6, 2)])
 def test_rows_are_planned(gib: float, rows: int) -> None:
-    """One run file for every card: a smaller one generates fewer rows at once, and trains the same."""
+    """One run file for every GPU: a smaller one generates fewer rows at once, and trains the same."""
     run = load_config(THINKING)
     plan = plan_vram(run, gib)
     assert plan.rows == rows and plan.fits
@@ -139,7 +139,7 @@ def test_rows_are_planned(gib: float, rows: int) -> None:
 
 
 def test_a_rollout_on_a_server_takes_nothing_here(tiny_model: Any) -> None:
-    """A small card beside a server was told to lower what the server has to hold; and a plan that does not fit would
+    """A small GPU beside a server was told to lower what the server has to hold; and a plan that does not fit would
     have sent one request at a time."""
     from types import SimpleNamespace
 
@@ -239,11 +239,11 @@ def test_8_bits_are_a_change_where_one_row_is_too_much() -> None:
     assert [change.key for change in both.changes] == ["rloo.thinking_budget"]
 
 
-def test_a_card_that_is_too_small_for_anything_is_told_so() -> None:
+def test_a_gpu_that_is_too_small_for_anything_is_told_so() -> None:
     """A list of changes whose end does not fit either must not read like a cure."""
     plan = plan_vram(load_config(THINKING), 3)
     assert not plan.fits and plan.rows == 1 and not any(change.fits for change in plan.changes)
-    assert "smaller model or a larger card" in str(plan) or not plan.changes
+    assert "smaller model or a larger GPU" in str(plan) or not plan.changes
     assert all(change.value != 0 for change in plan.changes) and SHORTEST > 0
 
 
@@ -262,7 +262,7 @@ def test_the_table_fits_a_notebook_and_adds_up(words: list[str]) -> None:
 # -- the machine ------------------------------------------------------------------------------------------------------
 
 
-def test_the_whole_memory_of_the_card_counts(run_fresh: Any, repository: Path) -> None:
+def test_the_whole_memory_of_the_gpu_counts(run_fresh: Any, repository: Path) -> None:
     """What is free now depends on what the notebook has loaded already: rows would fall from cell to cell."""
     code = f"run = rloo_kit.load_config({str(THINKING)!r})\nplan = rloo_kit.plan_vram(run)\n"
     code += "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
@@ -271,7 +271,7 @@ def test_the_whole_memory_of_the_card_counts(run_fresh: Any, repository: Path) -
     assert done.stdout.strip() == "A10 24.0 8 activations are those of the transformers backend", done.stderr
 
 
-def test_without_a_card_the_memory_of_the_machine_counts(tmp_path: Path) -> None:
+def test_without_a_gpu_the_memory_of_the_machine_counts(tmp_path: Path) -> None:
     """A container's limit is below the machine's memory, and the files it has read are no burden."""
     import psutil
 
@@ -300,7 +300,7 @@ def test_widths_follow_the_run() -> None:
     assert widths(24, "model.lora=null", "model.load_in_4bit=false", "model.name=Qwen/Qwen3-0.6B") == (4, 2, False)
     assert widths(24, "model.dtype=float32") == (4, 4, True)
     assert widths(None) == (4, 4, False)
-    with pytest.raises(ConfigError, match="card_gib is 0"):
+    with pytest.raises(ConfigError, match="gpu_gib is 0"):
         plan_vram(load_config(THINKING), 0)
 
 
@@ -346,5 +346,5 @@ def test_a_pass_on_a_cpu_is_planned_as_it_is_made(monkeypatch: pytest.MonkeyPatc
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.memory=low")
     assert planned_limits(run, policy)["tokens_per_pass"] < 2048
     for gib in (float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="card_gib is"):
+        with pytest.raises(ConfigError, match="gpu_gib is"):
             plan_vram(run, gib)

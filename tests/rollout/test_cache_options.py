@@ -71,7 +71,7 @@ def test_eight_bits_are_off_by_half_a_scale(kind: str) -> None:
     """A scale that is stored in 16 bits is not the one that codes were made with, if one divides by the other."""
     import torch
 
-    from rloo_kit.rollout.kv_cache_kinds import LEVELS, pack_8_bit, unpack_8_bit
+    from rloo_kit.rollout.kv_cache import LEVELS, pack_8_bit, unpack_8_bit
 
     dtype = getattr(torch, kind)
     states = torch.randn(50, 4, 32, generator=torch.Generator().manual_seed(0)).mul(3).to(dtype)
@@ -92,7 +92,7 @@ def test_broken_states_stay_broken(broken: float) -> None:
     """int8 has no NaN: broken weights would come back as plain numbers, and a run went on on noise."""
     import torch
 
-    from rloo_kit.rollout.kv_cache_kinds import pack_8_bit, unpack_8_bit
+    from rloo_kit.rollout.kv_cache import pack_8_bit, unpack_8_bit
 
     states = torch.ones(2, 1, 4)
     states[1, 0, 2] = broken
@@ -134,7 +134,7 @@ def test_a_moved_row_takes_its_scales_along() -> None:
     """Codes without their scales are another row's words, a little louder."""
     import torch
 
-    from rloo_kit.rollout.kv_cache_kinds import EightBitCache
+    from rloo_kit.rollout.kv_cache import EightBitCache
 
     cache = EightBitCache(slots=3, block_tokens=4)
     for slot in range(3):
@@ -183,7 +183,7 @@ def test_rows_do_not_depend_on_their_slots(make_model: Any, monkeypatch: Any) ->
 
 
 def test_sixteen_bit_models_keep_8_bits_too(make_model: Any) -> None:
-    """The cards that need it hold bf16: scales in float32 would turn the attention's inputs into float32."""
+    """The GPUs that need it hold bf16: scales in float32 would turn the attention's inputs into float32."""
     import torch
 
     model = make_model().to(torch.bfloat16)
@@ -215,7 +215,7 @@ def test_rows_are_halved_with_8_bits(make_model: Any, monkeypatch: Any) -> None:
 
 
 def test_a_budget_costs_one_call_of_generate(make_model: Any, monkeypatch: Any) -> None:
-    """The answers were a second call, whose prefill is whole rows at once: on a small card more than decoding takes."""
+    """The answers were a second call, whose prefill is whole rows at once: on a small GPU more than decoding takes."""
     import torch
 
     model = make_model()
@@ -244,7 +244,7 @@ REFUSED = {
     "pages": ("int8", "continuous", "transformers", True, "pages its cache itself.*rollout.cache=plain"),
     "vllm": ("int8", "vllm", "transformers", True, "kv_cache_dtype.*rollout.cache=plain"),
     "server": ("offloaded", "server", "transformers", True, "the server holds.*--kv-cache-dtype"),
-    "no card": ("offloaded", "generate", "transformers", False, "not on a card.*rollout.cache=plain"),
+    "no GPU": ("offloaded", "generate", "transformers", False, "not on a GPU.*rollout.cache=plain"),
     "no hqq": ("int8", "generate", "transformers", True, "pip install hqq.*rollout.engine=native"),
 }
 

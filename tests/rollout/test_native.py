@@ -218,7 +218,7 @@ def test_draws_follow_the_softmax(vocabulary: int) -> None:
     """Both ways of drawing, one level and two, blocks that the vocabulary does not fill, tokens of probability 0."""
     import torch
 
-    from rloo_kit.rollout.token_draw import draw
+    from rloo_kit.rollout.native import draw
 
     generator = torch.Generator().manual_seed(3)
     logits = 2 * torch.randn(vocabulary, generator=generator)
@@ -280,7 +280,7 @@ def test_continuous_batching_leaves_the_model_as_it_is(make_model: Any, tiny_tok
     completions as `generate`, the same budget, log-probabilities that scoring confirms, weights untouched."""
     import torch
 
-    from rloo_kit.gradient.packed_attention import install
+    from rloo_kit.gradient.packing import install
     from rloo_kit.rollout.engine import make_limits
 
     model = make_model(ends=-1.0).train()
@@ -304,7 +304,7 @@ def test_continuous_batching_leaves_the_model_as_it_is(make_model: Any, tiny_tok
 
 
 def run_out_above(model: Any, rows: int, seen: list[int], patch: pytest.MonkeyPatch, on_cpu: bool = False) -> None:
-    """Let the model's forward fail above so many rows, as a card does: in the middle of a rollout, not at its start."""
+    """Let the model's forward fail above so many rows, as a GPU does: in the middle of a rollout, not at its start."""
     import torch
 
     base, forward = model.get_base_model(), model.get_base_model().forward

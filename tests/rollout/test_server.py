@@ -626,7 +626,7 @@ def test_vllm_with_an_address_is_trls_server_mode(
     url: str | None, make_trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`rollout.engine: vllm` with an address and without are two ways of TRL's; a run that was to use the server's
-    cards loaded a second vLLM on its own."""
+    GPUs loaded a second vLLM on its own."""
     import trl
 
     from rloo_kit.loop import trainer

@@ -119,8 +119,8 @@ class StandIn:
             if path == "/health":
                 return ""
             assert path == "/v1/models", path
-            cards = [{"id": self.name, "root": self.name, "parent": None, "max_model_len": self.max_model_len}]
-            return {"data": cards + [{"id": n, "root": f, "parent": self.name} for n, f in self.loaded.items()]}
+            gpus = [{"id": self.name, "root": self.name, "parent": None, "max_model_len": self.max_model_len}]
+            return {"data": gpus + [{"id": n, "root": f, "parent": self.name} for n, f in self.loaded.items()]}
         routes = {"/v1/completions": self.complete}
         if self.allows_updates:
             routes |= {"/v1/load_lora_adapter": self.load, "/v1/unload_lora_adapter": self.unload}

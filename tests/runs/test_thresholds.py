@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo_kit.runs.thresholds import LAST_ROWS, THRESHOLDS, judge
+from rloo_kit.runs.health import LAST_ROWS, THRESHOLDS, judge
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "10-metrics.md"
 BY_NAME = {one.metrics[0]: one for one in THRESHOLDS}

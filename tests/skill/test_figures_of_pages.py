@@ -30,13 +30,13 @@ def test_the_ids_are_the_codes() -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_the_memory_table_is_the_configs(config: Path) -> None:
-    """A config that was made smaller leaves a table that sends people to a larger card."""
+    """A config that was made smaller leaves a table that sends people to a larger GPU."""
     text = config.read_text(encoding="utf-8")
     values = {key: re.search(rf"{key}: (\d+)", text) for key in ("num_generations", "max_completion_length")}
     memory = re.search(r"([\d.]+) GiB in a rollout, ([\d.]+) GiB in training", text)
-    card = re.search(r"GPU with (\d+) GB", text)
-    assert memory is not None and card is not None and None not in values.values()
-    cells = [card[1] + " GB", f"`{config.name}`", *(found[1] for found in values.values() if found), *memory.groups()]
+    gpu = re.search(r"GPU with (\d+) GB", text)
+    assert memory is not None and gpu is not None and None not in values.values()
+    cells = [gpu[1] + " GB", f"`{config.name}`", *(found[1] for found in values.values() if found), *memory.groups()]
     assert f"| {' | '.join(cells)} |" in read("memory.md")
 
 

@@ -28,15 +28,15 @@ def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict]:
 
 
 def fake_bitsandbytes(tmp_path: Path, library: str) -> None:
-    """A bitsandbytes whose native library is `library`; the real one needs a card to load its CUDA part."""
+    """A bitsandbytes whose native library is `library`; the real one needs a GPU to load its CUDA part."""
     folder = tmp_path / "site" / "bitsandbytes"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
     (folder / "cextension.py").write_text(f"from types import SimpleNamespace as S\nlib = {library}\n")
 
 
-def test_a_laptop_without_a_card_is_well(run_fresh: RunFresh) -> None:
-    """The demo runs there: neither a missing card nor being offline may end in exit code 1."""
+def test_a_laptop_without_a_gpu_is_well(run_fresh: RunFresh) -> None:
+    """The demo runs there: neither a missing GPU nor being offline may end in exit code 1."""
     code = AS_JSON.replace("raise", "assert not {'torch', 'numpy', 'IPython'} & set(sys.modules)\nraise")
     found = findings(run_fresh(code))
     assert found["GPU"]["status"] == "ok" and "embedded model runs on the CPU" in found["GPU"]["found"]
@@ -45,7 +45,7 @@ def test_a_laptop_without_a_card_is_well(run_fresh: RunFresh) -> None:
     assert not {"bitsandbytes CUDA library", "GPU memory", "unsloth"} & set(found)
 
 
-def test_a_card_is_checked_further(run_fresh: RunFresh, tmp_path: Path) -> None:
+def test_a_gpu_is_checked_further(run_fresh: RunFresh, tmp_path: Path) -> None:
     """Memory that a forgotten kernel holds is the commonest cause of running out of it."""
     fake_bitsandbytes(tmp_path, "S(compiled_with_cuda=True, _lib=S(_name='/x/libbitsandbytes_cuda130.so'))")
     found = findings(run_fresh(AS_JSON, [A10]))

@@ -76,8 +76,8 @@ def test_a_variable_that_is_set_wins(tmp_path: Path) -> None:
     assert (os.environ["HF_TOKEN"], report.keys["HF_TOKEN"]) == ("from the shell", "found in the environment")
 
 
-def test_an_empty_cuda_visible_devices_means_no_card_and_stays(tmp_path: Path) -> None:
-    """The exception to the rule above: empty is how a card is hidden."""
+def test_an_empty_cuda_visible_devices_means_no_gpu_and_stays(tmp_path: Path) -> None:
+    """The exception to the rule above: empty is how a GPU is hidden."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     load_env_file(write(tmp_path, "CUDA_VISIBLE_DEVICES=0"))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""

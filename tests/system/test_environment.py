@@ -12,7 +12,7 @@ import pytest
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.system import console as progress
 from rloo_kit.system.environment import choose_backend, choose_precision
-from rloo_kit.system.gpu import Card
+from rloo_kit.system.gpu import Gpu
 from rloo_kit.system.versions import is_importable
 
 GIB = 2**30
@@ -22,8 +22,8 @@ T4 = {"name": "Tesla T4", "capability": [7, 5], "total": 16 * GIB, "used": 0, "u
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def card(capability: tuple[int, int]) -> Card:
-    return Card(0, "a card", 24.0, 20.0, capability, "580.00")
+def gpu(capability: tuple[int, int]) -> Gpu:
+    return Gpu(0, "a GPU", 24.0, 20.0, capability, "580.00")
 
 
 def printed(done: subprocess.CompletedProcess[str]) -> str:
@@ -37,18 +37,18 @@ def printed(done: subprocess.CompletedProcess[str]) -> str:
 )
 def test_precision_follows_the_cards_hardware(capability: tuple[int, int], precision: str) -> None:
     """torch.cuda.is_bf16_supported() counts emulation, so a T4 said yes and trained at a tenth of its speed."""
-    chosen, reason = choose_precision(card(capability))
+    chosen, reason = choose_precision(gpu(capability))
     assert chosen == precision
     assert f"compute capability {capability[0]}.{capability[1]}" in reason
 
 
-def test_precision_without_a_card_is_fp32() -> None:
+def test_precision_without_a_gpu_is_fp32() -> None:
     """RLOOConfig defaults to bf16 and raises on a CPU."""
-    assert choose_precision(None) == ("fp32", "no NVIDIA card is used")
+    assert choose_precision(None) == ("fp32", "no NVIDIA GPU is used")
 
 
 @pytest.mark.parametrize(
-    ("cards", "variables", "expected"),
+    ("gpus", "variables", "expected"),
     [
         ([A10], {}, "bf16 bf16 bfloat16"),
         ([T4], {}, "fp16 fp16 float16"),
@@ -58,11 +58,11 @@ def test_precision_without_a_card_is_fp32() -> None:
         (None, {"ACCELERATE_MIXED_PRECISION": "bf16"}, "fp32 no float32"),
     ],
 )
-def test_accelerate_is_told_the_same_precision(run_fresh: Run, cards: list, variables: dict, expected: str) -> None:
+def test_accelerate_is_told_the_same_precision(run_fresh: Run, gpus: list, variables: dict, expected: str) -> None:
     """accelerate reads the variable unchecked, and it beats bf16=False: a left-over made a CPU run fail."""
     code = "e = rloo_kit.setup_environment()\n"
     code += "print(e.precision, os.environ['ACCELERATE_MIXED_PRECISION'], e.dtype_name)"
-    assert printed(run_fresh(code, cards, **variables)) == expected
+    assert printed(run_fresh(code, gpus, **variables)) == expected
 
 
 def test_a_precision_that_had_to_be_changed_is_noted(run_fresh: Run) -> None:
@@ -71,8 +71,8 @@ def test_a_precision_that_had_to_be_changed_is_noted(run_fresh: Run) -> None:
     assert "ACCELERATE_MIXED_PRECISION was 'bf16'; set to 'no' to agree with the precision" in printed(done)
 
 
-def test_a_cpu_build_of_torch_leaves_the_card_alone(run_fresh: Run, tmp_path: Path) -> None:
-    """A card, Unsloth and a CPU torch: Unsloth's import failed far away from the cause."""
+def test_a_cpu_build_of_torch_leaves_the_gpu_alone(run_fresh: Run, tmp_path: Path) -> None:
+    """A GPU, Unsloth and a CPU torch: Unsloth's import failed far away from the cause."""
     metadata = tmp_path / "site" / "torch-2.13.0.dist-info" / "METADATA"
     metadata.write_text(metadata.read_text().replace("2.13.0", "2.13.0+cpu"))
     found = printed(run_fresh("print(rloo_kit.setup_environment())", [A10]))
@@ -93,7 +93,7 @@ def test_unsloth_cannot_be_forced_where_it_is_not(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "unsloth", None)  # type: ignore[arg-type]
     monkeypatch.setenv("RLOO_KIT_BACKEND", "unsloth")
     with pytest.raises(SetupError) as caught:
-        choose_backend("auto", card((8, 0)), "")
+        choose_backend("auto", gpu((8, 0)), "")
     assert str(caught.value) == (
         "RLOO_KIT_BACKEND=unsloth: Unsloth is not installed. pip install -e '.[gpu]'; or go without it: "
         "RLOO_KIT_BACKEND=transformers"

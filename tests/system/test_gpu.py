@@ -1,4 +1,4 @@
-"""Which card is this process's, by the driver's word; only the driver is faked."""
+"""Which GPU is this process's, by the driver's word; only the driver is faked."""
 
 import json
 import sys
@@ -19,42 +19,42 @@ A10["processes"] = [[41, "/usr/bin/python3 --token hf_secret", 4 * GIB], [42, ""
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "fake_driver")
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
-    for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "FAKE_CARDS"):
+    for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "FAKE_GPUS"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
-def cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_CARDS", json.dumps([T4, A10]))
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_GPUS", json.dumps([T4, A10]))
 
 
-def test_no_driver_is_no_card_with_the_reason() -> None:
+def test_no_driver_is_no_gpu_with_the_reason() -> None:
     """The common laptop: NVML raises on start, and set-up must not."""
-    assert gpu.find_cards() == gpu.Cards(None, 0, "no NVIDIA driver: NVML Shared Library Not Found")
+    assert gpu.find_gpus() == gpu.Gpus(None, 0, "no NVIDIA driver: NVML Shared Library Not Found")
 
 
-def test_a_driver_that_fails_is_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_fails_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that was updated under a running kernel answers every question with an error."""
-    monkeypatch.setenv("FAKE_CARDS", "broken")
-    found = gpu.find_cards()
-    assert (found.card, found.reason) == (None, "the NVIDIA driver does not answer: Unknown Error")
+    monkeypatch.setenv("FAKE_GPUS", "broken")
+    found = gpu.find_gpus()
+    assert (found.gpu, found.reason) == (None, "the NVIDIA driver does not answer: Unknown Error")
 
 
-def test_a_driver_without_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers often have the driver's library and no card."""
-    monkeypatch.setenv("FAKE_CARDS", "[]")
-    assert gpu.find_cards().reason == "the NVIDIA driver lists no card"
+def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers often have the driver's library and no GPU."""
+    monkeypatch.setenv("FAKE_GPUS", "[]")
+    assert gpu.find_gpus().reason == "the NVIDIA driver lists no GPU"
 
 
-@pytest.mark.usefixtures("cards")
-def test_the_first_card_is_read() -> None:
+@pytest.mark.usefixtures("gpus")
+def test_the_first_gpu_is_read() -> None:
     """Memory in GiB, capability as a pair: precision is decided by it."""
-    found = gpu.find_cards()
+    found = gpu.find_gpus()
     assert found.count == 2
-    assert found.card == gpu.Card(0, "Tesla T4", 16.0, 15.0, (7, 5), "580.00")
+    assert found.gpu == gpu.Gpu(0, "Tesla T4", 16.0, 15.0, (7, 5), "580.00")
 
 
-@pytest.mark.usefixtures("cards")
+@pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize(
     ("visible", "names"),
     [
@@ -71,49 +71,49 @@ def test_the_first_card_is_read() -> None:
     ],
 )
 def test_cuda_visible_devices_is_obeyed(monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]) -> None:
-    """NVML ignores the variable: a run told to use the A10 was given fp16 because card 0 is a T4."""
+    """NVML ignores the variable: a run told to use the A10 was given fp16 because GPU 0 is a T4."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = gpu.find_cards()
-    assert (found.card.name if found.card else None) == (names[0] if names else None)
+    found = gpu.find_gpus()
+    assert (found.gpu.name if found.gpu else None) == (names[0] if names else None)
     assert found.count == len(names)
     if not names:
-        assert found.reason == f"CUDA_VISIBLE_DEVICES={visible!r} hides the 2 NVIDIA card(s)"
+        assert found.reason == f"CUDA_VISIBLE_DEVICES={visible!r} hides the 2 NVIDIA GPU(s)"
 
 
-@pytest.mark.usefixtures("cards")
-def test_a_mig_slice_has_its_own_memory_and_its_cards_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slice of 5 GiB on a card of 24: the whole card's memory would be a promise that nobody keeps."""
+@pytest.mark.usefixtures("gpus")
+def test_a_mig_slice_has_its_own_memory_and_its_gpus_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of 5 GiB on a GPU of 24: the whole GPU's memory would be a promise that nobody keeps."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-slice")
-    card = gpu.find_cards().card
-    assert card is not None and (card.name, card.memory_gib, card.capability) == ("A10", 5.0, (8, 6))
+    found = gpu.find_gpus().gpu
+    assert found is not None and (found.name, found.memory_gib, found.capability) == ("A10", 5.0, (8, 6))
 
 
-@pytest.mark.usefixtures("cards")
+@pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize(("rank", "name"), [("1", "A10"), ("0", "Tesla T4"), ("5", "Tesla T4"), ("x", "Tesla T4")])
-def test_a_launched_process_reads_its_own_card(monkeypatch: pytest.MonkeyPatch, rank: str, name: str) -> None:
-    """Every rank reading card 0 reported the same card's memory eight times."""
+def test_a_launched_process_reads_its_own_gpu(monkeypatch: pytest.MonkeyPatch, rank: str, name: str) -> None:
+    """Every rank reading GPU 0 reported the same GPU's memory eight times."""
     monkeypatch.setenv("LOCAL_RANK", rank)
-    card = gpu.find_cards().card
-    assert card is not None and card.name == name
+    found = gpu.find_gpus().gpu
+    assert found is not None and found.name == name
 
 
-@pytest.mark.usefixtures("cards")
+@pytest.mark.usefixtures("gpus")
 def test_holders_are_named_by_program_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command line can hold a token, and reports are pasted into issues."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    card = gpu.find_cards().card
-    assert card is not None
+    found = gpu.find_gpus().gpu
+    assert found is not None
     holders = [(41, "python3", 4.0), (42, "unknown", 2.0), (43, "x", None)]
-    assert [(one.pid, one.name, one.memory_gib) for one in gpu.find_holders(card)] == holders
+    assert [(one.pid, one.name, one.memory_gib) for one in gpu.find_holders(found)] == holders
 
 
 def test_holders_without_a_driver_are_nobody() -> None:
     """The driver can go away between two questions."""
-    assert gpu.find_holders(gpu.Card(0, "A10", 24.0, 24.0, (8, 6), "580.00")) == []
+    assert gpu.find_holders(gpu.Gpu(0, "A10", 24.0, 24.0, (8, 6), "580.00")) == []
 
 
-def test_without_the_bindings_there_is_no_card_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing package of 50 kB looked like a missing card."""
+def test_without_the_bindings_there_is_no_gpu_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing package of 50 kB looked like a missing GPU."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu.find_cards().card is None
-    assert "NVML's Python bindings (nvidia-ml-py) are not installed" in gpu.find_cards().reason
+    assert gpu.find_gpus().gpu is None
+    assert "NVML's Python bindings (nvidia-ml-py) are not installed" in gpu.find_gpus().reason

@@ -15,11 +15,11 @@ import pytest
 from rloo_kit.errors import BackendError, ConfigError, RunExistsError, SetupError
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system import environment, launcher, processes
-from rloo_kit.system.gpu import Card, Cards
+from rloo_kit.system.gpu import Gpu, Gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
-CARD = Card(0, "a card", 24.0, 23.0, (8, 0), "1")
+GPU = Gpu(0, "a GPU", 24.0, 23.0, (8, 0), "1")
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +152,7 @@ def test_what_the_folder_refuses_is_refused_in_the_main_process(tmp_path, be):
 
 @pytest.mark.parametrize("told_by_main", [False, True])
 def test_an_error_that_one_process_had_is_recorded_once(tmp_path, be, monkeypatch, told_by_main):
-    """The second card ran out of memory, the main process hung in a collective: status.json said "running" for ever."""
+    """The second GPU ran out of memory, the main process hung in a collective: status.json said "running" for ever."""
     monkeypatch.setattr("rloo_kit.runs.run_dir.SECONDS_FOR_MAIN", 0)
     run = Run(tmp_path / "run")
     main = RunDir.create(run)
@@ -160,10 +160,10 @@ def test_an_error_that_one_process_had_is_recorded_once(tmp_path, be, monkeypatc
     with pytest.raises(MemoryError), RunDir.create(run, resume=True):
         if told_by_main:
             main.set_status("failed", error="the same")
-        raise MemoryError("on card 1")
+        raise MemoryError("on GPU 1")
     status = main.status()
     assert status["state"] == "failed"
-    assert status["error"] == ("the same" if told_by_main else "process 1 of 2: MemoryError: on card 1")
+    assert status["error"] == ("the same" if told_by_main else "process 1 of 2: MemoryError: on GPU 1")
     main.close()
 
 
@@ -184,27 +184,27 @@ def test_a_run_goes_on_in_as_many_processes(tmp_path, be, before, now, cure):
 # ---------------------------------------------------------------------------------------------------- the backend
 
 
-@pytest.mark.parametrize("card", [CARD, None])
-def test_several_processes_take_transformers_and_say_why(card, be, monkeypatch):
-    """Unsloth on one card, transformers beyond: with Unsloth two processes would both train on the first card."""
+@pytest.mark.parametrize("gpu", [GPU, None])
+def test_several_processes_take_transformers_and_say_why(gpu, be, monkeypatch):
+    """Unsloth on one GPU, transformers beyond: with Unsloth two processes would both train on the first GPU."""
     monkeypatch.setattr(environment, "is_importable", lambda name: True)
     be(0)
-    backend, reason = environment.choose_backend("auto", card, "no card")
+    backend, reason = environment.choose_backend("auto", gpu, "no GPU")
     assert backend == "transformers"
-    assert reason == "2 processes, and Unsloth trains on one card"
+    assert reason == "2 processes, and Unsloth trains on one GPU"
 
 
 @pytest.mark.parametrize("how", ["argument", "variable", "imported"])
 def test_unsloth_with_several_processes_is_refused(how, be, monkeypatch):
-    """It would have been taken without a word, and hung or trained one copy a card."""
+    """It would have been taken without a word, and hung or trained one copy a GPU."""
     monkeypatch.setattr(environment, "is_importable", lambda name: True)
     if how == "variable":
         monkeypatch.setenv(environment.BACKEND_VARIABLE, "unsloth")
     if how == "imported":
         monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())
     be(1, 4)
-    with pytest.raises(SetupError, match="4 processes, and Unsloth trains on one card"):
-        environment.choose_backend("unsloth" if how == "argument" else "auto", CARD, "")
+    with pytest.raises(SetupError, match="4 processes, and Unsloth trains on one GPU"):
+        environment.choose_backend("unsloth" if how == "argument" else "auto", GPU, "")
 
 
 def test_the_key_is_refused_too_where_the_environment_was_settled_before(be):
@@ -219,7 +219,7 @@ def test_the_key_is_refused_too_where_the_environment_was_settled_before(be):
 
 @pytest.mark.parametrize(("variable", "library"), [("FSDP", "FSDP"), ("DEEPSPEED", "DeepSpeed")])
 def test_4bit_weights_are_not_sharded(variable, library, be, monkeypatch):
-    """accelerate keeps 4-bit weights whole on each card under FSDP 2: sharding would save nothing, without a word."""
+    """accelerate keeps 4-bit weights whole on each GPU under FSDP 2: sharding would save nothing, without a word."""
     from rloo_kit.models.policy import _choose
 
     be(0)
@@ -232,19 +232,19 @@ def test_4bit_weights_are_not_sharded(variable, library, be, monkeypatch):
 
 
 def test_cards_that_compute_in_different_types_are_refused(be, monkeypatch):
-    """A bf16 card beside an fp16 card: each process would load and train in a type of its own."""
+    """A bf16 GPU beside an fp16 GPU: each process would load and train in a type of its own."""
     from rloo_kit.models import policy as backends
 
     run = SimpleNamespace(model=SimpleNamespace(dtype="auto"), rloo=SimpleNamespace(bf16=None, fp16=None))
     monkeypatch.setattr(backends, "gather_objects", lambda own: [own, ("float16", "fp16")])
     with pytest.raises(BackendError, match=r"process 0 \w+/\w+, process 1 float16/fp16.*model.dtype=float16"):
-        backends._refuse_mixed_cards(run)
+        backends._refuse_mixed_gpus(run)
     monkeypatch.setattr(backends, "gather_objects", lambda own: [own, own])
-    backends._refuse_mixed_cards(run)
+    backends._refuse_mixed_gpus(run)
 
 
 def test_the_table_says_how_many_processes(be, monkeypatch):
-    """It is printed once, of one process: without this line it would look like a run on one card."""
+    """It is printed once, of one process: without this line it would look like a run on one GPU."""
     be(0, 8)
     settled = environment.prepare_environment()
     assert dict(settled.rows())["processes"].startswith("8;")
@@ -256,7 +256,7 @@ def test_the_table_says_how_many_processes(be, monkeypatch):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_accelerate_reads_our_launch_files(file, monkeypatch):
-    """A key that accelerate does not know stops it on the machine with the cards; and each file starts what it says."""
+    """A key that accelerate does not know stops it on the machine with the GPUs; and each file starts what it says."""
     from accelerate.commands import launch
 
     chosen = []
@@ -302,11 +302,11 @@ def test_multi_cpu_starts_one_process(monkeypatch, tmp_path):
         launcher.check_launch_file(file)
 
 
-def test_the_cpu_file_hides_every_card(run_fresh):
-    """On a machine with cards two processes for the CPU would both have taken one: the driver says what -1 leaves."""
-    card = {"name": "a card", "memory_gib": 24, "capability": [8, 0]}
-    code = "from rloo_kit.system.gpu import find_cards\nprint(find_cards().card is None)"
-    assert run_fresh(code, cards=[card, card], CUDA_VISIBLE_DEVICES="-1,-1").stdout == "True\n"
+def test_the_cpu_file_hides_every_gpu(run_fresh):
+    """On a machine with GPUs two processes for the CPU would both have taken one: the driver says what -1 leaves."""
+    gpu = {"name": "a GPU", "memory_gib": 24, "capability": [8, 0]}
+    code = "from rloo_kit.system.gpu import find_gpus\nprint(find_gpus().gpu is None)"
+    assert run_fresh(code, gpus=[gpu, gpu], CUDA_VISIBLE_DEVICES="-1,-1").stdout == "True\n"
 
 
 # ---------------------------------------------------------------------------------------------------- launching
@@ -347,19 +347,19 @@ def test_launching_inside_a_launch_is_refused(variables, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "cards", "message"),
+    ("settings", "gpus", "message"),
     [
-        ({"num_processes": 2}, Cards(CARD, 1, ""), "but 1 of its cards can be used: --processes 1"),
-        ({"num_processes": 8}, Cards(None, 0, "no driver"), "no driver: configs/accelerate/cpu_two.yaml"),
-        ({"num_processes": 16, "num_machines": 2}, Cards(CARD, 4, ""), "starts 8 processes on this.*--processes 8"),
+        ({"num_processes": 2}, Gpus(GPU, 1, ""), "but 1 of its GPUs can be used: --processes 1"),
+        ({"num_processes": 8}, Gpus(None, 0, "no driver"), "no driver: configs/accelerate/cpu_two.yaml"),
+        ({"num_processes": 16, "num_machines": 2}, Gpus(GPU, 4, ""), "starts 8 processes on this.*--processes 8"),
     ],
 )
-def test_more_processes_than_cards_are_refused(settings, cards, message):
+def test_more_processes_than_cards_are_refused(settings, gpus, message):
     """CUDA's "invalid device ordinal" from the ninth process says nothing of the launch file."""
     with pytest.raises(ConfigError, match=message):
-        launcher.check_cards(Path("ddp.yaml"), settings, cards)
-    launcher.check_cards(Path("ddp.yaml"), settings | {"use_cpu": True}, cards)
-    launcher.check_cards(Path("ddp.yaml"), settings, Cards(CARD, 8, ""))
+        launcher.check_gpus(Path("ddp.yaml"), settings, gpus)
+    launcher.check_gpus(Path("ddp.yaml"), settings | {"use_cpu": True}, gpus)
+    launcher.check_gpus(Path("ddp.yaml"), settings, Gpus(GPU, 8, ""))
 
 
 def test_the_launcher_gets_the_same_arguments(monkeypatch, capsys):
@@ -407,7 +407,7 @@ def test_the_exit_code_is_that_of_the_process_that_failed(codes, expected, told)
 
 
 def test_processes_without_launch_are_refused(tmp_path, capsys):
-    """--processes 8 without --launch would train on one card and say nothing."""
+    """--processes 8 without --launch would train on one GPU and say nothing."""
     from typer.testing import CliRunner
 
     from rloo_kit.cli import app
@@ -443,8 +443,8 @@ def test_one_ctrl_c_that_comes_twice_counts_once(be):
             signal.sigtimedwait([], 0)
 
 
-def test_limits_are_the_least_of_all_cards(monkeypatch):
-    """One card with less free memory made fewer, longer passes than the others, and they waited in a collective."""
+def test_limits_are_the_least_of_all_gpus(monkeypatch):
+    """One GPU with less free memory made fewer, longer passes than the others, and they waited in a collective."""
     from rloo_kit.loop import run as training
 
     found = [{"rollout_rows": 16}, {"rollout_rows": 8, "tokens_per_pass": 512}]

@@ -31,13 +31,13 @@ ROWS = 8
 
 @pytest.fixture(scope="module")
 def in_4bit():
-    """Qwen3-32B with LoRA r=16, one group of 8 completions of 8k tokens a card."""
+    """Qwen3-32B with LoRA r=16, one group of 8 completions of 8k tokens a GPU."""
     run = load_config(ROOT / "configs" / "qwen3_4b_thinking.yaml", *OVERRIDES)
-    return read_load(run, Machine("a card", 80.0, 1.0, True, is_here=False))
+    return read_load(run, Machine("a GPU", 80.0, 1.0, True, is_here=False))
 
 
 def table(in_4bit):
-    """Rows of the page's table, in its order: what it is, then GiB a card in each column."""
+    """Rows of the page's table, in its order: what it is, then GiB a GPU in each column."""
     in_bf16 = replace(in_4bit, four_bit=False)
     columns = [(in_4bit, 1), (in_bf16, 1), (in_bf16, 2), (in_bf16, 4), (in_bf16, 8)]
     found = {name: [] for name in NAMES}
@@ -64,12 +64,12 @@ NAMES = (
     "**training**",
     "gathered to sample",
     "cache of 8 rows, decoding",
-    "**rollout on the same cards**",
+    "**rollout on the same GPUs**",
 )
 
 
 def test_the_page_has_the_plans_own_numbers(in_4bit):
-    """A figure typed into a page is right once; somebody buys cards by this one."""
+    """A figure typed into a page is right once; somebody buys GPUs by this one."""
     text = PAGE.read_text(encoding="utf-8")
     missing = [row for row in table(in_4bit) if row not in text]
     assert not missing, "\n".join(["docs/18-several-gpus.md should say:", *missing])

@@ -3,9 +3,9 @@
     from interpreter import import_unsloth
     unsloth = import_unsloth(cache_folder)        # before torch, transformers, trl or peft
 
-What is real: the models, the kernels (interpreted one program at a time, so minutes where a card takes milliseconds),
+What is real: the models, the kernels (interpreted one program at a time, so minutes where a GPU takes milliseconds),
 LoRA, generation, checkpointing, saving, and the RLOO trainer and config that Unsloth writes. What is faked is the edge
-to the driver, in three places: what torch.cuda says about the card, the handle of the stream that kernels are launched
+to the driver, in three places: what torch.cuda says about the GPU, the handle of the stream that kernels are launched
 on, and the device under which Unsloth files tensors of its own. Not covered: 4-bit weights (they load as plain layers
 here), bfloat16, flash attention, checkpoints moved to the host's memory (from 512 tokens on), compiled graphs, vLLM.
 
@@ -30,7 +30,7 @@ SWITCHES = {
     "UNSLOTH_DISABLE_PINNED_MEMORY": "1",  # a driver's; so is the stream of the second buffer
     "UNSLOTH_DISABLE_DOUBLE_BUFFER": "1",
 }
-CARD = SimpleNamespace(
+GPU = SimpleNamespace(
     name="interpreter", major=8, minor=0, total_memory=16 * GIB, multi_processor_count=1, warp_size=32,
     max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, shared_memory_per_block_optin=166912,
 )  # fmt: skip
@@ -54,13 +54,13 @@ class _One(int):
 
 
 class _DeviceOnCpu(type):
-    """The type of a stand-in for the class `torch.device`: any card it is asked for is the CPU."""
+    """The type of a stand-in for the class `torch.device`: any GPU it is asked for is the CPU."""
 
     def __call__(cls, kind: Any, *index: Any) -> Any:
         import torch
 
-        names_a_card = isinstance(kind, int) or str(kind).partition(":")[0] == "cuda"
-        return torch.device("cpu") if names_a_card else torch.device(kind, *index)
+        names_a_gpu = isinstance(kind, int) or str(kind).partition(":")[0] == "cuda"
+        return torch.device("cpu") if names_a_gpu else torch.device(kind, *index)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         import torch
@@ -91,22 +91,22 @@ def import_unsloth(cache: Path) -> Any:
     os.environ.update(SWITCHES, UNSLOTH_COMPILE_LOCATION=str(cache))
     import torch
 
-    _describe_card(torch.cuda)
+    _describe_gpu(torch.cuda)
     import unsloth
 
-    torch.cuda.device_count = lambda: 1  # 0 during the import, where a card would be asked for its driver
+    torch.cuda.device_count = lambda: 1  # 0 during the import, where a GPU would be asked for its driver
     torch._C._cuda_getCurrentRawStream = lambda _index=0: 0
     keep_on_cpu()
     _write_trainer()
     return unsloth
 
 
-def _describe_card(cuda: Any) -> None:
+def _describe_gpu(cuda: Any) -> None:
     answers = {
-        "get_device_properties": CARD,
-        "get_device_name": CARD.name,
-        "get_device_capability": (CARD.major, CARD.minor),
-        "mem_get_info": (CARD.total_memory, CARD.total_memory),
+        "get_device_properties": GPU,
+        "get_device_name": GPU.name,
+        "get_device_capability": (GPU.major, GPU.minor),
+        "mem_get_info": (GPU.total_memory, GPU.total_memory),
         "current_device": 0,
         "memory_reserved": 0,
         "max_memory_reserved": 0,
@@ -139,7 +139,7 @@ def keep_on_cpu() -> None:
 
 
 def _write_trainer() -> None:
-    """What Unsloth does to TRL at import on a machine with a card, for RLOO alone (the others take long)."""
+    """What Unsloth does to TRL at import on a machine with a GPU, for RLOO alone (the others take long)."""
     from unsloth.models import rl
 
     def only_rloo() -> None:

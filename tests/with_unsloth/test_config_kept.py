@@ -92,7 +92,7 @@ def test_the_constructor_of_the_trainer(
 
 
 def test_a_model_that_is_not_what_was_asked_for(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a card without bfloat16 Unsloth loads float16, and what cannot be quantised it loads plain; both in a banner
+    """On a GPU without bfloat16 Unsloth loads float16, and what cannot be quantised it loads plain; both in a banner
     that nobody reads."""
     load()
     assert "otherwise than asked" not in capsys.readouterr().out

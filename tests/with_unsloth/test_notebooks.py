@@ -1,4 +1,4 @@
-"""The notebooks for a card, cell by cell on Unsloth, with their own configs cut to two small steps."""
+"""The notebooks for a GPU, cell by cell on Unsloth, with their own configs cut to two small steps."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 THINK_END, TURN_END = 260, 258
 QUESTIONS = [{"question": f"{n} and {n + 1}", "answer": f"So it is so.\n#### {2 * n + 1}"} for n in range(8)]
-# What a card needs and the interpreter cannot: size. All else is the file's.
+# What a GPU needs and the interpreter cannot: size. All else is the file's.
 CUT: dict[str, dict[str, Any]] = {
     "model": {"load_in_4bit": False, "dtype": "float32", "max_seq_length": 160},
     "data": {"subset": None, "system_prompt": "Add.", "test_size": 2, "max_prompt_length": 64},
@@ -100,7 +100,7 @@ def check_print(printed: str) -> None:
 
 
 def test_the_thinking_notebook(play: Any, cut: Any, model_folder: Path) -> None:
-    """The way of a user with a card, start to end: nothing but the notebook's cells, the shipped config and Unsloth.
+    """The way of a user with a GPU, start to end: nothing but the notebook's cells, the shipped config and Unsloth.
 
     A thought ends by itself, or is closed by `</think>` at the budget and leaves an answer.
     """

@@ -1,6 +1,6 @@
 """Packed rows through Unsloth's own forward: its block-diagonal form with gradients, its shared prompts forward.
 
-The backward pass of shared prompts is compiled FlexAttention and takes a card (`tests/on_gpu`).
+The backward pass of shared prompts is compiled FlexAttention and takes a GPU (`tests/on_gpu`).
 """
 
 from typing import Any
@@ -70,7 +70,7 @@ def test_shared_prompts_score_as_single_sequences(policy: Any, groups: Any) -> N
 
 
 def test_the_scorer_chooses_what_this_machine_can_differentiate(policy: Any, groups: Any) -> None:
-    """Without a card shared prompts have no backward pass: the next layout is taken, and the reason is there."""
+    """Without a GPU shared prompts have no backward pass: the next layout is taken, and the reason is there."""
     from rloo_kit.gradient.scorer import Scorer
 
     scorer = Scorer(policy.model, 1.0, pad_id=256)
@@ -83,7 +83,7 @@ def test_the_scorer_chooses_what_this_machine_can_differentiate(policy: Any, gro
 def test_the_checkpoints_for_long_rows_recompute_packed_rows(load: Any, groups: Any) -> None:
     """From 512 tokens on Unsloth puts a checkpoint function of its own in the place of torch's, for all models.
 
-    It moves what is large to the host's memory, which takes a card; small rows stay, and go through its recompute.
+    It moves what is large to the host's memory, which takes a GPU; small rows stay, and go through its recompute.
     float32 would lie there as bfloat16, so that a recompute starts from rounded states, unless its variable says no.
     """
     import os

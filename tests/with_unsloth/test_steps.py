@@ -17,7 +17,7 @@ def adapter(load: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_steps_are_those_of_the_transformers_backend(
     load: Any, adapter: Path, model_folder: Path, program: Any, in_transformers: Any
 ) -> None:
-    """A loop that is exact on the CPU proves nothing for a card if Unsloth's layers see other rows: what is packed,
+    """A loop that is exact on the CPU proves nothing for a GPU if Unsloth's layers see other rows: what is packed,
     what the reference computes, and what a second step makes of the first have to be the same there."""
     import torch
 

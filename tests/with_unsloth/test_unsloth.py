@@ -1,4 +1,4 @@
-"""`backends/unsloth.py` and the kit's trainer on top of the RLOO trainer that Unsloth writes, without a card."""
+"""`backends/unsloth.py` and the kit's trainer on top of the RLOO trainer that Unsloth writes, without a GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def make_trainer(policy: Any, folder: Path) -> Any:
 
 
 def test_load_gives_unsloths_model_with_one_adapter(load: Any) -> None:
-    """Loaded through transformers by mistake, all else works and the card is half as fast: nobody would notice."""
+    """Loaded through transformers by mistake, all else works and the GPU is half as fast: nobody would notice."""
     policy = load()
     model = policy.model
     assert type(model.get_base_model().model).forward.__module__.startswith("unsloth.")
@@ -84,7 +84,7 @@ def test_both_backends_compute_the_same(load: Any, numbers: Any, reference: Any,
 def test_fused_kernels_on_the_embedded_models_sizes(
     load: Any, numbers: Any, reference: Any, embedded_folder: Path, tmp_path: Path
 ) -> None:
-    """In 16 bits Unsloth fuses LoRA into its kernels, which take some sizes only; `make demo` on a card needs these."""
+    """In 16 bits Unsloth fuses LoRA into its kernels, which take some sizes only; `make demo` on a GPU needs these."""
     import torch
 
     policy = load("model.dtype=float16", model=embedded_folder, moved=True)

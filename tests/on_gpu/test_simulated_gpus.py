@@ -1,4 +1,4 @@
-"""The shipped configs on cards of 8, 12, 16 and 24 GB, played on whatever card is here by a cap on what torch may take.
+"""The shipped configs on GPUs of 8, 12, 16 and 24 GB, played on whatever GPU is here by a cap on what torch may take.
 
 One run of two steps by the kit's own `train`, each with one rollout and its gradient: the first makes the optimizer's
 state, the second has everything in memory that a run ever has. Completions have their full length
@@ -16,17 +16,17 @@ from tests.on_gpu.conftest import ROOT, id_reward
 from tests.on_gpu.edge import GB, GIB, holds
 from tests.on_gpu.full_length import Parts, full_length_rollouts
 
-CARDS = (8, 12, 16, 24)
+GPUS = (8, 12, 16, 24)
 TAIL = 64
 TINY = {"prompt": 8, "completion": 24, "answer": 6, "tail": 4}
 PRECISIONS = {"bf16": (), "fp16": ("rloo.fp16=true", "rloo.bf16=false", "model.dtype=float16")}
 
 
-def load_run(card_gb: int, precision: str, model: Path, folder: Path, interpreted: bool) -> Any:
+def load_run(gpu_gb: int, precision: str, model: Path, folder: Path, interpreted: bool) -> Any:
     """The shipped config, on the checkpoint at hand, cut to two steps of one rollout each."""
     from rloo_kit import load_config, plan_vram
 
-    file = ROOT / "configs" / f"qwen3_4b_thinking_{card_gb}gb.yaml"
+    file = ROOT / "configs" / f"qwen3_4b_thinking_{gpu_gb}gb.yaml"
     shipped = load_config(file).rloo
     length, answer = shipped.max_completion_length, shipped.answer_budget
     overrides = [
@@ -42,7 +42,7 @@ def load_run(card_gb: int, precision: str, model: Path, folder: Path, interprete
     else:
         overrides += PRECISIONS[precision]
     overrides += [f"rloo.thinking_budget={length - answer - 1}"]
-    plan = plan_vram(load_config(file, *overrides), card_gb * GB / GIB)
+    plan = plan_vram(load_config(file, *overrides), gpu_gb * GB / GIB)
     overrides += [f"rollout.rows={plan.rows}", f"rloo.tokens_per_pass={plan.tokens_per_pass}"]
     cells.report(planned={"rollout_gib": round(plan.rollout_gib, 2), "training_gib": round(plan.training_gib, 2)})
     return load_config(file, *overrides)
@@ -59,21 +59,21 @@ def make_data(run: Any) -> Any:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("card_gb", CARDS)
+@pytest.mark.parametrize("gpu_gb", GPUS)
 def test_a_shipped_config_trains_at_full_length(
-    card_gb: int, precision: str, card: Any, memory: Any, interpreted: bool, checkpoint: Any, load: Any, tmp_path: Path
+    gpu_gb: int, precision: str, gpu: Any, memory: Any, interpreted: bool, checkpoint: Any, load: Any, tmp_path: Path
 ) -> None:
     """The plan is arithmetic. What it leaves out is found after ten hours, when the first batch thinks to its limit."""
     import rloo_kit
 
     model = checkpoint("4b")
-    run = load_run(card_gb, precision, model, tmp_path, interpreted)
+    run = load_run(gpu_gb, precision, model, tmp_path, interpreted)
     full = run.rloo.max_completion_length
     tail = TINY["tail"] if cells.rehearsing() else TAIL
     parts = Parts(memory, lambda peaks: cells.report(peaks_gib=peaks))
-    with memory.capped(card_gb) as limit, memory.measure() as whole:
+    with memory.capped(gpu_gb) as limit, memory.measure() as whole:
         assert not holds(memory, limit + 0.5), "the cap does not hold, so nothing is shown"
-        cells.report(card_gb=card_gb, limit_gib=round(limit, 3), backend=card.backend, precision=precision)
+        cells.report(gpu_gb=gpu_gb, limit_gib=round(limit, 3), backend=gpu.backend, precision=precision)
         policy = load(run)
         cells.report(after_load_gib=round(memory.held_gib, 3))
         with full_length_rollouts(tail, parts.begin_rollout, parts.end_rollout) as watch:
