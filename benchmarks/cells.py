@@ -132,7 +132,7 @@ def run_cells(cells: Sequence[Cell], options: Namespace, command: str) -> int:
     if options.list:
         _list(chosen, folder, common)
         return 0
-    gpu = common["machine"]["card"]
+    gpu = common["machine"]["gpu"]
     if gpu is None:
         print(f"no CUDA GPU: {common['no_gpu']}. {len(chosen)} cells skipped: nothing was run, nothing is measured.")
         return 0
@@ -182,12 +182,12 @@ def _common(command: str, rehearse: bool) -> dict[str, Any]:
     settled = prepare_environment()
     head = reporting.header("cells") | {"command": command, "no_gpu": settled.gpu_reason}
     gpu = settled.gpu
-    found: dict[str, Any] = {"card": None}
+    found: dict[str, Any] = {"gpu": None}
     if gpu is not None:
-        found = {"card": gpu.name, "driver": gpu.driver, "capability": gpu.compute_capability}
+        found = {"gpu": gpu.name, "driver": gpu.driver, "capability": gpu.compute_capability}
         found |= {"gpu_gib": round(gpu.memory_gib, 1)}
     if rehearse:
-        found = {"card": REHEARSED_GPU}
+        found = {"gpu": REHEARSED_GPU}
     return head | {"machine": head["machine"] | found, "rehearsed": rehearse}
 
 
@@ -216,7 +216,7 @@ def _kept(cell: Cell, folder: Path, common: Mapping[str, Any]) -> dict[str, Any]
     """The result of a cell that passed here: same GPU, sources, versions; None where it has to run."""
     result = _read(folder / f"{cell.name}.json")
     same = result.get("state") == "passed" and result.get("sources") == digest(cell)
-    same = same and result["machine"]["card"] == common["machine"]["card"]
+    same = same and result["machine"]["gpu"] == common["machine"]["gpu"]
     return result if same and result["versions"] == common["versions"] else None
 
 

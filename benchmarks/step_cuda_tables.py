@@ -110,7 +110,7 @@ def compare(results: Results, base: str, other: str, figure: str) -> float | Non
     if any(_why_missing(cell) is not None for cell in cells):
         return None
     first, second = cells
-    if first["machine"]["card"] != second["machine"]["card"]:
+    if first["machine"]["gpu"] != second["machine"]["gpu"]:
         return None
     if figure == "memory":
         return step_memory(first) / step_memory(second)

@@ -103,7 +103,7 @@ def test_each_cell_says_what_became_of_it(make_runner: Any) -> None:
     assert code == 1 and "1 passed, 2 failed, 1 skipped" in printed
     good, hangs = runner.result("good"), runner.result("hangs")
     assert good["state"] == "passed" and good["values"] == {"a": 1, "d": {"x": 1, "y": 2}}
-    assert good["rehearsed"] is True and good["machine"]["card"] == "none: rehearsed on the CPU"
+    assert good["rehearsed"] is True and good["machine"]["gpu"] == "none: rehearsed on the CPU"
     assert good.keys() >= {"command", "measured", "revision", "machine", "versions", "seconds", "sources"}
     assert (runner.result("absent")["state"], runner.result("absent")["reason"]) == ("skipped", "vLLM is not installed")
     broken = runner.result("broken")
@@ -120,7 +120,7 @@ def test_what_passed_is_not_run_again(make_runner: Any) -> None:
     assert "good: passed before" in runner.run("--rehearse")[1] and runner.started == 3  # the broken one
     runner.run("--rehearse", "--only", "good", "--again", "good")
     assert runner.started == 4
-    for key, value in (("sources", "older"), ("versions", {}), ("machine", {"card": "another GPU"})):
+    for key, value in (("sources", "older"), ("versions", {}), ("machine", {"gpu": "another GPU"})):
         file = runner.folder / "results" / "good.json"
         before = runner.started
         file.write_text(json.dumps(runner.result("good") | {key: value}), encoding="utf-8")

@@ -25,7 +25,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def cell(gpu: str = "H", state: str = "passed", **values: Any) -> dict[str, Any]:
-    machine, versions = {"card": gpu}, {"torch": "2.13.0"}
+    machine, versions = {"gpu": gpu}, {"torch": "2.13.0"}
     return {"machine": machine, "versions": versions, "revision": "abc" * 9, "state": state, "values": values}
 
 
