@@ -1,15 +1,9 @@
-"""Log-probabilities of completions without Triton, without padding on the left, without [tokens, vocabulary].
+"""Log-probabilities of tokens through the language-model head, in tiles: never a tensor of tokens x vocabulary.
 
-TRL 1.15 scores through a Triton kernel that needs an accelerator, and pads prompts on the left, which Unsloth's
-training forward silently ignores (its mask is dropped: gradients off by half). Here each row is laid out as prompt +
-completion, padded on the right: no token ever sees padding, so no mask is needed and every backend gives the same
-numbers. The head works on tiles of tokens and vocabulary: the softmax is summed up as the vocabulary goes by.
+TRL 1.15 scores through a Triton kernel that needs an accelerator. `attach_token_scoring` gives one model instance a
+second way to be called, through whatever wraps it (PEFT, DDP, autocast), as TRL does for its fused head.
 
-`attach_token_scoring` gives one model instance a second way to be called, through whatever wraps it (PEFT, DDP,
-autocast), as TRL does for its fused head. Left out: packing and shared prompts (`packing.py`, `scoring.py`), and heads
-that are split over GPUs.
-
-Shapes: B rows, P prompt tokens, C completion tokens, H hidden size, V vocabulary, N scored tokens of a micro-batch.
+Shapes: B rows, H hidden size, V vocabulary, N scored tokens of a pass.
 """
 
 import functools
@@ -17,6 +11,7 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
@@ -46,7 +41,16 @@ class _ScoreTokens(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, need_entropy, prepare):
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+        need_entropy: bool,
+        prepare: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         tiles = [
             _score_tile(hidden[rows], weight, bias, targets[rows], temperature, need_entropy, prepare)
             for rows in _row_tiles(hidden)
@@ -61,14 +65,22 @@ class _ScoreTokens(torch.autograd.Function):
         return logps, entropies
 
     @staticmethod
-    def backward(ctx, grad_logps, _grad_entropies):
+    def backward(ctx: Any, grad_logps: torch.Tensor, _grad_entropies: torch.Tensor) -> tuple[Any, ...]:
         if ctx.is_prepared:
             (slopes,) = ctx.saved_tensors
             return (slopes * grad_logps[:, None]).to(slopes.dtype), *[None] * 6
         return *_gradients(ctx, grad_logps), *[None] * 4
 
 
-def _score_tile(hidden, weight, bias, targets, temperature, need_entropy, prepare):
+def _score_tile(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: float,
+    need_entropy: bool,
+    prepare: bool,
+) -> tuple[torch.Tensor, ...]:
     """Of a tile's tokens: logps, log norms, entropies (n,), slopes (n, H); the last two empty where not wanted.
 
     One pass over the vocabulary: sums of exponentials are kept relative to the largest logit so far. The target's own
@@ -109,7 +121,7 @@ def _score_tile(hidden, weight, bias, targets, temperature, need_entropy, prepar
     return chosen - log_norm, log_norm, entropy, slopes
 
 
-def _gradients(ctx, grad_logps):
+def _gradients(ctx: Any, grad_logps: torch.Tensor) -> list[torch.Tensor | None]:
     """Of states, weight and bias, each None where it is not needed."""
     hidden, weight, bias, targets, log_norms = ctx.saved_tensors
     wanted = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
@@ -142,7 +154,9 @@ def _column_tiles(weight: torch.Tensor) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _tile_logits(hidden, weight, bias, columns, temperature):
+def _tile_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, columns: slice, temperature: float
+) -> torch.Tensor:
     part = None if bias is None else bias[columns]
     logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight[columns], part).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
@@ -188,7 +202,14 @@ def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
     plain_forward = getattr(model.forward, "without_scoring", model.forward)
 
     @functools.wraps(type(model).forward)  # generate() checks its arguments against the original signature
-    def forward(self, *args, score_positions=None, score_targets=None, need_entropy=True, **kwargs):
+    def forward(
+        self: Any,
+        *args: Any,
+        score_positions: torch.Tensor | None = None,
+        score_targets: torch.Tensor | None = None,
+        need_entropy: bool = True,
+        **kwargs: Any,
+    ) -> Any:
         if score_positions is None:
             return plain_forward(*args, **kwargs)
         states = self.base_model(*args, **kwargs, use_cache=False).last_hidden_state  # (B, L, H)
@@ -206,7 +227,7 @@ def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
 def _scoring_head(head: torch.nn.Module, temperature: float, need_entropy: bool) -> Iterator[None]:
     """The head scores states in place of computing logits; called as a module, so that a sharded one is gathered."""
 
-    def forward(self, states, targets):
+    def forward(self: Any, states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return score_tokens(states, self.weight, getattr(self, "bias", None), targets, temperature, need_entropy)
 
     before = vars(head).get("forward")
@@ -218,58 +239,3 @@ def _scoring_head(head: torch.nn.Module, temperature: float, need_entropy: bool)
             del head.forward
         else:
             head.forward = before
-
-
-def completion_scores(
-    model: torch.nn.Module,
-    prompt_ids: list[torch.Tensor],
-    completion_ids: list[torch.Tensor],
-    width: int,
-    pad_id: int,
-    batch_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token log-probabilities and entropies of completions given their prompts.
-
-    Args:
-        model: a model that went through `attach_token_scoring`, or what wraps it.
-        prompt_ids: B tensors (P_i,), P_i at least 1. completion_ids: B tensors (C_i,), unpadded.
-        width: columns of the result, at least the longest completion. pad_id: any valid token id.
-        batch_size: rows scored at once; None for all of them.
-
-    Returns:
-        logps and entropies, (B, width), float32, 0 behind each completion's end.
-    """
-    rows = len(prompt_ids)
-    device = completion_ids[0].device
-    order = sorted(range(rows), key=lambda row: len(prompt_ids[row]) + len(completion_ids[row]))
-    step = batch_size or rows
-    logps: list[torch.Tensor] = []
-    entropies: list[torch.Tensor] = []
-    targets_at: list[torch.Tensor] = []
-    for start in range(0, rows, step):
-        chosen = order[start : start + step]
-        input_ids, positions, targets = _lay_out([(prompt_ids[row], completion_ids[row]) for row in chosen], pad_id)
-        scores = model(input_ids=input_ids, score_positions=positions, score_targets=targets)
-        logps.append(scores.logps.to(device))
-        entropies.append(scores.entropies.to(device))
-        targets_at += [row * width + torch.arange(len(completion_ids[row]), device=device) for row in chosen]
-    flat = torch.cat(targets_at)
-    empty = torch.zeros(rows * width, device=device)
-    return (
-        empty.index_put((flat,), torch.cat(logps)).view(rows, width),
-        empty.index_put((flat,), torch.cat(entropies)).view(rows, width),
-    )
-
-
-def _lay_out(pairs: list[tuple[torch.Tensor, torch.Tensor]], pad_id: int) -> tuple[torch.Tensor, ...]:
-    """Rows prompt + completion padded on the right (B, L), and for each completion token where it is predicted."""
-    length = max(len(prompt) + len(completion) for prompt, completion in pairs)
-    device = pairs[0][1].device
-    input_ids = torch.full((len(pairs), length), pad_id, dtype=torch.long, device=device)
-    positions = []
-    for row, (prompt, completion) in enumerate(pairs):
-        input_ids[row, : len(prompt)] = prompt
-        input_ids[row, len(prompt) : len(prompt) + len(completion)] = completion
-        first = row * length + len(prompt) - 1
-        positions.append(torch.arange(first, first + len(completion), device=device))
-    return input_ids, torch.cat(positions), torch.cat([completion for _, completion in pairs])

@@ -119,25 +119,6 @@ def test_never_holds_tokens_times_vocabulary(trained, monkeypatch):
     assert hidden.grad.abs().sum() > 0
 
 
-def test_ragged_batch_equals_one_by_one(tiny_model):
-    """Padding must not be seen: each completion scores the same alone, in a batch, and in another order."""
-    logprobs.attach_token_scoring(tiny_model, temperature=1.0)
-    generator = torch.Generator().manual_seed(0)
-    lengths = [(3, 9), (11, 2), (1, 5), (7, 1)]
-    prompts = [torch.randint(0, 256, (p,), generator=generator) for p, _ in lengths]
-    completions = [torch.randint(0, 256, (c,), generator=generator) for _, c in lengths]
-    together, entropies = logprobs.completion_scores(tiny_model, prompts, completions, width=9, pad_id=256)
-    in_twos, _ = logprobs.completion_scores(tiny_model, prompts, completions, width=9, pad_id=256, batch_size=2)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        logits = tiny_model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, completion[:, None]).squeeze(1)
-        count = len(completion)
-        assert torch.allclose(together[row, :count], expected, atol=1e-5)
-        assert torch.allclose(in_twos[row, :count], expected, atol=1e-5)
-        assert (together[row, count:] == 0).all()
-        assert (entropies[row, :count] > 0).all()
-
-
 def test_a_head_that_bends_its_logits_is_refused(make_tiny_model):
     """Soft-capped logits scored as plain ones would be log-probabilities of another model."""
     model = make_tiny_model()

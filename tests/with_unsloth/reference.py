@@ -15,7 +15,8 @@ def numbers(policy: Any) -> dict[str, Any]:
     """Log-probabilities, entropies, their gradients, logits of left-padded rows, and greedy completions."""
     import torch
 
-    from rloo_kit.gradient.logprobs import attach_token_scoring, completion_scores
+    from rloo_kit.gradient.packing import Group
+    from rloo_kit.gradient.scorer import Scorer
     from rloo_kit.rollout.engine import generate_completions
 
     model, tokenizer = policy.model, policy.tokenizer
@@ -30,15 +31,15 @@ def numbers(policy: Any) -> dict[str, Any]:
         padded[f"states, training={mode}"] = base.last_hidden_state[mask.bool()].clone()
         padded[f"logits, training={mode}"] = logits[mask.bool()].clone()
     generated = generate_completions(policy, PROMPTS, max_completion_length=6, temperature=0.0)
-    attach_token_scoring(model.get_base_model(), temperature=1.0)
+    scorer = Scorer(model, 1.0, tokenizer.pad_token_id, layout="padded")
     ids = [[torch.tensor(tokenizer(text)["input_ids"]) for text in texts] for texts in (PROMPTS, COMPLETIONS)]
     model.train()
-    logps, entropies = completion_scores(model, *ids, width=8, pad_id=tokenizer.pad_token_id)
-    logps.sum().backward()
+    scores = scorer.score(model, [Group(prompt, [completion]) for prompt, completion in zip(*ids, strict=True)])
+    scores.logps.sum().backward()
     gradients = {name: value.grad for name, value in model.named_parameters() if value.requires_grad}
     return {
-        "logps": logps.detach(),
-        "entropies": entropies.detach(),
+        "logps": scores.logps.detach(),
+        "entropies": scores.entropies,
         "gradients": gradients,
         "greedy": [completion.ids for completion in generated],
         **padded,
