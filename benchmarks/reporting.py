@@ -1,4 +1,4 @@
-"""What the benchmarks share: the head of a results file, its lines on the screen, the tables of docs/17-benchmarks.md.
+"""What the benchmarks share: the head of a results file, its lines on the screen, the tables of docs/benchmarks.md.
 
 A table stands in the page between two comments that name it; `write_tables` makes it again from the files in
 `benchmarks/results`, and a test compares, so that no figure in the page was typed in.
@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "docs" / "17-benchmarks.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 
 
 def settle() -> None:
@@ -36,8 +36,8 @@ def header(script: str) -> dict[str, Any]:
     return {
         "command": " ".join(["python", script, *sys.argv[1:]]),
         "measured": time.strftime("%Y-%m-%d"),
-        "revision": _git("rev-parse", "HEAD"),
-        "changed_files": bool(_git("status", "--porcelain", "--", "rloo_kit", "rewards", "configs")),
+        "revision": git("rev-parse", "HEAD"),
+        "changed_files": bool(git("status", "--porcelain", "--", "rloo_kit", "rewards", "configs")),
         "machine": {
             "processor": processor(),
             "cores": os.cpu_count(),
@@ -56,10 +56,10 @@ def processor() -> str:
     return found.group(1).strip() if found else platform.processor() or platform.machine()
 
 
-def _git(*arguments: str) -> str:
+def git(*arguments: str, folder: Path = ROOT) -> str:
     """What git prints; nothing on a machine without git, to which only the files were copied."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
     except OSError:
         return ""
     return done.stdout.strip()

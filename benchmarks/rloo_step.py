@@ -3,7 +3,7 @@
     python benchmarks/rloo_step.py                        # the rows that the project promises (about 20 minutes)
     python benchmarks/rloo_step.py --full                 # and every other K, vocabulary, checkpointing and beta
     python benchmarks/rloo_step.py --only training --repeats 5
-    python benchmarks/rloo_step.py --write-table          # only put the figures into docs/17-benchmarks.md
+    python benchmarks/rloo_step.py --write-table          # only put the figures into docs/benchmarks.md
 
 Both sides get the same model, adapter, prompts, completions and rewards, and are driven through `trainer.train()` one
 optimizer step at a time. The first step of each is discarded; then they take turns, and each pair of steps gives a
@@ -285,7 +285,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--side", nargs="+", choices=KIT_SIDES, help="our memory settings; default: what the row needs")
     parser.add_argument("--results", type=Path, default=RESULT)
     parser.add_argument("--keep", action="store_true", help="keep rows of the results file that are not measured now")
-    parser.add_argument("--write-table", action="store_true", help="only bring docs/17-benchmarks.md up to date")
+    parser.add_argument("--write-table", action="store_true", help="only bring docs/benchmarks.md up to date")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the cells of step_cuda.py")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     parser.add_argument("--workload", type=json.loads, help=argparse.SUPPRESS)

@@ -9,7 +9,7 @@ Qwen3-4B with random weights in 4-bit, K 8, 16 completions, their lengths lognor
 whole steps), beta 0.05. A cell is one side at one length in a process of its own: Unsloth changes TRL and transformers
 when it is imported, and peaks of memory would mix. It takes eight minutes at most and writes
 benchmarks/results/step_cuda/NAME.json as soon as a figure is known (`cells.py`); `rloo_step.py --write-table` puts what
-is there into docs/17-benchmarks.md.
+is there into docs/benchmarks.md.
 
 Sides: TRL's RLOO trainer with transformers (stock) and with Unsloth (stock-unsloth), Unsloth's GRPO trainer on the same
 completions (grpo-unsloth), and the kit with each setting of `memory`, each backend and each rollout engine. What a

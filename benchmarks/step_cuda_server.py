@@ -59,7 +59,7 @@ def serving(workload: Any) -> Iterator[str]:
 
 
 def serve_command(checkpoint: Path, port: int, tokens: int) -> list[str]:
-    """`vllm serve` of this environment (docs/15-rollout.md has it for users)."""
+    """`vllm serve` of this environment (docs/rollout.md has it for users)."""
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--enable-lora", "--max-lora-rank", str(LORA["r"]), "--max-loras", "1"]
     return command + ["--max-model-len", str(tokens), "--gpu-memory-utilization", str(SHARE), "--dtype", "bfloat16"]

@@ -1,4 +1,4 @@
-"""The tables of docs/17-benchmarks.md about a GPU, from the files in `results/step_cuda`; "not measured" without one.
+"""The tables of docs/benchmarks.md about a GPU, from the files in `results/step_cuda`; "not measured" without one.
 
 A ratio is of medians, and only between cells of the same GPU. Memory is the peak of a step above what was held before
 it. A side that had to take smaller micro-batches to fit says how many rows they had.
