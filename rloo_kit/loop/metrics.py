@@ -1,7 +1,7 @@
 """What a step says about itself: per-completion statistics, metrics by name, and rows for `rollouts.jsonl`.
 
 Names are TRL's where TRL has one (`kl`, `entropy`, `clip_ratio/*`), those of its older trainer for `objective/*`,
-`val/*` and `eps`, and the kit's own for `thinking/*`. docs/10-metrics.md says what each means.
+`val/*` and `eps`, and the kit's own for `thinking/*`. docs/metrics.md says what each means.
 
 Shapes: B completions of this process, A of all processes, C completion tokens.
 """

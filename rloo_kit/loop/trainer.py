@@ -3,7 +3,7 @@
 One rollout is sampled and judged in `_roll_out`; its gradient is made in `_compute_loss`, for all rows of an optimizer
 step together at the step's last micro-step. So `per_device_train_batch_size` x `gradient_accumulation_steps` says how
 many completions make a step, and what is computed at once is the kit's own business (`memory`, `tokens_per_pass`):
-1 x 8, 2 x 4 and 8 x 1 are one and the same step. What differs from TRL 1.15, and why, is told in docs/11-loop.md.
+1 x 8, 2 x 4 and 8 x 1 are one and the same step. What differs from TRL 1.15, and why, is told in docs/loop.md.
 
 The parts: `trainer_setup` chooses engine, scorer and passes, `trainer_rollout` samples and judges, `policy_pass` and
 `streamed_pass` make the gradient, `trainer_log` and `trainer_files` write. Left out: images, mixture-of-experts

@@ -336,7 +336,7 @@ def _find_notes(run: Any, load: Load, rows: int, limit: float, machine: Machine)
         backend = "Unsloth" if load.fused else "transformers"
         yield f"activations are those of the {backend} backend"
     if load.fused and load.cache not in ("plain", ELSEWHERE):
-        yield f"rollout.cache is {load.cache}, which Unsloth's engine refuses: see docs/memory.md"
+        yield f"rollout.cache is {load.cache}, which Unsloth's engine refuses: see docs/plan.md"
     more = largest_rows(replace(load, cache="int8"), limit)
     if _keeps_8_bits(run, load) and run.rollout.rows is None and rows < more:
         yield f"rollout.cache=int8 would hold {more} completions at once, sampled from 8-bit keys and values"

@@ -203,7 +203,7 @@ class VllmClient:
             if time.monotonic() + pause > deadline:
                 raise RolloutServerError(
                     f"no vLLM server answers at {self.url} (waited {self._start_s:.0f} s; {problem}): start it (vllm "
-                    "serve ..., see docs/15-rollout.md) or mend rollout.server_url"
+                    "serve ..., see docs/rollout.md) or mend rollout.server_url"
                 )
             if not told:
                 self._say(f"rollout: waiting {self._start_s:.0f} s at most for the server at {self.url} ({problem})")

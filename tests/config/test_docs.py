@@ -11,7 +11,7 @@ from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection, RewardSection, Section
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "04-configuration.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 SECTIONS: dict[str, type[Section]] = {
     "run": RunConfig.model_fields["run"].annotation,
     "model": RunConfig.model_fields["model"].annotation,

@@ -59,7 +59,7 @@ def test_step_results_hold_what_they_promise() -> None:
             assert len(row["stock_cpu_s"]) == len(row["ours_cpu_s"]) >= 1
 
 
-@pytest.mark.parametrize("name", ["docs/17-benchmarks.md", "README.md"])
+@pytest.mark.parametrize("name", ["docs/benchmarks.md", "README.md"])
 def test_the_page_shows_what_was_measured(name: str, module: Any) -> None:
     """A figure that was typed in by hand outlives the code that it was measured with."""
     page = (ROOT / name).read_text(encoding="utf-8")

@@ -30,7 +30,7 @@ def test_the_readme_shows_what_the_demo_measured() -> None:
 
 
 def batch_rows(result: dict[str, Any]) -> list[str]:
-    """The rows of the table in docs/13-batch.md for benchmarks/results/batch_arithmetic.json."""
+    """The rows of the table in docs/batch.md for benchmarks/results/batch_arithmetic.json."""
     rows = []
     for run in result["runs"]:
         cells = [str(run["parameters.num_generations"]), str(run["parameters.seed"])]
@@ -46,7 +46,7 @@ def batch_rows(result: dict[str, Any]) -> list[str]:
 def test_the_page_of_batches_shows_what_the_batch_measured() -> None:
     """The table in the page, and the sentence under it, are those of the file that ships."""
     result = json.loads((ROOT / "benchmarks" / "results" / "batch_arithmetic.json").read_text(encoding="utf-8"))
-    page = (ROOT / "docs" / "13-batch.md").read_text(encoding="utf-8").splitlines()
+    page = (ROOT / "docs" / "batch.md").read_text(encoding="utf-8").splitlines()
     assert [row for row in batch_rows(result) if row not in page] == []
     runs = result["runs"]
     assert len(runs) == 6 and all(run["state"] == "done" and run["eval_prompts_after"] == 1000 for run in runs)

@@ -103,7 +103,7 @@ def test_a_run_leaves_everything_in_its_folder(start, capsys):
 
 def test_every_metric_is_explained(start, repository):
     """A number that nobody can read is not looked at on the day it would have warned."""
-    page = (repository / "docs" / "10-metrics.md").read_text()
+    page = (repository / "docs" / "metrics.md").read_text()
     row = start("rloo.max_steps=1", "rloo.beta=0.1").metrics[-1]
     assert {"kl", "thinking/mean_length", "eps", "val/ratio"} <= set(row)
     missing = [name for name in row if f"`{name.replace('by_ids', 'NAME')}`" not in page]

@@ -1,4 +1,4 @@
-"""The table of runners in docs/12-notebooks.md: what the tests measured, and nothing typed by hand.
+"""The table of runners in docs/notebook.md: what the tests measured, and nothing typed by hand.
 
 Each runner's test compares its own row; `RUNNERS_TABLE=write` writes the row instead.
 """
@@ -7,7 +7,7 @@ import fcntl
 import os
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "12-notebooks.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "notebook.md"
 BEGIN, END = "<!-- runners: begin -->", "<!-- runners: end -->"
 COLUMNS = ("runner", "exit code", "outputs complete", "running save finished", "kernel gone", "memory released")
 REWRITE = "RUNNERS_TABLE=write .venv/bin/python -m pytest tests/notebooks/test_runners.py -m slow"

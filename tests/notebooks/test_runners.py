@@ -1,4 +1,4 @@
-"""The end of a kernel in every runner, with real kernels and real runners; the table of docs/12-notebooks.md.
+"""The end of a kernel in every runner, with real kernels and real runners; the table of docs/notebook.md.
 
 Every runner gets the notebook of `runner_cells` twice: with the shutdown as its last cell, and with one in the middle
 and two at the end.

@@ -125,7 +125,7 @@ def test_keys_and_parameters_of_the_prose_exist(name: str) -> None:
 @each_notebook
 def test_metrics_of_the_prose_are_logged(name: str) -> None:
     """A table of alarms with a name that no run logs is never looked at twice."""
-    metrics = (ROOT / "docs" / "10-metrics.md").read_text(encoding="utf-8")
+    metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     (table,) = [cell.source for cell in cells_of(name) if cell.source.startswith("## 12.")]
     named = set(re.findall(r"`([a-z_]+/[a-z_]+)`", prose_of(name)))
     named |= {row.split("`")[1] for row in table.splitlines() if row.startswith("| `")}

@@ -1,4 +1,4 @@
-"""docs/memory.md: every figure of its tables is what the arithmetic says, and its examples are plans that fit."""
+"""docs/plan.md: every figure of its tables is what the arithmetic says, and its examples are plans that fit."""
 
 import re
 import shlex
@@ -92,14 +92,14 @@ def page_rows() -> list[str]:
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return (Path(__file__).resolve().parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    return (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
 
 
 def test_the_page_shows_what_the_plan_computes(page: str) -> None:
     """A table of memory that was typed in by hand is wrong after the first change of the arithmetic."""
     lines = page.splitlines()
     missing = [row for row in page_rows() if row not in lines]
-    assert not missing, "docs/memory.md lacks:\n" + "\n".join(missing)
+    assert not missing, "docs/plan.md lacks:\n" + "\n".join(missing)
 
 
 EXAMPLE = re.compile(r"^# (.*)\nrloo-kit plan (configs/\S+) ((?:.*\\\n)*.*)$", re.M)

@@ -218,7 +218,7 @@ def test_8_bits_are_offered_where_they_hold_more() -> None:
     for other in ("model.backend=auto", "rollout.engine=continuous", "rollout.rows=2", "rollout.cache=int8"):
         assert not offers(PLAIN, other), other
     refused = plan_vram(load_config(THINKING, *LONG, "rollout.cache=int8"), 24).notes
-    assert any("which Unsloth's engine refuses: see docs/memory.md" in note for note in refused)
+    assert any("which Unsloth's engine refuses: see docs/plan.md" in note for note in refused)
 
 
 def test_8_bits_are_a_change_where_one_row_is_too_much() -> None:

@@ -1,6 +1,6 @@
 """A close that the thinking budget forced: what each reward makes of it, and no change without the column.
 
-The completions are those of docs/02-rewards.md's table: the same ids once closed by the model, once by the budget.
+The completions are those of docs/rewarding.md's table: the same ids once closed by the model, once by the budget.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The table of healthy and alarming values: its levels, its means, and that docs/10-metrics.md says the same."""
+"""The table of healthy and alarming values: its levels, its means, and that docs/metrics.md says the same."""
 
 import math
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from rloo_kit.runs.health import LAST_ROWS, THRESHOLDS, judge
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "10-metrics.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 BY_NAME = {one.metrics[0]: one for one in THRESHOLDS}
 
 

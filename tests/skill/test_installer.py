@@ -3,7 +3,7 @@
 These and test_installed_package.py are the only tests that use a network, and only package registries. Without one they
 are skipped with the reason; a registry that answers and an installation that fails is a failure.
 
-Write the table of docs/14-skill.md: INSTALLERS_TABLE=write pytest tests/skill/test_installer.py
+Write the table of docs/skill.md: INSTALLERS_TABLE=write pytest tests/skill/test_installer.py
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The arithmetic of docs/18-several-gpus.md, computed again from the parts of the memory plan."""
+"""The arithmetic of docs/several-gpus.md, computed again from the parts of the memory plan."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from rloo_kit.plan import parts as vram_parts
 from rloo_kit.plan.planner import Machine, read_load
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "18-several-gpus.md"
+PAGE = ROOT / "docs" / "several-gpus.md"
 OVERRIDES = (
     "model.name=Qwen/Qwen3-32B",
     "model.backend=transformers",
@@ -72,4 +72,4 @@ def test_the_page_has_the_plans_own_numbers(in_4bit):
     """A figure typed into a page is right once; somebody buys GPUs by this one."""
     text = PAGE.read_text(encoding="utf-8")
     missing = [row for row in table(in_4bit) if row not in text]
-    assert not missing, "\n".join(["docs/18-several-gpus.md should say:", *missing])
+    assert not missing, "\n".join(["docs/several-gpus.md should say:", *missing])

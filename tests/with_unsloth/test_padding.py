@@ -1,7 +1,7 @@
 """Ragged rows through Unsloth: padded on the left, on the right, packed, and one by one, in training and evaluation.
 
 Beside the kit's answers stand those of the stock path: FastLanguageModel as the published recipes call it, and the
-scoring of the RLOO trainer that Unsloth writes. `pytest -s` prints the table; docs/06-backends.md has its figures.
+scoring of the RLOO trainer that Unsloth writes. `pytest -s` prints the table; docs/models.md has its figures.
 """
 
 from collections.abc import Callable
