@@ -1,10 +1,9 @@
 """From rewards to advantages: small pure functions on tensors, in the order in which the trainer applies them.
 
 NaN marks a completion that is not scored, all along: it leaves its siblings' baseline and has advantage 0. So a caller
-that wants a masked completion out of the baseline gives it a reward of NaN. `leave_one_out.py` is the oracle for the
-baseline. Source of the estimator: arXiv 2402.14740; of the penalty as k1 in the reward: the same, and arXiv 2510.01555
-for why it is unbiased there; of no baseline with normalised advantages and the penalty a token, and of the group's mean
-in its place: REINFORCE++, arXiv 2501.03262.
+that wants a masked completion out of the baseline gives it a reward of NaN. Sources: arXiv 2402.14740 for the estimator
+and the penalty as k1 in the reward (2510.01555: why it is unbiased there); REINFORCE++, arXiv 2501.03262, for no
+baseline with normalised advantages and the penalty a token, and for the group's mean in place of a baseline.
 
 Shapes: B = prompts x K completions, K generations a prompt, F reward functions, C completion tokens padded; R rows and
 N their tokens laid end to end.

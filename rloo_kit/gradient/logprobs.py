@@ -205,8 +205,8 @@ def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
     def forward(
         self: Any,
         *args: Any,
-        score_positions: torch.Tensor | None = None,
-        score_targets: torch.Tensor | None = None,
+        score_positions: Any = None,
+        score_targets: Any = None,
         need_entropy: bool = True,
         **kwargs: Any,
     ) -> Any:
@@ -219,7 +219,7 @@ def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
             logps, entropies = head(scored, score_targets.to(scored.device))
         return TokenScores(logps=logps, entropies=entropies)
 
-    forward.without_scoring = plain_forward
+    forward.without_scoring = plain_forward  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
 
 

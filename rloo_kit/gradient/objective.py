@@ -9,8 +9,7 @@ What differs from TRL 1.15, and why:
   completion that has become likelier than it was, and should not have, grows with its ratio without end;
 - a mean over the tokens (GSPO, arXiv 2507.18071) or each token's own ratio may stand in for the completion's.
 
-A number that is not finite is left as it is: `all_finite` finds it, and the caller skips the step. Left out: advantages
-(`advantages.py`), entropy terms, the order of the passes (`policy_pass.py`).
+A number that is not finite is left as it is: `all_finite` finds it, and the caller skips the step.
 
 Shapes: R completions, N their tokens end to end, completion after completion.
 """
@@ -96,7 +95,7 @@ def policy_loss(
             that is clipped does not contain them.
 
     Returns:
-        `LossParts`. Non-finite log-probabilities give a non-finite loss, which `all_finite` tells.
+        `LossParts`. Non-finite log-probabilities give a non-finite loss, which `all_finite` detects.
 
     Raises:
         ValueError: advantages a token with one ratio for the completion.

@@ -1,15 +1,13 @@
-"""Completions laid out for one scoring pass: a prompt once for all its completions, nothing padded, or plain rows.
+"""Completions laid out for one scoring pass, and attention within each of them.
 
-A pass over a batch of prompts with K completions each costs as many tokens as its layout holds. Three layouts, from the
-smallest to the one that every model takes:
+Three layouts, from the smallest to the one that every model takes:
 
 - shared: one row [prompt, c1 .. cK, next prompt, ...]; each completion is to attend to its prompt and to itself;
 - repeated: one row [prompt, c1, prompt, c2, ...] of independent sequences;
-- padded: a row for each completion, padded on the right.
+- padded: a row for each completion, padded on the right, where no token sees the padding. Rows padded on the left, as
+  in TRL, need a mask, which Unsloth's training forward drops: gradients off by half.
 
-Only where tokens lie is said here, in plain index tensors; attending so is `packed_attention.py`'s work, and choosing a
-layout that a model computes rightly is `scoring.py`'s. Left out: prompts that share only a beginning, and cutting a
-batch into passes (the caller knows its memory).
+`lay_out` makes plain index tensors, `install` lets a model attend by them, `Scorer` chooses the layout for a model.
 
 Shapes: S sequences (prompt + completion), T tokens of the layout, N scored tokens (all completion tokens).
 """
@@ -26,7 +24,18 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+try:
+    from torch.nn.attention.varlen import varlen_attn as _varlen_attention
+except ImportError:
+    _varlen_attention = None
+
 Span = tuple[int, int]  # first token and the one behind the last, in a flat row
+
+SPARED_CALL = 32**2  # padded attention scores that cost about as much as one further call (measured, one thread)
+NAME = "rloo_packed"
+PLAIN = "sdpa"  # what a call without a plan does, and the only setting that `install` replaces
+KERNEL_OPTIONS = {"scale", "window_size", "enable_gqa"}  # of torch's attention for varying lengths; younger than it is
+KERNEL_GPU = (8, 0)  # compute capability from which it runs (Ampere)
 
 
 @dataclass(frozen=True)
@@ -162,9 +171,6 @@ class AttentionPlan:
     longest: int
 
 
-SPARED_CALL = 32**2  # padded attention scores that cost about as much as one further call (measured, one thread)
-
-
 def plan_attention(layout: Layout) -> AttentionPlan:
     """The plan of a packed layout. A token in several sequences (a shared prompt) takes its state from the first."""
     device = layout.input_ids.device
@@ -223,15 +229,7 @@ def _alike(lengths: list[int]) -> list[list[int]]:
     return buckets
 
 
-try:
-    from torch.nn.attention.varlen import varlen_attn as _varlen_attention
-except ImportError:
-    _varlen_attention = None
-
-NAME = "rloo_packed"
-PLAIN = "sdpa"  # what a call without a plan does, and the only setting that `install` replaces
-KERNEL_OPTIONS = {"scale", "window_size", "enable_gqa"}  # of torch's attention for varying lengths; younger than it is
-KERNEL_GPU = (8, 0)  # compute capability from which it runs (Ampere)
+# ---------------------------------------------------------------------------------------------- attention in a model
 
 
 def install(model: torch.nn.Module) -> None:
@@ -291,8 +289,8 @@ def _attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if kwargs.get("sliding_window") is not None:
         raise ValueError("packed rows attend in full; this layer has a sliding window")
-    rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (T, heads, D)
-    return attend_by_plan(*rows, packing, kwargs.get("scaling"), kwargs.get("dropout", 0.0))[None], None
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # (T, heads, D)
+    return attend_by_plan(q, k, v, packing, kwargs.get("scaling"), kwargs.get("dropout", 0.0))[None], None
 
 
 def attend_by_plan(
@@ -331,7 +329,9 @@ def _knows_options(kernel: Any) -> bool:
     return inspect.signature(kernel).parameters.keys() >= KERNEL_OPTIONS
 
 
-def _attend_in_one_call(query, key, value, plan: AttentionPlan, scaling: float | None) -> torch.Tensor:
+def _attend_in_one_call(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scaling: float | None
+) -> torch.Tensor:
     """The same with the sequences end to end, none filled up. Not measured: it takes a GPU."""
     parts = [states.index_select(0, plan.flat_index) for states in (query, key, value)]  # (F, heads, D)
     bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)

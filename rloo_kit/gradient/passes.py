@@ -8,8 +8,7 @@ Three ways to the same gradient (`rloo.memory`):
   and advantages that are normalised over the rollout need it.
 - `low`: one sequence at a time, see `streamed_pass`.
 
-Rows whose advantage is known to be 0 need no pass. Left out: what a step is made of (`trainer`), how rows are scored
-(`scoring`), the objective itself (`objective`).
+Rows whose advantage is known to be 0 need no pass.
 
 Shapes: B rows of a batch, R rows of a pass, N their completion tokens end to end, C padded completion tokens.
 """
@@ -122,7 +121,7 @@ class PolicyPass:
         reference: log-probabilities (N,) of groups under the reference, without a graph; None where the reference is
             the policy itself, whose own serve then.
         equalize: from the passes that this process needs to those that it makes; where weights are sharded, every
-            process has to make as many as any other (`parallel`).
+            process has to make as many as any other (`Parallel`).
     """
 
     def __init__(

@@ -4,8 +4,7 @@ A `Scorer` chooses once, for one model: it scores a few tiny random groups in ea
 gradients with the same sequences one by one. What does not agree is not used, and `reason` says why: a model whose
 layers drop the packing keyword, or a sliding window, costs speed, never a wrong gradient.
 
-Left out: cutting a batch into passes that fit memory (`Scorer.tokens` says what a pass costs), and dropout: it is not
-switched off here, and where it is on, the scores are those of the thinned model, other ones in each pass.
+Dropout is not switched off here: where it is on, the scores are those of the thinned model, different in each pass.
 
 Shapes: G groups of K_g completions, N completion tokens of all of them.
 """
@@ -19,7 +18,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 
 from rloo_kit.errors import BackendError
-from rloo_kit.gradient import packing as packed_attention
+from rloo_kit.gradient import packing
 from rloo_kit.gradient.logprobs import attach_token_scoring
 from rloo_kit.gradient.packing import Group, count_tokens, lay_out
 from rloo_kit.models.policy import packed_keywords
@@ -65,7 +64,7 @@ class Scorer:
             raise BackendError(f"layout is {layout!r}; it is one of auto, {', '.join(LAYOUTS)}")
         causal = causal_model(model)
         self.pad_id, self.temperature = pad_id, temperature
-        self._keywords = packed_keywords(causal) or packed_attention.keywords
+        self._keywords = packed_keywords(causal) or packing.keywords
         attach_token_scoring(causal, temperature)
         if layout == "auto":
             self.layout, self.reason = self._choose(causal)
@@ -92,7 +91,7 @@ class Scorer:
         groups = _check_groups(model)
         single = self._check(model, [[one] for one in _singles(groups)], "padded")
         _compare_with_logits(model, groups[0], single[0], self.temperature)
-        refused = []
+        refused: list[str] = []
         try:
             self._prepare(model)
         except ValueError as error:
@@ -108,8 +107,8 @@ class Scorer:
         return "padded", f"padded rows; {'; '.join(refused)}"
 
     def _prepare(self, model: torch.nn.Module) -> None:
-        if self._keywords is packed_attention.keywords:
-            packed_attention.install(model)
+        if self._keywords is packing.keywords:
+            packing.install(model)
 
     def _check(self, model: torch.nn.Module, passes: list[list[Group]], layout: str) -> Checked:
         """Log-probabilities (N,) of the passes end to end, and gradients of a weighted sum of them."""
@@ -192,7 +191,7 @@ def _quiet(model: torch.nn.Module) -> Iterator[None]:
     gradient checkpointing (its reentrant form refuses `autograd.grad`); everything is as before afterwards."""
     changed: list[tuple[torch.nn.Module, str, Any]] = []
     for module in model.modules():
-        settings = {"training": not isinstance(module, torch.nn.Dropout)}
+        settings: dict[str, Any] = {"training": not isinstance(module, torch.nn.Dropout)}
         settings |= {"gradient_checkpointing": False, "attention_dropout": 0.0}
         for name, value in settings.items():
             found = getattr(module, name, value)

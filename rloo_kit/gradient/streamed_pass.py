@@ -6,12 +6,9 @@ with the KL of a whole sequence, on-policy and with advantages that are not norm
     A_i = A^R_i - beta (own kl_i - others (kl_1 + ... + kl_K)),
 
 with own = K/(K-1) and others = 1/(K-1) for leave-one-out, K and the sum over the scored siblings. So each sequence
-adds its gradient times what is known of A_i, the gradients themselves are added up beside it, and once the group is
+adds its gradient times what is known of A_i, the gradients themselves are summed separately, and once the group is
 through that sum is added times beta x others x the sum of the KL: two buffers of the adapter's size in place of K
-graphs.
-
-Left out: off-policy steps, normalised advantages (the trainer takes `balanced` for them, one sequence a pass), and the
-per-token penalty, which knows its advantage from its own sequence (`policy_pass`).
+graphs. Off-policy steps and normalised advantages take `balanced`; the per-token penalty needs only its own sequence.
 """
 
 import torch

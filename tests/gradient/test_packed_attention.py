@@ -10,7 +10,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rloo_kit.gradient import packing
-from rloo_kit.gradient import packing as packed_attention
 from rloo_kit.gradient.packing import Group, lay_out, plan_attention
 
 
@@ -46,7 +45,7 @@ def test_attention_by_plan_is_that_of_each_sequence(layout: str, spared: int, mo
     states = [torch.randn(tokens, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     weights = torch.randn(tokens, 4, 8, dtype=torch.float64)
     results = []
-    for out in (packed_attention.attend_by_plan(*states, plan), one_by_one(*states, laid)):
+    for out in (packing.attend_by_plan(*states, plan), one_by_one(*states, laid)):
         results.append([out, *torch.autograd.grad((out * weights).sum(), states)])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
@@ -65,12 +64,12 @@ def test_the_flat_form_for_a_gpu_is_the_same_attention(monkeypatch: Any) -> None
             parts.append(out[0].transpose(0, 1))
         return torch.cat(parts)
 
-    monkeypatch.setattr(packed_attention, "_varlen_attention", stand_in)
+    monkeypatch.setattr(packing, "_varlen_attention", stand_in)
     laid, plan = make_plan()
     torch.manual_seed(0)
     states = [torch.randn(laid.input_ids.numel(), heads, 8) for heads in (4, 2, 2)]
-    found = packed_attention._attend_in_one_call(*states, plan, 0.3)
-    torch.testing.assert_close(found, packed_attention.attend_by_plan(*states, plan, 0.3))
+    found = packing._attend_in_one_call(*states, plan, 0.3)
+    torch.testing.assert_close(found, packing.attend_by_plan(*states, plan, 0.3))
 
 
 def test_a_gpu_without_the_kernel_takes_the_buckets(monkeypatch: Any) -> None:
@@ -79,17 +78,17 @@ def test_a_gpu_without_the_kernel_takes_the_buckets(monkeypatch: Any) -> None:
     half = SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda:0")
     if torch.__version__ < "2.13":  # in 2.11 it knows neither grouped heads nor a scale
         knowing = lambda query, *, scale, window_size, enable_gqa: query  # noqa: E731
-        monkeypatch.setattr(packed_attention, "_varlen_attention", knowing)
+        monkeypatch.setattr(packing, "_varlen_attention", knowing)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert packed_attention._takes_one_call(half)
-    assert not packed_attention._takes_one_call(SimpleNamespace(**vars(half) | {"dtype": torch.float32}))
-    assert not packed_attention._takes_one_call(torch.zeros(1, dtype=torch.float16))
+    assert packing._takes_one_call(half)
+    assert not packing._takes_one_call(SimpleNamespace(**vars(half) | {"dtype": torch.float32}))
+    assert not packing._takes_one_call(torch.zeros(1, dtype=torch.float16))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert not packed_attention._takes_one_call(half)
+    assert not packing._takes_one_call(half)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for kernel in (None, lambda query, key, value, first, second, longest, longest_key, *, is_causal: query):
-        monkeypatch.setattr(packed_attention, "_varlen_attention", kernel)
-        assert not packed_attention._takes_one_call(half)
+        monkeypatch.setattr(packing, "_varlen_attention", kernel)
+        assert not packing._takes_one_call(half)
 
 
 def test_generation_with_left_padding_is_unchanged(make_tiny_model: Any) -> None:
@@ -97,8 +96,8 @@ def test_generation_with_left_padding_is_unchanged(make_tiny_model: Any) -> None
     ids = torch.randint(0, 256, (3, 6), generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1], [1] * 6])
     plain, installed = make_tiny_model(), make_tiny_model()
-    packed_attention.install(installed)
-    assert installed.config._attn_implementation == packed_attention.NAME
+    packing.install(installed)
+    assert installed.config._attn_implementation == packing.NAME
     expected, found = (
         model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, output_logits=True,
                        return_dict_in_generate=True)
@@ -107,18 +106,18 @@ def test_generation_with_left_padding_is_unchanged(make_tiny_model: Any) -> None
     assert torch.equal(expected.sequences, found.sequences)
     assert all(torch.equal(*logits) for logits in zip(expected.logits, found.logits, strict=True))
     assert torch.equal(*(model(ids, attention_mask=mask).logits for model in (plain, installed)))
-    with packed_attention.plain_attention(installed):
+    with packing.plain_attention(installed):
         assert installed.config._attn_implementation == "sdpa"
-    assert installed.config._attn_implementation == packed_attention.NAME
+    assert installed.config._attn_implementation == packing.NAME
 
 
 def test_a_saved_model_knows_nothing_of_it(tiny_model: Any, tmp_path: Any) -> None:
     """A config with our attention's name would not load where the kit is not installed."""
     from transformers import AutoModelForCausalLM
 
-    packed_attention.install(tiny_model)
+    packing.install(tiny_model)
     tiny_model.save_pretrained(tmp_path)
-    assert packed_attention.NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    assert packing.NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
 
 
@@ -127,7 +126,7 @@ def test_a_model_with_another_attention_is_left_alone(make_tiny_model: Any) -> N
     model = make_tiny_model()
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="eager"):
-        packed_attention.install(model)
+        packing.install(model)
     assert model.config._attn_implementation == "eager"
 
 
@@ -138,5 +137,5 @@ def test_a_plan_that_mixes_sequences_is_noticed_here() -> None:
     leaking = replace(plan, buckets=[packing.Bucket(torch.arange(tokens), 1, tokens)], inverse=torch.arange(tokens))
     torch.manual_seed(0)
     states = [torch.randn(tokens, heads, 8) for heads in (4, 2, 2)]
-    off = packed_attention.attend_by_plan(*states, leaking) - one_by_one(*states, laid)
+    off = packing.attend_by_plan(*states, leaking) - one_by_one(*states, laid)
     assert off.abs().max() > 0.1

@@ -8,10 +8,8 @@ import torch
 
 from rloo_kit.errors import BackendError
 from rloo_kit.gradient import packing
-from rloo_kit.gradient import packing as packed_attention
-from rloo_kit.gradient import scorer as scoring
 from rloo_kit.gradient.packing import Group
-from rloo_kit.gradient.scorer import Scorer
+from rloo_kit.gradient.scorer import LAYOUTS, Scorer
 from rloo_kit.models.transformers import keep_4bit_weights
 
 LENGTHS = ((6, (9, 0, 3, 40)), (1, (5,)), (3, (1, 1)))
@@ -70,7 +68,7 @@ def compare(model: Any, scorer: Scorer, groups: list[Group], rtol: float = 1e-6)
     assert off < rtol * 2, f"gradients are off by {off:.2g}"
 
 
-@pytest.mark.parametrize("layout", scoring.LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_plain_model_scores_as_its_logits_say(layout: str, tied: bool, make_tiny_model: Any, groups: Any) -> None:
     """Every parameter is trained, the head too: its gradient goes another way than that of the states."""
@@ -78,7 +76,7 @@ def test_a_plain_model_scores_as_its_logits_say(layout: str, tied: bool, make_ti
     compare(model, Scorer(model, 0.8, pad_id=256, layout=layout), groups)
 
 
-@pytest.mark.parametrize("layout", scoring.LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_adapter_scores_as_its_logits_say(layout: str, make_adapter: Any, groups: Any) -> None:
     """The usual case: the call goes through PEFT, the head is frozen."""
     policy = make_adapter()
@@ -100,9 +98,9 @@ def test_checkpointing_recomputes_with_the_same_packing(use_reentrant: bool, mak
     if use_reentrant:
         policy.enable_input_require_grads()
     calls = []
-    plain = packed_attention.attend_by_plan
+    plain = packing.attend_by_plan
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_attention, "attend_by_plan", lambda *some: calls.append(1) or plain(*some))
+        patch.setattr(packing, "attend_by_plan", lambda *some: calls.append(1) or plain(*some))
         found = gradients_of(policy, scorer.score(policy, groups).logps)
     assert len(calls) == 4  # two layers, forward and recomputed
     assert (found - expected).norm() < 2e-6 * expected.norm()
@@ -143,7 +141,7 @@ def lose_plan(monkeypatch: Any) -> None:
         bounds = torch.tensor([0, tokens], dtype=torch.int32)
         return packing.AttentionPlan([packing.Bucket(every, 1, tokens)], every, every, every, bounds, tokens)
 
-    monkeypatch.setattr(packed_attention, "plan_attention", leaking)
+    monkeypatch.setattr(packing, "plan_attention", leaking)
 
 
 def test_a_packing_that_leaks_is_not_used(tiny_model: Any, groups: Any, monkeypatch: Any) -> None:
@@ -157,8 +155,8 @@ def test_a_packing_that_leaks_is_not_used(tiny_model: Any, groups: Any, monkeypa
 
 def test_a_gradient_alone_that_is_off_is_found(make_adapter: Any, monkeypatch: Any) -> None:
     """Values may be right where the backward pass is not: a cut graph, a recompute without the plan."""
-    plain = packed_attention.attend_by_plan
-    monkeypatch.setattr(packed_attention, "attend_by_plan", lambda query, key, *rest: plain(query, key.detach(), *rest))
+    plain = packing.attend_by_plan
+    monkeypatch.setattr(packing, "attend_by_plan", lambda query, key, *rest: plain(query, key.detach(), *rest))
     scorer = Scorer(make_adapter(), 1.0, pad_id=256)
     assert scorer.layout == "padded" and "gradients are off" in scorer.reason
 

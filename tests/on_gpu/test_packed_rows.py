@@ -14,7 +14,7 @@ def test_varying_lengths_in_one_call_equal_the_buckets(heads: tuple[int, int], g
     """The kernel's causal window, its boundaries and its grouped heads: values and all three gradients in bfloat16."""
     import torch
 
-    from rloo_kit.gradient import packing as packed_attention
+    from rloo_kit.gradient import packing
     from rloo_kit.gradient.packing import Group, lay_out, plan_attention
 
     device = memory.device
@@ -25,13 +25,13 @@ def test_varying_lengths_in_one_call_equal_the_buckets(heads: tuple[int, int], g
     torch.manual_seed(0)
     counts = (heads[0], heads[1], heads[1])
     states = [torch.randn(tokens, count, 64, device=device, dtype=torch.bfloat16) for count in counts]
-    if not cells.rehearsing() and not packed_attention._takes_one_call(states[0]):
+    if not cells.rehearsing() and not packing._takes_one_call(states[0]):
         pytest.skip("this torch or this GPU has no attention for varying lengths: the buckets serve")
     weights = torch.randn(tokens, heads[0], 64, device=device)
     results = []
     for dtype in (torch.bfloat16, torch.float32):  # float32 goes through the buckets
         leaves = [value.to(dtype).requires_grad_() for value in states]
-        out = packed_attention.attend_by_plan(*leaves, plan)
+        out = packing.attend_by_plan(*leaves, plan)
         results.append([out, *torch.autograd.grad((out.float() * weights).sum(), leaves)])
     errors = [
         ((found.float() - expected).norm() / expected.norm()).item() for found, expected in zip(*results, strict=True)
