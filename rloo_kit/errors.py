@@ -42,6 +42,10 @@ class RewardError(RlooKitError, RuntimeError):
     """Reward functions failed too often to go on, or a reward cannot be built."""
 
 
+class WholeBatchError(RewardError):
+    """A reward failed on the whole batch (a hang, a dead process): scoring sample by sample would not help."""
+
+
 class RunExistsError(RlooKitError, FileExistsError):
     """A run's folder holds a run already."""
 

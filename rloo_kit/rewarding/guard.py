@@ -1,54 +1,44 @@
 """A guard around each reward: a failure becomes an unscored sample with a message, not noise and not a crash.
 
-A reward fails for a sample when it raises, or returns NaN, infinity or something that is no number; it fails for the
-whole batch when it returns the wrong number of rewards or its process hangs or dies. A reward that raises on a batch is
-asked again sample by sample, so that one bad completion does not cost its siblings their scores. How many failures a
-run stands is the trainer's business.
-
-TRL decides by inspection whether a reward is async, so async rewards get an async guard. Strings and `nn.Module`s stay
-as they are: TRL loads and calls those itself. Nothing here imports torch.
+A reward that raises on a batch is called again sample by sample, so that one bad completion does not cost its siblings
+their scores. Nothing here imports torch: the worker process imports this module.
 """
 
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from rloo_kit.errors import RewardError
+from rloo_kit.errors import RewardError, WholeBatchError
 from rloo_kit.rewards.text import as_text
 
 EXCERPT = 60  # characters of a prompt or a completion in a message
 
 
-class WholeBatchError(RewardError):
-    """A reward failed in a way that asking again sample by sample would not narrow down (a hang, a dead process)."""
-
-
 def guard(reward: Any) -> Any:
-    """`reward` behind a guard; as it is where it has one already, or where TRL calls it itself (ids, `nn.Module`s).
+    """`reward` behind a guard; unchanged if it has one, or if TRL loads and calls it itself (ids, `nn.Module`s).
 
-    An object with `get_rewards(prompts, completions)` becomes a reward on the way.
+    An object with `get_rewards(prompts, completions)` is wrapped as a reward. TRL decides by inspection whether a
+    reward is async, so an async reward gets an async guard.
 
     Raises:
-        RewardError: `reward` is nothing that can be called.
+        RewardError: `reward` cannot be called.
     """
     if hasattr(reward, "get_rewards") and not isinstance(reward, GuardedReward):
-        from rloo_kit.rewarding.models import RewardsObject
-
         return GuardedReward(RewardsObject(reward))
     if isinstance(reward, (str, GuardedReward)) or _is_module(reward):
         return reward
     if not callable(reward):
         raise RewardError(
-            f"{reward!r} is no reward; it must be a function of (prompts, completions, completion_ids, **columns), an "
-            "object with get_rewards(prompts, completions), a model, or the id of one"
+            f"{reward!r} is not a reward; it must be a function of (prompts, completions, completion_ids, **columns), "
+            "an object with get_rewards(prompts, completions), a model, or the id of one"
         )
     return GuardedAsyncReward(reward) if is_async(reward) else GuardedReward(reward)
 
 
-def is_async(reward: Callable[..., Any]) -> bool:
-    """Whether calling `reward` gives a coroutine; sees through partials and callable objects, as TRL does."""
+def is_async(reward: Any) -> bool:
+    """Whether calling `reward` returns a coroutine; sees through partials and callable objects, as TRL does."""
     while isinstance(reward, functools.partial):
         reward = reward.func
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(reward.__call__)
@@ -61,13 +51,26 @@ def reward_name(reward: Any) -> str:
     return str(getattr(reward, "__name__", type(reward).__name__))
 
 
+class RewardsObject:
+    """An object with `get_rewards(prompts, completions)` as a reward; prompts and completions are passed unchanged."""
+
+    def __init__(self, scorer: Any) -> None:
+        self.scorer = scorer
+        self.__name__ = str(getattr(scorer, "__name__", type(scorer).__name__))
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        rewards = self.scorer.get_rewards(prompts, completions)
+        to_list = getattr(rewards, "tolist", None)
+        return list(rewards if to_list is None else to_list())
+
+
 class GuardedReward:
-    """A reward that answers None for a sample that it failed on, and remembers why.
+    """A reward that returns None for a sample that it failed on, and records why.
 
     Attributes:
         weight: factor of this reward in the sum.
         failed: whether the last call failed, per sample.
-        failures: one message per failure of the last call, with the reward's name and the sample.
+        failures: one message per failure of the last call, with the reward's name and the sample's excerpt.
     """
 
     def __init__(self, reward: Callable[..., Any]) -> None:
@@ -123,7 +126,7 @@ class GuardedReward:
 
 
 class GuardedAsyncReward(GuardedReward):
-    """The same around an async reward; async itself, so that TRL awaits it."""
+    """The guard of an async reward; async itself, so that TRL awaits it."""
 
     async def __call__(self, *args: Any, **columns: Any) -> list[float | None]:  # type: ignore[override]
         batch = read_call(args, columns)
@@ -158,17 +161,13 @@ def _narrows_down(outcome: Any, batch: dict[str, Any]) -> bool:
 
 
 def _singles(batch: dict[str, Any]) -> list[dict[str, Any]]:
-    """The batch as batches of one. What would be logged twice goes nowhere."""
+    """The batch as batches of one, without TRL's log functions: the failed call may have logged already."""
     size = _size(batch)
-    muted = {key: _ignore for key in ("log_extra", "log_metric") if batch.get(key) is not None}
+    muted = {key: lambda *args, **kwargs: None for key in ("log_extra", "log_metric") if batch.get(key) is not None}
     return [
         {key: value[i : i + 1] if _is_column(value, size) else value for key, value in batch.items()} | muted
         for i in range(size)
     ]
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Stands in for TRL's log functions."""
 
 
 def _is_column(value: Any, size: int) -> bool:
@@ -190,7 +189,7 @@ def _problem_of_result(outcome: Any, size: int) -> str | None:
 
 
 def _read_number(value: Any) -> tuple[float | None, str | None]:
-    """The reward as a float and no problem, or None and the problem."""
+    """The reward as a float, or None, and the problem if there is one."""
     if value is None:
         return None, None
     try:

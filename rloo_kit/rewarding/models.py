@@ -1,8 +1,6 @@
 """Rewards that need a library or a checkpoint: math-verify and trained reward models.
 
-math-verify can hang on a completion and answers 0 outside the main thread, so it works in a process of its own
-(`reward_worker`) with a limit per answer. A trained reward model scores the prompt and the completion together; TRL
-itself takes a checkpoint's id or a model as a reward as well, and that goes on working beside this.
+math-verify can hang on a completion and returns 0 outside the main thread, so it runs in a `Worker` with a time limit.
 """
 
 import math
@@ -13,29 +11,28 @@ from functools import cached_property
 from typing import Any
 
 from rloo_kit._stack import load_stack
-from rloo_kit.errors import BackendError, RewardError
-from rloo_kit.rewarding.guard import WholeBatchError
+from rloo_kit.errors import BackendError, RewardError, WholeBatchError
 from rloo_kit.rewarding.worker import Worker
 from rloo_kit.rewards._binding import check_int
 from rloo_kit.rewards.answer import answers_agree, find_boxed, has_no_answer
 from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text
 
 NEEDS_MATH_VERIFY = "math_answer_reward needs math-verify: pip install 'rloo-kit[math]'"
-WARM_UP = ("$\\frac{1}{2}$", "0.5")  # a pair that agrees: proves that the worker works, and loads what it needs
+WARM_UP = ("$\\frac{1}{2}$", "0.5")  # equal: shows that the worker works, and loads its modules
 
 
 @dataclass
 class MathAnswerReward:
-    """1.0 where math-verify finds the answer equal to the `answer` column, 0.0 where not; None where there is none.
+    """1.0 where math-verify finds the answer equal to the `answer` column, 0.0 where not; None without an answer.
 
-    The answer is what follows the last closing tag, as for `answer_reward`. An answer that math-verify cannot settle
-    within `answer_timeout_s` counts as wrong. One that brings its process down counts as failed (NaN, which the guard
-    reports), and so does what is left when the whole batch has taken `timeout_s`.
+    The answer is the text after the last closing tag, as for `answer_reward`. If math-verify takes longer than
+    `answer_timeout_s`, the answer counts as wrong. If its process dies, or the batch has taken `timeout_s`, the sample
+    counts as failed (NaN, which the guard reports).
 
     Args:
         think_end_id, thinking, decode: as for `rewards.AnswerReward`.
-        answer_timeout_s: seconds that one answer may take.
-        timeout_s: seconds that a batch may take.
+        answer_timeout_s: limit for one answer, in seconds. timeout_s: limit for a batch.
+
     Raises:
         RewardError: math-verify is not installed or does not work.
     """
@@ -55,7 +52,7 @@ class MathAnswerReward:
 
     @cached_property
     def worker(self) -> Worker:
-        """The process that math-verify runs in; started and tried out on first use."""
+        """The process that math-verify runs in; started and checked on first use."""
         worker = Worker("rloo_kit.rewarding.models:verify_answer", timeout_s=self.answer_timeout_s)
         try:
             works = worker.call(*WARM_UP, timeout_s=120.0)
@@ -103,9 +100,9 @@ class MathAnswerReward:
 
 
 def verify_answer(expected: str, given: str) -> bool | None:
-    """Whether math-verify finds `given` equal to `expected`; None where it can make nothing of `expected`.
+    """Whether math-verify finds `given` equal to `expected`; None where it cannot parse `expected`.
 
-    Runs in the worker. math-verify's own time limits are off: they need the main thread and miss what hangs in C.
+    Runs in the worker. math-verify's own time limits are off: they need the main thread and miss hangs in C code.
     """
     import logging
 
@@ -117,32 +114,16 @@ def verify_answer(expected: str, given: str) -> bool | None:
     return bool(verify(gold, parse(given, parsing_timeout=None), timeout_seconds=None)) if gold else None
 
 
-class RewardsObject:
-    """Any object with `get_rewards(prompts, completions)` as a reward, called with the texts.
-
-    Conversational prompts and completions go over as they are.
-    """
-
-    def __init__(self, scorer: Any) -> None:
-        self.scorer = scorer
-        self.__name__ = str(getattr(scorer, "__name__", type(scorer).__name__))
-
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        rewards = self.scorer.get_rewards(prompts, completions)
-        to_list = getattr(rewards, "tolist", None)
-        return list(rewards if to_list is None else to_list())
-
-
 class RewardModel:
     """A trained reward model: a sequence-classification checkpoint with one output, loaded on first use.
 
-    It scores the prompt's text followed by the completion's; conversations go through its own chat template.
+    It scores prompt and completion together; conversations go through its own chat template.
 
     Args:
         model: hub id or folder of the checkpoint.
         batch_size: texts scored at a time.
         max_length: tokens; a longer text is not scored (None), it is never cut.
-        device: "cuda", "cpu", ...; a GPU if there is one unless given.
+        device: "cuda", "cpu", ...; by default a GPU if there is one.
         dtype: the weights' precision by torch's name, "auto" for the checkpoint's own.
     """
 
@@ -161,13 +142,8 @@ class RewardModel:
             raise ValueError(
                 f"model is {model!r}; it must be the id or the folder of a sequence-classification checkpoint"
             )
-        self.model, self.batch_size, self.max_length, self.device, self.dtype = (
-            model,
-            batch_size,
-            max_length,
-            device,
-            dtype,
-        )
+        self.model, self.batch_size, self.max_length = model, batch_size, max_length
+        self.device, self.dtype = device, dtype
         self.__name__ = "reward_model"
 
     def __repr__(self) -> str:
@@ -192,7 +168,7 @@ class RewardModel:
             )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-        model.config.pad_token_id = tokenizer.pad_token_id  # the model scores the last token that is no padding
+        model.config.pad_token_id = tokenizer.pad_token_id  # the model scores the last token that is not padding
         device = self.device or ("cuda" if stack.torch.cuda.is_available() else "cpu")
         return model.to(device).eval(), tokenizer
 

@@ -1,18 +1,20 @@
-"""From a config's `rewards:` to reward functions: names, parameters, weights, and the ids of the tokenizer.
+"""From a config's `rewards:` to reward functions: names, parameters, weights, and the tokenizer's ids.
 
-What a config leaves open is bound here from the run: the id of `</think>`, the end tokens, whether the model thinks,
-the completion's limit. A parameter that the config gives wins, except an id of the tag that the tokenizer contradicts.
-A name with a colon is a function of the user's own and runs in a process of its own (`reward_worker`).
+What a config leaves open is bound from the run: the id of `</think>`, the end tokens, whether the model thinks, the
+completion's limit. A name with a colon is a user's own function and runs in a worker process.
 """
 
 import difflib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rloo_kit import rewards
+from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.chat import resolve_family, thinks
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
 from rloo_kit.rewarding.guard import GuardedReward, guard
@@ -36,11 +38,11 @@ REGISTRY: dict[str, Callable[..., Any]] = {
     "reward_model": RewardModel,
 }
 BOUND_ONLY = ("decode", "timeout_s")  # parameters that come from the run, never from `params`
-END_TOKENS = ("<|im_end|>", "<|endoftext|>")  # Qwen3's models stop at either
+END_TOKENS = ("<|im_end|>", "<|endoftext|>")  # Qwen3 models stop at either
 
 
 class NamedReward:
-    """A reward of a run: TRL's calling convention with the name it is logged under and its weight in the sum."""
+    """A reward of a run: TRL's calling convention, the name it is logged under, its weight in the sum."""
 
     def __init__(self, reward: Callable[..., Any], name: str, weight: float) -> None:
         self.reward = reward
@@ -54,18 +56,18 @@ class NamedReward:
         return self.reward(*args, **columns)
 
 
-def build_rewards(run: Any, tokenizer: Any) -> list[NamedReward]:
-    """The reward functions of a run, in the order of its config; prints one line that says what they are.
+def build_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
+    """The reward functions of a run, in the order of its config; prints one line that lists them.
 
     Args:
-        run: a `RunConfig`; read are `rewards`, `model`, `rloo` and `source`.
-        tokenizer: the policy's tokenizer.
+        run: reads `rewards`, `model`, `rloo` and `source`. tokenizer: the policy's.
+
     Returns:
         Rewards for `train()` or for a bare TRL trainer, each with `__name__` and `.weight`.
+
     Raises:
-        ConfigError: no reward, an unknown name, a parameter that the reward does not have or cannot take, a module
-            without the function.
-        TokenizerError: a reward decides by `</think>` and the tokenizer has none, or has it elsewhere.
+        ConfigError: no reward, an unknown name or parameter, a value out of range, a module without the function.
+        TokenizerError: a reward decides by `</think>` and the tokenizer has none, or at another id.
     """
     if not run.rewards:
         raise ConfigError("rewards is empty; a run needs at least one, for example - {name: answer_reward}")
@@ -78,23 +80,30 @@ def build_rewards(run: Any, tokenizer: Any) -> list[NamedReward]:
     return built
 
 
-def build_reward(run: Any, tokenizer: Any, entry: Any, key: str = "rewards") -> Any:
-    """One reward with this tokenizer's ids bound, without its weight.
+def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str = "rewards") -> Any:
+    """One reward with this tokenizer's ids bound, without its weight; raises as `build_rewards` does.
 
     Args:
-        run, tokenizer: as in `build_rewards`. entry: one of `run.rewards`, or one that is made for a purpose.
-        key: what an error calls the entry.
-    Raises:
-        ConfigError, TokenizerError: as `build_rewards`.
+        entry: one of `run.rewards`, or one made for a purpose. key: its name in an error.
     """
-    return _build_one(key, entry, _bind(run, tokenizer), run)
+    if ":" in entry.name:
+        return _build_worker(key, entry, run)
+    _check_name(key, entry.name)
+    factory = REGISTRY[entry.name]
+    takes = [name for name in inspect.signature(factory).parameters if name not in BOUND_ONLY]
+    for name in entry.params:
+        if name not in takes:
+            offered = f"it takes {', '.join(takes)}" if takes else "it takes none"
+            hint = "; set timeout_s beside params" if name == "timeout_s" else _nearest(name, takes)
+            raise ConfigError(f"{key}.params.{name}: {entry.name} has no parameter of that name{hint}; {offered}")
+    return _call_factory(key, entry, factory, _bind(run, tokenizer))
 
 
-def check_reward_names(run: Any) -> None:
-    """Refuse a name that no reward has; needs no tokenizer, so it can come before a model is downloaded.
+def check_reward_names(run: RunConfig) -> None:
+    """Refuse a name that no reward has; needs no tokenizer, so it can run before a model is downloaded.
 
     Raises:
-        ConfigError: the name, the nearest one and all that are known.
+        ConfigError: with the nearest name and all known ones.
     """
     for index, entry in enumerate(run.rewards):
         if ":" not in entry.name:
@@ -109,7 +118,7 @@ def _check_name(key: str, name: str) -> None:
         )
 
 
-def _bind(run: Any, tokenizer: Any) -> dict[str, Any]:
+def _bind(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
     vocab = tokenizer.get_vocab()
     end_ids = [tokenizer.eos_token_id, *(vocab.get(token) for token in END_TOKENS)]
     family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
@@ -122,21 +131,7 @@ def _bind(run: Any, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _build_one(key: str, entry: Any, bound: dict[str, Any], run: Any) -> Any:
-    if ":" in entry.name:
-        return _build_worker(key, entry, run)
-    _check_name(key, entry.name)
-    factory = REGISTRY[entry.name]
-    takes = [name for name in inspect.signature(factory).parameters if name not in BOUND_ONLY]
-    for name in entry.params:
-        if name not in takes:
-            offered = f"it takes {', '.join(takes)}" if takes else "it takes none"
-            hint = "; set timeout_s beside params" if name == "timeout_s" else _nearest(name, takes)
-            raise ConfigError(f"{key}.params.{name}: {entry.name} has no parameter of that name{hint}; {offered}")
-    return _call_factory(key, entry, factory, bound)
-
-
-def _call_factory(key: str, entry: Any, factory: Callable[..., Any], bound: dict[str, Any]) -> Any:
+def _call_factory(key: str, entry: RewardSection, factory: Callable[..., Any], bound: dict[str, Any]) -> Any:
     given = dict(entry.params)
     accepted = inspect.signature(factory).parameters
     thinking = given.get("thinking", bound["thinking"] if "thinking" in accepted else True)
@@ -151,7 +146,7 @@ def _call_factory(key: str, entry: Any, factory: Callable[..., Any], bound: dict
         raise ConfigError(f"{key}.params: {entry.name} cannot be built: {error}") from None
 
 
-def _check_tag(key: str, entry: Any, given: dict[str, Any], end_id: int | None, *, required: bool) -> None:
+def _check_tag(key: str, entry: RewardSection, given: dict[str, Any], end_id: int | None, *, required: bool) -> None:
     if end_id is None:
         if required:
             raise TokenizerError(
@@ -165,7 +160,7 @@ def _check_tag(key: str, entry: Any, given: dict[str, Any], end_id: int | None, 
         )
 
 
-def _build_worker(key: str, entry: Any, run: Any) -> WorkerReward:
+def _build_worker(key: str, entry: RewardSection, run: RunConfig) -> WorkerReward:
     module, _, function = entry.name.partition(":")
     if not module or not function:
         raise ConfigError(f"{key}.name is '{entry.name}'; a function of your own is module:function")
@@ -184,12 +179,9 @@ def _nearest(name: str, known: Any) -> str:
 
 
 def _free_name(name: str, taken: list[str]) -> str:
-    """`name`, or with a number behind it where the run has that reward already: each is logged under its own."""
-    count = 2
-    free = name
-    while free in taken:
-        free, count = f"{name}_{count}", count + 1
-    return free
+    """`name`, with a number if the run has that reward already: each is logged under its own name."""
+    numbered = (f"{name}_{count}" for count in itertools.count(2))
+    return name if name not in taken else next(free for free in numbered if free not in taken)
 
 
 def _describe(built: list[NamedReward], think_end_id: int | None) -> str:

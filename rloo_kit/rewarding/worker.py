@@ -1,13 +1,8 @@
 """A reward function in a process of its own, with a real time limit.
 
-A reward that a config names (`module:function`) is somebody's code: it may loop for ever, exhaust its memory or bring
-its process down. A thread cannot be stopped and a signal only reaches the main thread, so it runs in a fresh
-interpreter: after `timeout_s` the process and its children are killed, and the next call starts another. The
-interpreter is started with `-c`, neither forked (locks and CUDA contexts would be copied) nor spawned by
-multiprocessing (that runs the caller's script again). Its own side is `reward_process`.
-
-What goes over: prompts, completions, completion_ids (as lists) and every column that pickles. What does not: the
-trainer's state. Calls of `log_extra` and `log_metric` are brought back and made here.
+A thread cannot be stopped, so a config's `module:function` runs in a fresh interpreter; after `timeout_s` the process
+and its children are killed, and the next call starts another. Started with `-c`: a fork would copy locks and CUDA
+contexts, and multiprocessing's spawn would run the caller's script again. The other side is `worker_main`.
 """
 
 import contextlib
@@ -18,17 +13,17 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.errors import RewardError
-from rloo_kit.rewarding.guard import WholeBatchError, read_call
+from rloo_kit.errors import RewardError, WholeBatchError
+from rloo_kit.rewarding.guard import read_call
 from rloo_kit.rewarding.worker_main import GRACE_S
 from rloo_kit.rewards.text import as_ids
 
-START_TIMEOUT_S = 120.0  # to start the interpreter and import the module; imports of torch take their time
-NOT_SENT = ("trainer_state", "log_extra", "log_metric")
+START_TIMEOUT_S = 120.0  # to start the interpreter and import the module, which may import torch
+NOT_SENT = ("trainer_state", "log_extra", "log_metric")  # calls of the last two come back and are made in this process
 
 _BOOT = "import sys; sys.path[:] = sys.argv[1:]; from rloo_kit.rewarding.worker_main import serve; serve()"
 
@@ -37,9 +32,8 @@ class Worker:
     """Calls `module:function` in its own process.
 
     Args:
-        target: `module:function`; the module is looked for in `folders` first, then where this process would find it.
-        folders: folders to put in front of the module path.
-        timeout_s: seconds that one call may take.
+        target: `module:function`, searched in `folders` first, then on this process's module path.
+        folders: put in front of the module path. timeout_s: limit for one call, in seconds.
     """
 
     def __init__(self, target: str, *, folders: Sequence[Path | str] = (), timeout_s: float = 30.0) -> None:
@@ -47,7 +41,7 @@ class Worker:
         self.folders = [str(folder) for folder in folders]
         self.timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._finalizer: Callable[[], Any] = _ignore
+        self._finalizer: weakref.finalize | None = None
 
     @property
     def running(self) -> bool:
@@ -55,7 +49,7 @@ class Worker:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the process and import the module; does nothing while one is up.
+        """Start the process and import the module, unless one is up.
 
         Raises:
             WholeBatchError: the module or the function cannot be found, or importing it failed.
@@ -78,10 +72,10 @@ class Worker:
             raise WholeBatchError(content)
 
     def call(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """What the function returns for these arguments, within `timeout_s` (the worker's own unless given).
+        """What the function returns for these arguments, within `timeout_s` (by default the worker's).
 
         Raises:
-            WholeBatchError: the call took too long or the process died; the next call starts another.
+            WholeBatchError: the call took too long or the process died; the next call starts another process.
             RewardError: the function raised, or its result cannot be sent.
         """
         self.start()
@@ -93,13 +87,14 @@ class Worker:
 
     def close(self) -> None:
         """End the process, hung or not."""
-        self._finalizer()
+        if self._finalizer is not None:
+            self._finalizer()
         self._process = None
 
     def _exchange(self, message: Any, limit_s: float, subject: str) -> tuple[str, Any]:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
-        payload = pickle.dumps(message)  # before anything is sent: what does not pickle leaves the worker as it was
+        payload = pickle.dumps(message)  # before anything is sent: an error here leaves the worker intact
         expired = threading.Event()
         timer = threading.Timer(limit_s, _expire, (expired, process))
         timer.daemon = True
@@ -113,7 +108,7 @@ class Worker:
             how = self._cause(process, expired.is_set(), limit_s)
             self.close()
             raise WholeBatchError(f"{subject} {how}") from None
-        except BaseException:  # an interrupt: the answer to this call must not be read as the answer to the next
+        except BaseException:  # an interrupt: this call's reply must not be read as the next one's
             self.close()
             raise
         finally:
@@ -132,12 +127,10 @@ class Worker:
 
 
 class WorkerReward:
-    """A `module:function` from a config as a reward: same calling convention, run by a `Worker`.
+    """A `module:function` from a config as a reward in TRL's calling convention, run by a `Worker`.
 
     Args:
-        target: `module:function`.
-        params: keyword arguments added to each call.
-        folders, timeout_s: as for `Worker`.
+        params: keyword arguments added to each call. target, folders, timeout_s: as for `Worker`.
     """
 
     def __init__(
@@ -168,17 +161,13 @@ class WorkerReward:
         return rewards
 
 
-def _ignore() -> None:
-    """Nothing to end yet."""
-
-
 def _expire(expired: threading.Event, process: "subprocess.Popen[bytes]") -> None:
     expired.set()
     _kill(process)
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the process and its children at once. Its group carries its id until it has been waited for."""
+    """Kill the process and its children. The process group keeps its id until the process has been waited for."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if hasattr(os, "killpg"):

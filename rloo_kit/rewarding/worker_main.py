@@ -1,7 +1,7 @@
-"""The worker's side of `reward_worker`: what runs in the process of a `module:function` reward.
+"""The worker's side of `worker`: runs in the process of a `module:function` reward. Never imports torch itself.
 
-It reads pickled requests from standard input and writes pickled replies to what was standard output. What the reward
-prints goes to standard error, and its standard input is empty, so neither can mix with the two.
+It reads pickled requests from standard input and writes pickled replies to the original standard output. The reward's
+own output goes to standard error and its standard input is empty, so neither mixes with the protocol.
 """
 
 import asyncio
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rloo_kit.errors import RewardError
+from rloo_kit.rewarding.guard import RewardsObject
 
-GRACE_S = 5.0  # seconds beyond its limit after which a worker whose parent is gone ends itself
+GRACE_S = 5.0  # a worker whose parent is gone ends itself so long after its limit
 
 
 def serve() -> None:
@@ -42,7 +43,7 @@ def serve() -> None:
         except EOFError:
             return
         except Exception as error:
-            _reply(replies, "error", f"what was sent cannot be read in the worker: {type(error).__name__}: {error}")
+            _reply(replies, "error", f"the worker cannot read the arguments: {type(error).__name__}: {error}")
             continue
         _arm(limit_s + GRACE_S)
         try:
@@ -53,9 +54,9 @@ def serve() -> None:
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The function behind `module:function`, ready to be called with a worker's request.
+    """The function behind `module:function`, ready for a worker's request.
 
-    A function of this package is called as it is; anyone else's is a reward in TRL's convention.
+    The kit's own functions are called directly; any other is a reward in TRL's convention.
 
     Raises:
         RewardError: no such module, no such function, or importing it failed.
@@ -79,8 +80,6 @@ def resolve(target: str) -> Callable[..., Any]:
     if module_name.startswith("rloo_kit.") and not module_name.startswith("rloo_kit.rewards"):
         return function
     if not callable(function) and hasattr(function, "get_rewards"):
-        from rloo_kit.rewarding.models import RewardsObject
-
         function = RewardsObject(function)
     if not callable(function):
         raise RewardError(f"'{target}' is {type(function).__name__}; a reward is a function")
@@ -104,7 +103,7 @@ async def _await(result: Any) -> Any:
 
 
 def _plain(result: Any) -> Any:
-    """Rewards as plain floats and None where that is possible; the guard judges the rest."""
+    """Rewards as plain floats and None where possible; the guard judges the rest."""
     to_list = getattr(result, "tolist", None)
     if to_list is not None:
         result = to_list()
@@ -130,10 +129,8 @@ def _reply(stream: BinaryIO, kind: str, content: Any) -> None:
 
 
 def _arm(seconds: float) -> None:
-    """Let the kernel end this process after `seconds` (0: never).
-
-    Its parent may be gone by then, and code that holds the interpreter lock would hear nothing else.
-    """
+    """Let the kernel end this process after `seconds` (0: never): the parent may be gone, and code that holds the
+    interpreter lock reacts to nothing else."""
     if hasattr(signal, "setitimer"):
         if seconds:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)

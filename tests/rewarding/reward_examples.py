@@ -66,6 +66,10 @@ def process_id(completions, **columns):
     return [float(os.getpid()) for _ in completions]
 
 
+def heavy_modules(completions, **columns):
+    return [float(sum(name in sys.modules for name in ("torch", "transformers", "trl", "numpy")))] * len(completions)
+
+
 def too_few(completions, **columns):
     return [1.0]
 

@@ -187,7 +187,7 @@ def test_an_object_with_get_rewards_becomes_a_reward() -> None:
 
 def test_what_cannot_be_called_is_refused() -> None:
     """Guards against a number in the list of rewards that fails only after the first rollout."""
-    with pytest.raises(RewardError, match="3 is no reward; it must be a function of"):
+    with pytest.raises(RewardError, match="3 is not a reward; it must be a function of"):
         guard(3)
 
 

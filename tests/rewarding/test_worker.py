@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.errors import RewardError
-from rloo_kit.rewarding.guard import WholeBatchError, guard
+from rloo_kit.errors import RewardError, WholeBatchError
+from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.worker import Worker, WorkerReward
 
 HERE = Path(__file__).parent
@@ -28,11 +28,19 @@ def reward(request: pytest.FixtureRequest) -> Iterator[WorkerReward]:
 
 @pytest.mark.parametrize(
     ("reward", "expected"),
-    [("by_length", [3.0, 2.0]), ("types_of_ids", [1.0, 1.0]), ("sees", [2.0, 2.0]), ("slowly", [1.0, 1.0])],
+    [
+        ("by_length", [3.0, 2.0]),
+        ("types_of_ids", [1.0, 1.0]),
+        ("sees", [2.0, 2.0]),
+        ("slowly", [1.0, 1.0]),
+        ("heavy_modules", [0.0, 0.0]),
+    ],
     indirect=["reward"],
 )
 def test_a_good_reward_gives_what_it_gives_in_place(reward: WorkerReward, expected: list[float]) -> None:
-    """Guards against a protocol that a print breaks, ids that arrive as tuples or arrays, and columns that get lost."""
+    """Guards against a protocol that a print breaks, ids that arrive as tuples or arrays, columns that get lost, and a
+    worker that loads torch: gigabytes and ten seconds a reward.
+    """
     assert reward(**BATCH, answer=["1", "2"], trainer_state=object()) == expected
 
 
