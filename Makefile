@@ -1,6 +1,6 @@
 # Every command of the project. `make` lists them; each makes the environment it needs itself.
 #
-# Variables: PYTHON=python3.12   the interpreter that makes the environments (3.11 or newer)
+# Variables: PYTHON=python3.12   the interpreter that makes the environments (3.11 or 3.12)
 #            NO_GPU=1            leave the gpu extra out although a GPU is there (in a fresh .venv)
 #            TORCH_INDEX=URL     install torch from that package index first (CPU builds, another CUDA version)
 #            JOBS=2              test processes side by side
@@ -17,10 +17,10 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 BENCHMARKS ?= rewards startup rloo_step demo_phase demo_learning
 REQUIRED := pyproject.toml constraints.txt
-PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
 
-# pip talks when somebody watches, and is quiet in a log.
+# pip shows its progress in a terminal and is quiet in a log.
 PIP_QUIET := $(shell test -t 2 || echo -q)
 PIP_INSTALL := -m pip install --disable-pip-version-check $(PIP_QUIET) -c constraints.txt
 
@@ -30,10 +30,10 @@ endif
 GPU_EXTRA := $(if $(HAS_GPU),gpu)
 TORCH_FIRST := torch $(if $(HAS_GPU),torchvision)
 comma := ,
-# A stamp for each set of packages: nothing is installed again until the lists of packages change.
+# One stamp per set of packages: nothing is installed again until the lists of packages change.
 STAMP := $(VENV)/.stamp-run$(addprefix -,$(GPU_EXTRA))
 STAMP_DEV := $(VENV)/.stamp-dev$(addprefix -,$(GPU_EXTRA))
-# The core tests are the same everywhere: a GPU is hidden from them, tests/on_gpu is for it.
+# The core tests are the same everywhere: a GPU is hidden from them; tests/on_gpu is for GPUs.
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --ignore=tests/with_unsloth --ignore=tests/on_gpu -n $(JOBS)
 
 help: ## this list
@@ -46,7 +46,7 @@ demo: $(STAMP) ## run the notebook arithmetic_thinking: a small model is built, 
 	HF_HUB_OFFLINE=1 $(BIN)/papermill notebooks/arithmetic_thinking.ipynb outputs/arithmetic_thinking.ipynb \
 		--no-progress-bar --log-level ERROR --stdout-file - --stderr-file -
 
-lint: $(STAMP_DEV) ## ruff (rules and format) and mypy (floors 0 and 1)
+lint: $(STAMP_DEV) ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -59,7 +59,7 @@ test: $(STAMP_DEV) ## the core tests (under ten minutes, installs included)
 	$(PYTEST) -m "not slow"
 
 test-slow: $(STAMP_DEV)
-	@if grep -rq --include='test_*.py' --exclude-dir=unsloth --exclude-dir=gpu 'pytest[.]mark[.]slow' tests; \
+	@if grep -rq --include='test_*.py' --exclude-dir=with_unsloth --exclude-dir=on_gpu 'pytest[.]mark[.]slow' tests; \
 	then $(PYTEST) -m slow; else echo "no slow test in this version"; fi
 
 test-all: test test-slow ## the core tests and the slow ones
@@ -88,10 +88,10 @@ clean: ## remove caches and build products (environments and outputs stay)
 
 # $(1): the folder of the environment
 define make_venv
-	@test -n "$(PYTHON)" || { echo "rloo-kit needs Python 3.11 or newer and found none as python3, python3.12, \
-	python3.11 or python3.13. Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rloo-kit needs Python 3.11 or \
-	newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "rloo-kit needs Python 3.11 or 3.12 and found none as python3, python3.12 \
+	or python3.11. Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || { echo "rloo-kit needs \
+	Python 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) -V 2>&1). Name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -m venv $(1) || { rm -rf $(1); echo "$(PYTHON) -m venv failed: install the venv module of this \
 	Python (Debian, Ubuntu: python3-venv)" >&2; exit 1; }
 endef

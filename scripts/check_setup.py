@@ -36,7 +36,7 @@ NEEDED = (
     "rloo_kit/__init__.py",
     "scripts/summarize_run.py",
 )
-OLDEST = (3, 11)
+OLDEST, TOO_NEW = (3, 11), (3, 13)
 PYTHONS = ("python3", "python3.12", "python3.11")
 ENVIRONMENTS = (".venv-rloo", ".venv")
 
@@ -95,10 +95,10 @@ def tell_install(skill: Path, python: str | None) -> str:
 
 
 def find_python() -> str | None:
-    """A Python that is new enough, this one first."""
-    if sys.version_info >= OLDEST:
+    """A supported Python, this one first."""
+    if OLDEST <= sys.version_info < TOO_NEW:
         return sys.executable
-    code = f"import sys; sys.exit(sys.version_info < {OLDEST!r})"
+    code = f"import sys; sys.exit(not {OLDEST!r} <= sys.version_info < {TOO_NEW!r})"
     for name in PYTHONS:
         path = shutil.which(name)
         if path and subprocess.run([path, "-c", code], timeout=30, check=False).returncode == 0:

@@ -97,7 +97,7 @@ def test_nothing_is_installed_twice(clone: Path) -> None:
 @pytest.mark.parametrize(
     ("python", "said"),
     [
-        ("old-python", "needs Python 3.11 or newer; old-python is Python 3.8.18"),
+        ("old-python", "Python 3.11 or 3.12; old-python is Python 3.8.18"),
         ("", "found none as python3, python3.12"),
     ],
 )
