@@ -1,16 +1,19 @@
-"""THE import order (Unsloth, torch, transformers, TRL, PEFT, datasets), and the set-up that guards it.
+"""The one import order (Unsloth, then torch, transformers and TRL), and the set-up that guards it.
 
-Unsloth patches TRL, transformers and PEFT while it is imported; what was loaded before it keeps the unpatched code, and
-a run then trains at another speed, or not at all, without a word. So every module above takes the heavy libraries from
-`load_stack()`, and it refuses to go on when one of them came first. That is read from `sys.modules` each time, so a
-further call after one that was in time is harmless.
+Unsloth patches TRL, transformers and PEFT while it is imported. What was loaded before it keeps the unpatched code, and
+a run then trains slower, or nothing at all, silently. So the `__init__` of every heavy package calls `load_stack()`,
+which refuses to go on when one of them came first.
 """
 
 import logging
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,22 +22,35 @@ from rloo_kit.errors import ImportOrderError, SetupError
 from rloo_kit.system import environment
 from rloo_kit.system.env_file import EXPECTED_KEYS
 from rloo_kit.system.environment import BACKEND_VARIABLE, Environment
+from rloo_kit.system.processes import is_main_process
 
 PATCHED = ("trl", "transformers", "peft")  # what Unsloth patches, the loudest symptom first
+QUIET_S = 1.0  # seconds of importing after which a line says what is being loaded
 
 _in_time = False  # a call was made already: a TRL that is loaded by now came after it
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The heavy libraries as modules; `unsloth` is None where it is not the backend."""
+    """The heavy libraries as modules; `unsloth` is None where it is not the backend.
+
+    `peft` and `datasets` are imported on first use: they take half of the time, and not every command needs them.
+    """
 
     torch: Any
     transformers: Any
     trl: Any
-    peft: Any
-    datasets: Any
     unsloth: Any | None
+
+    @cached_property
+    def peft(self) -> Any:
+        with _progress("peft"):
+            return _import("peft")
+
+    @cached_property
+    def datasets(self) -> Any:
+        with _progress("datasets"):
+            return _import("datasets")
 
 
 _stack: Stack | None = None
@@ -81,10 +97,31 @@ def load_stack() -> Stack:
     if _stack is None:
         # bitsandbytes tells everyone without a GPU that a faster 4-bit kernel for the CPU could be fetched
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-        _import_backend(environment.current())
-        modules = {name: _import(name) for name in ("torch", "transformers", "trl", "peft", "datasets")}
+        settled = environment.current()
+        with _progress("Unsloth, torch and TRL" if settled.backend == "unsloth" else "torch and TRL"):
+            _import_backend(settled)
+            modules = {name: _import(name) for name in ("torch", "transformers", "trl")}
         _stack = Stack(**modules, unsloth=sys.modules.get("unsloth"))
     return _stack
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """Print to stderr what is being loaded once that takes longer than `QUIET_S`, then the seconds."""
+    if not is_main_process():
+        yield
+        return
+    started = time.monotonic()
+    line = threading.Timer(QUIET_S, lambda: print(f"loading {what} ...", file=sys.stderr, end=" ", flush=True))
+    line.daemon = True
+    line.start()
+    try:
+        yield
+    finally:
+        line.cancel()
+        line.join()
+        if time.monotonic() - started > QUIET_S:
+            print(f"{time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
 
 def _import_backend(settled: Environment) -> None:
