@@ -62,7 +62,7 @@ BASELINES = ("leave_one_out", "group_mean", "none")
 SAMPLER_CORRECTIONS = ("none", "sequence", "token")
 MEMORY_MODES = ("fast", "balanced", "low")
 THINKING_CLOSES = ("tag", "sentence")
-ENGINES = ("auto", "native", "generate", "continuous", "vllm", "server")
+ENGINES = ("auto", "native", "generate", "vllm", "server")
 CACHES = ("plain", "int8", "offloaded")
 REFERENCES = ("start", "base")
 

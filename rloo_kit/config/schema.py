@@ -357,13 +357,19 @@ class RLOOSection(Section):
         return self
 
 
+def _refuse_removed_engine(value: Any) -> Any:
+    if value == "continuous":
+        raise ValueError("is 'continuous', an engine that was removed; set rollout.engine=auto (or native, generate)")
+    return value
+
+
 class RolloutSection(Section):
     """How completions are sampled, and which prompts they are spent on."""
 
     prefix: ClassVar[str] = "rollout."
-    engine: Literal["auto", "native", "generate", "continuous", "vllm", "server"] = Field(
-        default="auto", description="what samples; auto: the fastest that the backend and the machine offer"
-    )
+    engine: Annotated[
+        Literal["auto", "native", "generate", "vllm", "server"], BeforeValidator(_refuse_removed_engine)
+    ] = Field(default="auto", description="what samples; auto: the fastest that the backend and the machine offer")
     rows: Count | None = Field(default=None, description="completions generated at once; null: planned by the memory")
     server_url: str | None = Field(
         default=None, description="http://host:port of a vLLM server, for the engines server and vllm"

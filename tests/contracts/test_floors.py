@@ -60,7 +60,7 @@ HEAVY = ["embedded", "models", "gradient", "rollout", "evals", "loop", "measure"
 
 LOADS_IN_FUNCTIONS = {"data", "rewarding", "collective"}
 LIGHT_LIBRARIES = {"pydantic", "pydantic_core", "yaml", "dotenv", "pynvml", "packaging", "rich", "tqdm", "psutil"}
-LIGHT_LIBRARIES |= {"httpx", "typer", "click", "matplotlib"}
+LIGHT_LIBRARIES |= {"httpx", "ruamel", "typer", "click", "matplotlib"}
 LIGHT_LIBRARIES |= {"jupyter_core", "jupyter_client"}  # where a kernel runs they are loaded; inside functions only
 HEAVY_LIBRARIES = {"torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes"}
 MAY_IMPORT_UNSLOTH = {"rloo_kit/_stack.py", "rloo_kit/models/unsloth.py"}
