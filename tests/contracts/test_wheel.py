@@ -46,7 +46,7 @@ def test_an_installed_wheel_trains_beside_a_rewards_module_of_the_user(repositor
     build = "from rloo_kit.embedded.model import build; print(build(steps=2, report=lambda line: None))"
     model = run(python, "-c", build, cwd=work).strip()
     small = ["rloo.num_generations=2", "rloo.per_device_train_batch_size=4", "rloo.max_completion_length=8"]
-    small += ["data.num_train_samples=8", "data.num_test_samples=4", "eval.max_completion_length=8"]
+    small += ["data.num_prompts=8", "data.test_size=4"]
     rewards = "rewards=[{name: answer_reward}, {name: 'rewards:brevity', weight: 0.1}]"
     command = (python, "-m", "rloo_kit.cli", "train", "run.yaml", f"model.name={model}", "rloo.max_steps=2", rewards)
     printed = run(*command, *small, cwd=work, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
