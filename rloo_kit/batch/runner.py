@@ -20,7 +20,7 @@ from rloo_kit.batch.process import KERNEL_DIED, RunProcess, Watchdog, end_left_o
 from rloo_kit.batch.progress import Progress, first_line
 from rloo_kit.batch.status import BatchDir, RunStatus, now
 from rloo_kit.errors import SetupError
-from rloo_kit.system.text_tables import as_text
+from rloo_kit.system.console import render_text
 
 POLL_S = 0.2
 SAVE_TIMEOUT_S = 120.0  # an interrupted training run has this long to end its step and save a checkpoint
@@ -170,7 +170,7 @@ class _BatchRun:
         return f"batch {self.batch.name}: {runs} to do{kept}{side}; all in {self.place.folder}{left}"
 
     def _say_end(self, files: list[Path]) -> None:
-        self.progress.say(as_text(make_text_table(self.place), TABLE_WIDTH))
+        self.progress.say(render_text(make_text_table(self.place), TABLE_WIDTH))
         for status in self.place.statuses.values():
             if status.error and status.attempts:
                 log = self.place.run_folder(status.name) / "log.txt"

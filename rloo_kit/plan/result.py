@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from rloo_kit.system.text_tables import WIDTH, as_text
+from rloo_kit.system.console import WIDTH, render_text
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class VramPlan:
         }
 
     def __str__(self) -> str:
-        lines = [as_text(self._table()), self._verdict()]
+        lines = [render_text(self._table()), self._verdict()]
         for change in self.changes:
             which = "rollout" if change.rollout_gib > change.training_gib else "training"
             peak = max(change.rollout_gib, change.training_gib)

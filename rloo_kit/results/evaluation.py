@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rloo_kit.results.intervals import Estimate, paired_difference, unpaired_difference
-from rloo_kit.system.text_tables import as_text
+from rloo_kit.system.console import render_text
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Evaluation:
         return table
 
     def __str__(self) -> str:
-        return as_text(self)
+        return render_text(self)
 
 
 @dataclass(frozen=True)

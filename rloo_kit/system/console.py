@@ -1,23 +1,30 @@
-"""Text progress bars: what `TQDM_NOTEBOOK=false` is taken to mean, and what no library makes of it.
+"""Progress bars, tables and durations as plain lines of text wherever a terminal cannot redraw them.
 
-tqdm reads no such variable: in a notebook `tqdm.auto` takes widgets, which a batch runner's log shows once, frozen at
-0 %. So set-up puts a module of its own in the place of `tqdm.autonotebook`, where `tqdm.auto` looks for the notebook
-bar, before anything imports `tqdm.auto`; it offers `rloo_kit.system.text_bars`. `TQDM_NOTEBOOK=true` leaves tqdm alone.
-The training loop's own progress line does not depend on it (`rloo_kit.loop.callbacks`).
+A batch runner's log shows the widgets of `tqdm.auto` once, frozen at 0 %, and the tables of rich as colour codes. So
+set-up replaces tqdm's notebook bar, and everything of rich is printed by `print_table`.
 """
 
+import io
 import os
 import sys
-from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from rloo_kit.errors import ConfigError
 
-VARIABLE = "TQDM_NOTEBOOK"
-_FALSE = ("false", "0", "no", "off")
-_TRUE = ("true", "1", "yes", "on")
-_NAME = "tqdm.autonotebook"
+if TYPE_CHECKING:
+    from tqdm.std import tqdm as _TqdmBar
+else:
+    _TqdmBar = object  # tqdm reads its TQDM_* variables when it is imported: not before set-up has read `.env`
+
+VARIABLE = "TQDM_NOTEBOOK"  # set by many recipes, read by no library
+INTERVAL_S = 5.0  # between two lines of all open bars together; a shorter loop prints nothing
+WIDTH = 100  # columns that fit a cell of JupyterLab on a laptop, with its file browser open
+_FALSE, _TRUE = ("false", "0", "no", "off"), ("true", "1", "yes", "on")
+_NOTEBOOK_BARS = "tqdm.autonotebook"  # where tqdm.auto looks for the notebook bar
 
 
 def set_up_progress() -> str:
@@ -32,20 +39,95 @@ def set_up_progress() -> str:
     os.environ[VARIABLE] = "true" if value in _TRUE else "false"
     if value in _TRUE:
         return f"left to tqdm ({VARIABLE}=true)"
-    bars = import_module("rloo_kit.system.text_bars")
-    loaded = sys.modules.setdefault(_NAME, _text_module(bars))
-    its_own = loaded.tqdm is import_module("tqdm.std").tqdm
-    if loaded.tqdm is bars.TextBar or (its_own and bars.is_terminal(sys.stderr)):
+    from tqdm import std
+
+    if _NOTEBOOK_BARS not in sys.modules:
+        module = ModuleType(_NOTEBOOK_BARS, "rloo-kit's text bars, in notebooks too (TQDM_NOTEBOOK=false).")
+        module.__spec__ = ModuleSpec(_NOTEBOOK_BARS, loader=None)  # importlib.util.find_spec raises without one
+        bar = type("TextBar", (TextBar, std.tqdm), {"__module__": __name__})
+        module.__dict__.update(tqdm=bar, trange=lambda *args, **kwargs: bar(range(*args), **kwargs))
+        sys.modules[_NOTEBOOK_BARS] = module
+    found = sys.modules[_NOTEBOOK_BARS].tqdm
+    if issubclass(found, TextBar) or (found is std.tqdm and _is_terminal(sys.stderr)):
         return f"text ({VARIABLE}=false)"
-    late = "tqdm.auto was imported before set-up; restart the kernel and run set-up first"
-    return f"{'text that redraws itself, for terminals only' if its_own else 'notebook widgets'}: {late}"
+    bars = "text that redraws itself, for terminals only" if found is std.tqdm else "notebook widgets"
+    return f"{bars}: tqdm.auto was imported before set-up; restart the kernel and run set-up first"
 
 
-def _text_module(bars: ModuleType) -> ModuleType:
-    module = ModuleType(_NAME, "rloo-kit's stand-in: text bars in notebooks too (TQDM_NOTEBOOK=false).")
-    module.__spec__ = ModuleSpec(_NAME, loader=None)  # without one importlib.util.find_spec raises
-    module.__dict__.update(tqdm=bars.TextBar, trange=bars.trange, __all__=["tqdm", "trange"])
-    return module
+class TextBar(_TqdmBar):
+    """In front of tqdm's bar: as it is in a terminal; elsewhere a line every `INTERVAL_S`, and a last one after those.
+
+    In a kernel the lines go to stdout, because JupyterLab shows stderr as an error, and `disable=None` (off outside a
+    terminal, as the hub's downloads have it) does not hold.
+    """
+
+    _is_lines = False
+    _line_at = 0.0  # of the last line: when, and at which count
+    _line_n: float | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        file = (args[4] if len(args) > 4 else kwargs.get("file")) or sys.stderr
+        self._is_lines = not _is_terminal(file)
+        if self._is_lines:
+            kwargs["gui"] = True  # tqdm then leaves the output to the subclass
+            if _is_in_kernel():
+                kwargs["disable"] = bool(kwargs.get("disable"))
+                if file is sys.stderr and len(args) <= 4:
+                    kwargs["file"] = sys.stdout
+        super().__init__(*args, **kwargs)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> Any:
+        """Called by tqdm whenever it would redraw."""
+        if not self._is_lines:
+            return super().display(msg, pos)
+        if self._is_due() and not (self.total and self.n >= self.total):  # the last line is written by close()
+            self._write_line("eta {remaining}" if self.total else "after {elapsed}")
+        return True
+
+    def clear(self, nolock: bool = False) -> None:
+        if not self._is_lines:
+            super().clear(nolock)
+
+    def close(self) -> None:
+        if self._is_lines and not getattr(self, "disable", True) and (self._line_n is not None or self._is_due()):
+            self._ema_dt = lambda: None  # the rate over the whole loop, as tqdm does
+            self._write_line("took {elapsed}")
+        super().close()
+
+    def _is_due(self) -> bool:
+        has_moved = self.n not in (self.initial, self._line_n)
+        since = max(self.start_t, self._line_at)
+        return has_moved and self._time() - since >= INTERVAL_S * len(self._instances)
+
+    def _write_line(self, end: str) -> None:
+        values = self.format_dict
+        if not values["bar_format"]:
+            name = values["prefix"].removesuffix(": ")
+            values["prefix"] = f"{name}: " if name else ""
+            count = "{percentage:.0f}% | {n_fmt}/{total_fmt}" if self.total else "{n_fmt} {unit}"
+            values |= {"ncols": None, "bar_format": f"{{desc}}{count} | {{rate_fmt}} | {end}{{postfix}}"}
+        self.fp.write(" ".join(self.format_meter(**values).split()) + "\n")
+        self.fp.flush()
+        self._line_at, self._line_n = self._time(), self.n
+
+
+def render_text(renderable: Any, width: int = WIDTH) -> str:
+    """What rich renders, as plain lines without colour, at most `width` columns and no blanks at their ends."""
+    file = io.StringIO()
+    console = Console(file=file, width=width, color_system=None, force_terminal=False, force_jupyter=False)
+    console.print(renderable)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def print_table(renderable: Any, width: int = WIDTH) -> None:
+    """Print what rich renders, coloured in a terminal only. FORCE_COLOR of a kernel would make any file a terminal."""
+    if sys.stdout.isatty():
+        Console(force_jupyter=False).print(renderable)
+    else:
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        text = render_text(renderable, width) + "\n"
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))  # a frame must not end a run
+    sys.stdout.flush()
 
 
 def format_seconds(seconds: float) -> str:
@@ -57,3 +139,13 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _is_terminal(file: Any) -> bool:
+    return bool(getattr(file, "isatty", bool)())
+
+
+def _is_in_kernel() -> bool:
+    """Whether this is a Jupyter kernel, as opposed to a script or IPython in a terminal."""
+    ipython = sys.modules.get("IPython")
+    return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None

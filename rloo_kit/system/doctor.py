@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rloo_kit.errors import ConfigError, SetupError
+from rloo_kit.system.console import print_table, render_text
 from rloo_kit.system.environment import Environment, cache_folder, prepare_environment
 from rloo_kit.system.gpu import find_holders
-from rloo_kit.system.text_tables import as_text, print_table
 from rloo_kit.system.versions import TESTED, TESTED_EXTRAS, TESTED_PYTHON, in_range, is_importable
 
 HUB_TIMEOUT_S = 3.0
@@ -65,7 +65,7 @@ class Report:
         }
 
     def __str__(self) -> str:
-        return f"{self.environment}\n{as_text(self._table())}"
+        return f"{self.environment}\n{render_text(self._table())}"
 
     __repr__ = __str__
 

@@ -18,11 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rloo_kit.errors import ConfigError, SetupError
-from rloo_kit.system.console import set_up_progress
+from rloo_kit.system.console import WIDTH, render_text, set_up_progress
 from rloo_kit.system.env_file import EXPECTED_KEYS, EnvFile, find_token, load_env_file
 from rloo_kit.system.gpu import Gpu, Gpus, find_gpus
 from rloo_kit.system.processes import count_processes, is_distributed
-from rloo_kit.system.text_tables import WIDTH, as_text
 from rloo_kit.system.versions import installed_version, installed_versions, is_cpu_torch, is_importable
 
 BACKENDS = ("unsloth", "transformers")
@@ -113,7 +112,7 @@ def render_rows(rows: Sequence[tuple[str, str]], title: str, width: int = WIDTH)
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(Text(name), Text(value))
-    return as_text(table, width)
+    return render_text(table, width)
 
 
 def choose_precision(gpu: Gpu | None) -> tuple[str, str]:

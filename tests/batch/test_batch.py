@@ -31,7 +31,7 @@ from rloo_kit.cli import app
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError
 from rloo_kit.results.evaluation import Evaluation
-from rloo_kit.system.text_tables import as_text
+from rloo_kit.system.console import render_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "configs" / "batch_arithmetic.yaml"
@@ -431,7 +431,7 @@ def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir) -> N
     page, table = write_comparison(compared)
     read = list(csv.DictReader(table.open(encoding="utf-8")))
     assert [row["accuracy_after"] for row in read] == ["0.25", "0.75", "", ""] and read[2]["state"] == "failed"
-    text = as_text(make_text_table(compared))
+    text = render_text(make_text_table(compared))
     assert "0.200 → 0.750" in text and "[0.650, 0.850]" in text and "10.0 → 20.0" in text and "1:15" in text
     html = page.read_text(encoding="utf-8")
     assert "0.750 <span class='under'>[0.650, 0.850]</span>" in html and html.count("<svg") == 1
@@ -451,7 +451,7 @@ def test_a_batch_without_figures_is_compared_by_state_and_time(folder: Path) -> 
     with BatchDir.create(load(folder, grid={"seed": [1, 2]})) as place:
         html = write_comparison(place)[0].read_text(encoding="utf-8")
         assert "<svg" not in html and "2 runs: 2 waiting" in html
-        assert "accuracy" not in as_text(make_text_table(place))
+        assert "accuracy" not in render_text(make_text_table(place))
         place.statuses["plain-seed=1"].seconds = 3.0
         assert "<svg" in write_comparison(place)[0].read_text(encoding="utf-8")
 

@@ -21,7 +21,7 @@ import time
 import rloo_kit as kit
 print(kit.setup_environment())
 # %%
-from rloo_kit.system import text_bars; from rloo_kit.embedded import model as tiny_model
+from rloo_kit.system import console; from rloo_kit.embedded import model as tiny_model
 folder = tiny_model.build(steps=30)
 # %%
 quick = ["rloo.max_steps=3", "rloo.per_device_train_batch_size=8", "run.sample_every_steps=2", "eval.greedy=false"]
@@ -40,7 +40,7 @@ after = kit.evaluate(run, policy, data.test, label="after")
 print(kit.compare(before, after))
 kit.write_report(run, result, before, after)
 # %%
-text_bars.INTERVAL_S = 1.0  # of bars; the test is in a hurry
+console.INTERVAL_S = 1.0  # of bars; the test is in a hurry
 mapped = data.train.map(lambda row: time.sleep(0.1) or {"x": 1})
 # %%
 from huggingface_hub.utils.tqdm import _create_progress_bar, tqdm

@@ -223,7 +223,7 @@ def test_bars_that_were_there_before_set_up(
 
 TABLE = """
 from rich.table import Table
-from rloo_kit.system.text_tables import print_table
+from rloo_kit.system.console import print_table
 table = Table(title="a table", title_justify="left")
 table.add_column("name", style="red")
 table.add_row("caf\\u00e9 " * 40)

@@ -156,7 +156,7 @@ import importlib.util, tqdm.auto, tqdm.asyncio
 assert importlib.util.find_spec("tqdm.autonotebook") is not None
 from tqdm.autonotebook import tqdm as bar, trange
 assert issubclass(tqdm.auto.tqdm, (bar, tqdm.asyncio.tqdm_asyncio)) and list(trange(2)) == [0, 1]
-assert tqdm.auto.tqdm.__mro__[1] is bar and bar.__module__ == 'rloo_kit.system.text_bars'
+assert tqdm.auto.tqdm.__mro__[1] is bar and bar.__module__ == "rloo_kit.system.console"
 print(os.environ["TQDM_NOTEBOOK"], sys.modules["tqdm.autonotebook"].__doc__[:8])
 """
     assert printed(run_fresh(code)) == "false rloo-kit"
