@@ -1,6 +1,6 @@
 """The order of the packages: imports only go down, and a light package never loads a heavy library.
 
-Read from the sources, so that a rare path counts as much as a common one. `ORDER`, `LIGHT` and `HEAVY` are all the data.
+Read from the sources, so that a rare path counts as much as a common one.
 """
 
 import ast
@@ -14,49 +14,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# fmt: off
 # A module or package imports from what stands before it, and from its own package.
 ORDER = [
-    "errors",
-    "system",
-    "config",
-    "runs",
-    "_stack",
-    "collective",
-    "think_tags",
-    "rewards",
-    "data",
-    "embedded",
-    "results",
-    "models",
-    "rewarding",
-    "gradient",
-    "rollout",
-    "evals",
-    "plan",
-    "loop",
-    "measure",
-    "notebook",
-    "batch",
-    "cli",
+    "errors", "system", "config", "runs", "_stack", "collective", "think_tags", "rewards", "data", "embedded",
+    "results", "models", "rewarding", "gradient", "rollout", "evals", "plan", "loop", "measure", "notebook", "batch", "cli",
 ]
-# Never torch: not at the top of a module, nor through another package. `data` and `rewarding` load it in functions.
+# Never torch: not at the top of a module, nor through another package. `LOADS_IN_FUNCTIONS` may in functions.
 LIGHT = [
-    "errors",
-    "system",
-    "config",
-    "runs",
-    "plan",
-    "results",
-    "notebook",
-    "batch",
-    "cli",
-    "think_tags",
-    "data",
-    "rewarding",
-    "collective",
+    "errors", "system", "config", "runs", "collective", "think_tags", "data", "results", "rewarding", "plan",
+    "notebook", "batch", "cli",
 ]
-# The `__init__` of each calls load_stack(), so that Unsloth, torch and TRL have come in the right order above any module.
+# The `__init__` of each calls load_stack(), so Unsloth, torch and TRL have come in the right order above any module.
 HEAVY = ["embedded", "models", "gradient", "rollout", "evals", "loop", "measure"]
+# fmt: on
 
 LOADS_IN_FUNCTIONS = {"data", "rewarding", "collective"}
 LIGHT_LIBRARIES = {"pydantic", "pydantic_core", "yaml", "dotenv", "pynvml", "packaging", "rich", "tqdm", "psutil"}
@@ -130,7 +101,7 @@ def test_rewards_are_standard_library_only() -> None:
 
 
 def test_every_package_has_its_place() -> None:
-    """A package outside the lists would escape every check of this file; one that is gone would hold a place for ever."""
+    """A package outside the lists would escape every check of this file; one that is gone would keep its place."""
     found = {path.name.removesuffix(".py") for path in (ROOT / "rloo_kit").iterdir() if path.name[:2] != "__"}
     assert found == set(ORDER) and set(LIGHT).isdisjoint(HEAVY)
     assert set(LIGHT) | set(HEAVY) | {"_stack", "rewards"} == set(ORDER)

@@ -29,8 +29,9 @@ def loaded_after(code: str) -> list[str]:
         "import rloo_kit",
         "import rloo_kit; dir(rloo_kit); rloo_kit.load_config; rloo_kit.RlooKitError",
         "import rewards",
-        "import rloo_kit.system.environment, rloo_kit.system.doctor, rloo_kit.config.run, rloo_kit.runs.run_dir, rloo_kit.runs.health",
-        "import rloo_kit.notebook.kernel, rloo_kit.system.versions, rloo_kit.think_tags, rloo_kit.config.old_names",
+        "from rloo_kit.system import environment, doctor, versions; from rloo_kit.config import run, old_names",
+        "from rloo_kit.runs import run_dir, health; from rloo_kit.notebook import kernel; import rloo_kit.think_tags",
+        "from rloo_kit.results import report; from rloo_kit.plan import planner; from rloo_kit.batch import runner",
     ],
 )
 def test_light_imports_load_nothing_heavy(code: str) -> None:

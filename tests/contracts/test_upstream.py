@@ -1,6 +1,6 @@
 """Fingerprints of the TRL methods that our trainer stands in for or leans on.
 
-When one of them changes, ours may have to change with it. Read what moved, adapt `rloo_kit/loop/trainer.py` if need be, let
+When one of them changes, ours may have to change with it. Read what moved, adapt `rloo_kit/loop/` if need be, let
 `test_equality_with_stock.py` pass, and then write down the new fingerprint.
 """
 
