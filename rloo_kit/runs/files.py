@@ -1,15 +1,18 @@
-"""What this process saved, and what it is saving right now.
+"""Writing files safely: in one piece, under a lock, and with a record of the saves that are still running.
 
-Whoever ends a process asks here first: a kernel that is ended while an adapter is being written leaves half of one
-behind. `saving` is entered around every save of the kit; your own saves may enter it too. Left out: files that are
-replaced in one piece within milliseconds (`run_dir.write_text`).
+Whoever ends a process asks `running_saves` first: ended while an adapter is being written, it leaves half of one.
 """
 
+import json
+import math
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 _changed = threading.Condition()
 _running: list[Path] = []
@@ -18,9 +21,9 @@ _saved: dict[Path, None] = {}  # an ordered set
 
 @contextmanager
 def saving(path: str | Path) -> Iterator[None]:
-    """Around the writing of `path`, a file or a folder: whoever waits for running saves waits for this one.
+    """Mark `path`, a file or a folder, as being written; one that raises does not count as saved.
 
-    One that raises is over, and does not count as saved.
+    The kit enters it around every save but those of `write_text`; your own saves may enter it too.
     """
     path = Path(path).absolute()
     with _changed:
@@ -37,7 +40,7 @@ def saving(path: str | Path) -> Iterator[None]:
 
 
 def running_saves() -> list[Path]:
-    """What is being written right now, by any thread; the longest-running first."""
+    """What is being written now, by any thread; the longest-running first."""
     with _changed:
         return list(dict.fromkeys(_running))
 
@@ -49,13 +52,7 @@ def saved_paths() -> list[Path]:
 
 
 def wait_for_saves(timeout_s: float | None = None) -> bool:
-    """Wait until no save is running.
-
-    Args:
-        timeout_s: give up after so many seconds; None: wait as long as it takes.
-    Returns:
-        Whether no save is running any more.
-    """
+    """Wait until no save is running, for at most `timeout_s` seconds (None: without limit); whether none is."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     with _changed:
         while _running:
@@ -64,3 +61,81 @@ def wait_for_saves(timeout_s: float | None = None) -> bool:
                 return False
             _changed.wait(left)
         return True
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Replace the file at `path` in one piece; its folder must exist."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def write_json(path: Path, value: Any) -> Path:
+    """`write_text` of `value` as JSON; NaN and infinities become null."""
+    return write_text(path, json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file; None where there is none that can be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def lock_folder(folder: Path) -> IO[str] | None:
+    """Lock the folder until the returned file is closed or the process ends, however it ends.
+
+    None on a system without such locks (Windows), where two writers are not noticed.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held until closed)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise BlockingIOError(f"{folder} is locked") from None
+    return lock
+
+
+def finite(value: Any) -> Any:
+    """`value` as JSON takes it: NaN and infinities as None, keys and unknown objects as text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if value is None or isinstance(value, (str, int)):
+        return value
+    return str(value)
+
+
+def git_revision(file: Path) -> dict[str, Any] | None:
+    """Revision of the checkout that tracks `file`, and whether anything in it changed since; None without one."""
+    command = ["git", "-C", str(file.parent)]
+
+    def ask(*words: str) -> str | None:
+        try:
+            answer = subprocess.run([*command, *words], capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return answer.stdout.strip() if answer.returncode == 0 else None
+
+    revision = ask("rev-parse", "HEAD")
+    if revision is None or ask("ls-files", "--error-unmatch", file.name) is None:
+        return None
+    return {"revision": revision, "changed": bool(ask("status", "--porcelain", "--untracked-files=no"))}

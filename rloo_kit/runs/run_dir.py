@@ -1,65 +1,42 @@
-"""A run's folder: what lies in it, who may write to it, and how a run that was cut short goes on.
+"""A run's folder `outputs/<name>/`: its files, who may write them, and how an interrupted run goes on.
 
-`outputs/<name>/` holds `config.yaml` (resolved), `versions.json`, `status.json`, `metrics.jsonl` (one line a logged
-step), `rollouts.jsonl` (one line a completion), `prompts.json` (where prompts were chosen), `checkpoints/`, `adapter/`,
-`before.json`, `after.json` and `report.html`. Files that others poll are replaced in one piece, so no reader sees half
-of one; whether a run is done is said by `status.json` alone. While a process has the folder open it holds a lock on it,
-which the system lets go of however that process ends. Of a run's processes only the main one writes; in the others
-a `RunDir` reads, and its writing does nothing, but for the error that nobody else could tell.
+`status.json` alone decides whether a run is done. The process that writes holds a lock on the folder; of a run's
+processes that is the main one, and in the others the writing of a `RunDir` does nothing.
 """
 
 import json
-import math
 import os
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 from weakref import WeakKeyDictionary
 
 from rloo_kit.config.resume import refuse_changes
+from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFoundError, SetupError
+from rloo_kit.runs.files import finite, git_revision, lock_folder, read_json, write_json, write_text
 from rloo_kit.system.processes import count_processes, is_main_process, process_index
 from rloo_kit.system.versions import installed_versions
 
-FILES = (
-    "config.yaml",
-    "versions.json",
-    "status.json",
-    "metrics.jsonl",
-    "rollouts.jsonl",
-    "prompts.json",
-    "before.json",
-    "after.json",
-    "report.html",
-)
+FILES = ("config.yaml", "versions.json", "status.json", "metrics.jsonl", "rollouts.jsonl", "prompts.json")
+FILES += ("before.json", "after.json", "report.html")
 FOLDERS = ("checkpoints", "adapter")
-SECONDS_FOR_MAIN = 3.0  # that another process waits with an error: the main one may have the same to tell
+SECONDS_FOR_MAIN = 3.0  # that another process waits with an error: the main one may raise the same
 STATES = ("running", "finished", "interrupted", "failed")
 
 _open: "WeakKeyDictionary[RunDir, threading.Thread]" = WeakKeyDictionary()  # each with the thread that opened it
 
 
-class Run(Protocol):
-    """What this module needs of a `RunConfig`."""
-
-    @property
-    def folder(self) -> Path: ...
-
-    def to_yaml(self) -> str: ...
-
-
 class RunDir:
-    """The open folder of one run; a context manager that lets go of it at the end and records how it ended.
+    """The open folder of one run; a context manager that releases it at the end and records how the run ended.
 
     Attributes:
-        folder: the folder itself.
         writes: whether this process writes; the main one does.
-        resumed: whether it held an earlier part of the run that is being continued.
-        resume_command: how this run is continued, for people; the command line puts its own here.
+        resumed: whether it holds an earlier part of the run, which is continued.
+        resume_command: how to resume the run, for people; the command line sets its own.
     """
 
     def __init__(self, folder: Path):
@@ -70,18 +47,17 @@ class RunDir:
         self._lock: IO[str] | None = None
 
     @classmethod
-    def create(cls, run: Run, *, resume: bool = False, overwrite: bool = False) -> "RunDir":
-        """Open the folder of `run` for writing, and record its configuration and the versions it runs with.
+    def create(cls, run: RunConfig, *, resume: bool = False, overwrite: bool = False) -> "RunDir":
+        """Open the folder of `run` for writing, and record its configuration and versions.
 
         Args:
-            run: the resolved configuration.
-            resume: go on with the run that lies there.
-            overwrite: delete the files of the run that lies there (nothing else in the folder) and start anew.
+            resume: continue the run in it.
+            overwrite: delete the files of the run in it, and nothing else, and start again.
 
         Raises:
-            RunExistsError: a run lies there and neither flag is given, it is being written right now, or the folder
-                holds something that is not a run. One that failed before its first step is no run.
-            RunNotFoundError: `resume`, and no run lies there.
+            RunExistsError: it holds a run and neither flag is given, another process is writing it, or it holds
+                something else than a run. A run that failed before its first step does not count.
+            RunNotFoundError: `resume`, and there is no run.
             ConfigError: both flags; or `resume` with a configuration that would train something else.
             SetupError: the folder cannot be made or written.
         """
@@ -101,7 +77,7 @@ class RunDir:
             ) from error
         return self
 
-    def _open(self, run: Run, resume: bool, overwrite: bool) -> None:
+    def _open(self, run: RunConfig, resume: bool, overwrite: bool) -> None:
         self.check(run, resume=resume, overwrite=overwrite)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
@@ -114,12 +90,12 @@ class RunDir:
         _open[self] = threading.current_thread()
 
     def _never_began(self) -> bool:
-        """Whether the run that lies here failed before its first step (a mistyped model): nothing to go on with."""
+        """Whether the run failed before its first step (a mistyped model): there is nothing to resume."""
         status = self.status()
         return status.get("state") == "failed" and not status.get("step")
 
-    def check(self, run: Run, *, resume: bool = False, overwrite: bool = False) -> None:
-        """The refusals of `create`, without touching anything: to be asked before slow work is done."""
+    def check(self, run: RunConfig, *, resume: bool = False, overwrite: bool = False) -> None:
+        """The refusals of `create`, without touching anything: for a check ahead of slow work."""
         if resume and overwrite:
             raise ConfigError("--resume and --overwrite were both given: one keeps the run, the other deletes it")
         state = self.status().get("state")
@@ -142,7 +118,7 @@ class RunDir:
             )
 
     def _refuse_other_number(self) -> None:
-        """A rollout of another number of processes is of another size: the place in the data would not be the same."""
+        """Another number of processes makes rollouts of another size: the place in the data would not be the same."""
         now = count_processes()
         before = (self.read_json("versions.json") or {}).get("processes", now)
         if before != now:
@@ -168,7 +144,7 @@ class RunDir:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def close(self) -> None:
-        """Let go of the folder; harmless a second time."""
+        """Release the folder; a second call does nothing."""
         _open.pop(self, None)
         if self._lock is not None:
             self._lock.close()
@@ -185,7 +161,7 @@ class RunDir:
             self.close()
 
     def _record_error(self, error: BaseException) -> None:
-        """How the run ended; a process that failed alone tells it when the main one, which cannot go on, has not."""
+        """Record how the run ended; a process that failed alone does so if the main one, which hangs then, has not."""
         interrupted = isinstance(error, KeyboardInterrupt)
         if not self.writes:
             if interrupted:
@@ -196,33 +172,31 @@ class RunDir:
             text = text if self.writes else f"process {process_index()} of {count_processes()}: {text}"
             self._set_status("interrupted" if interrupted else "failed", error=text, resume=self.resume_command)
 
-    # ------------------------------------------------------------------------------------------------ files
-
     def __truediv__(self, name: str) -> Path:
         return self.folder / name
 
     def write_text(self, name: str, text: str) -> Path:
-        """Replace a file in one piece: a reader sees the old text or the new one, also after a crash."""
+        """Replace a file in one piece: a reader sees the old text or the new one, even after a crash."""
         return write_text(self.folder / name, text) if self.writes else self.folder / name
 
     def write_json(self, name: str, value: Any) -> Path:
-        """`write_text` of `value` as JSON; NaN and infinities, which JSON has not, become null."""
+        """`write_text` of `value` as JSON; NaN and infinities become null."""
         return write_json(self.folder / name, value) if self.writes else self.folder / name
 
     def read_json(self, name: str) -> Any:
-        """The value of a JSON file, or None where there is none (or none that can be read)."""
+        """The value of a JSON file; None where there is none that can be read."""
         return read_json(self.folder / name)
 
     def append_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
-        """Add one line a row and hand them to the system at once, so that a crash loses none of them."""
+        """Add one line a row, all in one write, so that a crash loses none of them."""
         if not self.writes:
             return
-        text = "".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows)
+        text = "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows)
         with open(self.folder / name, "a", encoding="utf-8") as file:
             file.write(text)
 
     def read_jsonl(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a JSONL file; a last line that a crash cut off is left out."""
+        """The rows of a JSONL file, without a last line that a crash cut off."""
         try:
             lines = (self.folder / name).read_text(encoding="utf-8").split("\n")
         except OSError:
@@ -235,18 +209,14 @@ class RunDir:
                 continue
         return rows
 
-    # ------------------------------------------------------------------------------------------------ state
-
     def status(self) -> dict[str, Any]:
         """`status.json`; empty where there is no run."""
         return self.read_json("status.json") or {}
 
     def set_status(self, state: str, **fields: Any) -> None:
-        """Write `status.json`: the state, the process, the time, and `fields` over the ones it had.
+        """Write `status.json`: the state (one of STATES), the process, the time, and `fields` over the ones it had.
 
-        Args:
-            state: one of STATES.
-            fields: `step`, `max_steps`, `error`, `resume` (the command that goes on), ...
+        Fields are `step`, `max_steps`, `error` and `resume` (the command that resumes the run).
         """
         if state not in STATES:
             raise ValueError(f"a run's state is one of {', '.join(STATES)}; got {state!r}")
@@ -261,11 +231,7 @@ class RunDir:
         write_json(self.folder / "status.json", status)
 
     def last_checkpoint(self) -> tuple[Path, int] | None:
-        """The newest complete checkpoint and its step.
-
-        The trainer writes `trainer_state.json` last, so a folder in which it cannot be read was cut short while it was
-        being saved and is passed over.
-        """
+        """The newest complete checkpoint and its step: one whose `trainer_state.json`, written last, is readable."""
         found = []
         for folder in (self.folder / "checkpoints").glob("checkpoint-*"):
             step = folder.name.rpartition("-")[2]
@@ -277,7 +243,7 @@ class RunDir:
         return path, newest
 
     def rewind(self, step: int) -> None:
-        """Drop from `metrics.jsonl` and `rollouts.jsonl` what came after `step`: a resumed run does it again."""
+        """Drop what came after `step` from `metrics.jsonl` and `rollouts.jsonl`: a resumed run repeats it."""
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             if self.writes and (self.folder / name).exists():
                 kept = [row for row in self.read_jsonl(name) if row.get("step", 0) <= step]
@@ -285,10 +251,7 @@ class RunDir:
 
 
 def open_runs() -> list[Path]:
-    """Folders of the runs that this process has open and that go on: training in a thread, above all.
-
-    A run that is over (`status.json`), or whose thread has ended, does not count.
-    """
+    """Folders of the runs that this process is training; one that is over, or whose thread has ended, is not."""
     return [
         run_dir.folder
         for run_dir, thread in list(_open.items())
@@ -296,93 +259,14 @@ def open_runs() -> list[Path]:
     ]
 
 
-def write_text(path: Path, text: str) -> Path:
-    """Replace the file at `path` in one piece; its folder must exist."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
-
-
-def write_json(path: Path, value: Any) -> Path:
-    """`write_text` of `value` as JSON; NaN and infinities, which JSON has not, become null."""
-    return write_text(path, json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n")
-
-
-def read_json(path: Path) -> Any:
-    """The value of a JSON file, or None where there is none (or none that can be read)."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
-def lock_folder(folder: Path) -> IO[str] | None:
-    """Take the folder's lock; it is let go when the file is closed or the process ends, however it ends.
-
-    Returns:
-        The open lock file; None on a system without locks (Windows), where two writers are not noticed.
-
-    Raises:
-        BlockingIOError: another process holds it.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        return None
-    lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held until closed)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise BlockingIOError(f"{folder} is locked") from None
-    return lock
-
-
 def describe_versions() -> dict[str, Any]:
-    """Versions of Python and the libraries, the git revision of the kit's own checkout (None if it is not one), and the
-    number of processes."""
+    """Versions of Python and the libraries, git revision of the kit's checkout (None without one), processes."""
     found = {"versions": installed_versions(), "git": git_revision(Path(__file__)), "processes": count_processes()}
     return found | {"written": _now()}
 
 
-def git_revision(file: Path) -> dict[str, Any] | None:
-    """Revision of the checkout that tracks `file`, and whether anything in it was changed since; None without one."""
-    command = ["git", "-C", str(file.parent)]
-
-    def ask(*words: str) -> str | None:
-        try:
-            answer = subprocess.run([*command, *words], capture_output=True, text=True, timeout=10, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return answer.stdout.strip() if answer.returncode == 0 else None
-
-    revision = ask("rev-parse", "HEAD")
-    if revision is None or ask("ls-files", "--error-unmatch", file.name) is None:
-        return None
-    return {"revision": revision, "changed": bool(ask("status", "--porcelain", "--untracked-files=no"))}
-
-
 def _holds_nothing_but_a_run(folder: Path) -> bool:
     return all(entry.name in (*FILES, *FOLDERS, ".lock") for entry in folder.iterdir())
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    if value is None or isinstance(value, (str, int)):
-        return value
-    return str(value)
 
 
 def _now() -> str:

@@ -1,9 +1,4 @@
-"""When numbers stop being numbers: a step with NaN or infinity is skipped, and too many of them in a row end the run.
-
-One such step is weather (a float16 overflow, a broken reward); several in a row are a policy that has blown up, and
-each further rollout is wasted. The caller finds out (`objective.all_finite`), leaves the weights and the optimizer as
-they are, and tells the watch; this counts, speaks and says when to stop. No torch here.
-"""
+"""Steps that fail: NaN or infinity, and failed rewards. One is skipped or reported; too many in a row end the run."""
 
 from collections.abc import Sequence
 
@@ -12,7 +7,7 @@ from rloo_kit.system.processes import say
 
 
 class FiniteWatch:
-    """Counts optimizer steps that were skipped; speaks at the 1st, 2nd, 4th, 8th ... of them.
+    """Counts optimizer steps that were skipped for NaN or infinity; reports the 1st, 2nd, 4th, 8th ... of them.
 
     Args:
         patience: skipped steps in a row after which the run has to stop (`max_skipped_steps`), 1 or more.
@@ -33,7 +28,7 @@ class FiniteWatch:
         self.skipped = 0
         self.in_a_row = 0
         self.reason = ""
-        self._speaks_at = 1
+        self._reports_at = 1
 
     @property
     def exceeded(self) -> bool:
@@ -41,12 +36,11 @@ class FiniteWatch:
         return self.in_a_row >= self.patience
 
     def observe(self, step: int, broken: str | None) -> None:
-        """Take one optimizer step.
+        """Count optimizer step `step`.
 
         Args:
-            step: its number, for the message.
-            broken: what was NaN or infinite in it ("the log-probabilities", "the KL", "the gradient"), over all
-                processes; None for a step that was taken.
+            broken: what was NaN or infinite in it ("the log-probabilities", "the KL", "the gradient") in any process;
+                None for a step that was taken.
         """
         if broken is None:
             self.in_a_row = 0
@@ -54,20 +48,16 @@ class FiniteWatch:
         self.skipped += 1
         self.in_a_row += 1
         self.reason = broken
-        if self.skipped < self._speaks_at and not self.exceeded:
+        if self.skipped < self._reports_at and not self.exceeded:
             return
-        self._speaks_at = 2 * self.skipped
+        self._reports_at = 2 * self.skipped
         say(
             f"WARNING: step {step} is skipped: NaN or infinity in {broken} ({self.in_a_row} in a row; {self.patience} "
             "stop the run)"
         )
 
     def make_error(self, saved_in: str) -> NonFiniteError:
-        """The error to raise once `exceeded`; the caller has saved the state before.
-
-        Args:
-            saved_in: where the last checkpoint lies.
-        """
+        """The error to raise once `exceeded` and the state is saved in the folder `saved_in`."""
         return NonFiniteError(
             f"NaN or infinity in {self.reason}, {self.in_a_row} steps in a row (max_skipped_steps = {self.patience}), "
             f"so training stopped; none of them moved a weight. The state is saved in {saved_in}. Lower learning_rate, "
@@ -77,7 +67,7 @@ class FiniteWatch:
 
 
 class FailureWatch:
-    """Counts generation batches with failed rewards; speaks at the 1st, 2nd, 4th, 8th ... of them.
+    """Counts generation batches with failed rewards; reports the 1st, 2nd, 4th, 8th ... of them.
 
     Args:
         limit: share of failed samples, 0 to 1, above which a batch counts as failed (`max_reward_failure_share`).
@@ -94,7 +84,7 @@ class FailureWatch:
         self.limit = limit
         self.patience = patience
         self._batches = 0
-        self._speaks_at = 1
+        self._reports_at = 1
         self._over_limit_in_a_row = 0
 
     @property
@@ -103,18 +93,18 @@ class FailureWatch:
         return self._over_limit_in_a_row >= self.patience
 
     def observe(self, share: float, messages: Sequence[str]) -> None:
-        """Take one generation batch.
+        """Count one generation batch.
 
         Args:
-            share: of its samples that a reward failed for, 0 to 1, over all processes.
+            share: of its samples, over all processes, that a reward failed for, 0 to 1.
             messages: one for each reward of this process that failed.
         """
         self._over_limit_in_a_row = self._over_limit_in_a_row + 1 if share > self.limit else 0
         if share == 0.0:
             return
         self._batches += 1
-        if self._batches < self._speaks_at:
+        if self._batches < self._reports_at:
             return
-        self._speaks_at = 2 * self._batches
+        self._reports_at = 2 * self._batches
         for message in messages:
             print(f"WARNING: {message} ({share:.0%} of the samples of this rollout are not scored)", flush=True)

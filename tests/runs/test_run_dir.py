@@ -13,7 +13,8 @@ import pytest
 
 from rloo_kit.config.resume import changed_keys
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
-from rloo_kit.runs.run_dir import RunDir, git_revision, write_text
+from rloo_kit.runs.files import git_revision, write_text
+from rloo_kit.runs.run_dir import RunDir
 
 SECTIONS = {
     "run": {"seed": 0},
