@@ -10,16 +10,15 @@ split are the same for all six. Left out: the times, which depend on whatever el
 import argparse
 import csv
 import json
-import os
-import platform
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "batch_arithmetic.json"
+import reporting
+from reporting import ROOT
+
+RESULT = reporting.RESULTS / "batch_arithmetic.json"
 CONFIG = "configs/batch_arithmetic.yaml"
 TEXT = ("name", "state")
 FIGURES = tuple(
@@ -41,6 +40,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Run the batch and write the results; the exit code is the batch's."""
+    reporting.settle()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "outputs")
     parser.add_argument("--resume", action="store_true")
@@ -52,17 +52,8 @@ def main() -> int:
         return code
     folder = options.output / Path(CONFIG).stem
     rows = read_rows(folder)
-    versions = json.loads((folder / rows[0]["name"] / "run" / "versions.json").read_text(encoding="utf-8"))
-    result = {
-        "command": f"rloo-kit batch {CONFIG}",
-        "measured": time.strftime("%Y-%m-%d"),
-        "revision": versions["git"] and versions["git"]["revision"],
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
-        "versions": versions["versions"],
-        "runs": rows,
-    }
-    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"figures: {RESULT}")
+    head = reporting.header("benchmarks/batch_arithmetic.py") | {"command": f"rloo-kit batch {CONFIG}"}
+    reporting.write(head | {"runs": rows}, RESULT)
     return 0
 
 

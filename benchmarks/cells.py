@@ -2,7 +2,8 @@
 
 A machine with a GPU is often lent for minutes. So a cell takes eight minutes at most, its JSON is there as soon as a
 figure is known, and the same command started again goes on: a cell that passed on the same GPU, with the same sources
-and versions, is not run again. `tests/on_gpu/run.py` and `rloo_step.py --device cuda` hold the lists.
+and versions, is not run again while its file is there. `tests/on_gpu/run.py` and `rloo_step.py --device cuda` hold the
+lists. Whatever ends a cell or the command, nothing that it started stays on the GPU.
 
 A cell's process says what it found by `report(name=value)`, and that it cannot run here by `skip(reason)`. Rehearsing
 (`--rehearse`) runs the same code on the CPU with tiny shapes and writes elsewhere: what it finds is no measurement.
@@ -12,6 +13,8 @@ Left out: several cells at once, since they would share the GPU that they measur
 import hashlib
 import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import cell_process
 import reporting
 
 LIMIT_S = 480
@@ -38,15 +40,11 @@ class Cell:
     """One check or one measurement.
 
     Attributes:
-        name: of its result file, `NAME.json`.
-        command: the program and its arguments; run in the root folder of the repository.
-        what: what it shows, in a line.
-        limit_s: after this many seconds it is ended; at most LIMIT_S. REHEARSAL_FACTOR times as many when rehearsing.
-        environment: variables of its process, beside the caller's.
+        name: of its result file, `NAME.json`. command: run in the root folder. what: what it shows, in a line.
+        limit_s: after this many seconds it is ended; at most LIMIT_S, REHEARSAL_FACTOR times as many when rehearsing.
         sources: globs of its own files, from the root folder; when one changes, the cell runs again.
         least_gib: a GPU with less memory than this skips it.
-        rehearsed_by: the program in place of `command` when rehearsing; None: the same.
-        not_rehearsed: why it does not run when rehearsing; empty: it does.
+        rehearsed_by: the program in place of `command` when rehearsing. not_rehearsed: why it does not run then.
     """
 
     name: str
@@ -107,7 +105,6 @@ def add_arguments(parser: ArgumentParser, results: Path) -> None:
     """The options of a command that runs cells; `results` is the folder of its files."""
     parser.add_argument("--list", action="store_true", help="name the cells, with what is known of them, and end")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these cells; NAME* takes all that begin so")
-    parser.add_argument("--again", nargs="+", metavar="NAME", default=[], help="cells to run though they passed")
     parser.add_argument("--minutes", type=float, help="end after this long, with whatever runs then")
     parser.add_argument("--results", type=Path, default=results, help="folder of the JSON files (%(default)s)")
     parser.add_argument(
@@ -126,7 +123,6 @@ def run_cells(cells: Sequence[Cell], options: Namespace, command: str) -> int:
         command: what a user types, for the results ("make test-gpu").
     """
     chosen = _choose(cells, options.only)
-    again = {cell.name for cell in _choose(cells, options.again)} if options.again else set()
     folder = results_folder(options)
     common = _common(command, options.rehearse)
     if options.list:
@@ -141,7 +137,7 @@ def run_cells(cells: Sequence[Cell], options: Namespace, command: str) -> int:
     states = {}
     for place, cell in enumerate(chosen, start=1):
         kept = _kept(cell, folder, common)
-        if kept and cell.name not in again:
+        if kept:
             result, verdict = kept, "passed before"
         elif ends is not None and time.monotonic() >= ends:
             result, verdict = {"state": "stopped", "reason": "no time left"}, "not started: no time left"
@@ -243,7 +239,7 @@ def _run(cell: Cell, folder: Path, common: Mapping[str, Any], ends: float | None
     started, state, code = time.monotonic(), "stopped", None
     try:
         with log.open("w", encoding="utf-8") as sink:
-            code = cell_process.run(command, environment, sink, limit)
+            code = _run_process(command, environment, sink, limit)
     finally:  # Ctrl-C too: what the cell has reported by then stays
         found = _read(target) or result
         if code is not None:
@@ -275,6 +271,34 @@ def _judge(code: int, result: Mapping[str, Any], log: Path) -> tuple[str, str]:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     tail = "\n".join(lines[-25:])[-3000:].replace(f"{reporting.ROOT}/", "")
     return "failed", f"exit code {code}; {log.relative_to(reporting.ROOT)}:\n{tail}"
+
+
+def _run_process(command: list[str], environment: dict[str, str], sink: Any, limit: float) -> int | None:
+    """The exit code; None where the time was over. Whatever the process started ends with it."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job's end takes the way out of Ctrl-C
+    child = subprocess.Popen(
+        command, cwd=reporting.ROOT, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        return child.wait(timeout=limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _end(child)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(child: "subprocess.Popen[bytes]") -> None:
+    """End the process group of a child that may have ended by itself: its own children may not have."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(child.pid, number)
+        except ProcessLookupError:
+            break
+        waited = time.monotonic() + 5
+        while child.poll() is None and time.monotonic() < waited:
+            time.sleep(0.05)
+    child.wait()
 
 
 def scratch_folder() -> Path:

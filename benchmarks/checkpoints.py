@@ -57,7 +57,7 @@ def make_checkpoint(size: str) -> Path:
     from transformers import Qwen3ForCausalLM
 
     from rloo_kit.embedded.tokenizer import build_tokenizer
-    from rloo_kit.measure.random_checkpoint import make_config
+    from rloo_kit.measure.stand_ins import make_config
 
     target, is_tiny = _folder(size), size == TINY
     tokenizer = build_tokenizer("thinking", "compact" if is_tiny else "qwen3")

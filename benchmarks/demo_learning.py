@@ -14,8 +14,6 @@ them. Left out: the installation that `make demo` begins with.
 
 import argparse
 import json
-import os
-import platform
 import resource
 import subprocess
 import sys
@@ -23,8 +21,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+import reporting
+from reporting import RESULTS, ROOT
+
+FIGURES = (
+    "num_prompts", "temperature", "accuracy", "low", "high", "greedy_accuracy", "greedy_low", "greedy_high",
+    "closed_share", "truncated_share", "mean_thinking_tokens", "mean_tokens",
+)  # fmt: skip
 MIN_PROMPTS, MIN_RISE, MAX_GREEDY_FALL = 1000, 0.30, 0.03
 
 
@@ -40,17 +43,11 @@ def run_seed(config: str, seed: int, output: Path, overrides: list[str]) -> dict
     before, after = (json.loads((folder / f"{name}.json").read_text()) for name in ("before", "after"))
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     return {
-        "seed": seed,
-        "before": _figures(before),
-        "after": _figures(after),
+        "seed": seed, "before": _figures(before), "after": _figures(after),
         "rise": after["accuracy"] - before["accuracy"],
-        "greedy_change": after["greedy_accuracy"] - before["greedy_accuracy"],
-        "bar_held": holds_the_bar(before, after),
-        "steps": last["step"],
-        "training_s": last["seconds"],
-        "command_wall_s": wall_s,
-        "command_cpu_s": cpu_s,
-    }
+        "greedy_change": after["greedy_accuracy"] - before["greedy_accuracy"], "bar_held": holds_the_bar(before, after),
+        "steps": last["step"], "training_s": last["seconds"], "command_wall_s": wall_s, "command_cpu_s": cpu_s,
+    }  # fmt: skip
 
 
 def holds_the_bar(before: dict[str, Any], after: dict[str, Any]) -> bool:
@@ -66,9 +63,7 @@ def holds_the_bar(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 def _figures(evaluation: dict[str, Any]) -> dict[str, Any]:
     """The figures of an evaluation without its samples."""
-    wanted = ("num_prompts", "temperature", "accuracy", "low", "high", "greedy_accuracy", "greedy_low", "greedy_high")
-    more = ("closed_share", "truncated_share", "mean_thinking_tokens", "mean_tokens")
-    return {name: evaluation[name] for name in wanted + more}
+    return {name: evaluation[name] for name in FIGURES}
 
 
 def _children_cpu_s() -> float:
@@ -76,12 +71,9 @@ def _children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main() -> int:
     """Run the seeds one after another and write the results."""
+    reporting.settle()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="arithmetic_thinking")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -92,20 +84,8 @@ def main() -> int:
     name = "demo_learning" if options.config == "arithmetic_thinking" else f"demo_learning_{options.config}"
     target = options.results or RESULTS / f"{name}.json"
     runs = [run_seed(options.config, seed, options.output, options.overrides) for seed in options.seeds]
-    result = {
-        "command": " ".join(["python", "benchmarks/demo_learning.py", *sys.argv[1:]]),
-        "config": options.config,
-        "measured": time.strftime("%Y-%m-%d"),
-        "revision": _git("rev-parse", "HEAD"),
-        "changed_files": bool(_git("status", "--porcelain", "--", "rloo_kit", "rewards", "configs")),
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
-        "versions": json.loads((options.output / f"{options.config}-{options.seeds[0]}" / "versions.json").read_text())[
-            "versions"
-        ],
-        "runs": runs,
-    }
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    result = reporting.header("benchmarks/demo_learning.py") | {"config": options.config, "runs": runs}
+    reporting.write(result, target)
     for run in runs:
         print(
             f"seed {run['seed']}: accuracy {run['before']['accuracy']:.3f} -> {run['after']['accuracy']:.3f}, greedy "

@@ -62,13 +62,6 @@ def train_once(tree: Path, threads: int, seed: int, overrides: list[str]) -> dic
     return json.loads(lines[-1].removeprefix("figures: ")) | {"seed": seed}
 
 
-def git(*arguments: str) -> str:
-    """Output of a git command in the repository; raises where it fails."""
-    return subprocess.run(
-        ["git", *arguments], cwd=reporting.ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
-
-
 def measure(before: Path, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """`--repeats` runs of each tree, in turn, in changing order; a short run of each comes first and is discarded."""
     trees = {"before": before, "after": reporting.ROOT}
@@ -101,12 +94,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the worktree below is removed then too
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "before"
-        git("worktree", "add", "--detach", str(tree), options.before)
+        subprocess.run(["git", "worktree", "add", "--detach", tree, options.before], cwd=reporting.ROOT, check=True)
         try:
             runs = measure(tree, options)
         finally:
-            git("worktree", "remove", "--force", str(tree))
-    result = head | {"before": git("rev-parse", options.before), "threads": options.threads, "runs": runs}
+            reporting.git("worktree", "remove", "--force", str(tree))
+    result = head | {"before": reporting.git("rev-parse", options.before), "threads": options.threads, "runs": runs}
     for kind in ("cpu", "wall"):
         pairs = zip(runs["after"], runs["before"], strict=True)
         shares = [after[f"{kind}_s"] / before[f"{kind}_s"] for after, before in pairs]

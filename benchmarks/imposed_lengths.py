@@ -6,8 +6,8 @@ given. Every engine is reached where it decides about an end:
 - `generate`, of whatever library: a logits processor sets the end token's score, impossible before a row's target and
   certain at it: one column a step (2 % of nothing at 16 x 2048).
 - the kit's native engine: the token is replaced once it is drawn, which costs a comparison a token.
-- transformers' continuous batching and vLLM: a limit of tokens for each request, and no end token; the last token
-  becomes the end token afterwards. Likewise on a vLLM server, by way of the kit's client of it.
+- vLLM: a limit of tokens for each request, and no end token; the last token becomes the end token afterwards. Likewise
+  on a vLLM server, by way of the kit's client of it.
 
 The model computes as many steps as ever. Rows of equal prompts get their targets in their order, whatever order an
 engine takes the prompts in; where requests run side by side, siblings may exchange theirs. Left out: TRL's client of a
@@ -20,6 +20,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -53,25 +54,10 @@ def impose_lengths(trainer: Any, prompt_ids: list[list[int]], lengths: list[int]
     with (
         _end_in_generate(trainer.model, targets, end_id),
         _end_in_native(lengths, end_id),
-        _end_in_continuous(trainer.model, targets, end_id),
         _end_in_vllm(getattr(trainer, "vllm_generation", None), targets, end_id),
         _end_on_server(getattr(trainer, "_engine", None), targets, end_id),
     ):
         yield
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside the block the object has its own attribute `name`; afterwards what it had."""
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 def with_end(ids: list[int], end_id: int) -> list[int]:
@@ -111,18 +97,15 @@ def _end_in_generate(model: Any, targets: Targets, end_id: int) -> Iterator[None
         processors = [end, *(logits_processor or ())]
         return original(*arguments, input_ids=input_ids, logits_processor=processors, **keywords)
 
-    with replaced(model, "generate", generate):
+    with mock.patch.object(model, "generate", generate):
         yield
 
 
 @contextlib.contextmanager
 def _end_in_native(lengths: list[int], end_id: int) -> Iterator[None]:
     """The native engine keeps each completion in a `Turn`, made in the prompts' order; it gets its target here."""
-    try:
-        from rloo_kit.rollout import native as rollout_native
-    except ImportError:  # a version of the kit before its own engine
-        yield
-        return
+    from rloo_kit.rollout import native as rollout_native
+
     waiting = iter(lengths)
 
     class TargetedTurn(rollout_native.Turn):  # type: ignore[misc]
@@ -134,35 +117,8 @@ def _end_in_native(lengths: list[int], end_id: int) -> Iterator[None]:
             due = len(self.ids) + 1 >= self.target
             super().take(end_id if due else 0 if token == end_id else token, logp)
 
-    with replaced(rollout_native, "Turn", TargetedTurn):
+    with mock.patch.object(rollout_native, "Turn", TargetedTurn):
         yield
-
-
-@contextlib.contextmanager
-def _end_in_continuous(model: Any, targets: Targets, end_id: int) -> Iterator[None]:
-    try:
-        from transformers.generation.continuous_batching import ContinuousBatchingManager
-    except ImportError:
-        yield
-        return
-    add, batch = ContinuousBatchingManager.add_request, getattr(model, "generate_batch", None)
-
-    def add_request(self: Any, input_ids: list[int], **keywords: Any) -> Any:
-        keywords |= {"max_new_tokens": targets.take(input_ids), "eos_token_id": -1}
-        return add(self, input_ids, **keywords)
-
-    def generate_batch(*arguments: Any, **keywords: Any) -> Any:
-        results = batch(*arguments, **keywords)
-        for result in results.values():
-            result.generated_tokens = with_end(list(result.generated_tokens), end_id)
-        return results
-
-    with replaced(ContinuousBatchingManager, "add_request", add_request):
-        if batch is None:
-            yield
-            return
-        with replaced(model, "generate_batch", generate_batch):
-            yield
 
 
 @contextlib.contextmanager
@@ -187,7 +143,7 @@ def _end_in_vllm(generation: Any, targets: Targets, end_id: int) -> Iterator[Non
                 answer.token_ids = with_end(list(answer.token_ids), end_id)
         return outputs
 
-    with replaced(engine, "generate", generate):
+    with mock.patch.object(engine, "generate", generate):
         yield
 
 
@@ -203,5 +159,5 @@ def _end_on_server(engine: Any, targets: Targets, end_id: int) -> Iterator[None]
         found = original(adapter, prompt_ids, targets.take(prompt_ids), [], *rest)
         return dataclasses.replace(found, ids=with_end(found.ids, end_id))
 
-    with replaced(client, "complete", complete):
+    with mock.patch.object(client, "complete", complete):
         yield

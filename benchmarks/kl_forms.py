@@ -6,16 +6,14 @@
 The embedded model skips its thinking in some 30 % of its answers, and learns to think because thinking pays. A penalty
 on the drift away from the start may count against that, and its form decides how.
 
-- mechanism, without the noise of a training run: a policy that has trained a few steps without a penalty answers
-  prompts, eight times each. Its real KL a token goes through each form alone (the task reward is 0), and the advantage
-  is regressed on the thinking tokens within each prompt: what one more token of thinking is worth. For `per_token` that
-  is the advantage of the first token, the one that decides whether there will be a thought, and the mean over the
-  tokens. The forms are compared at one strength: beta times the penalty has the spread of the task reward within a
-  prompt. Two kinds of drift: `learned` (on the task, where the drift is itself a turn towards thinking) and
-  `unrelated` (on a reward of coin flips: what lies on every token of a long run).
+- mechanism: a policy that has trained a few steps without a penalty answers prompts, eight times each. Its KL a token
+  goes through each form alone (the task reward is 0), and the advantage is regressed on the thinking tokens within each
+  prompt; for `per_token`, that of the first token and the mean over the tokens. Forms are compared at one strength:
+  beta times the penalty has the spread of the task reward within a prompt. Two kinds of drift: `learned` (on the task)
+  and `unrelated` (on a reward of coin flips).
 - training, through `rloo-kit train`: arms of form and beta, several seeds; thinking tokens, closed share and accuracy
-  on held-out prompts before and after. `length_normalized` runs at the same beta and at the beta that makes its mean
-  penalty equal to that of `sum` (beta times the mean length).
+  on held-out prompts before and after. `length_normalized` also runs at beta times the mean length: the mean penalty
+  of `sum`.
 
 Exit code 0 whatever comes out: this measures, it has no bar. Left out: other tasks and other models.
 """
@@ -84,16 +82,10 @@ def run_arm(arm: Arm, seed: int, steps: int, output: Path) -> dict[str, Any]:
     before, after = (json.loads((folder / f"{when}.json").read_text(encoding="utf-8")) for when in ("before", "after"))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return {
-        "arm": arm.name,
-        "kl_form": arm.kl_form,
-        "beta": arm.beta,
-        "seed": seed,
-        "steps": rows[-1]["step"],
-        "training_s": rows[-1]["seconds"],
+        "arm": arm.name, "kl_form": arm.kl_form, "beta": arm.beta, "seed": seed, "steps": rows[-1]["step"],
+        "training_s": rows[-1]["seconds"], "before": _figures(before), "after": _figures(after),
         "kl_last_steps": _mean([row["kl"] for row in rows[-5:] if row.get("kl") is not None]),
-        "before": _figures(before),
-        "after": _figures(after),
-    }
+    }  # fmt: skip
 
 
 def _figures(evaluation: dict[str, Any]) -> dict[str, Any]:
@@ -115,12 +107,8 @@ def measure_mechanism(output: Path, prompts: int, samples: int) -> list[dict[str
     found = []
     for drift, reward in (("learned", None), ("unrelated", coin_reward)):
         steps = PROBE_STEPS[drift]
-        settings = [
-            f"rloo.max_steps={steps}",
-            "rloo.beta=0",
-            "run.stop_when_no_signal=false",
-            "run.sample_every_steps=0",
-        ]
+        settings = [f"rloo.max_steps={steps}", "rloo.beta=0"]
+        settings += ["run.stop_when_no_signal=false", "run.sample_every_steps=0"]
         where = [f"run.output_dir={output}", f"run.name=probe-{drift}"]
         run = kit.load_config(str(CONFIG), *settings, *where)
         policy = kit.load_policy(run)

@@ -25,23 +25,8 @@ THINK_END, END = 151668, 151645
 
 def batch() -> dict[str, list[Any]]:
     """Completions of ordinary prose, four characters a token, every one with a thought and a boxed answer."""
-    words = [
-        "so",
-        "the",
-        "next",
-        "digit",
-        "is",
-        "carried",
-        "over",
-        "and",
-        "then",
-        "added",
-        "to",
-        "the",
-        "sum",
-        "of",
-        "two",
-    ]
+    sentence = "so the next digit is carried over and then added to the sum of two"
+    words = sentence.split()
     completions, ids, answers = [], [], []
     for row in range(COMPLETIONS):
         answer = str(1000 + 37 * row)

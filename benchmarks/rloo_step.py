@@ -14,9 +14,8 @@ those of the processor: what the step takes on a core of its own, whoever else i
   against stock's from the same first steps, in float32, as the relative error over all LoRA parameters.
 - whole: real rollouts, with the lengths of the completions imposed on both sides in the same way; generation is the
   trainer's own `_generate_single_turn` within them.
-- memory: a fresh process for each side; the peak of the resident memory during a step (Linux's VmHWM, reset before)
-  above what the process held before it, with the model loaded and the optimizer's state made by a short first step.
-  malloc gives freed blocks of 128 KiB and more back at once there, so that resident means in use.
+- memory: a fresh process for each side; the peak of the resident memory during a step (Linux's VmHWM) above what the
+  process held before it, behind a short first step. malloc gives freed blocks back at once there.
 
 Stock TRL's head is a Triton kernel; here it gets the stand-in of `trl_head.py`. Exit code 1 where a row misses its "at
 least". On a GPU: `--device cuda`, which has cells and options of its own (`--device cuda --help`, `step_cuda.py`).
@@ -68,13 +67,8 @@ class Bar:
 
 
 NO_BAR = Bar()
-TRAINING_BARS = {
-    K4: Bar(4.5, 5.5),
-    K8: Bar(4.5, 5.5),
-    replace(K8, checkpointing=True): Bar(4.5, 5.5),
-    LARGE: Bar(2.0, 2.4),
-    TIED: Bar(10, 15),
-}
+TRAINING_BARS = {load: Bar(4.5, 5.5) for load in (K4, K8, replace(K8, checkpointing=True))}
+TRAINING_BARS |= {LARGE: Bar(2.0, 2.4), TIED: Bar(10, 15)}
 GENERATION_BAR, WHOLE_BAR = Bar(4.0, 5.5), Bar(4.0, 5.5)
 MEMORY_BARS = {"fast": Bar(0.42, 0.2, lower=True), "low": Bar(0.25, 0.2, lower=True)}
 GRADIENT_BAR = Bar(1e-5, 1e-6, lower=True)
@@ -233,16 +227,6 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             gc.collect()
 
 
-def merge(kept: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The new rows in the places of those that they replace, the others behind."""
-    places = {_key(row): row for row in kept}
-    return list((places | {_key(row): row for row in new}).values())
-
-
-def _key(row: dict[str, Any]) -> tuple[str, ...]:
-    return row["what"], row["workload"], row["side"]
-
-
 def describe() -> dict[str, Any]:
     """What the rows have in common."""
     import trl_head
@@ -284,7 +268,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="steps of each side after the one that is discarded")
     parser.add_argument("--side", nargs="+", choices=KIT_SIDES, help="our memory settings; default: what the row needs")
     parser.add_argument("--results", type=Path, default=RESULT)
-    parser.add_argument("--keep", action="store_true", help="keep rows of the results file that are not measured now")
     parser.add_argument("--write-table", action="store_true", help="only bring docs/benchmarks.md up to date")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the cells of step_cuda.py")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
@@ -301,7 +284,9 @@ def main() -> int:
         return step_cuda.main(rest)
     options = parse()
     if options.write_table:
-        reporting.write_tables()
+        import doc_tables
+
+        doc_tables.write_tables()
         return 0
     import torch
 
@@ -317,14 +302,12 @@ def main() -> int:
         return 0
     started = time.monotonic()
     header = reporting.header("benchmarks/rloo_step.py")
-    keep = options.keep and options.results.is_file()
-    kept = json.loads(options.results.read_text(encoding="utf-8"))["rows"] if keep else []
     rows: list[dict[str, Any]] = []
     for row in measure(options):
         print(reporting.step_line(row), flush=True)
         rows.append(row | {"revision": header["revision"][:7]})
         common = {"seconds": round(time.monotonic() - started), **describe()}
-        reporting.write(header | common | {"rows": merge(kept, rows)}, options.results, quiet=True)
+        reporting.write(header | common | {"rows": rows}, options.results, quiet=True)
     print(f"figures: {options.results}")
     missed = [row for row in rows if row["holds"] is False]
     for row in missed:

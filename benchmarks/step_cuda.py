@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import cells
 import reporting
@@ -30,12 +31,8 @@ from cells import Cell
 from step_cuda_models import Kind
 
 RESULTS = reporting.RESULTS / "step_cuda"
-SOURCES = (
-    "benchmarks/step_*.py",
-    "benchmarks/imposed_lengths.py",
-    "benchmarks/checkpoints.py",
-    "tests/on_gpu/[ef]*.py",
-)
+SOURCES = tuple(f"benchmarks/{name}.py" for name in ("step_*", "imposed_lengths", "checkpoints"))
+SOURCES += ("tests/on_gpu/[ef]*.py",)
 REPEATS = 3
 STOCK = Kind("stock", "transformers")
 STOCK_UNSLOTH, GRPO_UNSLOTH = Kind("stock", "unsloth"), Kind("grpo", "unsloth")
@@ -55,7 +52,6 @@ SAMPLED = {
     "generate-unsloth": Kind("fast", "unsloth", "generate"),
     "stock-unsloth": STOCK_UNSLOTH,
     "grpo-unsloth": GRPO_UNSLOTH,
-    "continuous": Kind("fast", "transformers", "continuous"),
     "generate": Kind("fast", "transformers", "generate"),
     "stock": STOCK,
     "native-int8": Kind("fast", "transformers", "native", "int8"),
@@ -136,21 +132,11 @@ def list_cells(repeats: int = REPEATS) -> list[Cell]:
         if job.kind.backend == "unsloth" and job.part != "ceilings":
             other = unsloth_python
             if other is None and not reason:
-                reason = (
-                    "no environment with Unsloth: make test-unsloth makes one, RLOO_KIT_UNSLOTH_PYTHON names another"
-                )
+                reason = "Unsloth is not here: make test-unsloth, or RLOO_KIT_UNSLOTH_PYTHON names its Python"
         if job.kind.engine == "vllm":
             reason = "vLLM needs CUDA; what it is told of lengths is tested with a stand-in"
-        found.append(
-            Cell(
-                job.name,
-                (sys.executable, *arguments),
-                job.what,
-                sources=SOURCES,
-                rehearsed_by=None if other is None else (other, *arguments),
-                not_rehearsed=reason,
-            )
-        )
+        command, rehearsal = (sys.executable, *arguments), None if other is None else (other, *arguments)
+        found.append(Cell(job.name, command, job.what, sources=SOURCES, rehearsed_by=rehearsal, not_rehearsed=reason))
     return found
 
 
@@ -164,8 +150,8 @@ def run_cell(name: str, rows: int | None, repeats: int) -> int:
         return _try_rows(job, repeats)
     import step_cuda_models
 
-    if job.kind.engine in ("vllm", "server") and not cells.rehearsing():
-        _need_vllm()
+    if job.kind.engine in ("vllm", "server") and not cells.rehearsing() and find_spec("vllm") is None:
+        cells.skip("vLLM is not installed")
     step_cuda_models.start_backend(job.kind.backend, job.kind.name)
     import step_cuda_cells as work
 
@@ -185,7 +171,9 @@ def run_cell(name: str, rows: int | None, repeats: int) -> int:
             gpu_gb, generations, kind = LONG[job.name]
             step_cuda_long.measure_long(kind, gpu_gb, generations)
     except RuntimeError as error:
-        if not step_cuda_models.is_out_of_memory(error):
+        from rloo_kit.system.memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
             raise
         print(f"out of memory: {error}", flush=True)
         cells.report(ran_out=[str(error)[:300]])
@@ -207,13 +195,6 @@ def _try_rows(job: Job, repeats: int) -> int:
         too_large.append(rows)
         cells.report(out_of_memory_rows=too_large)
     return 0  # a finding: it does not fit this GPU
-
-
-def _need_vllm() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("vllm") is None:
-        cells.skip("vLLM is not installed")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -100,14 +100,10 @@ def _report_setting(kind: Kind, workload: Any, side: Any) -> None:
     engine = getattr(side.trainer, "_engine", None)
     scorer = getattr(side.trainer, "_scorer", None)
     cells.report(
-        side=kind.name,
-        backend=kind.backend,
-        engine=engine.name if engine is not None else kind.engine,
-        layout=getattr(scorer, "layout", None),
-        settings=asdict(workload),
-        tokens=sum(completion_lengths(workload)),
+        side=kind.name, backend=kind.backend, engine=engine.name if engine is not None else kind.engine,
+        layout=getattr(scorer, "layout", None), settings=asdict(workload), tokens=sum(completion_lengths(workload)),
         steps=[],
-    )
+    )  # fmt: skip
 
 
 def _take_steps(side: Any, memory: Any, repeats: int, canned: bool) -> None:

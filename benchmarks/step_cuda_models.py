@@ -6,7 +6,6 @@ Triton's interpreter runs the kernels and the weights stay float32. The sides of
 those of the kit by `load_policy`.
 """
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -120,9 +119,9 @@ def build_side(kind: Kind, workload: Workload, **options: Any) -> Any:
     else:
         model, tokenizer, peft_config = _load_stock(kind.backend, checkpoint, workload)
         options = {"gradient_checkpointing": kind.backend == "transformers"} | options
-    guard = contextlib.nullcontext() if is_kit else _quiet_precision(kind.backend)
-    with guard:
-        return wrap_model(kind.name, workload, model, tokenizer, peft_config, **_precision() | options)
+        if kind.backend == "unsloth" and cells.rehearsing():  # in float32 its trainer would switch mixed precision on
+            os.environ["UNSLOTH_MIXED_PRECISION"] = "bfloat16"
+    return wrap_model(kind.name, workload, model, tokenizer, peft_config, **_precision() | options)
 
 
 def load_policy(run: Any) -> Any:
@@ -141,13 +140,10 @@ def load_run(kind: Kind, checkpoint: Path, workload: Workload) -> Any:
 
     interpreted = cells.rehearsing() and kind.backend == "unsloth"
     text = RUN.format(
-        name=json.dumps(str(checkpoint)),
-        backend=kind.backend,
-        four_bit="false" if interpreted else "true",
-        dtype="float32" if cells.rehearsing() else "auto",
-        length=max_tokens(workload),
+        name=json.dumps(str(checkpoint)), backend=kind.backend, four_bit="false" if interpreted else "true",
+        dtype="float32" if cells.rehearsing() else "auto", length=max_tokens(workload),
         prompt=step_workload.PROMPT_TOKENS[1],
-    )
+    )  # fmt: skip
     file = Path(tempfile.mkdtemp(prefix="rloo-step-")) / "step.yaml"
     file.write_text(text, encoding="utf-8")
     completion = max_tokens(workload) - step_workload.PROMPT_TOKENS[1]
@@ -169,12 +165,8 @@ def _load_stock(backend: str, checkpoint: Path, workload: Workload) -> tuple[Any
 
     dtype = getattr(torch, environment.current().dtype_name)
     if backend == "transformers":
-        four_bit = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
+        nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+        four_bit = BitsAndBytesConfig(load_in_4bit=True, **nf4)
         device = "cpu" if cells.rehearsing() else 0
         model = AutoModelForCausalLM.from_pretrained(
             checkpoint, quantization_config=four_bit, dtype=dtype, device_map={"": device}
@@ -209,14 +201,6 @@ def _stay_on_cpu(backend: str) -> None:
         _interpreter().keep_on_cpu()
 
 
-@contextlib.contextmanager
-def _quiet_precision(backend: str) -> Any:
-    """Rehearsed in float32, Unsloth's trainer would switch mixed precision on, which is for GPUs."""
-    if backend == "unsloth" and cells.rehearsing():
-        os.environ["UNSLOTH_MIXED_PRECISION"] = "bfloat16"
-    yield
-
-
 # -------------------------------------------------------------------------------------------------------- its memory
 
 
@@ -226,10 +210,3 @@ def find_memory() -> Any:
 
     edge = reporting.load_file("tests/on_gpu/edge.py")
     return edge.Memory(edge.HostMemory(), "cpu") if cells.rehearsing() else edge.Memory(torch.cuda, "cuda")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the GPU is full."""
-    from rloo_kit.system.memory import is_out_of_memory as says_so
-
-    return isinstance(error, RuntimeError) and says_so(error)

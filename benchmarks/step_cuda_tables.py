@@ -32,7 +32,6 @@ NAMES = {
     "native-int8": "ours, engine `native`, 8-bit cache",
     "generate": "ours, engine `generate`, transformers",
     "generate-unsloth": "ours, engine `generate`, Unsloth",
-    "continuous": "ours, engine `continuous`",
     "server": "ours, engine `server`",
     "vllm": "ours, engine `vllm`",
 }
@@ -136,15 +135,8 @@ def aims_table(results: Results) -> list[str]:
     for what, base, ours, figure, least in AIMS:
         found = compare(results, base, ours, figure)
         value = MISSING if found is None else f"{found:.2f}x"
-        rows.append(
-            [
-                what,
-                f"`{ours}`",
-                f"{least:g}x {'less' if figure == 'memory' else ''}".strip(),
-                value,
-                _held(found, least),
-            ]
-        )
+        aim = f"{least:g}x {'less' if figure == 'memory' else ''}".strip()
+        rows.append([what, f"`{ours}`", aim, value, _held(found, least)])
     for name, (gpu_gb, generations, kind) in LONG.items():
         what = f"16k tokens of thinking, K {generations}, on {gpu_gb} GB, {kind.cache} cache"
         rows.append([what, f"`{name}`", "trains", *_long_verdict(results.get(name))])
@@ -170,12 +162,8 @@ def _long_verdict(cell: Mapping[str, Any] | None) -> tuple[str, str]:
 
 
 PROFILES = (
-    "training-stock-unsloth",
-    "training-fast-unsloth",
-    "training-fast",
-    "decoding-generate-unsloth",
-    "decoding-native",
-)
+    "training-stock-unsloth", "training-fast-unsloth", "training-fast", "decoding-generate-unsloth", "decoding-native"
+)  # fmt: skip
 
 
 def profile_table(results: Results) -> list[str]:

@@ -24,16 +24,6 @@ from typing import Any
 import reporting
 
 RESULT = reporting.RESULTS / "step_files.json"
-SMALL = 100  # lines
-ROWS = {
-    "modules": "modules",
-    "lines": "lines",
-    "small": f"modules of under {SMALL} lines",
-    "one_importer": "modules imported by at most one other",
-    "circles": "circles of modules",
-    "entered": "files that one step enters",
-    "switches": "switches between files in one step",
-}
 # Runs with either tree's package, so it uses what both have.
 PROGRAM = """
 import json, os, sys
@@ -105,7 +95,7 @@ def read_sources(tree: Path) -> dict[str, Any]:
     return {
         "modules": len(modules),
         "lines": sum(lines.values()),
-        "small": sum(lines[name] < SMALL for name in modules),
+        "small": sum(lines[name] < reporting.SMALL_MODULE for name in modules),
         "one_importer": sum(count <= 1 for count in importers.values()),
         "circles": find_circles(edges),
     }

@@ -8,7 +8,6 @@ How long completions get does not depend on chance or on the side either: see `i
 """
 
 import contextlib
-import inspect
 import tempfile
 import time
 import warnings
@@ -176,6 +175,7 @@ def wrap_model(name: str, workload: Workload, model: Any, tokenizer: Any, peft_c
     """
     import trl
     from datasets import Dataset
+    from transformers.trainer_callback import PrinterCallback
 
     config_class, trainer_class = trl.RLOOConfig, trl.RLOOTrainer
     if name == "grpo":
@@ -185,7 +185,7 @@ def wrap_model(name: str, workload: Workload, model: Any, tokenizer: Any, peft_c
         from rloo_kit.loop.trainer import RLOOTrainer
 
         config_class, trainer_class = RLOOConfig, RLOOTrainer
-        options = kit_options(name) | options
+        options = {"memory": name} | options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = trainer_class(
@@ -196,48 +196,24 @@ def wrap_model(name: str, workload: Workload, model: Any, tokenizer: Any, peft_c
             processing_class=tokenizer,
             peft_config=peft_config,
         )
-    quieten(trainer)
+    trainer.remove_callback(PrinterCallback)  # it would print a line for every call of `train()`
     step_workload.move_adapter(trainer.model)
     return Side(name, workload, trainer, tokenizer.eos_token_id)
-
-
-def kit_options(name: str) -> dict[str, Any]:
-    """The kit's own option for a memory setting; none where this version of the kit has no such option."""
-    from rloo_kit.loop.options import RLOOConfig
-
-    return {"memory": name} if "memory" in inspect.signature(RLOOConfig).parameters else {}
 
 
 def trainer_arguments(workload: Workload) -> dict[str, Any]:
     """What both configs are given. Clipping is on, as by default, but at a norm that leaves the gradient as it is."""
     return {
-        "output_dir": tempfile.mkdtemp(prefix="rloo-step-"),
-        "use_cpu": True,
-        "bf16": False,
-        "max_steps": 1,
-        "learning_rate": LEARNING_RATE,
-        "max_grad_norm": 1e9,
+        "output_dir": tempfile.mkdtemp(prefix="rloo-step-"), "use_cpu": True, "bf16": False, "max_steps": 1,
+        "learning_rate": LEARNING_RATE, "max_grad_norm": 1e9,
         "per_device_train_batch_size": workload.micro_batch,
         "gradient_accumulation_steps": workload.completions // workload.micro_batch,
         "num_generations": workload.num_generations,
         "max_completion_length": workload.longest or step_workload.LONGEST,
-        "gradient_checkpointing": workload.checkpointing,
-        "beta": workload.beta,
-        "temperature": 1.0,
-        "shuffle_dataset": False,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "report_to": "none",
+        "gradient_checkpointing": workload.checkpointing, "beta": workload.beta, "temperature": 1.0, "seed": 0,
+        "shuffle_dataset": False, "save_strategy": "no", "logging_strategy": "no", "report_to": "none",
         "disable_tqdm": True,
-        "seed": 0,
-    }
-
-
-def quieten(trainer: Any) -> None:
-    """No line a step: it would be printed once for every call of `train()`."""
-    from transformers.trainer_callback import PrinterCallback
-
-    trainer.remove_callback(PrinterCallback)
+    }  # fmt: skip
 
 
 def gradient_error(side: Side, stock: Side) -> float:

@@ -17,22 +17,13 @@ COMPLETIONS = 16
 SHORTEST, LONGEST, SIGMA = 64, 889, 0.75
 PROMPT_TOKENS = (94, 108)  # the shortest and the longest; 101 on average
 BACKBONE = {
-    "hidden_size": 256,
-    "num_hidden_layers": 6,
-    "intermediate_size": 768,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
+    "hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+}  # fmt: skip
 LORA = {
-    "r": 16,
-    "lora_alpha": 16,
-    "lora_dropout": 0.0,
+    "r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "task_type": "CAUSAL_LM",
     "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-    "task_type": "CAUSAL_LM",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,157 @@
+"""The tables of docs/benchmarks.md and the README, made from the files in `benchmarks/results`.
+
+A table stands in a page between two comments that name it; `write_tables` fills it in, and a test compares, so that no
+figure in a page was typed by hand.
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import step_cuda_tables as cuda
+from reporting import RESULTS, ROOT, startup_table, step_files_table, step_value, table
+
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+
+
+def write_tables(pages: tuple[Path, ...] = PAGES, results: Path = RESULTS) -> None:
+    """Put the figures of the results files into the pages."""
+    for page in pages:
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+    print(f"tables: {', '.join(map(str, pages))}", flush=True)
+
+
+def with_tables(text: str, results: Path = RESULTS) -> str:
+    """A page's text with each `<!-- table: NAME -->` .. `<!-- end -->` filled from the results.
+
+    Raises:
+        KeyError: a table that nobody makes.
+    """
+
+    def fill(match: "re.Match[str]") -> str:
+        name = match.group(1)
+        make, file = TABLES[name]
+        path = results / file
+        if path.suffix != ".json":  # a folder of cells: what is missing is named there
+            lines = make({one.stem: json.loads(one.read_text(encoding="utf-8")) for one in sorted(path.glob("*.json"))})
+        else:
+            lines = make(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ["Not measured yet."]
+        return "\n".join([f"<!-- table: {name} -->", "", *lines, "", "<!-- end -->"])
+
+    return re.sub(r"<!-- table: ([\w-]+) -->.*?<!-- end -->", fill, text, flags=re.S)
+
+
+def step_table(result: dict[str, Any]) -> list[str]:
+    """rloo_step.json: every row."""
+    rows = []
+    for row in result["rows"]:
+        stock, ours = (_amount(row, name) for name in ("stock", "ours"))
+        bar = row.get("at_least", row.get("at_most"))
+        limits = "" if bar is None else f"{bar:g} / {row['aim']:g}"
+        held = {None: "", True: "held", False: "**missed**"}[row["holds"]] + (
+            ", aim reached" if row["aim_reached"] else ""
+        )
+        rows.append([row["what"], row["workload"], f"`{row['side']}`", stock, ours, step_value(row), limits, held])
+    return table(["part", "workload", "`memory`", "stock", "ours", "result", "bar / aim", ""], rows)
+
+
+def short_step_table(result: dict[str, Any]) -> list[str]:
+    """rloo_step.json: what was promised, for the README."""
+    rows = [
+        [row["what"], row["workload"], f"`{row['side']}`", step_value(row)]
+        for row in result["rows"]
+        if row["holds"] is not None and row["what"] != "gradient"
+    ]
+    return table(["part", "workload", "`rloo.memory`", "beside stock TRL"], rows)
+
+
+def _amount(row: dict[str, Any], side: str) -> str:
+    if f"{side}_cpu_s" in row:
+        return f"{statistics.median(row[f'{side}_cpu_s']):.2f} s"
+    if f"{side}_mib" in row:
+        return f"{statistics.median(row[f'{side}_mib']):.0f} MiB"
+    return ""
+
+
+def demo_table(result: dict[str, Any]) -> list[str]:
+    """demo_phase.json: every run, and the share."""
+    rows = []
+    for before, after in zip(result["runs"]["before"], result["runs"]["after"], strict=True):
+        cells = [str(before["seed"])]
+        for kind in ("cpu_s", "wall_s", "reward_last_steps"):
+            digits = 3 if kind.startswith("reward") else 1
+            cells += [f"{before[kind]:.{digits}f}", f"{after[kind]:.{digits}f}"]
+        rows.append(cells)
+    share, wall = result["cpu_share"], result["wall_share"]
+    head = ["seed", "processor s before", "after", "wall s before", "after", "reward of the last 10 steps before"]
+    verdict = "held" if result["holds"] else "**missed**"
+    return [
+        *table([*head, "after"], rows),
+        "",
+        f"In all {share['value']:.2f} of the processor's time before ({share['low']:.2f} to {share['high']:.2f}), "
+        f"{wall['value']:.2f} of the wall clock; at most {result['at_most']}: {verdict}. "
+        f"Before is `{result['before'][:7]}`.",
+    ]
+
+
+def kl_mechanism_table(result: dict[str, Any]) -> list[str]:
+    """kl_forms.json: what a token of thinking is worth under each form alone."""
+    rows = []
+    for probe in result.get("mechanism", []):
+        task = probe["task_reward_slope"]
+        drift = f"{probe['drift']}, {probe['steps']} steps, {probe['kl_per_token']:.4f} nats a token"
+        rows.append([drift, "the task reward", "", _interval(task, "{:+.4f}"), ""])
+        for form in probe["forms"]:
+            beta, token = f"{form['beta_of_equal_spread']:.2g}", _interval(form["thinking_token"], "{:+.4f}")
+            rows.append([drift, form["form"], beta, token, _interval(form["correlation"], "{:+.2f}")])
+    return table(["drift", "form", "beta", "reward of one more thinking token", "correlation"], rows)
+
+
+def kl_training_table(result: dict[str, Any]) -> list[str]:
+    """kl_forms.json: the arms, each over its seeds."""
+    rows = []
+    for name in dict.fromkeys(run["arm"] for run in result.get("runs", [])):
+        runs = [run for run in result["runs"] if run["arm"] == name]
+        cells = [name, str(len(runs))]
+        for figure, digits in (("mean_thinking_tokens", 1), ("closed_share", 3), ("accuracy", 3)):
+            for when in ("before", "after"):
+                values = [run[when][figure] for run in runs]
+                spread = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if when == "after" else ""
+                cells.append(f"{sum(values) / len(values):.{digits}f}{spread}")
+        rows.append(cells)
+    head = ["arm", "seeds", "thinking tokens before", "after", "closed before", "after", "accuracy before", "after"]
+    return table(head, rows)
+
+
+def _interval(figure: dict[str, float], form: str) -> str:
+    return f"{form} ({form} to {form})".format(figure["value"], figure["low"], figure["high"])
+
+
+def rewards_table(result: dict[str, Any]) -> list[str]:
+    """rewards.json."""
+    rows = [
+        [f"`{row['reward']}`", *(f"{row[name] / 1e6:.1f}" for name in ("tokens_per_s", "low", "high"))]
+        for row in result["rows"]
+    ]
+    return table(["reward", "million tokens a second", "lower quartile", "upper"], rows)
+
+
+TABLES: dict[str, tuple[Callable[[dict[str, Any]], list[str]], str]] = {
+    "step": (step_table, "rloo_step.json"),
+    "step-short": (short_step_table, "rloo_step.json"),
+    "step-files": (step_files_table, "step_files.json"),
+    "demo": (demo_table, "demo_phase.json"),
+    "kl-mechanism": (kl_mechanism_table, "kl_forms.json"),
+    "kl-training": (kl_training_table, "kl_forms.json"),
+    "rewards": (rewards_table, "rewards.json"),
+    "startup": (startup_table, "startup.json"),
+    "cuda-gpu": (cuda.gpu_line, "step_cuda"),
+    "cuda-aims": (cuda.aims_table, "step_cuda"),
+    "cuda-training": (cuda.training_table, "step_cuda"),
+    "cuda-whole": (cuda.whole_table, "step_cuda"),
+    "cuda-floor": (cuda.floor_table, "step_cuda"),
+    "cuda-profile": (cuda.profile_table, "step_cuda"),
+}
