@@ -1,9 +1,7 @@
-"""What takes memory, part by part, in bytes: the arithmetic of `vram`, from a shape and a handful of settings.
+"""Memory part by part, in bytes, from a model's shape and a handful of settings.
 
-Everything is counted at its largest: every completion at its full length. Weights, adapter, gradients and cache are
-exact, and what a layer saves for its backward pass is within a few percent (tests count them in real models); what a
-backward pass holds on its way, and Unsloth's kernels, are estimates. Nothing here was measured on a GPU. Left out:
-several GPUs, vLLM, what other programs hold.
+Weights, adapter, gradients and cache are exact, and what a layer saves for its backward pass is within a few percent
+(tests count both in real models); transients of a backward pass and Unsloth's kernels are estimates.
 """
 
 from collections.abc import Iterator
@@ -14,21 +12,21 @@ from rloo_kit.plan.shapes import ModelShape
 GIB = 2**30
 MIB = 2**20
 
-# A tile of logits, on a GPU and on the CPU: `logprobs` holds the same numbers (a test compares), and imports torch.
+# A tile of logits, on a GPU and on the CPU: `gradient.logprobs`, which imports torch, has the same (a test compares).
 TILE_TOKENS, TILE_VOCABULARY = (1024, 512), (8192, 2048)
 CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries
 PROCESS_GIB = 0.7  # without a GPU: Python with torch, transformers and trl
 BLOCK, NESTED_BLOCK = 64, 256  # weights to an absmax of 8 bit, and of those to an absmax of 32 bit (bitsandbytes)
 QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # of each matrix: the tables of both quantisations, and an offset
-ELSEWHERE = "elsewhere"  # where a rollout's cache is that a server holds
-CACHE_BLOCK = 64  # tokens by which the cache grows: `slot_cache` holds the same number
-JOINED_LIMIT_BYTES = 2**30  # largest copy of the layers that decoding makes: `fused_decoder` holds the same number
+ELSEWHERE = "elsewhere"  # a rollout's cache on a server
+CACHE_BLOCK = 64  # tokens by which the cache grows, as in `rollout.kv_cache`
+JOINED_LIMIT_BYTES = 2**30  # largest copy of the layers that decoding makes, as in `rollout.fused_decoder`
 FLOAT = 4
 
 
 @dataclass(frozen=True)
 class Load:
-    """Everything of a run that the arithmetic reads.
+    """The inputs of the arithmetic.
 
     Attributes:
         four_bit: the matrices of the layers are in NF4. weight_bytes: of a weight that is not, and of the cache.
@@ -36,7 +34,7 @@ class Load:
         checkpointing: "off", "on" (recomputed) or "offloaded" (recomputed, checkpoints in the machine's memory).
         fused: Unsloth's kernels, which save less, and its packing, which repeats the prompt for each completion.
         tokens_per_pass: tokens that a training pass may hold; it holds one row at least, or one group (whole_groups).
-        reference: what beta needs beside the policy: "none", "adapter" (a frozen copy) or "model".
+        reference: what beta needs besides the policy: "none", "adapter" (a frozen copy) or "model".
         streams: `memory: low` with a KL penalty, which keeps two more buffers of the size of the gradients.
         completions: of one rollout in this process. cache: of the rollout: "plain", "int8" or "offloaded"; or
             "elsewhere", on a server's GPUs.
@@ -142,7 +140,7 @@ def optimizer_bytes(load: Load) -> int:
 
 
 def gradient_bytes(load: Load) -> int:
-    """Gradients in float32, and the sums that streaming keeps beside them."""
+    """Gradients in float32, and the sums that streaming keeps with them."""
     return FLOAT * trained_weights(load) * (3 if load.streams else 1)
 
 
@@ -172,18 +170,17 @@ def cache_bytes(load: Load, rows: int) -> int:
 
 
 def host_cache_bytes(load: Load, rows: int) -> int:
-    """The same in the machine's memory, beside a GPU."""
+    """The same in host memory, next to a GPU."""
     if load.cache != "offloaded" or not load.on_cuda:
         return 0
     return rows * load.cache_tokens * cache_bytes_per_token(load)
 
 
 def decoding_bytes(load: Load, rows: int) -> int:
-    """Keys and values of one layer while it attends.
+    """Keys and values of one layer while it attends, copied for each query head by attention with a mask.
 
-    Once for each query head: attention with a mask copies them so. Where there are as many key heads as query heads,
-    what the growing of one layer's keys takes instead. And once as they come back from 8 bits or from the machine's
-    memory.
+    With as many key heads as query heads: what growing one layer's keys takes. Once more where they come back from 8
+    bits or from the machine's memory.
     """
     shape = load.shape
     width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size
@@ -200,12 +197,11 @@ def joined_bytes(load: Load) -> int:
 
 
 def saved_bytes_per_token(load: Load) -> int:
-    """What one layer keeps of a token for its backward pass; a test counts it in a real model.
+    """What one layer saves of a token for its backward pass; a test counts it in a real model.
 
-    The inputs of the norms in float32 (in Qwen3 q and k have theirs); q, k, v and the attention's output; gate, its
-    activation and up; and the inputs of the matrices, of which an adapter in float32 over a 16-bit model casts a copy
-    for each matrix that it stands on. Unsloth's kernels keep the inputs of norms and blocks, q, k, v and the output,
-    gate and up (reckoned, not counted).
+    The inputs of the norms in float32 (Qwen3 has norms of q and k too); q, k, v and the attention's output; gate, its
+    activation and up; and the inputs of the matrices, which an adapter in float32 over a 16-bit model casts once for
+    each matrix. Unsloth's kernels save the inputs of norms and blocks, q, k, v and the output, gate and up (estimated).
     """
     shape, size = load.shape, load.compute_bytes
     qk_norm = shape.query_size + shape.kv_size if shape.qk_norm else 0
@@ -224,7 +220,7 @@ def saved_bytes_per_token(load: Load) -> int:
 
 
 def activation_bytes(load: Load) -> int:
-    """Of the largest training pass: what is saved for the backward pass, and what that holds on its way."""
+    """Of the largest training pass: what is saved for the backward pass, and the transients of it."""
     shape, size = load.shape, load.compute_bytes
     layer = saved_bytes_per_token(load)
     on_the_way = 3 * shape.intermediate_size * size  # gradients of gate, up and their product
@@ -262,5 +258,5 @@ def work_bytes(load: Load) -> int:
 
 
 def context_bytes(load: Load) -> int:
-    """What is there before any weight."""
+    """Memory before any weight is loaded."""
     return int((CONTEXT_GIB if load.on_cuda else PROCESS_GIB) * GIB)

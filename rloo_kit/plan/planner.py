@@ -1,9 +1,7 @@
-"""Does a run fit this GPU? GiB by part, from `config.json` and the run's keys alone: no torch, no weights, no network.
+"""Whether a run fits this GPU: GiB by part from `config.json` and the run's keys; no torch, weights or network.
 
-Two moments are the largest: the rollout, whose cache grows with every row, and a training pass. `plan_vram` adds both
-up with every completion at its full length, says which binds, how many rows of a rollout fit at once, and what to
-change where a run does not fit. The arithmetic is in `vram_parts`; it is computed, not measured. Left out: the
-evaluation (eval.batch_size is the user's), several GPUs, vLLM, what other programs hold.
+Two moments are the largest: the rollout, whose cache grows with every row, and a training pass. Both are computed, not
+measured, with every completion at its full length.
 """
 
 import os
@@ -12,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from rloo_kit.config.checks import CLOSE_TOKENS
+from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
 from rloo_kit.plan import parts
 from rloo_kit.plan.parts import ELSEWHERE, GIB, Load
-from rloo_kit.plan.result import Change, Machine, Part, VramPlan
+from rloo_kit.plan.result import Machine, Part, Remedy, VramPlan
 from rloo_kit.plan.shapes import DYNAMIC_ENDING, find_shape, read_adapter, shape_of_config
 from rloo_kit.system.environment import BACKEND_VARIABLE
 from rloo_kit.system.gpu import find_gpus
@@ -29,17 +28,16 @@ CPU_RESERVE_GIB = 0.3
 SHORTEST, STEP = 64, 64  # of the completions that are proposed, in tokens
 
 
-def plan_vram(run: Any, gpu_gib: float | None = None, config: Mapping[str, Any] | None = None) -> VramPlan:
+def plan_vram(run: RunConfig, gpu_gib: float | None = None, config: Mapping[str, Any] | None = None) -> VramPlan:
     """Plan a run's memory.
 
     Args:
-        run: a `RunConfig`.
-        gpu_gib: memory in GiB of another NVIDIA GPU to plan for; None takes this machine's GPU (its whole memory),
-            or, without one, the memory that this process may come to hold.
-        config: the content of the model's `config.json` where it is at hand; None looks for it (`find_shape`).
+        gpu_gib: memory in GiB of another NVIDIA GPU to plan for; None takes this machine's GPU (its whole memory) or,
+            without one, the memory that this process may use.
+        config: the content of the model's `config.json`; None looks for it (`find_shape`).
 
     Returns:
-        the plan; print it for a table.
+        the plan; it prints as a table.
 
     Raises:
         ConfigError: nothing says what shape the model has, or gpu_gib is not above 0.
@@ -68,7 +66,7 @@ def plan_vram(run: Any, gpu_gib: float | None = None, config: Mapping[str, Any] 
 
 
 def find_machine(gpu_gib: float | None = None) -> Machine:
-    """The GPU of this process, another one of `gpu_gib`, or the machine's memory; see `plan_vram`."""
+    """This process's GPU, another one with `gpu_gib`, or the machine's memory; see `plan_vram`."""
     if gpu_gib is not None:
         if not 0 < gpu_gib < float("inf"):
             raise ConfigError(f"gpu_gib is {gpu_gib}; it is a GPU's memory in GiB, a number above 0")
@@ -79,7 +77,7 @@ def find_machine(gpu_gib: float | None = None) -> Machine:
     return Machine("the CPU", available_gib(), CPU_RESERVE_GIB, False)
 
 
-def read_load(run: Any, machine: Machine, config: Mapping[str, Any] | None = None) -> Load:
+def read_load(run: RunConfig, machine: Machine, config: Mapping[str, Any] | None = None) -> Load:
     """What the arithmetic reads of a run; see `plan_vram`."""
     model, rloo = run.model, run.rloo
     shape = find_shape(run) if config is None else shape_of_config(config, "the loaded model")
@@ -114,12 +112,12 @@ def read_load(run: Any, machine: Machine, config: Mapping[str, Any] | None = Non
     )
 
 
-def _samples_elsewhere(run: Any) -> bool:
+def _samples_elsewhere(run: RunConfig) -> bool:
     """Whether a server's GPUs hold the rollout."""
     return run.rollout.engine == "server" or (run.rollout.engine == "vllm" and run.rollout.server_url is not None)
 
 
-def _find_adapter(run: Any) -> tuple[int | None, tuple[str, ...], bool]:
+def _find_adapter(run: RunConfig) -> tuple[int | None, tuple[str, ...], bool]:
     """Rank and matrices of the adapter, and whether it is continued; rank None where every parameter is trained."""
     if run.model.lora is None:
         return None, (), False
@@ -130,7 +128,7 @@ def _find_adapter(run: Any) -> tuple[int | None, tuple[str, ...], bool]:
     return settings["r"], tuple(targets), True
 
 
-def _uses_unsloth(run: Any, machine: Machine) -> bool:
+def _uses_unsloth(run: RunConfig, machine: Machine) -> bool:
     """Whether the Unsloth backend would run it; on a GPU elsewhere it is taken to be installed."""
     if not machine.on_cuda or run.model.lora is None or run.model.backend == "transformers":
         return False
@@ -139,7 +137,7 @@ def _uses_unsloth(run: Any, machine: Machine) -> bool:
     return not machine.is_here or is_importable("unsloth")
 
 
-def _find_widths(run: Any, machine: Machine) -> tuple[int, int]:
+def _find_widths(run: RunConfig, machine: Machine) -> tuple[int, int]:
     """Bytes of a weight that is not quantised, and of an activation."""
     by_machine = "float32" if run.model.lora is None or not machine.on_cuda else "bfloat16"
     wide = (by_machine if run.model.dtype == "auto" else run.model.dtype) == "float32"
@@ -147,8 +145,8 @@ def _find_widths(run: Any, machine: Machine) -> tuple[int, int]:
     return (4 if wide else 2), (4 if wide and not is_mixed else 2)
 
 
-def _completion_tokens(run: Any) -> int:
-    """Tokens of the longest completion that a rollout can make."""
+def _completion_tokens(run: RunConfig) -> int:
+    """Length of the longest possible completion."""
     rloo = run.rloo
     if rloo.thinking_budget is None or rloo.answer_budget is None:
         return int(rloo.max_completion_length)
@@ -206,11 +204,11 @@ def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _find_changes(run: Any, load: Load, rows: int, limit: float) -> Iterator[Change]:
-    """What brings the run below the limit, the cheapest first; stops where it fits, leaves out what does not help."""
+def _find_changes(run: RunConfig, load: Load, rows: int, limit: float) -> Iterator[Remedy]:
+    """What brings the run below the limit, cheapest first, up to where it fits; without what does not help."""
     wanted: int | None = run.rollout.rows  # of the file; None is planned again after each change
     rollout, training = rollout_gib(load, rows), training_gib(load)
-    for key, value, changed in _list_remedies(run, load, limit):
+    for key, value, changed in _candidates(run, load, limit):
         if key == "rollout.rows":
             wanted = None
             value = largest_rows(changed, limit)
@@ -220,13 +218,13 @@ def _find_changes(run: Any, load: Load, rows: int, limit: float) -> Iterator[Cha
         if not helps:
             continue
         rollout, training = after
-        yield Change(key, value, rollout, training, max(after) <= limit)
+        yield Remedy(key, value, rollout, training, max(after) <= limit)
         if max(after) <= limit:
             return
 
 
-def _list_remedies(run: Any, load: Load, limit: float) -> Iterator[tuple[str, Any, Load]]:
-    """(key, value, load with it and all before it), cheapest first: time, then precision, then what is learnt."""
+def _candidates(run: RunConfig, load: Load, limit: float) -> Iterator[tuple[str, Any, Load]]:
+    """(key, value, load with it and all before it), cheapest first: time, then precision, then what is learned."""
     if run.rollout.rows is not None:
         yield "rollout.rows", 1, load
     if run.rloo.memory != "low":
@@ -248,8 +246,8 @@ def _list_remedies(run: Any, load: Load, limit: float) -> Iterator[tuple[str, An
     tokens = _fitting_completion(load, limit)
     if tokens is not None:
         shorter = replace(load, completion_tokens=tokens)
-        budgets = run.rloo.thinking_budget is not None and run.rloo.answer_budget is not None
-        less = run.rloo.thinking_budget - (load.completion_tokens - tokens) if budgets else 0
+        thinking = None if run.rloo.answer_budget is None else run.rloo.thinking_budget
+        less = 0 if thinking is None else thinking - (load.completion_tokens - tokens)
         yield ("rloo.thinking_budget", less, shorter) if less > 0 else ("rloo.max_completion_length", tokens, shorter)
         load = shorter
     if load.whole_groups and load.num_generations > 2:
@@ -257,8 +255,8 @@ def _list_remedies(run: Any, load: Load, limit: float) -> Iterator[tuple[str, An
         yield "rloo.num_generations", 2, load
 
 
-def _keeps_8_bits(run: Any, load: Load) -> bool:
-    """Whether the run's engine could keep its cache in 8 bits, and does not yet; see `rollout_cache`."""
+def _keeps_8_bits(run: RunConfig, load: Load) -> bool:
+    """Whether the run's engine could keep its cache in 8 bits, and does not yet."""
     return load.cache == "plain" and not load.fused and run.rollout.engine in ("auto", "native")
 
 
@@ -273,7 +271,7 @@ def _fitting_completion(load: Load, limit: float) -> int | None:
     return tokens if tokens < load.completion_tokens else None
 
 
-def _describe(run: Any, load: Load) -> str:
+def _describe(run: RunConfig, load: Load) -> str:
     bits = "4-bit" if load.four_bit else f"{8 * load.weight_bytes}-bit"
     return f"{run.model.name}, {load.shape.num_weights / 1e9:.3g} G weights in {bits}"
 
@@ -308,7 +306,7 @@ def _list_parts(load: Load, rows: int) -> Iterator[Part]:
 
 
 def _list_rollout_parts(load: Load, rows: int) -> Iterator[Part]:
-    """Those that a training pass has not."""
+    """The lines of the rollout alone."""
     if load.cache == ELSEWHERE:
         yield Part("cache", 0.0, 0.0, "the server has it")
         return
@@ -325,8 +323,8 @@ def _list_rollout_parts(load: Load, rows: int) -> Iterator[Part]:
     yield Part("sampling", parts.sampling_bytes(load, rows) / GIB, 0.0, "logits of the rows, prefill of the prompts")
 
 
-def _find_notes(run: Any, load: Load, rows: int, limit: float, machine: Machine) -> Iterator[str]:
-    """What the figures rest on, where that is not plain."""
+def _find_notes(run: RunConfig, load: Load, rows: int, limit: float, machine: Machine) -> Iterator[str]:
+    """What the figures assume."""
     if load.shape.source.startswith("the published") and run.model.name.endswith(DYNAMIC_ENDING):
         yield (
             f"{run.model.name} keeps some layers in 16 bit; which, its config.json says. It is not on this machine, so "

@@ -1,7 +1,4 @@
-"""The plan of a run's memory as it is handed on and printed; `vram` makes it.
-
-All figures are in GiB. Left out: how they come about (`vram_parts`).
-"""
+"""The plan of a run's memory as it is printed and written to JSON, in GiB."""
 
 import textwrap
 from dataclasses import dataclass
@@ -29,8 +26,8 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Change:
-    """A key to change, on top of those before it, and the peaks in GiB that this brings the run to."""
+class Remedy:
+    """A key to change, on top of the remedies before it, and the peaks in GiB that it brings the run to."""
 
     key: str
     value: int | str | bool
@@ -57,15 +54,14 @@ class Part:
 
 @dataclass(frozen=True)
 class VramPlan:
-    """What a run takes of a GPU, in GiB, all completions at their full length. Computed, not measured.
+    """Memory of a run with all completions at their full length; computed, not measured.
 
     Attributes:
         run: its name. model: what is loaded. machine: what it has to fit.
         parts: where the memory goes. rollout_gib, training_gib: the two peaks, sums of the parts.
         rows: completions of a rollout at once, of `completions` in all. tokens_per_pass: tokens of a training pass.
-        binds: "rollout" or "training", whichever is larger. fits: whether both leave the reserve free.
-        changes: what to change where it does not fit, cheapest first, each on top of those before it.
-        notes: what the figures rest on.
+        binds: the larger peak, "rollout" or "training". fits: whether both leave the reserve free.
+        changes: what to change where it does not fit, cheapest first. notes: what the figures assume.
     """
 
     run: str
@@ -77,7 +73,7 @@ class VramPlan:
     rows: int
     completions: int
     tokens_per_pass: int
-    changes: tuple[Change, ...]
+    changes: tuple[Remedy, ...]
     notes: tuple[str, ...]
 
     @property
@@ -91,7 +87,7 @@ class VramPlan:
 
     @property
     def headroom_gib(self) -> float:
-        """What stays free beside the reserve; below 0 the run does not fit."""
+        """What stays free besides the reserve; below 0 the run does not fit."""
         return self.machine.usable_gib - self.peak_gib
 
     @property
@@ -100,6 +96,10 @@ class VramPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, for JSON; GiB with three decimals."""
+
+        def peaks(one: Part | Remedy) -> dict[str, float]:
+            return {"rollout_gib": round(one.rollout_gib, 3), "training_gib": round(one.training_gib, 3)}
+
         return {
             "run": self.run,
             "model": self.model,
@@ -114,19 +114,8 @@ class VramPlan:
             "rollout_gib": round(self.rollout_gib, 3),
             "training_gib": round(self.training_gib, 3),
             "headroom_gib": round(self.headroom_gib, 3),
-            "parts": {
-                part.name: {"rollout_gib": round(part.rollout_gib, 3), "training_gib": round(part.training_gib, 3)}
-                for part in self.parts
-            },
-            "changes": [
-                {
-                    "override": change.override,
-                    "rollout_gib": round(change.rollout_gib, 3),
-                    "training_gib": round(change.training_gib, 3),
-                    "fits": change.fits,
-                }
-                for change in self.changes
-            ],
+            "parts": {part.name: peaks(part) for part in self.parts},
+            "changes": [{"override": one.override, **peaks(one), "fits": one.fits} for one in self.changes],
             "notes": list(self.notes),
         }
 

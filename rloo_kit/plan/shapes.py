@@ -1,10 +1,6 @@
-"""The shape of a model, from its `config.json` alone: how many weights it has, and how large they and its cache are.
+"""The shape of a model, and so the size of its weights and cache, from `config.json` alone.
 
-`find_shape` knows the embedded models, reads a folder or a file in the Hugging Face cache (no network, no library), or
-takes the published shapes of Qwen3. Left out: mixtures of experts and layers without a key-value cache, which are
-refused; windows of attention, whose cache is counted whole.
-
-Source of the table: `config.json` of Qwen/Qwen3-0.6B to Qwen3-32B; the 2507 models have the shapes of theirs.
+Source of the table: `config.json` of Qwen/Qwen3-0.6B to Qwen3-32B; the 2507 models share their shapes.
 """
 
 import json
@@ -15,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
 
 SUPPORTED = ("qwen3", "qwen2", "llama", "mistral")  # the same layers, with or without norms of q and k, and biases
@@ -119,16 +116,16 @@ PUBLISHED = {
     "14b": _qwen3(5120, 17408, 40, 40, False),
     "32b": _qwen3(5120, 25600, 64, 64, False),
 }
-# Both embedded models; cold_start holds the same numbers (a test compares), and imports torch.
+# Both embedded models, as in embedded.cold_start, which imports torch (a test compares).
 EMBEDDED = ModelShape(128, 256, 3, 4, 2, 32, 320, True, source="the embedded model")
 EMBEDDED_ROWS = {"compact": 320, "qwen3": QWEN3_ROWS}
 
 
-def find_shape(run: Any) -> ModelShape:
-    """The shape of the model of `run.model`, without a network and without loading anything.
+def find_shape(run: RunConfig) -> ModelShape:
+    """The shape of `run.model`: embedded, in a folder, in the Hugging Face cache, or published.
 
     Raises:
-        ConfigError: the model is not at hand and not known, or it is of a kind that is not computed here.
+        ConfigError: it is none of these, or not a dense decoder of a supported type.
     """
     if run.model.is_embedded:
         return replace(EMBEDDED, vocab_size=EMBEDDED_ROWS[run.model.vocabulary])
@@ -173,7 +170,7 @@ def _read_shape(file: Path) -> ModelShape:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}); fetch the model again, or mend model.name") from None
+        raise ConfigError(f"{file} cannot be read ({error}); fetch the model again, or correct model.name") from None
     return shape_of_config(config, str(file))
 
 

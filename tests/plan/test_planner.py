@@ -215,7 +215,7 @@ def test_8_bits_are_offered_where_they_hold_more() -> None:
     away = plan_vram(load_config(THINKING, *LONG, PLAIN, "rollout.cache=offloaded"), 24)
     assert away.rows == 8 and any("of the machine's memory" in part.detail for part in away.parts)
     assert sum(part.rollout_gib for part in away.parts) == pytest.approx(away.rollout_gib)
-    for other in ("model.backend=auto", "rollout.engine=continuous", "rollout.rows=2", "rollout.cache=int8"):
+    for other in ("model.backend=auto", "rollout.engine=generate", "rollout.rows=2", "rollout.cache=int8"):
         assert not offers(PLAIN, other), other
     refused = plan_vram(load_config(THINKING, *LONG, "rollout.cache=int8"), 24).notes
     assert any("which Unsloth's engine refuses: see docs/plan.md" in note for note in refused)
