@@ -6,8 +6,6 @@ imitates clean demonstrations, which teach addition fastest, then noisy ones, wh
 Only the rows of the table whose tokens occur are trained one by one. All others share one vector u, and with n of them
 their joint logit is u.h + ln n, so a softmax over the used rows and that one is the exact softmax over the whole
 table. A table of 151936 rows therefore costs what one of 26 rows costs; at the end u is written into every unused row.
-
-Left out: checkpoints, evaluation, accelerators. The model is too small to need them.
 """
 
 import math
@@ -19,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rloo_kit.data import tasks
 from rloo_kit.embedded.tokenizer import ROWS, TURN_END, TURN_START
@@ -29,10 +28,10 @@ SECONDS_BETWEEN_REPORTS = 5.0
 
 @dataclass(frozen=True)
 class ColdStart:
-    """Everything that the weights depend on beside the seed, the code and the libraries.
+    """Everything that the weights depend on besides the seed, the code and the libraries.
 
     steps and batch_size: optimizer steps and demonstrations in each; clean_share, easy_share: shares of the steps, from
-    the first, whose demonstrations have no mistakes and whose numbers lie in `arithmetic.EASY_LIMITS`. head_dim is a
+    the first, whose demonstrations have no mistakes and whose numbers lie in `tasks.EASY_LIMITS`. head_dim is a
     power of two and hidden_size a multiple of 64, as the kernels of Unsloth and bitsandbytes want them.
     """
 
@@ -63,15 +62,13 @@ def train(
 ) -> Any:
     """A `Qwen3ForCausalLM` (float32, CPU) with `ROWS[vocabulary]` rows, taught to imitate the demonstrations of `kind`.
 
-    Seeds torch's global generator; meant for a process of its own, as `tiny_model.build` does it.
+    Seeds torch's global generator; meant for a process of its own (`model.build`).
 
     Args:
-        tokenizer: of `tiny_tokenizer.build_tokenizer(kind, vocabulary)`.
+        tokenizer: of `build_tokenizer(kind, vocabulary)`.
         seed: of the weights at the start and of the demonstrations.
         report: gets one line every few seconds.
     """
-    from transformers import Qwen3ForCausalLM
-
     torch.manual_seed(seed)
     rng = random.Random(f"cold-start-{seed}")
     used = used_ids(tokenizer)
@@ -99,8 +96,6 @@ def train(
 
 def model_config(plan: ColdStart, num_rows: int, **token_ids: Any) -> Any:
     """The `Qwen3Config` of the model with a table of `num_rows` rows."""
-    from transformers import Qwen3Config
-
     return Qwen3Config(
         vocab_size=num_rows,
         hidden_size=plan.hidden_size,
@@ -190,5 +185,5 @@ def with_full_table(model: Any, plan: ColdStart, used: list[int], num_rows: int,
     table[used] = small[:-1]
     full.load_state_dict({**weights, "model.embed_tokens.weight": table, "lm_head.weight": table})
     full.generation_config.update(eos_token_id=[end, pad], pad_token_id=pad, do_sample=True)
-    full.generation_config._from_model_config = False  # else loading derives it anew, without the second end token
+    full.generation_config._from_model_config = False  # else loading derives it again, without the second end token
     return full.eval()

@@ -1,11 +1,11 @@
 """The embedded model: a tiny Qwen3 that adds, built offline on the CPU and cached, so that a run needs no download.
 
 A real `Qwen3ForCausalLM` with a byte-level tokenizer and the Thinking chat template, or its twin that answers at once.
-`build` returns a folder that loads like any checkpoint. The cold start (`rloo_kit.embedded.cold_start`) runs in a process of its
-own, on one thread: the weights then depend on the seed and not on what the caller has imported, seeded or patched
-(Unsloth rewrites Qwen3's classes for an accelerator).
+`build` returns a folder that loads like any checkpoint. The cold start runs in a process of its own, on one thread: the
+weights then depend on the seed and not on what the caller has imported, seeded or patched (Unsloth rewrites Qwen3's
+classes for an accelerator).
 
-The cache is keyed by the model's name and `RECIPE`, the version of what builds it. An edited comment, a moved file or
+The cache is keyed by the model's name and `RECIPE`, the version of what builds it: an edited comment, a moved file or
 another machine asks for the same model, so adapters stay usable. Old entries are never removed (2 MB each, 80 MB with
 Qwen3's vocabulary).
 """
@@ -23,6 +23,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rloo_kit.data.tasks import Noise
+from rloo_kit.embedded.cold_start import PLANS, ColdStart, train
+from rloo_kit.embedded.tokenizer import KINDS, ROWS, build_tokenizer
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 
@@ -92,10 +97,7 @@ def rebuild(name: str) -> Path | None:
 
 
 def _recipe(kind: str, vocabulary: str, seed: int, steps: int | None) -> dict[str, Any]:
-    """Everything that decides the weights, as JSON; checks the arguments before anything heavy is imported."""
-    from rloo_kit.embedded.cold_start import PLANS
-    from rloo_kit.embedded.tokenizer import KINDS, ROWS
-
+    """Everything that decides the weights, as JSON; refuses arguments that no model has."""
     if kind not in KINDS:
         raise ConfigError(f"there is no embedded model '{kind}': model.name is embedded/{' or embedded/'.join(KINDS)}")
     if vocabulary not in ROWS:
@@ -155,15 +157,11 @@ def _run_cold_start(recipe: dict[str, Any], folder: Path, report: Callable[[str]
 
 def run_as_program() -> None:
     """The process that `build` starts: arguments are the recipe as JSON and the folder to fill."""
-    from rloo_kit.data.tasks import Noise
-    from rloo_kit.embedded import cold_start
-    from rloo_kit.embedded.tokenizer import build_tokenizer
-
     recipe, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
-    plan = cold_start.ColdStart(**recipe["plan"] | {"noise": Noise(**recipe["plan"]["noise"])})
-    cold_start.torch.set_num_threads(1)
+    plan = ColdStart(**recipe["plan"] | {"noise": Noise(**recipe["plan"]["noise"])})
+    torch.set_num_threads(1)
     tokenizer = build_tokenizer(recipe["kind"], recipe["vocabulary"])
-    model = cold_start.train(
+    model = train(
         tokenizer,
         recipe["kind"],
         recipe["vocabulary"],

@@ -4,12 +4,13 @@ A byte-level BPE without merges gives one token per byte. With the 256 byte symb
 Qwen3 gives to single bytes (`!` is 0, `0` is 15), so a text has the ids that Qwen3 would give it without its merges.
 Two vocabularies: `compact` puts the five chat tokens right behind the bytes, `qwen3` puts them at Qwen3's own ids
 (`</think>` at 151668) and fills the space between with placeholders that no text encodes to.
-
-Left out: tools, default system prompts and earlier thinking in the templates; the model knows one question at a time.
-Source of the ids: `tokenizer_config.json` of the Qwen3 checkpoints, by way of `rloo_kit.think_tags`.
+The templates know one question at a time: no tools, no default system prompt, no earlier thinking.
 """
 
 from typing import Any
+
+from tokenizers import AddedToken
+from transformers import Qwen2Tokenizer
 
 from rloo_kit.errors import ConfigError
 from rloo_kit.think_tags import QWEN3_IDS, THINK_END, THINK_START
@@ -68,9 +69,6 @@ def build_tokenizer(kind: str = "thinking", vocabulary: str = "compact") -> Any:
     """
     if kind not in KINDS:
         raise ConfigError(f"there is no embedded model '{kind}': model.name is embedded/{' or embedded/'.join(KINDS)}")
-    from tokenizers import AddedToken
-    from transformers import Qwen2Tokenizer
-
     tokenizer = Qwen2Tokenizer(
         vocab=token_ids(vocabulary),
         merges=[],

@@ -156,7 +156,7 @@ class PolicyPass:
         All passes but the last go through `work.backward` here, so that one graph is alive at a time; what comes back
         has the value of the whole sum and the graph of the last pass.
         """
-        rows = rows_with_signal(work.batch) if work.is_known else list(range(len(work.batch["lengths"])))
+        rows = rows_with_learning_signal(work.batch) if work.is_known else list(range(len(work.batch["lengths"])))
         own_kl_is_enough = work.is_known or self.settings.kl_form == "per_token"
         passes = list(self._cut(work.batch, rows, whole_groups=not own_kl_is_enough))
         total = torch.zeros((), device=work.batch["completion_ids"].device)
@@ -299,7 +299,7 @@ def make_groups(batch: Batch, rows: list[int]) -> list[Group]:
     return groups
 
 
-def rows_with_signal(batch: Batch) -> list[int]:
+def rows_with_learning_signal(batch: Batch) -> list[int]:
     """Rows that can move the policy: an advantage that is not 0 and a token that is not masked."""
     advantages, mask = batch["advantages"], batch["loss_mask"].bool()
     per_token = advantages if advantages.dim() == 2 else advantages[:, None]

@@ -1,9 +1,8 @@
-"""What a run says and writes while it trains: trainer callbacks, and one listener for its rollouts.
+"""What a run prints and writes while it trains: trainer callbacks, and one listener for its rollouts.
 
 A progress bar redraws itself, which a notebook that is run in batch shows once and frozen; here one line is printed and
-flushed, at most every few seconds (nbclient keeps each flush as an output of its own). Everything else goes to files.
-With several processes the main one prints and writes for all, and what stops one of them stops them all after the same
-step.
+flushed, at most every few seconds. Everything else goes to files. With several processes the main one prints and writes
+for all, and what stops one of them stops them all after the same step.
 """
 
 import os
@@ -23,9 +22,8 @@ from rloo_kit.collective import any_of, gather_lists, share
 from rloo_kit.results.samples import CLOSED_BY_THE_BUDGET, picture_controls, plain_prompt
 from rloo_kit.runs.health import Finding, SignalWatch
 from rloo_kit.runs.run_dir import RunDir
-from rloo_kit.system.console import VARIABLE, format_seconds
+from rloo_kit.system.console import VARIABLE, format_seconds, print_table
 from rloo_kit.system.processes import is_distributed, say
-from rloo_kit.system.text_tables import print_table
 from rloo_kit.think_tags import ThinkTags, split_thinking
 
 SECONDS_OF_ONE_SIGNAL = 1.0  # a terminal and a launcher may both pass the same Ctrl-C on to a process
@@ -159,8 +157,8 @@ def progress_line(step: int, steps: int, logs: dict[str, Any], tokens_per_s: flo
     return " | ".join([*parts, f"{tokens_per_s:.0f} tok/s", f"eta {format_seconds(left_s)}"])
 
 
-class SignalGuard(TrainerCallback):
-    """Says when steps carry no learning signal, and stops the run with its state saved where the run wants that.
+class LearningSignalGuard(TrainerCallback):
+    """Warns of steps without a learning signal, and stops the run with its state saved where the run wants that.
 
     Attributes:
         finding: what it stopped the run for, or None.

@@ -1,22 +1,20 @@
-"""What a step says about itself: per-completion statistics, metrics by name, and rows for `rollouts.jsonl`.
+"""Metrics of a rollout and of a step by name, and the rows of `rollouts.jsonl`: pure functions of tensors.
 
 Names are TRL's where TRL has one (`kl`, `entropy`, `clip_ratio/*`), those of its older trainer for `objective/*`,
-`val/*` and `eps`, and the kit's own for `thinking/*`. docs/metrics.md says what each means.
+`val/*` and `eps`, and the kit's own for `thinking/*`; docs/metrics.md explains each.
 
-Shapes: B completions of this process, A of all processes, C completion tokens.
+Shapes: B completions of this process, A of all processes, C completion tokens, F reward functions.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from rloo_kit.gradient.advantages import kl_charge, tied_groups
-from rloo_kit.think_tags import ThinkTags
-
-if TYPE_CHECKING:
-    from rloo_kit.loop.step import Sampled
 from rloo_kit.data.load import REWARDS_WITH_ANSWERS
+from rloo_kit.gradient.advantages import kl_charge, tied_groups
+from rloo_kit.loop.step import Sampled
+from rloo_kit.think_tags import ThinkTags
 
 COLUMNS = ("tokens", "eos_tokens", "thinks", "closed", "thinking_tokens", "kl", "kl_tokens", "penalty", "forced")
 
@@ -31,7 +29,7 @@ class GenerationBatch:
         rewards: (A,), scores less the KL penalty. advantages: (A,), 0 where there is no baseline.
     """
 
-    sampled: "Sampled"
+    sampled: Sampled
     tensors: dict[str, Any]
     scores: torch.Tensor
     rewards: torch.Tensor
@@ -214,8 +212,7 @@ def kl_share(penalty: torch.Tensor, scores: torch.Tensor, beta: float) -> float:
 
     Args:
         penalty: (A,), `advantages.kl_charge`.
-        scores: (A,), what is subtracted from; NaN where a sample is not scored, and
-            such samples are left out.
+        scores: (A,), what is subtracted from; NaN where a sample is not scored, which leaves it out.
 
     Returns:
         the share; 0 where both are 0, NaN where nothing is scored.

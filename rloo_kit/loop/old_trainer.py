@@ -1,8 +1,8 @@
 """The arguments and the data sets that TRL's RLOOTrainer took up to 0.21, for today's trainer.
 
 The old trainer was called as `RLOOTrainer(config=, tokenizer=, policy=, ref_policy=, reward_model=, train_dataset=)`
-with prompts that were tokenized already. What each argument became is in `old_names.TRAINER_NAMES`; this module does
-the two conversions that need more than a name: a reward model's calling convention and a reference with other weights.
+with prompts that were tokenized already. `old_names.TRAINER_NAMES` has what each argument became; this module does the
+two conversions that need more than a name: a reward model's calling convention and a reference with other weights.
 """
 
 import inspect

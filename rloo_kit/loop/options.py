@@ -36,12 +36,8 @@ from rloo_kit.config.checks import (
 from rloo_kit.config.messages import suggest
 from rloo_kit.config.old_names import CONFIG_NAMES, translate_config
 from rloo_kit.errors import ConfigError
-from rloo_kit.loop.old_trainer import prepare_old_dataset, translate_trainer_arguments
 from rloo_kit.models.policy import keep_values
 from rloo_kit.system.processes import count_processes
-
-__all__ = ["RLOOConfig", "check_sampling", "prepare_old_dataset", "translate_trainer_arguments"]
-
 
 # `--normalize_rewards` alone is true, as a flag of a bool is; HfArgumentParser hands these to argparse.
 _BARE_FLAG: dict[str, Any] = {"nargs": "?", "const": True}
@@ -88,12 +84,12 @@ class RLOOConfig(trl.RLOOConfig):
         thinking_budget: tokens of thinking after which it is closed by force; None for never.
         answer_budget: tokens for the answer after that; None for what is left of `max_completion_length`.
         thinking_close: what closes it: the "tag" alone or a closing "sentence" before it.
-        rollout_engine: "auto", "native", "generate", "continuous", "vllm" or "server".
+        rollout_engine: "auto", "native", "generate", "vllm" or "server".
         rollout_rows: completions generated at once; None: planned by the memory.
         rollout_cache: keys and values of a rollout: "plain", "int8" (8 bits) or "offloaded" (the machine's memory).
         rollout_server_url: http://host:port of a vLLM server, for "server" and "vllm".
         rollout_server_adapters: folder of this run alone, seen by that server too; None for one in `output_dir`.
-        resample_rounds: times that a rollout's groups without signal get fresh prompts; 0 for never.
+        resample_rounds: times that a rollout's groups without a learning signal get fresh prompts; 0 for never.
         max_reward_failure_share: share of samples with a failed reward, 0 to 1, above which a batch counts as failed.
         reward_failure_steps: failed batches in a row, 1 or more, after which training saves and stops.
         max_skipped_steps: steps in a row skipped for NaN or infinity, 1 or more, after which it saves and stops.
@@ -138,7 +134,7 @@ class RLOOConfig(trl.RLOOConfig):
     answer_budget: int | None = field(default=None, metadata={"help": "Tokens for the answer after a forced close."})
     thinking_close: str = field(default="tag", metadata={"help": "What closes a thought by force: tag or sentence."})
     rollout_engine: str = field(
-        default="auto", metadata={"help": "What samples: auto, native, generate, continuous, vllm or server."}
+        default="auto", metadata={"help": "What samples: auto, native, generate, vllm or server."}
     )
     rollout_rows: int | None = field(
         default=None, metadata={"help": "Completions generated at once; unset: planned by the memory."}
@@ -153,7 +149,7 @@ class RLOOConfig(trl.RLOOConfig):
         default="plain", metadata={"help": "Keys and values of a rollout: plain, int8 or offloaded."}
     )
     resample_rounds: int = field(
-        default=0, metadata={"help": "Times that a rollout's groups without signal get fresh prompts."}
+        default=0, metadata={"help": "Times that a rollout's groups without a learning signal get fresh prompts."}
     )
     max_reward_failure_share: float = field(
         default=0.5, metadata={"help": "Share of samples with a failed reward above which a batch counts as failed."}
@@ -198,7 +194,7 @@ _PARAMETERS = [
     for f in dataclasses.fields(RLOOConfig)
     if f.init and f.name not in CONFIG_NAMES
 ]
-RLOOConfig.__signature__ = inspect.Signature(_PARAMETERS)  # type: ignore[attr-defined]  # what help() shows
+RLOOConfig.__signature__ = inspect.Signature(_PARAMETERS)  # what help() shows
 
 _OWN_DEFAULTS = {
     f.name: f.default
@@ -232,7 +228,7 @@ def _drop_defaults(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]
 
 
 def _choose_device(values: dict[str, Any]) -> dict[str, Any]:
-    """The CPU, which TRL wants to be told, where there is nothing else; else the precision that set-up chose."""
+    """The CPU, which TRL has to be given by name, where there is nothing else; else the precision that set-up chose."""
     if any(values.get(name) is not None for name in ("bf16", "fp16", "use_cpu")):
         return values
     if not torch.accelerator.is_available():
@@ -286,7 +282,7 @@ _AT_LEAST = {
 _MAY_BE_NONE = ("tokens_per_pass", "thinking_budget", "answer_budget", "rollout_rows")
 
 
-def check_sampling(args: Any) -> None:
+def refuse_sampling_filters(args: Any) -> None:
     """Refuse a config that samples from another distribution than the one that is scored; TRL's own takes any.
 
     Args:

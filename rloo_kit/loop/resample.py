@@ -3,11 +3,9 @@
 A group without a difference between its scores has advantages of 0 and teaches nothing; a batch of such groups is a
 step that was paid for and not made. The trainer asks here which groups those are, draws other prompts, samples and
 scores them as the first ones, and takes over the new groups that do differ. Rounds are limited
-(`rollout.resample_rounds`): what is still tied afterwards stays in the batch, which therefore keeps its size.
-
-With several processes the rows of all are brought together first (`trainer_rollout`), since a group may lie across two
-of them. Left out: a weight for the prompts: groups that differ are drawn more often than they occur in the data, which
-is the point. Source: DAPO, section 3.2, arXiv 2503.14476 (there without a limit, and with a larger batch instead).
+(`rollout.resample_rounds`): what is still tied afterwards stays in the batch, which therefore keeps its size. With
+several processes the rows of all are brought together first, since a group may lie across two of them. Source: DAPO,
+section 3.2, arXiv 2503.14476 (there without a limit, and with a larger batch instead).
 
 Shapes: A completions = prompts x K, group by group.
 """
@@ -26,7 +24,7 @@ Batch = TypeVar("Batch")
 
 
 def find_tied_groups(scores: torch.Tensor, num_generations: int) -> list[int]:
-    """Numbers of the groups that carry no signal: all scores equal, or fewer than two of them there.
+    """Numbers of the groups without a learning signal: all scores equal, or fewer than two of them there.
 
     Args:
         scores: (A,), group by group, before the KL penalty (which alone keeps a group from being equal); NaN where a
@@ -160,7 +158,7 @@ class PromptReservoir:
         if state["size"] != len(self.dataset):
             raise DataError(
                 f"the checkpoint's reservoir of prompts is of {state['size']} training prompts, and there are "
-                f"{len(self.dataset)} now: resume with the data of the run (data.*), or start anew"
+                f"{len(self.dataset)} now: resume with the data of the run (data.*), or start over"
             )
         self.seed, self.passes, self.position = state["seed"], state["passes"], state["position"]
         self._order = self._shuffled()

@@ -1,7 +1,7 @@
 """Training one run: the trainer, its folder, what it prints, and how it stops and goes on.
 
 `train` puts the parts together and leaves the learning to `RLOOTrainer`. However it ends, `status.json` says how, and
-the checkpoint it can go on from is there: after Ctrl-C, after a reward that kept failing, after steps without signal.
+the checkpoint it can go on from is there: after Ctrl-C, a reward that kept failing, steps without a learning signal.
 With several processes each calls `train` with the same arguments and gets the same result; the main one writes.
 """
 
@@ -12,17 +12,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer_callback import PrinterCallback
+
 from rloo_kit.collective import gather_objects, share, wait_for_all
+from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError, NoSignalError, RlooKitError, RunNotFoundError
 from rloo_kit.evals.difficulty import select_prompts
-from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SampleTable, SignalGuard
-from rloo_kit.models.adapters import NO_ADAPTER
+from rloo_kit.loop.callbacks import (
+    Interrupts,
+    LearningSignalGuard,
+    MetricsWriter,
+    ProgressLine,
+    RolloutLog,
+    SampleTable,
+)
+from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.loop.trainer import RLOOTrainer
+from rloo_kit.models.adapters import NO_ADAPTER, gather_adapter
 from rloo_kit.models.policy import Policy, save_adapter
 from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
-from rloo_kit.rollout.cache_options import check_cache
-from rloo_kit.rollout.engine import choose_engine
+from rloo_kit.rollout.engine import check_cache, choose_engine
 from rloo_kit.runs.health import SignalWatch
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system import environment
@@ -51,7 +62,7 @@ class TrainResult:
 
 
 def train(
-    run: Any,
+    run: RunConfig,
     policy: Policy,
     data: Data,
     reward_funcs: list[Any],
@@ -84,7 +95,7 @@ def train(
         return _Training(run, policy, data, reward_funcs, opened).run_to_end()
 
 
-def _open_together(run: Any, resume: bool, overwrite: bool) -> RunDir:
+def _open_together(run: RunConfig, resume: bool, overwrite: bool) -> RunDir:
     """`RunDir.create` in all processes; what it refuses the main one is raised in each."""
     run_dir, refusal = None, None
     if is_main_process():
@@ -110,8 +121,8 @@ def _check_shared_folder(run_dir: RunDir) -> None:
         )
 
 
-def check_sampling(run: Any, policy: Policy) -> None:
-    """Refuse rollouts that cannot be: before an evaluation that takes an hour, not after it.
+def check_sampling(run: RunConfig, policy: Policy) -> None:
+    """Refuse rollouts that this model, backend or machine cannot do: before an evaluation that takes an hour.
 
     Raises:
         ConfigError: a budget for a model that does not think; an engine that is handed an adapter, and none.
@@ -124,7 +135,7 @@ def check_sampling(run: Any, policy: Policy) -> None:
         raise ConfigError(NO_ADAPTER)
 
 
-def check_budget(run: Any, policy: Policy) -> None:
+def check_budget(run: RunConfig, policy: Policy) -> None:
     """Refuse a thinking budget where nothing thinks: `</think>` would be forced into the middle of answers."""
     budget = run.rloo.thinking_budget
     if budget is not None and not thinks(policy.family, run.model.enable_thinking):
@@ -134,7 +145,7 @@ def check_budget(run: Any, policy: Policy) -> None:
         )
 
 
-def load_result(run: Any) -> TrainResult:
+def load_result(run: RunConfig) -> TrainResult:
     """The result of a run from what lies in its folder, finished or not.
 
     Raises:
@@ -153,7 +164,7 @@ def load_result(run: Any) -> TrainResult:
 class _Training:
     """One call of `train`: the trainer with its callbacks, and the ways it can end."""
 
-    def __init__(self, run: Any, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir):
+    def __init__(self, run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir):
         self.run, self.policy, self.run_dir = run, policy, run_dir
         self.was_training = policy.model.training
         _check_shared_folder(run_dir)
@@ -162,19 +173,14 @@ class _Training:
             run_dir.rewind(self.checkpoint[1] if self.checkpoint else 0)
         self.rollouts = RolloutLog(run_dir)
         self.writer = MetricsWriter(run_dir)
-        self.guard = SignalGuard(
+        self.guard = LearningSignalGuard(
             SignalWatch(run.run.no_signal_steps, run.rloo.model_dump()), stop=run.run.stop_when_no_signal
         )
         self.interrupts = Interrupts()
         prompts = select_prompts(run, policy, data.train, run_dir)
         self.trainer = self._build_trainer(prompts, reward_funcs)
 
-    def _build_trainer(self, prompts: Any, reward_funcs: list[Any]) -> Any:
-        from transformers.trainer_callback import PrinterCallback
-
-        from rloo_kit.loop.options import RLOOConfig
-        from rloo_kit.loop.trainer import RLOOTrainer
-
+    def _build_trainer(self, prompts: Any, reward_funcs: list[Any]) -> RLOOTrainer:
         run, policy = self.run, self.policy
         callbacks = [
             self.writer,
@@ -281,7 +287,8 @@ class _Training:
             self.run_dir.set_status("interrupted", resume=resume, **progress)
             say(f"interrupted {where}; {folder} has {saved}, and the adapter. To go on: {resume}")
             return
-        error = NoSignalError(f"stopped {where} (run.stop_when_no_signal): {self.guard.finding.message}")
+        found = "" if self.guard.finding is None else self.guard.finding.message
+        error = NoSignalError(f"stopped {where} (run.stop_when_no_signal): {found}")
         self.run_dir.set_status("failed", error=f"NoSignalError: {error}", resume=resume, **progress)
         say(f"{error}\nThe state is saved in {folder}.")
 
@@ -293,7 +300,7 @@ class _Training:
 
 
 class _Sharding:
-    """The weights of a trainer's model, of which every process holds a share; see `backends.Sharding`."""
+    """The weights of a trainer's model, of which every process holds a share; see `models.policy.Sharding`."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -303,8 +310,6 @@ class _Sharding:
 
     def state_dict(self) -> dict[str, Any]:
         """The adapter, or every parameter where there is none: 32B in bf16 are 61 GiB of the main process's memory."""
-        from rloo_kit.models.adapters import gather_adapter
-
         accelerator, model = self.trainer.accelerator, self.trainer.model
         if not hasattr(model, "peft_config"):
             return accelerator.get_state_dict(self.trainer.model_wrapped)
@@ -315,7 +320,7 @@ def _find_sharding(trainer: Any) -> _Sharding | None:
     return _Sharding(trainer) if trainer._parallel.kind == "shards" else None
 
 
-def training_arguments(run: Any, policy: Policy, folder: Path) -> dict[str, Any]:
+def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
     """Keyword arguments of `RLOOConfig`: the `rloo:` section, and what the machine and the backend decide.
 
     Args:
@@ -342,13 +347,13 @@ def training_arguments(run: Any, policy: Policy, folder: Path) -> dict[str, Any]
     )
 
 
-def _own_adapters(run: Any) -> dict[str, str]:
+def _own_adapters(run: RunConfig) -> dict[str, str]:
     """A folder of the run's own in `rollout.server_adapters`, which runs share: what a run left there it deletes."""
     folder = run.rollout.server_adapters
     return {} if folder is None else {"rollout_server_adapters": str(Path(folder) / run.name)}
 
 
-def planned_limits(run: Any, policy: Policy) -> dict[str, int]:
+def planned_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
     """`rollout_rows`, and `tokens_per_pass` where memory asks for fewer than usual: the file's, else by `plan_vram`.
 
     Of several processes each plans for its own GPU, and all take the least of it. Says so where the plan limits
@@ -358,7 +363,7 @@ def planned_limits(run: Any, policy: Policy) -> dict[str, int]:
     return {name: min(limits[name] for limits in found if name in limits) for name in set().union(*found)}
 
 
-def _own_limits(run: Any, policy: Policy) -> dict[str, int]:
+def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
     try:
         plan = plan_vram(run, config=policy.model.config.to_dict())
     except ConfigError as error:
@@ -377,7 +382,7 @@ def _own_limits(run: Any, policy: Policy) -> dict[str, int]:
     return limits
 
 
-def mixed_precision(run: Any) -> dict[str, bool]:
+def mixed_precision(run: RunConfig) -> dict[str, bool]:
     """`bf16` and `fp16`: the file's, and where it leaves them open the machine's.
 
     ACCELERATE_MIXED_PRECISION is made to agree, because it beats `bf16=False`.

@@ -1,7 +1,6 @@
-"""The trainer's first half: what is sampled for a batch of prompts, what it earns, and the tensors made of it.
+"""The first half of a step: what is sampled for a batch of prompts, what it earns, and the tensors made of it.
 
-A mixin of `RLOOTrainer`, because TRL's rewards, counters and vLLM path are methods of the trainer. Left out: the KL
-penalty, advantages and the loss (`trainer`, `policy_pass`), and how completions are sampled (`rollout`).
+A mixin of `RLOOTrainer`, because TRL's rewards, counters and vLLM path are methods of the trainer.
 
 Shapes: B completions of this process, A of all processes, P prompt, C completion tokens, F reward functions.
 """
@@ -20,6 +19,7 @@ from trl.trainer.utils import pad
 from rloo_kit.errors import DataError, RewardError
 from rloo_kit.gradient.advantages import combine_rewards, standardize
 from rloo_kit.loop.resample import find_tied_groups, replace_tied_groups
+from rloo_kit.loop.trainer_setup import TrainerParts
 from rloo_kit.rollout.engine import Rollout
 
 # fields of `Sampled` with the rows of one process
@@ -33,7 +33,7 @@ class Sampled:
     Attributes:
         inputs: the data set's rows. prompts: their prompts, as TRL has them.
         prompt_ids, completion_ids: without padding. completions: decoded.
-        rollout: what the engine said of the completions; None where TRL sampled them.
+        rollout: what the engine returned; None where TRL sampled.
         truncated: whether a completion was cut off.
         rewards_per_func: (A, F), NaN where a reward does not apply or any failed. failed: (A,) bool, any reward did.
         raw_scores: (A,), the weighted sum, NaN where a completion is not scored.
@@ -76,7 +76,7 @@ class Sampled:
         return replace(self, **{name: getattr(self, name)[rows] for name in OF_A_PROCESS}, rollout=rollout)
 
 
-class TrainerRollout:
+class TrainerRollout(TrainerParts):
     """Sampling and scoring of `RLOOTrainer`."""
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any) -> Any:
@@ -103,15 +103,16 @@ class TrainerRollout:
         return self._rollout.completion_ids
 
     def _generate_elsewhere(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any) -> list[list[int]]:
-        """Completions by TRL's code; where that is vLLM, what it says of each token is kept, which TRL drops."""
-        generation, said = getattr(self, "vllm_generation", None), []
+        """Completions by TRL's code; where that is vLLM, its log-probabilities, which TRL drops, are kept."""
+        generation: Any = getattr(self, "vllm_generation", None)
+        found_logps: list[Any] = []
         if not hasattr(generation, "logprobs"):
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields)
         plain = generation.generate
 
         def generate(*arguments: Any, **keywords: Any) -> Any:
             found = plain(*arguments, **keywords)
-            said.extend(found[2] or [])
+            found_logps.extend(found[2] or [])
             return found
 
         generation.generate = generate
@@ -119,8 +120,8 @@ class TrainerRollout:
             completion_ids = super()._generate_single_turn(prompt_ids, images, multimodal_fields)
         finally:
             generation.generate = plain
-        if [len(row) for row in said] == [len(ids) for ids in completion_ids]:
-            logps = [[math.nan if token[0] is None else token[0] for token in row] for row in said]
+        if [len(row) for row in found_logps] == [len(ids) for ids in completion_ids]:
+            logps = [[math.nan if token[0] is None else token[0] for token in row] for row in found_logps]
             self._rollout = Rollout(completion_ids, [None] * len(completion_ids), logps)
         return completion_ids
 
@@ -150,7 +151,7 @@ class TrainerRollout:
         )  # fmt: skip
 
     def _resample(self, sampled: Sampled) -> Sampled:
-        """Dynamic sampling: groups without signal give way to groups of fresh prompts, for a few rounds."""
+        """Dynamic sampling: groups without a learning signal give way to groups of fresh prompts, for a few rounds."""
         rounds = self._option("resample_rounds") if self.model.training else 0
         replaced = 0
         for _ in range(rounds):
@@ -173,12 +174,19 @@ class TrainerRollout:
         """
         processes = self.accelerator.num_processes
         in_use = [{"prompt": prompt} for prompt in gather_object(prompts)]
+        assert self._reservoir is not None  # there is one wherever there are rounds
         drawn = self._reservoir.draw(math.ceil(groups / processes) * processes, in_use)
         share = len(drawn) // processes
         first = self.accelerator.process_index * share
         return [row for row in drawn[first : first + share] for _ in range(self._group_size)]
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+    def _calculate_rewards(
+        self,
+        inputs: list[dict[str, Any]],
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids_list: list[list[int]],
+    ) -> torch.Tensor:
         """TRL's rewards (A, F); a sample for which any reward failed is NaN throughout, so it is not scored."""
         with _mute("All reward functions returned None", super()._calculate_rewards.__module__):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -204,7 +212,7 @@ class TrainerRollout:
         raise RewardError(
             f"rewards failed for {share:.0%} of the samples, more than max_reward_failure_share = {limit:.0%} in "
             f"{steps} generation batches in a row, so training stopped. The state is saved in {self.args.output_dir}; "
-            f"mend the reward and resume. A failure: {' | '.join(messages)}"
+            f"fix the reward and resume. A failure: {' | '.join(messages)}"
         )
 
     def _normalized(self, scores: torch.Tensor) -> torch.Tensor:
@@ -249,14 +257,6 @@ class TrainerRollout:
         mine = self._local_rows(len(sampled.inputs))
         batch["group"] = [row // self._group_size for row in range(mine.start, mine.stop)]
         return batch
-
-    def _local_rows(self, rows: int) -> slice:
-        first = self.accelerator.process_index * rows
-        return slice(first, first + rows)
-
-    @property
-    def _group_size(self) -> int:
-        return self.num_generations if self.model.training else self.num_generations_eval
 
 
 @contextmanager

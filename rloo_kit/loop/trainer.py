@@ -1,20 +1,16 @@
-"""The patched RLOO loop: a subclass of whatever `trl.RLOOTrainer` is once Unsloth has had its turn.
+"""The patched RLOO loop: a subclass of whatever `trl.RLOOTrainer` is once Unsloth has been imported.
 
 One rollout is sampled and judged in `_roll_out`; its gradient is made in `_compute_loss`, for all rows of an optimizer
 step together at the step's last micro-step. So `per_device_train_batch_size` x `gradient_accumulation_steps` says how
-many completions make a step, and what is computed at once is the kit's own business (`memory`, `tokens_per_pass`):
-1 x 8, 2 x 4 and 8 x 1 are one and the same step. What differs from TRL 1.15, and why, is told in docs/loop.md.
-
-The parts: `trainer_setup` chooses engine, scorer and passes, `trainer_rollout` samples and judges, `policy_pass` and
-`streamed_pass` make the gradient, `trainer_log` and `trainer_files` write. Left out: images, mixture-of-experts
-auxiliary losses. `tests/contracts/test_upstream.py` fingerprints the methods that this class stands in for.
+many completions make a step, and what is computed at once is decided by `memory` and `tokens_per_pass`: 1 x 8, 2 x 4
+and 8 x 1 are one and the same step. docs/loop.md lists what differs from TRL 1.15, and why;
+`tests/contracts/test_upstream.py` fingerprints the methods that this class stands in for.
 
 Shapes: B completions of this process, A of all processes, P prompt, C completion tokens, F reward functions.
 """
 
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +34,8 @@ from rloo_kit.gradient.advantages import (
 from rloo_kit.gradient.objective import all_finite
 from rloo_kit.gradient.passes import RowStatistics, Work, take_rows
 from rloo_kit.loop.callbacks import use_text_progress
-from rloo_kit.loop.options import RLOOConfig, check_sampling, prepare_old_dataset, translate_trainer_arguments
+from rloo_kit.loop.old_trainer import prepare_old_dataset, translate_trainer_arguments
+from rloo_kit.loop.options import RLOOConfig, refuse_sampling_filters
 from rloo_kit.loop.step import Sampled, TrainerRollout
 from rloo_kit.loop.trainer_log import TrainerLog
 from rloo_kit.loop.trainer_setup import TrainerFiles, TrainerSetup, backend_name
@@ -79,8 +76,15 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
     """
 
     def __init__(
-        self, model=None, reward_funcs=None, args=None, train_dataset=None, eval_dataset=None, *more, **keywords
-    ):
+        self,
+        model: Any = None,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *more: Any,
+        **keywords: Any,
+    ) -> None:
         named = {"model": model, "reward_funcs": reward_funcs, "args": args}
         named |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         named |= dict(zip(FURTHER_ARGUMENTS[: len(more)], more, strict=True))
@@ -96,7 +100,7 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
         arguments = wrap_for_unsloth(arguments)
         check_reference(arguments)
         if getattr(arguments["args"], "rollout_engine", "auto") == "vllm":
-            choose_engine("vllm", backend_name(), arguments.get("model"))  # says what to install before TRL looks
+            choose_engine("vllm", backend_name(), arguments.get("model"))  # names what to install before TRL looks
             arguments["args"].use_vllm = True
             if url := getattr(arguments["args"], "rollout_server_url", None):
                 arguments["args"].vllm_mode, arguments["args"].vllm_server_base_url = "server", url
@@ -105,25 +109,21 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
             super().__init__(**arguments)
         if self.aux_loss_enabled:
             raise ConfigError("mixture-of-experts auxiliary losses are not scored here: set router_aux_loss_coef=0.0")
-        check_sampling(self.args)
+        refuse_sampling_filters(self.args)
         restore_precision(self.model, masters)
         keep_4bit_weights(self.model)
         self._drop_redundant_reference()
         self.think_tags = bind_think_tags(self._tokenizer)
-        self.rollout_listeners: list[Callable[[list[dict[str, Any]]], None]] = []
-        self._train_sampler: Any = None
+        self.rollout_listeners = []
+        self._train_sampler = None
         self._failures = FailureWatch(self._option("max_reward_failure_share"), self._option("reward_failure_steps"))
         self._finite = FiniteWatch(self._option("max_skipped_steps"))
         self._running = RunningMoments()
         self._reservoir = self._build_reservoir()
-        self._lengths: dict[int, float] = {}  # of completions, by their prompt's hash: what is expected the next time
-        self._episodes = 0
-        self._started_at: float | None = None
-        self._window: dict[str, Any] | None = None  # the rollout in use
-        self._order: list[int] = []  # of its rows
-        self._due: list[int] = []  # rows whose gradient this optimizer step still has to make
-        self._may_be_reference = True
-        self._broken: str | None = None  # what was not finite in this step
+        self._lengths = {}
+        self._episodes, self._started_at = 0, None
+        self._window, self._order, self._due = None, [], []
+        self._may_be_reference, self._broken = True, None
         self._parallel = Parallel(self.accelerator)
         self._build_passes()
         self._build_engine()
@@ -295,16 +295,16 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
 
 
 class _LoopCallback(TrainerCallback):
-    """What the loop has to do at certain places of the library's.
+    """What the loop does at certain points of transformers' training loop.
 
-    TRL counts micro-steps from 0 in every process, and its sampler draws the first pass's order anew; a resumed run
+    TRL counts micro-steps from 0 in every process, and its sampler redraws the first pass's order; a resumed run
     has to go on with both where they were, and without what was left over where it was cut in this process.
     """
 
     def __init__(self, trainer: RLOOTrainer):
         self.trainer = trainer
 
-    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_more: Any) -> None:
         self.trainer._forget_window()
         accumulation, steps = args.gradient_accumulation_steps, state.global_step
         pass_length = 0 if train_dataloader is None else len(train_dataloader)  # micro-steps; a stream has none
@@ -316,12 +316,13 @@ class _LoopCallback(TrainerCallback):
             for _ in range(int(state.epoch or 0)):  # passes that are over
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         self.trainer._close_step()
 
-    def on_train_end(self, args, state, control, **kwargs):
-        if hasattr(self.trainer._engine, "close"):  # a server is told that the adapter is not needed any more
-            self.trainer._engine.close()
+    def on_train_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        close = getattr(self.trainer._engine, "close", None)
+        if close is not None:  # a server gives the adapter up
+            close()
 
 
 def _default_config(model: Any) -> RLOOConfig:

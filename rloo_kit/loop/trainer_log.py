@@ -1,9 +1,7 @@
 """The trainer's log: metrics of a rollout and of a step, TRL's table of completions, rows for the listeners.
 
-A mixin of `RLOOTrainer`. The numbers themselves are made in `loop_metrics`, `kl_report` and `thinking_metrics`; here
-they are gathered across processes, in one order on all of them, and put where TRL's `log` looks.
-
-Shapes: B completions of this process, A of all processes, C completion tokens.
+A mixin of `RLOOTrainer`: gathers the numbers of `metrics` across processes, in one order on all of them, and puts them
+where TRL's `log` looks. Shapes: B completions of this process, A of all processes.
 """
 
 import time
@@ -26,10 +24,11 @@ from rloo_kit.loop.metrics import (
     thinking_metrics,
 )
 from rloo_kit.loop.step import Sampled
+from rloo_kit.loop.trainer_setup import TrainerParts
 
 
-class TrainerLog:
-    """What `RLOOTrainer` says about its steps."""
+class TrainerLog(TrainerParts):
+    """What `RLOOTrainer` records about its steps."""
 
     def _record_rollout(
         self,

@@ -1,14 +1,13 @@
-"""The trainer's parts: what samples, how completions are scored, how the gradient is made, and what the reference is.
+"""What `RLOOTrainer` is made of: its typed parts, how they are chosen when it is built, and its checkpoints.
 
-A mixin of `RLOOTrainer`; each part is chosen once, when the trainer is built, and `describe` says why. Left out: the
-step (`trainer`), its rollout (`trainer_rollout`).
-
-Shapes: B completions of this process, P prompt, C completion tokens, N completion tokens end to end.
+Each part is chosen once, and `describe` says why. Shapes: B completions of this process, P prompt, C completion tokens,
+N completion tokens laid end to end.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import is_peft_model
@@ -26,16 +25,81 @@ from rloo_kit.gradient.streamed_pass import StreamedPass
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.resample import PromptReservoir
 from rloo_kit.models.adapters import NO_ADAPTER, is_identity, same_as_reference, write_adapter
+from rloo_kit.models.parallel import Parallel
 from rloo_kit.plan.planner import TOKENS_PER_PASS
-from rloo_kit.rollout.cache_options import check_cache
-from rloo_kit.rollout.engine import build_engine, make_limits
+from rloo_kit.rollout.engine import Engine, build_engine, check_cache, make_limits
 from rloo_kit.rollout.server import ServerSettings
-from rloo_kit.runs.files import saving
-from rloo_kit.runs.run_dir import read_json, write_json
+from rloo_kit.rollout.types import Limits, Rollout
+from rloo_kit.runs.files import read_json, saving, write_json
+from rloo_kit.runs.watch import FailureWatch, FiniteWatch
+from rloo_kit.think_tags import ThinkTags
+
+if TYPE_CHECKING:
+    from trl import RLOOTrainer as _StockTrainer  # whose attributes the mixins read, and whose methods they extend
+else:
+    _StockTrainer = object
+
+LOOP_STATE = "loop_state.json"  # in a checkpoint
 
 
-class TrainerSetup:
-    """The parts of `RLOOTrainer`."""
+class TrainerParts(_StockTrainer):
+    """The attributes that the mixins of `RLOOTrainer` share; those of TRL's trainer come in addition.
+
+    Attributes:
+        rollout_listeners: called once a generation batch with one dict for each completion of this process.
+        _engine: what samples; None where TRL's code does (vLLM). _rollout: what it returned last.
+        _lengths: of completions, by their prompt's hash: what is expected the next time.
+        _failed: (A,) bool, samples of the last rollout for which a reward failed.
+        _window: the rollout in use. _order: of its rows. _due: rows whose gradient this step still has to make.
+        _broken: what was not finite in this step. _may_be_reference: False once the policy has left its reference.
+        _episodes, _started_at: completions so far, and since when: the log's `eps`.
+    """
+
+    think_tags: ThinkTags
+    rollout_listeners: list[Callable[[list[dict[str, Any]]], None]]
+    _engine: Engine | None
+    _limits: Limits
+    _rollout: Rollout | None
+    _lengths: dict[int, float]
+    _reservoir: PromptReservoir | None
+    _train_sampler: Any
+    _running: RunningMoments
+    _failures: FailureWatch
+    _failed: torch.Tensor
+    _parallel: Parallel
+    _scorer: Scorer
+    _ref_scorer: Scorer
+    _passes: PolicyPass
+    _finite: FiniteWatch
+    _may_be_reference: bool
+    _window: dict[str, Any] | None
+    _order: list[int]
+    _due: list[int]
+    _broken: str | None
+    _episodes: int
+    _started_at: float | None
+
+    def _option(self, name: str) -> Any:
+        """An option of the kit's config; its default where `args` is TRL's own config."""
+        return getattr(self.args, name, RLOOConfig.__dataclass_fields__[name].default)
+
+    @property
+    def _on_policy(self) -> bool:
+        """Whether every completion is used before the weights that sampled it change."""
+        return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
+
+    @property
+    def _group_size(self) -> int:
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    def _local_rows(self, rows: int) -> slice:
+        """Where this process's rows lie among those of all, if each has `rows`."""
+        first = self.accelerator.process_index * rows
+        return slice(first, first + rows)
+
+
+class TrainerSetup(TrainerParts):
+    """Builds engine, scorer and passes, and answers what they need of the trainer."""
 
     def describe(self) -> str:
         """A line each: what samples, how completions are scored, how the gradient is made, and why; the processes."""
@@ -75,7 +139,7 @@ class TrainerSetup:
         self._passes = make(settings, self._score, self._scorer.tokens, self._reference_logps, equalize)
 
     def _usual_tokens(self) -> int:
-        """Tokens of a pass where nobody said: a CPU gains nothing from large ones, its caches are small."""
+        """Tokens of a pass by default: a CPU gains nothing from large ones, its caches are small."""
         return TOKENS_PER_PASS[self.accelerator.device.type == "cpu"]
 
     def _why_not_open(self) -> str | None:
@@ -102,7 +166,12 @@ class TrainerSetup:
             self._option("thinking_close"),
         )
         self._engine = None
-        wanted = "continuous" if self.use_transformers_continuous_batching else self._option("rollout_engine")
+        wanted = self._option("rollout_engine")
+        if self.use_transformers_continuous_batching:
+            raise ConfigError(
+                "use_transformers_continuous_batching is set, but the kit samples with its own engines: leave it out "
+                "and set rollout_engine=auto"
+            )
         if self.use_vllm:
             check_cache(self._option("rollout_cache"), "vllm", backend_name(), on_cuda=True)
             self._prepare_vllm()
@@ -131,10 +200,10 @@ class TrainerSetup:
         return ServerSettings(self._option("rollout_server_url"), Path(folder), hand_over)
 
     def _prepare_vllm(self) -> None:
-        """Have vLLM say how likely each token was, which TRL's RLOO does not ask; refuse what TRL's code cannot do."""
-        generation = getattr(self, "vllm_generation", None)
-        says_logps = hasattr(generation, "logprobs")
-        if says_logps:
+        """Have vLLM return log-probabilities, which TRL's RLOO does not ask for; refuse what TRL's code cannot do."""
+        generation: Any = getattr(self, "vllm_generation", None)
+        has_logps = hasattr(generation, "logprobs")
+        if has_logps:
             generation.logprobs = 0  # of the sampled token alone
         correction, budget = self._option("sampler_correction"), self._limits.thinking_budget
         if budget is not None:
@@ -142,20 +211,16 @@ class TrainerSetup:
                 f"thinking_budget is {budget}, but completions come from vLLM through TRL here, which cannot close a "
                 "thought: set thinking_budget to null"
             )
-        if correction != "none" and not says_logps:
+        if correction != "none" and not has_logps:
             raise ConfigError(
-                f"sampler_correction is {correction}, but vLLM through TRL does not say here how likely its tokens "
-                "were: set sampler_correction to none"
+                f"sampler_correction is {correction}, but vLLM through TRL returns no log-probabilities here: set "
+                "sampler_correction to none"
             )
 
     def _build_reservoir(self) -> PromptReservoir | None:
         if not self._option("resample_rounds"):
             return None
         return PromptReservoir(self.train_dataset, self.args.seed)
-
-    def _option(self, name: str) -> Any:
-        """An option of the kit's config; its default where `args` is TRL's own config."""
-        return getattr(self.args, name, RLOOConfig.__dataclass_fields__[name].default)
 
     def _drop_redundant_reference(self) -> None:
         """TRL copies every adapter as "ref"; one that is the identity, or not wanted, is only memory and time."""
@@ -164,11 +229,6 @@ class TrainerSetup:
             return
         if self._option("reference") == "base" or is_identity(model):
             model.delete_adapter("ref")
-
-    @property
-    def _on_policy(self) -> bool:
-        """Whether every completion is used before the weights that sampled it change."""
-        return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
 
     def _score(self, model: torch.nn.Module, groups: list[Group], need_entropy: bool = True) -> Scores:
         """Log-probabilities and entropies of the groups' completions under `model`, (N,)."""
@@ -201,8 +261,15 @@ class TrainerSetup:
         return self._may_be_reference
 
     def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **_unused
-    ):
+        self,
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **_unused: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """TRL's interface to the scoring above: (B, P + C) in, log-probabilities and entropies (B, C) out."""
         masks = attention_mask.bool()
         groups = [
@@ -230,11 +297,8 @@ def backend_name() -> str:
     return "transformers" if load_stack().unsloth is None else "unsloth"
 
 
-LOOP_STATE = "loop_state.json"  # in a checkpoint
-
-
-class TrainerFiles:
-    """The checkpoints of `RLOOTrainer`."""
+class TrainerFiles(TrainerParts):
+    """Writes and reads the loop's state in checkpoints."""
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self._train_sampler = super()._get_train_sampler(dataset)
@@ -243,7 +307,7 @@ class TrainerFiles:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the adapter and its reference as they were.
 
-        transformers loads the adapters in a checkpoint's subfolders or the one beside them, not both; and a run that
+        transformers loads the adapters in a checkpoint's subfolders or the one above them, not both; and a run that
         is resumed in the process it was cut in has a trained adapter, which TRL has just copied as the reference.
         """
         super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -1,17 +1,15 @@
-"""What a run's rollout and training pass take on the machine at hand, measured beside what `vram` computed.
+"""What a run's rollout and training pass take on the machine at hand, next to what `plan_vram` computed.
 
 `measure_plan` (the command `rloo-kit plan FILE --measure`) makes a checkpoint of the run's true shape with random
 weights, loads it as the run would, and drives the run's own code at its longest:
 
 - the rollout: caches as they are 64 tokens before the end, then 64 tokens decoded by the run's engine, for each kind of
-  cache that this engine keeps. What fills them is one token's keys and values, repeated: nothing is prefilled that a
-  run would not prefill, and the time is that of 64 steps;
+  cache that this engine keeps;
 - training: two optimizer steps of the trainer on completions of full length, in passes as large as the run's largest;
   two, because the optimizer's state is there from the second on.
 
-On a GPU the figure is what torch had allocated at most; CUDA's own context and what the allocator keeps beside it are
-not in it (`reserved_gib` says how much it held). Without a GPU it is this process's resident memory. Left out: vLLM,
-whose pool is what it is told to take, servers, several GPUs.
+On a GPU the figure is what torch had allocated at most; CUDA's own context and the allocator's reserve are not in it
+(`reserved_gib` says how much it held). Without a GPU it is this process's resident memory.
 """
 
 import gc
@@ -21,24 +19,33 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
+from transformers.trainer_callback import PrinterCallback
 
 from rloo_kit._stack import load_stack
+from rloo_kit.config.checks import CACHES
+from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError, RlooKitError
-from rloo_kit.measure.full_caches import fill_cache, fill_slots
-from rloo_kit.measure.random_checkpoint import save_random_checkpoint
+from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.loop.run import mixed_precision, training_arguments
+from rloo_kit.loop.trainer import RLOOTrainer
+from rloo_kit.measure.stand_ins import fill_cache, fill_slots, save_random_checkpoint
 from rloo_kit.models.policy import Policy, load_policy
 from rloo_kit.plan.parts import Load, context_bytes
 from rloo_kit.plan.planner import plan_vram, read_load, rollout_gib, training_gib
 from rloo_kit.plan.result import VramPlan
-from rloo_kit.rollout.cache_options import CACHES, check_cache
-from rloo_kit.rollout.engine import build_engine, choose_engine
+from rloo_kit.rollout.engine import build_engine, check_cache, choose_engine
 from rloo_kit.rollout.types import Limits, Rollout
+from rloo_kit.system.console import render_text
 from rloo_kit.system.memory import GIB, is_out_of_memory, resident_gib, trim_heap
-from rloo_kit.system.text_tables import as_text
+
+DECODED_TOKENS = 64
+LOCAL_ENGINES = ("auto", "native", "generate")
 
 
 class Peak:
@@ -51,10 +58,9 @@ class Peak:
     gib = reserved_gib = 0.0
 
     def __enter__(self) -> "Peak":
-        torch = load_stack().torch
         gc.collect()
         self._cuda = torch.cuda if torch.cuda.is_available() else None
-        self._watch = None
+        self._watch: _Watch | None = None
         if self._cuda is not None:
             self._cuda.synchronize()
             self._cuda.empty_cache()
@@ -77,9 +83,10 @@ class _Watch:
     """The peak of this process's resident memory: the kernel's own where it can be reset, else looked at every 2 ms."""
 
     def __init__(self) -> None:
-        self._most = resident_gib()
-        if self._most is None:
+        resident = resident_gib()
+        if resident is None:
             raise BackendError("memory cannot be measured here: there is neither a CUDA GPU nor /proc/self/statm")
+        self._most = resident
         self._thread: threading.Thread | None = None
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -101,14 +108,10 @@ class _Watch:
             self._most = max(self._most, resident_gib() or 0.0)
 
 
-DECODED_TOKENS = 64
-LOCAL_ENGINES = ("auto", "native", "generate", "continuous")
-
-
 # ------------------------------------------------------------------------------------------------ the rollout
 
 
-def measure_rollout(policy: Policy, run: Any, rows: int, tokens: int, cache: str | None = None) -> float:
+def measure_rollout(policy: Policy, run: RunConfig, rows: int, tokens: int, cache: str | None = None) -> float:
     """Peak of decoding the last 64 tokens of `rows` completions that are `tokens` long with their prompts, in GiB.
 
     Args:
@@ -123,7 +126,7 @@ def measure_rollout(policy: Policy, run: Any, rows: int, tokens: int, cache: str
     return _measure_rollout(policy, run, rows, tokens, cache).gib
 
 
-def _measure_rollout(policy: Policy, run: Any, rows: int, tokens: int, cache: str | None = None) -> Peak:
+def _measure_rollout(policy: Policy, run: RunConfig, rows: int, tokens: int, cache: str | None = None) -> Peak:
     if tokens <= DECODED_TOKENS:
         raise BackendError(f"rows of {tokens} tokens were asked for; take more than the {DECODED_TOKENS} decoded")
     _check_positions(policy, tokens)
@@ -149,22 +152,20 @@ def _measure_rollout(policy: Policy, run: Any, rows: int, tokens: int, cache: st
     return peak
 
 
-def _autocast(run: Any, policy: Policy) -> AbstractContextManager[Any]:
+def _autocast(run: RunConfig, policy: Policy) -> AbstractContextManager[Any]:
     """Mixed precision as the trainer samples in it."""
-    from rloo_kit.loop.run import mixed_precision
-
-    torch, chosen = load_stack().torch, mixed_precision(run)
+    chosen = mixed_precision(run)
     if not any(chosen.values()):
         return nullcontext()
     return torch.autocast(policy.model.device.type, torch.bfloat16 if chosen["bf16"] else torch.float16)
 
 
-def _engine_of(run: Any) -> str:
+def _engine_of(run: RunConfig) -> str:
     """The engine to measure; one that samples elsewhere is refused."""
     if run.rollout.engine not in LOCAL_ENGINES:
         raise BackendError(
-            f"rollout.engine is {run.rollout.engine}, whose keys and values are held by vLLM: what it takes is what it "
-            "is told to take (gpu_memory_utilization). Measure with rollout.engine=auto"
+            f"rollout.engine is {run.rollout.engine}, whose keys and values are held by vLLM, which takes what "
+            "gpu_memory_utilization gives it. Measure with rollout.engine=auto"
         )
     return str(run.rollout.engine)
 
@@ -182,21 +183,21 @@ def _filled(engine: Any) -> Any:
         engine._fill = fill_slots
     elif engine.name == "generate":
         engine._cache_options = lambda rows, width: {"past_key_values": fill_cache(engine, rows, width)}
-    return engine  # continuous: its prefill is cut into pieces by the library, as in a run
+    return engine
 
 
 def _out_of_rows(tried: int, _left: int) -> None:
-    raise load_stack().torch.OutOfMemoryError(f"out of memory with {tried} completions at once")
+    raise torch.OutOfMemoryError(f"out of memory with {tried} completions at once")
 
 
 # ------------------------------------------------------------------------------------------------ training
 
 
-def measure_training(policy: Policy, run: Any) -> float:
+def measure_training(policy: Policy, run: RunConfig) -> float:
     """Peak of two optimizer steps on completions of full length, in passes as large as the run's largest, in GiB.
 
     Args:
-        policy: from `load_policy`; two steps are taken with it, so what it has learnt is spoilt. run: its `RunConfig`.
+        policy: from `load_policy`; two steps are taken with it, which spoils what it has learnt. run: its `RunConfig`.
 
     Raises:
         ConfigError: the run's keys contradict each other. Out of memory is raised as torch does.
@@ -204,15 +205,7 @@ def measure_training(policy: Policy, run: Any) -> float:
     return _measure_training(policy, run).gib
 
 
-def _measure_training(policy: Policy, run: Any) -> Peak:
-    stack = load_stack()
-    from datasets import Dataset
-    from transformers.trainer_callback import PrinterCallback
-
-    from rloo_kit.loop.options import RLOOConfig
-    from rloo_kit.loop.run import training_arguments
-    from rloo_kit.loop.trainer import RLOOTrainer
-
+def _measure_training(policy: Policy, run: RunConfig) -> Peak:
     load = _load_of(run, policy)
     generations, rows = _rows_of_a_pass(load)
     prompt = "0" * load.prompt_tokens
@@ -228,11 +221,11 @@ def _measure_training(policy: Policy, run: Any) -> Peak:
             model=policy.model,
             reward_funcs=[alternate],
             args=RLOOConfig(**arguments),
-            train_dataset=Dataset.from_list([{"prompt": prompt}] * (2 * rows // generations)),
+            train_dataset=load_stack().datasets.Dataset.from_list([{"prompt": prompt}] * (2 * rows // generations)),
             processing_class=policy.tokenizer,
         )
         trainer.remove_callback(PrinterCallback)
-        trainer._engine = _FullRows(load.row_tokens, stack.torch)
+        trainer._engine = _FullRows(load.row_tokens)
         try:
             with Peak() as peak:
                 trainer.train()
@@ -261,17 +254,18 @@ def alternate(completions: Any, **_columns: Any) -> list[float]:
 class _FullRows:
     """In the place of an engine: made-up completions that fill every row to `tokens`."""
 
-    name, reason, rows = "synthetic", "to measure memory", None
+    name, reason = "synthetic", "to measure memory"
+    rows: int | None = None
 
-    def __init__(self, tokens: int, torch: Any) -> None:
-        self._tokens, self._torch = tokens, torch
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
 
     def sample(self, prompt_ids: list[list[int]], *_more: Any, **_named: Any) -> Rollout:
-        ids = [self._torch.randint(1, 200, (self._tokens - len(prompt),)).tolist() for prompt in prompt_ids]
+        ids = [torch.randint(1, 200, (self._tokens - len(prompt),)).tolist() for prompt in prompt_ids]
         return Rollout(ids, [None] * len(ids), [[-1.0] * len(row) for row in ids])
 
 
-def _load_of(run: Any, policy: Policy) -> Load:
+def _load_of(run: RunConfig, policy: Policy) -> Load:
     """What the arithmetic reads of the run, with the pass that `train` would plan for it on this machine."""
     config = policy.model.config.to_dict()
     plan = plan_vram(run, config=config)
@@ -283,7 +277,7 @@ def _load_of(run: Any, policy: Policy) -> Load:
 
 @dataclass(frozen=True)
 class Measured:
-    """One measurement beside what was computed for it, in GiB.
+    """One measurement and what was computed for it, in GiB.
 
     Attributes:
         what: "rollout" or "training". cache: of a rollout. rows: completions at once, of a rollout or of a training
@@ -308,7 +302,7 @@ class Measured:
         return {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(self).items()}
 
 
-def measure_plan(run: Any, plan: VramPlan, say: Callable[[str], None] = print) -> list[Measured]:
+def measure_plan(run: RunConfig, plan: VramPlan, say: Callable[[str], None] = print) -> list[Measured]:
     """Measure what `plan` computed, with random weights of the run's shape; `setup_environment` has been called.
 
     Args:
@@ -322,7 +316,6 @@ def measure_plan(run: Any, plan: VramPlan, say: Callable[[str], None] = print) -
         BackendError: the run does not fit this machine's memory by far and there is no GPU to refuse it; or vLLM
             samples. ConfigError: see `load_policy`.
     """
-    torch = load_stack().torch
     _engine_of(run)
     if plan.machine.on_cuda != torch.cuda.is_available():
         raise BackendError(f"the plan is for {plan.machine.name}, which is not here: measure without --gpu-gib")
@@ -335,7 +328,7 @@ def measure_plan(run: Any, plan: VramPlan, say: Callable[[str], None] = print) -
         return list(_measure_all(_with_random_weights(run, folder, say), plan, say))
 
 
-def _with_random_weights(run: Any, folder: str, say: Callable[[str], None]) -> Any:
+def _with_random_weights(run: RunConfig, folder: str, say: Callable[[str], None]) -> RunConfig:
     """The run with a random checkpoint of its shape in the place of its model; an embedded model is itself."""
     if run.model.is_embedded:
         return run
@@ -347,7 +340,7 @@ def _with_random_weights(run: Any, folder: str, say: Callable[[str], None]) -> A
     return changed
 
 
-def _measure_all(run: Any, plan: VramPlan, say: Callable[[str], None]) -> Iterator[Measured]:
+def _measure_all(run: RunConfig, plan: VramPlan, say: Callable[[str], None]) -> Iterator[Measured]:
     policy = load_policy(run)
     load = _load_of(run, policy)
     load = replace(load, tokens_per_pass=plan.tokens_per_pass)
@@ -363,21 +356,20 @@ def _measure_all(run: Any, plan: VramPlan, say: Callable[[str], None]) -> Iterat
                 raise
             error = "out of memory" if is_out_of_memory(raised) else str(raised)
         seconds = time.monotonic() - started
-        found = (None, 0.0) if peak is None else (peak.gib, peak.reserved_gib)
-        say(f"measure: {error or f'{found[0]:.3f} GiB'}, computed {computed - outside:.3f}, {seconds:.0f} s")
-        return Measured(what, cache, rows, load.row_tokens, computed - outside, *found, seconds, error)
+        computed -= outside
+        gib, reserved = (None, 0.0) if peak is None else (peak.gib, peak.reserved_gib)
+        say(f"measure: {error or f'{gib:.3f} GiB'}, computed {computed:.3f}, {seconds:.0f} s")
+        return Measured(what, cache, rows, load.row_tokens, computed, gib, reserved, seconds, error)
 
     for cache in _caches_of(run, policy):
         computed = rollout_gib(replace(load, cache=cache), plan.rows)
-        yield measure(
-            "rollout", cache, plan.rows, computed,
-            lambda cache=cache: _measure_rollout(policy, run, plan.rows, load.row_tokens, cache),
-        )  # fmt: skip
+        call = partial(_measure_rollout, policy, run, plan.rows, load.row_tokens, cache)
+        yield measure("rollout", cache, plan.rows, computed, call)
     rows = _rows_of_a_pass(load)[1]
-    yield measure("training", None, rows, training_gib(load), lambda: _measure_training(policy, run))
+    yield measure("training", None, rows, training_gib(load), partial(_measure_training, policy, run))
 
 
-def _caches_of(run: Any, policy: Policy) -> Iterator[str]:
+def _caches_of(run: RunConfig, policy: Policy) -> Iterator[str]:
     """The kinds of cache that the run's engine keeps here, the run's own first."""
     name, _ = choose_engine(_engine_of(run), policy.backend, policy.model)
     on_cuda = policy.model.device.type == "cuda"
@@ -392,13 +384,13 @@ def _caches_of(run: Any, policy: Policy) -> Iterator[str]:
 
 
 def format_measured(found: list[Measured]) -> str:
-    """A table for people: computed beside measured."""
-    table = Table(title="Memory, GiB: computed beside measured", title_justify="left")
-    for name, justify in (("part", "left"), ("rows x tokens", "right"), ("computed", "right"), ("measured", "right")):
-        table.add_column(name, no_wrap=True, justify=justify)
-    table.add_column("seconds", justify="right")
+    """A table for people: computed next to measured."""
+    table = Table(title="Memory, GiB: computed and measured", title_justify="left")
+    table.add_column("part", no_wrap=True)
+    for name in ("rows x tokens", "computed", "measured", "seconds"):
+        table.add_column(name, no_wrap=True, justify="right")
     for one in found:
         part = f"{one.what}, cache {one.cache}" if one.cache else one.what
         measured = one.error if one.measured_gib is None else f"{one.measured_gib:.3f}"
         table.add_row(part, f"{one.rows} x {one.tokens}", f"{one.computed_gib:.3f}", measured, f"{one.seconds:.0f}")
-    return as_text(table)
+    return render_text(table)

@@ -1,19 +1,23 @@
-"""The adapter of a policy around TRL's trainer: what its constructor would do to it, and what it would leave undone.
+"""LoRA adapters around TRL's trainer: wrapped as the backend needs, kept in their precision, compared, written out.
 
 TRL casts the adapter of a quantised model to bfloat16, copies every adapter as a reference, and, as Unsloth generates
-it, ignores `peft_config`. Left out: what happens to adapters in checkpoints, which is the trainer's.
+it, ignores `peft_config`.
 """
 
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from accelerate.utils import DistributedType, is_peft_model
 
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.policy import ADAPTER_ALONE
+
+NO_ADAPTER = (
+    "rollout.engine is server, which is handed an adapter, but every parameter is trained here: train an adapter "
+    "(model.lora, or peft_config), or set rollout.engine=auto"
+)
 
 
 def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -23,15 +27,16 @@ def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in arguments.items() if name != "peft_config"}
     if is_peft_model(rest["model"]):
         raise ConfigError("peft_config was given with a model that has an adapter already: leave one of them out")
-    return rest | {"model": peft.get_peft_model(rest["model"], arguments["peft_config"])}
+    return rest | {"model": load_stack().peft.get_peft_model(rest["model"], arguments["peft_config"])}
 
 
 def check_reference(arguments: dict[str, Any]) -> None:
-    """Without an adapter TRL reads the reference anew, from the checkpoint that the model's config names.
+    """Without an adapter TRL reads the reference from the checkpoint that the model's config names.
 
     Raises: ConfigError, where it names none.
     """
-    model, beta = arguments.get("model"), arguments["args"].beta
+    model: Any = arguments.get("model")
+    beta = arguments["args"].beta
     if not beta or isinstance(model, str) or is_peft_model(model) or arguments.get("peft_config") is not None:
         return
     if not model.config.name_or_path:
@@ -84,12 +89,6 @@ def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
     named = dict(model.named_parameters())
     pairs = [(value, named[name.replace(".default", ".ref")]) for name, value in named.items() if ".default" in name]
     return all(torch.equal(value, copy) for value, copy in pairs)
-
-
-NO_ADAPTER = (
-    "rollout.engine is server, which is handed an adapter, but every parameter is trained here: train an adapter "
-    "(model.lora, or peft_config), or set rollout.engine=auto"
-)
 
 
 def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> None:

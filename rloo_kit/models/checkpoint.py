@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError
 
 ADAPTER_FILE, MODEL_FILE = "adapter_config.json", "config.json"
@@ -24,7 +25,7 @@ _QUANTISED_ENDINGS = ("-unsloth-bnb-4bit", "-bnb-4bit")
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """What to load: a folder or a hub id, and the folder of an adapter to continue (None: a new one)."""
 
     base: str
@@ -36,7 +37,7 @@ class Source:
         return Path(self.base).is_dir()
 
 
-def find_source(run: Any) -> Source:
+def find_source(run: RunConfig) -> ModelSource:
     """Resolve `model.name` and `model.adapter`; the embedded model is built if it is not in the cache yet.
 
     Raises:
@@ -44,10 +45,10 @@ def find_source(run: Any) -> Source:
     """
     model = run.model
     if model.name.startswith("embedded/"):
-        from rloo_kit.embedded import model as tiny_model
+        from rloo_kit.embedded.model import build
 
         kind = model.name.removeprefix("embedded/")
-        source = Source(str(tiny_model.build(kind, model.vocabulary, model.build_seed)), model.adapter)
+        source = ModelSource(str(build(kind, model.vocabulary, model.build_seed)), model.adapter)
     else:
         source = _from_name(model.name, model.adapter)
     if source.is_folder and not (Path(source.base) / MODEL_FILE).is_file():
@@ -65,14 +66,14 @@ def find_source(run: Any) -> Source:
     return source
 
 
-def _from_name(name: str, adapter: str | None) -> Source:
+def _from_name(name: str, adapter: str | None) -> ModelSource:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise BackendError(f"model.name is {name}, and there is no such folder")
-        return Source(name, adapter)
+        return ModelSource(name, adapter)
     if not (folder / ADAPTER_FILE).is_file() or (folder / MODEL_FILE).is_file():
-        return Source(str(folder), adapter)
+        return ModelSource(str(folder), adapter)
     if adapter is not None and Path(adapter).expanduser().resolve() != folder.resolve():
         raise BackendError(
             f"model.name is the folder of an adapter, {folder}, and model.adapter names another, {adapter}: "
@@ -84,16 +85,16 @@ def _from_name(name: str, adapter: str | None) -> Source:
             f"{folder / ADAPTER_FILE} names no base model: set model.name to it and model.adapter={folder}"
         )
     if Path(base).is_absolute() and not Path(base).is_dir():
-        from rloo_kit.embedded import model as tiny_model
+        from rloo_kit.embedded.model import rebuild
 
-        rebuilt = tiny_model.rebuild(Path(base).name)
+        rebuilt = rebuild(Path(base).name)
         if rebuilt is not None:
-            return Source(str(rebuilt), str(folder))
+            return ModelSource(str(rebuilt), str(folder))
         raise BackendError(
-            f"{folder} is an adapter of {base}, which is not there any more: set model.name to where that model is now "
+            f"{folder} is an adapter of {base}, which is no longer there: set model.name to where that model is now "
             f"and model.adapter={folder}"
         )
-    return Source(base, str(folder))
+    return ModelSource(base, str(folder))
 
 
 def _recorded_base(adapter: Path) -> str:
@@ -106,7 +107,7 @@ def _recorded_base(adapter: Path) -> str:
         ) from None
 
 
-def _check_base(source: Source) -> None:
+def _check_base(source: ModelSource) -> None:
     adapter = Path(str(source.adapter)).expanduser()
     recorded = _recorded_base(adapter)
     if recorded and _short_name(recorded) != _short_name(source.base):
@@ -141,7 +142,7 @@ def bind_padding(model: Any, tokenizer: Any) -> None:
             settings.pad_token_id = tokenizer.pad_token_id
 
 
-def usable_length(run: Any, config: Any) -> int:
+def usable_length(run: RunConfig, config: Any) -> int:
     """`model.max_seq_length`, or the model's own number of positions where that is less, in tokens.
 
     Raises:

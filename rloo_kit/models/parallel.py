@@ -2,12 +2,11 @@
 
 - Replicas (DDP): every process computes its passes on the bare model, as many as its completions need; gradients are
   averaged once, when the step's last pass is done. DDP's own reducer is not used: it counts on one forward and one
-  backward pass in every process, and a process without signal has none.
+  backward pass in every process, and a process without a learning signal has none.
 - Shards (FSDP2, DeepSpeed ZeRO-3): a layer's weights are gathered whenever it is computed, by all processes together,
   so all of them make equally many passes (`equalize`), and gradients are averaged pass by pass by the library.
 
-Left out: tensor and pipeline parallelism, FSDP1. DeepSpeed takes its optimizer's step with the last backward pass, so a
-step with a NaN is counted there and not dropped.
+DeepSpeed takes its optimizer's step with the last backward pass, so a step with a NaN is counted there and not dropped.
 """
 
 from collections.abc import Iterator

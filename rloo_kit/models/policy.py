@@ -2,7 +2,7 @@
 
 `load_policy` decides which of the two and says why; what lies above works with the `Policy` alone. A backend is a
 module with four functions: `unusable`, `load`, `inference_mode` and `config_arguments`. With several processes each
-loads the model onto its own GPU, and the backend is transformers. Left out: merging an adapter into its base.
+loads the model onto its own GPU, and the backend is transformers.
 """
 
 import os
@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 from rloo_kit._stack import load_stack
 from rloo_kit.collective import gather_objects, main_first, start_processes
+from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import resolve_family
 from rloo_kit.errors import BackendError
-from rloo_kit.models.checkpoint import Source, bind_padding, find_source
+from rloo_kit.models.checkpoint import bind_padding, find_source
 from rloo_kit.runs.files import saving
 from rloo_kit.system import environment
 from rloo_kit.system.processes import is_distributed, is_main_process
@@ -52,7 +53,7 @@ class Policy:
         backend: "unsloth" or "transformers". reason: why that one, for people.
         tags: ids of `<think>` and `</think>`.
         family: "thinking", "hybrid", "instruct" or "plain".
-        config_arguments: what `RLOOConfig` has to be told for this model (gradient checkpointing).
+        config_arguments: keywords that `RLOOConfig` needs for this model (gradient checkpointing).
         sharding: after training with FSDP or DeepSpeed, how whole weights are had; None where each process has them.
     """
 
@@ -86,7 +87,7 @@ class Policy:
         )
 
 
-def load_policy(run: Any) -> Policy:
+def load_policy(run: RunConfig) -> Policy:
     """Load the model of `run.model` with an adapter to train, and its tokenizer.
 
     Args:
@@ -147,9 +148,9 @@ def save_adapter(policy: Policy, folder: str | Path) -> Path:
 
 @contextmanager
 def keep_settings(args: Any, tokenizer: Any) -> Iterator[None]:
-    """Around the constructor of the trainer: what a backend's version of it changes on its own is put back.
+    """Around the constructor of the trainer: what a backend's version of it changes on its own is restored.
 
-    One line says what that was, together with what the config's constructor changed (`keep_values`).
+    One line lists it, together with what the config's constructor changed (`keep_values`).
 
     Args:
         args: the trainer's config or None. tokenizer: its processing class or None.
@@ -174,18 +175,18 @@ def keep_values(config: Any, stock: type, values: dict[str, Any], given: Iterabl
         given: the names among them that the run set itself.
     """
     if _unsloth_is_there():
-        config._changes = _module("unsloth").set_back(config, stock, values, given)  # for keep_settings to tell
+        config._changes = _module("unsloth").set_back(config, stock, values, given)  # printed by keep_settings
 
 
 def packed_keywords(model: Any) -> Any:
     """For a causal language model with Unsloth's layers: `function(laid, layout)`, the keywords with which they take a
-    packed row; None for any other model. `scoring` checks that they do."""
+    packed row; None for any other model. `Scorer` checks that they do."""
     if not type(model.base_model).forward.__module__.startswith("unsloth."):
         return None
     return _module("unsloth").packed_keywords
 
 
-def _choose(run: Any, stack: Any) -> tuple[str, str]:
+def _choose(run: RunConfig, stack: Any) -> tuple[str, str]:
     """Name of the backend and the reason for it."""
     wanted = run.model.backend
     if is_distributed():
@@ -213,7 +214,7 @@ def _choose(run: Any, stack: Any) -> tuple[str, str]:
     return "transformers", "model.backend asks for it" if wanted == "transformers" else str(obstacle).partition(";")[0]
 
 
-def _refuse_sharded_4bit(run: Any) -> None:
+def _refuse_sharded_4bit(run: RunConfig) -> None:
     libraries = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
     used = [name for variable, name in libraries.items() if os.environ.get(variable, "").lower() == "true"]
     if used and run.model.load_in_4bit:
@@ -223,7 +224,7 @@ def _refuse_sharded_4bit(run: Any) -> None:
         )
 
 
-def _refuse_mixed_gpus(run: Any) -> None:
+def _refuse_mixed_gpus(run: RunConfig) -> None:
     """One dtype and one precision in all processes: gradients of two kinds do not add up."""
     settled = environment.current()
     dtype = settled.dtype_name if run.model.dtype == "auto" else run.model.dtype
@@ -237,7 +238,7 @@ def _refuse_mixed_gpus(run: Any) -> None:
         )
 
 
-def _spare_threads(run: Any, model: Any, stack: Any) -> None:
+def _spare_threads(run: RunConfig, model: Any, stack: Any) -> None:
     """One thread for an embedded model on the CPU, unless OMP_NUM_THREADS is set.
 
     Its matrices are so small that a second thread mostly waits for the first: on two cores, a fifth faster when the
@@ -259,9 +260,3 @@ def _module(name: str) -> Any:
 def _num_weights(parameter: Any) -> int:
     """Weights in a parameter; bitsandbytes packs two into each byte."""
     return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
-
-
-__all__ = [
-    "ADAPTER_ALONE", "Policy", "Source", "inference_mode", "keep_settings", "keep_values", "load_policy",
-    "packed_keywords", "save_adapter",
-]  # fmt: skip

@@ -2,7 +2,7 @@
 
 The adapter stays in float32 whatever the base is in: an update of 1e-6 on a weight of 0.01 is lost in bfloat16. Where
 no adapter is trained the whole model is in float32 for the same reason. Each of several processes loads the whole model
-onto its own GPU, also where FSDP or DeepSpeed share it out later. Left out: attention kernels of one's own.
+onto its own GPU, also where FSDP or DeepSpeed shard it later.
 """
 
 from collections.abc import Iterator
@@ -12,19 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit._stack import load_stack
+from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
-from rloo_kit.models.checkpoint import Source, usable_length
+from rloo_kit.models.checkpoint import ModelSource, usable_length
 from rloo_kit.system import environment
 
 NON_REENTRANT = {"use_reentrant": False}
 
 
-def unusable(run: Any, stack: Any) -> str | None:
+def unusable(run: RunConfig, stack: Any) -> str | None:
     """Why this backend cannot be used: never."""
     return None
 
 
-def load(run: Any, source: Source, stack: Any) -> tuple[Any, Any]:
+def load(run: RunConfig, source: ModelSource, stack: Any) -> tuple[Any, Any]:
     """The model with its adapter in place, and its tokenizer.
 
     Raises:
@@ -47,7 +49,7 @@ def load(run: Any, source: Source, stack: Any) -> tuple[Any, Any]:
         raise BackendError(f"cannot load model.name = {run.model.name}: {error}") from error
     keep_4bit_weights(model)
     if run.model.lora is not None:
-        model = _with_adapter(model, run, source, stack)
+        model = _with_adapter(model, run.model.lora, run.run.seed, source, stack)
     if run.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=NON_REENTRANT)
         model.enable_input_require_grads()
@@ -67,7 +69,7 @@ def inference_mode(model: Any) -> Iterator[None]:
         model.train(was_training)
 
 
-def config_arguments(run: Any) -> dict[str, Any]:
+def config_arguments(run: RunConfig) -> dict[str, Any]:
     """Gradient checkpointing as `RLOOConfig` takes it; "unsloth" is plain checkpointing here."""
     arguments: dict[str, Any] = {"gradient_checkpointing": bool(run.model.gradient_checkpointing)}
     if run.model.gradient_checkpointing:
@@ -75,7 +77,7 @@ def config_arguments(run: Any) -> dict[str, Any]:
     return arguments
 
 
-def _check_quantised(run: Any, config: Any) -> None:
+def _check_quantised(run: RunConfig, config: Any) -> None:
     """4-bit needs bitsandbytes, and quantised weights, the checkpoint's own too, need an adapter to be trained."""
     if run.model.load_in_4bit and find_spec("bitsandbytes") is None:
         raise BackendError(
@@ -91,14 +93,14 @@ def _check_quantised(run: Any, config: Any) -> None:
         )
 
 
-def _dtype(run: Any, torch: Any) -> Any:
+def _dtype(run: RunConfig, torch: Any) -> Any:
     """The base's dtype; `auto` follows the machine, and is float32 where every parameter is trained."""
     if run.model.dtype != "auto":
         return getattr(torch, run.model.dtype)
     return torch.float32 if run.model.lora is None else getattr(torch, environment.current().dtype_name)
 
 
-def _quantization(run: Any, config: Any, stack: Any) -> Any:
+def _quantization(run: RunConfig, config: Any, stack: Any) -> Any:
     """NF4 with double quantisation; None for a plain model, and for a checkpoint that is quantised already."""
     if not run.model.load_in_4bit or getattr(config, "quantization_config", None) is not None:
         return None
@@ -121,7 +123,7 @@ def keep_4bit_weights(model: Any) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def _with_adapter(model: Any, run: Any, source: Source, stack: Any) -> Any:
+def _with_adapter(model: Any, lora: LoraSection, seed: int, source: ModelSource, stack: Any) -> Any:
     """A new LoRA adapter, or the one that exists, trainable and in float32."""
     peft = stack.peft
     for parameter in model.parameters():
@@ -132,8 +134,7 @@ def _with_adapter(model: Any, run: Any, source: Source, stack: Any) -> Any:
             return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
         except (RuntimeError, ValueError, OSError) as error:
             raise BackendError(f"the adapter {folder} does not fit {source.base}: {error}") from error
-    lora = run.model.lora
-    stack.torch.manual_seed(run.run.seed)
+    stack.torch.manual_seed(seed)
     settings = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,

@@ -1,9 +1,8 @@
 """Unsloth's FastLanguageModel: the backend for a CUDA GPU.
 
-Only this file and `_stack` know Unsloth. What it changes on its own is put back here: settings of the config, the mixed
-precision that its trainer chooses, and the attention mask that its training forward drops for left-padded rows. Left
-out: training every parameter, for which the transformers backend is there. vLLM beside the model (`fast_inference`) is
-passed on and was never run here.
+Only this file and `_stack` name Unsloth. What it changes on its own is restored here: settings of the config, the mixed
+precision that its trainer chooses, and the attention mask that its training forward drops for left-padded rows. vLLM
+inside the model (`fast_inference`) is passed on and was never run here.
 """
 
 import copy
@@ -18,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit._stack import load_stack
+from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
-from rloo_kit.models.checkpoint import Source, usable_length
+from rloo_kit.models.checkpoint import ModelSource, usable_length
 from rloo_kit.system import environment
 
 PRECISION_VARIABLE = "UNSLOTH_MIXED_PRECISION"
@@ -45,7 +46,7 @@ class Change:
         return f"{self.name} {ours} (Unsloth: {unsloths})"
 
 
-def unusable(run: Any, stack: Any) -> str | None:
+def unusable(run: RunConfig, stack: Any) -> str | None:
     """Why Unsloth cannot be used for this run ("what is the case; what to do"); None if it can."""
     if stack.unsloth is None:
         cure = "pip install -e '.[gpu]'" if find_spec("unsloth") is None else "see `rloo-kit doctor`"
@@ -55,7 +56,7 @@ def unusable(run: Any, stack: Any) -> str | None:
     return None
 
 
-def load(run: Any, source: Source, stack: Any) -> tuple[Any, Any]:
+def load(run: RunConfig, source: ModelSource, stack: Any) -> tuple[Any, Any]:
     """The model with its adapter in place, and its tokenizer.
 
     Raises:
@@ -100,7 +101,7 @@ def inference_mode(model: Any) -> Iterator[None]:
             model.for_training(use_gradient_checkpointing=getattr(model, "_unsloth_gradient_checkpointing", False))
 
 
-def config_arguments(run: Any) -> dict[str, Any]:
+def config_arguments(run: RunConfig) -> dict[str, Any]:
     """The model carries Unsloth's own checkpointing; TRL's would be laid over it."""
     return {"gradient_checkpointing": False}
 
@@ -110,7 +111,7 @@ def set_back(config: Any, stock: type, values: dict[str, Any], given: Iterable[s
 
     Args:
         config: what was made; changed in place. stock: TRL's own class. values: the keywords that `config` was made
-            from. given: the names that the run set itself; the other ones have TRL's defaults, and Unsloth's is told.
+            from. given: the names that the run set itself; all others have TRL's defaults, and Unsloth's are listed.
 
     Returns:
         what Unsloth changed, or would have.
@@ -130,7 +131,7 @@ def set_back(config: Any, stock: type, values: dict[str, Any], given: Iterable[s
 
 @contextmanager
 def keep_arguments(args: Any) -> Iterator[list[Change]]:
-    """Around the generated trainer's constructor: what it changes in `args` is set back, and float32 stays float32.
+    """Around the generated trainer's constructor: what it changes in `args` is restored, and float32 stays float32.
 
     It turns mixed precision on where neither bf16 nor fp16 is asked for, unless its variable says that the model's own
     precision is meant. What it changed is in the list afterwards.
@@ -168,8 +169,14 @@ def _plain(value: Any) -> Any:
     return None if value is False or value in ({}, "no") else getattr(value, "value", value)
 
 
-def _vllm_arguments(run: Any) -> dict[str, Any]:
-    """Unsloth loads vLLM beside the model, on the same weights, where `rollout.engine` asks for it.
+def _lora_of(run: RunConfig) -> LoraSection:
+    """The adapter's settings; `unusable` refuses a run without them."""
+    assert run.model.lora is not None
+    return run.model.lora
+
+
+def _vllm_arguments(run: RunConfig) -> dict[str, Any]:
+    """Unsloth loads vLLM together with the model, on the same weights, where `rollout.engine` asks for it.
 
     Raises:
         BackendError: vLLM is not installed.
@@ -181,12 +188,12 @@ def _vllm_arguments(run: Any) -> dict[str, Any]:
             "rollout.engine is vllm, but vLLM is not installed: pip install vllm (it needs CUDA), or set "
             "rollout.engine=auto"
         )
-    return {"fast_inference": True, "max_lora_rank": run.model.lora.r}
+    return {"fast_inference": True, "max_lora_rank": _lora_of(run).r}
 
 
-def _with_adapter(model: Any, run: Any, source: Source, stack: Any) -> Any:
+def _with_adapter(model: Any, run: RunConfig, source: ModelSource, stack: Any) -> Any:
     """A new LoRA adapter, or the one that exists, with Unsloth's kernels on it."""
-    fast, lora = stack.unsloth.FastLanguageModel, run.model.lora
+    fast, lora = stack.unsloth.FastLanguageModel, _lora_of(run)
     if source.adapter is None:
         return fast.get_peft_model(
             model,
@@ -205,7 +212,7 @@ def _with_adapter(model: Any, run: Any, source: Source, stack: Any) -> Any:
     return fast.patch_peft_model(model, use_gradient_checkpointing=run.model.gradient_checkpointing)
 
 
-def _find_changes(model: Any, run: Any, dtype_name: str, is_new: bool) -> list[Change]:
+def _find_changes(model: Any, run: RunConfig, dtype_name: str, is_new: bool) -> list[Change]:
     """Where the model is not what `run.model` says: a GPU without bfloat16, weights that cannot be quantised there."""
     base, settings = model.get_base_model(), model.peft_config["default"]
     dtype = str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")
@@ -214,7 +221,7 @@ def _find_changes(model: Any, run: Any, dtype_name: str, is_new: bool) -> list[C
         "model.load_in_4bit": (run.model.load_in_4bit, bool(getattr(base, "is_loaded_in_4bit", False))),
     }
     if is_new:
-        lora = run.model.lora
+        lora = _lora_of(run)
         pairs |= {
             "model.lora.r": (lora.r, settings.r),
             "model.lora.alpha": (lora.alpha, settings.lora_alpha),
@@ -230,10 +237,10 @@ def _keep_padding_mask(model: Any) -> None:
 
 
 def packed_keywords(laid: Any, layout: str) -> dict[str, Any]:
-    """What Unsloth's forward takes beside the ids of a packed row (`packing.Layout`).
+    """What Unsloth's forward takes besides the ids of a packed row (`packing.Layout`).
 
     Independent sequences by their lengths. A shared prompt by a table of segments; its attention is compiled, so its
-    backward pass needs a GPU, and float32 rows are slow to compile: `scoring` checks it before it is used.
+    backward pass needs a GPU, and float32 rows are slow to compile: `Scorer` checks it before it is used.
     """
     stack = load_stack()
     if layout == "shared":

@@ -194,12 +194,12 @@ def control():
 
 def test_signal_guard_warns_and_stops_only_where_it_may(capsys):
     """A run that stops itself unasked is as bad as one that never says anything."""
-    from rloo_kit.loop.callbacks import SignalGuard
+    from rloo_kit.loop.callbacks import LearningSignalGuard
     from rloo_kit.runs.health import SignalWatch
 
     tied = LOGS | {"frac_reward_zero_std": 1.0}
     for stop in (False, True):
-        guard, flags = SignalGuard(SignalWatch(2, {"num_generations": 4}), stop), control()
+        guard, flags = LearningSignalGuard(SignalWatch(2, {"num_generations": 4}), stop), control()
         for step in (1, 2):
             guard.on_log(None, state(step), flags, logs=tied)
         assert flags.should_save is flags.should_training_stop is stop

@@ -89,9 +89,9 @@ def test_the_warning_comes_after_as_many_steps_as_the_others() -> None:
 
 def test_it_never_stops_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     """`run.stop_when_no_signal` is for runs that learn nothing; this one learns, if not what was meant."""
-    from rloo_kit.loop.callbacks import SignalGuard
+    from rloo_kit.loop.callbacks import LearningSignalGuard
 
-    guard = SignalGuard(SignalWatch(1, {"beta": 0.1}), stop=True)
+    guard = LearningSignalGuard(SignalWatch(1, {"beta": 0.1}), stop=True)
     control = SimpleNamespace(should_save=False, should_training_stop=False)
     logs = ROW | {"kl/spread_ratio": 5.0, "loss": 0.0}
     guard.on_log(None, SimpleNamespace(global_step=1), control, logs=logs)

@@ -70,11 +70,11 @@ def test_trls_own_config_is_asked_too(tmp_path: Path) -> None:
     """A script that hands the trainer `trl.RLOOConfig(top_p=0.9)` never passes through the kit's class."""
     import trl
 
-    from rloo_kit.loop.options import check_sampling
+    from rloo_kit.loop.options import refuse_sampling_filters
 
-    check_sampling(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False))
+    refuse_sampling_filters(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False))
     with pytest.raises(ConfigError, match="top_p is 0.9"):
-        check_sampling(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False, top_p=0.9))
+        refuse_sampling_filters(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False, top_p=0.9))
 
 
 def test_every_key_of_a_file_arrives(config_class: Any, tmp_path: Path) -> None:

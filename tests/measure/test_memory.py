@@ -75,14 +75,14 @@ def test_a_peak_without_the_kernels_help(monkeypatch: pytest.MonkeyPatch) -> Non
     """Some containers do not let a process reset its own peak."""
     import torch
 
-    from rloo_kit.measure import memory as memory_peak
+    from rloo_kit.measure import memory
 
     def refuse(self: Path, *_args: Any, **_named: Any) -> None:
         raise PermissionError(str(self))
 
-    monkeypatch.setattr(memory_peak.Path, "write_text", refuse)
-    with memory_peak.Peak() as peak:
-        before = memory_peak.resident_gib()
+    monkeypatch.setattr(memory.Path, "write_text", refuse)
+    with memory.Peak() as peak:
+        before = memory.resident_gib()
         held = torch.ones(2**27)
         for _ in range(5):
             held.add_(1)
@@ -129,7 +129,7 @@ def test_decoding_from_a_filled_cache_attends_to_it(run: Any, policy: Any) -> No
     places the logits are not those without any."""
     import torch
 
-    from rloo_kit.measure.full_caches import fill_cache
+    from rloo_kit.measure.stand_ins import fill_cache
 
     class Engine:
         cache, _model = "plain", policy.model.get_base_model()
@@ -148,7 +148,7 @@ def test_decoding_from_a_filled_cache_attends_to_it(run: Any, policy: Any) -> No
 
 def test_memory_grows_with_rows_and_shrinks_with_8_bits(run: Any, policy: Any) -> None:
     """Bytes of the tensors themselves: resident memory of a model this small is noise."""
-    from rloo_kit.measure import memory as vram_measure
+    from rloo_kit.measure.memory import measure_rollout
     from rloo_kit.rollout.kv_cache import SlotCache
 
     most: dict[Any, int] = {}
@@ -164,7 +164,7 @@ def test_memory_grows_with_rows_and_shrinks_with_8_bits(run: Any, policy: Any) -
 
         SlotCache.begin = noted
         try:
-            vram_measure.measure_rollout(policy, run, rows, 120, cache)
+            measure_rollout(policy, run, rows, 120, cache)
         finally:
             SlotCache.begin = plain
         return max(held)
@@ -206,16 +206,16 @@ def test_a_checkpoint_of_the_true_shape(tiny_folder: Path, tmp_path: Path) -> No
     """Sizes have to be the model's own to the last tensor, else what is measured is another model's memory."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rloo_kit.measure import random_checkpoint
+    from rloo_kit.measure import stand_ins
     from rloo_kit.plan.shapes import find_shape
 
     run = load_config(CONFIGS / "qwen3_4b_thinking_12gb.yaml", model={"name": str(tiny_folder)})
-    whole = random_checkpoint.SHARD_BYTES
-    random_checkpoint.SHARD_BYTES = 20_000  # several shards
+    whole = stand_ins.SHARD_BYTES
+    stand_ins.SHARD_BYTES = 20_000  # several shards
     try:
-        folder = random_checkpoint.save_random_checkpoint(run, tmp_path / "random")
+        folder = stand_ins.save_random_checkpoint(run, tmp_path / "random")
     finally:
-        random_checkpoint.SHARD_BYTES = whole
+        stand_ins.SHARD_BYTES = whole
     assert len(list(folder.glob("*.safetensors"))) > 2
     real = AutoModelForCausalLM.from_pretrained(tiny_folder)
     made, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -232,12 +232,12 @@ def test_without_room_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
     """A checkpoint of 8 GB on a disk with 5 fills it, and takes other programs down with it."""
     from types import SimpleNamespace
 
-    from rloo_kit.measure import random_checkpoint
+    from rloo_kit.measure import stand_ins
 
-    monkeypatch.setattr(random_checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 2**30))
+    monkeypatch.setattr(stand_ins.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 2**30))
     run = load_config(CONFIGS / "qwen3_4b_thinking_12gb.yaml")
     with pytest.raises(BackendError, match="takes 7.5 GiB, and .* has 5.0 GiB free: set TMPDIR"):
-        random_checkpoint.save_random_checkpoint(run, tmp_path / "random")
+        stand_ins.save_random_checkpoint(run, tmp_path / "random")
     assert not list((tmp_path / "random").iterdir())
 
 
@@ -269,4 +269,4 @@ def test_the_command(tiny_folder: Path) -> None:
     assert parts == [("rollout", "plain", 4, 128), ("rollout", "int8", 4, 128), ("training", None, 8, 128)]
     for one in found["measured"]:
         assert one["error"] is None and 0.2 < one["measured_gib"] < 2 and one["computed_gib"] > 0.5
-    assert "random weights of the shape" in done.stderr and "computed beside measured" in done.stderr
+    assert "random weights of the shape" in done.stderr and "computed and measured" in done.stderr

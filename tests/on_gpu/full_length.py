@@ -2,7 +2,7 @@
 
 Random weights do not stop by themselves, and memory is largest at the end. Within `full_length_rollouts` an engine
 samples as it always does, but up to its last `tail` tokens a row is made up, and its cache filled as
-`rloo_kit.measure.full_caches` fills it, without a prefill that no run makes. The rest is computed.
+`rloo_kit.measure.stand_ins` fills it, without a prefill that no run makes. The rest is computed.
 """
 
 import math
@@ -62,7 +62,7 @@ def full_length_rollouts(
     tail: int, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None
 ) -> Iterator[Watch]:
     """Both engines make completions of full length; `before` and `after` are called around each rollout."""
-    from rloo_kit.measure.full_caches import fill_cache, fill_slots
+    from rloo_kit.measure.stand_ins import fill_cache, fill_slots
     from rloo_kit.rollout.generate import GenerateEngine
     from rloo_kit.rollout.native import NativeEngine
 

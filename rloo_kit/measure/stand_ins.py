@@ -1,8 +1,7 @@
-"""A checkpoint of a run's true shape with random weights, made on the spot: to measure memory without a download.
+"""What a measurement of memory uses in place of the real thing: random weights, and caches that are full already.
 
-Sizes, memory and speed are those of the real model; what it writes is noise. Weights are a block of random numbers laid
-end to end, shard by shard, so that no more than a shard is in memory. Left out: experts, and which layers Unsloth's
-dynamic copies keep in 16 bit.
+Sizes, memory and speed are those of the real model and of rows late in a rollout; what comes out is noise. Nothing is
+downloaded, and nothing is prefilled that a run would not prefill.
 """
 
 import json
@@ -11,10 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rloo_kit._stack import load_stack
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, QuantizedCache, Qwen2Config, Qwen3Config
+
+from rloo_kit.config.run import RunConfig
 from rloo_kit.embedded.tokenizer import ROWS, build_tokenizer
 from rloo_kit.errors import BackendError
 from rloo_kit.plan.shapes import ModelShape, find_shape
+from rloo_kit.rollout.generate import HQQ_CONFIG
 
 SHARD_BYTES = 2**31
 BLOCK = 2**20  # random numbers that are made; tensors repeat them
@@ -22,11 +26,14 @@ DEVIATION = 0.02
 POSITIONS = 40960  # of Qwen3
 
 
-def save_random_checkpoint(run: Any, folder: str | Path) -> Path:
+# ------------------------------------------------------------------------------------------------ random weights
+
+
+def save_random_checkpoint(run: RunConfig, folder: str | Path) -> Path:
     """Write config, bf16 weights and a tokenizer of single bytes into `folder`.
 
     Args:
-        run: a `RunConfig`; its model's shape is found as `plan_vram` finds it, without a network.
+        run: its model's shape is found as `plan_vram` finds it, without a network.
 
     Returns:
         the folder, to be a `model.name`.
@@ -34,7 +41,6 @@ def save_random_checkpoint(run: Any, folder: str | Path) -> Path:
     Raises:
         ConfigError: the shape is not known. BackendError: the disk has no room for the weights.
     """
-    stack = load_stack()
     folder, shape = Path(folder), find_shape(run)
     folder.mkdir(parents=True, exist_ok=True)
     needed, free = 2 * shape.num_weights, shutil.disk_usage(folder).free
@@ -45,7 +51,7 @@ def save_random_checkpoint(run: Any, folder: str | Path) -> Path:
         )
     config = make_config(shape, max(POSITIONS, run.model.max_seq_length))
     config.save_pretrained(folder)
-    _save_weights(config, folder, stack.torch)
+    _save_weights(config, folder)
     kind = "instruct" if "instruct" in run.model.name.lower() else "thinking"
     vocabulary = "qwen3" if shape.vocab_size >= ROWS["qwen3"] else "compact"
     build_tokenizer(kind, vocabulary).save_pretrained(folder)
@@ -58,8 +64,7 @@ def make_config(shape: ModelShape, positions: int = POSITIONS, **values: Any) ->
     Args:
         positions: tokens of the longest sequence. values: further keys of the config; no token ends a text otherwise.
     """
-    library = load_stack().transformers
-    kind = library.Qwen3Config if shape.qk_norm else library.Qwen2Config if shape.qkv_bias else library.LlamaConfig
+    kind = Qwen3Config if shape.qk_norm else Qwen2Config if shape.qkv_bias else LlamaConfig
     return kind(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -75,10 +80,8 @@ def make_config(shape: ModelShape, positions: int = POSITIONS, **values: Any) ->
     )
 
 
-def _save_weights(config: Any, folder: Path, torch: Any) -> None:
+def _save_weights(config: Any, folder: Path) -> None:
     """Shards of at most SHARD_BYTES (or one tensor), and the index that says where each tensor is."""
-    from safetensors.torch import save_file
-
     numbers = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0)).mul_(DEVIATION).bfloat16()
     places: dict[str, str] = {}
     total = 0
@@ -99,9 +102,8 @@ def _save_weights(config: Any, folder: Path, torch: Any) -> None:
 
 def _list_tensors(config: Any) -> list[tuple[str, Any]]:
     """Names and sizes of what a checkpoint of this config holds."""
-    stack = load_stack()
-    with stack.torch.device("meta"):
-        model = stack.transformers.AutoModelForCausalLM.from_config(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     left_out = "lm_head.weight" if config.tie_word_embeddings else None
     return [(name, value.shape) for name, value in model.state_dict().items() if name != left_out]
 
@@ -116,3 +118,53 @@ def _cut(tensors: list[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
         chosen.append((name, size))
         held += 2 * size.numel()
     yield chosen
+
+
+# ------------------------------------------------------------------------------------------------ full caches
+
+
+def fill_slots(decoder: Any, cache: Any, rows: list[Any], first: int) -> None:
+    """Slots of the native engine, with one token's keys and values in every place."""
+    one = _Inserted()
+    decoder.prefill([[0]], one, [(0, 1)])
+    for layer, (keys, values) in one.states.items():
+        for slot, row in enumerate(rows, first):
+            length = len(row.prefix)
+            cache.insert(layer, slot, 1, keys.expand(-1, length, -1), values.expand(-1, length, -1))
+
+
+class _Inserted:
+    """In the place of a cache: keeps what a prefill puts into it, (G, 1, D) by layer."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, tuple[Any, Any]] = {}
+
+    def insert(self, layer: int, _first: int, _count: int, keys: Any, values: Any) -> None:
+        self.states[layer] = keys, values
+
+
+def fill_cache(engine: Any, rows: int, width: int) -> Any:
+    """The cache of transformers for (B, P) prefixes, all but the last token of each in it.
+
+    Keys and values are views of one token's; the first step makes the real ones of them, layer by layer.
+    """
+    model = engine._model
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    one = model(input_ids=ids, use_cache=True).past_key_values
+    pairs = [(layer.keys, layer.values) for layer in one.layers] if hasattr(one, "layers") else list(one)
+    cache = _make_cache(engine.cache, model.config.get_text_config(decoder=True))
+    for layer, pair in zip(cache.layers, pairs, strict=True):
+        wide = [states.expand(rows, -1, width - 1, -1) for states in pair]
+        if engine.cache == "int8":
+            layer.update(*wide)
+        else:
+            layer.lazy_initialization(*wide)
+            layer.keys, layer.values = wide
+    return cache
+
+
+def _make_cache(kind: str, config: Any) -> Any:
+    if kind == "int8":
+        options = dict(HQQ_CONFIG)
+        return QuantizedCache(options.pop("backend"), config, **options)
+    return DynamicCache(config=config, offloading=kind == "offloaded")
