@@ -1,28 +1,29 @@
 """The runs of a batch side by side: `comparison.html`, `comparison.csv` and a table of text.
 
 Figures come from each run's training folder: the evaluations before and after, the rows of metrics, the status. A
-notebook that leaves none has its state and its time.
+notebook without one has its state and its time. matplotlib is imported by the function that draws.
 """
 
 import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.table import Table
 from rich.text import Text
 
 from rloo_kit.batch.status import BatchDir, RunStatus, count_states
 from rloo_kit.results.figures import BLUE, GREY, STYLE, to_svg
-from rloo_kit.results.html import escape_text, format_duration, make_page, make_section
-from rloo_kit.runs.run_dir import RunDir, write_text
+from rloo_kit.results.report import escape_text, format_duration, make_page, make_section
+from rloo_kit.runs.files import write_text
+from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import format_seconds
 
-# In an evaluation's file, and in the comparison with _before and _after behind it.
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Each figure of the comparison (with _before and _after appended) and its key in an evaluation's file.
 MEASURES = {
     "accuracy": "accuracy",
     "accuracy_low": "low",
@@ -36,14 +37,15 @@ MEASURES = {
     "eval_prompts": "num_prompts",
 }
 WIDEST_NAME = 44  # columns of a name in the table of text, before it is folded
+LONGEST_LABEL = 48  # characters of a run's name in the drawing
 COLORS = {"done": "right", "failed": "wrong", "killed": "wrong"}
 
 
 def read_figures(training: RunDir) -> dict[str, Any]:
-    """What a training run left: every key of MEASURES with `_before` and `_after`, `steps`, `reward_last`.
+    """The figures of a training run: every key of MEASURES with `_before` and `_after`, `steps`, `reward_last`.
 
     Args:
-        training: the run's folder; it need not be there, then every figure is None.
+        training: the run's folder; where it does not exist, every figure is None.
     """
     figures: dict[str, Any] = {}
     for when in ("before", "after"):
@@ -98,14 +100,14 @@ def make_comparison(place: BatchDir, rows: list[dict[str, Any]]) -> str:
 
 
 def short_names(rows: list[dict[str, Any]]) -> list[str]:
-    """Names for a table or a drawing: without the notebook's in front, if they still differ then."""
+    """Names for a table or a drawing: without the notebook's name in front, if they still differ then."""
     names = [str(row["name"]) for row in rows]
     short = [name.removeprefix(f"{Path(row['notebook']).stem}-") for name, row in zip(names, rows, strict=True)]
     return short if len(set(short)) == len(names) else names
 
 
 def _common(place: BatchDir) -> str:
-    """The parameters that every run was given alike."""
+    """The parameters that all runs share."""
     varying = set(place.batch.varying())
     first = place.batch.runs[0].parameters
     common = [f"{name} = {value}" for name, value in first.items() if name not in varying]
@@ -144,10 +146,10 @@ def _interval(row: dict[str, Any], key: str) -> str:
     return f"{value:.3f}" if low is None else f"{value:.3f} <span class='under'>[{low:.3f}, {high:.3f}]</span>"
 
 
-def change(row: dict[str, Any], name: str, form: str) -> str:
-    """Before and after as text; the one that there is; a dash where there is none."""
+def change(row: dict[str, Any], name: str, form: str, arrow: str = " → ") -> str:
+    """Before and after as text, or the one that was measured; a dash without any."""
     values = [row[f"{name}_{when}"] for when in ("before", "after")]
-    return " → ".join(format(value, form) for value in values if value is not None) or "-"
+    return arrow.join(format(value, form) for value in values if value is not None) or "-"
 
 
 def _legend(rows: list[dict[str, Any]]) -> str:
@@ -195,15 +197,11 @@ def _bounds(low: float | None, high: float | None) -> str:
     return "-" if low is None or high is None else f"[{low:.3f}, {high:.3f}]"
 
 
-LONGEST_LABEL = 48
-
-
 def draw_runs(rows: Sequence[dict[str, Any]], labels: Sequence[str]) -> str | None:
     """One SVG with a row for each run, the first on top; None where no run has a figure yet.
 
     Args:
-        rows: as `batch_report.collect_rows` makes them.
-        labels: one a row.
+        rows: from `collect_rows`. labels: one a row.
     """
     panels: list[tuple[str, Any]] = []
     if _has(rows, "accuracy"):
@@ -214,21 +212,26 @@ def draw_runs(rows: Sequence[dict[str, Any]], labels: Sequence[str]) -> str | No
         panels.append(("Time, minutes", _draw_time))
     if not panels:
         return None
-    with matplotlib.rc_context(STYLE | {"axes.grid.axis": "x"}):
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    with rc_context(STYLE | {"axes.grid.axis": "x"}):
         figure = Figure(figsize=(10.4, 1.0 + 0.42 * len(rows)), layout="constrained")
         all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axes, (title, draw) in zip(all_axes, panels, strict=True):
             draw(axes, rows)
             axes.set_title(title)
             axes.tick_params(length=0)
-        all_axes[0].set_yticks(range(len(rows)), [_shorten(label) for label in labels])
+        short = [label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 3]}..." for label in labels]
+        all_axes[0].set_yticks(range(len(rows)), short)
         all_axes[0].set_ylim(len(rows) - 0.5, -0.5)
-        handles = [matplotlib.lines.Line2D([], [], color=color, marker="o", linestyle="none") for color in (GREY, BLUE)]
+        handles = [Line2D([], [], color=color, marker="o", linestyle="none") for color in (GREY, BLUE)]
         figure.legend(handles, ["before training", "after"], loc="outside lower right", ncols=2)
         return to_svg(figure, "runs", "Accuracy, thinking tokens and time of each run")
 
 
-def _draw_accuracy(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+def _draw_accuracy(axes: "Axes", rows: Sequence[dict[str, Any]]) -> None:
     for y, row in enumerate(rows):
         for when, shift, color in (("before", -0.13, GREY), ("after", 0.13, BLUE)):
             value, low, high = (row[f"accuracy{end}_{when}"] for end in ("", "_low", "_high"))
@@ -237,11 +240,12 @@ def _draw_accuracy(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
             if low is not None and high is not None:
                 axes.plot([low, high], [y + shift] * 2, color=color, linewidth=2, solid_capstyle="round")
             axes.plot([value], [y + shift], "o", color=color, markersize=6)
-        _note_state(axes, y, row, row["accuracy_after"] is None)
+        if row["accuracy_after"] is None:
+            axes.annotate(row["state"], (0.98, y), ha="right", va="center", fontsize=9, fontstyle="italic")
     axes.set_xlim(0, 1)
 
 
-def _draw_thinking(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+def _draw_thinking(axes: "Axes", rows: Sequence[dict[str, Any]]) -> None:
     for y, row in enumerate(rows):
         values = [row["thinking_tokens_before"], row["thinking_tokens_after"]]
         if None not in values:
@@ -253,21 +257,12 @@ def _draw_thinking(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     axes.set_xlim(0, 1.08 * longest or 1.0)
 
 
-def _draw_time(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+def _draw_time(axes: "Axes", rows: Sequence[dict[str, Any]]) -> None:
     minutes = [(row["seconds"] or 0) / 60 for row in rows]
     colors = [BLUE if row["state"] == "done" else GREY for row in rows]
     axes.barh(range(len(rows)), minutes, height=0.5, color=colors)
     axes.set_xlim(left=0)
 
 
-def _note_state(axes: Axes, y: int, row: dict[str, Any], is_missing: bool) -> None:
-    if is_missing:
-        axes.annotate(row["state"], (0.98, y), ha="right", va="center", fontsize=9, fontstyle="italic")
-
-
 def _has(rows: Sequence[dict[str, Any]], name: str) -> bool:
     return any(row[f"{name}_{when}"] is not None for row in rows for when in ("before", "after"))
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= LONGEST_LABEL else f"{text[: LONGEST_LABEL - 3]}..."

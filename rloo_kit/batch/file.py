@@ -1,8 +1,7 @@
 """A batch of notebook runs, read from one YAML file and checked before anything is started.
 
-`grid` gives every combination of its values, `runs` single runs; both lay their values over the common `parameters`.
-Each run has a name that says what it changes, a notebook and parameters that the notebook knows: a misspelt one is
-otherwise found out hours later, in a table of equal runs.
+`grid` gives every combination of its values, `runs` single runs; both lay their values over the common `parameters`. A
+misspelt parameter is refused here: papermill only warns, and hours later a table shows equal runs.
 """
 
 import ast
@@ -24,107 +23,10 @@ from rloo_kit.config.schema import Count, Section
 from rloo_kit.config.yaml_files import Key, apply_override, dump_yaml, read_file
 from rloo_kit.errors import ConfigError
 from rloo_kit.notebook.parameters import read_parameters
-from rloo_kit.runs.run_dir import read_json
+from rloo_kit.runs.files import read_json
 from rloo_kit.system.env_file import find_root
 
-TAG = "parameters"  # papermill puts its values behind the first cell that has it
-ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-@dataclass(frozen=True)
-class Notebook:
-    """A notebook as it lies there.
-
-    Attributes:
-        path: the file, absolute.
-        cell: source of the cell tagged `parameters`; None without one.
-        declared: each name that the cell assigns, with its value (None where that is no literal).
-        reads_parameters: whether it hands them to `read_parameters`, which knows more names than it declares.
-    """
-
-    path: Path
-    cell: str | None
-    declared: dict[str, Any]
-    reads_parameters: bool
-
-    @property
-    def trains(self) -> bool:
-        """Whether it says where its training run goes, so that a run without one is not done."""
-        return {"run_name", "output_dir"} <= self.declared.keys()
-
-
-def read_notebook(path: Path) -> Notebook:
-    """The notebook at `path`.
-
-    Raises:
-        ConfigError: it is no notebook of format 4, or its parameters cell is not plain Python.
-    """
-    content = read_json(path)
-    if not isinstance(content, dict) or content.get("nbformat") != 4 or not isinstance(content.get("cells"), list):
-        raise ConfigError(f"{path} is not a notebook of format 4 (.ipynb)")
-    code = [cell for cell in content["cells"] if isinstance(cell, dict) and cell.get("cell_type") == "code"]
-    tagged = [_source(cell) for cell in code if TAG in (cell.get("metadata", {}).get("tags") or ())]
-    try:
-        declared = _assignments(tagged[0]) if tagged else {}
-    except SyntaxError as error:
-        raise ConfigError(f"{path}: the cell tagged {TAG} is not plain Python: {error.msg}") from None
-    reads = any("read_parameters" in _source(cell) for cell in code)
-    return Notebook(path, tagged[0] if tagged else None, declared, reads)
-
-
-def find_error(path: Path) -> str | None:
-    """What the executed notebook at `path` broke on: "cell 3: ValueError: too small"; None if nothing is written."""
-    content = read_json(path)
-    cells = content.get("cells", ()) if isinstance(content, dict) else ()
-    for cell in cells:
-        for output in cell.get("outputs", ()):
-            if output.get("output_type") == "error" and output.get("evalue") != "0":
-                count = cell.get("execution_count")
-                where = f"cell [{count}]: " if count else ""
-                text = f"{where}{output.get('ename')}: {output.get('evalue')}".removesuffix(": ")
-                return ANSI.sub("", text)
-    return None
-
-
-def last_line(log: Path, start: int = 0) -> str | None:
-    """The last line of a log that says something, from byte `start` on; None where there is none."""
-    try:
-        with open(log, "rb") as file:
-            end = file.seek(0, 2)
-            file.seek(max(start, end - 20_000))
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    except OSError:
-        return None
-    said = [ANSI.sub("", line).strip() for line in lines]
-    return next((line for line in reversed(said) if line), None)
-
-
-def _source(cell: dict[str, Any]) -> str:
-    source = cell.get("source", "")
-    return source if isinstance(source, str) else "".join(source)
-
-
-def _assignments(source: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for node in ast.parse(source).body:
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            targets = [node.target]
-        for target in targets:
-            if isinstance(target, ast.Name):
-                found[target.id] = _literal(node.value)  # type: ignore[attr-defined]
-    return found
-
-
-def _literal(node: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError):
-        return None
-
-
+TAG = "parameters"  # papermill inserts its values after the first cell that has it
 GIVEN = {
     "run_name": "each run's training folder is <batch>/<run>/run",
     "output_dir": "each run's training folder is <batch>/<run>/run",
@@ -132,8 +34,8 @@ GIVEN = {
     "overwrite": "rloo-kit batch decides it run by run",
 }
 LONGEST_NAME = 100
+FILES = ("batch.yaml", "batch.json", "comparison.html", "comparison.csv")  # of a batch's folder
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+ -]*")
-_FILES = ("batch.yaml", "batch.json", "comparison.html", "comparison.csv")
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -161,30 +63,29 @@ class BatchFile(Section):
     jobs: Count = Field(default=1, description="runs side by side")
 
     @model_validator(mode="after")
-    def _check_grid(self) -> "BatchFile":
+    def _check_runs(self) -> "BatchFile":
         problems = [
             f"grid.{name}: is {values!r}; it takes a list with a value or more"
             for name, values in self.grid.items()
             if not isinstance(values, list) or not values
         ]
-        given = {f"parameters.{name}": value for name, value in self.parameters.items()}
-        given |= {f"grid.{name}": values for name, values in self.grid.items()}
-        for index, entry in enumerate(self.runs):
-            given |= {f"runs.{index}.parameters.{name}": value for name, value in entry.parameters.items()}
+        groups = {"parameters": self.parameters, "grid": self.grid}
+        groups |= {f"runs.{index}.parameters": entry.parameters for index, entry in enumerate(self.runs)}
         problems += [
-            f"{key}: is {value!r}; it takes text, finite numbers, true, false, null and lists of these"
-            for key, value in given.items()
+            f"{group}.{name}: is {value!r}; it takes text, finite numbers, true, false, null and lists of these"
+            for group, values in groups.items()
+            for name, value in values.items()
             if not _is_plain(value)
         ]
-        if self.grid and self.notebook is None:
-            problems.append("notebook: required by grid, and not there; add it to the file")
+        if self.notebook is None:
+            problems += ["notebook: required by grid, and not there; add it to the file"] if self.grid else []
+            problems += [
+                f"runs.{index}.notebook: required, and not there; add it, or a notebook for the whole batch"
+                for index, entry in enumerate(self.runs)
+                if entry.notebook is None
+            ]
         if not self.grid and not self.runs:
             problems.append("there is nothing to run; give a grid or runs")
-        problems += [
-            f"runs.{index}.notebook: required, and not there; add it, or a notebook for the whole batch"
-            for index, entry in enumerate(self.runs)
-            if entry.notebook is None and self.notebook is None
-        ]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -198,6 +99,28 @@ def _is_plain(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class Notebook:
+    """A notebook's file.
+
+    Attributes:
+        path: absolute.
+        cell: source of the cell tagged `parameters`; None without one.
+        declared: each name that the cell assigns, with its value (None where that is no literal).
+        reads_parameters: whether it calls `read_parameters`, which knows more names than the cell declares.
+    """
+
+    path: Path
+    cell: str | None
+    declared: dict[str, Any]
+    reads_parameters: bool
+
+    @property
+    def trains(self) -> bool:
+        """Whether it says where its training run goes, so that a run without one is not done."""
+        return {"run_name", "output_dir"} <= self.declared.keys()
+
+
+@dataclass(frozen=True)
 class BatchRun:
     """One run: `parameters` are those that the file gives, `timeout_s` None for no limit."""
 
@@ -208,7 +131,7 @@ class BatchRun:
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """Every parameter of the notebook with the value that it has in this run."""
+        """Every parameter of the notebook with its value in this run."""
         return {**self.notebook.declared, **self.parameters}
 
 
@@ -217,8 +140,8 @@ class Batch:
     """A checked batch.
 
     Attributes:
-        folder: where everything of it lies, absolute.
-        root: the project's folder, in which the notebooks run: relative paths of theirs count from there.
+        folder: holds everything of it; absolute.
+        root: the project's folder, in which the notebooks run: their relative paths count from there.
     """
 
     name: str
@@ -228,7 +151,7 @@ class Batch:
     jobs: int = 1
 
     def varying(self) -> list[str]:
-        """The parameters in which the runs differ, in the order in which they come up."""
+        """The parameters in which the runs differ, in order of appearance."""
         names = dict.fromkeys(name for run in self.runs for name in run.parameters)
         return [name for name in names if len({repr(run.resolved.get(name)) for run in self.runs}) > 1]
 
@@ -247,11 +170,11 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
 
     Args:
         path: the file. Relative notebooks are looked for in the project's folder (the nearest at or above the file
-            with a pyproject.toml, .git, configs/ or .env), then beside the file.
+            with a pyproject.toml, .git, configs/ or .env), then next to the file.
         overrides: `key=value`, as on the command line: "jobs=2", "parameters.max_steps=20", "grid.seed=[0, 1]".
 
     Raises:
-        ConfigError: everything that is wrong with it: keys, notebooks that are not there, parameters that a notebook
+        ConfigError: everything that is wrong with it: keys, notebooks that do not exist, parameters that a notebook
             does not know or whose values its configuration refuses, runs that are given twice.
     """
     path = Path(path)
@@ -291,25 +214,14 @@ def _list_runs(file: BatchFile, path: Path, root: Path, problems: list[str]) -> 
             if wanted not in notebooks:
                 notebooks[wanted] = read_notebook(_find_notebook(wanted, path, root))
         except ConfigError as error:
-            key = f"runs.{index}.notebook" if entry.notebook else "notebook"
-            problems.append(f"{key}: {error}")
+            problems.append(f"runs.{index}.notebook: {error}" if entry.notebook else f"notebook: {error}")
             continue
         name = entry.name or make_name(notebooks[wanted].path.stem, entry.parameters)
-        if entry.name and (not _NAME.fullmatch(name) or name in _FILES or len(name) > LONGEST_NAME):
+        if entry.name and (not _NAME.fullmatch(name) or name in FILES or len(name) > LONGEST_NAME):
             problems.append(_refuse_name(f"runs.{index}.name", name))
         parameters = {**file.parameters, **entry.parameters}
         runs.append(BatchRun(name, notebooks[wanted], parameters, entry.timeout_s or file.timeout_s))
     return runs
-
-
-def _find_notebook(wanted: str, path: Path, root: Path) -> Path:
-    given = Path(wanted).expanduser()
-    places = [given] if given.is_absolute() else [root / given, path.absolute().parent / given]
-    for place in places:
-        if place.is_file():
-            return place.resolve()
-    looked = " and ".join(dict.fromkeys(str(place) for place in places))
-    raise ConfigError(f"there is no notebook {wanted}; looked at {looked}")
 
 
 def make_name(stem: str, parameters: dict[str, Any]) -> str:
@@ -327,22 +239,22 @@ def make_name(stem: str, parameters: dict[str, Any]) -> str:
 
 def _plain(value: Any) -> str:
     """A value in a name: 0.002, true, none, 64,128."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(map(_plain, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ",".join(map(_plain, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _refuse_name(key: str, name: str) -> str:
     return (
         f"{key}: is {name!r}; it becomes a folder: letters, digits, spaces and _ . , = + - from the second character "
-        f"on, at most {LONGEST_NAME}, and none of {', '.join(_FILES)}"
+        f"on, at most {LONGEST_NAME}, and none of {', '.join(FILES)}"
     )
 
 
 def _find_duplicates(runs: list[BatchRun]) -> list[str]:
     """Runs with one name, and runs that would do the same."""
     problems = []
-    names: dict[str, BatchRun] = {}
+    names: set[str] = set()
     contents: dict[str, BatchRun] = {}
     for run in runs:
         content = repr((run.notebook.path, sorted((name, repr(value)) for name, value in run.resolved.items())))
@@ -355,7 +267,7 @@ def _find_duplicates(runs: list[BatchRun]) -> list[str]:
         elif run.name.casefold() in names:
             problems.append(f"two runs are called {run.name}; give one of them another name (runs.N.name)")
         contents.setdefault(content, run)
-        names.setdefault(run.name.casefold(), run)
+        names.add(run.name.casefold())
     return problems
 
 
@@ -363,45 +275,84 @@ def _find_parameter_problems(runs: list[BatchRun], root: Path) -> list[str]:
     """What is wrong with the parameters, each fault once, with the first run that has it."""
     having: dict[str, list[str]] = {}
     for run in runs:
-        for problem in check_parameters(run, root):
+        for problem in _check_parameters(run, root):
             having.setdefault(problem, []).append(run.name)
-    others = {problem: f" (and {len(names) - 1} more)" if len(names) > 1 else "" for problem, names in having.items()}
-    return [f"{names[0]}{others[problem]}: {problem}" for problem, names in having.items()]
+    return [
+        f"{names[0]}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''}: {problem}"
+        for problem, names in having.items()
+    ]
 
 
-def check_parameters(run: BatchRun, root: Path) -> list[str]:
-    """What is wrong with a run's parameters, as far as it can be told without running it.
+def _check_parameters(run: BatchRun, root: Path) -> list[str]:
+    """What is wrong with a run's parameters, as far as it shows without running it.
 
-    Names are held against the notebook's own cell. Where a notebook hands them to `read_parameters`, they are read as
-    it will read them and its configuration is loaded, so that a value out of bounds is refused here too.
+    Names are compared with the notebook's own cell. A notebook that calls `read_parameters` has them read as it will
+    read them, and its configuration loaded, so that a value out of bounds is refused here too.
     """
     notebook = run.notebook
-    problems = [
-        f"{name} is set by the batch: {why}; remove it" for name, why in GIVEN.items() if name in run.parameters
-    ]
+    problems = [f"{name} is set by the batch: {GIVEN[name]}; remove it" for name in GIVEN if name in run.parameters]
     if run.parameters and notebook.cell is None:
         return [*problems, f"{notebook.path} has no cell tagged {TAG}, so it takes no parameters"]
     if problems:
         return problems
-    if notebook.reads_parameters:
-        return _read_as_notebook(run, root)
-    known = list(notebook.declared)
-    return [
-        f"{name}: {notebook.path.name} has no such parameter{suggest(name, known)}"
-        for name in run.parameters
-        if name not in notebook.declared
-    ]
-
-
-def _read_as_notebook(run: BatchRun, root: Path) -> list[str]:
-    """What the notebook's own cells would refuse: the parameters, and the configuration that they make."""
+    if not notebook.reads_parameters:
+        return [
+            f"{name}: {notebook.path.name} has no such parameter{suggest(name, list(notebook.declared))}"
+            for name in run.parameters
+            if name not in notebook.declared
+        ]
     added = "\n".join(["# Parameters", *(f"{name} = {value!r}" for name, value in run.parameters.items())])
-    namespace = {**run.resolved, "In": ["", run.notebook.cell or "", added]}
+    namespace = {**run.resolved, "In": ["", notebook.cell or "", added]}
     try:
         with contextlib.chdir(root), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # the run itself says it, in its notebook
+            warnings.simplefilter("ignore", FutureWarning)  # the run warns itself, in its notebook
             parameters = read_parameters(namespace)
             load_config(parameters.config, *parameters.overrides)
     except ConfigError as error:
         return re.sub(r" \(In\[\d\]\)", "", str(error)).splitlines()
     return []
+
+
+# ------------------------------------------------------------------------------------------------ notebooks
+
+
+def _find_notebook(wanted: str, path: Path, root: Path) -> Path:
+    places = [folder / Path(wanted).expanduser() for folder in (root, path.absolute().parent)]
+    for place in places:
+        if place.is_file():
+            return place.resolve()
+    raise ConfigError(f"there is no notebook {wanted}; looked at {' and '.join(dict.fromkeys(map(str, places)))}")
+
+
+def read_notebook(path: Path) -> Notebook:
+    """The notebook at `path`.
+
+    Raises:
+        ConfigError: it is no notebook of format 4, or its parameters cell is not plain Python.
+    """
+    content = read_json(path)
+    if not isinstance(content, dict) or content.get("nbformat") != 4 or not isinstance(content.get("cells"), list):
+        raise ConfigError(f"{path} is not a notebook of format 4 (.ipynb)")
+    code = [cell for cell in content["cells"] if isinstance(cell, dict) and cell.get("cell_type") == "code"]
+    sources = ["".join(cell.get("source", "")) for cell in code]  # text, or a list of lines
+    tags = [cell.get("metadata", {}).get("tags") or () for cell in code]
+    cell = next((source for source, has in zip(sources, tags, strict=True) if TAG in has), None)
+    try:
+        declared = _assignments(cell or "")
+    except SyntaxError as error:
+        raise ConfigError(f"{path}: the cell tagged {TAG} is not plain Python: {error.msg}") from None
+    return Notebook(path, cell, declared, any("read_parameters" in source for source in sources))
+
+
+def _assignments(source: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        try:
+            value = ast.literal_eval(node.value)
+        except (ValueError, TypeError):
+            value = None
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        found |= {target.id: value for target in targets if isinstance(target, ast.Name)}
+    return found

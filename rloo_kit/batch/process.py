@@ -1,12 +1,12 @@
-"""One papermill process for each run of a batch, and nothing of it left behind.
+"""One papermill process for each run of a batch, with nothing left behind and the reason of a failure found.
 
-A kernel lives in a session of its own, so ending papermill's process group does not end it, and once papermill is gone
-the kernel is nobody's child. Every process of a run therefore carries a mark in its environment, which children
-inherit, and the marked ones are looked for and ended when the run ends, however it ended. A watchdog does the same when
-the batch itself is killed: it waits on a pipe that closes with the batch.
+A kernel has a session of its own, so killing papermill's process group does not end it. Every process of a run carries
+a mark in its environment, which children inherit; the marked ones are killed when the run ends, and by a watchdog when
+the batch itself is killed.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,11 +20,14 @@ from typing import IO, Any
 import psutil
 import yaml
 
+from rloo_kit.runs.files import read_json
+
 BATCH_MARK, RUN_MARK = "RLOO_KIT_BATCH", "RLOO_KIT_BATCH_RUN"  # one batch process; the folder of one run
-OF_A_KERNEL = ("JPY_SESSION_NAME", "JPY_PARENT_PID")  # a batch started in a notebook is not a part of that one
+OF_A_KERNEL = ("JPY_SESSION_NAME", "JPY_PARENT_PID")  # of a notebook that starts the batch
 KERNEL_DIED = 138  # papermill's exit code for it
 END_TIMEOUT_S = 15.0
 KERNEL_GONE_S = 60.0  # papermill has this long to save and end after its kernel is gone
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class RunProcess:
@@ -59,7 +62,7 @@ class RunProcess:
         return self._popen.poll()
 
     def hangs(self) -> bool:
-        """Whether papermill goes on long after the kernel that it had is gone."""
+        """Whether papermill still runs long after its kernel is gone."""
         if self._has_kernel():
             self._kernel_seen, self._alone_since = True, None
         elif self._kernel_seen and self._alone_since is None:
@@ -82,12 +85,12 @@ class RunProcess:
         return False
 
     def end(self) -> list[int]:
-        """End everything that the run started and still runs. Returns the ids of what would not end."""
+        """Kill everything that the run started and that still runs. Returns the ids of what would not end."""
         if self._popen.poll() is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
-                self._popen.wait(END_TIMEOUT_S)  # before psutil waits for it, which would keep the exit code for itself
+                self._popen.wait(END_TIMEOUT_S)  # before psutil, whose wait would take the exit code
         return end_marked(lambda marks: marks.get(RUN_MARK) == str(self.folder))
 
 
@@ -97,18 +100,45 @@ def papermill_command(notebook: Path, folder: Path, parameters: dict[str, Any]) 
     The kernel is this interpreter's, whatever the notebook's metadata says.
     """
     file = folder / "parameters.yaml"
-    # Not dump_yaml: papermill reads YAML 1.1, to which 1e-06 is a text and 1.0e-06 a number.
+    # Not dump_yaml: papermill reads YAML 1.1, in which 1e-06 is a text and 1.0e-06 a number.
     file.write_text(yaml.safe_dump(parameters, sort_keys=False, allow_unicode=True), encoding="utf-8")
     paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (notebook, folder / "notebook.ipynb")]
     options = ["-f", str(file), "-k", "python3", "--log-output", "--no-progress-bar"]
     return [sys.executable, "-m", "papermill", *paths, *options]
 
 
+def find_error(path: Path) -> str | None:
+    """The error in an executed notebook: "cell [3]: ValueError: too small"; None without one."""
+    content = read_json(path)
+    cells = content.get("cells", ()) if isinstance(content, dict) else ()
+    for cell in cells:
+        for output in cell.get("outputs", ()):
+            if output.get("output_type") == "error" and output.get("evalue") != "0":
+                count = cell.get("execution_count")
+                where = f"cell [{count}]: " if count else ""
+                text = f"{where}{output.get('ename')}: {output.get('evalue')}".removesuffix(": ")
+                return ANSI.sub("", text)
+    return None
+
+
+def last_line(log: Path, start: int = 0) -> str | None:
+    """The last line of a log that is not blank, from byte `start` on; None where there is none."""
+    try:
+        with open(log, "rb") as file:
+            end = file.seek(0, 2)
+            file.seek(max(start, end - 20_000))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return None
+    texts = (ANSI.sub("", line).strip() for line in reversed(lines))
+    return next(filter(None, texts), None)
+
+
 def end_marked(wanted: Callable[[dict[str, str]], bool]) -> list[int]:
-    """End (SIGKILL) every process whose marks are wanted, and what they start meanwhile.
+    """Kill every process whose marks are wanted, and what they start meanwhile.
 
     Args:
-        wanted: is given a process's environment.
+        wanted: takes a process's environment.
 
     Returns:
         ids of those that would not end in time: they hang in the system.
@@ -135,13 +165,13 @@ def _is_wanted(process: psutil.Process, wanted: Callable[[dict[str, str]], bool]
 
 
 def end_left_over(folder: Path, batch_id: str) -> None:
-    """End what an earlier batch in `folder`, which is no more, has left running."""
+    """Kill what an earlier batch in `folder` has left running."""
     above = str(folder) + os.sep
     end_marked(lambda marks: marks.get(RUN_MARK, "").startswith(above) and marks[BATCH_MARK] != batch_id)
 
 
 class Watchdog:
-    """A process that ends the batch's runs when the batch is killed; a context manager around the runs.
+    """A process that kills the batch's runs when the batch is killed; a context manager around the runs.
 
     Attributes:
         batch_id: the mark of every process of this batch.
@@ -173,7 +203,7 @@ class Watchdog:
 
 
 def watch(pipe: IO[bytes], batch_id: str) -> None:
-    """Wait until the batch is gone, whose end of `pipe` the system then closes; end what it has left."""
+    """Wait until the batch is gone and the system closes its end of `pipe`; kill what it has left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     pipe.read()

@@ -1,7 +1,5 @@
-"""What a batch says while it runs: a live table in a terminal, elsewhere a line for each change.
-
-Outside a terminal a line about the runs that are going comes every few seconds as well, so that a log of hours stays
-short and still shows that something moves.
+"""What a batch prints while it runs: a live table in a terminal; elsewhere a line for each change, and a line about the
+running ones every 30 seconds.
 """
 
 import os
@@ -9,14 +7,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rloo_kit.batch.comparison import read_figures
+from rloo_kit.batch.comparison import change, read_figures
 from rloo_kit.batch.status import BatchDir, RunStatus, count_states
 from rloo_kit.system.console import format_seconds
 
@@ -25,10 +22,10 @@ LINES_AROUND = 8  # of the table, and of what was printed above it
 STYLES = {"done": "green", "failed": "red", "killed": "red", "interrupted": "yellow", "running": "bold"}
 
 
-class Progress:
-    """Prints how the runs of a batch stand; a context manager around them.
+class BatchDisplay:
+    """Prints the states of a batch's runs; a context manager around them.
 
-    A screen that is gone (a closed terminal, a broken pipe) ends the talking, not the batch.
+    A screen that is gone (a closed terminal, a broken pipe) ends the printing, not the batch.
     """
 
     def __init__(self, place: BatchDir):
@@ -38,7 +35,7 @@ class Progress:
         self._begun: dict[str, float] = {}
         self._printed_at = time.monotonic()
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "BatchDisplay":
         if self.console.file.isatty():  # not is_terminal, which FORCE_COLOR from a kernel makes true in a pipe
             self._live = Live(self.table(), console=self.console, auto_refresh=False, transient=True)
             self._live.start(refresh=True)
@@ -50,7 +47,7 @@ class Progress:
             self._try(live.stop)
 
     def _try(self, show: Callable[[], object]) -> None:
-        """Do what writes to the screen; where that is gone, everything that is printed goes nowhere from now on."""
+        """Write to the screen; once it is gone, everything printed is discarded."""
         try:
             show()
         except OSError:
@@ -58,7 +55,7 @@ class Progress:
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """A line of text, above the table where there is one."""
         self._printed_at = time.monotonic()
         if self._live is not None:
@@ -66,26 +63,26 @@ class Progress:
         else:
             self._try(lambda: print(text, flush=True))
 
-    def tell(self, status: RunStatus) -> None:
-        """A run has started or ended."""
+    def report(self, status: RunStatus) -> None:
+        """Print that a run has started or ended."""
         number = list(self.place.statuses).index(status.name) + 1
         where = f"[{number}/{len(self.place.statuses)}] {status.name}"
         if status.state == "running":
             self._begun[status.name] = time.monotonic()
-            self.say(f"{where}: started{' again' if status.attempts > 1 else ''}")
+            self.print(f"{where}: started{' again' if status.attempts > 1 else ''}")
             return
         parts = [f"{where}: {status.state} after {format_seconds(status.seconds)}"]
         figures = read_figures(self.place.training(status.name))
         if status.state == "done" and figures.get("accuracy_after") is not None:
-            parts.append(f"accuracy {_change(figures, 'accuracy', '.3f')}")
+            parts.append(f"accuracy {change(figures, 'accuracy', '.3f', ' -> ')}")
         if status.error:
             parts.append(first_line(status.error))
         if status.state != "done":
             parts.append(f"log: {self.place.run_folder(status.name) / 'log.txt'}")
-        self.say("; ".join(parts))
+        self.print("; ".join(parts))
 
     def show(self) -> None:
-        """Draw the table again; outside a terminal a line, if the last one is some seconds old."""
+        """Redraw the table; outside a terminal print a line where the last one is older than `EVERY_S`."""
         if self._live is not None:
             table = self.table()
             self._try(lambda: self._live.update(table, refresh=True) if self._live else None)
@@ -94,10 +91,10 @@ class Progress:
             counts = count_states(self.place.statuses.values())
             rest = ", ".join(f"{count} {state}" for state, count in counts.items() if state != "running")
             parts = [f"{status.name}: {self._where(status)}" for status in going]
-            self.say(" | ".join([*parts, rest] if rest else parts))
+            self.print(" | ".join([*parts, rest] if rest else parts))
 
     def table(self) -> Table:
-        """Every run with its state; on a small screen those that are going or went wrong."""
+        """Every run with its state; on a small screen the running and the failed ones."""
         statuses = list(self.place.statuses.values())
         counts = ", ".join(f"{count} {state}" for state, count in count_states(statuses).items())
         table = Table(title=f"batch {self.place.batch.name}: {counts}", title_justify="left")
@@ -113,7 +110,7 @@ class Progress:
         return table
 
     def _where(self, status: RunStatus) -> str:
-        """How far a run that is going has come: its training step, if it trains, and its time."""
+        """How far a run is: its training step, if it trains, and its time."""
         training = self.place.training(status.name).status()
         seconds = format_seconds(time.monotonic() - self._begun.get(status.name, time.monotonic()))
         if training.get("max_steps") and training.get("state") == "running":
@@ -125,9 +122,3 @@ def first_line(text: str, limit: int = 200) -> str:
     """The first line of an error, short enough for a table."""
     line = text.strip().partition("\n")[0]
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
-
-
-def _change(figures: dict[str, Any], name: str, form: str) -> str:
-    """Before -> after, or the one that there is."""
-    values = [figures.get(f"{name}_{when}") for when in ("before", "after")]
-    return " -> ".join(format(value, form) for value in values if value is not None)

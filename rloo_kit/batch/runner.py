@@ -1,23 +1,30 @@
-"""Runs of a batch, one after another or side by side: started, watched, ended, recorded, compared.
+"""Runs a batch, one run after another or side by side: starts, watches, ends, records and compares them.
 
-One thread and one loop: every run is a process of its own (`batch_process`), and what it did is read from its files.
-Signals only set a flag that the loop looks at, so a Ctrl-C in the middle of a save breaks nothing.
+One thread and one loop; every run is a process of its own, and its outcome is read from its files. Signals only set a
+flag that the loop reads, so a Ctrl-C during a save breaks nothing.
 """
 
 import importlib.util
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from rloo_kit.batch.comparison import make_text_table, write_comparison
-from rloo_kit.batch.file import Batch, BatchRun, find_error, last_line
-from rloo_kit.batch.process import KERNEL_DIED, RunProcess, Watchdog, end_left_over, papermill_command
-from rloo_kit.batch.progress import Progress, first_line
+from rloo_kit.batch.file import Batch, BatchRun
+from rloo_kit.batch.process import (
+    KERNEL_DIED,
+    RunProcess,
+    Watchdog,
+    end_left_over,
+    find_error,
+    last_line,
+    papermill_command,
+)
+from rloo_kit.batch.progress import BatchDisplay, first_line
 from rloo_kit.batch.status import BatchDir, RunStatus, now
 from rloo_kit.errors import SetupError
 from rloo_kit.system.console import render_text
@@ -43,7 +50,7 @@ class BatchResult:
     files: list[Path]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Plain values for JSON."""
         return {
             "folder": str(self.folder),
             "interrupted": self.interrupted,
@@ -61,12 +68,12 @@ class BatchResult:
 def run_batch(
     batch: Batch, *, resume: bool = False, overwrite: bool = False, command: str = "run_batch(..., resume=True)"
 ) -> BatchResult:
-    """Do the runs of `batch` that are not done; a failing one does not stop the others.
+    """Run what is not done in `batch`; a failing run does not stop the others.
 
     Args:
         batch: the checked batch.
         resume, overwrite: see `BatchDir.create`.
-        command: how the batch is gone on with, for people.
+        command: how to resume the batch, as printed.
 
     Raises:
         RunExistsError, RunNotFoundError, ConfigError, SetupError: see `BatchDir.create`; or papermill is missing.
@@ -77,7 +84,7 @@ def run_batch(
 
 
 def check_packages() -> None:
-    """Refuse to start without what runs a notebook."""
+    """Refuse to start without the packages that run a notebook."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise SetupError(f"a batch needs {', '.join(missing)}, not installed here; pip install 'rloo-kit[notebook]'")
@@ -88,7 +95,7 @@ def check_packages() -> None:
 class Signals:
     """Ctrl-C, SIGTERM and a hang-up, counted instead of raised; a context manager for the main thread.
 
-    What the process was told to ignore (nohup, a background job of a script) stays ignored.
+    Signals that the process ignores (nohup, a background job of a script) stay ignored.
 
     Attributes:
         count: how many came. name: of the first one.
@@ -117,7 +124,7 @@ class Signals:
 
 @dataclass
 class _Active:
-    """A run that is going."""
+    """A running run."""
 
     run: BatchRun
     status: RunStatus
@@ -133,14 +140,14 @@ class _BatchRun:
         self.batch, self.place, self.signals, self.command = batch, place, signals, command
         self.active: list[_Active] = []
         self.watchdog = Watchdog()
-        self.progress = Progress(place)
+        self.progress = BatchDisplay(place)
 
     def run_to_end(self) -> BatchResult:
         waiting = self.place.to_do()
         for run in waiting:
             self.place.save(self.place.statuses[run.name])
         end_left_over(self.place.folder, self.watchdog.batch_id)
-        self.progress.say(self._describe_start(waiting))
+        self.progress.print(self._describe_start(waiting))
         with self.watchdog, self.progress:
             self.place.save_batch("running", resume=self.command)
             try:
@@ -152,34 +159,34 @@ class _BatchRun:
                     time.sleep(POLL_S)
                 if self.signals.count:
                     self._interrupt()
-            finally:  # a bug or a full disk leaves no process behind either
+            finally:  # nor does a bug or a full disk leave a process behind
                 for active in list(self.active):
                     active.process.end()
         interrupted = self.signals.count > 0 and bool(self.place.to_do())
         files = self._compare()
         self.place.save_batch("interrupted" if interrupted else "finished", resume=self.command)
-        self._say_end(files)
+        self._print_end(files)
         return BatchResult(self.place.folder, list(self.place.statuses.values()), interrupted, files)
 
     def _describe_start(self, waiting: list[BatchRun]) -> str:
         done = len(self.batch.runs) - len(waiting)
-        left = f"; no longer in the file, and left as they are: {', '.join(self.place.left)}" if self.place.left else ""
+        left = f"; no longer in the file, left alone: {', '.join(self.place.left)}" if self.place.left else ""
         side = f", {self.batch.jobs} side by side" if self.batch.jobs > 1 else ""
         kept = f", {done} done already" if done else ""
         runs = "1 run" if len(waiting) == 1 else f"{len(waiting)} runs"
         return f"batch {self.batch.name}: {runs} to do{kept}{side}; all in {self.place.folder}{left}"
 
-    def _say_end(self, files: list[Path]) -> None:
-        self.progress.say(render_text(make_text_table(self.place), TABLE_WIDTH))
+    def _print_end(self, files: list[Path]) -> None:
+        self.progress.print(render_text(make_text_table(self.place), TABLE_WIDTH))
         for status in self.place.statuses.values():
             if status.error and status.attempts:
                 log = self.place.run_folder(status.name) / "log.txt"
-                self.progress.say(f"{status.name}: {status.state}: {first_line(status.error)}; log: {log}")
+                self.progress.print(f"{status.name}: {status.state}: {first_line(status.error)}; log: {log}")
         for path in files:
-            self.progress.say(f"comparison: {path}")
+            self.progress.print(f"comparison: {path}")
         left = self.place.to_do()
         if left:
-            self.progress.say(f"not done: {len(left)} of {len(self.batch.runs)} runs; to go on: {self.command}")
+            self.progress.print(f"not done: {len(left)} of {len(self.batch.runs)} runs; to go on: {self.command}")
 
     # ------------------------------------------------------------------------------------------------ one run
 
@@ -190,7 +197,7 @@ class _BatchRun:
         if not resumes:
             place.clear_training(run.name)
             status.seconds = 0.0
-        (folder / "notebook.ipynb").unlink(missing_ok=True)  # what it says of an earlier attempt is no news
+        (folder / "notebook.ipynb").unlink(missing_ok=True)  # of an earlier attempt
         command = papermill_command(run.notebook.path, folder, self._parameters(run, resumes))
         status.attempts += 1
         status.state, status.error, status.exit_code = "running", None, None
@@ -204,7 +211,7 @@ class _BatchRun:
         self._record(status)
 
     def _parameters(self, run: BatchRun, resumes: bool) -> dict[str, Any]:
-        """What papermill is given: the file's parameters, and those of the batch that the notebook declares."""
+        """The parameters for papermill: the file's, and those that the batch sets and the notebook declares."""
         own = {
             "run_name": "run",
             "output_dir": str(self.place.run_folder(run.name)),
@@ -214,7 +221,7 @@ class _BatchRun:
         return run.parameters | {name: value for name, value in own.items() if name in run.notebook.declared}
 
     def _look(self) -> None:
-        """Conclude the runs that have ended, and end those that take too long or hang."""
+        """Conclude the runs that have ended, and kill those that take too long or hang."""
         for active in list(self.active):
             code = active.process.poll()
             limit = active.run.timeout_s
@@ -235,7 +242,7 @@ class _BatchRun:
         if code:
             error = find_error(folder / "notebook.ipynb") or last_line(folder / "log.txt", active.process.log_start)
             return "failed", error or f"papermill ended with exit code {code}"
-        training = self.place.training(active.run.name).status().get("state")
+        training = self._training(active).get("state")
         if training == "finished" or (training is None and not active.run.notebook.trains):
             return "done", None
         found = f"its training run is '{training}'" if training else "it left no training run"
@@ -258,14 +265,14 @@ class _BatchRun:
     def _compare(self) -> list[Path]:
         try:
             return write_comparison(self.place)
-        except Exception as error:  # figures come from files of any notebook: no run is given up for a drawing
-            self.progress.say(f"the comparison could not be written: {type(error).__name__}: {error}")
+        except Exception as error:  # from files of any notebook: a drawing never ends a batch
+            self.progress.print(f"the comparison could not be written: {type(error).__name__}: {error}")
             return []
 
     def _record(self, status: RunStatus) -> None:
         self.place.save(status)
         self.place.save_batch("running", resume=self.command)
-        self.progress.tell(status)
+        self.progress.report(status)
 
     # ------------------------------------------------------------------------------------------------ signals
 
@@ -274,7 +281,7 @@ class _BatchRun:
         asked = [active for active in self.active if self._ask_to_save(active)]
         many = "1 training run saves" if len(asked) == 1 else f"{len(asked)} training runs save"
         ending = f"{many} a checkpoint first; once more ends at once" if asked else "ending the runs"
-        self.progress.say(f"{self.signals.name}: {ending}")
+        self.progress.print(f"{self.signals.name}: {ending}")
         until = time.monotonic() + SAVE_TIMEOUT_S
         while self.signals.count < 2 and time.monotonic() < until and any(map(self._is_saving, asked)):
             self.progress.show()
@@ -288,9 +295,11 @@ class _BatchRun:
 
     def _ask_to_save(self, active: _Active) -> bool:
         """Ctrl-C for a run that trains: it ends its step and saves. Whether there was one to ask."""
-        training = self.place.training(active.run.name).status()
+        training = self._training(active)
         return training.get("state") == "running" and active.process.interrupt(int(training.get("pid", 0)))
 
     def _is_saving(self, active: _Active) -> bool:
-        training: Callable[[], dict[str, Any]] = self.place.training(active.run.name).status
-        return active.process.poll() is None and training().get("state") == "running"
+        return active.process.poll() is None and self._training(active).get("state") == "running"
+
+    def _training(self, active: _Active) -> dict[str, Any]:
+        return self.place.training(active.run.name).status()

@@ -1,9 +1,9 @@
-"""A batch's folder: who may write to it, how each run stands, and which runs are left to do.
+"""A batch's folder: its lock, the status of each run, and which runs are left to do.
 
 `<batch>/` holds `batch.yaml` (every run written out), `batch.json` (how the batch stands), `comparison.html`,
 `comparison.csv` and a folder for each run: `notebook.ipynb` (executed), `parameters.yaml` (what papermill was given),
 `log.txt`, `status.json` and `run/`, the folder of its training run. A run is done when its `status.json` says so, which
-is written only after a clean exit; what the executed notebook says of itself does not count.
+is written only after a clean exit; the executed notebook's own metadata does not count.
 """
 
 import os
@@ -15,25 +15,25 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
-from rloo_kit.batch.file import Batch, BatchRun
+from rloo_kit.batch.file import FILES, Batch, BatchRun
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
-from rloo_kit.runs.run_dir import RunDir, lock_folder, read_json, write_json, write_text
+from rloo_kit.runs.files import lock_folder, read_json, write_json, write_text
+from rloo_kit.runs.run_dir import RunDir
 
 STATES = ("waiting", "running", "done", "failed", "killed", "interrupted")
-FILES = ("batch.yaml", "batch.json", "comparison.html", "comparison.csv")
 RUN_FILES = ("notebook.ipynb", "parameters.yaml", "log.txt", "status.json")
 
 
 @dataclass
 class RunStatus:
-    """How one run stands: its `status.json`.
+    """The status of one run: its `status.json`.
 
     Attributes:
         state: one of STATES.
         parameters: those that the batch file gives.
         exit_code, pid: of papermill; minus the signal's number where one ended it.
         started, ended: of the last attempt. seconds: of all attempts that went into what lies there.
-        error: why it is not done, in the words of the cell or the system.
+        error: why it is not done: the error of the cell or of the system.
         attempts: how often it was started.
     """
 
@@ -51,7 +51,7 @@ class RunStatus:
 
     @classmethod
     def read(cls, path: Path) -> "RunStatus | None":
-        """What `status.json` says; None where there is none or it is not one of a batch's."""
+        """The status in a file; None where there is none or it is not a batch's."""
         values = read_json(path)
         known = {item.name for item in fields(cls)}
         if not isinstance(values, dict) or not {"name", "notebook", "state"} <= values.keys():
@@ -60,7 +60,7 @@ class RunStatus:
 
 
 class BatchDir:
-    """The open folder of a batch; a context manager that lets go of it at the end.
+    """The open folder of a batch; a context manager that releases it at the end.
 
     Attributes:
         statuses: one a run, in the batch's order.
@@ -80,15 +80,15 @@ class BatchDir:
 
         Args:
             batch: the checked batch.
-            resume: keep what is done, and do what is not.
-            overwrite: delete the files of the batch that lies there (nothing else in the folder) and start anew.
+            resume: keep what is done, and run what is not.
+            overwrite: delete the files of the batch in the folder (nothing else in it) and start over.
 
         Raises:
-            RunExistsError: a batch lies there and neither flag is given, another process is at it, or the folder holds
-                something that is no batch.
-            RunNotFoundError: `resume`, and no batch lies there.
+            RunExistsError: the folder holds a batch and neither flag is given, another process writes to it, or it
+                holds something that is no batch.
+            RunNotFoundError: `resume`, and the folder holds no batch.
             ConfigError: both flags; or `resume`, and a run has other parameters than it was started with.
-            SetupError: the folder cannot be made or written.
+            SetupError: the folder cannot be created or written.
         """
         self = cls(batch)
         self._check(resume, overwrite)
@@ -129,12 +129,12 @@ class BatchDir:
             )
         if state is not None and not (resume or overwrite):
             raise RunExistsError(
-                f"{self.folder} holds a batch already ({state}): do what is missing or failed with --resume, delete "
-                "it and start anew with --overwrite, or give this one another name with name=..."
+                f"{self.folder} already holds a batch ({state}): run what is missing or failed with --resume, delete "
+                "it and start over with --overwrite, or give this one another name with name=..."
             )
 
     def _read(self, resume: bool) -> None:
-        """The statuses that lie there; a run that was going when its batch was killed did not end."""
+        """The statuses in the folder; a run that was running when its batch was killed counts as killed."""
         changed = []
         for run in self.batch.runs:
             fresh = RunStatus(run.name, str(run.notebook.path), run.parameters)
@@ -146,11 +146,11 @@ class BatchDir:
             raise ConfigError(
                 "--resume, but runs have changed since they were started:\n"
                 + "\n".join(changed)
-                + "\nchange them back, give them another name, or start the batch anew with --overwrite"
+                + "\nchange them back, give them another name, or start the batch over with --overwrite"
             )
         for status in self.statuses.values():
             if status.state == "running":
-                status.state, status.error = "killed", "its batch ended without a word (SIGKILL, a crash, power)"
+                status.state, status.error = "killed", "its batch was killed (SIGKILL, a crash, power)"
                 self.save(status)
         there = sorted(path.parent.name for path in self.folder.glob("*/status.json") if RunStatus.read(path))
         self.left = [name for name in there if name not in self.statuses]
@@ -158,29 +158,27 @@ class BatchDir:
     def _delete(self) -> None:
         """Delete what a batch writes, in the folders of its runs too; anything else stays."""
         for path in list(self.folder.glob("*/status.json")):
-            if RunStatus.read(path) is not None:
-                self.delete_run(path.parent)
+            if RunStatus.read(path) is None:
+                continue
+            folder = path.parent
+            for name in RUN_FILES:
+                (folder / name).unlink(missing_ok=True)
+            shutil.rmtree(folder / "run", ignore_errors=True)
+            if not any(folder.iterdir()):
+                folder.rmdir()
         for name in FILES:
             (self.folder / name).unlink(missing_ok=True)
 
-    def delete_run(self, folder: Path) -> None:
-        """Delete what a run of the batch wrote into its folder."""
-        for name in RUN_FILES:
-            (folder / name).unlink(missing_ok=True)
-        shutil.rmtree(folder / "run", ignore_errors=True)
-        if not any(folder.iterdir()):
-            folder.rmdir()
-
     def run_folder(self, name: str) -> Path:
-        """Where everything of a run lies."""
+        """The folder that holds everything of a run."""
         return self.folder / name
 
     def training(self, name: str) -> RunDir:
-        """The folder of a run's training run, which need not be there."""
+        """The folder of a run's training run, which need not exist."""
         return RunDir(self.folder / name / "run")
 
     def clear_training(self, name: str) -> None:
-        """Remove what an earlier attempt left in the folder of a run's training run, so that it starts anew."""
+        """Remove a run's training run of an earlier attempt, so that it starts over."""
         shutil.rmtree(self.folder / name / "run", ignore_errors=True)
 
     def to_do(self) -> list[BatchRun]:
@@ -210,7 +208,7 @@ class BatchDir:
         )
 
     def close(self) -> None:
-        """Let go of the folder; harmless a second time."""
+        """Release the folder; harmless a second time."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -223,13 +221,13 @@ class BatchDir:
 
 
 def count_states(statuses: Iterable[RunStatus]) -> dict[str, int]:
-    """How many runs are in each state, in the order of STATES; states without a run are left out."""
+    """The number of runs in each state, in the order of STATES; states without a run are left out."""
     counts = Counter(status.state for status in statuses)
     return {state: counts[state] for state in STATES if counts[state]}
 
 
 def _difference(old: RunStatus, new: RunStatus) -> str:
-    """What is another, in words."""
+    """What differs, in words."""
     if old.notebook != new.notebook:
         return f"the notebook was {old.notebook}, is {new.notebook}"
     names = sorted({**old.parameters, **new.parameters})
@@ -241,5 +239,5 @@ def _difference(old: RunStatus, new: RunStatus) -> str:
 
 
 def now() -> str:
-    """The time with its zone, as every status has it."""
+    """The time with its zone, as in every status."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -1,8 +1,7 @@
 """What a notebook shows of a run: curves, and completions side by side.
 
 Each function returns an object that shows itself as the last line of a cell: an image or HTML in a notebook, and text
-that says the same wherever only text is read (a terminal, `papermill --log-output`, a test). A plain script shows no
-last lines, so there the text is printed. Left out: widgets, scripts and style sheets, which a saved notebook loses.
+with the same content elsewhere (a terminal, `papermill --log-output`, a script).
 """
 
 import base64
@@ -11,7 +10,7 @@ import math
 import sys
 import textwrap
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from rloo_kit.errors import ConfigError
 from rloo_kit.results.evaluation import Evaluation
@@ -25,7 +24,7 @@ from rloo_kit.results.samples import (
     plain_prompt,
 )
 
-# Metric, title, lower and upper end of the axis, and how a text writes a value of it.
+# Metric, title, lower and upper end of the axis, and the format of a value in the text.
 _Panel = tuple[str, str, float | None, float | None, str]
 _REWARD: _Panel = ("reward", "Reward", None, None, ".3f")
 _KL: _Panel = ("kl", "KL to the reference, nats a token", None, None, ".4f")
@@ -37,7 +36,19 @@ _ANSWERING: list[_Panel] = [
     ("completions/mean_length", "Completion tokens", 0.0, None, ".1f"),
     ("completions/clipped_ratio", "Share truncated", 0.0, 1.0, ".1%"),
 ]
-_NO_KL = "KL not measured: rloo.beta is 0"
+_Display = TypeVar("_Display")
+
+
+def _shown(display: _Display) -> _Display:
+    """The object itself; printed where no IPython would show it."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None:
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        print(str(display).encode(encoding, "replace").decode(encoding), flush=True)  # whatever the terminal lacks: ?
+    return display
+
+
+# ------------------------------------------------------------------------------------------------ curves
 
 
 @dataclass(repr=False)
@@ -57,7 +68,7 @@ class TrainingPlot:
 
     @property
     def png(self) -> bytes | None:
-        """The image, for a file of one's own; None where there is nothing to draw."""
+        """The image, for a file of your own; None where there is nothing to draw."""
         if self._png is None and self.curves:
             self._png = draw_curves(self.curves, "; ".join(self.notes))
         return self._png
@@ -77,17 +88,17 @@ def plot_training(result: Any) -> TrainingPlot:
     """Reward, KL, thinking length and the share that closes its thinking, over the steps of a run.
 
     A model that does not think has the length of its completions and the share truncated instead. Without a KL
-    (`rloo.beta` 0) the panel is left out, and the text says so. From 20 logged steps on a moving mean is drawn.
+    (`rloo.beta` 0) the panel is left out, with a note. From 20 logged steps on a moving mean is drawn.
 
     Args:
-        result: what `train` returned; read is `metrics`, so a run that was interrupted or resumed can be drawn as well.
+        result: what `train` returned; only its `metrics` are read, also of an interrupted or resumed run.
 
     Returns:
         an object that shows itself: a PNG with transparent ground, and one line of text. A script prints that line.
     """
-    by_step = {row["step"]: row for row in result.metrics if "step" in row}  # of a step that was done twice the last
+    by_step = {row["step"]: row for row in result.metrics if "step" in row}  # a step done again counts as done last
     rows = [by_step[step] for step in sorted(by_step)]
-    # Of a model that does not think a stray tag may log it now and then.
+    # Other models log it too, where a completion happens to hold a tag.
     thinks = sum("thinking/mean_length" in row for row in rows) > len(rows) / 2
     curves, parts, notes = [], [], []
     for metric, title, low, high, form in (_REWARD, _KL, *(_THINKING if thinks else _ANSWERING)):
@@ -95,9 +106,10 @@ def plot_training(result: Any) -> TrainingPlot:
         logged = sum(metric in row for row in rows)
         if points:
             curves.append((title, points, low, high))
-            parts.append(f"{_first_word(title)} {_from_to([value for _, value in points], form)}")
+            name = title.split(",")[0].lower().replace("kl", "KL")
+            parts.append(f"{name} {_from_to([value for _, value in points], form)}")
         elif rows and not logged:
-            notes.append(_NO_KL if metric == "kl" else f"{title.lower()} not logged")
+            notes.append("KL not measured: rloo.beta is 0" if metric == "kl" else f"{title.lower()} not logged")
         if len(points) < logged:
             notes.append(f"{title}: {logged - len(points)} of {logged} steps without a finite number")
     return _shown(TrainingPlot(_summary(rows, parts, notes), curves, notes))
@@ -108,13 +120,8 @@ def _summary(rows: list[dict[str, Any]], parts: list[str], notes: list[str]) -> 
         return "no step was logged, so there is nothing to plot"
     steps = f"step {rows[-1]['step']}" if len(rows) == 1 else f"steps {rows[0]['step']} to {rows[-1]['step']}"
     if len(rows) >= SMOOTH_FROM:
-        window = mean_window(len(rows))
-        steps += f" (means of the first and the last {window})"
+        steps += f" (means of the first and the last {mean_window(len(rows))})"
     return f"{steps}: {'; '.join([', '.join(parts), *notes] if parts else notes)}"
-
-
-def _first_word(title: str) -> str:
-    return title.split(",")[0].lower().replace("kl", "KL")
 
 
 def _from_to(values: list[float], form: str) -> str:
@@ -126,22 +133,35 @@ def _from_to(values: list[float], form: str) -> str:
     return f"{first:{form}} -> {last:{form}}"
 
 
+# ------------------------------------------------------------------------------------------------ completions
+
+# JupyterLab's sanitiser drops style sheets and scripts of untrusted notebooks; these inline properties survive it.
+MUTED, RIGHT, WRONG = "#797979", "#1a8a4a", "#c9510c"  # legible on light and on dark ground
+MAX_HTML, MAX_TEXT = 6000, 600  # characters shown of one part
+TEXT_WIDTH = 100  # columns
+_MARKS = {True: ("✓ right", RIGHT), False: ("✗ wrong", WRONG), None: ("not judged", MUTED)}
+_CARD = "border: 1px solid rgba(128, 128, 128, 0.4); border-radius: 6px; padding: 8px 12px; margin: 8px 0"
+_PAIR = "display: flex; flex-wrap: wrap; gap: 12px; margin: 6px 0 0"
+_SIDE = "flex: 1 1 280px; min-width: 0; border-left: 3px solid rgba(128, 128, 128, 0.4); padding: 0 0 0 10px"
+_PRE = (
+    "white-space: pre-wrap; overflow-wrap: break-word; word-break: normal; max-height: 16em; overflow-y: auto; "
+    "margin: 0; padding: 0; background-color: transparent; font-family: monospace; font-size: 13px; line-height: 1.4"
+)
+_LABEL = f"color: {MUTED}; font-size: 12px; margin: 6px 0 0"
+
+
 @dataclass(repr=False)
 class CompletionPairs:
-    """Completions of the same prompts side by side; shows itself in a notebook.
-
-    Attributes:
-        note: one line above them. pairs: one for each prompt.
-    """
+    """Completions of the same prompts side by side, below a note of one line; shows itself in a notebook."""
 
     note: str
     pairs: list[SamplePair]
 
     def __repr__(self) -> str:
-        return as_text(self.note, self.pairs)
+        return pairs_as_text(self.note, self.pairs)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return {"text/plain": repr(self), "text/html": as_html(self.note, self.pairs)}
+        return {"text/plain": repr(self), "text/html": pairs_as_html(self.note, self.pairs)}
 
 
 def show_completions(before: Evaluation, after: Evaluation | None = None, num: int = 4) -> CompletionPairs:
@@ -172,33 +192,8 @@ def show_completions(before: Evaluation, after: Evaluation | None = None, num: i
     return _shown(CompletionPairs(note, shown))
 
 
-def _shown(display: Any) -> Any:
-    """The object itself; where no IPython would show it, it is printed."""
-    ipython = sys.modules.get("IPython")
-    if ipython is None or ipython.get_ipython() is None:
-        encoding = (
-            getattr(sys.stdout, "encoding", None) or "utf-8"
-        )  # a completion may hold what the terminal cannot show
-        print(str(display).encode(encoding, "replace").decode(encoding), flush=True)
-    return display
-
-
-INK, RIGHT, WRONG = "#797979", "#1a8a4a", "#c9510c"
-MAX_HTML, MAX_TEXT = 6000, 600  # characters of one part that are shown
-TEXT_WIDTH = 100  # columns
-_MARKS = {True: ("✓ right", RIGHT), False: ("✗ wrong", WRONG), None: ("not judged", INK)}
-_CARD = "border: 1px solid rgba(128, 128, 128, 0.4); border-radius: 6px; padding: 8px 12px; margin: 8px 0"
-_PAIR = "display: flex; flex-wrap: wrap; gap: 12px; margin: 6px 0 0"
-_SIDE = "flex: 1 1 280px; min-width: 0; border-left: 3px solid rgba(128, 128, 128, 0.4); padding: 0 0 0 10px"
-_PRE = (
-    "white-space: pre-wrap; overflow-wrap: break-word; word-break: normal; max-height: 16em; overflow-y: auto; "
-    "margin: 0; padding: 0; background-color: transparent; font-family: monospace; font-size: 13px; line-height: 1.4"
-)
-_LABEL = f"color: {INK}; font-size: 12px; margin: 6px 0 0"
-
-
-def as_html(note: str, pairs: list[SamplePair]) -> str:
-    """A card for each prompt; its sides stand beside each other and fold where there is no room."""
+def pairs_as_html(note: str, pairs: list[SamplePair]) -> str:
+    """A card for each prompt; its sides stand next to each other and fold where there is no room."""
     cards = "".join(_card(number, pair) for number, pair in enumerate(pairs, 1))
     return f'<div style="text-align: left"><div style="{_LABEL}">{_escape(note)}</div>{cards}</div>'
 
@@ -207,7 +202,7 @@ def _card(number: int, pair: SamplePair) -> str:
     gold = "" if pair.gold is None else f" · right answer <code>{_escape(pair.gold)}</code>"
     sides = "".join(_side(title, sample) for title, sample in pair.samples.items())
     return (
-        f'<div style="{_CARD}"><div style="color: {INK}; font-size: 12px">{number}{gold}</div>'
+        f'<div style="{_CARD}"><div style="color: {MUTED}; font-size: 12px">{number}{gold}</div>'
         f'{_pre(plain_prompt(pair.prompt))}<div style="{_PAIR}">{sides}</div></div>'
     )
 
@@ -222,8 +217,7 @@ def _side(title: str, sample: dict[str, Any]) -> str:
 
 
 def _parts(sample: dict[str, Any]) -> list[tuple[str, str]]:
-    thinking = [("thinking", sample["thinking"])] if is_thinking(sample) else []
-    return [*thinking, ("answer", sample["answer"])]
+    return [*([("thinking", sample["thinking"])] if is_thinking(sample) else []), ("answer", sample["answer"])]
 
 
 def _pre(text: str) -> str:
@@ -232,7 +226,11 @@ def _pre(text: str) -> str:
     return f'<pre style="{_PRE}">{_escape(_shorten(text, MAX_HTML))}</pre>'
 
 
-def as_text(note: str, pairs: list[SamplePair]) -> str:
+def _escape(value: Any) -> str:
+    return html.escape(picture_controls(str(value)))
+
+
+def pairs_as_text(note: str, pairs: list[SamplePair]) -> str:
     """The same as lines of at most `TEXT_WIDTH` columns."""
     lines = [note]
     for number, pair in enumerate(pairs, 1):
@@ -246,7 +244,7 @@ def as_text(note: str, pairs: list[SamplePair]) -> str:
 
 
 def _wrap(head: str, text: str) -> list[str]:
-    """Text with `head` before its first line and as much room before the others; its own line ends are kept."""
+    """Text with `head` before its first line and an indent of its width before the others; line breaks are kept."""
     lines: list[str] = []
     for line in picture_controls(_shorten(text, MAX_TEXT)).splitlines():
         lines += textwrap.wrap(line, TEXT_WIDTH - len(head)) or [""]
@@ -259,7 +257,3 @@ def _shorten(text: str, limit: int) -> str:
         return text
     half = limit // 2
     return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
-
-
-def _escape(value: Any) -> str:
-    return html.escape(picture_controls(str(value)))

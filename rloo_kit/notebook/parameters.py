@@ -1,30 +1,53 @@
-"""A notebook's parameters: read from its variables, checked by name and type, and turned into overrides.
+"""Reads a notebook's parameters from its variables, checks names and types, and turns them into overrides.
 
-papermill puts values in place by running one more cell after the one tagged `parameters`. A name that the notebook does
-not know is only a warning to it, `-p flag true` arrives as the text 'true', and of a YAML file `learning_rate: 1e-6` as
-a text and `run_name: no` as False. Here an unknown name and a value of the wrong type are refused by name, and
-numbers and switches are understood as text too. Bounds are left to `load_config`, which knows them.
-
-Left out: parameters of one's own. A key of the configuration that has no parameter goes through `overrides`.
+To papermill an unknown name is only a warning, `-p flag true` is the text 'true' and `1e-6` in a YAML file is a text.
+Here unknown names and ill-typed values are refused by name, and numbers and switches are understood as text too.
 """
 
+import ast
 import difflib
 import json
 import numbers
 import os
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rloo_kit.config.messages import suggest
+from pydantic import TypeAdapter, ValidationError
+
+from rloo_kit.config.messages import accepts_bool, describe_type, explain_error, suggest
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import Section
 from rloo_kit.config.yaml_files import read_value
 from rloo_kit.errors import ConfigError
-from rloo_kit.notebook.parameter_cells import assigned_names
-from rloo_kit.notebook.parameter_values import KNOWN
+from rloo_kit.system.env_file import find_root
+
+KIT_ROOT = Path(__file__).resolve().parents[2]
+# Each parameter with the key that it sets, or in parentheses what it does without one.
+KNOWN = {
+    "config": "(the run's file)",
+    "run_name": "run.name",
+    "output_dir": "run.output_dir",
+    "max_steps": "rloo.max_steps",
+    "num_generations": "rloo.num_generations",
+    "learning_rate": "rloo.learning_rate",
+    "beta": "rloo.beta",
+    "max_completion_length": "rloo.max_completion_length",
+    "eval_prompts": "eval.num_prompts",
+    "seed": "run.seed",
+    "overrides": "(further keys)",
+    "resume": "(resume from the last checkpoint)",
+    "overwrite": "(delete a run in the folder)",
+}
+SECTIONS: dict[str, type[Section]] = {
+    name: one.annotation
+    for name, one in RunConfig.model_fields.items()
+    if isinstance(one.annotation, type) and issubclass(one.annotation, Section)
+}
 
 
 @dataclass
@@ -34,8 +57,8 @@ class Parameters:
     Attributes:
         config: the configuration's file, absolute.
         overrides: `section.key=value`, for `load_config`.
-        resume, overwrite: for `train`; False where the notebook does not have them.
-        values: every parameter by its name, as it was understood; paths are absolute.
+        resume, overwrite: for `train`; False where the notebook does not declare them.
+        values: every parameter by its name, as understood; paths are absolute.
     """
 
     config: Path
@@ -47,8 +70,7 @@ class Parameters:
     def __str__(self) -> str:
         rows = [("parameter", "value", "sets")]
         for name, value in self.values.items():
-            key = KNOWN[name].key
-            target = f"({KNOWN[name].without})" if key is None or value in ("", None) and name == "run_name" else key
+            target = "(the file's name)" if name == "run_name" and not value else KNOWN[name]
             rows.append((name, " ".join(value) if isinstance(value, list) else str(value), target))
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows)
@@ -59,55 +81,114 @@ class Parameters:
 def read_parameters(namespace: Mapping[str, Any]) -> Parameters:
     """The parameters of the notebook whose variables these are: `read_parameters(globals())`, in the cell after them.
 
-    Which names were meant as parameters is read from the cells that have run and start with `# Parameters`: the
-    notebook's own and the one that papermill adds; in a plain script from the script's file. Where there is neither,
-    every known name counts and an unknown one cannot be told. What a notebook does not declare is not overridden.
+    Which names are parameters is read from the executed cells that start with `# Parameters`, the notebook's own and
+    the one that papermill adds; in a script from its file. Without such a cell every known name counts, and unknown
+    ones go unnoticed. What a notebook does not declare is not overridden.
 
     Args:
-        namespace: `globals()`. Relative paths: `output_dir` lies in the project's folder, which is the nearest one at
-            or above the working directory with a pyproject.toml, .git, configs/ or .env, else the kit's own. `config`
-            is looked for there, then in the working directory, then in the kit's own folder.
+        namespace: `globals()`. A relative `output_dir` lies in the project's folder (the nearest at or above the
+            working directory with a pyproject.toml, .git, configs/ or .env, else the kit's own). `config` is looked
+            for there, then in the working directory, then in the kit's own folder.
 
     Raises:
         ConfigError: everything that is wrong, one line for each name: unknown (with the nearest known name), of the
-            wrong type, a file that is not there (with the places), `overrides` that cannot be read.
+            wrong type, a file that does not exist (with the places), `overrides` that cannot be read.
     """
     assigned = assigned_names(namespace)
-    names = [name for name in (KNOWN if assigned is None else assigned) if name in KNOWN and name in namespace]
     problems = [_refuse(name, place) for name, place in (assigned or {}).items() if name not in KNOWN]
     values: dict[str, Any] = {}
-    for name in sorted(names, key=list(KNOWN).index):
-        try:
-            values[name] = KNOWN[name].read(namespace[name])
-        except ValueError as error:
-            problems.append(f"{name}: is {_show(namespace[name])}; {error}")
-    if "config" not in names:
-        problems.append("config: not set; it names the run's file. Run the cell that starts with '# Parameters' first")
+    for name in KNOWN:
+        if name in namespace and (assigned is None or name in assigned):
+            try:
+                values[name] = _read(name, namespace[name])
+            except ValueError as error:
+                problems.append(f"{name}: is {_show(namespace[name])}; {error}")
+        elif name == "config":
+            problems.append(
+                "config: not set; it names the run's file. Run the cell that starts with '# Parameters' first"
+            )
     if problems:
         raise ConfigError("\n".join(problems))
-    return _collect(values)
-
-
-def _collect(values: dict[str, Any]) -> Parameters:
-    """The parameters once each value has its type: what holds between them, and the overrides."""
-    overrides = []
-    for name, value in values.items():
-        key = KNOWN[name].key
-        if key is not None and not (name == "run_name" and not value):
-            overrides.append(f"{key}={_override_text(value)}")
-    given = {override.partition("=")[0]: override for override in overrides}
-    for item in values.get("overrides", ()):
+    set_here = {KNOWN[name]: (name, value) for name, value in values.items() if "." in KNOWN[name]}
+    if not values.get("run_name"):
+        set_here.pop("run.name", None)
+    overrides = {key: f"{key}={_override_text(value)}" for key, (_, value) in set_here.items()}
+    extra = values.get("overrides", [])
+    for item in extra:
         key = item.partition("=")[0].strip().lstrip("-")
-        if key in given:
-            name = next(name for name, one in KNOWN.items() if one.key == key)
-            raise ConfigError(f"overrides: has {item}, and the parameter {name} sets {given[key]}; set {name} instead")
-    return Parameters(
-        config=Path(values["config"]),
-        overrides=[*overrides, *values.get("overrides", ())],
-        resume=values.get("resume", False),
-        overwrite=values.get("overwrite", False),
-        values=values,
-    )
+        if key in overrides:
+            name = set_here[key][0]
+            raise ConfigError(
+                f"overrides: has {item}, and the parameter {name} sets {overrides[key]}; set {name} instead"
+            )
+    switches = {name: values.get(name, False) for name in ("resume", "overwrite")}
+    return Parameters(Path(values["config"]), [*overrides.values(), *extra], **switches, values=values)
+
+
+# ------------------------------------------------------------------------------------------------ values
+
+
+def _read(name: str, value: Any) -> Any:
+    """The value of a parameter as it is meant; a ValueError says what it takes."""
+    if name == "overrides":
+        return _split_overrides(value)
+    if name in ("resume", "overwrite"):
+        try:
+            return TypeAdapter(bool).validate_python(value)
+        except ValidationError:
+            raise ValueError("it takes True or False") from None
+    if name not in ("config", "run_name", "output_dir"):
+        return _read_as_field(KNOWN[name], value)
+    if name == "run_name" and value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral | str | os.PathLike):
+        raise ValueError("it takes text (in quotes; papermill leaves the text of -r NAME VALUE as it is)")
+    text = str(value)
+    if name != "run_name" and not text.strip():
+        raise ValueError(
+            "it takes a file, such as 'configs/arithmetic_thinking.yaml'"
+            if name == "config"
+            else "it takes the folder that runs are written into, such as 'outputs'"
+        )
+    if name == "output_dir":
+        return str((find_root() or Path.cwd()) / Path(text).expanduser())
+    return _find_config(Path(text).expanduser()) if name == "config" else text
+
+
+def _read_as_field(key: str, value: Any) -> Any:
+    """A value as the configuration's field reads it; numbers and null may be given as text."""
+    section, _, last = key.partition(".")
+    model, info = SECTIONS[section], SECTIONS[section].model_fields[last]
+    given = read_value("null" if value.lower() == "none" else value) if isinstance(value, str) else value
+    if isinstance(given, bool) and not accepts_bool(info.annotation):
+        raise ValueError(f"it takes {describe_type(info.annotation)}")
+    field_type: Any = Annotated[info.annotation, info]
+    try:
+        return TypeAdapter(field_type, config=model.model_config).validate_python(given)
+    except ValidationError as error:
+        raise ValueError(explain_error(error.errors()[0] | {"loc": (last,)}, model).partition("; ")[2]) from None
+
+
+def _split_overrides(value: Any) -> list[str]:
+    try:
+        items = shlex.split(value) if isinstance(value, str) else list(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'it takes text such as "rloo.temperature=0.9 eval.num_samples=4" ({error})') from None
+    for item in items:
+        if not isinstance(item, str) or "=" not in item:
+            raise ValueError(
+                f"{item!r} in it is not section.key=value; quote an item that has spaces, "
+                "as in \"'eval.thinking_budgets=[16, 32]'\""
+            )
+    return items
+
+
+def _find_config(path: Path) -> str:
+    places = [root / path for root in (find_root(), Path.cwd(), KIT_ROOT) if root]  # an absolute path stays as it is
+    for place in places:
+        if place.is_file():
+            return os.path.normpath(place)
+    raise ValueError(f"there is no such file; looked at {', '.join(dict.fromkeys(map(os.path.normpath, places)))}")
 
 
 def _override_text(value: Any) -> str:
@@ -119,48 +200,92 @@ def _override_text(value: Any) -> str:
     return value if read_value(value.strip()) == value else json.dumps(value, ensure_ascii=False)
 
 
-def _refuse(name: str, place: str) -> str:
-    """An unknown name with what it may have been meant for."""
-    found = f"{name}: unknown parameter ({place})"
-    old = CONFIG_NAMES.get(name)
-    if old is not None and old.new is not None:
-        return f"{found}; it is an old TRL name of {old.new}: {_way_to(old.new)}"
-    if _keys_of(name):
-        return f"{found}; {_way_to(name)}"
-    if difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.6):
-        return found + suggest(name, list(KNOWN))
-    near = difflib.get_close_matches(name, _all_keys(), n=1, cutoff=0.75)
-    return f"{found}; did you mean {near[0]}? {_way_to(near[0])}" if near else found + suggest(name, list(KNOWN))
-
-
-def _way_to(name: str) -> str:
-    """How a name that the configuration knows is given to a notebook."""
-    if name in KNOWN:
-        return f"set {name}"
-    ways = " or ".join(f'overrides = "{key}=..."' for key in _keys_of(name))
-    return f"it is a key of the configuration, so it goes into overrides: {ways}"
-
-
-def _keys_of(name: str) -> list[str]:
-    """The dotted keys of the configuration that end in `name`."""
-    return [f"{section}.{name}" for section, model in _sections().items() if name in model.model_fields]
-
-
-def _all_keys() -> list[str]:
-    return [name for model in _sections().values() for name in model.model_fields]
-
-
-def _sections() -> dict[str, type[Section]]:
-    annotations = {section: one.annotation for section, one in RunConfig.model_fields.items()}
-    return {
-        section: model
-        for section, model in annotations.items()
-        if isinstance(model, type) and issubclass(model, Section)
-    }
-
-
 def _show(value: Any) -> str:
-    """What was found, short enough for a line; an object that a later cell put under the name by its type alone."""
+    """A value, short enough for a line; an object that a later cell put under the name by its type alone."""
     plain = isinstance(value, str | numbers.Number | list | tuple | dict | os.PathLike) or value is None
     text = repr(value) if plain else f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _refuse(name: str, place: str) -> str:
+    """An unknown name with what it may have been meant for."""
+    found = f"{name}: unknown parameter ({place})"
+    keys = [key for model in SECTIONS.values() for key in model.model_fields]
+    old = CONFIG_NAMES.get(name)
+    if old is not None and old.new is not None:
+        return f"{found}; it is an old TRL name of {old.new}: {_way_to(old.new)}"
+    if name in keys:
+        return f"{found}; {_way_to(name)}"
+    near = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
+    if near and not difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.6):
+        return f"{found}; did you mean {near[0]}? {_way_to(near[0])}"
+    return found + suggest(name, list(KNOWN))
+
+
+def _way_to(name: str) -> str:
+    """How a notebook sets a key of the configuration."""
+    if name in KNOWN:
+        return f"set {name}"
+    dotted = (f"{section}.{name}" for section, model in SECTIONS.items() if name in model.model_fields)
+    ways = " or ".join(f'overrides = "{key}=..."' for key in dotted)
+    return f"it is a key of the configuration, so it goes into overrides: {ways}"
+
+
+# ------------------------------------------------------------------------------------------------ names
+
+
+def assigned_names(namespace: Mapping[str, Any]) -> dict[str, str] | None:
+    """Each name that the parameter cells assign, with its place: "In[2]" or a script's name; None without such a cell.
+
+    The tag of a cell does not reach the kernel, its text does: IPython keeps what has run in `In`.
+
+    Args:
+        namespace: the notebook's variables, with IPython's `In`; a script's, with `__file__`.
+    """
+    executed = [(f"In[{number}]", str(cell)) for number, cell in enumerate(namespace.get("In") or ())]
+    current = _current_cells(executed) or _current_cells(_script_cells(namespace.get("__file__")))
+    names: dict[str, str] = {}
+    for place, tree in current:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not node.id.startswith("PAPERMILL_"):
+                names[node.id] = place  # papermill --inject-paths adds PAPERMILL_INPUT_PATH and _OUTPUT_PATH
+    return names if current else None
+
+
+def _current_cells(executed: list[tuple[str, str]]) -> list[tuple[str, ast.Module]]:
+    """The parameter cells that count, of all that have run.
+
+    A cell that ran again replaces what it was, so that a corrected cell takes effect without a new kernel: the
+    notebook's own counts as it last ran, and papermill's (its first line is bare) if it last ran after that one. Where
+    the notebook's own is bare too, the last cells that ran one after the other count.
+    """
+    found: list[tuple[str, ast.Module]] = []
+    own = False  # whether `found` starts with a cell whose first line says more than papermill's
+    before = -1  # the number of the parameter cell before
+    for number, (place, cell) in enumerate(executed):
+        head = re.fullmatch(r"#\s*Parameters\s*(:.*)?", cell.strip().partition("\n")[0].strip())
+        if head is None:
+            continue
+        try:
+            tree = ast.parse(cell.strip())
+        except SyntaxError:  # it has not run either
+            continue
+        if head[0] != "# Parameters":
+            found, own = [(place, tree)], True
+        elif own:
+            found = [found[0], (place, tree)]
+        else:
+            found = [*(found if before == number - 1 else []), (place, tree)]
+        before = number
+    return found
+
+
+def _script_cells(file: Any) -> list[tuple[str, str]]:
+    """The cells of a script in the percent format; none where it cannot be read."""
+    if not isinstance(file, str) or not file.endswith(".py"):
+        return []
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return []
+    return [(Path(file).name, cell) for cell in re.split(r"^# ?%%.*$", text, flags=re.MULTILINE)]

@@ -1,7 +1,6 @@
-"""What an evaluation measured, and the difference between two of them: numbers, text and tables, no model.
+"""Evaluation results as numbers, text and tables, and the difference between two of them. No model, no torch.
 
-Left out: how it is measured (`evaluation`) and how the intervals are made (`intervals`). This is what `before.json` and
-`after.json` hold, so a report can be written again on a machine without torch.
+`before.json` and `after.json` hold them, so that a report can be written again anywhere.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -13,7 +12,7 @@ from rloo_kit.system.console import render_text
 
 @dataclass
 class Evaluation:
-    """What `evaluate` measured. Shares are in [0, 1]; None where there is nothing to measure.
+    """The result of `evaluate`. Shares are in [0, 1]; None where there is nothing to measure.
 
     Attributes:
         label: a word for tables ("before").
@@ -61,16 +60,16 @@ class Evaluation:
     greedy_per_prompt: list[float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON takes it; `from_dict` reads it back to an equal object."""
+        """Plain values for JSON; `from_dict` reads them back to an equal object."""
         return asdict(self) | {"pass_at_k": {str(k): value for k, value in self.pass_at_k.items()}}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Evaluation":
-        """What `to_dict` wrote, `before.json` for one."""
+        """The evaluation that `to_dict` wrote, such as `before.json`."""
         return cls(**values | {"pass_at_k": {int(k): value for k, value in values["pass_at_k"].items()}})
 
     def rows(self) -> list[tuple[str, str]]:
-        """What was measured, as pairs of text for a table."""
+        """Name and value of each measure, as text for a table."""
         sampled = f"accuracy, temperature {self.temperature:g}"
         rows = [(sampled, _with_interval(self.accuracy, self.low, self.high) or "not measured: no answer column")]
         if self.greedy_accuracy is not None:
@@ -129,16 +128,16 @@ class Comparison:
 
     @property
     def sampled(self) -> str:
-        """The difference at the sampling temperature as text; empty where there is none."""
+        """The difference at the sampling temperature as text; empty without one."""
         return _signed(self.difference, self.low, self.high)
 
     @property
     def greedy(self) -> str:
-        """The difference in greedy accuracy as text; empty where there is none."""
+        """The difference in greedy accuracy as text; empty without one."""
         return _signed(self.greedy_difference, self.greedy_low, self.greedy_high)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Plain values for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -151,42 +150,33 @@ class Comparison:
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
     """The difference that training made, with its interval: paired where both evaluations are of the same prompts."""
     paired = before.prompts_digest == after.prompts_digest and before.num_prompts == after.num_prompts
-    sampled = _difference(
-        paired,
-        (before.accuracy, before.low, before.high, before.per_prompt),
-        (after.accuracy, after.low, after.high, after.per_prompt),
-    )
-    greedy = _difference(
-        paired,
-        (before.greedy_accuracy, before.greedy_low, before.greedy_high, before.greedy_per_prompt),
-        (after.greedy_accuracy, after.greedy_low, after.greedy_high, after.greedy_per_prompt),
-    )
+    sampled = _difference(paired, before, after, "")
+    greedy = _difference(paired, before, after, "greedy_")
     apart = None
     if before.low is not None and before.high is not None and after.low is not None and after.high is not None:
         apart = before.high < after.low or after.high < before.low
-    return Comparison(
-        difference=sampled and sampled.value,
-        low=sampled and sampled.low,
-        high=sampled and sampled.high,
-        greedy_difference=greedy and greedy.value,
-        greedy_low=greedy and greedy.low,
-        greedy_high=greedy and greedy.high,
-        paired=paired,
-        num_prompts=min(before.num_prompts, after.num_prompts),
-        apart=apart,
+    num_prompts = min(before.num_prompts, after.num_prompts)
+    value, low, high = sampled or (None, None, None)
+    greedy_value, greedy_low, greedy_high = greedy or (None, None, None)
+    return Comparison(value, low, high, greedy_value, greedy_low, greedy_high, paired, num_prompts, apart)
+
+
+def _difference(paired: bool, before: Evaluation, after: Evaluation, prefix: str) -> Estimate | None:
+    """The difference in the accuracy whose fields begin with `prefix`."""
+    shares = [getattr(evaluation, f"{prefix}per_prompt") for evaluation in (before, after)]
+    old, new = (
+        [getattr(evaluation, f"{prefix}{name}") for name in ("accuracy", "low", "high")]
+        for evaluation in (before, after)
     )
-
-
-def _difference(paired: bool, before: tuple[Any, ...], after: tuple[Any, ...]) -> Estimate | None:
-    if before[0] is None or after[0] is None:
+    if old[0] is None or new[0] is None:
         return None
-    if paired and before[3] is not None and after[3] is not None:
-        return paired_difference(before[3], after[3])
-    return unpaired_difference(Estimate(*before[:3]), Estimate(*after[:3]))
+    if paired and None not in shares:
+        return paired_difference(*shares)
+    return unpaired_difference(Estimate(*old), Estimate(*new))
 
 
 def _forced_rows(entry: dict[str, Any]) -> list[tuple[str, str]]:
-    """How often a budget closed the thinking, and the accuracies apart; evaluations of before had only the first."""
+    """How often a budget closed the thinking, and the accuracy of each side; old evaluations have only the first."""
     at = f"at {entry['budget']}"
     rows = [(f"closed by the budget {at}", f"{entry['forced_share']:.1%}")]
     for side, name in (("forced", f"accuracy {at}, closed by the budget"), ("unforced", f"accuracy {at}, the others")):

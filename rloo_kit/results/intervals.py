@@ -7,7 +7,7 @@ prompts and the number of completions. With one completion a prompt both are the
 
 Two evaluations of the same prompts are compared prompt by prompt: the spread that is in the prompts cancels. The
 interval is that of Bonett and Price: the mean of the differences with two invented prompts added, one better and one
-worse by 1, which keeps it honest for few prompts and changes nothing that shows for many. Other prompts: Newcombe.
+worse by 1, which widens it for few prompts and does not show for many. Other prompts: Newcombe.
 
 Sources: Wilson 1927, JASA 22, 209-212; Korn and Graubard 1998, Survey Methodology 24, 193-201; Newcombe 1998,
 Statistics in Medicine 17, 873-890 (method 10); Bonett and Price 2012, Journal of Educational and Behavioral Statistics

@@ -1,18 +1,18 @@
-"""`report.html`: one file, without scripts or anything to fetch, that says what a run did.
+"""`report.html` of a run: one file without scripts or anything to fetch, and the frame that other pages share.
 
-Accuracy before and after with intervals, the learning curve, the same prompts answered before and after with thinking
-and answer apart, the configuration, the versions, and where the files are. Everything that comes from the model, the
-data or the configuration is escaped. Left out: several runs side by side.
+Everything that comes from the model, the data or the configuration is escaped.
 """
 
+import html
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.config.run import RunConfig
 from rloo_kit.results.evaluation import Comparison, Evaluation, compare
 from rloo_kit.results.figures import draw_accuracies, draw_learning_curve
-from rloo_kit.results.html import escape_text, format_duration, make_page, make_section
-from rloo_kit.results.samples import SamplePair, describe_sample, is_thinking, pair_samples
+from rloo_kit.results.samples import SamplePair, describe_sample, is_thinking, pair_samples, picture_controls
 from rloo_kit.runs.files import saving
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.versions import installed_versions
@@ -27,15 +27,16 @@ FILES = {
     "prompts.json": "the training prompts that were chosen by their pass rate",
     "before.json": "the evaluation before training",
     "after.json": "the evaluation after training",
-    "checkpoints": "what --resume goes on from",
+    "checkpoints": "what --resume continues from",
 }
 
 
-def write_report(run: Any, result: Any, before: Evaluation | None = None, after: Evaluation | None = None) -> Path:
+def write_report(
+    run: RunConfig, result: Any, before: Evaluation | None = None, after: Evaluation | None = None
+) -> Path:
     """Write `report.html` into the run's folder, and the evaluations it shows as `before.json` and `after.json`.
 
     Args:
-        run: the `RunConfig`.
         result: the `TrainResult`; read are folder, steps, metrics, seconds, stopped.
         before, after: evaluations; None where the run was not evaluated.
 
@@ -62,32 +63,28 @@ def write_report(run: Any, result: Any, before: Evaluation | None = None, after:
 
 
 def _headline(
-    run: Any, result: Any, before: Evaluation | None, after: Evaluation | None, comparison: Comparison | None
+    run: RunConfig, result: Any, before: Evaluation | None, after: Evaluation | None, comparison: Comparison | None
 ) -> str:
-    end = {None: "ran to its end", "interrupted": "was interrupted", "no signal": "stopped for want of signal"}
+    end = {None: "ran to its end", "interrupted": "was interrupted", "no signal": "stopped: no learning signal"}
     how = end.get(result.stopped, f"stopped: {result.stopped}")
     summary = (
         f"{run.model.name} on {run.data.source}: {result.steps} steps in {format_duration(result.seconds)}; {how}."
     )
     tiles = [
-        _tile("accuracy", before and before.accuracy, after and after.accuracy, comparison and comparison.sampled),
-        _tile(
-            "greedy accuracy",
-            before and before.greedy_accuracy,
-            after and after.greedy_accuracy,
-            comparison and comparison.greedy,
-        ),
-        _tile("thinking closed", before and before.closed_share, after and after.closed_share),
-        _tile(
-            "thinking tokens", before and before.mean_thinking_tokens, after and after.mean_thinking_tokens, form=".1f"
-        ),
+        _tile(name, getattr(before, key, None), getattr(after, key, None), change, form)
+        for name, key, change, form in (
+            ("accuracy", "accuracy", comparison.sampled if comparison else None, ".3f"),
+            ("greedy accuracy", "greedy_accuracy", comparison.greedy if comparison else None, ".3f"),
+            ("thinking closed", "closed_share", None, ".3f"),
+            ("thinking tokens", "mean_thinking_tokens", None, ".1f"),
+        )
     ]
     return (
         f"<h1>{escape_text(run.name)}</h1>\n<p>{escape_text(summary)}</p>\n<div class='tiles'>{''.join(tiles)}</div>\n"
     )
 
 
-def _tile(name: str, before: float | None, after: float | None, change: str | None = None, form: str = ".3f") -> str:
+def _tile(name: str, before: float | None, after: float | None, change: str | None, form: str) -> str:
     if before is None and after is None:
         return ""
     old, new = ("-" if value is None else format(value, form) for value in (before, after))
@@ -168,7 +165,7 @@ def _block(kind: str, text: str) -> str:
     return f"<pre class='{kind}'>{escape_text(text)}</pre>" if text else "<p class='notes'>none</p>"
 
 
-def _details(run: Any, folder: Path) -> str:
+def _details(run: RunConfig, folder: Path) -> str:
     files = "".join(
         f"<tr><td><a href='{name}'>{name}</a></td><td>{escape_text(what)}</td></tr>"
         for name, what in FILES.items()
@@ -183,8 +180,51 @@ def _details(run: Any, folder: Path) -> str:
 
 
 def _versions(folder: Path) -> str:
-    """What the run wrote down when it started; this process's own where it wrote nothing."""
+    """The versions that the run recorded when it started, else those of this process."""
     try:
         return (folder / "versions.json").read_text(encoding="utf-8")
     except OSError:
         return json.dumps(installed_versions(), indent=2)
+
+
+# ------------------------------------------------------------------------------------------------ pages
+
+
+def make_page(title: str, sections: Iterable[str]) -> str:
+    """A whole page: nothing to fetch, and columns that fold on a narrow screen.
+
+    Args:
+        title: as plain text.
+        sections: HTML, already escaped.
+    """
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape_text(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n{''.join(sections)}</main>\n</body>\n</html>\n"
+    )
+
+
+def make_section(title: str, content: str) -> str:
+    """A section with its heading."""
+    return f"<section>\n<h2>{title}</h2>\n{content}\n</section>\n"
+
+
+def escape_text(value: Any) -> str:
+    """Any value as text that HTML shows as it is.
+
+    >>> escape_text("a <b> & c")
+    'a &lt;b&gt; &amp; c'
+    """
+    return html.escape(picture_controls(str(value)))
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds in words.
+
+    >>> format_duration(7.25), format_duration(75), format_duration(3675)
+    ('7.2 s', '1 min 15 s', '1 h 1 min')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

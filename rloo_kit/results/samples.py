@@ -1,4 +1,4 @@
-"""The kept completions of evaluations, prompt by prompt, as plain words: what a report and a notebook both show."""
+"""The completions that evaluations kept, prompt by prompt: what a report and a notebook both show."""
 
 import re
 from dataclasses import dataclass, field
@@ -6,9 +6,9 @@ from typing import Any
 
 from rloo_kit.results.evaluation import Evaluation
 
-# Control characters have no place in a page or on a terminal (a model may write any); the symbols that picture them do.
+# A model may write control characters; pages and terminals get the symbols that picture them.
 _PICTURED = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-CLOSED_BY_THE_BUDGET = "closed by the budget"  # the model had not, when its thinking budget was spent
+CLOSED_BY_THE_BUDGET = "closed by the budget"  # the model was still thinking when its budget was spent
 _MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 
 
@@ -39,7 +39,8 @@ def pair_samples(**evaluations: Evaluation | None) -> list[SamplePair]:
 
 
 def describe_sample(sample: dict[str, Any]) -> str:
-    """
+    """Length and how it ended, in words.
+
     >>> describe_sample({"tokens": 9, "thinking_tokens": 5, "ended": False})
     '9 tokens, 5 of them thinking, truncated'
     >>> describe_sample({"tokens": 9, "thinking_tokens": 5, "ended": True, "forced": True})
@@ -56,12 +57,12 @@ def describe_sample(sample: dict[str, Any]) -> str:
 
 
 def is_thinking(sample: dict[str, Any]) -> bool:
-    """Whether the completion thought, were it nothing: it holds text before the end of thinking, or that end."""
+    """Whether the completion holds thinking, even an empty one: text before `</think>`, or that tag alone."""
     return bool(sample["thinking"] or sample["closed"])
 
 
 def plain_prompt(prompt: str) -> str:
-    """A rendered ChatML prompt as one reads it; any other as it is.
+    """The readable text of a rendered ChatML prompt; any other prompt as it is.
 
     >>> plain_prompt("<|im_start|>user\\n12+30=<|im_end|>\\n<|im_start|>assistant\\n<think>\\n")
     '12+30='

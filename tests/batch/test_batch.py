@@ -22,9 +22,9 @@ import yaml
 from typer.testing import CliRunner
 
 from rloo_kit.batch.comparison import collect_rows, make_text_table, write_comparison
-from rloo_kit.batch.file import LONGEST_NAME, Batch, find_error, last_line, load_batch, make_name
-from rloo_kit.batch.process import RunProcess, end_marked, papermill_command
-from rloo_kit.batch.progress import Progress
+from rloo_kit.batch.file import LONGEST_NAME, Batch, load_batch, make_name
+from rloo_kit.batch.process import RunProcess, end_marked, find_error, last_line, papermill_command
+from rloo_kit.batch.progress import BatchDisplay
 from rloo_kit.batch.runner import BatchResult, Signals
 from rloo_kit.batch.status import BatchDir, RunStatus
 from rloo_kit.cli import app
@@ -334,7 +334,7 @@ def test_resume_does_what_is_not_done(folder: Path) -> None:
     with BatchDir.create(more, resume=True) as place:
         assert [run.parameters["seed"] for run in place.to_do()] == [2, 3, 4, 5, 6, 7]
         found = place.statuses["plain-seed=5"]
-        assert found.state == "killed" and "its batch ended without a word" in str(found.error)
+        assert found.state == "killed" and "SIGKILL" in str(found.error)
     fewer = load(folder, grid={"seed": [1, 2]})
     with BatchDir.create(fewer, resume=True) as place:
         assert place.left == [f"plain-seed={seed}" for seed in (3, 4, 5, 6)]
@@ -360,9 +360,7 @@ def test_a_folder_in_use_or_of_something_else_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="--resume and --overwrite were both given"):
         BatchDir.create(batch, resume=True, overwrite=True)
     leave_batch(batch, "done")
-    with pytest.raises(
-        RunExistsError, match=r"holds a batch already \(finished\): do what is missing or failed with --re"
-    ):
+    with pytest.raises(RunExistsError, match=r"\(finished\).* --resume.* --overwrite.* name="):
         BatchDir.create(batch)
     with (
         BatchDir.create(batch, resume=True),
@@ -458,10 +456,10 @@ def test_a_batch_without_figures_is_compared_by_state_and_time(folder: Path) -> 
 
 def test_lines_outside_a_terminal(compared: BatchDir, capsys: pytest.CaptureFixture[str]) -> None:
     """A log of a batch of a night is read in the morning: one line for each change, why it failed, where its log is."""
-    with Progress(compared) as progress:
+    with BatchDisplay(compared) as display:
         for status in list(compared.statuses.values())[1:3]:
-            progress.tell(status)
-        progress.show()  # the last line is too young for another one
+            display.report(status)
+        display.show()  # the last line is too young for another one
     done, failed = capsys.readouterr().out.splitlines()
     assert done == "[2/4] trains-seed=2: done after 1:15; accuracy 0.200 -> 0.750"
     assert failed.startswith(
@@ -475,11 +473,11 @@ def test_a_screen_that_is_gone_ends_the_talking_and_not_the_batch(folder: Path) 
     load(folder, grid={"seed": [1]})
     code = f"""
 from rloo_kit.batch.file import load_batch
-from rloo_kit.batch.progress import Progress
+from rloo_kit.batch.progress import BatchDisplay
 from rloo_kit.batch.status import BatchDir
-with BatchDir.create(load_batch({str(folder / "configs" / "b.yaml")!r})) as place, Progress(place) as progress:
-    progress.say("nobody reads this")
-    progress.say("nor this")
+with BatchDir.create(load_batch({str(folder / "configs" / "b.yaml")!r})) as place, BatchDisplay(place) as display:
+    display.print("nobody reads this")
+    display.print("nor this")
 print("nor this")
 """
     reader, writer = os.pipe()

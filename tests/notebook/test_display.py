@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.notebook import display as completion_cards
+from rloo_kit.notebook import display
 from rloo_kit.notebook.display import plot_training, show_completions
-from rloo_kit.results import figures as notebook_figures
+from rloo_kit.results import figures
 from rloo_kit.results.evaluation import Evaluation
 
 HOSTILE = "</pre></div><script>alert(1)</script><img src=x onerror=alert(2)> \x00\x1b[31m & $x^2$ ünïcode 你好"
@@ -89,20 +89,14 @@ class Page(HTMLParser):
         self.texts.append((self.open[-1], data))
 
 
-def html_of(display: Any) -> str:
-    return display._repr_mimebundle_()["text/html"]
+def html_of(shown: Any) -> str:
+    return shown._repr_mimebundle_()["text/html"]
 
 
 @pytest.mark.parametrize("ground", GROUNDS)
 @pytest.mark.parametrize(
     "color",
-    [
-        notebook_figures.MID_INK,
-        notebook_figures.LINE,
-        completion_cards.INK,
-        completion_cards.RIGHT,
-        completion_cards.WRONG,
-    ],
+    [figures.MID_INK, figures.LINE, display.MUTED, display.RIGHT, display.WRONG],
 )
 def test_colors_read_well_on_either_ground(color: str, ground: str) -> None:
     """Black axes on JupyterLab's dark ground are invisible, and so are pale ones in a saved page."""
@@ -116,12 +110,9 @@ def test_image_is_transparent_and_has_no_other_colors() -> None:
     bundle, metadata = plot_training(result_of(thinking_rows(30, kl=0.01)))._repr_mimebundle_()
     image = Image.open(io.BytesIO(base64.b64decode(bundle["image/png"])))
     assert image.mode == "RGBA" and image.getpixel((0, 0))[3] == 0
-    assert image.width == 2 * metadata["image/png"]["width"] == 2 * notebook_figures.WIDTH_PX
+    assert image.width == 2 * metadata["image/png"]["width"] == 2 * figures.WIDTH_PX
     opaque = {pixel[:3] for _, pixel in image.getcolors(2**24) if pixel[3] == 255}
-    inks = [
-        tuple(int(color[n : n + 2], 16) for n in (1, 3, 5))
-        for color in (notebook_figures.MID_INK, notebook_figures.LINE)
-    ]
+    inks = [tuple(int(color[n : n + 2], 16) for n in (1, 3, 5)) for color in (figures.MID_INK, figures.LINE)]
     for pixel in opaque:  # a pixel where the two meet is between them
         assert all(min(a, b) - 3 <= value <= max(a, b) + 3 for value, a, b in zip(pixel, *inks, strict=True)), pixel
     assert set(inks) <= opaque
@@ -153,7 +144,7 @@ def test_without_kl_it_says_so() -> None:
     """An empty panel looked like a KL of zero."""
     plot = plot_training(result_of(thinking_rows(3)))
     assert len(plot.curves) == 3 and "KL not measured: rloo.beta is 0" in plot.summary
-    with_note, without = (notebook_figures.draw_curves(plot.curves, note) for note in (plot.notes[0], ""))
+    with_note, without = (figures.draw_curves(plot.curves, note) for note in (plot.notes[0], ""))
     assert plot.png == with_note != without
 
 

@@ -1,13 +1,15 @@
-"""Giving memory back, and whom `shutdown_kernel` takes for the runner.
+"""Releasing memory, recognising the runner, and asking a Jupyter server (here a small one of the test's own).
 
-Figures on a GPU are for tests/on_gpu, real runners for tests/notebooks.
+Figures on a GPU are for tests/on_gpu, real runners and servers for tests/notebooks.
 """
 
 import gc
+import json
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +18,8 @@ import pytest
 
 from rloo_kit.errors import SetupError
 from rloo_kit.notebook import kernel
-from rloo_kit.notebook.runner import find_runner
-from rloo_kit.runs import files as saves
+from rloo_kit.notebook.kernel import Server, ServerError, find_runner, find_servers
+from rloo_kit.runs import files
 from rloo_kit.runs.files import saving
 from rloo_kit.runs.run_dir import RunDir
 
@@ -136,10 +138,10 @@ def test_who_runs_this(in_kernel: Callable[..., None], monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("variable", "told"),
+    ("variable", "fix"),
     [
-        ("JPY_SESSION_NAME", "its Jupyter server was not found, and would start it anew; in JupyterLab: Kernel > Shut"),
-        ("COLAB_RELEASE_TAG", "Colab starts a new one at once; there: Runtime > Disconnect and delete runtime"),
+        ("JPY_SESSION_NAME", "Kernel > Shut Down Kernel"),
+        ("COLAB_RELEASE_TAG", "Runtime > Disconnect and delete runtime"),
     ],
 )
 def test_a_kernel_that_would_come_back_is_left_alone(
@@ -147,13 +149,14 @@ def test_a_kernel_that_would_come_back_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     variable: str,
-    told: str,
+    fix: str,
 ) -> None:
-    """A server starts a kernel anew whose process ended; its user believed it was gone."""
+    """A server restarts a kernel whose process ended; its user believed it was gone."""
     in_kernel()
     monkeypatch.setenv(variable, "x")
     kernel.shutdown_kernel()
-    assert f"The kernel is not ended: {told}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "The kernel is not ended: " in printed and fix in printed
 
 
 def test_a_server_that_refuses_is_only_an_obstacle_where_it_started_the_kernel(
@@ -168,6 +171,100 @@ def test_a_server_that_refuses_is_only_an_obstacle_where_it_started_the_kernel(
     assert found.kind == "foreign"
     assert found.reason.startswith("the server at http://127.0.0.1:9/ cannot be asked")
     assert found.reason.endswith("in JupyterLab: Kernel > Shut Down Kernel")
+
+
+# ------------------------------------------------------------------------------------------------ Jupyter's server
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Has the kernel `mine`, wants the token `right`, and refuses to shut down `stubborn`."""
+
+    seen: list[tuple[str, str]] = []
+
+    def answer(self) -> None:
+        self.seen.append((self.command, self.path))
+        name = self.path.rpartition("/")[2]
+        if self.headers["Authorization"] != "token right":
+            self.send_error(403)
+        elif self.command == "DELETE":
+            self.send_response(500 if name == "stubborn" else 204)
+            self.end_headers()
+        elif name in ("mine", "stubborn"):
+            body = json.dumps({"id": name, "execution_state": "busy"}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+        else:
+            self.send_error(404)
+
+    do_GET = do_DELETE = answer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    Handler.seen = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+def info(folder: Path, name: str, **changes: object) -> None:
+    base = {"url": "http://127.0.0.1:1/", "hostname": "127.0.0.1", "port": 1, "base_url": "/", "secure": False}
+    (folder / name).write_text(json.dumps(base | {"pid": 4, "token": "right"} | changes))
+
+
+def test_a_server_is_asked_for_its_kernel(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy of the institute's would be asked for 127.0.0.1, and know nothing."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    server = Server(f"http://127.0.0.1:{port}/user/me/", 4, "right")
+    assert server.ask("GET", "mine") == {"id": "mine", "execution_state": "busy"}
+    assert server.ask("GET", "other") is None
+    server.ask("DELETE", "mine")
+    assert Handler.seen[-1] == ("DELETE", "/user/me/api/kernels/mine")
+
+
+@pytest.mark.parametrize(
+    ("url", "token", "method", "reason"),
+    [
+        ("http://127.0.0.1:{}/", "wrong", "GET", "403 Forbidden"),
+        ("http://127.0.0.1:{}/", "right", "DELETE", "DELETE with 500"),
+        ("http://127.0.0.1:9/", "", "GET", "cannot be asked"),
+        ("http+unix://%2Ftmp%2Fsocket/", "", "GET", "cannot be asked"),
+    ],
+)
+def test_a_server_that_does_not_answer_says_why(port: int, url: str, token: str, method: str, reason: str) -> None:
+    """Without a token (a password alone) there is no way in; the person has to click, and has to know it."""
+    with pytest.raises(ServerError, match=reason):
+        Server(url.format(port), 4, token).ask(method, "stubborn")
+
+
+def test_the_token_is_not_printed() -> None:
+    """A traceback in a shared notebook would hand the server to every reader."""
+    assert "secret" not in repr(Server("http://127.0.0.1:1/", 4, "secret"))
+
+
+def test_servers_are_read_from_the_runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half-written file and those of other programs are skipped; base_url and https survive a wildcard address."""
+    monkeypatch.setenv("JUPYTERHUB_API_TOKEN", "of-the-hub")
+    info(tmp_path, "jpserver-1.json", url="http://localhost:8888/lab", hostname="localhost")
+    info(tmp_path, "nbserver-2.json", url="https://host.example:8889/user/me/", hostname="0.0.0.0", port=8889)
+    info(tmp_path, "jpserver-3.json", url="http://127.0.0.1:7/", token="")
+    info(tmp_path, "jpserver-6.json", hostname="*", port=443, base_url="/user/me/", secure=True)
+    info(tmp_path, "kernel-4.json")
+    (tmp_path / "jpserver-5.json").write_text('{"url": "http://')
+    found = {(server.url, server.token) for server in find_servers([tmp_path, tmp_path / "nowhere"])}
+    assert found == {
+        ("http://localhost:8888/lab/", "right"),
+        ("http://127.0.0.1:8889/", "right"),
+        ("http://127.0.0.1:7/", "of-the-hub"),
+        ("https://127.0.0.1:443/user/me/", "right"),
+    }
 
 
 # ------------------------------------------------------------------------------------------------ no work is lost
@@ -202,14 +299,14 @@ def test_a_script_waits_for_its_save_and_goes_on(
 ) -> None:
     """`python notebook.py` runs the same cells; ending its process from inside would lose its exit code."""
     monkeypatch.setitem(sys.modules, "IPython", None)  # type: ignore[arg-type]
-    monkeypatch.setattr(saves, "_saved", {})
+    monkeypatch.setattr(files, "_saved", {})
     save_of(0.2)
     kernel.shutdown_kernel()
     kernel.shutdown_kernel()
     out = capsys.readouterr().out
     assert out.startswith(f"waiting until {tmp_path / 'adapter'} is saved\n")
     assert out.count("memory held by this process") == 2
-    assert out.count(f"saved in {tmp_path}: adapter\nThis is a script: its process ends with it.\n") == 2
+    assert out.count(f"saved in {tmp_path}: adapter\n{kernel.OUTCOMES['script']}\n") == 2
 
 
 def test_a_save_that_takes_too_long_keeps_the_kernel(
@@ -219,13 +316,13 @@ def test_a_save_that_takes_too_long_keeps_the_kernel(
     save_of(30)
     in_kernel()
     kernel.shutdown_kernel(wait_s=0.05)
-    expected = f"Nothing is ended: {tmp_path / 'adapter'} is still being saved after 0.05 s. Call it again later; "
-    assert expected + "shutdown_kernel(force=True) does not wait.\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"Nothing is ended: {tmp_path / 'adapter'}" in printed and "shutdown_kernel(force=True)" in printed
     in_kernel(allow_stdin=False)
-    with pytest.raises(SetupError, match=r"adapter is still being saved after 0.05 s, and the runner .* longer wait_s"):
+    with pytest.raises(SetupError, match=r"adapter .* after 0.05 s.* longer wait_s"):
         kernel.shutdown_kernel(wait_s=0.05)
     kernel.shutdown_kernel(force=True)
-    assert "The runner of this notebook ends the kernel after the last cell." in capsys.readouterr().out
+    assert kernel.OUTCOMES["batch"] in capsys.readouterr().out
 
 
 def test_a_run_that_is_open_keeps_the_kernel(
@@ -238,16 +335,16 @@ def test_a_run_that_is_open_keeps_the_kernel(
         kernel.shutdown_kernel()
         assert f"Nothing is ended: the run in {tmp_path / 'run'} goes on." in capsys.readouterr().out
         in_kernel(allow_stdin=False)
-        with pytest.raises(SetupError, match="the run in .* goes on, and the runner of this notebook ends the kernel"):
+        with pytest.raises(SetupError, match="the run in .* goes on"):
             kernel.shutdown_kernel(wait_s=0.05)
 
 
-def test_checkpoints_are_told_with_their_run(
+def test_checkpoints_are_listed_with_their_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """One line a run; a checkpoint that was rotated away is no place to look."""
     monkeypatch.setitem(sys.modules, "IPython", None)  # type: ignore[arg-type]
-    monkeypatch.setattr(saves, "_saved", {})
+    monkeypatch.setattr(files, "_saved", {})
     for name in ("checkpoints/checkpoint-2", "checkpoints/checkpoint-4", "adapter"):
         with saving(tmp_path / "run" / name):
             (tmp_path / "run" / name).mkdir(parents=True)

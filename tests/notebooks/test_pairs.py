@@ -210,7 +210,7 @@ def test_cells_are_short(name: str) -> None:
 def test_the_parameters_are_one_cell_of_plain_literals(name: str) -> None:
     """papermill's values come after the tagged cell: what is computed in it keeps the old ones. A parameter that one
     notebook lacks makes a batch over two of them fail."""
-    from rloo_kit.notebook.parameter_values import KNOWN
+    from rloo_kit.notebook.parameters import KNOWN
 
     cells = cells_of(name)
     (number,) = parameter_cells(cells)
@@ -229,7 +229,7 @@ def test_papermill_reads_every_parameter(name: str) -> None:
     """papermill cannot parse a line with a second '=' in its comment, and then calls the parameter unknown."""
     from papermill import inspect_notebook
 
-    from rloo_kit.notebook.parameter_values import KNOWN
+    from rloo_kit.notebook.parameters import KNOWN
 
     assert list(inspect_notebook(FOLDER / f"{name}.ipynb")) == list(KNOWN)
 

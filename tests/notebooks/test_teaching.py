@@ -110,7 +110,7 @@ def in_backticks(name: str) -> list[str]:
 def test_keys_and_parameters_of_the_prose_exist(name: str) -> None:
     """Advice that names a key of an older version ends in an error about the key."""
     from rloo_kit.config.run import RunConfig
-    from rloo_kit.notebook.parameter_values import KNOWN
+    from rloo_kit.notebook.parameters import KNOWN
 
     sections = {key: field.annotation for key, field in RunConfig.model_fields.items() if key != "rewards"}
     loop = sections["rloo"].model_fields
