@@ -1,9 +1,7 @@
-"""What the processes of a run tell one another: start together, wait, share an object, gather lists, agree.
+"""Communication between the processes of a run: start together, wait, share an object, gather lists, agree.
 
-Each function is called by all processes at the same place, or the run hangs; with one process each does nothing and
-says so by its return value. They work on Python objects (pickled), which is fine for verdicts and file names; tensors
-of the loop go through accelerate in the trainer. Left out: sub-groups, and mending a run that lost a process: its
-launcher ends the others.
+All processes call a function at the same place, or the run hangs; with one process each returns at once. Objects are
+pickled, which suits verdicts and file names; tensors of the loop go through accelerate in the trainer.
 """
 
 import os
@@ -16,17 +14,14 @@ from rloo_kit._stack import load_stack
 from rloo_kit.errors import SetupError
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, local_index, process_index
 
-PATIENCE = timedelta(hours=3)  # of a process that waits for another's long rollout; one that died ends all at once
+TIMEOUT = timedelta(hours=3)  # for a process that waits for another's long rollout; one that died ends all at once
 
 
 def start_processes(on_cpu: bool = False) -> None:
     """Join the processes of the run and take this one's device, before a model is loaded; harmless a second time.
 
-    accelerate does it (`PartialState`): NCCL and the GPU of LOCAL_RANK, or gloo on the CPU. Its launch file decides
-    that as well (ACCELERATE_USE_CPU).
-
-    Args:
-        on_cpu: use gloo and the CPU also where there are GPUs.
+    accelerate takes NCCL and the GPU of LOCAL_RANK; or gloo and the CPU where there is no GPU, `on_cpu` is set or its
+    launch file says so (ACCELERATE_USE_CPU).
 
     Raises:
         SetupError: there are more processes on this machine than GPUs.
@@ -37,21 +32,20 @@ def start_processes(on_cpu: bool = False) -> None:
     gpus = torch.cuda.device_count()
     if gpus and local_index() >= gpus and not on_cpu:
         raise SetupError(
-            f"process {local_index()} of this machine has no GPU of its own: {gpus} can be used, one a process; "
+            f"process {local_index()} of this machine has no GPU of its own: {gpus} can be used, one per process; "
             "start fewer processes (num_processes of the launch file, --nproc_per_node of torchrun)"
         )
     on_cpu = on_cpu or not gpus
-    if on_cpu:  # accelerate would say cpu:0, and torch.load knows no such place: no run could be resumed
+    if on_cpu:  # accelerate would name the device cpu:0, which torch.load refuses: no run could be resumed
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     from accelerate import PartialState
 
-    PartialState(cpu=on_cpu, timeout=PATIENCE)
+    PartialState(cpu=on_cpu, timeout=TIMEOUT)
 
 
 def wait_for_all() -> None:
     """Return when every process has come here."""
     if _has_group():
-        load_stack()
         from accelerate import PartialState
 
         PartialState().wait_for_everyone()
@@ -59,10 +53,7 @@ def wait_for_all() -> None:
 
 @contextmanager
 def main_first() -> Iterator[None]:
-    """The main process goes through the block before the others: it fills a cache that they then read.
-
-    Where it fails, the others go in as well and meet the same obstacle.
-    """
+    """The main process runs the block before the others, to fill a cache that they read; also where it fails."""
     if not is_main_process():
         wait_for_all()
     try:
@@ -73,11 +64,7 @@ def main_first() -> Iterator[None]:
 
 
 def share(value: Any) -> Any:
-    """The main process's `value`, in every process; what the others pass is dropped.
-
-    Args:
-        value: anything that pickles.
-    """
+    """The main process's `value` in every process, pickled; what the others pass is dropped."""
     if not _has_group():
         return value
     distributed = load_stack().torch.distributed
@@ -87,11 +74,7 @@ def share(value: Any) -> Any:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """One `value` of each process, in the order of their ranks, in every process.
-
-    Args:
-        value: anything that pickles.
-    """
+    """The `value` of each process, pickled, in the order of their ranks, in every process."""
     if not _has_group():
         return [value]
     distributed = load_stack().torch.distributed
@@ -101,11 +84,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_lists(values: list[Any]) -> list[Any]:
-    """The lists of all processes as one, in the order of their ranks, in every process.
-
-    Args:
-        values: this process's; they may differ in length.
-    """
+    """The lists of all processes, of any lengths, as one in the order of their ranks, in every process."""
     return [value for part in gather_objects(values) for value in part]
 
 
@@ -115,17 +94,13 @@ def any_of(flag: bool) -> bool:
 
 
 def share_of(values: Sequence[Any]) -> range:
-    """Places of `values` that fall to this process: a run of neighbours, as even as it goes, and all of them together.
-
-    Args:
-        values: the same in every process.
-    """
+    """Indices of `values`, the same in every process, that this one works on: adjacent, and as even as possible."""
     count, index = count_processes(), process_index()
     return range(len(values) * index // count, len(values) * (index + 1) // count)
 
 
 def end_processes() -> None:
-    """Leave the group when all is done: NCCL complains of a process that ends inside one. Waits for all."""
+    """Wait for all and leave the group at the end of a run: NCCL warns of a process that ends inside one."""
     if not is_distributed():
         return
     distributed = load_stack().torch.distributed
@@ -135,7 +110,7 @@ def end_processes() -> None:
 
 
 def _has_group() -> bool:
-    """Whether there are other processes to talk to; starts the group where nobody has yet."""
+    """Whether there are other processes; starts the group if need be."""
     if not is_distributed():
         return False
     distributed = load_stack().torch.distributed

@@ -1,8 +1,7 @@
 """Every error that the kit raises on purpose.
 
-All share one root, so `except RlooKitError` catches what the kit has to say and nothing else, and each is also the
-standard exception that fits, so code that knows nothing of the kit still handles it. A message says what was found,
-what the limit is, and the key or command that mends it. Bugs are left to raise whatever they raise.
+All share one root, `RlooKitError`, and each is also the standard exception that fits, so that code which does not know
+the kit handles it too. A message states what was found, the limit, and the key or command that fixes it.
 """
 
 

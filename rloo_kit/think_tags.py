@@ -1,8 +1,7 @@
-"""The token ids of the thinking tags: bound here and nowhere else.
+"""The token IDs of the thinking tags, bound here and nowhere else.
 
-A tokenizer that carries Qwen3's vocabulary must have `</think>` at 151668; one that disagrees is refused, because every
-reward of the kit decides by that id. Any other tokenizer (the embedded model's compact one) says itself where its tags
-are. Source: `tokenizer_config.json` of the Qwen3 checkpoints.
+A tokenizer with Qwen3's vocabulary must have `</think>` at 151668, by which every reward decides; any other (the
+embedded model's compact one) is asked for its own. Source: `tokenizer_config.json` of the Qwen3 checkpoints.
 """
 
 from dataclasses import dataclass
@@ -23,22 +22,21 @@ QWEN3_IDS = {
 
 @dataclass(frozen=True)
 class ThinkTags:
-    """Ids of the thinking tags; None where the tokenizer has no such token (a model that never thinks)."""
+    """IDs of the thinking tags; None where the tokenizer has no such token (a model that never thinks)."""
 
     start_id: int | None
     end_id: int | None
 
 
 def bind_think_tags(tokenizer: Any) -> ThinkTags:
-    """The ids of `<think>` and `</think>` in `tokenizer` (anything with `get_vocab()`).
+    """The IDs of `<think>` and `</think>` in `tokenizer` (anything with `get_vocab()`).
 
     Raises:
-        TokenizerError: the tokenizer carries Qwen3's chat tokens at Qwen3's ids, but its thinking tags elsewhere.
+        TokenizerError: the tokenizer has Qwen3's chat tokens at Qwen3's IDs, but its thinking tags elsewhere.
     """
     vocab = tokenizer.get_vocab()
     tags = ThinkTags(vocab.get(THINK_START), vocab.get(THINK_END))
-    is_qwen3 = all(vocab.get(token) == QWEN3_IDS[token] for token in ("<|im_start|>", "<|im_end|>"))
-    if is_qwen3:
+    if all(vocab.get(token) == QWEN3_IDS[token] for token in ("<|im_start|>", "<|im_end|>")):
         for token, found in ((THINK_START, tags.start_id), (THINK_END, tags.end_id)):
             if found is not None and found != QWEN3_IDS[token]:
                 raise TokenizerError(
@@ -49,11 +47,11 @@ def bind_think_tags(tokenizer: Any) -> ThinkTags:
 
 
 def split_thinking(ids: list[int], tokenizer: Any, tags: ThinkTags, opened: bool) -> tuple[str, str]:
-    """Thinking and answer of a completion as text, parted at the last `</think>` by its id, as `answer_reward` does.
+    """Thinking and answer of a completion as text, split at the last `</think>` by its ID, as `answer_reward` does.
 
     Args:
-        ids: the completion. opened: whether the prompt opened the thinking, so that a completion without `</think>` is
-            all thinking; else it is so only if it holds `<think>`.
+        ids: the completion, (C,). Without `</think>` it is all thinking if it holds `<think>` or the prompt `opened`
+            the thinking, else all answer.
     """
     if tags.end_id is not None and tags.end_id in ids:
         cut = len(ids) - 1 - ids[::-1].index(tags.end_id)

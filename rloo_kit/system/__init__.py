@@ -1,1 +1,1 @@
-"""The machine and the process: environment, GPU, memory, consoles, launchers, the doctor. Never torch."""
+"""The machine and the process: environment, GPU, memory, console, processes, the doctor. Never torch."""

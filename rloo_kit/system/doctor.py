@@ -1,7 +1,7 @@
-"""`rloo-kit doctor`: everything about a machine that can be checked without a run, each finding with what to do.
+"""`rloo-kit doctor`: what can be checked of a machine without a run, and what to do about each finding.
 
-Light by itself: what needs torch (does bitsandbytes load its CUDA library?) or Jupyter runs in a process of its own.
-Nothing that could be a secret is printed: keys by name, processes by program, the hub by host.
+What needs torch or Jupyter runs in a process of its own. Nothing that could be a secret is printed: keys appear by
+name, processes by program, the hub by host.
 """
 
 import json as json_text
@@ -24,20 +24,19 @@ from rich.text import Text
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.system.console import print_table, render_text
 from rloo_kit.system.environment import Environment, cache_folder, prepare_environment
-from rloo_kit.system.gpu import find_holders
+from rloo_kit.system.gpu import GIB, find_holders
 from rloo_kit.system.versions import TESTED, TESTED_EXTRAS, TESTED_PYTHON, in_range, is_importable
 
 HUB_TIMEOUT_S = 3.0
 PROBE_TIMEOUT_S = 120.0
 DISK_LOW_GIB, DISK_FULL_GIB = 10.0, 1.0  # a 4-bit Qwen3-4B takes 2.5 GiB, its checkpoints little
 HELD_BY_OTHERS_GIB = 1.0
-GIB = 2**30
 _REINSTALL = "make setup (or pip install -c constraints.txt -e .)"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: `status` is ok, warn (a run may still work) or fail (it will not); `todo` is empty when ok."""
+    """One finding. `status`: ok, warn (a run may still work) or fail (it will not); `todo` is empty when ok."""
 
     name: str
     status: str
@@ -58,11 +57,8 @@ class Report:
         return int(any(check.status == "fail" for check in self.checks))
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "exit_code": self.exit_code,
-            "environment": self.environment.to_dict(),
-            "checks": [asdict(check) for check in self.checks],
-        }
+        checks = [asdict(check) for check in self.checks]
+        return {"exit_code": self.exit_code, "environment": self.environment.to_dict(), "checks": checks}
 
     def __str__(self) -> str:
         return f"{self.environment}\n{render_text(self._table())}"
@@ -81,12 +77,12 @@ class Report:
 
 
 def check_installation(root: Path | None = None) -> Report:
-    """Check this machine and installation; takes a few seconds, a minute where a GPU and a cold disk meet.
+    """Check this machine and installation. Takes seconds; up to a minute with a GPU and a cold disk.
 
     Args:
         root: folder that holds `.env`; None finds the project's root.
     Returns:
-        The Report; print it for two tables, `.to_dict()` for JSON, `.exit_code` for a script.
+        The Report: print it for two tables, `.to_dict()` for JSON, `.exit_code` for a script.
     """
     settled, checks = _settle(root)
     checks += [_python(settled), *_packages(settled), _gpu(settled)]
@@ -97,16 +93,16 @@ def check_installation(root: Path | None = None) -> Report:
 
 
 def _settle(root: Path | None) -> tuple[Environment, list[Check]]:
-    """The environment; where set-up refuses, that finding, and as much of the environment as there is."""
+    """The environment; where set-up refuses, that finding and what can be had of the environment."""
     try:
         return prepare_environment(root=root), []
     except (ConfigError, SetupError) as error:
         refused = [Check("set-up", "fail", "setup_environment() refuses", str(error))]
     try:
-        return prepare_environment("transformers", root), refused  # it was the backend that cannot be had
+        return prepare_environment("transformers", root), refused  # the backend was the obstacle
     except (ConfigError, SetupError):
         os.environ.pop("TQDM_NOTEBOOK", None)
-        with tempfile.TemporaryDirectory() as nowhere:  # it was .env, or a value in it
+        with tempfile.TemporaryDirectory() as nowhere:  # .env was, or a value in it
             settled = prepare_environment("transformers", Path(nowhere))
         settled.root, settled.env_file = None, "left out, see set-up below"
         return settled, refused
@@ -157,7 +153,7 @@ def _gpu(settled: Environment) -> Check:
 
 
 def _probe(code: str, timeout_s: float = PROBE_TIMEOUT_S) -> tuple[bool, str]:
-    """Run Python code in a process of its own. Returns: whether it ended well, and the last line that it wrote."""
+    """Run Python code in a process of its own. Returns: whether it succeeded, and the last line that it wrote."""
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -169,17 +165,15 @@ def _probe(code: str, timeout_s: float = PROBE_TIMEOUT_S) -> tuple[bool, str]:
 _BITSANDBYTES = """
 from bitsandbytes.cextension import lib
 if not getattr(lib, "compiled_with_cuda", False):
-    raise SystemExit(vars(lib).get("error_msg", "only its CPU library loads"))  # getattr makes up what is not there
+    raise SystemExit(vars(lib).get("error_msg", "only its CPU library loads"))  # getattr invents what is missing
 print("loads " + lib._lib._name.rsplit("/", 1)[-1])
 """
 
 
 def _bitsandbytes() -> Check:
     loads, found = _probe(_BITSANDBYTES)
-    if loads:
-        return Check("bitsandbytes CUDA library", "ok", found)
-    todo = "python -m bitsandbytes tells more; until then model.load_in_4bit=false"
-    return Check("bitsandbytes CUDA library", "fail", found, todo)
+    todo = "" if loads else "see python -m bitsandbytes; until then model.load_in_4bit=false"
+    return Check("bitsandbytes CUDA library", "ok" if loads else "fail", found, todo)
 
 
 def _gpu_memory(settled: Environment) -> Check:
@@ -195,7 +189,7 @@ def _gpu_memory(settled: Environment) -> Check:
     found = f"{gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free; held by {', '.join(named) or 'nobody'}"
     held_by_others = gpu.memory_gib - gpu.free_gib - sum(h.memory_gib or 0.0 for h in holders if h.pid == own)
     if held_by_others > HELD_BY_OTHERS_GIB:
-        return Check("GPU memory", "warn", found, "end what you do not need (other notebooks' kernels, say)")
+        return Check("GPU memory", "warn", found, "end what you do not need, such as other notebooks' kernels")
     return Check("GPU memory", "ok", found)
 
 
@@ -212,7 +206,7 @@ def _disk() -> list[Check]:
         free = shutil.disk_usage(there).free / GIB
         status = "ok" if free >= DISK_LOW_GIB else "warn" if free >= DISK_FULL_GIB else "fail"
         found = f"{free:.1f} GiB free at {there} ({', '.join(uses)})"
-        todo = f"free some: {DISK_LOW_GIB:.0f} GiB hold a 4-bit model and a run" if status != "ok" else ""
+        todo = f"free some: a 4-bit model and a run take up to {DISK_LOW_GIB:.0f} GiB" if status != "ok" else ""
         checks.append(Check("disk", status, found, todo))
     return checks
 
@@ -253,13 +247,12 @@ def _hub() -> Check:
         return Check("hub", "ok", f"{host} is reachable (status {answer.code})")
     except (OSError, ValueError, HTTPException) as error:
         found = f"{host} is not reachable ({type(error).__name__})"
-        return Check("hub", "warn", found, "HF_HUB_OFFLINE=1 spares the waiting; embedded and cached models still work")
+        return Check("hub", "warn", found, "HF_HUB_OFFLINE=1 saves the wait; embedded and cached models still work")
 
 
 def _keys(settled: Environment) -> list[Check]:
     checks = []
     for name, state in settled.keys.items():
         todo = f"write {name}=... into {settled.env_file or '.env in the project root'}, or remove the empty one"
-        status = "warn" if state == "empty" else "ok"
-        checks.append(Check(name, status, state, todo if status == "warn" else ""))
+        checks.append(Check(name, "warn", state, todo) if state == "empty" else Check(name, "ok", state))
     return checks + [Check("token", "ok", settled.token)]

@@ -1,13 +1,13 @@
 """The project's root and its `.env`: found by a marker, loaded by path, reported by name and never by value.
 
-python-dotenv alone looks up from the working directory, so a notebook run by papermill from elsewhere finds nothing
-and says nothing; and to it an empty variable is a set one, so `HF_TOKEN=` in the shell hides the token in `.env`. Here
-an empty variable counts as missing, save for those where empty means something (`KEEP_EMPTY`).
+python-dotenv alone searches from the working directory, where a notebook started elsewhere finds nothing, and takes an
+empty variable for a set one, so `HF_TOKEN=` in the shell hides the token in `.env`.
 """
 
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ _PLAIN_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
 @dataclass
 class EnvFile:
-    """What became of `.env`; `keys` maps a name to found in .env, found in the environment, empty or missing."""
+    """The outcome; `keys` maps a name to "found in .env", "found in the environment", "empty" or "missing"."""
 
     root: Path | None
     path: Path | None
@@ -32,10 +32,8 @@ class EnvFile:
 
 
 def find_root(start: Path | None = None) -> Path | None:
-    """The nearest folder at or above `start` (the working directory), else above the package, that holds a marker.
-
-    Markers: pyproject.toml, .git, a folder `configs`, a file `.env`. None where there is no such folder.
-    """
+    """The nearest folder at or above `start` (None: the working directory), else above the package, that holds one of
+    `MARKERS`; None without any."""
     for origin in (Path(start or Path.cwd()).resolve(), Path(__file__).resolve().parents[2]):
         for folder in (origin, *origin.parents):
             if any(_is_marker(folder / name) for name in MARKERS):
@@ -64,13 +62,13 @@ def load_env_file(root: Path | None = None, expected: Sequence[str] = EXPECTED_K
     path = root / ".env" if root is not None else None
     report = EnvFile(root, path if path is not None and path.is_file() else None)
     values = _read(report.path) if report.path is not None else {}
-    if any(value is None for value in values.values()):  # not by name: a token pasted on a line of its own lands here
+    if None in values.values():  # not by name: a token pasted on a line of its own lands here
         report.notes.append(f"{report.path}: a line without '=' is ignored; write NAME=value")
     before = {name for name, value in os.environ.items() if value}
     for name, value in values.items():
         if value and not os.environ.get(name) and not (name in KEEP_EMPTY and name in os.environ):
             os.environ[name] = value
-    # Only names that look like one are reported: a broken multi-line secret leaves scraps of itself as "names".
+    # Only what looks like a name is reported: a broken multi-line secret leaves scraps of itself as names.
     empty = [name for name, value in values.items() if value == "" and _PLAIN_NAME.fullmatch(name)]
     asked = [expected] if isinstance(expected, str) else expected
     for name in dict.fromkeys([*asked, *empty]):
@@ -92,19 +90,17 @@ def _read(path: Path) -> dict[str, str | None]:
     except UnicodeDecodeError:  # `from None`: the original error carries the file's bytes
         raise SetupError(f"{path} is not UTF-8 text: save it as UTF-8, one NAME=value a line") from None
     except OSError as error:
-        raise SetupError(f"{path} cannot be read ({error.strerror}): mend its permissions (chmod 600 .env)") from None
+        raise SetupError(f"{path} cannot be read ({error.strerror}): fix its permissions (chmod 600 .env)") from None
 
 
 def find_token() -> str:
-    """Where a Hugging Face token lies, in words, never the token: the environment, the login's file, or nowhere."""
+    """Where a Hugging Face token was found: in the environment, in the login's file, or nowhere. Never the token."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         if os.environ.get(name, "").strip():
             return f"found ({name})"
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     path = Path(os.environ.get("HF_TOKEN_PATH") or home / "token").expanduser()
-    try:
+    with suppress(OSError):
         if path.read_bytes().strip():
             return "found (the file that the login wrote)"
-    except OSError:
-        pass
     return "not found (gated and private models need one: HF_TOKEN in .env)"

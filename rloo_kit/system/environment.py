@@ -1,8 +1,7 @@
 """The environment of a run, settled once and before torch: keys, GPU, precision, backend, progress bars, caches.
 
-Everything here reads NVML, files and metadata; no heavy library is imported, so it can run first. What has to import
-one (Unsloth, where it is the backend) and the check of the import order are in `rloo_kit._stack`, with the public
-`setup_environment()`; modules that only want to know what was settled ask `current()`.
+`rloo_kit._stack` has the public `setup_environment()`, which also imports Unsloth where it is the backend. Modules that
+need the outcome call `current()`.
 """
 
 import os
@@ -10,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ BACKENDS = ("unsloth", "transformers")
 CACHE_VARIABLE = "RLOO_KIT_CACHE"
 BACKEND_VARIABLE = "RLOO_KIT_BACKEND"
 BF16_CAPABILITY = (8, 0)  # Ampere and later do bf16 in hardware; Turing and Volta only emulate it
-PRECISIONS = {  # name: (torch's dtype, what ACCELERATE_MIXED_PRECISION says)
+PRECISIONS = {  # name: (torch's dtype, ACCELERATE_MIXED_PRECISION)
     "bf16": ("bfloat16", "bf16"),
     "fp16": ("float16", "fp16"),
     "fp32": ("float32", "no"),
@@ -37,9 +37,9 @@ PRECISIONS = {  # name: (torch's dtype, what ACCELERATE_MIXED_PRECISION says)
 
 @dataclass(repr=False)
 class Environment:
-    """What set-up found and chose. Prints as a table; holds names of keys, never their values.
+    """What set-up found and chose; prints as a table. It holds names of keys, never their values.
 
-    `gpu` is the NVIDIA GPU of this process (None: `gpu_reason` says why); `precision` one of bf16, fp16, fp32.
+    `gpu` is the NVIDIA GPU of this process (None: see `gpu_reason`), `precision` one of bf16, fp16, fp32.
     """
 
     backend: str
@@ -65,14 +65,14 @@ class Environment:
 
     @property
     def mixed_precision(self) -> str:
-        """The precision in accelerate's words: bf16, fp16 or no."""
+        """accelerate's name for the precision: bf16, fp16 or no."""
         return PRECISIONS[self.precision][1]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def rows(self) -> list[tuple[str, str]]:
-        """The table's rows: what it is called, what was found."""
+        """The table's rows: name and finding."""
         gpu = self.gpu
         rows = [("backend", f"{self.backend}: {self.backend_reason}")]
         if gpu is None:
@@ -84,7 +84,7 @@ class Environment:
             others = "" if is_distributed() else "; for all: rloo-kit train --launch configs/accelerate/ddp.yaml"
             rows.append(("GPUs", f"{self.num_gpus} visible; this process uses the one above{others}"))
         if is_distributed():
-            rows.append(("processes", f"{count_processes()}; this is what the first of them found"))
+            rows.append(("processes", f"{count_processes()}; this table is of the first"))
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)
         keys = ", ".join(f"{name} {state}" for name, state in self.keys.items())
         rows += [
@@ -132,8 +132,8 @@ def choose_backend(requested: str, gpu: Gpu | None, gpu_reason: str) -> tuple[st
 
     Raises:
         ConfigError: the argument or the variable names no backend.
-        SetupError: Unsloth is asked for, but it is not installed, there is no GPU that torch can use, or the run has
-            several processes; or they are several and it has been imported.
+        SetupError: Unsloth is requested, but not installed or without a GPU that torch can use; or it is requested or
+            imported in a run with several processes.
     """
     variable = os.environ.get(BACKEND_VARIABLE, "").strip().lower() or "auto"
     choice, source = (requested, "backend=") if requested != "auto" else (variable, f"{BACKEND_VARIABLE}=")
@@ -142,8 +142,16 @@ def choose_backend(requested: str, gpu: Gpu | None, gpu_reason: str) -> tuple[st
     if choice == "transformers":
         return "transformers", f"asked for by {source}transformers"
     imported = sys.modules.get("unsloth") is not None
+    if is_distributed() and (imported or choice == "unsloth"):
+        what, fix = f"{source}unsloth", "leave it out"
+        if choice != "unsloth":
+            what, fix = "Unsloth is imported in this process", "do not import it"
+        raise SetupError(
+            f"{what}, but the run has {many_processes()}: {fix}, and the transformers backend trains on all of them; "
+            "or start one process (rloo-kit train without --launch)"
+        )
     if is_distributed():
-        return _choose_for_many(f"{source}unsloth" if choice == "unsloth" else "", imported)
+        return "transformers", many_processes()
     if imported:
         return "unsloth", "imported in this process already"
     installed = is_importable("unsloth")
@@ -152,8 +160,8 @@ def choose_backend(requested: str, gpu: Gpu | None, gpu_reason: str) -> tuple[st
         return "unsloth", found if choice == "auto" else f"asked for by {source}unsloth"
     missing = "Unsloth is not installed" if gpu is not None or not installed else gpu_reason
     if choice == "unsloth":
-        cure = "pip install -e '.[gpu]'" if not installed else "run rloo-kit doctor on the machine with the GPU"
-        raise SetupError(f"{source}unsloth: {missing}. {cure}; or go without it: {BACKEND_VARIABLE}=transformers")
+        fix = "pip install -e '.[gpu]'" if not installed else "run rloo-kit doctor on the machine with the GPU"
+        raise SetupError(f"{source}unsloth: {missing}. {fix}; or go without it: {BACKEND_VARIABLE}=transformers")
     return "transformers", missing if gpu is not None else gpu_reason
 
 
@@ -162,52 +170,34 @@ def many_processes() -> str:
     return f"{count_processes()} processes, and Unsloth trains on one GPU"
 
 
-def _choose_for_many(asked: str, imported: bool) -> tuple[str, str]:
-    """transformers, for a run with several processes; `asked` says how Unsloth was asked for, if it was."""
-    if not asked and not imported:
-        return "transformers", many_processes()
-    what = asked or "Unsloth is imported in this process"
-    cure = "leave it out" if asked else "do not import it"
-    raise SetupError(
-        f"{what}, but the run has {many_processes()}: {cure}, and the transformers backend trains on all of them; or "
-        "start one process (rloo-kit train without --launch)"
-    )
-
-
 def cache_folder() -> Path:
-    """The kit's own cache: RLOO_KIT_CACHE as it stands, else `rloo-kit` in XDG_CACHE_HOME or `~/.cache`.
-
-    Where the latter cannot be written (a read-only home), a folder of this user in the temporary directory.
-    """
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
+    """The kit's cache: RLOO_KIT_CACHE, else `rloo-kit` in XDG_CACHE_HOME or `~/.cache`; where the home is read-only, a
+    folder in the temporary directory."""
+    if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen).expanduser()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "rloo-kit"
-    try:
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except OSError:
-        pass
     folder = Path(tempfile.gettempdir()) / f"rloo-kit-{os.getuid()}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def _move_unsloth_cache() -> str:
-    """Point UNSLOTH_COMPILE_LOCATION at the user's cache (Unsloth writes into the working folder otherwise).
+    """Point UNSLOTH_COMPILE_LOCATION at the user's cache: Unsloth writes into the working folder otherwise.
 
-    One folder for each set of versions: its files are generated from the sources of TRL and transformers.
+    One folder for each set of versions, because its files are generated from the sources of TRL and transformers.
     """
     if not os.environ.get("UNSLOTH_COMPILE_LOCATION"):
-        names = ("unsloth", "trl", "transformers", "torch")
-        versions = "-".join(installed_version(name) or "none" for name in names)
-        os.environ["UNSLOTH_COMPILE_LOCATION"] = str(cache_folder() / "unsloth_compiled_cache" / versions)
+        versions = [installed_version(name) or "none" for name in ("unsloth", "trl", "transformers", "torch")]
+        os.environ["UNSLOTH_COMPILE_LOCATION"] = str(cache_folder() / "unsloth_compiled_cache" / "-".join(versions))
     return os.environ["UNSLOTH_COMPILE_LOCATION"]
 
 
 def _usable_gpu(gpus: Gpus) -> tuple[Gpu | None, str]:
-    """The GPU that torch can use: none where the installed torch is a CPU build."""
+    """The GPU that torch can use, and the reason for none."""
     if gpus.gpu is not None and is_cpu_torch():
         version = installed_version("torch")
         return None, f"{gpus.gpu.name} is there, but torch {version} is a CPU build; install a CUDA build of torch"
@@ -224,13 +214,13 @@ def _set_mixed_precision(value: str) -> list[str]:
 
 
 _current: Environment | None = None
-_requested = "auto"  # a backend that an earlier call asked for by argument; a later call without one keeps it
+_requested = "auto"  # the backend that an earlier call named; a later call without one keeps it
 
 
 def prepare_environment(
     backend: str = "auto", root: Path | None = None, keys: Sequence[str] = EXPECTED_KEYS
 ) -> Environment:
-    """All of set-up that needs no heavy library; see `rloo_kit.setup_environment` for the arguments and errors."""
+    """The part of set-up that needs no heavy library; see `rloo_kit.setup_environment` for arguments and errors."""
     global _current, _requested
     env_file: EnvFile = load_env_file(root, keys)  # first: it may set any of the variables below
     gpus = find_gpus()
@@ -240,7 +230,7 @@ def prepare_environment(
     requested = _requested if backend == "auto" else backend
     chosen, backend_reason = choose_backend(requested, gpu, gpu_reason)
     if backend == "auto" and _current is not None and _current.backend == chosen:
-        backend_reason = _current.backend_reason  # why it was chosen, not that it is loaded by now
+        backend_reason = _current.backend_reason  # the first one: by now Unsloth is imported
     precision, precision_reason = choose_precision(gpu)
     progress = set_up_progress()
     notes = env_file.notes + _set_mixed_precision(PRECISIONS[precision][1])
@@ -268,5 +258,5 @@ def prepare_environment(
 
 
 def current() -> Environment:
-    """The environment that set-up settled; where nobody has called it yet, it is prepared now with the defaults."""
+    """The environment that set-up settled; before set-up, one prepared now with the defaults."""
     return _current if _current is not None else prepare_environment()

@@ -1,7 +1,6 @@
-"""What the NVIDIA driver says about the GPUs, read through NVML: no torch, no CUDA context, a few milliseconds.
+"""NVIDIA GPUs as the driver reports them through NVML: no torch, no CUDA context, a few milliseconds.
 
-Left out on purpose: AMD, Intel and Apple devices (the kit runs on them as on a CPU), and the size of a MIG slice that
-CUDA picks by itself (name the slice in CUDA_VISIBLE_DEVICES and its own memory is read).
+Of a MIG slice the own memory is read where CUDA_VISIBLE_DEVICES names the slice.
 """
 
 import os
@@ -47,8 +46,8 @@ class Gpus:
     reason: str
 
 
-class _NoNvml(Exception):
-    """NVML's bindings or the driver's library are not there."""
+class _NoDriver(Exception):
+    """NVML's bindings or the driver's library are missing, or the driver does not answer."""
 
 
 @contextmanager
@@ -56,13 +55,15 @@ def _driver() -> Iterator[Any]:
     try:
         import pynvml
     except ImportError:
-        raise _NoNvml("NVML's Python bindings (nvidia-ml-py) are not installed") from None
+        raise _NoDriver("NVML's Python bindings (nvidia-ml-py) are not installed") from None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        raise _NoNvml(f"no NVIDIA driver: {error}") from None
+        raise _NoDriver(f"no NVIDIA driver: {error}") from None
     try:
         yield pynvml
+    except pynvml.NVMLError as error:
+        raise _NoDriver(f"the NVIDIA driver does not answer: {error}") from None
     finally:
         pynvml.nvmlShutdown()
 
@@ -73,10 +74,8 @@ def _handle(nvml: Any, entry: str) -> Any | None:
     if entry.isdigit():
         return nvml.nvmlDeviceGetHandleByIndex(int(entry)) if int(entry) < count else None
     if entry.startswith("MIG-"):
-        try:
+        with suppress(nvml.NVMLError):
             return nvml.nvmlDeviceGetHandleByUUID(entry)
-        except nvml.NVMLError:
-            return None
     if entry.startswith("GPU-"):
         for index in range(count):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -86,7 +85,7 @@ def _handle(nvml: Any, entry: str) -> Any | None:
 
 
 def _visible_handles(nvml: Any) -> list[Any]:
-    """Devices in CUDA's order. Like CUDA, stop at the first entry of CUDA_VISIBLE_DEVICES that names nothing."""
+    """Devices in CUDA's order, up to the first entry of CUDA_VISIBLE_DEVICES that names none, as CUDA reads it."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
@@ -100,7 +99,7 @@ def _visible_handles(nvml: Any) -> list[Any]:
 
 
 def _own(handles: list[Any]) -> Any:
-    """The device of this process: LOCAL_RANK counts among the visible ones, as the launchers do; else the first."""
+    """The device of this process: of the visible ones that of LOCAL_RANK, else the first."""
     rank = os.environ.get("LOCAL_RANK", "")
     return handles[int(rank)] if rank.isdigit() and int(rank) < len(handles) else handles[0]
 
@@ -124,36 +123,28 @@ def find_gpus() -> Gpus:
     """The GPU of this process as CUDA would see it (CUDA_VISIBLE_DEVICES, LOCAL_RANK), with its memory right now."""
     try:
         with _driver() as nvml:
-            try:
-                handles = _visible_handles(nvml)
-                if handles:
-                    return Gpus(_read_gpu(nvml, _own(handles)), len(handles), "")
-                count = nvml.nvmlDeviceGetCount()
-                if count == 0:
-                    return Gpus(None, 0, "the NVIDIA driver lists no GPU")
+            if handles := _visible_handles(nvml):
+                return Gpus(_read_gpu(nvml, _own(handles)), len(handles), "")
+            if count := nvml.nvmlDeviceGetCount():
                 value = os.environ["CUDA_VISIBLE_DEVICES"]
                 return Gpus(None, 0, f"CUDA_VISIBLE_DEVICES={value!r} hides the {count} NVIDIA GPU(s)")
-            except nvml.NVMLError as error:
-                return Gpus(None, 0, f"the NVIDIA driver does not answer: {error}")
-    except _NoNvml as reason:
+            return Gpus(None, 0, "the NVIDIA driver lists no GPU")
+    except _NoDriver as reason:
         return Gpus(None, 0, str(reason))
 
 
 def find_holders(gpu: Gpu) -> list[Holder]:
-    """The processes that hold memory of `gpu`, the largest first; empty where the driver does not tell."""
+    """The processes that hold memory of `gpu`, the largest first; empty where the driver does not answer."""
     try:
         with _driver() as nvml:
-            try:
-                handle = nvml.nvmlDeviceGetHandleByIndex(gpu.index)
-                processes = {
-                    process.pid: process
-                    for query in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses)
-                    for process in query(handle)
-                }
-                holders = [_read_holder(nvml, process) for process in processes.values()]
-            except nvml.NVMLError:
-                return []
-    except _NoNvml:
+            handle = nvml.nvmlDeviceGetHandleByIndex(gpu.index)
+            found = [
+                *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
+                *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
+            ]
+            processes = {process.pid: process for process in found}
+            holders = [_read_holder(nvml, process) for process in processes.values()]
+    except _NoDriver:
         return []
     return sorted(holders, key=lambda holder: -(holder.memory_gib or 0.0))
 

@@ -1,7 +1,4 @@
-"""What this process holds of the RAM, what it may come to hold, giving it back, and errors that say it ran out.
-
-Left out: what it holds where there is no /proc, and giving back where the C library is not glibc.
-"""
+"""RAM of this process: what it holds, what it may still take, giving it back, and errors that say it ran out."""
 
 import ctypes
 import os
@@ -9,7 +6,7 @@ import sys
 import traceback
 from pathlib import Path
 
-GIB = 2**30
+from rloo_kit.system.gpu import GIB
 
 
 def resident_gib() -> float | None:
@@ -22,7 +19,7 @@ def resident_gib() -> float | None:
 
 
 def clear_last_error() -> None:
-    """Let go of the local variables in the frames of the last uncaught error: a model in one of them stays for ever.
+    """Drop the local variables in the frames of the last uncaught error, which keep a model in memory.
 
     The error and the lines of its traceback stay readable.
     """
@@ -35,7 +32,7 @@ def clear_last_error() -> None:
 
 
 def trim_heap() -> None:
-    """Hand free memory of the C heap back to the system, where the C library is glibc; elsewhere nothing."""
+    """Return free memory of the C heap to the system; only glibc can."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError, TypeError):  # another C library
@@ -43,7 +40,7 @@ def trim_heap() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that a GPU or the machine has no memory left; on a CPU torch has no class for it.
+    """Whether the error says that a GPU or the machine has no memory left; torch has no class for the CPU's.
 
     >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
     True
@@ -55,7 +52,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def available_gib() -> float:
-    """RAM in GiB that this process may come to hold: what it holds, and what the machine or its container has free."""
+    """RAM in GiB that this process can hold: what it holds now and what the machine or its container has free."""
     import psutil
 
     held = int(psutil.Process().memory_info().rss)
@@ -63,7 +60,7 @@ def available_gib() -> float:
 
 
 def _free_in_container(folder: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes below the limit of this control group (version 2), its page cache counted as free; no limit: very many."""
+    """Bytes below the limit of this control group (v2), its page cache counted as free; sys.maxsize without a limit."""
     try:
         limit = int((folder / "memory.max").read_text(encoding="ascii"))
         held = int((folder / "memory.current").read_text(encoding="ascii"))

@@ -1,28 +1,45 @@
-"""Which of a run's processes this is: what launchers (accelerate launch, torchrun) say in the environment.
+"""The processes of a run: which of them this one is, and `rloo-kit train --launch FILE`, which starts them.
 
-One process a GPU. RANK counts all processes of a run from 0, LOCAL_RANK those of one machine, and WORLD_SIZE says how
-many there are; without a launcher there is one process. Only the environment is read, so that it is known before torch
-is imported. Left out: talking to the other processes, for which `collective` is there.
+One process a GPU. Launchers (accelerate launch, torchrun) set RANK, LOCAL_RANK and WORLD_SIZE; without one there is one
+process. Only the environment is read, so that all of it is known before torch is imported.
 """
 
+import logging
 import os
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
 
 from rloo_kit.errors import ConfigError
+from rloo_kit.system.gpu import find_gpus
 
 WORLD_SIZE, RANK, LOCAL_RANK = "WORLD_SIZE", "RANK", "LOCAL_RANK"
+LAUNCH_VARIABLE = "RLOO_KIT_LAUNCH"  # what follows --launch, for the processes that it started
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+SHUTDOWN_S = 3600  # after Ctrl-C the run finishes its step and saves; torch's 30 s are less than a long rollout
+ACCELERATE = "accelerate.commands.launch"
+REFUSED, INTERRUPTED = 2, 130
+_REPEATED = ("Sending process", "failed (exitcode", "Received", "Closing process")  # torch's log of what is known
 
 
 def count_processes() -> int:
-    """Processes of a distributed run (WORLD_SIZE, which launchers set), 1 or more; 1 without one.
+    """Processes of a distributed run (WORLD_SIZE), 1 or more; 1 without a launcher.
 
     Raises:
-        ConfigError: the variable holds something else than a whole number from 1 on.
+        ConfigError: the variable is not a whole number of 1 or more.
     """
     return _read(WORLD_SIZE, 1, least=1)
 
 
 def process_index() -> int:
-    """The rank of this process among all of the run, from 0; 0 without a launcher.
+    """The rank of this process in the run, from 0; 0 without a launcher.
 
     Raises:
         ConfigError: RANK is no whole number, or not below WORLD_SIZE.
@@ -34,7 +51,7 @@ def process_index() -> int:
 
 
 def local_index() -> int:
-    """The rank of this process on its machine, from 0: the GPU that it takes; 0 without a launcher.
+    """The rank of this process on its machine, from 0, which is the GPU that it takes; 0 without a launcher.
 
     Raises:
         ConfigError: LOCAL_RANK is no whole number.
@@ -47,15 +64,15 @@ def is_main_process() -> bool:
     return process_index() == 0
 
 
-def say(text: object) -> None:
-    """Print a line at once; in the main process only, so that a run with many says it once."""
-    if is_main_process():
-        print(text, flush=True)
-
-
 def is_distributed() -> bool:
     """Whether there are further processes."""
     return count_processes() > 1
+
+
+def say(text: object) -> None:
+    """Print a line at once, in the main process only."""
+    if is_main_process():
+        print(text, flush=True)
 
 
 def _read(name: str, default: int, least: int = 0) -> int:
@@ -67,3 +84,134 @@ def _read(name: str, default: int, least: int = 0) -> int:
             f"the environment's {name} is {text!r}; a launcher sets it to a whole number, {least} or more"
         )
     return int(text)
+
+
+def launch_run(file: Path, arguments: Sequence[str], processes: int | None = None) -> int:
+    """Start a run in several processes through accelerate's `launch` program, and wait for its end.
+
+    Unlike plain `accelerate launch` it returns the run's exit code, leaves out torch's account of a failure that the
+    run has reported itself, gives the processes time to save after Ctrl-C, and leaves none of them behind.
+
+    Args:
+        file: as `accelerate config` writes them; the kit's own are in configs/accelerate.
+        arguments: of `rloo-kit`, for each process: ["train", "configs/x.yaml", ...].
+        processes: on all machines together, at least 1; None for the file's `num_processes`.
+    Returns:
+        The exit code: the run's (2 refused, 130 interrupted), or 128 and the signal's number.
+    Raises:
+        ConfigError: the file cannot be used, there are too few GPUs, or a launcher started this process already.
+    """
+    settings = _read_launch_file(file) | ({} if processes is None else {"num_processes": processes})
+    machines = int(settings.get("num_machines") or 1)
+    _refuse_too_few_gpus(file, int(settings.get("num_processes") or 1) // machines, machines, settings)
+    command = ["--config_file", str(file)]
+    if machines == 1 and settings.get("main_process_port") is None:
+        command += ["--main_process_port", "0"]  # a free one, so that two runs do not share it
+    if "num_processes" in settings:
+        command += ["--num_processes", str(settings["num_processes"])]
+    command += ["-m", "rloo_kit.cli", *arguments]
+    print(f"launching: {shlex.join(['accelerate', 'launch', *command])}", flush=True)
+    os.environ[LAUNCH_VARIABLE] = shlex.join([str(file), *(["--processes", str(processes)] if processes else [])])
+    os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_S))
+    if not {"", os.getcwd()} & set(sys.path):  # `python -m` would put the working folder first, `rloo-kit` does not
+        os.environ["PYTHONSAFEPATH"] = "1"
+    return _run_accelerate(command)
+
+
+def resume_words() -> list[str]:
+    """What a command that continues this run has to add: `--launch FILE`, or nothing."""
+    words = os.environ.get(LAUNCH_VARIABLE)
+    return ["--launch", *shlex.split(words)] if words else []
+
+
+def _read_launch_file(file: Path) -> dict[str, Any]:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    if by_launcher := [name for name in (RANK, LOCAL_RANK) if os.environ.get(name)] + [WORLD_SIZE] * is_distributed():
+        why = f"this process was started by a launcher already ({by_launcher[0]} is set)"
+        raise ConfigError(f"--launch {file}: {why}: leave --launch out")
+    reader = YAML(typ="safe", pure=True)
+    reader.version = (1, 1)  # accelerate reads it so
+    try:
+        settings = reader.load(file)
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else f"it cannot be read: {error}"
+        near = get_close_matches(file.name, [path.name for path in file.parent.glob("*.yaml")], 1)
+        meant = f"did you mean {file.parent / near[0]}?" if near else "the kit's own lie in configs/accelerate"
+        raise ConfigError(f"--launch {file}: {why}; {meant}") from None
+    if not isinstance(settings, dict) or "distributed_type" not in settings:
+        raise ConfigError(
+            f"--launch {file}: no launch file of accelerate (it has no distributed_type); see configs/accelerate, or "
+            "write one with: accelerate config --config_file NAME.yaml"
+        )
+    if settings["distributed_type"] == "MULTI_CPU" and not settings.get("mpirun_config"):
+        raise ConfigError(
+            f"--launch {file}: accelerate starts a single process for distributed_type MULTI_CPU without mpirun; use "
+            "configs/accelerate/cpu_two.yaml (MULTI_GPU without a GPU, through gloo)"
+        )
+    return settings
+
+
+def _refuse_too_few_gpus(file: Path, here: int, machines: int, settings: Mapping[str, Any]) -> None:
+    """`here` processes start on this machine, one a GPU, unless they are to use the CPU."""
+    gpus = find_gpus()
+    if settings.get("use_cpu") or here <= gpus.count:
+        return
+    found = f"{gpus.count} of its GPUs can be used" if gpus.count else gpus.reason
+    fix = f"--processes {gpus.count * machines}" if gpus.count else "configs/accelerate/cpu_two.yaml runs on the CPU"
+    raise ConfigError(
+        f"--launch {file}: it starts {here} processes on this machine, one a GPU, but {found}: {fix}; or set "
+        "num_processes in the file"
+    )
+
+
+def exit_code(codes: Mapping[int, int]) -> tuple[int, str]:
+    """Exit code of a run from those of its processes that failed, by rank, and what the run has not reported yet.
+
+    A process that ended by itself is the reason; the launcher then ends the others (SIGTERM).
+
+    >>> exit_code({0: 2, 1: -15})
+    (2, '')
+    >>> exit_code({0: -15, 1: 1})
+    (1, 'process 1 of the run ended with exit code 1; its error is above')
+    >>> exit_code({0: -15, 1: -9})[0]
+    137
+    """
+    rank, code = min(codes.items(), key=lambda item: (item[1] < 0, item[1] == -signal.SIGTERM, item[0]))
+    if code > 0:
+        known = code in (REFUSED, INTERRUPTED)
+        return code, "" if known else f"process {rank} of the run ended with exit code {code}; its error is above"
+    cause = " (by the system, where its memory has run out)" if code == -signal.SIGKILL else ""
+    return 128 - code, f"process {rank} of the run was killed by {signal.Signals(-code).name}{cause}"
+
+
+def _run_accelerate(command: Sequence[str]) -> int:
+    """accelerate's `launch` program in this process. Returns: the exit code of the run."""
+    import psutil
+
+    for name in ("multiprocessing.api", "agent.server.api"):
+        logger = logging.getLogger(f"torch.distributed.elastic.{name}")
+        logger.addFilter(lambda record: not record.getMessage().startswith(_REPEATED))
+    sys.argv = [ACCELERATE, *command]
+    try:
+        runpy.run_module(ACCELERATE, run_name="__main__", alter_sys=True)
+        return 0
+    except (ValueError, OSError, ImportError) as error:
+        raise ConfigError(f"accelerate cannot launch this: {type(error).__name__}: {error}") from None
+    except subprocess.CalledProcessError as error:  # a single process
+        failed = {0: error.returncode}
+    except Exception as error:
+        if type(error).__name__ == "SignalException":  # torch's class by its name: this package never imports torch
+            return INTERRUPTED
+        if type(error).__name__ != "ChildFailedError":
+            raise
+        failed = {rank: failure.exitcode for rank, failure in error.failures.items()}  # type: ignore[attr-defined]
+    finally:
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                child.kill()
+    code, text = exit_code(failed)
+    if text:
+        print(f"rloo-kit: {text}", file=sys.stderr, flush=True)
+    return code

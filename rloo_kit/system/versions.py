@@ -1,8 +1,4 @@
-"""Which versions the kit is tested with, and which are installed; nothing is imported to find out.
-
-The ranges are those of `pyproject.toml` (a test holds the two together). Outside them things may well work: the
-contract tests in `tests/contracts` say what of TRL the loop relies on.
-"""
+"""The versions that the kit is tested with, as in `pyproject.toml`, and those installed, read without an import."""
 
 import importlib.util
 import sys
@@ -15,7 +11,7 @@ TESTED_PYTHON = ">=3.11,<3.13"
 
 # name of the distribution: tested range, as in a requirement
 TESTED = {
-    "torch": ">=2.11,<2.14",  # 2.11's attention for varying lengths knows no grouped heads: packed rows take buckets
+    "torch": ">=2.11,<2.14",  # varlen_attn of 2.11 has no grouped heads: packed rows are computed in buckets
     "transformers": ">=5.17,<5.18",
     "trl": ">=1.15,<1.16",
     "peft": ">=0.21,<0.22",
@@ -27,7 +23,7 @@ TESTED_EXTRAS = {
     "unsloth": "==2026.10.6",
     "unsloth-zoo": "==2026.10.7",
 }
-# the usual trackers and the modules that transformers accepts for them; the others it checks itself, later
+# the usual trackers and the modules that transformers accepts for each; it checks the others itself, later
 TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "wandb": ("wandb",)}
 
 
@@ -51,7 +47,7 @@ def in_range(version: str, tested: str) -> bool:
     >>> in_range("2.13.0+cpu", ">=2.11,<2.14"), in_range("2.14.0", ">=2.11,<2.14")
     (True, False)
     """
-    from packaging.specifiers import SpecifierSet  # comes with transformers; not needed to set up
+    from packaging.specifiers import SpecifierSet  # only the doctor needs it
 
     return SpecifierSet(tested).contains(version, prereleases=True)
 
@@ -68,10 +64,10 @@ def is_importable(module: str) -> bool:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse a tracker whose library is missing, before a model is loaded and measured for nothing.
+    """Refuse a tracker whose library is missing, before a model is loaded in vain.
 
     Raises:
-        ConfigError: with the command that mends it.
+        ConfigError: with the command that installs it.
     """
     for name in names:
         if name in TRACKERS and not any(is_importable(module) for module in TRACKERS[name]):
