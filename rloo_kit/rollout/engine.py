@@ -1,69 +1,42 @@
-"""Sampling completions from a policy: one interface for training and evaluation, several engines behind it.
+"""Which engine samples, with which cache, and completions as texts for evaluation, the report and notebooks.
 
-`build_engine` chooses the engine (`rollout.engine`) and says why; `generate_completions` samples texts with it for
-evaluation, the report and a look in a notebook. Every engine samples from the policy's whole distribution, because RLOO
-trains the distribution itself and an evaluation is to measure the same one, and every engine keeps the same rules for a
-thinking budget (`thinking_budget`). What comes back is the model's own ids; nothing is decoded and encoded again.
-
-Left out: beams. vLLM is TRL's or a server (`rollout_server`), and only training uses it.
+Every engine samples from the policy's whole distribution, because RLOO trains that distribution, keeps the same rules
+for a thinking budget and returns the model's own ids: nothing is decoded and encoded again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from rloo_kit import _stack
-from rloo_kit.config.checks import ENGINES
+import torch
+
+from rloo_kit.config.checks import CACHES, ENGINES
 from rloo_kit.errors import BackendError, ConfigError, DataError
-from rloo_kit.models.policy import inference_mode
-from rloo_kit.rollout.cache_options import check_cache
+from rloo_kit.models.policy import Policy, inference_mode
+from rloo_kit.rollout.generate import GenerateEngine
+from rloo_kit.rollout.native import NativeEngine
 from rloo_kit.rollout.thinking_budget import close_ids_for, make_limits
-from rloo_kit.rollout.types import Limits, Progress, Rollout
+from rloo_kit.rollout.types import Engine, Limits, Progress, Rollout
 
 if TYPE_CHECKING:
     from rloo_kit.rollout.server import ServerSettings
 
 __all__ = [
-    "Completion", "Engine", "Limits", "Rollout", "build_engine", "choose_engine", "find_end_ids",
+    "Completion", "Engine", "Limits", "Rollout", "build_engine", "check_cache", "choose_engine", "find_end_ids",
     "generate_completions", "make_limits",
 ]  # fmt: skip
 
 ALIBI = ("bloom", "mpt")
-MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # those that take the native loop's mask as it is
+MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # these take the native loop's 4-D mask
 
-
-class Engine(Protocol):
-    """Samples completions of prompts.
-
-    Attributes:
-        name: native, generate, continuous or server. reason: why that one, one line for people.
-        rows: completions at once; None for all of a call. Halved for good when the device runs out of memory.
-    """
-
-    name: str
-    reason: str
-    rows: int | None
-
-    def sample(
-        self,
-        prompt_ids: list[list[int]],
-        limits: Limits,
-        expected_lengths: Sequence[float] | None = None,
-        on_progress: Progress | None = None,
-    ) -> Rollout:
-        """One completion for each prompt; neighbours with equal prompts are a group.
-
-        Args:
-            prompt_ids: token ids, at least one each.
-            limits: on the completions' lengths, see `make_limits`.
-            expected_lengths: one number a prompt; where not all rows fit at once, the longest start first.
-            on_progress: called with the completions done so far and their number in all.
-
-        The model is in evaluation mode meanwhile, and as it was afterwards. Random numbers are torch's global ones.
-        """
-        ...
+_PLAIN = "set rollout.cache=plain (rollout.rows lowers what is held at once)"
+_OTHER_CACHES = {
+    "vllm": f"vLLM sizes its own pool of keys and values, and makes them 8-bit by its own kv_cache_dtype: {_PLAIN}",
+    "server": f"the server holds the keys and values (vllm serve --kv-cache-dtype fp8 makes them 8-bit): {_PLAIN}",
+}
 
 
 @dataclass(frozen=True)
@@ -72,12 +45,11 @@ class Completion:
 
     Attributes:
         prompt_index: which of the prompts it answers.
-        ids: token ids, the end token included where there is one, forced ones too.
+        ids: token ids, forced ones and the end token included.
         text: the ids decoded without special tokens; the thinking tags stay.
-        ended: the model ended it itself; False means that it was truncated.
-        closed: it holds `</think>`.
+        ended: the model ended it itself; False if it was truncated.
+        closed: it holds `</think>`. forced: the thinking budget was spent and closed it.
         thinking_tokens: tokens before the first `</think>`; None if it is not closed.
-        forced: the thinking was closed by force because the thinking budget was spent.
     """
 
     prompt_index: int
@@ -90,10 +62,10 @@ class Completion:
 
 
 def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
-    """The engine's name and why, for `rollout.engine` = `wanted`.
+    """The engine's name and the reason for it, for `rollout.engine` = `wanted`.
 
     Args:
-        backend: "unsloth" or "transformers". model: the policy's model.
+        backend: "unsloth" or "transformers". model: the policy's.
 
     Raises:
         ConfigError: no such engine. BackendError: an engine that cannot be used here.
@@ -110,13 +82,8 @@ def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
         obstacle = _native_obstacle(model)
         return ("generate", obstacle) if obstacle else ("native", "no padding, and rows that have ended are dropped")
     if wanted == "native" and (is_unsloth or _native_obstacle(model)):
-        why = "Unsloth replaces the attention that it goes through" if is_unsloth else _native_obstacle(model)
+        why = "Unsloth replaces the attention that it runs" if is_unsloth else _native_obstacle(model)
         raise BackendError(f"rollout.engine is native, but {why}: set rollout.engine=generate")
-    if wanted == "continuous" and is_unsloth:
-        raise BackendError(
-            "rollout.engine is continuous, but Unsloth replaces the attention that it pages: set rollout.engine=auto, "
-            "or model.backend=transformers"
-        )
     if wanted == "vllm" and find_spec("vllm") is None:
         raise BackendError(
             "rollout.engine is vllm, but vLLM is not installed: pip install vllm (it needs CUDA), or set "
@@ -126,7 +93,7 @@ def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
 
 
 def _native_obstacle(model: Any) -> str | None:
-    """Why the model's own keys and values cannot be kept by `slot_cache`; None if they can."""
+    """Why `kv_cache` cannot hold this model's keys and values; None if it can."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
@@ -138,6 +105,43 @@ def _native_obstacle(model: Any) -> str | None:
     attention = model.config._attn_implementation
     if attention not in MASKED_ATTENTION:
         return f"its attention, {attention}, does not take a mask for each row's own length"
+    return None
+
+
+def check_cache(cache: str, engine: str, backend: str, on_cuda: bool) -> None:
+    """Refuse a cache that the engine cannot keep: native keeps all; generate int8 and offloaded with transformers only.
+
+    Args:
+        cache: `rollout.cache`. engine: the chosen one's name. backend: "unsloth" or "transformers".
+        on_cuda: whether the model is on a GPU.
+
+    Raises:
+        ConfigError: no such cache. BackendError: not with this engine, or a library is missing.
+
+    >>> check_cache("int8", "native", "transformers", on_cuda=False)
+    """
+    if cache not in CACHES:
+        raise ConfigError(f"rollout.cache is {cache!r}; it is one of {', '.join(CACHES)}")
+    if cache == "plain" or engine == "native":
+        return
+    obstacle = _OTHER_CACHES.get(engine) or _generate_obstacle(cache, backend, on_cuda)
+    if obstacle:
+        raise BackendError(f"rollout.cache is {cache}, but {obstacle}")
+
+
+def _generate_obstacle(cache: str, backend: str, on_cuda: bool) -> str | None:
+    if backend == "unsloth":
+        return (
+            f"Unsloth decodes from 16-bit buffers of its own on the GPU: {_PLAIN}, or model.backend=transformers, "
+            "whose native engine has this cache"
+        )
+    if cache == "int8" and find_spec("hqq") is None:
+        return (
+            "the generate engine uses the 8-bit cache of hqq, which is not installed: pip install hqq, or set "
+            "rollout.engine=native, which has its own, if the model allows it"
+        )
+    if cache == "offloaded" and not on_cuda:
+        return "the model is not on a GPU, so its cache is in main memory already: set rollout.cache=plain"
     return None
 
 
@@ -154,51 +158,37 @@ def build_engine(
     server: "ServerSettings | None" = None,
     say: Callable[[str], None] = print,
 ) -> Engine:
-    """The engine that samples from `model`.
+    """The engine that samples from `model`; raises as `choose_engine` and `check_cache` do.
 
     Args:
         model: a PeftModel or a causal language model, without DDP or accelerate around it; in any mode.
-        engine: `rollout.engine`: auto, native, generate, continuous or server (vllm is TRL's, see `choose_engine`).
+        engine: `rollout.engine`: auto, native, generate or server; vllm samples through TRL only.
         backend: "unsloth" or "transformers", whichever loaded the model.
         temperature: 0 takes the likeliest token each time.
-        end_ids: ids that end a completion. pad_id: what pads rows; it never reaches a result.
-        rows: completions at once at most; None for all.
-        cache: `rollout.cache`: plain, int8 or offloaded; not every engine can, see `rollout_cache`.
+        end_ids: ids that end a completion. pad_id: pads rows; it never reaches a result.
+        rows: at most so many completions at once; None for all.
+        cache: `rollout.cache`: plain, int8 or offloaded, see `check_cache`.
         server: where the engine "server" samples, and how it gets the adapter.
         say: gets one line when rows are halved because memory ran out.
-
-    Raises:
-        ConfigError, BackendError: as `choose_engine` and `check_cache`.
     """
     name, reason = choose_engine(engine, backend, model)
     check_cache(cache, name, backend, on_cuda=model.device.type == "cuda")
     if cache != "plain":
         reason = f"{reason}; its cache is {cache} (rollout.cache)"
-
-    def mode() -> Any:
-        return inference_mode(backend, model)
-
+    mode = partial(inference_mode, backend, model)
     if name == "native":
-        from rloo_kit.rollout.native import NativeEngine
-
         return NativeEngine(model, mode, reason, temperature, end_ids, rows, say, cache)
     if name == "generate":
-        from rloo_kit.rollout.generate import GenerateEngine
-
         return GenerateEngine(model, mode, reason, temperature, end_ids, pad_id, rows, say, cache)
-    if name == "continuous":
-        from rloo_kit.rollout.continuous import ContinuousEngine
-
-        return ContinuousEngine(model, mode, reason, temperature, end_ids, pad_id, rows)
     if name == "server" and server is not None:
-        from rloo_kit.rollout.server import ServerEngine
+        from rloo_kit.rollout.server import ServerEngine  # loads an HTTP client
 
         return ServerEngine(server, reason, temperature, end_ids, rows, say)
     raise BackendError(f"rollout.engine is {name}, which samples inside the trainer only: set rollout.engine=auto")
 
 
 def generate_completions(
-    policy: Any,
+    policy: Policy,
     prompts: list[str],
     *,
     max_completion_length: int,
@@ -210,37 +200,40 @@ def generate_completions(
     answer_budget: int | None = None,
     thinking_close: str = "tag",
     engine: str = "auto",
-    on_batch: Callable[[int, int], None] | None = None,
+    on_batch: Progress | None = None,
 ) -> list[Completion]:
-    """Completions of rendered prompts, prompt by prompt, `num_samples` in a row for each.
+    """Completions of rendered prompts: len(prompts) x num_samples, prompt by prompt.
 
     Args:
-        policy: what `load_policy` returns.
+        policy: from `load_policy`.
         prompts: texts with the chat template applied (`data.train["prompt"]`).
-        max_completion_length: tokens at most, at least 1.
+        max_completion_length: limit in tokens, at least 1.
         num_samples: completions of each prompt.
         temperature: 0 takes the likeliest token each time.
         batch_size: completions generated at once.
-        seed: fixes the samples; the global random state is as before afterwards. Another batch size gives other ones.
-        thinking_budget: tokens after which open thinking is closed; None lets the model think until it ends.
-        answer_budget: with a thinking budget, tokens at most after `</think>`; None for what the budget leaves of
+        seed: fixes the samples for a batch size; the global random state is restored afterwards.
+        thinking_budget: tokens after which open thinking is closed; None for no budget.
+        answer_budget: with a thinking budget, limit in tokens after `</think>`; None for what the budget leaves of
             `max_completion_length` (at least 1).
         thinking_close: what closes open thinking: "tag" for `</think>` alone, "sentence" for the Qwen3 report's.
         engine: as `rollout.engine`; auto, native or generate.
-        on_batch: called now and then with the completions done so far and their number in all.
-
-    Returns:
-        len(prompts) x num_samples completions.
+        on_batch: called now and then with the number of completions done so far and in total.
 
     Raises:
         ConfigError: a value out of range, a budget for a model without `</think>`, more tokens than the model has
             positions.
         DataError: a prompt without tokens.
     """
-    _check(policy, max_completion_length, num_samples, temperature, batch_size, thinking_budget, answer_budget)
+    at_least_one = {"max_completion_length": max_completion_length, "num_samples": num_samples}
+    at_least_one |= {"batch_size": batch_size, "answer_budget": 1 if answer_budget is None else answer_budget}
+    for name, value in at_least_one.items():
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it has to be at least 1")
+    if temperature < 0:
+        raise ConfigError(f"temperature is {temperature}; it has to be 0 (greedy) or more")
+    limits = _limits(policy, max_completion_length, thinking_budget, answer_budget, thinking_close)
     if not prompts:
         return []
-    limits = _limits(policy, max_completion_length, thinking_budget, answer_budget, thinking_close)
     prompt_ids = policy.tokenizer(list(prompts))["input_ids"]
     _check_lengths(policy, prompt_ids, limits.max_completion_length)
     prefixes = [ids for ids in prompt_ids for _ in range(num_samples)]  # prompt-major
@@ -254,7 +247,7 @@ def generate_completions(
         pad_id=end_ids[0] if pad_id is None else pad_id,
         rows=batch_size,
     )
-    with _seeded(_stack.load_stack().torch, seed):
+    with _seeded(seed):
         sampled = sampler.sample(prefixes, limits, on_progress=on_batch)
     return [
         _completion(policy, number // num_samples, ids, end_ids, was_forced)
@@ -263,25 +256,27 @@ def generate_completions(
 
 
 def _limits(
-    policy: Any, max_completion_length: int, thinking_budget: int | None, answer_budget: int | None, close: str
+    policy: Policy, max_completion_length: int, thinking_budget: int | None, answer_budget: int | None, close: str
 ) -> Limits:
-    """A budget for thinking may go beyond `max_completion_length` here, which then only says what is left to answer."""
+    """Here a thinking budget may exceed `max_completion_length`, which then only gives what is left to answer."""
     if thinking_budget is None:
         return Limits(max_completion_length)
+    if thinking_budget < 0:
+        raise ConfigError(f"thinking_budget is {thinking_budget}; it has to be 0 or more tokens")
     close_ids = close_ids_for(policy.tokenizer, policy.tags, close)
     answer = answer_budget or max(1, max_completion_length - thinking_budget - len(close_ids))
     length = thinking_budget + len(close_ids) + answer
     return Limits(length, thinking_budget, answer, close_ids, policy.tags.end_id)
 
 
-def find_end_ids(policy: Any) -> list[int]:
-    """Ids that end a completion: the tokenizer's end token and all that the model's generation config names."""
+def find_end_ids(policy: Policy) -> list[int]:
+    """Ids that end a completion: the tokenizer's end token and those of the model's generation config."""
     declared = policy.model.generation_config.eos_token_id
     declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
     return list(dict.fromkeys([policy.tokenizer.eos_token_id, *declared]))
 
 
-def _completion(policy: Any, prompt_index: int, ids: list[int], end_ids: list[int], forced: bool) -> Completion:
+def _completion(policy: Policy, prompt_index: int, ids: list[int], end_ids: list[int], forced: bool) -> Completion:
     end_id = policy.tags.end_id
     closed = end_id is not None and end_id in ids
     return Completion(
@@ -290,51 +285,20 @@ def _completion(policy: Any, prompt_index: int, ids: list[int], end_ids: list[in
         text=policy.tokenizer.decode(ids, skip_special_tokens=True),
         ended=bool(ids) and ids[-1] in end_ids,
         closed=closed,
-        thinking_tokens=ids.index(end_id) if closed else None,
+        thinking_tokens=ids.index(end_id) if closed and end_id is not None else None,
         forced=forced,
     )
 
 
 @contextmanager
-def _seeded(torch: Any, seed: int) -> Iterator[None]:
+def _seeded(seed: int) -> Iterator[None]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     with torch.random.fork_rng(devices=list(devices)):
         torch.manual_seed(seed)
         yield
 
 
-def _check(
-    policy: Any,
-    max_completion_length: int,
-    num_samples: int,
-    temperature: float,
-    batch_size: int,
-    thinking_budget: int | None,
-    answer_budget: int | None,
-) -> None:
-    at_least_one = {
-        "max_completion_length": max_completion_length,
-        "num_samples": num_samples,
-        "batch_size": batch_size,
-        "answer_budget": 1 if answer_budget is None else answer_budget,
-    }
-    for name, value in at_least_one.items():
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; it has to be at least 1")
-    if temperature < 0:
-        raise ConfigError(f"temperature is {temperature}; it has to be 0 (greedy) or more")
-    if thinking_budget is None:
-        return
-    if thinking_budget < 0:
-        raise ConfigError(f"thinking_budget is {thinking_budget}; it has to be 0 or more tokens")
-    if policy.tags.end_id is None:
-        raise ConfigError(
-            "a thinking budget was asked for, but the tokenizer has no </think>, so there is no thinking to close. "
-            "Set eval.thinking_budgets: []"
-        )
-
-
-def _check_lengths(policy: Any, prompt_ids: list[list[int]], completion_length: int) -> None:
+def _check_lengths(policy: Policy, prompt_ids: list[list[int]], completion_length: int) -> None:
     longest = max(map(len, prompt_ids))
     if not all(prompt_ids):
         raise DataError(
@@ -342,13 +306,13 @@ def _check_lengths(policy: Any, prompt_ids: list[list[int]], completion_length: 
         )
     positions = getattr(policy.model.config, "max_position_embeddings", None)
     loaded = getattr(policy.model, "max_seq_length", None)  # Unsloth's tables end there, with an error about shapes
-    limits = [
+    fixes = [
         (loaded, f"was loaded for {loaded}: raise model.max_seq_length, or lower"),
         (positions, f"has {positions} positions. Lower"),
     ]
-    for limit, cure in limits:
+    for limit, fix in fixes:
         if limit is not None and longest + completion_length > limit:
             raise ConfigError(
                 f"the longest prompt has {longest} tokens and {completion_length} more are to be generated, but the "
-                f"model {cure} eval.max_completion_length, eval.thinking_budgets or data.max_prompt_length"
+                f"model {fix} eval.max_completion_length, eval.thinking_budgets or data.max_prompt_length"
             )

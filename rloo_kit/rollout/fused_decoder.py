@@ -1,14 +1,11 @@
-"""One step of decoding in a few kernels a layer, for plain float32 decoders such as Qwen3.
+"""One decoding step in a few kernels a layer, for plain float32 decoders such as Qwen3.
 
-At a few rows the modules of transformers, and PEFT's five kernels around each projection, spend their time on calling
-kernels. This decoder reads the weights at the start of a rollout into a copy of its own, with the adapter added in
-(a copy: the model is not touched) and what stands side by side joined: q, k and v, gate and up. The weights of the
-norms before a projection are multiplied into it. Rotation of queries and keys is one complex product, for which each
-head's dimensions are kept in pairs; keys that transformers has made are brought into that order when they are inserted.
-
-Its numbers differ from the modules' by rounding (about 1e-6), which `decoders.make_decoder` checks before it is used.
-Left out, so that they go through the modules: 4-bit and 16-bit weights (a merged copy would be rounded), adapters that
-are more than two matrices, models whose copy would take more than 1 GiB, heads that scale their logits.
+With few rows, transformers' modules and PEFT's five kernels around each projection spend their time on launches. This
+decoder copies the weights at the start of a rollout, with the adapter added and neighbours joined (q, k and v; gate and
+up); norm weights are multiplied into the projection behind them. Rotation is one complex product, for which each head's
+dimensions are stored in pairs. Results differ by rounding (about 1e-6), which `native.make_decoder` checks. 4-bit and
+16-bit weights (a merged copy would be rounded), adapters of more than two matrices, copies above 1 GiB and scaled
+logits go through the modules instead.
 
 Shapes: R live rows, M hidden size, H heads, G key-value heads, D head size, I intermediate size.
 """
@@ -27,7 +24,7 @@ MORE_THAN_ROOM = ("final_logit_softcapping", "logit_scale", "logits_scaling", "e
 
 
 class NotPlainError(Exception):
-    """A part of the model that this decoder does not know; the text says which."""
+    """The model has a part that this decoder does not know; the text names it."""
 
 
 class _Layer(NamedTuple):
@@ -45,10 +42,7 @@ class _Layer(NamedTuple):
 
 
 class FusedDecoder(ModuleDecoder):
-    """Prefills like `ModuleDecoder` and decodes by itself.
-
-    Raises: NotPlainError at construction.
-    """
+    """Prefills like `ModuleDecoder`, decodes with its own copy of the weights. Raises NotPlainError at construction."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -70,11 +64,11 @@ class FusedDecoder(ModuleDecoder):
         self._angles = self._rotate(64)
 
     def arrange(self, keys: torch.Tensor) -> torch.Tensor:
-        """Keys of transformers in this decoder's order of dimensions."""
+        """Keys of transformers with each head's dimensions in pairs."""
         return keys[..., self._pairs]
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
-        """See `decoders.Decoder`."""
+        """As `ModuleDecoder.decode`."""
         if cache.length > self._angles.size(0):
             self._angles = self._rotate(2 * cache.length)
         angles = self._angles[positions][:, None]  # (R, 1, D / 2)
@@ -114,12 +108,12 @@ class FusedDecoder(ModuleDecoder):
         return hidden if layer.out_bias is None else hidden + layer.out_bias
 
     def _rotate(self, length: int) -> torch.Tensor:
-        """(length, D / 2) complex numbers by which pairs of dimensions are turned."""
+        """(length, D / 2) complex numbers that rotate pairs of dimensions."""
         places = torch.arange(length, device=self.device)[None]
         cosine, sine = (part[0] for part in self._rotary(self._embedding[:1], places))  # (length, D)
         half = self.head_size // 2
         if cosine.size(-1) != self.head_size or not torch.equal(cosine[:, :half], cosine[:, half:]):
-            raise NotPlainError("rotates a part of each head, or not in halves")
+            raise NotPlainError("rotates only a part of each head, or not in halves")
         return torch.complex(cosine[:, :half].contiguous(), sine[:, :half].contiguous())
 
     def _read(self, layer: Any) -> _Layer:
@@ -155,7 +149,7 @@ class FusedDecoder(ModuleDecoder):
         )
 
     def _pair_rows(self, weight: torch.Tensor) -> torch.Tensor:
-        """A projection's output dimensions, (heads * D, ...), with each head's in pairs."""
+        """A projection's output rows, (heads * D, ...), with each head's dimensions in pairs."""
         return weight.unflatten(0, (-1, self.head_size))[:, self._pairs].flatten(0, 1)
 
 
@@ -164,13 +158,13 @@ def _check(model: Any, backbone: Any) -> None:
     parts = ("q_proj", "k_proj", "v_proj", "o_proj")
     for layer in backbone.layers:
         if not all(hasattr(getattr(layer, "self_attn", None), part) for part in parts):
-            raise NotPlainError("has attention of another make")
+            raise NotPlainError("has attention of another kind")
         if not all(hasattr(getattr(layer, "mlp", None), part) for part in ("gate_proj", "up_proj", "down_proj")):
-            raise NotPlainError("has an MLP of another make")
+            raise NotPlainError("has an MLP of another kind")
     if config.hidden_act != "silu" or any(getattr(config, key, None) not in (None, 1.0) for key in MORE_THAN_ROOM):
         raise NotPlainError("has another activation, or scales what it embeds or predicts")
     if getattr(getattr(backbone, "rotary_emb", None), "rope_type", None) not in FIXED_ROTATIONS:
-        raise NotPlainError("has positions of another make")
+        raise NotPlainError("has positions of another kind")
     for module, kind in ((model.get_input_embeddings(), torch.nn.Embedding), (model.get_output_embeddings(), None)):
         if type(module) is not (kind or torch.nn.Linear) or module.weight.dtype != torch.float32:
             raise NotPlainError("has an embedding or a head that is not plain float32")
@@ -180,7 +174,7 @@ def _check(model: Any, backbone: Any) -> None:
 
 
 def _normalise(states: torch.Tensor, eps: float) -> torch.Tensor:
-    """Over the last dimension, to a root mean square of 1."""
+    """Scale the last dimension to a root mean square of 1."""
     length = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
     return states * length.square_().mul_(1 / states.size(-1)).add_(eps).rsqrt_()
 
@@ -188,7 +182,7 @@ def _normalise(states: torch.Tensor, eps: float) -> torch.Tensor:
 def _norm_of(module: Any) -> tuple[torch.Tensor, float]:
     """Weight and epsilon of a root-mean-square norm."""
     if not hasattr(module, "variance_epsilon") or module.weight.dtype != torch.float32:
-        raise NotPlainError("has norms of another make")
+        raise NotPlainError("has norms of another kind")
     return module.weight, module.variance_epsilon
 
 

@@ -1,30 +1,24 @@
 """Sampling through `model.generate`: left-padded batches, sorted by length; under Unsloth its fast inference.
 
-The policy samples from its whole distribution: the top-k, top-p and penalties that many checkpoints carry in their
-generation config are switched off, because RLOO trains the distribution itself. What comes back is the model's own ids,
-cut after the first end token. The log-probability of each token is taken from the scores that it was drawn from, one
-step behind, so that a single (B, V) tensor is kept. A thought is closed within the call, by scores that leave one
-token: a second call would prefill whole rows, which takes more memory than all of decoding.
+The log-probability of each token is taken from the scores that it was drawn from, one step late, so that a single
+(B, V) tensor is kept. Thinking is closed within the call, by scores that leave one token: a second call would prefill
+whole rows, which takes more memory than all of decoding.
 
-Left out: dropping rows that have ended (`rollout_native` does it), beams.
-
-Shapes: B rows of a batch, V vocabulary.
+Shapes: B rows of a batch, P prompt tokens, C completion tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from rloo_kit.rollout.cache_options import generate_options
-from rloo_kit.rollout.thinking_budget import Turn
+from rloo_kit.rollout.thinking_budget import CompletionState
 from rloo_kit.rollout.types import Limits, Progress, Rollout
 from rloo_kit.system.memory import is_out_of_memory
 
-# Every option that narrows or bends the distribution, at the value that leaves it alone. All are given, because
-# `generate` fills what is missing from the checkpoint's own generation config. The temperature is applied by
-# `_Steering`, which sees the same scores that are sampled from.
+# Every option that reshapes the distribution, at its neutral value: `generate` takes what is missing from the
+# checkpoint's generation config. `_Steering` applies the temperature, so it sees the scores that are sampled from.
 WHOLE_DISTRIBUTION = {
     "temperature": 1.0,
     "top_k": 0,
@@ -40,15 +34,18 @@ WHOLE_DISTRIBUTION = {
     "min_new_tokens": 0,
 }
 NO_PENALTIES = {key: WHOLE_DISTRIBUTION[key] for key in ("repetition_penalty", "no_repeat_ngram_size", "num_beams")}
+HQQ_CONFIG = {"backend": "hqq", "nbits": 8, "q_group_size": 64, "axis_key": 1, "axis_value": 1}
+
+
+def generate_options(cache: str) -> dict[str, Any]:
+    """Arguments of `model.generate` for a cache that `engine.check_cache` accepted."""
+    if cache == "int8":
+        return {"cache_implementation": "quantized", "cache_config": dict(HQQ_CONFIG)}
+    return {"cache_implementation": "offloaded"} if cache == "offloaded" else {}
 
 
 class GenerateEngine:
-    """See `rloo_kit.rollout.engine.build_engine`.
-
-    Attributes:
-        rows: completions at once; None for all. Halved for good when the device runs out of memory.
-        cache: "plain", or the library's "int8" or "offloaded" one, see `rollout_cache`.
-    """
+    """See `engine.build_engine` for the arguments, `types.Engine` for the rest."""
 
     name = "generate"
 
@@ -71,7 +68,7 @@ class GenerateEngine:
         if temperature > 0:
             self._options = {"do_sample": True, **WHOLE_DISTRIBUTION}
             if model.generation_config.min_p is None:
-                del self._options["min_p"]  # 0.0 removes nothing, yet costs a softmax over the vocabulary a token
+                del self._options["min_p"]  # 0.0 removes nothing, but costs a softmax over the vocabulary a token
 
     def sample(
         self,
@@ -80,10 +77,10 @@ class GenerateEngine:
         expected_lengths: Sequence[float] | None = None,
         on_progress: Progress | None = None,
     ) -> Rollout:
-        """One completion for each prompt; see `rloo_kit.rollout.engine.Engine`."""
-        turns = [Turn(limits, self._end_ids) for _ in prompt_ids]
-        order = [row for row, turn in enumerate(turns) if not turn.finished]
-        order.sort(key=lambda row: -len(prompt_ids[row]))  # the longest first, for if it fits, all fit
+        """See `types.Engine`."""
+        states = [CompletionState(limits, self._end_ids) for _ in prompt_ids]
+        order = [row for row, state in enumerate(states) if not state.finished]
+        order.sort(key=lambda row: -len(prompt_ids[row]))  # longest first: if it fits, all fit
         if expected_lengths is not None:
             order.sort(key=lambda row: -expected_lengths[row])
         start = 0
@@ -94,31 +91,31 @@ class GenerateEngine:
                 if not self._generate([prompt_ids[row] for row in batch], begun):
                     self._halve(len(batch), len(order) - start)
                     continue
-                for row, turn in zip(batch, begun, strict=True):
-                    turns[row] = turn
+                for row, state in zip(batch, begun, strict=True):
+                    states[row] = state
                 start += len(batch)
                 if on_progress is not None:
                     on_progress(start, len(order))
-        logps = None if self._temperature == 0 else [turn.logps for turn in turns]
-        return Rollout([turn.ids for turn in turns], [turn.forced for turn in turns], logps)
+        logps = None if self._temperature == 0 else [state.logps for state in states]
+        return Rollout([state.ids for state in states], [state.forced for state in states], logps)
 
-    def _begin(self, _row: int, limits: Limits) -> Turn:
-        """The completion of a prompt before its first token."""
-        return Turn(limits, self._end_ids)
+    def _begin(self, _row: int, limits: Limits) -> CompletionState:
+        """A prompt's completion before its first token."""
+        return CompletionState(limits, self._end_ids)
 
-    def _generate(self, prompts: list[list[int]], turns: list[Turn]) -> bool:
-        """Take the turns to their end; False where memory ran out, and they are to begin anew."""
-        prefixes = [prompt + turn.ids for prompt, turn in zip(prompts, turns, strict=True)]
+    def _generate(self, prompts: list[list[int]], states: list[CompletionState]) -> bool:
+        """Complete the states; False if memory ran out and they have to start over."""
+        prefixes = [prompt + state.ids for prompt, state in zip(prompts, states, strict=True)]
         width = max(len(ids) for ids in prefixes)
         padded = [[self._pad_id] * (width - len(ids)) + ids for ids in prefixes]
         mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prefixes]
         device = self._model.get_input_embeddings().weight.device
-        steering = _Steering(self._temperature, turns, self._end_ids[0])
+        steering = _Steering(self._temperature, states, self._end_ids[0])
         try:
             output = self._model.generate(
                 input_ids=torch.tensor(padded, device=device),  # (B, P)
                 attention_mask=torch.tensor(mask, device=device),  # (B, P)
-                max_new_tokens=max(turn.room for turn in turns),
+                max_new_tokens=max(state.room for state in states),
                 eos_token_id=self._end_ids,
                 pad_token_id=self._pad_id,
                 use_cache=True,
@@ -127,14 +124,14 @@ class GenerateEngine:
                 **self._options,
             )
         except RuntimeError as error:
-            if len(turns) == 1 or not is_out_of_memory(error):
+            if len(states) == 1 or not is_out_of_memory(error):
                 raise
             return False
         steering.finish(output)
         return True
 
     def _cache_options(self, rows: int, width: int) -> dict[str, Any]:
-        """What `generate` is told of the cache, for (B, P) prefixes."""
+        """Arguments of `generate` for the cache of (B, P) prefixes."""
         return generate_options(self.cache)
 
     def _halve(self, rows: int, left: int) -> None:
@@ -142,26 +139,26 @@ class GenerateEngine:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self._say(
-            f"rollout: out of memory with {rows} completions at once; the {left} that are not finished start again, "
+            f"rollout: out of memory with {rows} completions at once; the {left} unfinished ones start over, "
             f"{self.rows} at once (rollout.rows={self.rows} starts with that)"
         )
 
 
 class _Steering:
-    """A logits processor: divides by the temperature, notes how likely the token before was, closes thoughts.
+    """A logits processor: divides by the temperature, records the previous token's log-probability, closes thinking.
 
-    Where there is a budget, every token goes to its row's `Turn` as soon as it is drawn, and the turn says what comes
-    next; a row that may take no more tokens gets its end. Without a budget they all go there at the end.
+    With a budget, each token goes to its row's `CompletionState` when it is drawn, which says the id that is forced
+    next; a finished row gets the end token. Without a budget all tokens go there at the end.
 
     Shapes: (B, P + C so far) ids, (B, V) scores.
     """
 
-    def __init__(self, temperature: float, turns: list[Turn], end_id: int) -> None:
-        self.temperature, self.turns, self.end_id = temperature, turns, end_id
-        self.has_budget = any(turn.has_budget for turn in turns)
-        self.before: torch.Tensor | None = None  # (B, V), log-probabilities that the coming token is drawn from
+    def __init__(self, temperature: float, states: list[CompletionState], end_id: int) -> None:
+        self.temperature, self.states, self.end_id = temperature, states, end_id
+        self.has_budget = any(state.has_budget for state in states)
+        self.before: torch.Tensor | None = None  # (B, V), log-probabilities that the next token is drawn from
         self.noted: list[torch.Tensor] = []  # (B,) a token
-        self.first = 0  # column of the first token that no turn has
+        self.first = 0  # column of the first token that the states do not have
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.before is None:
@@ -175,7 +172,7 @@ class _Steering:
         return self._force(scaled) if self.has_budget else scaled
 
     def finish(self, output: torch.Tensor) -> None:
-        """Hand the turns what they do not have yet of (B, P + C)."""
+        """Give the states the tokens of (B, P + C) that they do not have yet."""
         self._note(output, is_last=True)
 
     def _note(self, input_ids: torch.Tensor, is_last: bool = False) -> None:
@@ -185,23 +182,17 @@ class _Steering:
             return
         ids = input_ids[:, self.first :].tolist()
         logps = torch.stack(self.noted, dim=1).tolist()
-        for turn, row, scores in zip(self.turns, ids, logps, strict=True):
+        for state, row, scores in zip(self.states, ids, logps, strict=True):
             for token, logp in zip(row, scores, strict=True):
-                if not turn.finished:
-                    turn.take(token, logp)
+                if not state.finished:
+                    state.take(token, logp)
         self.first, self.noted = input_ids.size(1), []
 
     def _force(self, scores: torch.Tensor) -> torch.Tensor:
-        """Rows whose next token is given keep that one alone."""
-        given = [self.end_id if turn.finished else turn.next_forced for turn in self.turns]
+        """Rows whose next token is given keep only that one."""
+        given = [self.end_id if state.finished else state.next_forced for state in self.states]
         rows = [row for row, token in enumerate(given) if token is not None]
         if rows:
             scores[rows] = -torch.inf
             scores[rows, [given[row] for row in rows]] = 0.0
         return scores
-
-
-def cut(ids: list[int], stops: Collection[int]) -> list[int]:
-    """The ids up to and with the first stop."""
-    end = next((position for position, token in enumerate(ids) if token in stops), len(ids) - 1)
-    return ids[: end + 1]

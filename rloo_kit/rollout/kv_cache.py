@@ -1,32 +1,27 @@
 """Keys and values of the rows that are being generated: one slot a row, one write position a row.
 
-A cache of `generate` is as wide as its longest row and keeps rows that have ended. Here the live rows are always the
-first slots: a row that ends is overwritten by the last live one, and a new row takes the slot behind them. Slots grow
-by blocks of tokens, copied once a block; every row writes at its own position, so nothing is padded on the left and
-rows of any age stand side by side.
+The live rows are always the first slots: a row that ends is overwritten by the last live one, a new row takes the slot
+behind them. Slots grow by blocks of tokens; every row writes at its own position, so nothing is padded on the left.
+`rollout.cache` keeps them in the model's precision, in 8 bits (restored one layer at a time) or in main memory.
 
-`make_cache` offers three kinds (`rollout.cache`): in the model's precision; in 8 bits (`slot_cache_kinds`), which are
-turned back into the model's precision one layer at a time; and in the machine's memory.
-
-Left out: sliding windows, paging, fewer bits than eight.
-
-Shapes: S slots, R live rows, L tokens up to the longest live row, G key-value heads, D head size.
+Shapes: S slots, R live rows, L tokens up to the longest live row, G key-value heads, P prompt tokens, D head size.
 """
 
 from collections.abc import Iterator
 
 import torch
 
-BLOCK_TOKENS = 64  # fresh memory costs as much as a step: short rollouts take little, long ones copy often but cheaply
+BLOCK_TOKENS = 64  # allocating costs as much as a step: short rollouts take little, long ones copy often but cheaply
+LEVELS = 127  # of an int8 code, either side of 0
 
 Stored = dict[int, torch.Tensor]  # by layer: (S, G, capacity, width)
 
 
 class SlotCache:
-    """The cache of all layers, in the precision of what is written; a layer is allocated when it is first written to.
+    """The cache of all layers in the precision of what is written; a layer is allocated on its first write.
 
     Attributes:
-        mask: (R, 1, 1, L) bool, True where the row may look, its own new token included; of the current step.
+        mask: (R, 1, 1, L) bool of the current step, True where the row may look, its own new token included.
         is_even: all rows of the current step are equally long, so the mask is True throughout.
         length: L of the current step.
     """
@@ -40,12 +35,12 @@ class SlotCache:
         self.mask: torch.Tensor
         self.is_even = False
         self.length = 0
-        self._positions: torch.Tensor  # (R,), where the cache lies
+        self._positions: torch.Tensor  # (R,), on the cache's device
         self._places: dict[int, torch.Tensor] = {}  # by G: (R * G,), where a row's heads write in the flat cache
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is allocated."""
+        """Bytes allocated."""
         return sum(rows.nbytes for store in self._stores() for rows in store.values())
 
     def insert(self, layer: int, first: int, count: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -55,7 +50,7 @@ class SlotCache:
             self._layer(store, layer, new.size(0), new)[first : first + count, :, : new.size(1)] = new
 
     def begin(self, positions: list[int], device: torch.device) -> torch.Tensor:
-        """Open a step in which row r writes at `positions[r]`; returns the positions as (R,)."""
+        """Begin a step in which row r writes at `positions[r]`; returns the positions as (R,)."""
         self.length = max(positions) + 1
         self.is_even = min(positions) + 1 == self.length
         self._reserve(self.length)
@@ -66,7 +61,7 @@ class SlotCache:
         return found
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store this step's (R, G, D) and return all that the rows have, (R, G, L, D) each; here views, not copies."""
+        """Store this step's (R, G, D) and return the rows' keys and values, (R, G, L, D) each; here views."""
         for store, new in self._pack(keys, values):
             rows = self._layer(store, layer, new.size(1), new)
             flat = rows.view(-1, rows.size(-1))  # (S * G * capacity, width)
@@ -74,7 +69,7 @@ class SlotCache:
         return self._read(layer, keys)
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Put the rows of `sources` into the slots `targets`; `length` tokens are enough for all of them."""
+        """Copy the first `length` tokens of the slots `sources` into the slots `targets`."""
         if not sources:
             return
         for store in self._stores():
@@ -82,33 +77,33 @@ class SlotCache:
                 rows[targets, :, :length] = rows[sources, :, :length]
 
     def shrink(self, slots: int) -> None:
-        """No more than the first `slots` are needed from now on; the others go when the cache grows next."""
+        """Keep only the first `slots`; the others are freed when the cache grows next."""
         self.slots = min(self.slots, slots)
 
-    # What a kind of cache may do in its own way.
+    # What a kind of cache may override.
 
     def _stores(self) -> tuple[Stored, ...]:
         return self.keys, self.values
 
     def _pack(self, keys: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:
-        """What is stored of (..., G, D) or (G, P, D), and where."""
+        """What is stored of (R, G, D) or (G, P, D), and in which store."""
         yield self.keys, keys
         yield self.values, values
 
     def _read(self, layer: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the live rows, (R, G, L, D) each; `like` (R, G, D) is of their type and device."""
+        """Keys and values of the live rows, (R, G, L, D) each, in the type and on the device of `like` (R, G, D)."""
         live = like.size(0)
         return self.keys[layer][:live, :, : self.length], self.values[layer][:live, :, : self.length]
 
     def _place(self, device: torch.device) -> torch.device:
-        """Where the cache of a model on `device` lies."""
+        """The device of the cache of a model on `device`."""
         return device
 
     def _allocate(self, slots: int, heads: int, width: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory that nothing is said about: (slots, heads, capacity, width)."""
+        """Uninitialised memory, (slots, heads, capacity, width)."""
         return like.new_empty(slots, heads, self.capacity, width)
 
-    # The rest is the same for all.
+    # The same for all kinds.
 
     def _flat_places(self, heads: int) -> torch.Tensor:
         if heads not in self._places:
@@ -118,7 +113,7 @@ class SlotCache:
         return self._places[heads]
 
     def _layer(self, store: Stored, layer: int, heads: int, like: torch.Tensor) -> torch.Tensor:
-        if layer not in store:  # zeros: a masked NaN is still NaN after the softmax has given it weight 0
+        if layer not in store:  # zeros: NaN times a weight of 0 is NaN
             store[layer] = self._allocate(self.slots, heads, like.size(-1), like).zero_()
         return store[layer]
 
@@ -134,35 +129,8 @@ class SlotCache:
                 store[layer] = grown
 
 
-def make_cache(kind: str, slots: int) -> SlotCache:
-    """The cache that `rollout.cache` = `kind` names: plain, int8 or offloaded."""
-    return {"plain": SlotCache, "int8": EightBitCache, "offloaded": OffloadedCache}[kind](slots)
-
-
-LEVELS = 127
-
-
-def pack_8_bit(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (..., D) in int8 and scales (..., 1) in the states' own type: codes * scales is near the states.
-
-    The largest of a token and head gets +-127, so nothing is off by more than half a scale and the rounding of the
-    type. A NaN or an infinity stays one, in the scale: broken weights are to show.
-    """
-    largest = states.abs().amax(dim=-1, keepdim=True)
-    scales = (largest / LEVELS).clamp(min=torch.finfo(states.dtype).tiny)
-    codes = (states.float() / scales.float()).round().clamp(-LEVELS, LEVELS)
-    return codes.nan_to_num(0.0).to(torch.int8), scales
-
-
-def unpack_8_bit(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The states near which `pack_8_bit` found codes and scales."""
-    if codes.is_cuda:
-        return codes * scales  # one kernel; on a CPU it would convert the codes into a tensor of their own first
-    return codes.to(scales.dtype).mul_(scales)
-
-
 class EightBitCache(SlotCache):
-    """`SlotCache` in 8 bits and a scale, see above. `write` returns copies."""
+    """`SlotCache` in 8 bits with a scale a token and head. `write` returns copies."""
 
     def __init__(self, slots: int, block_tokens: int | None = None) -> None:
         super().__init__(slots, block_tokens)
@@ -189,10 +157,10 @@ class EightBitCache(SlotCache):
 
 
 class OffloadedCache(SlotCache):
-    """`SlotCache` in the machine's memory, see above. `write` returns copies where the model is on a GPU.
+    """`SlotCache` in main memory. `write` returns copies if the model is on a GPU.
 
-    A layer is fetched with its whole capacity, because a part of it would be gathered on the host first. Its memory may
-    be written again at the next step: reading that step's new keys back waits for everything before it.
+    A layer is fetched with its whole capacity: a part of it would be gathered on the host first. The next step may
+    overwrite its memory: reading that step's new keys back waits for everything before it.
     """
 
     def _pack(self, keys: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:
@@ -214,3 +182,27 @@ class OffloadedCache(SlotCache):
     def _allocate(self, slots: int, heads: int, width: int, like: torch.Tensor) -> torch.Tensor:
         size = (slots, heads, self.capacity, width)
         return torch.empty(size, dtype=like.dtype, pin_memory=torch.cuda.is_available())
+
+
+def make_cache(kind: str, slots: int) -> SlotCache:
+    """The cache that `rollout.cache` = `kind` names: plain, int8 or offloaded."""
+    return {"plain": SlotCache, "int8": EightBitCache, "offloaded": OffloadedCache}[kind](slots)
+
+
+def pack_8_bit(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (..., D) in int8 and scales (..., 1) in the states' type; codes * scales approximates the states.
+
+    The largest value of a token and head gets +-127, so the error is at most half a scale plus the type's rounding. A
+    NaN or an infinity stays one, in the scale, so that broken weights show.
+    """
+    largest = states.abs().amax(dim=-1, keepdim=True)
+    scales = (largest / LEVELS).clamp(min=torch.finfo(states.dtype).tiny)
+    codes = (states.float() / scales.float()).round().clamp(-LEVELS, LEVELS)
+    return codes.nan_to_num(0.0).to(torch.int8), scales
+
+
+def unpack_8_bit(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The states that `pack_8_bit` approximated."""
+    if codes.is_cuda:
+        return codes * scales  # one kernel; a CPU would convert the codes into a tensor of their own first
+    return codes.to(scales.dtype).mul_(scales)

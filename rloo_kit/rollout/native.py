@@ -1,15 +1,11 @@
-"""The kit's own generation loop: no padding, no repeats, no finished rows.
+"""The kit's own generation loop: no padding, no repeated prefills, no finished rows.
 
-Where `generate` pads prompts on the left and computes every row until the longest has ended, this loop
+- A group's prompt is prefilled once and its keys and values are copied to the group's rows.
+- The cache holds live rows only: a row that ends is overwritten, a waiting one takes its place.
+- When memory runs out, the number of rows is halved and every row continues from its tokens so far.
 
-- prefills the prompt of a group once and copies its keys and values to the group's rows;
-- keeps live rows only (`slot_cache`): a row that ends is overwritten, a waiting one takes its place;
-- builds the mask once a step, and draws one random number a row (`token_draw`);
-- keeps what it attends to as `rollout.cache` says: in the model's precision, in 8 bits or in the machine's memory;
-- halves the number of rows on an out-of-memory error and goes on with what every row has so far.
-
-A prompt is prefilled without its last token: that one goes through the first step of decoding, so all logits come from
-one place. Left out: speculative decoding, beams, sliding windows, more than one device.
+A prompt is prefilled without its last token: that one goes through the first decoding step, so all logits come from
+one place.
 """
 
 import math
@@ -22,95 +18,45 @@ from typing import Any
 import torch
 
 from rloo_kit.errors import BackendError
-from rloo_kit.rollout.decoders import Decoder, ModuleDecoder, make_decoder
+from rloo_kit.rollout.decoders import ModuleDecoder
+from rloo_kit.rollout.fused_decoder import FusedDecoder, NotPlainError
 from rloo_kit.rollout.kv_cache import SlotCache, make_cache
-from rloo_kit.rollout.thinking_budget import Turn
+from rloo_kit.rollout.thinking_budget import CompletionState
 from rloo_kit.rollout.types import Limits, Progress, Rollout
 from rloo_kit.system.memory import is_out_of_memory
 
-BLOCK_ENTRIES = 128
-
-
-def draw(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sampled tokens and their log-probabilities.
-
-    Args:
-        logits: (R, V), any floating type.
-        temperature: 0 takes the likeliest token; else the logits are divided by it, in float32.
-
-    Returns:
-        tokens (R,) and log-probabilities (R,) in float32, in nats; zeros at temperature 0. A row whose logits hold a
-        NaN or an infinity above has a NaN log-probability, and its token means nothing.
-    """
-    if temperature == 0:
-        return logits.argmax(dim=-1), logits.new_zeros(logits.size(0), dtype=torch.float32)
-    scaled = logits.float() if temperature == 1 else logits.float() / temperature
-    scaled = scaled - scaled.amax(dim=-1, keepdim=True)
-    tokens, total = _invert(scaled.exp())
-    return tokens.squeeze(1), (scaled.gather(1, tokens).double() - total.log()).float().squeeze(1)
-
-
-def _invert(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (R, 1) by one uniform number a row, and the sum of the weights (R, 1) in float64."""
-    rows, vocabulary = weights.shape
-    uniform = torch.rand(rows, 1, dtype=torch.float64, device=weights.device)
-    if vocabulary <= 4 * BLOCK_ENTRIES:
-        sums = weights.cumsum(1, dtype=torch.float64)
-        return _pick(sums, uniform * sums[:, -1:]), sums[:, -1:]
-    missing = -vocabulary % BLOCK_ENTRIES
-    if missing:
-        weights = torch.nn.functional.pad(weights, (0, missing))
-    blocks = weights.view(rows, -1, BLOCK_ENTRIES)  # (R, N, W)
-    sums = blocks.sum(2).cumsum(1, dtype=torch.float64)  # (R, N)
-    total = sums[:, -1:]
-    target = uniform * total
-    block = _pick(sums, target)  # (R, 1)
-    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK_ENTRIES)).squeeze(1).cumsum(1, dtype=torch.float64)
-    share = (target - before) / (sums.gather(1, block) - before)  # of the block; its two sums differ by rounding
-    token = block * BLOCK_ENTRIES + _pick(inside, share * inside[:, -1:])
-    return token.clamp_(max=vocabulary - 1), total
-
-
-def _pick(sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The first entry whose cumulative sum lies above the target, so that one of probability 0 is never taken."""
-    return torch.searchsorted(sums, target, right=True).clamp_(max=sums.size(1) - 1)
-
-
 PREFILL_TOKENS = 16384  # of one prefill, padding included
-ADMIT_SHARE = 8  # waiting rows are let in when an eighth of the slots is free: a prefill costs as much as a few steps
+ADMIT_SHARE = 8  # waiting rows enter when an eighth of the slots is free: a prefill costs as much as a few steps
+CHECK_PROMPT = (3, 1, 2, 0)
+TOLERANCE = 1e-4  # of a logit, relative to the largest
+BLOCK_ENTRIES = 128  # of the vocabulary, in a two-level draw
 
 
 class _Row:
-    """A completion on its way: its prompt, what it has, and its place in the answer."""
+    """A completion in progress: its place in the result, its prompt and its state."""
 
-    __slots__ = ("number", "prompt", "turn")
+    __slots__ = ("number", "prompt", "state")
 
-    def __init__(self, number: int, prompt: list[int], turn: Turn) -> None:
-        self.number, self.prompt, self.turn = number, prompt, turn
+    def __init__(self, number: int, prompt: list[int], state: CompletionState) -> None:
+        self.number, self.prompt, self.state = number, prompt, state
 
     @property
     def position(self) -> int:
-        """Of the token that the next step feeds, the last one there is."""
-        return len(self.prompt) + len(self.turn.ids) - 1
+        """Of the token that the next step feeds, the last one so far."""
+        return len(self.prompt) + len(self.state.ids) - 1
 
     @property
     def last(self) -> int:
-        return self.turn.ids[-1] if self.turn.ids else self.prompt[-1]
+        return self.state.ids[-1] if self.state.ids else self.prompt[-1]
 
     @property
     def prefix(self) -> list[int]:
         """What has to be in the cache before the next step."""
-        return (self.prompt + self.turn.ids)[:-1]
+        return (self.prompt + self.state.ids)[:-1]
 
 
 class NativeEngine:
-    """See `rloo_kit.rollout.engine.build_engine`.
-
-    Attributes:
-        rows: completions at once; None for all. Halved for good when the device runs out of memory.
-        cache: "plain", "int8" or "offloaded", see `slot_cache.make_cache`.
-    """
+    """See `engine.build_engine` for the arguments, `types.Engine` for the rest."""
 
     name = "native"
 
@@ -127,7 +73,7 @@ class NativeEngine:
     ) -> None:
         self.reason, self.rows, self.cache = reason, rows, cache
         self._model, self._mode = model, mode
-        self._decoder: type[ModuleDecoder] | None = None  # as chosen in the first rollout
+        self._decoder: type[ModuleDecoder] | None = None  # chosen in the first rollout
         self._temperature, self._end_ids, self._say = temperature, frozenset(end_ids), say
 
     def sample(
@@ -137,9 +83,9 @@ class NativeEngine:
         expected_lengths: Sequence[float] | None = None,
         on_progress: Progress | None = None,
     ) -> Rollout:
-        """One completion for each prompt; see `rloo_kit.rollout.engine.Engine`."""
-        turns = [Turn(limits, self._end_ids) for _ in prompt_ids]
-        rows = [_Row(number, prompt_ids[number], turn) for number, turn in enumerate(turns) if not turn.finished]
+        """See `types.Engine`."""
+        states = [CompletionState(limits, self._end_ids) for _ in prompt_ids]
+        rows = [_Row(number, prompt_ids[number], state) for number, state in enumerate(states) if not state.finished]
         if expected_lengths is not None:
             rows.sort(key=lambda row: -expected_lengths[row.number])  # stable: siblings stay neighbours
         with self._mode(), torch.no_grad():
@@ -147,12 +93,12 @@ class NativeEngine:
             self._decoder = type(decoder)
             waiting = deque(rows)
             while waiting:
-                self._run(decoder, waiting, len(turns), on_progress)
-        logps = None if self._temperature == 0 else [turn.logps for turn in turns]
-        return Rollout([turn.ids for turn in turns], [turn.forced for turn in turns], logps)
+                self._run(decoder, waiting, len(states), on_progress)
+        logps = None if self._temperature == 0 else [state.logps for state in states]
+        return Rollout([state.ids for state in states], [state.forced for state in states], logps)
 
-    def _run(self, decoder: Decoder, waiting: "deque[_Row]", total: int, on_progress: Progress | None) -> None:
-        """Generate until nothing waits, or until memory runs out: what is not finished then waits again."""
+    def _run(self, decoder: ModuleDecoder, waiting: deque[_Row], total: int, on_progress: Progress | None) -> None:
+        """Generate until nothing waits, or until memory runs out: unfinished rows then wait again."""
         slots = min(self.rows or len(waiting), len(waiting))
         live: list[_Row] = []
         entering: list[_Row] = []
@@ -177,10 +123,10 @@ class NativeEngine:
             if tried == 1 or not is_out_of_memory(error):
                 raise
         del cache
-        waiting.extendleft(reversed([row for row in (*live, *entering) if not row.turn.finished]))
+        waiting.extendleft(reversed([row for row in (*live, *entering) if not row.state.finished]))
         self._halve(tried, len(waiting))
 
-    def _fill(self, decoder: Decoder, cache: SlotCache, rows: list[_Row], first: int) -> None:
+    def _fill(self, decoder: ModuleDecoder, cache: SlotCache, rows: list[_Row], first: int) -> None:
         """Fill the slots from `first` on; neighbours with the same prefix share one computation."""
         groups = []
         for prefix, members in groupby(rows, key=lambda row: row.prefix):
@@ -196,8 +142,8 @@ class NativeEngine:
             decoder.prefill([prefix for prefix, _, _ in groups[:size]], cache, [group[1:] for group in groups[:size]])
             groups = groups[size:]
 
-    def _step(self, decoder: Decoder, cache: SlotCache, live: list[_Row]) -> bool:
-        """One more token for each live row; whether a row has ended."""
+    def _step(self, decoder: ModuleDecoder, cache: SlotCache, live: list[_Row]) -> bool:
+        """One more token for each live row; returns whether a row has ended."""
         tokens = torch.tensor([row.last for row in live], device=decoder.device)
         positions = cache.begin([row.position for row in live], decoder.device)
         logits = decoder.decode(tokens, positions, cache)  # (R, V)
@@ -205,13 +151,13 @@ class NativeEngine:
         new, scores = torch.stack((drawn.double(), logps.double())).tolist()  # one transfer
         if math.isnan(sum(scores)):
             raise BackendError(
-                "the model's logits hold a NaN or an infinity, so nothing can be sampled from it: its weights are "
-                "broken (a learning rate too high?); go on from an earlier checkpoint with a lower rloo.learning_rate"
+                "the model's logits hold a NaN or an infinity: its weights are broken (a learning rate too high?); "
+                "resume from an earlier checkpoint with a lower rloo.learning_rate"
             )
         ended = False
         for row, token, logp in zip(live, new, scores, strict=True):
-            row.turn.take(int(token), logp)
-            ended = ended or row.turn.finished
+            row.state.take(int(token), logp)
+            ended = ended or row.state.finished
         return ended
 
     def _halve(self, tried: int, left: int) -> None:
@@ -219,18 +165,91 @@ class NativeEngine:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self._say(
-            f"rollout: out of memory with {tried} completions at once; {left} go on from where they are, "
+            f"rollout: out of memory with {tried} completions at once; {left} continue from their tokens so far, "
             f"{self.rows} at once (rollout.rows={self.rows} starts with that)"
         )
 
 
 def _compact(cache: SlotCache, live: list[_Row]) -> list[_Row]:
-    """Drop the rows that have ended: the last live ones move into their places."""
-    alive = sum(not row.turn.finished for row in live)
-    holes = [slot for slot in range(alive) if live[slot].turn.finished]
-    movers = [slot for slot in range(alive, len(live)) if not live[slot].turn.finished]
+    """Drop the rows that have ended: the last live ones move into their slots."""
+    alive = sum(not row.state.finished for row in live)
+    holes = [slot for slot in range(alive) if live[slot].state.finished]
+    movers = [slot for slot in range(alive, len(live)) if not live[slot].state.finished]
     if holes:
         cache.move(movers, holes, 1 + max(live[slot].position for slot in movers))
         for hole, mover in zip(holes, movers, strict=True):
             live[hole] = live[mover]
     return live[:alive]
+
+
+def make_decoder(model: Any, choice: type[ModuleDecoder] | None = None) -> ModuleDecoder:
+    """The decoder for a causal language model, plain or with an adapter, in evaluation mode.
+
+    Args:
+        choice: the class that an earlier call chose for the same model; None chooses, and compares the fused decoder
+            with the modules on a few tokens before it is used.
+    """
+    if choice is ModuleDecoder or torch.is_autocast_enabled(model.device.type):
+        return ModuleDecoder(model)
+    try:
+        fused = FusedDecoder(model)
+    except (NotPlainError, AttributeError):
+        return ModuleDecoder(model)
+    return fused if choice is FusedDecoder or _agree(fused, ModuleDecoder(model)) else ModuleDecoder(model)
+
+
+def _agree(fused: ModuleDecoder, plain: ModuleDecoder) -> bool:
+    """Whether two decoders give the same logits for two rows of unequal length."""
+    found = []
+    for decoder in (fused, plain):
+        cache = SlotCache(slots=2, block_tokens=8)
+        decoder.prefill([list(CHECK_PROMPT), list(CHECK_PROMPT[:2])], cache, [(0, 1), (1, 1)])
+        tokens = torch.tensor(CHECK_PROMPT[:2], device=decoder.device)
+        found.append(decoder.decode(tokens, cache.begin([4, 2], decoder.device), cache).float())
+    return bool((found[0] - found[1]).abs().max() <= TOLERANCE * found[1].abs().max().clamp(min=1))
+
+
+def draw(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sampled tokens and their log-probabilities.
+
+    Args:
+        logits: (R, V), any floating type.
+        temperature: 0 takes the likeliest token; else the logits are divided by it, in float32.
+
+    Returns:
+        tokens (R,) and log-probabilities (R,) in float32, in nats; zeros at temperature 0. A row whose logits hold NaN
+        or +infinity has a NaN log-probability and an arbitrary token.
+    """
+    if temperature == 0:
+        return logits.argmax(dim=-1), logits.new_zeros(logits.size(0), dtype=torch.float32)
+    scaled = logits.float() if temperature == 1 else logits.float() / temperature
+    scaled = scaled - scaled.amax(dim=-1, keepdim=True)
+    tokens, total = _invert(scaled.exp())
+    return tokens.squeeze(1), (scaled.gather(1, tokens).double() - total.log()).float().squeeze(1)
+
+
+def _invert(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (R, 1) by one uniform number a row, and the sums of the weights (R, 1) in float64."""
+    rows, vocabulary = weights.shape
+    uniform = torch.rand(rows, 1, dtype=torch.float64, device=weights.device)
+    if vocabulary <= 4 * BLOCK_ENTRIES:
+        sums = weights.cumsum(1, dtype=torch.float64)
+        return _pick(sums, uniform * sums[:, -1:]), sums[:, -1:]
+    missing = -vocabulary % BLOCK_ENTRIES
+    if missing:
+        weights = torch.nn.functional.pad(weights, (0, missing))
+    blocks = weights.view(rows, -1, BLOCK_ENTRIES)  # (R, N, W)
+    sums = blocks.sum(2).cumsum(1, dtype=torch.float64)  # (R, N)
+    total = sums[:, -1:]
+    target = uniform * total
+    block = _pick(sums, target)  # (R, 1)
+    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK_ENTRIES)).squeeze(1).cumsum(1, dtype=torch.float64)
+    share = (target - before) / (sums.gather(1, block) - before)  # of the block, whose two sums differ by rounding
+    token = block * BLOCK_ENTRIES + _pick(inside, share * inside[:, -1:])
+    return token.clamp_(max=vocabulary - 1), total
+
+
+def _pick(sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The first entry whose cumulative sum exceeds the target, so that one of probability 0 is never drawn."""
+    return torch.searchsorted(sums, target, right=True).clamp_(max=sums.size(1) - 1)

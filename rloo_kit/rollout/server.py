@@ -1,19 +1,14 @@
 """Sampling on a vLLM server: the adapter is handed over as a folder before each rollout, tokens travel over HTTP.
 
-A rollout is: all processes write the adapter into a new folder (`hand_over`), and wait for one another; the main one
-has the server forget the last adapter and read the new one, under a name that was never used before, because a server
-finds its cached prefixes by the adapter's name; then each process sends its own completions. The base on the server is
-never touched. An adapter that has not changed since (fresh prompts within a step) stays loaded.
-
-Each completion is a request of its own and continues by itself behind a closed thought, so nothing waits for the
-longest thought. What is drawn follows torch's random numbers: each request carries a seed of them.
-
-Left out: several servers (vLLM's data parallelism is one address), sampling while the policy trains (the rollout would
-be off-policy), handing over weights that are no LoRA.
+All processes write the adapter into a new folder (`hand_over`); the main one has the server unload the last adapter and
+load the new one, under a name never used before, because a server finds its cached prefixes by the adapter's name; then
+each process sends its own completions. The base on the server is never changed. An unchanged adapter stays loaded.
+Each completion is a request of its own, and its answer a second one, so nothing waits for the longest thinking.
 """
 
 import filecmp
 import json
+import math
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -27,12 +22,12 @@ import torch
 
 from rloo_kit.collective import share, wait_for_all
 from rloo_kit.errors import RolloutServerError
-from rloo_kit.rollout.thinking_budget import Continued, think_then_answer
+from rloo_kit.rollout.thinking_budget import CompletionState
 from rloo_kit.rollout.types import Limits, Progress, Rollout
-from rloo_kit.rollout.vllm_client import AdapterLostError, VllmClient
+from rloo_kit.rollout.vllm_client import AdapterLostError, Continuation, VllmClient
 from rloo_kit.system.processes import is_main_process
 
-IN_FLIGHT = 256  # requests of one process at once, where `rows` does not say; the server queues what it cannot hold
+IN_FLIGHT = 256  # requests of one process at once, if `rows` is None; the server queues what it cannot hold
 PREFIX = "rloo-"  # of the names of adapters and their folders
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -43,9 +38,9 @@ class ServerSettings:
 
     Attributes:
         url: http://host:port.
-        folder: in which adapters are written; the server sees it under the same path. Of this run alone: what an
-            earlier process of the run left there is deleted.
-        hand_over: writes the adapter into the folder it is given, which is new; called by all processes at once.
+        folder: for adapters; the server sees it under the same path. Of this run alone: what an earlier process of the
+            run left there is deleted.
+        hand_over: writes the adapter into the new folder that it is given; called by all processes at once.
     """
 
     url: str
@@ -54,7 +49,7 @@ class ServerSettings:
 
 
 class ServerEngine:
-    """See `rloo_kit.rollout.engine.build_engine`.
+    """See `engine.build_engine` for the arguments, `types.Engine` for the rest.
 
     Attributes:
         rows: requests of this process in flight at once; None for up to 256.
@@ -79,7 +74,7 @@ class ServerEngine:
         self._client = VllmClient(settings.url, say=say) if client is None else client
         self._stem = f"{PREFIX}{uuid4().hex[:8]}"
         self._count = 0
-        self._adapter: str | None = None  # its name on the server and its folder's
+        self._adapter: str | None = None  # its name, on the server and as a folder
         self._max_tokens: int | None = None
         self._reloading = threading.Lock()
 
@@ -90,10 +85,10 @@ class ServerEngine:
         expected_lengths: Sequence[float] | None = None,
         on_progress: Progress | None = None,
     ) -> Rollout:
-        """One completion for each prompt; see `rloo_kit.rollout.engine.Engine`. Called by all processes of a run at once.
+        """See `types.Engine`; called by all processes of a run at once. torch's random numbers seed the requests.
 
         Raises:
-            RolloutServerError: the server is down, does not take the adapter or cannot hold the completions.
+            RolloutServerError: the server is down, refuses the adapter or cannot hold the completions.
         """
         self._publish(prompt_ids[0])
         self._check_lengths(prompt_ids, limits)
@@ -102,16 +97,16 @@ class ServerEngine:
         if expected_lengths is not None:
             order.sort(key=lambda number: -expected_lengths[number])
 
-        def sample_one(number: int) -> Rollout:
+        def sample_one(number: int) -> CompletionState:
             return self._sample_one(prompt_ids[number], limits, seeds[number])
 
         found = _run_all(sample_one, order, self.rows or IN_FLIGHT, on_progress)
-        rows = [found[number] for number in range(len(prompt_ids))]
-        logps = None if self._temperature == 0 else [row.sampler_logps[0] for row in rows]
-        return Rollout([row.completion_ids[0] for row in rows], [row.forced[0] for row in rows], logps)
+        states = [found[number] for number in range(len(prompt_ids))]
+        logps = None if self._temperature == 0 else [state.logps for state in states]
+        return Rollout([state.ids for state in states], [state.forced for state in states], logps)
 
     def close(self) -> None:
-        """Have the server forget the adapter, and delete its folder; `sample` hands it over again."""
+        """Unload the adapter and delete its folder; `sample` hands it over again."""
         if self._adapter is not None and is_main_process():
             self._forget(self._adapter)
         self._adapter = None
@@ -119,13 +114,13 @@ class ServerEngine:
     # ------------------------------------------------------------------------------------------------ the adapter
 
     def _publish(self, prompt: list[int]) -> None:
-        """Have the server sample from the policy as it is now; whatever fails, fails in all processes."""
+        """Have the server sample from the current policy; a failure is raised in all processes."""
         self._count += 1
-        name = f"{self._stem}-{self._count:06d}"  # of the main process's; the others' is replaced below
+        name = f"{self._stem}-{self._count:06d}"  # the main process's counts; `share` replaces the others'
         if is_main_process() and self._adapter is None:
             self._sweep_folders()
         self._settings.hand_over(self._folder / name)
-        wait_for_all()  # nobody samples from the last adapter any more
+        wait_for_all()  # no process samples from the last adapter any more
         outcome: tuple[str | None, int | None, str] = (None, None, "")
         raised: Exception | None = None
         if is_main_process():
@@ -141,7 +136,7 @@ class ServerEngine:
         self._adapter = adapter
 
     def _replace(self, name: str, prompt: list[int]) -> str:
-        """The name of the adapter that the server now has: the new one, or the last one if both are the same."""
+        """The adapter that the server now has: the new one, or the last one if both are equal."""
         new, last = self._folder / name, self._adapter
         if last is not None and filecmp.cmp(new / WEIGHTS, self._folder / last / WEIGHTS, shallow=False):
             shutil.rmtree(new)
@@ -150,14 +145,14 @@ class ServerEngine:
         if last is None:
             self._greet(config)
         else:
-            self._forget(last)  # before the next one is read: a server has room for one by default
+            self._forget(last)  # before the next one is loaded: a server has room for one by default
         self._load(name, config["r"])
         if last is None and self._temperature not in (0.0, 1.0):
             self._check_mode(name, prompt)
         return name
 
     def _greet(self, config: dict[str, Any]) -> None:
-        """The first time: is the server there, what does it serve, and has it adapters of an earlier process here?"""
+        """The first time: wait for the server, compare its base, unload an earlier process's adapters."""
         self._client.wait_until_up()
         served = self._client.read_served()
         self._max_tokens = served.max_tokens
@@ -167,18 +162,18 @@ class ServerEngine:
             pairs = ", ".join(f"{name} ({root})" for name, root in served.bases.items())
             self._say(
                 f"rollout: the server at {self._client.url} serves {pairs}, and this run trains "
-                f"{trained or 'a model without a name'}: they have to be the same weights"
+                f"{trained or 'a model without a name'}: the weights have to be the same"
             )
         for name, root in served.adapters.items():
             if name.startswith(PREFIX) and Path(root).parent == self._folder:
                 self._client.unload_adapter(name)
 
     def _check_mode(self, name: str, prompt: list[int]) -> None:
-        """Log-probabilities before the temperature are those of another distribution than the one sampled from."""
+        """Refuse log-probabilities before the temperature: they are of another distribution than the sampled one."""
         if self._client.find_logprobs_mode(name, prompt, self._temperature) == "raw":
             raise RolloutServerError(
-                f"rloo.temperature is {self._temperature}, but {self._client.url} says how likely tokens were before "
-                "the temperature: start it with --logprobs-mode processed_logprobs"
+                f"rloo.temperature is {self._temperature}, but {self._client.url} returns log-probabilities from "
+                "before the temperature: start it with --logprobs-mode processed_logprobs"
             )
 
     def _load(self, name: str, rank: int) -> None:
@@ -188,11 +183,11 @@ class ServerEngine:
         try:
             self._client.unload_adapter(name)
         except RolloutServerError as error:
-            self._say(f"rollout: {error}")  # it costs the server a little memory, the run nothing
+            self._say(f"rollout: {error}")  # costs the server a little memory, the run nothing
         shutil.rmtree(self._folder / name, ignore_errors=True)
 
     def _sweep_folders(self) -> None:
-        """What an earlier process of this run, which was killed, left behind."""
+        """Delete what a killed process of this run left behind."""
         for folder in self._folder.glob(f"{PREFIX}*"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -202,29 +197,26 @@ class ServerEngine:
         longest = max(map(len, prompt_ids))
         if self._max_tokens is not None and longest + limits.max_completion_length > self._max_tokens:
             raise RolloutServerError(
-                f"a prompt of {longest} tokens and a completion of {limits.max_completion_length} are more than the "
-                f"{self._max_tokens} that {self._client.url} holds: start it with --max-model-len "
+                f"a prompt of {longest} tokens and a completion of {limits.max_completion_length} exceed the "
+                f"{self._max_tokens} of {self._client.url}: start it with --max-model-len "
                 f"{longest + limits.max_completion_length} or more, or lower rloo.max_completion_length"
             )
 
-    def _sample_one(self, prompt: list[int], limits: Limits, seed: int) -> Rollout:
-        """A rollout of one prompt; an answer behind a closed thought is a second request."""
-        calls = iter(range(2))
+    def _sample_one(self, prompt: list[int], limits: Limits, seed: int) -> CompletionState:
+        """A completion of one prompt; an answer after closed thinking is a second request."""
+        state = CompletionState(limits, self._end_ids)
+        while not state.finished:
+            if state.next_forced is not None:
+                state.take(state.next_forced, math.nan)
+                continue
+            room, stops = state.next_stretch
+            found = self._complete(prompt + state.ids, room, stops, (seed + state.answers) % 2**31)
+            for token, logp in zip(found.ids, found.logps, strict=True):
+                state.take(token, logp)
+        return state
 
-        def extend(prefixes: list[list[int]], rooms: list[int], stop_ids: tuple[int, ...]) -> Continued:
-            call = next(calls)
-            ids: list[list[int]] = [[] for _ in prefixes]
-            logps: list[list[float]] = [[] for _ in prefixes]
-            if prefixes and rooms[0] > 0:
-                stops = [*self._end_ids, *stop_ids]
-                found = self._complete(prefixes[0], rooms[0], stops, (seed + call) % 2**31)
-                ids[0], logps[0] = found.ids, found.logps
-            return Continued(ids, logps)
-
-        return think_then_answer(extend, [prompt], limits, self._end_ids)
-
-    def _complete(self, prefix: list[int], room: int, stops: list[int], seed: int) -> Any:
-        """A server that was started anew in between gets the adapter again, once."""
+    def _complete(self, prefix: list[int], room: int, stops: list[int], seed: int) -> Continuation:
+        """A server that was restarted in between gets the adapter again, once."""
         assert self._adapter is not None
         arguments = (self._adapter, prefix, room, stops, self._temperature, seed)
         try:
@@ -239,15 +231,15 @@ class ServerEngine:
 
 
 def _run_all(
-    work: Callable[[int], Rollout], numbers: list[int], at_once: int, on_progress: Progress | None
-) -> dict[int, Rollout]:
-    """`work(number)` for all numbers, in their order, some at once; the first error ends it.
+    work: Callable[[int], CompletionState], numbers: list[int], at_once: int, on_progress: Progress | None
+) -> dict[int, CompletionState]:
+    """`work(number)` for all numbers, started in their order, `at_once` in parallel; the first error ends it.
 
-    The threads are daemons and nobody waits for them: after an error or Ctrl-C the requests in flight, which may take
-    an hour, must not keep the process alive.
+    The threads are daemons and are not joined: after an error or Ctrl-C the requests in flight, which may take an hour,
+    must not keep the process alive.
     """
     waiting: SimpleQueue[int] = SimpleQueue()
-    done: SimpleQueue[tuple[int, Rollout | BaseException]] = SimpleQueue()
+    done: SimpleQueue[tuple[int, CompletionState | BaseException]] = SimpleQueue()
     stop = threading.Event()
     for number in numbers:
         waiting.put(number)
@@ -265,7 +257,7 @@ def _run_all(
 
     for _ in range(min(at_once, len(numbers))):
         threading.Thread(target=serve, name="rollout", daemon=True).start()
-    found: dict[int, Rollout] = {}
+    found: dict[int, CompletionState] = {}
     try:
         while len(found) < len(numbers):
             number, result = done.get()

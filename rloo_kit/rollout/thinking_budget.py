@@ -1,27 +1,20 @@
 """Thinking that ends in time: at the budget `</think>` is forced, and the model answers within an answer budget.
 
-`Turn` is one completion while it grows, for an engine that can put in a token between two that it samples (native,
-generate); `think_then_answer` does the same in two calls for an engine that only continues prompts. Both keep the same
-rules:
-
-- at `thinking_budget` tokens without `</think>` the closing ids are forced: their log-probabilities are NaN and their
-  span is recorded, so that the loss leaves them out;
-- after the close, forced or not, come at most `answer_limit` tokens;
-- a completion that ends inside its thinking stays as it is.
-
-The close is `</think>` alone, or the sentence of the Qwen3 report before it. Left out: forcing a model to go on
-thinking (s1's "Wait").
+- At `thinking_budget` tokens without `</think>` the closing ids are forced: their log-probabilities are NaN and their
+  span is recorded, so that the loss leaves them out.
+- After the close, forced or not, at most `answer_limit` tokens follow.
+- A completion that ends inside its thinking is left as it is.
 
 Source: Qwen3 technical report, section 4.3, https://arxiv.org/abs/2505.09388; budget forcing (s1),
 https://arxiv.org/abs/2501.19393; separate budgets, https://arxiv.org/abs/2505.05315.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from math import nan
-from typing import Any, NamedTuple
+from typing import Any
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.rollout.types import Limits, Rollout
+from rloo_kit.rollout.types import Limits
 from rloo_kit.think_tags import THINK_END, ThinkTags
 
 # The Qwen3 report's instruction for a spent budget, with the blank line that its chat template puts before an answer.
@@ -32,11 +25,11 @@ CLOSING_SENTENCE = (
 
 
 def close_ids_for(tokenizer: Any, tags: ThinkTags, close: str = "tag") -> tuple[int, ...]:
-    """The ids that close thinking: `</think>` alone ("tag"), or the Qwen3 report's sentence around it ("sentence").
+    """The ids that close thinking: `</think>` alone ("tag"), or with the Qwen3 report's sentence ("sentence").
 
     Raises:
-        ConfigError: the tokenizer has no `</think>`, another word than the two, or a sentence in which the tokenizer
-            does not find `</think>` as one token.
+        ConfigError: the tokenizer has no `</think>`, `close` is neither word, or the tokenizer does not encode
+            `</think>` in the sentence as one token.
     """
     if tags.end_id is None:
         raise ConfigError(
@@ -50,7 +43,7 @@ def close_ids_for(tokenizer: Any, tags: ThinkTags, close: str = "tag") -> tuple[
     ids = tuple(tokenizer(CLOSING_SENTENCE, add_special_tokens=False)["input_ids"])
     if ids.count(tags.end_id) != 1:
         raise ConfigError(
-            f"the tokenizer writes </think> in the closing sentence as other tokens than its id {tags.end_id}. Set "
+            f"the tokenizer does not encode </think> in the closing sentence as its id {tags.end_id}. Set "
             "rloo.thinking_close: tag"
         )
     return ids
@@ -82,12 +75,12 @@ def make_limits(
     return Limits(max_completion_length, thinking_budget, answer_budget, close_ids, tags.end_id)
 
 
-class Turn:
+class CompletionState:
     """One completion while it grows, token by token.
 
     Attributes:
         ids: its tokens so far. logps: their log-probabilities under the sampler, NaN where forced.
-        forced: (start, end) of what was forced, None so far.
+        forced: (start, end) of the forced tokens so far, None if there are none.
         finished: it takes no more tokens.
     """
 
@@ -100,28 +93,43 @@ class Turn:
         self.finished = limits.max_completion_length < 1
         self._limits = limits
         self._ends = end_ids
-        self._answer_ends: int | None = None  # tokens in all at which the answer's budget is spent
-        self._pending: list[int] = []  # forced tokens that are still to come, the next one last
+        self._answer_ends: int | None = None  # length at which the answer budget is spent
+        self._pending: list[int] = []  # forced tokens still to come, the next one last
         if limits.thinking_budget == 0:
             self._close()
 
     @property
     def room(self) -> int:
-        """Tokens that it may still take at most."""
+        """How many tokens it may still take."""
         return self._limits.max_completion_length - len(self.ids)
 
     @property
     def has_budget(self) -> bool:
-        """Whether its thinking may be closed for it."""
+        """Whether its thinking may be closed by force."""
         return self._limits.thinking_budget is not None
 
     @property
+    def answers(self) -> bool:
+        """Whether its thinking was closed, with a budget."""
+        return self._answer_ends is not None
+
+    @property
+    def next_stretch(self) -> tuple[int, list[int]]:
+        """How many tokens may be sampled in one go before a limit, and the ids that stop them earlier."""
+        if self._limits.thinking_budget is None:
+            return self.room, [*self._ends]
+        if self._answer_ends is not None:
+            return min(self.room, self._answer_ends - len(self.ids)), [*self._ends]
+        closing = [] if self._limits.think_end_id is None else [self._limits.think_end_id]
+        return min(self.room, self._limits.thinking_budget - len(self.ids)), [*self._ends, *closing]
+
+    @property
     def next_forced(self) -> int | None:
-        """The id that comes next whatever is sampled; None while the model may choose."""
+        """The id that is forced next; None while the model may choose."""
         return self._pending[-1] if self._pending and not self.finished else None
 
     def take(self, token: int, logp: float) -> None:
-        """Add the token that was sampled, or the forced one whose turn it is instead."""
+        """Add the sampled token, or the forced one that is due instead."""
         if self._pending:
             self._take_forced()
         else:
@@ -148,41 +156,3 @@ class Turn:
         self.forced = (start, len(self.ids))
         if not self._pending:
             self._answer_ends = len(self.ids) + self._limits.answer_limit
-
-
-class Continued(NamedTuple):
-    """New ids of each prefix, up to and with the first stop, and their log-probabilities (None: not known)."""
-
-    ids: list[list[int]]
-    logps: list[list[float]] | None
-
-
-# extend(prefixes, at most so many new tokens for each, further ids that stop) -> Continued
-Extend = Callable[[list[list[int]], list[int], tuple[int, ...]], Continued]
-
-
-def think_then_answer(extend: Extend, prompts: list[list[int]], limits: Limits, end_ids: Collection[int]) -> Rollout:
-    """Thinking up to the budget in one call of `extend`, all answers in a second one; without a budget one call."""
-    cap = limits.max_completion_length
-    if limits.thinking_budget is None or limits.think_end_id is None:
-        ids, logps = extend(prompts, [cap] * len(prompts), ())
-        return Rollout(ids, [None] * len(ids), logps)
-    first = [min(limits.thinking_budget, cap)] * len(prompts)
-    ids, logps = extend(prompts, first, (limits.think_end_id,))
-    over = [bool(row) and row[-1] in end_ids for row in ids]  # ended inside its thinking: left as it is
-    forced: list[tuple[int, int] | None] = [None] * len(ids)
-    for number, row in enumerate(ids):
-        if not over[number] and row[-1:] != [limits.think_end_id]:
-            close = list(limits.close_ids[: cap - len(row)])
-            forced[number] = (len(row), len(row) + len(close)) if close else None
-            ids[number] = row + close
-            if logps is not None:
-                logps[number] = logps[number] + [nan] * len(close)
-    going_on = [number for number, row in enumerate(ids) if not over[number] and len(row) < cap]
-    rooms = [min(limits.answer_limit, cap - len(ids[number])) for number in going_on]
-    answers = extend([prompts[number] + ids[number] for number in going_on], rooms, ())
-    for place, number in enumerate(going_on):
-        ids[number] = ids[number] + answers.ids[place]
-        if logps is not None and answers.logps is not None:
-            logps[number] = logps[number] + answers.logps[place]
-    return Rollout(ids, forced, logps)

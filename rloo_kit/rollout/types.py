@@ -1,8 +1,6 @@
-"""What goes into a rollout and what comes out: limits on its length, completions with what the sampler thought of them.
+"""What goes into a rollout and what comes out, in token ids, and the protocol of what samples it."""
 
-Left out: text. Engines see token ids only.
-"""
-
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,11 +10,11 @@ class Limits:
     """How long completions may be, in tokens.
 
     Attributes:
-        max_completion_length: of all tokens of a completion, forced ones too; a hard cap.
-        thinking_budget: tokens after which thinking that is still open is closed; None for no budget.
-        answer_budget: tokens after the close, whoever closed; None for what `max_completion_length` leaves.
-        close_ids: ids that are forced at the end of the budget.
-        think_end_id: the id of `</think>`, by which a completion closes its thinking itself.
+        max_completion_length: hard cap on all tokens of a completion, forced ones included.
+        thinking_budget: tokens after which open thinking is closed; None for no budget.
+        answer_budget: tokens after the close, forced or not; None for what `max_completion_length` leaves.
+        close_ids: ids that are forced when the budget is spent.
+        think_end_id: the id of `</think>`, with which a completion closes its thinking itself.
     """
 
     max_completion_length: int
@@ -35,14 +33,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The completions of one call of an engine, one entry a prompt and in its order.
+    """The completions of one call of an engine, one entry a prompt, in the prompts' order.
 
     Attributes:
-        completion_ids: token ids, the end token included where there is one.
-        forced: (start, end) of the tokens in the completion that were forced to close its thinking; None where none
-            were.
+        completion_ids: token ids, the end token included if there is one.
+        forced: (start, end) of the forced tokens that closed the thinking; None if none were forced.
         sampler_logps: log-probability of each token when it was drawn, at the engine's temperature, float32, in nats;
-            NaN for forced tokens. None at temperature 0, and from an engine that does not say.
+            NaN for forced tokens. None at temperature 0.
     """
 
     completion_ids: list[list[int]]
@@ -51,11 +48,43 @@ class Rollout:
 
     @property
     def thinking_forced(self) -> list[bool]:
-        """For each completion whether its thinking was closed for it."""
+        """For each completion, whether its thinking was closed by force."""
         return [span is not None for span in self.forced]
 
 
 class Progress(Protocol):
-    """Called with the completions done so far and their number in all."""
+    """Called with the number of completions done so far and in total."""
 
     def __call__(self, done: int, total: int, /) -> None: ...
+
+
+class Engine(Protocol):
+    """Samples completions of prompts; `engine.build_engine` chooses one.
+
+    Attributes:
+        name: native, generate or server. reason: why that one, one line for people.
+        rows: completions at once; None for all of a call. Halved for good when the device runs out of memory.
+    """
+
+    name: str
+    reason: str
+    rows: int | None
+
+    def sample(
+        self,
+        prompt_ids: list[list[int]],
+        limits: Limits,
+        expected_lengths: Sequence[float] | None = None,
+        on_progress: Progress | None = None,
+    ) -> Rollout:
+        """One completion for each prompt; neighbours with equal prompts are a group.
+
+        Args:
+            prompt_ids: token ids, at least one each.
+            limits: on the completions' lengths, see `make_limits`.
+            expected_lengths: one number a prompt; if not all rows fit at once, the longest start first.
+            on_progress: called with the number of completions done so far and in total.
+
+        The model is in evaluation mode meanwhile, and restored afterwards. Random numbers are torch's global ones.
+        """
+        ...

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from rloo_kit.config.checks import CACHES, ENGINES
 from rloo_kit.errors import BackendError, ConfigError
-from rloo_kit.rollout.cache_options import CACHES, check_cache, generate_options
-from rloo_kit.rollout.engine import Limits, build_engine
+from rloo_kit.rollout.engine import Limits, build_engine, check_cache
+from rloo_kit.rollout.generate import generate_options
 
 TURN_END, END_OF_TEXT, PAD = 258, 257, 256
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -241,7 +242,6 @@ def test_a_budget_costs_one_call_of_generate(make_model: Any, monkeypatch: Any) 
 REFUSED = {
     "unsloth, 8 bits": ("int8", "generate", "unsloth", True, "Unsloth decodes.*rollout.cache=plain.*transformers"),
     "unsloth, offloaded": ("offloaded", "generate", "unsloth", True, "Unsloth decodes.*rollout.cache=plain"),
-    "pages": ("int8", "continuous", "transformers", True, "pages its cache itself.*rollout.cache=plain"),
     "vllm": ("int8", "vllm", "transformers", True, "kv_cache_dtype.*rollout.cache=plain"),
     "server": ("offloaded", "server", "transformers", True, "the server holds.*--kv-cache-dtype"),
     "no GPU": ("offloaded", "generate", "transformers", False, "not on a GPU.*rollout.cache=plain"),
@@ -253,19 +253,19 @@ REFUSED = {
 def test_a_cache_that_cannot_be_kept_is_refused(monkeypatch: Any, case: str) -> None:
     """A key that is silently ignored is found out by an out-of-memory error after an hour."""
     cache, engine, backend, on_cuda, message = REFUSED[case]
-    monkeypatch.setattr("rloo_kit.rollout.cache_options.find_spec", lambda name: None)
+    monkeypatch.setattr("rloo_kit.rollout.engine.find_spec", lambda name: None)
     with pytest.raises(BackendError, match=f"rollout.cache is {cache}, but.*{message}"):
         check_cache(cache, engine, backend, on_cuda)
 
 
 def test_what_is_let_through(monkeypatch: Any, make_model: Any) -> None:
     """`generate` gets the library's own names; a plain cache is asked of nobody."""
-    monkeypatch.setattr("rloo_kit.rollout.cache_options.find_spec", lambda name: object())
+    monkeypatch.setattr("rloo_kit.rollout.engine.find_spec", lambda name: object())
     check_cache("int8", "generate", "transformers", on_cuda=True)
     check_cache("offloaded", "generate", "transformers", on_cuda=True)
     assert generate_options("offloaded") == {"cache_implementation": "offloaded"}
     assert generate_options("int8")["cache_config"]["nbits"] == 8 and not generate_options("plain")
-    for engine in ("native", "generate", "continuous", "vllm", "server"):
+    for engine in ENGINES[1:]:
         check_cache("plain", engine, "unsloth", on_cuda=False)
     with pytest.raises(ConfigError, match="rollout.cache is '4bit'; it is one of plain, int8, offloaded"):
         check_cache("4bit", "native", "transformers", on_cuda=False)

@@ -46,7 +46,7 @@ def engine_for(model: Any, name: str = "native", temperature: float = 1.0, **opt
 
 
 def decoder_of(model: Any) -> str:
-    from rloo_kit.rollout.decoders import make_decoder
+    from rloo_kit.rollout.native import make_decoder
 
     return type(make_decoder(model)).__name__
 
@@ -271,35 +271,6 @@ def test_a_budget_in_both_engines(make_model: Any, tiny_tokenizer: Any, name: st
     assert found.thinking_forced == [span is not None for span in found.forced]
 
 
-# ------------------------------------------------------------------------------------------------- continuous
-
-
-@pytest.mark.slow
-def test_continuous_batching_leaves_the_model_as_it_is(make_model: Any, tiny_tokenizer: Any) -> None:
-    """TRL's path casts the whole model to bf16 in place, adapter included, and goes on training that. The same
-    completions as `generate`, the same budget, log-probabilities that scoring confirms, weights untouched."""
-    import torch
-
-    from rloo_kit.gradient.packing import install
-    from rloo_kit.rollout.engine import make_limits
-
-    model = make_model(ends=-1.0).train()
-    install(model.get_base_model())  # as the trainer does; the name is none that pages can be looked up by
-    weights = {key: value.clone() for key, value in model.state_dict().items()}
-    wanted = engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(12)).completion_ids
-    assert engine_for(model, "continuous", 0.0).sample(PROMPTS, Limits(12)).completion_ids == wanted
-    limits = make_limits(tiny_tokenizer, bind_think_tags(tiny_tokenizer), 20, 4, 3)
-    found = engine_for(model, "continuous", 0.7, rows=2).sample(PROMPTS, limits)
-    assert model.training and all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
-    assert any(found.thinking_forced)
-    model.eval()
-    for prompt, ids, logps in zip(PROMPTS, found.completion_ids, found.sampler_logps, strict=True):
-        exact = teacher_forced(model, prompt, ids, 0.7)
-        drawn = [place for place, logp in enumerate(logps) if not math.isnan(logp)]
-        assert len(logps) == len(ids) and len(ids) - len(drawn) <= 1
-        assert [logps[place] for place in drawn] == pytest.approx([exact[place] for place in drawn], abs=1e-5)
-
-
 # ------------------------------------------------------------------------------------------------- memory
 
 
@@ -360,7 +331,7 @@ def test_memory_that_runs_out_while_rows_are_let_in(make_model: Any, monkeypatch
     monkeypatch.setattr(backbone, "forward", failing)
     said: list[str] = []
     assert engine_for(model, "native", 0.0, say=said.append).sample(PROMPTS, Limits(20)).completion_ids == wanted
-    assert len(said) == 1 and "with 6 completions at once; 6 go on" in said[0]
+    assert len(said) == 1 and "with 6 completions at once; 6 continue" in said[0]
 
 
 @pytest.mark.parametrize("name", ["native", "generate"])
@@ -448,7 +419,5 @@ def test_the_choice_is_explained(make_model: Any, make_tiny_model: Any) -> None:
         engine_for(sliding, "native")
     with pytest.raises(BackendError, match="rollout.engine is native, but Unsloth.*rollout.engine=generate"):
         engine_for(model, "native", backend="unsloth")
-    with pytest.raises(BackendError, match="rollout.engine is continuous, but Unsloth.*rollout.engine=auto"):
-        engine_for(model, "continuous", backend="unsloth")
     with pytest.raises(BackendError, match="vLLM is not installed: pip install vllm.*rollout.engine=auto"):
         engine_for(model, "vllm")

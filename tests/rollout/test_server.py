@@ -292,7 +292,7 @@ def refusals() -> dict[str, tuple[Callable[[StandIn], None], str]]:
         "rank": (lambda server: setattr(server, "max_lora_rank", 2), r"its rank is 4 .*--max-lora-rank 8"),
         "context": (
             lambda server: setattr(server, "max_model_len", 24),
-            r"a prompt of 20 tokens and a completion of 8 are more than the 24.*--max-model-len 28",
+            r"a prompt of 20 tokens and a completion of 8 exceed the 24.*--max-model-len 28",
         ),
         "broken load": (
             lambda server: server.failures.append((LOAD, 500, "CUDA error")),
@@ -304,8 +304,8 @@ def refusals() -> dict[str, tuple[Callable[[StandIn], None], str]]:
         ),
         "old": (lambda server: tampered(server, token_ids=None), "vLLM 0.10.2 or newer"),
         "cut": (lambda server: tampered(server, prompt_token_ids=[7]), "continued another prompt"),
-        "unlikely": (lambda server: tampered(server, logprobs=None), "does not say how likely"),
-        "broken off": (lambda server: tampered(server, finish_reason="abort"), r"broke a completion off.*abort"),
+        "unlikely": (lambda server: tampered(server, logprobs=None), "no log-probability"),
+        "broken off": (lambda server: tampered(server, finish_reason="abort"), "aborted a completion .finish_reason abort"),
         "NaN": (lambda server: setattr(server, "tamper", first_is_nan), "the weights are broken"),
         "end dropped": (
             lambda server: setattr(server, "tamper", drop_last),

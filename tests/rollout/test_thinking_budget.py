@@ -1,5 +1,6 @@
-"""Thinking that is closed at its budget: the rules for one completion, and both ways of running them."""
+"""Thinking that is closed at its budget: the rules for one completion, token by token and in stretches."""
 
+from collections.abc import Callable
 from math import isnan
 from typing import Any
 
@@ -8,11 +9,9 @@ import pytest
 from rloo_kit.errors import ConfigError
 from rloo_kit.rollout.thinking_budget import (
     CLOSING_SENTENCE,
-    Continued,
-    Turn,
+    CompletionState,
     close_ids_for,
     make_limits,
-    think_then_answer,
 )
 from rloo_kit.rollout.types import Limits
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
@@ -33,67 +32,60 @@ CASES = {
 }
 
 
-class Script:
-    """A model that writes what it is told to, prompt by prompt: prompt [n] has the n-th text."""
-
-    def __init__(self, texts: list[list[int]], forced: int) -> None:
-        self.texts, self.forced = texts, forced
-
-    def extend(self, prefixes: list[list[int]], rooms: list[int], stop_ids: tuple[int, ...]) -> Continued:
-        ids = []
-        for prefix, room in zip(prefixes, rooms, strict=True):
-            written = sum(token not in (7, 8) for token in prefix[1:])
-            own = written - (1 if 7 in prefix else 0)  # a forced close is not the model's
-            new: list[int] = []
-            for token in self.texts[prefix[0]][own:][:room]:
-                new.append(token)
-                if token == END or token in stop_ids:
-                    break
-            ids.append(new)
-        return Continued(ids, [[-1.0] * len(row) for row in ids])
+def token_by_token(text: list[int], limits: Limits) -> CompletionState:
+    """As the engines that sample here: each token is taken when it is drawn."""
+    state, position = CompletionState(limits, {END}), 0
+    while not state.finished:
+        before = state.forced
+        state.take(text[position], -1.0)
+        position += state.forced == before
+    return state
 
 
-def by_turns(text: list[int], limits: Limits) -> Turn:
-    turn, position = Turn(limits, {END}), 0
-    while not turn.finished:
-        before = turn.forced
-        turn.take(text[position], -1.0)
-        position += turn.forced == before
-    return turn
+def in_stretches(text: list[int], limits: Limits) -> CompletionState:
+    """As a server: so many tokens in one request, up to the ids that stop."""
+    state, position, calls = CompletionState(limits, {END}), 0, 0
+    while not state.finished:
+        if state.next_forced is not None:
+            state.take(-1, -1.0)
+            continue
+        room, stops = state.next_stretch
+        calls += 1
+        for token in text[position : position + room]:
+            state.take(token, -1.0)
+            position += 1
+            if token in stops:
+                break
+    assert calls <= 2
+    return state
 
 
+@pytest.mark.parametrize("run", [token_by_token, in_stretches])
 @pytest.mark.parametrize("name", CASES)
-def test_both_ways_keep_the_same_rules(name: str) -> None:
-    """Some engines force tokens between two of their own, some are called twice; a run that changed its engine
+def test_both_ways_keep_the_same_rules(name: str, run: Callable[..., CompletionState]) -> None:
+    """Some engines force tokens between two of their own, a server is called twice; a run that changed its engine
     must not change what a budget means."""
     text, (ids, forced) = CASES[name]
-    turn = by_turns(text, LIMITS)
-    twice = think_then_answer(Script([text], 3).extend, [[0]], LIMITS, {END})
-    assert (turn.ids, turn.forced) == (ids, forced)
-    assert (twice.completion_ids, twice.forced) == ([ids], [forced])
-    assert twice.sampler_logps is not None and twice.thinking_forced == [forced is not None]
-    for logps in (turn.logps, twice.sampler_logps[0]):
-        span = range(*(forced or (0, 0)))
-        assert [isnan(value) for value in logps] == [place in span for place in range(len(ids))]
+    state = run(text, LIMITS)
+    assert (state.ids, state.forced) == (ids, forced)
+    span = range(*(forced or (0, 0)))
+    assert [isnan(value) for value in state.logps] == [place in span for place in range(len(ids))]
 
 
+@pytest.mark.parametrize("run", [token_by_token, in_stretches])
 @pytest.mark.parametrize("cap", [2, 4, 5, 6, 7, 8])
-def test_the_cap_holds_in_any_case(cap: int) -> None:
+def test_the_cap_holds_in_any_case(cap: int, run: Callable[..., CompletionState]) -> None:
     """A sentence forced beyond `max_completion_length` would not fit into the positions that were planned for."""
-    limits = Limits(cap, 4, 3, (7, CLOSE, 8), CLOSE)
-    text = [1, 1, 1, 1, 2, 2, 2, 2]
-    turn = by_turns(text, limits)
-    twice = think_then_answer(Script([text], 3).extend, [[0]], limits, {END})
-    assert turn.ids == twice.completion_ids[0] == [1, 1, 1, 1, 7, CLOSE, 8, 2][:cap]
-    assert turn.forced == twice.forced[0] == ((4, min(cap, 7)) if cap > 4 else None)
+    state = run([1, 1, 1, 1, 2, 2, 2, 2], Limits(cap, 4, 3, (7, CLOSE, 8), CLOSE))
+    assert state.ids == [1, 1, 1, 1, 7, CLOSE, 8, 2][:cap]
+    assert state.forced == ((4, min(cap, 7)) if cap > 4 else None)
 
 
-def test_without_a_budget_nothing_is_forced() -> None:
+@pytest.mark.parametrize("run", [token_by_token, in_stretches])
+def test_without_a_budget_nothing_is_forced(run: Callable[..., CompletionState]) -> None:
     """The limits of a run without a budget pass through the same code."""
-    limits = Limits(5)
     text = [1, CLOSE, 1, 1, 1, 1]
-    assert by_turns(text, limits).ids == text[:5]
-    assert think_then_answer(Script([text], 0).extend, [[0]], limits, {END}).completion_ids == [text[:5]]
+    assert run(text, Limits(5)).ids == text[:5]
 
 
 def test_the_close_is_the_tag_or_the_reports_sentence(tiny_tokenizer: Any) -> None:
