@@ -74,7 +74,7 @@ def full_length_rollouts(
         for kind in (GenerateEngine, NativeEngine):
             patches.enter_context(mock.patch.object(kind, "sample", _watched(kind.sample, watch, before, after)))
             patches.enter_context(mock.patch.object(kind, "_halve", _noted(kind._halve, watch)))
-        patches.enter_context(mock.patch.object(GenerateEngine, "_begin", _aged_turn(GenerateEngine._begin, tail)))
+        patches.enter_context(mock.patch.object(GenerateEngine, "_begin", _aged_state(GenerateEngine._begin, tail)))
         patches.enter_context(mock.patch.object(GenerateEngine, "_cache_options", cache_options))
         patches.enter_context(mock.patch.object(NativeEngine, "_run", _aged_rows(NativeEngine._run, tail)))
         patches.enter_context(mock.patch.object(NativeEngine, "_fill", staticmethod(fill_slots)))
@@ -114,19 +114,19 @@ def _full_length(limits: Any) -> int:
     return min(limits.max_completion_length, limits.thinking_budget + len(limits.close_ids) + limits.answer_limit)
 
 
-def _age(turn: Any, tail: int, number: int) -> None:
+def _age(state: Any, tail: int, number: int) -> None:
     """All the tokens of a completion but the last `tail`; at its budget its thinking is closed as always."""
-    for token in fillers(max(_full_length(turn._limits) - tail - len(turn.ids), 0), number):
-        turn.take(token, 0.0)
+    for token in fillers(max(_full_length(state._limits) - tail - len(state.ids), 0), number):
+        state.take(token, 0.0)
 
 
-def _aged_turn(plain: Any, tail: int) -> Any:
+def _aged_state(plain: Any, tail: int) -> Any:
     """`GenerateEngine._begin`."""
 
     def begin(self: Any, row: int, limits: Any) -> Any:
-        turn = plain(self, row, limits)
-        _age(turn, tail, row)
-        return turn
+        state = plain(self, row, limits)
+        _age(state, tail, row)
+        return state
 
     return begin
 
@@ -136,7 +136,7 @@ def _aged_rows(plain: Any, tail: int) -> Any:
 
     def run(self: Any, decoder: Any, waiting: Any, *more: Any) -> Any:
         for row in waiting:
-            _age(row.turn, tail, row.number)
+            _age(row.state, tail, row.number)
         return plain(self, decoder, waiting, *more)
 
     return run
