@@ -5,6 +5,7 @@ the checkpoint it can go on from is there: after Ctrl-C, a reward that kept fail
 With several processes each calls `train` with the same arguments and gets the same result; the main one writes.
 """
 
+import json
 import os
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +21,7 @@ from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError, NoSignalError, RlooKitError, RunNotFoundError
 from rloo_kit.evals.difficulty import select_prompts
+from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.loop.callbacks import (
     Interrupts,
     LearningSignalGuard,
@@ -33,6 +35,7 @@ from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import NO_ADAPTER, gather_adapter
 from rloo_kit.models.policy import Policy, save_adapter
 from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
+from rloo_kit.results.evaluation import Evaluation, compare
 from rloo_kit.rollout.engine import check_cache, choose_engine
 from rloo_kit.runs.health import SignalWatch
 from rloo_kit.runs.run_dir import RunDir
@@ -393,3 +396,48 @@ def mixed_precision(run: RunConfig) -> dict[str, bool]:
     fp16 = (chosen == "fp16" and not bf16) if fp16 is None else fp16
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if bf16 else "fp16" if fp16 else "no"
     return {"bf16": bf16, "fp16": fp16}
+
+
+def load_evaluation(run: RunConfig, when: str) -> Evaluation | None:
+    """The evaluation "before" or "after" training from the run's folder; None where there is none."""
+    path = run.folder / f"{when}.json"
+    return Evaluation.from_dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir) -> bool:
+    """All of `rloo-kit train` in an open folder: evaluate, train, evaluate again, write the report.
+
+    Returns:
+        Whether it was interrupted.
+
+    Raises:
+        NoSignalError: `run.stop_when_no_signal` stopped the run. What else is raised: see `train`.
+    """
+    from rloo_kit.results.report import write_report
+
+    check_sampling(run, policy)
+    before = after = None
+    if run.run.evaluate:
+        before = share(load_evaluation(run, "before") if run_dir.resumed else None)
+        if before is None:
+            before = evaluate(run, policy, data.test, label="before")
+            run_dir.write_json("before.json", before.to_dict())
+        say(before)
+    result = train(run, policy, data, reward_funcs, run_dir=run_dir)
+    if result.stopped == "interrupted":
+        return True
+    if result.stopped is not None:
+        raise NoSignalError(f"{run_dir.status().get('error')}\nTo go on regardless: {run_dir.resume_command}")
+    if before is not None:
+        after = evaluate(run, policy, data.test, label="after")
+        run_dir.write_json("after.json", after.to_dict())
+        say(after)
+        say(f"after training: {compare(before, after)}")
+    files = [("adapter", result.adapter_folder), ("metrics", run_dir / "metrics.jsonl")]
+    files += [("rollouts", run_dir / "rollouts.jsonl"), ("configuration", run_dir / "config.yaml")]
+    if run.run.report and is_main_process():
+        files.append(("report", write_report(run, result, before, after)))
+    say(f"{result.steps} steps, {result.seconds:.0f} s of training. Everything is in {run_dir.folder}:")
+    for name, path in files:
+        say(f"  {name}: {path}")
+    return False

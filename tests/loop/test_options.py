@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "answer": ({"answer_budget": 8}, "thinking_budget is null"),
     "baseline": ({"baseline": "mean"}, "baseline is 'mean'; it must be one of leave_one_out, group_mean, none"),
     "memory": ({"memory": "tiny"}, "it must be one of fast, balanced, low"),
-    "engine": ({"rollout_engine": "sglang"}, "it must be one of auto, native, generate, continuous, vllm, server"),
+    "engine": ({"rollout_engine": "sglang"}, "it must be one of auto, native, generate, vllm, server"),
     "rewards": ({"normalize_rewards": "always"}, "it must be one of False, True, running"),
     "cap": ({"sampler_correction_cap": 0.0}, "sampler_correction_cap is 0.0; it must be at least 1"),
     "skips": ({"max_skipped_steps": 0}, "max_skipped_steps is 0; it must be at least 1"),

@@ -1,0 +1,110 @@
+"""`PATCHED_ATTRIBUTES` names every attribute of a library that the kit replaces; read from the sources."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+KIT = Path(__file__).resolve().parents[2] / "rloo_kit"
+
+# Attributes that the libraries document as settings, by what they are set on.
+SETTINGS = {
+    "grad", "requires_grad",  # torch: parameters
+    "padding_side", "pad_token", "pad_token_id", "chat_template",  # transformers: tokenizers and configs
+    "should_save", "should_training_stop", "should_log", "global_step",  # transformers: the trainer's control and state
+    "use_vllm", "vllm_mode", "vllm_server_base_url", "reward_weights",  # TRL: the config that the user handed over
+    "default_flow_style", "width", "sort_base_mapping_type_on_output", "Constructor", "Representer",  # ruamel.yaml
+    "min_width", "daemon", "check_hostname", "verify_mode", "version",  # rich, threading, ssl, email
+}  # fmt: skip
+# Objects of the kit: what `ctx` keeps for the backward pass, the function that stands in, engines that are measured,
+# the module that is made for tqdm, the config's notes; and a config that Unsloth changed, restored to the user's values.
+OWN = {
+    "gradient/logprobs.py: ctx.is_prepared", "gradient/logprobs.py: forward.without_scoring",
+    "loop/options.py: setattr(cls, name)", "loop/options.py: RLOOConfig.__signature__",
+    "measure/memory.py: engine._halve", "measure/memory.py: engine._fill", "measure/memory.py: engine._cache_options",
+    "models/policy.py: config._changes", "models/unsloth.py: setattr(config, name)",
+    "models/unsloth.py: setattr(args, name)", "system/console.py: module.__spec__",
+}  # fmt: skip
+
+
+def root_of(node: ast.expr) -> str:
+    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def imports_of(tree: ast.AST) -> dict[str, str]:
+    """Names of a module and the package that each was imported from."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {(one.asname or one.name).split(".")[0]: one.name.split(".")[0] for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {one.asname or one.name: node.module.split(".")[0] for one in node.names}
+    return found
+
+
+def own_names(trees: list[ast.AST]) -> set[str]:
+    """Attributes that classes of the kit declare or assign on themselves."""
+    names = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.ClassDef):
+            names |= {ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)}
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and root_of(node) == "self":
+            names |= {node.attr} if isinstance(node.value, ast.Name) else set()
+    return names
+
+
+def patches_of(tree: ast.AST, own: set[str]) -> Iterator[str]:
+    """Assignments to attributes of other objects, `setattr`, registrations, log filters, and modules put in place."""
+    imports = imports_of(tree)
+    foreign = {name for name, package in imports.items() if package not in {*sys.stdlib_module_names, "rloo_kit"}}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            is_stdlib = imports.get(root_of(node)) in sys.stdlib_module_names
+            known = node.attr in SETTINGS | own or is_own or is_stdlib
+            if root_of(node) in foreign or not known:
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            if ast.unparse(node.value) == "sys.modules" or root_of(node) in foreign:
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            if ast.unparse(node.args[0]) != "self":
+                yield f"setattr({', '.join(map(ast.unparse, node.args[:2]))})"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            is_registry = node.func.attr == "register" and root_of(node.func) in foreign
+            if is_registry or node.func.attr == "addFilter":
+                yield ast.unparse(node.func)
+
+
+def test_the_list_is_whole() -> None:
+    """CONTRIBUTING said that no library attribute is patched while four were: whoever debugs a library's behaviour in a
+    run has to find in one place what of it is not the library's own."""
+    from rloo_kit.loop.trainer import PATCHED_ATTRIBUTES
+
+    trees = {path.relative_to(KIT).as_posix(): ast.parse(path.read_text("utf-8")) for path in KIT.rglob("*.py")}
+    own = own_names(list(trees.values()))
+    found = {f"{name}: {patch}" for name, tree in trees.items() for patch in patches_of(tree, own)} - OWN
+    assert found - set(PATCHED_ATTRIBUTES) == set(), "name it in PATCHED_ATTRIBUTES (rloo_kit/loop/trainer.py) with why"
+    assert set(PATCHED_ATTRIBUTES) - found == set(), "no longer patched: take it out of PATCHED_ATTRIBUTES"
+    assert all(reason.strip() for reason in PATCHED_ATTRIBUTES.values())
+
+
+@pytest.mark.parametrize(
+    ("source", "patch"),
+    [
+        ("import trl\ntrl.RLOOTrainer.log = None", "trl.RLOOTrainer.log"),
+        ("from torch import nn\nnn.Linear.grad = None", "nn.Linear.grad"),  # a class, whatever the attribute's name
+        ("def f(model):\n    model.generate = None", "model.generate"),
+        ("def f(model):\n    del model.lm_head.forward", "model.lm_head.forward"),
+        ("import torch\nsetattr(torch, 'compile', None)", "setattr(torch, 'compile')"),
+        ("import sys\nsys.modules['bitsandbytes'] = None", "sys.modules['bitsandbytes']"),
+        ("from transformers import AttentionInterface as A\nA.register('x', None)", "A.register"),
+    ],
+)
+def test_a_patch_is_seen(source: str, patch: str) -> None:
+    """A scan that finds nothing passes on any list."""
+    assert list(patches_of(ast.parse(source), {"grad"})) == [patch]
