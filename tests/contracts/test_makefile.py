@@ -21,16 +21,16 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_make(clone: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    """Run make; `path` goes in front of PATH. Variables of a make around us (make test) are left out."""
+def run_make(clone: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run make with the clone's folder first on PATH. Variables of a make around us (make test) are left out."""
     env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    env["PATH"] = f"{path}:{env['PATH']}" if path else env["PATH"]
+    env["PATH"] = f"{clone}:{env['PATH']}"
     return subprocess.run(["make", *arguments], cwd=clone, env=env, capture_output=True, text=True, timeout=60)
 
 
-def installs(clone: Path, *arguments: str, path: str = "") -> list[str]:
+def installs(clone: Path, *arguments: str) -> list[str]:
     """The pip commands that make would run."""
-    done = run_make(clone, "-n", f"PYTHON={sys.executable}", *arguments, path=path)
+    done = run_make(clone, "-n", f"PYTHON={sys.executable}", *arguments)
     assert done.returncode == 0, done.stderr
     return [line.strip() for line in done.stdout.splitlines() if "-m pip install" in line]
 
@@ -40,46 +40,36 @@ def script(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_help_is_the_default_and_lists_what_there_is(clone: Path) -> None:
+def test_help_is_the_default(clone: Path) -> None:
     """`make` alone explains; a default that installs would fetch gigabytes for a look."""
     done = run_make(clone)
-    assert done.returncode == 0
-    for target in ("setup", "demo", "lint", "test", "test-all", "test-unsloth", "test-gpu", "check", "bench"):
-        assert re.search(rf"make {target} +\w", done.stdout), target
-    assert not (clone / ".venv").exists()
+    assert done.returncode == 0 and re.search(r"make demo +\w", done.stdout) and not (clone / ".venv").exists()
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "test-unsloth"])
 def test_nothing_names_an_index(clone: Path, target: str) -> None:
     """An index on the command line would win over the user's mirror, and nothing else is reachable in some houses."""
     commands = installs(clone, target, "HAS_GPU=")
-    assert commands and not any("index-url" in line or "://" in line for line in commands)
-    assert all("-c constraints.txt" in line for line in commands)
-    assert not any("gpu" in line for line in commands)
+    assert commands and all("-c constraints.txt" in line for line in commands)
+    assert not any("index-url" in line or "://" in line or "gpu" in line for line in commands)
 
 
-def test_torch_index_is_for_torch_only_and_comes_first(clone: Path) -> None:
-    """An index of torch builds does not carry the other packages in the locked versions."""
-    first, second = installs(clone, "demo", "HAS_GPU=", "TORCH_INDEX=file:///builds")
-    assert first.endswith("--index-url file:///builds torch")
-    assert "index-url" not in second and second.endswith("-e '.[notebook]'")
+def test_a_gpu_adds_the_gpu_extra_and_torch_index_is_for_torch_only(clone: Path) -> None:
+    """torchvision has to come from the index that torch came from, or its operators do not load; an index of torch
+    builds does not carry the other packages."""
+    script(clone, "nvidia-smi", "echo 'GPU 0: a GPU'")
+    torch, kit = installs(clone, "demo", "TORCH_INDEX=file:///builds")
+    assert torch.endswith("--index-url file:///builds torch torchvision")
+    assert "index-url" not in kit and kit.endswith("-e '.[notebook,gpu]'")
+    assert installs(clone, "demo", "NO_GPU=1")[0].endswith("-e '.[notebook]'")
 
 
-def test_a_gpu_adds_the_gpu_extra(clone: Path, tmp_path: Path) -> None:
-    """torchvision has to come from the index that torch came from, or its operators do not load."""
-    script(tmp_path, "nvidia-smi", "echo 'GPU 0: a GPU'")
-    torch, kit = installs(clone, "demo", "TORCH_INDEX=file:///builds", path=str(tmp_path))
-    assert torch.endswith("torch torchvision") and kit.endswith("-e '.[notebook,gpu]'")
-    assert installs(clone, "test", path=str(tmp_path))[0].endswith("-e '.[dev,math,notebook,gpu]'")
-    assert installs(clone, "demo", "NO_GPU=1", path=str(tmp_path))[0].endswith("-e '.[notebook]'")
-
-
-def test_an_nvidia_smi_without_a_gpu_adds_nothing(clone: Path, tmp_path: Path) -> None:
+def test_an_nvidia_smi_without_a_gpu_adds_nothing(clone: Path) -> None:
     """The tool is there and the driver is not: it fails, and says so on standard output."""
     if Path("/proc/driver/nvidia/version").exists():
         pytest.skip("this machine has an NVIDIA driver, which is the other sign of a GPU")
-    script(tmp_path, "nvidia-smi", "echo 'NVIDIA-SMI has failed: no driver'; exit 9")
-    assert installs(clone, "demo", path=str(tmp_path))[0].endswith("-e '.[notebook]'")
+    script(clone, "nvidia-smi", "echo 'NVIDIA-SMI has failed: no driver'; exit 9")
+    assert installs(clone, "demo")[0].endswith("-e '.[notebook]'")
 
 
 def test_nothing_is_installed_twice(clone: Path) -> None:
@@ -89,33 +79,24 @@ def test_nothing_is_installed_twice(clone: Path) -> None:
         (clone / ".venv" / name).touch()
     assert installs(clone, "demo", "HAS_GPU=") == [] == installs(clone, "test", "HAS_GPU=")
     old = (clone / "constraints.txt").stat().st_mtime - 1000
-    for name in (".stamp-run", ".stamp-dev"):
-        os.utime(clone / ".venv" / name, (old, old))
+    os.utime(clone / ".venv" / ".stamp-run", (old, old))
     assert len(installs(clone, "demo", "HAS_GPU=")) == 1
 
 
 @pytest.mark.parametrize(
     ("python", "said"),
     [
-        ("old-python", "Python 3.11 or 3.12; old-python is Python 3.8.18"),
-        ("", "found none as python3, python3.12"),
+        ("old-python", "old-python is Python 3.8.18. Name another: make PYTHON=python3.1"),
+        ("", "found none as python3"),
+        ("bare-python", "python3-venv"),  # Debian splits venv off, and half an environment stays behind
     ],
 )
-def test_an_old_python_is_named(clone: Path, tmp_path: Path, python: str, said: str) -> None:
+def test_a_python_that_does_not_do_is_named(clone: Path, python: str, said: str) -> None:
     """Without the check pip reports, in the middle of the installation, that no version of torch matches."""
-    script(tmp_path, "old-python", '[ "$1" = -V ] && echo "Python 3.8.18"; [ "$1" = -V ]')
-    done = run_make(clone, "setup", f"PYTHON={python}", path=str(tmp_path))
-    assert done.returncode != 0
-    assert said in done.stderr and "make PYTHON=" in done.stderr
-    assert not (clone / ".venv").exists()
-
-
-def test_a_python_without_venv_is_explained_and_leaves_nothing(clone: Path, tmp_path: Path) -> None:
-    """Debian splits venv off: half an environment stays behind and the next make takes it for a whole one."""
-    script(tmp_path, "bare-python", '[ "$1" = -c ] && exit 0; mkdir -p .venv/bin; exit 1')
-    done = run_make(clone, "setup", "PYTHON=bare-python", path=str(tmp_path))
-    assert done.returncode != 0
-    assert "install the venv module" in done.stderr and "python3-venv" in done.stderr
+    script(clone, "old-python", '[ "$1" = -V ] && echo "Python 3.8.18"; [ "$1" = -V ]')
+    script(clone, "bare-python", '[ "$1" = -c ] && exit 0; mkdir -p .venv/bin; exit 1')
+    done = run_make(clone, "setup", f"PYTHON={python}")
+    assert done.returncode != 0 and said in done.stderr
     assert not (clone / ".venv").exists()
 
 
