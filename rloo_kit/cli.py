@@ -1,10 +1,7 @@
-"""The command line: `rloo-kit doctor | config | plan | train | eval | report | batch`.
+"""The command line: `rloo-kit doctor | config | plan | train | eval | report | batch`, the functions of a notebook.
 
-It says what a notebook says, in the same order, with the same functions. Heavy libraries are imported inside the
-commands that need them, so that `rloo-kit --help` answers at once. What the kit raises on purpose becomes one message
-on stderr, without a traceback; with several processes the main one says it. Exit codes: 0 done, 1 doctor found
-something broken or the planned run does not fit, 2 the kit refused, 130 interrupted; `batch` counts the runs that are
-not done.
+Heavy libraries are imported inside the commands that need them, so that `rloo-kit --help` answers at once. Exit codes:
+0 done, 1 doctor found a fault or the planned run does not fit, 2 refused, 130 interrupted; for `batch` see there.
 """
 
 import shlex
@@ -12,21 +9,35 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from rloo_kit import __version__
-from rloo_kit.errors import ConfigError, NoSignalError, RlooKitError, RunNotFoundError
-from rloo_kit.system.processes import count_processes, is_main_process, process_index, say
+from rloo_kit.errors import ConfigError, RlooKitError, RunNotFoundError
+from rloo_kit.system.processes import (
+    count_processes,
+    is_main_process,
+    launch_run,
+    process_index,
+    resume_words,
+    say,
+)
+
+if TYPE_CHECKING:  # both are slow to import
+    from rloo_kit.config.run import RunConfig
+    from rloo_kit.data.load import Data
+    from rloo_kit.models.policy import Policy
+    from rloo_kit.plan.result import VramPlan
 
 REFUSED, INTERRUPTED = 2, 130
-SECONDS_FOR_MAIN = 10.0
 BATCH_REFUSED, MOST_COUNTED = 125, 100  # of `batch`, whose small codes count runs
+SECONDS_FOR_MAIN = 10.0
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,22 +52,27 @@ Overrides = Annotated[
 
 
 @contextmanager
-def _exit_codes() -> Iterator[None]:
-    """Messages instead of tracebacks for what the kit raises on purpose and for Ctrl-C."""
+def _exit_codes(refused: int = REFUSED) -> Iterator[None]:
+    """Messages instead of tracebacks for the kit's own errors and for Ctrl-C; `batch` has a code for bugs too."""
     try:
         yield
     except RlooKitError as error:
-        print(f"{_who()}: {error}", file=sys.stderr, flush=True)
-        raise typer.Exit(REFUSED) from None
+        print(f"{_name_process()}: {error}", file=sys.stderr, flush=True)
+        raise typer.Exit(refused) from None
     except KeyboardInterrupt:
         if is_main_process():
             print("rloo-kit: interrupted", file=sys.stderr, flush=True)
         raise typer.Exit(INTERRUPTED) from None
+    except Exception:
+        if refused == REFUSED:
+            raise
+        traceback.print_exc()
+        raise typer.Exit(refused) from None
 
 
-def _who() -> str:
-    """Who has something to say. Another process than the main one waits first: its launcher ends it as soon as the main
-    one has left with the same error, so that what all of them refuse is said once."""
+def _name_process() -> str:
+    """The sender of an error. A process other than the main one waits first: where that leaves with the same error, the
+    launcher ends the others, and the error appears once."""
     if is_main_process():
         return "rloo-kit"
     time.sleep(SECONDS_FOR_MAIN)
@@ -109,8 +125,6 @@ def plan(
 ) -> None:
     """Compute the memory that a run takes; exit code 1 where it does not fit, with what to change."""
     with _exit_codes():
-        from json import dumps
-
         from rloo_kit.plan.planner import plan_vram
 
         run = _load_config(file, overrides)
@@ -124,8 +138,8 @@ def plan(
     raise typer.Exit(0 if planned.fits and not any(one.error for one in measured) else 1)
 
 
-def _measure(run: Any, planned: Any, to_stderr: bool) -> list[Any]:
-    """What `plan --measure` finds; with `to_stderr` everything that is said on the way goes there."""
+def _measure(run: "RunConfig", planned: "VramPlan", to_stderr: bool) -> list[Any]:
+    """What `plan --measure` finds; with `to_stderr` everything else that it prints goes there."""
     import rloo_kit as kit
 
     with redirect_stdout(sys.stderr) if to_stderr else nullcontext():
@@ -141,8 +155,8 @@ def _measure(run: Any, planned: Any, to_stderr: bool) -> list[Any]:
 def train(
     file: ConfigFile,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run that is there, start anew.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run that is there, start again.")] = False,
     launch: Annotated[
         Path | None,
         typer.Option("--launch", metavar="LAUNCH", help="Several processes: configs/accelerate/ddp.yaml and others."),
@@ -154,14 +168,11 @@ def train(
     """Evaluate, train, evaluate again and write the report."""
     with _exit_codes():
         if launch is not None:
-            from rloo_kit.system.launcher import hand_over
-
             flags = [*(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])]
-            hand_over(launch, ["train", str(file), *(overrides or []), *flags], processes)
+            raise typer.Exit(launch_run(launch, ["train", str(file), *(overrides or []), *flags], processes))
         if processes is not None:
             raise ConfigError(f"--processes {processes} says how many --launch starts, which is not given")
         from rloo_kit.runs.run_dir import RunDir
-        from rloo_kit.system.launcher import resume_words
         from rloo_kit.system.versions import check_trackers
 
         run = _load_config(file, overrides)
@@ -170,7 +181,11 @@ def train(
             words = ["rloo-kit", "train", str(file), *(overrides or []), *resume_words(), "--resume"]
             run_dir.resume_command = shlex.join(words)
             try:
-                stopped = _train_in(run_dir, run)
+                policy, data = _prepare(run, with_rewards=True)
+                from rloo_kit.loop.run import run_and_report
+                from rloo_kit.rewarding.registry import build_rewards
+
+                stopped = run_and_report(run, policy, data, build_rewards(run, policy.tokenizer), run_dir)
             except KeyboardInterrupt:  # outside training, which handles its own
                 say(f"interrupted; to go on: {run_dir.resume_command}")
                 raise
@@ -192,15 +207,13 @@ def evaluate(
 ) -> None:
     """Measure a run's model on its held-out prompts: as it starts, or with a trained adapter."""
     with _exit_codes():
-        from json import dumps
-
         run = _load_config(file, _with_adapter(file, overrides, adapter))
-        policy, data, _ = _prepare(run, with_rewards=False)
+        policy, data = _prepare(run)
         from rloo_kit.collective import end_processes
         from rloo_kit.evals.evaluate import evaluate as measure
 
         found = measure(run, policy, data.test, label=f"of {adapter or run.model.name}")
-        _show(found)
+        say(found)
         if json:
             say(dumps(found.to_dict()))
         end_processes()
@@ -219,24 +232,23 @@ def report(
         run = _load_config(file, overrides)
         if source.is_dir():  # wherever the folder has been moved to
             run.run.output_dir, run.run.name = str(source.resolve().parent), source.resolve().name
-        from rloo_kit.evals.evaluate import Evaluation
-        from rloo_kit.loop.run import load_result
+        from rloo_kit.loop.run import load_evaluation, load_result
         from rloo_kit.results.report import write_report
 
         result = load_result(run)
-        saved = [_read_evaluation(run, name, Evaluation.from_dict) for name in ("before.json", "after.json")]
-        print(f"report: {write_report(run, result, *saved)}")
+        path = write_report(run, result, load_evaluation(run, "before"), load_evaluation(run, "after"))
+        print(f"report: {path}")
 
 
 class BatchCommand(TyperCommand):
-    """`batch` with an exit code of its own for words that it does not know: 2 means two runs that are not done."""
+    """`batch` with its own exit code for unknown options: 2 means two runs that are not done."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except Exception as error:  # a UsageError of click, of which typer may bring its own
             if getattr(error, "exit_code", None) == REFUSED:
-                error.exit_code = BATCH_REFUSED
+                vars(error)["exit_code"] = BATCH_REFUSED
             raise
 
 
@@ -251,7 +263,9 @@ def batch(
         int | None, typer.Option("--jobs", min=1, help="Runs side by side; 1 unless the file says so.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Do what is missing or failed, and nothing else.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the batch that is there, start anew.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the batch that is there, start again.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")] = False,
 ) -> None:
     """Run a notebook with many parameters, each run in a process of its own, and compare the runs.
@@ -259,37 +273,23 @@ def batch(
     Exit codes: 0 when every run is done, else the number of runs that are not (100 for 100 or more); 125 refused, or
     an error of the batch itself; 130 interrupted (Ctrl-C, SIGTERM, hang-up).
     """
-    try:
-        result = _run_batch(file, overrides, jobs, resume, overwrite)
-        if json:
-            from json import dumps
+    with _exit_codes(BATCH_REFUSED):
+        from rloo_kit.batch.file import load_batch
+        from rloo_kit.batch.runner import run_batch
 
+        words = [*(overrides or []), *([f"jobs={jobs}"] if jobs else [])]
+        command = shlex.join(["rloo-kit", "batch", str(file), *words, "--resume"])
+        result = run_batch(load_batch(file, *words), resume=resume, overwrite=overwrite, command=command)
+        if json:
             print(dumps(result.to_dict()))
-    except RlooKitError as error:
-        print(f"rloo-kit: {error}", file=sys.stderr, flush=True)
-        raise typer.Exit(BATCH_REFUSED) from None
-    except KeyboardInterrupt:
-        print("rloo-kit: interrupted", file=sys.stderr, flush=True)
-        raise typer.Exit(INTERRUPTED) from None
-    except Exception:  # its exit code would be 1: one run that is not done
-        traceback.print_exc()
-        raise typer.Exit(BATCH_REFUSED) from None
     raise typer.Exit(INTERRUPTED if result.interrupted else min(result.not_done, MOST_COUNTED))
 
 
-def _run_batch(file: Path, overrides: list[str] | None, jobs: int | None, resume: bool, overwrite: bool) -> Any:
-    from rloo_kit.batch.file import load_batch
-    from rloo_kit.batch.runner import run_batch
-
-    words = [*(overrides or []), *([f"jobs={jobs}"] if jobs else [])]
-    command = shlex.join(["rloo-kit", "batch", str(file), *words, "--resume"])
-    return run_batch(load_batch(file, *words), resume=resume, overwrite=overwrite, command=command)
-
-
-def _load_config(file: Path, overrides: list[str] | None) -> Any:
+def _load_config(file: Path, overrides: list[str] | None) -> "RunConfig":
+    """`load_config`, with its warnings as lines of stderr."""
     from rloo_kit.config.run import load_config
 
-    with warnings.catch_warnings(record=True) as caught:  # a message, not a line of this module's source
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FutureWarning)
         try:
             return load_config(file, *(overrides or []))
@@ -304,13 +304,13 @@ def _with_adapter(file: Path, overrides: list[str] | None, adapter: Path | None)
     if adapter is None:
         return words
     if not adapter.is_dir():
-        raise RunNotFoundError(f"--adapter {adapter}: there is no such folder; a run leaves it in outputs/NAME/adapter")
+        raise RunNotFoundError(f"--adapter {adapter}: there is no such folder; a run writes outputs/NAME/adapter")
     is_adapter = (adapter / "adapter_config.json").is_file()
     return [*words, f"model.adapter={adapter}" if is_adapter else f"model.name={adapter.resolve()}"]
 
 
-def _prepare(run: Any, with_rewards: bool = True) -> tuple[Any, Any, Any]:
-    """Set-up, policy, data and rewards, each with its line."""
+def _prepare(run: "RunConfig", with_rewards: bool = False) -> "tuple[Policy, Data]":
+    """Set-up, policy and data, each with its line; mistyped rewards are refused before the model is loaded."""
     import rloo_kit as kit
 
     say(kit.setup_environment(run.model.backend))
@@ -322,56 +322,7 @@ def _prepare(run: Any, with_rewards: bool = True) -> tuple[Any, Any, Any]:
     say(f"policy: {policy.describe()}")
     data = kit.load_data(run, policy.tokenizer)
     say(f"data: {data}")
-    return policy, data, kit.build_rewards(run, policy.tokenizer) if with_rewards else None
-
-
-def _train_in(run_dir: Any, run: Any) -> bool:
-    """The whole of `rloo-kit train` in an open folder. Returns whether it was interrupted."""
-    policy, data, rewards = _prepare(run)
-    from rloo_kit.collective import share
-    from rloo_kit.evals.evaluate import Evaluation, compare
-    from rloo_kit.evals.evaluate import evaluate as measure
-    from rloo_kit.loop.run import check_sampling
-    from rloo_kit.loop.run import train as train_policy
-    from rloo_kit.results.report import write_report
-
-    check_sampling(run, policy)
-    before = after = None
-    if run.run.evaluate:
-        before = share(_read_evaluation(run, "before.json", Evaluation.from_dict) if run_dir.resumed else None)
-        if before is None:
-            before = measure(run, policy, data.test, label="before")
-            run_dir.write_json("before.json", before.to_dict())
-        _show(before)
-    result = train_policy(run, policy, data, rewards, run_dir=run_dir)
-    if result.stopped == "interrupted":
-        return True
-    if result.stopped is not None:
-        raise NoSignalError(f"{run_dir.status().get('error')}\nTo go on regardless: {run_dir.resume_command}")
-    if run.run.evaluate:
-        after = measure(run, policy, data.test, label="after")
-        run_dir.write_json("after.json", after.to_dict())
-        _show(after)
-        say(f"after training: {compare(before, after)}")
-    files = [("adapter", result.adapter_folder), ("metrics", run_dir / "metrics.jsonl")]
-    files += [("rollouts", run_dir / "rollouts.jsonl"), ("configuration", run_dir / "config.yaml")]
-    if run.run.report and is_main_process():
-        files.append(("report", write_report(run, result, before, after)))
-    say(f"{result.steps} steps, {result.seconds:.0f} s of training. Everything is in {run_dir.folder}:")
-    for name, path in files:
-        say(f"  {name}: {path}")
-    return False
-
-
-def _show(evaluation: Any) -> None:
-    say(evaluation)
-
-
-def _read_evaluation(run: Any, name: str, read: Callable[[dict[str, Any]], Any]) -> Any:
-    from json import loads
-
-    path = run.folder / name
-    return read(loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    return policy, data
 
 
 def main() -> None:

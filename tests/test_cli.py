@@ -84,7 +84,7 @@ def test_a_mistyped_reward_is_refused_before_the_model_is_loaded(config_file):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rollout.cache=int8", "rollout.engine=continuous"], "continuous engine pages its cache itself"),
+        (["rollout.cache=offloaded", "rollout.engine=generate"], "set rollout.cache=plain"),
         (["rollout.engine=server", "rollout.server_url=http://localhost:9", "model.lora=null"], "handed an adapter"),
     ],
 )
