@@ -1,11 +1,11 @@
-"""The table of docs/skill.md: each row is measured by a test, compared, and written when it is asked for."""
+"""The table of docs/agent-skill.md: each row is measured by a test, compared, and written when it is asked for."""
 
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "skill.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "agent-skill.md"
 COLUMNS = ("installed with", "Node asked for", "where", "exit code", "installed", "equal to the tracked files")
 CLAUDE_VERSION = "2.1.197"
 PLUGIN_ROW = (f"`claude plugin` {CLAUDE_VERSION}", "user's folder, plugin")  # first and third column

@@ -3,7 +3,7 @@
 These and test_installed_package.py are the only tests that use a network, and only package registries. Without one they
 are skipped with the reason; a registry that answers and an installation that fails is a failure.
 
-Write the table of docs/skill.md: INSTALLERS_TABLE=write pytest tests/skill/test_installer.py
+Write the table of docs/agent-skill.md: INSTALLERS_TABLE=write pytest tests/skill/test_installer.py
 """
 
 import json
@@ -92,7 +92,7 @@ def test_no_tracked_file_is_one_that_installers_leave_out() -> None:
     except LookupError as reason:
         pytest.skip(str(reason))
     assert [name for name in names if installer.is_left_out(name)] == []
-    assert [name for name in names if name.split("/")[-1].lower() == "skill.md"] in ([], ["SKILL.md"])
+    assert [name for name in names if name.split("/")[-1].lower() == "agent-skill.md"] in ([], ["SKILL.md"])
     assert not any(name.startswith("skills/") for name in names), "a folder skills/ is taken for the skill's place"
 
 

@@ -43,7 +43,7 @@ def test_the_pages_have_calls_to_check() -> None:
         "trl:RLOOConfig", "trl:RLOOTrainer", "trl:SFTConfig", "trl:SFTTrainer", "trl:DPOConfig", "trl:DPOTrainer",
         "trl:RewardConfig", "trl:RewardTrainer", "trl:GRPOConfig", "trl:GRPOTrainer", "peft:LoraConfig",
         "rloo_kit:RLOOConfig", "rloo_kit:RLOOTrainer", "rloo_kit:generate_completions", "rloo_kit:split_thinking",
-        "rewards:thinking_reward.with_", "unsloth:FastLanguageModel.from_pretrained",
+        "rloo_kit.rewards:thinking_reward.with_", "unsloth:FastLanguageModel.from_pretrained",
         "unsloth:FastLanguageModel.get_peft_model", "transformers:GenerationConfig",
         "transformers:AutoModelForCausalLM.from_pretrained",
     }  # fmt: skip
