@@ -51,7 +51,7 @@ def test_a_gpu_is_checked_further(run_fresh: RunFresh, tmp_path: Path) -> None:
     found = findings(run_fresh(AS_JSON, [A10]))
     assert found["bitsandbytes CUDA library"]["found"] == "loads libbitsandbytes_cuda130.so"
     memory = found["GPU memory"]
-    assert (memory["status"], memory["todo"][:16]) == ("warn", "end what you do ")
+    assert memory["status"] == "warn" and memory["todo"]
     assert memory["found"] == "18.0 of 24.0 GiB free; held by python3 (pid 41, 5.0 GiB)"
     assert found["unsloth"]["status"] == "warn" and ".[gpu]" in found["unsloth"]["todo"]
 
@@ -84,13 +84,6 @@ def test_versions_out_of_range_warn_and_missing_ones_fail(run_fresh: RunFresh, t
     assert (found["trl"]["status"], found["peft"]["status"], done.returncode) == ("warn", "fail", 1)
     assert found["trl"]["found"] == "1.99.0 is outside the tested range >=1.15,<1.16"
     assert "make setup" in found["trl"]["todo"]
-
-
-def test_a_backend_that_cannot_be_had_is_a_finding(run_fresh: RunFresh) -> None:
-    """set-up's own error sends people to the doctor, who must not stop at the same error."""
-    done = run_fresh(AS_JSON, RLOO_KIT_BACKEND="unsloth")
-    assert done.returncode == 1
-    assert "RLOO_KIT_BACKEND=unsloth: Unsloth is not installed" in findings(done)["set-up"]["todo"]
 
 
 @pytest.fixture
@@ -184,11 +177,15 @@ def test_the_real_bitsandbytes_answers_the_probe() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(b"TQDM_NOTEBOOK=maybe\n", "set TQDM_NOTEBOOK=false"), (b"\xff\xfe", "save it as UTF-8"),
-     (b"RLOO_KIT_BACKEND=unslot\n", "use auto, unsloth, transformers")],
-)  # fmt: skip
+    [
+        (b"TQDM_NOTEBOOK=maybe\n", "set TQDM_NOTEBOOK=false"),
+        (b"\xff\xfe", "save it as UTF-8"),
+        (b"RLOO_KIT_BACKEND=unslot\n", "use auto, unsloth, transformers"),
+        (b"RLOO_KIT_BACKEND=unsloth\n", "RLOO_KIT_BACKEND=unsloth: Unsloth is not installed"),
+    ],
+)
 def test_set_up_that_refuses_is_a_finding(run_fresh: RunFresh, tmp_path: Path, text: bytes, message: str) -> None:
-    """With a broken .env the doctor itself gave up: no table, no JSON, and an exit code of neither 0 nor 1."""
+    """set-up's own error sends people to the doctor, who gave up at the same error: no table, no JSON, no exit code."""
     (tmp_path / "work" / ".env").write_bytes(text)
     done = run_fresh(AS_JSON)
     found = findings(done)

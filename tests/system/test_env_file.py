@@ -62,18 +62,15 @@ def test_keys_are_loaded_by_path_and_reported_by_name(tmp_path: Path, monkeypatc
     assert SECRET not in repr(report)
 
 
-def test_an_empty_variable_counts_as_missing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "state"),
+    [("", SECRET, "found in .env"), ("from the shell", "from the shell", "found in the environment")],
+)
+def test_a_variable_that_is_set_wins_unless_it_is_empty(tmp_path: Path, before: str, after: str, state: str) -> None:
     """With python-dotenv's override=False even an empty variable wins: `HF_TOKEN=` in a job file hid the real one."""
-    os.environ["HF_TOKEN"] = ""
+    os.environ["HF_TOKEN"] = before
     report = load_env_file(write(tmp_path, f"HF_TOKEN={SECRET}"))
-    assert (os.environ["HF_TOKEN"], report.keys["HF_TOKEN"]) == (SECRET, "found in .env")
-
-
-def test_a_variable_that_is_set_wins(tmp_path: Path) -> None:
-    """What the user says on the command line beats the file."""
-    os.environ["HF_TOKEN"] = "from the shell"
-    report = load_env_file(write(tmp_path, f"HF_TOKEN={SECRET}"))
-    assert (os.environ["HF_TOKEN"], report.keys["HF_TOKEN"]) == ("from the shell", "found in the environment")
+    assert (os.environ["HF_TOKEN"], report.keys["HF_TOKEN"]) == (after, state)
 
 
 def test_an_empty_cuda_visible_devices_means_no_gpu_and_stays(tmp_path: Path) -> None:
@@ -97,18 +94,19 @@ def test_a_byte_order_mark_does_not_hide_the_first_key(tmp_path: Path) -> None:
     assert load_env_file(tmp_path).keys["HF_TOKEN"] == "found in .env"
 
 
-def test_a_file_in_another_encoding_is_refused_without_its_bytes(tmp_path: Path) -> None:
-    """UnicodeDecodeError carries the whole file, and a logged traceback would carry it on."""
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    """A `.env` of another user was passed over, and a typo in `root` must not fall back to another project's keys.
+    UnicodeDecodeError carries the whole file, and a logged traceback would carry it on."""
+    with pytest.raises(SetupError, match="is not a folder: give the folder that holds .env"):
+        load_env_file(tmp_path / "missing")
     (tmp_path / ".env").write_bytes(f"HF_TOKEN={SECRET}ÿ".encode("utf-16"))
     with pytest.raises(SetupError, match=r"\.env is not UTF-8 text: save it as UTF-8") as caught:
         load_env_file(tmp_path)
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
-
-
-def test_a_root_that_is_no_folder_is_refused(tmp_path: Path) -> None:
-    """A typo in `root` must not fall back to another project's keys."""
-    with pytest.raises(SetupError, match="is not a folder: give the folder that holds .env"):
-        load_env_file(tmp_path / "missing")
+    (tmp_path / ".env").unlink()
+    (tmp_path / ".env").symlink_to("/proc/self/mem")  # a file whose reading fails, for root too
+    with pytest.raises(SetupError, match=r"\.env cannot be read \(Input/output error\).*chmod 600 .env"):
+        load_env_file(tmp_path)
 
 
 def test_a_token_is_found_wherever_the_hub_looks(tmp_path: Path) -> None:
@@ -124,10 +122,3 @@ def test_a_token_is_found_wherever_the_hub_looks(tmp_path: Path) -> None:
 def test_one_key_as_text_is_one_key(tmp_path: Path) -> None:
     """`keys="WANDB_API_KEY"` was taken letter by letter: thirteen missing keys called W, A, N, ..."""
     assert list(load_env_file(tmp_path, "WANDB_API_KEY").keys) == ["WANDB_API_KEY"]
-
-
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    """A .env of another user was passed over, and the run asked the hub without a token."""
-    (tmp_path / ".env").symlink_to("/proc/self/mem")  # a file whose reading fails, for root too
-    with pytest.raises(SetupError, match=r"\.env cannot be read \(Input/output error\): mend its permissions \(chmod"):
-        load_env_file(tmp_path)

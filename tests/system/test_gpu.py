@@ -28,22 +28,24 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_GPUS", json.dumps([T4, A10]))
 
 
-def test_no_driver_is_no_gpu_with_the_reason() -> None:
-    """The common laptop: NVML raises on start, and set-up must not."""
-    assert gpu.find_gpus() == gpu.Gpus(None, 0, "no NVIDIA driver: NVML Shared Library Not Found")
-
-
-def test_a_driver_that_fails_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that was updated under a running kernel answers every question with an error."""
-    monkeypatch.setenv("FAKE_GPUS", "broken")
-    found = gpu.find_gpus()
-    assert (found.gpu, found.reason) == (None, "the NVIDIA driver does not answer: Unknown Error")
-
-
-def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers often have the driver's library and no GPU."""
-    monkeypatch.setenv("FAKE_GPUS", "[]")
-    assert gpu.find_gpus().reason == "the NVIDIA driver lists no GPU"
+@pytest.mark.parametrize(
+    ("faked", "reason"),
+    [
+        (None, "no NVIDIA driver: NVML Shared Library Not Found"),  # the common laptop
+        ("broken", "the NVIDIA driver does not answer: Unknown Error"),  # updated under a running kernel
+        ("[]", "the NVIDIA driver lists no GPU"),  # a container with the driver's library
+        ("no bindings", "NVML's Python bindings (nvidia-ml-py) are not installed"),
+    ],
+)
+def test_no_gpu_has_a_reason(monkeypatch: pytest.MonkeyPatch, faked: str | None, reason: str) -> None:
+    """NVML raises on start, and set-up must not; a missing package of 50 kB looked like a missing GPU."""
+    if faked == "no bindings":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    elif faked:
+        monkeypatch.setenv("FAKE_GPUS", faked)
+    assert gpu.find_gpus() == gpu.Gpus(None, 0, reason)
+    if faked != "[]":  # the driver can go away between two questions
+        assert gpu.find_holders(gpu.Gpu(0, "A10", 24.0, 24.0, (8, 6), "580.00")) == []
 
 
 @pytest.mark.usefixtures("gpus")
@@ -105,15 +107,3 @@ def test_holders_are_named_by_program_only(monkeypatch: pytest.MonkeyPatch) -> N
     assert found is not None
     holders = [(41, "python3", 4.0), (42, "unknown", 2.0), (43, "x", None)]
     assert [(one.pid, one.name, one.memory_gib) for one in gpu.find_holders(found)] == holders
-
-
-def test_holders_without_a_driver_are_nobody() -> None:
-    """The driver can go away between two questions."""
-    assert gpu.find_holders(gpu.Gpu(0, "A10", 24.0, 24.0, (8, 6), "580.00")) == []
-
-
-def test_without_the_bindings_there_is_no_gpu_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing package of 50 kB looked like a missing GPU."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu.find_gpus().gpu is None
-    assert "NVML's Python bindings (nvidia-ml-py) are not installed" in gpu.find_gpus().reason

@@ -14,7 +14,7 @@ import pytest
 
 from rloo_kit.errors import BackendError, ConfigError, RunExistsError, SetupError
 from rloo_kit.runs.run_dir import RunDir
-from rloo_kit.system import environment, launcher, processes
+from rloo_kit.system import environment, processes
 from rloo_kit.system.gpu import Gpu, Gpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +24,7 @@ GPU = Gpu(0, "a GPU", 24.0, 23.0, (8, 0), "1")
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", launcher.LAUNCH_VARIABLE, environment.BACKEND_VARIABLE):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", processes.LAUNCH_VARIABLE, environment.BACKEND_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -47,7 +47,7 @@ class Run:
         return "run: {seed: 0}\n"
 
 
-# ---------------------------------------------------------------------------------------------------- who is who
+# ---- who is who
 
 
 def test_a_process_knows_its_place(be, capsys):
@@ -61,6 +61,10 @@ def test_a_process_knows_its_place(be, capsys):
     be(0)
     processes.say("from the first")
     assert capsys.readouterr().out == "from the first\n"
+    be(-1, 1)  # accelerate's word for "not launched"
+    assert processes.process_index() == processes.local_index() == 0
+    be("", "")  # some schedulers export empty variables
+    assert processes.process_index() == 0 and processes.count_processes() == 1
 
 
 @pytest.mark.parametrize(
@@ -71,19 +75,12 @@ def test_a_process_knows_its_place(be, capsys):
         ({"RANK": "1"}, "RANK is 1 and WORLD_SIZE 1"),
     ],
 )
-def test_ranks_that_cannot_be_are_refused(variables, message, monkeypatch):
+def test_impossible_ranks_are_refused(variables, message, monkeypatch):
     """A RANK that an earlier launch left behind makes this the second of one process: nothing would be written."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
         processes.process_index()
-
-
-def test_empty_and_minus_one_count_as_none(monkeypatch):
-    """accelerate reads -1 as "not launched"; some schedulers export empty variables."""
-    monkeypatch.setenv("RANK", "-1")
-    monkeypatch.setenv("LOCAL_RANK", "")
-    assert processes.process_index() == processes.local_index() == 0
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
@@ -114,7 +111,7 @@ def test_one_process_talks_to_nobody(run_fresh):
     assert done.returncode == 0, done.stderr
 
 
-# ---------------------------------------------------------------------------------------------------- one writer
+# ---- one writer
 
 
 def test_only_the_main_process_writes(tmp_path, be):
@@ -136,15 +133,10 @@ def test_only_the_main_process_writes(tmp_path, be):
             assert other.resumed and len(other.read_jsonl("metrics.jsonl")) == 2
             other.rewind(1)
             assert len(main.read_jsonl("metrics.jsonl")) == 2
-
-
-def test_what_the_folder_refuses_is_refused_in_the_main_process(tmp_path, be):
-    """Every process would say that the run exists; the launcher ends the others with the first."""
-    run = Run(tmp_path / "run")
-    with RunDir.create(run) as run_dir:
-        run_dir.set_status("finished", step=3)
+        be(0)
+        main.set_status("finished", step=3)
     be(1)
-    RunDir.create(run).close()
+    RunDir.create(run).close()  # every process would say that the run exists; the launcher ends the others
     be(0)
     with pytest.raises(RunExistsError, match="finished at step 3"):
         RunDir.create(run)
@@ -181,7 +173,7 @@ def test_a_run_goes_on_in_as_many_processes(tmp_path, be, before, now, cure):
     RunDir.create(run, resume=True).close()
 
 
-# ---------------------------------------------------------------------------------------------------- the backend
+# ---- the backend
 
 
 @pytest.mark.parametrize("gpu", [GPU, None])
@@ -207,31 +199,29 @@ def test_unsloth_with_several_processes_is_refused(how, be, monkeypatch):
         environment.choose_backend("unsloth" if how == "argument" else "auto", GPU, "")
 
 
-def test_the_key_is_refused_too_where_the_environment_was_settled_before(be):
-    """model.backend=unsloth of a file counts in a notebook that called setup_environment() without it."""
-    from rloo_kit.models.policy import _choose
-
-    be(0)
-    run = SimpleNamespace(model=SimpleNamespace(backend="unsloth", load_in_4bit=False))
-    with pytest.raises(BackendError, match="set model.backend=transformers"):
-        _choose(run, SimpleNamespace(unsloth=None))
-
-
-@pytest.mark.parametrize(("variable", "library"), [("FSDP", "FSDP"), ("DEEPSPEED", "DeepSpeed")])
-def test_4bit_weights_are_not_sharded(variable, library, be, monkeypatch):
+@pytest.mark.parametrize(
+    ("backend", "variable", "message"),
+    [
+        ("unsloth", None, "set model.backend=transformers"),  # in a notebook whose set-up did not name it
+        ("auto", "ACCELERATE_USE_FSDP", "FSDP does not share out 4-bit weights"),
+        ("auto", "ACCELERATE_USE_DEEPSPEED", "DeepSpeed does not share out 4-bit weights"),
+    ],
+)
+def test_a_config_that_several_processes_cannot_have_is_refused(backend, variable, message, be, monkeypatch):
     """accelerate keeps 4-bit weights whole on each GPU under FSDP 2: sharding would save nothing, without a word."""
     from rloo_kit.models.policy import _choose
 
     be(0)
-    monkeypatch.setenv(f"ACCELERATE_USE_{variable}", "true")
-    run = SimpleNamespace(model=SimpleNamespace(backend="auto", load_in_4bit=True))
-    with pytest.raises(BackendError, match=f"{library} does not share out 4-bit weights"):
-        _choose(run, SimpleNamespace(unsloth=None))
-    run.model.load_in_4bit = False
-    assert _choose(run, SimpleNamespace(unsloth=None))[0] == "transformers"
+    if variable:
+        monkeypatch.setenv(variable, "true")
+    model = SimpleNamespace(backend=backend, load_in_4bit=variable is not None)
+    with pytest.raises(BackendError, match=message):
+        _choose(SimpleNamespace(model=model), SimpleNamespace(unsloth=None))
+    model.backend, model.load_in_4bit = "auto", False
+    assert _choose(SimpleNamespace(model=model), SimpleNamespace(unsloth=None))[0] == "transformers"
 
 
-def test_cards_that_compute_in_different_types_are_refused(be, monkeypatch):
+def test_gpus_that_compute_in_different_types_are_refused(be, monkeypatch):
     """A bf16 GPU beside an fp16 GPU: each process would load and train in a type of its own."""
     from rloo_kit.models import policy as backends
 
@@ -251,7 +241,7 @@ def test_the_table_says_how_many_processes(be, monkeypatch):
     monkeypatch.setattr(environment, "_current", None)
 
 
-# ---------------------------------------------------------------------------------------------------- launch files
+# ---- launch files
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -298,8 +288,8 @@ def test_multi_cpu_starts_one_process(monkeypatch, tmp_path):
     monkeypatch.setattr(launch, "multi_gpu_launcher", lambda args: chosen.append("all"))
     launch.launch_command(launch.launch_command_parser().parse_args(["--config_file", str(file), "x.py"]))
     assert chosen == ["one"]
-    with pytest.raises(ConfigError, match="starts a single process"):
-        launcher.check_launch_file(file)
+    with pytest.raises(ConfigError, match="MULTI_CPU.*cpu_two.yaml"):
+        processes.launch_run(file, [])
 
 
 def test_the_cpu_file_hides_every_gpu(run_fresh):
@@ -309,32 +299,26 @@ def test_the_cpu_file_hides_every_gpu(run_fresh):
     assert run_fresh(code, gpus=[gpu, gpu], CUDA_VISIBLE_DEVICES="-1,-1").stdout == "True\n"
 
 
-# ---------------------------------------------------------------------------------------------------- launching
+# ---- launching
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "there is no such file; the kit's own lie in configs/accelerate"),
+        (None, "there is no such file; did you mean .*/cpu_two.yaml"),
         ("a: [", "it cannot be read"),
-        ("- a list", "no launch file of accelerate"),
-        ("model: {name: x}", "no launch file of accelerate"),
+        ("- a list", "no launch file of accelerate.*distributed_type"),
+        ("model: {name: x}", "no launch file of accelerate.*distributed_type"),
     ],
 )
 def test_a_launch_file_that_cannot_be_used_is_refused(text, message, tmp_path):
     """A run's file given for the launch file would have started accelerate with its own defaults: one process."""
-    file = tmp_path / "launch.yaml"
+    (tmp_path / "cpu_two.yaml").touch()
+    file = tmp_path / "cpu_tow.yaml"
     if text is not None:
         file.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        launcher.check_launch_file(file)
-
-
-def test_a_mistyped_launch_file_is_told_the_one_that_was_meant(repository):
-    """Four files of similar names: the folder alone sends people to `ls`."""
-    folder = repository / "configs" / "accelerate"
-    with pytest.raises(ConfigError, match=f"no such file; did you mean {folder / 'cpu_two.yaml'}"):
-        launcher.check_launch_file(folder / "cpu_tow.yaml")
+        processes.launch_run(file, [])
 
 
 @pytest.mark.parametrize("variables", [{"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "2"}])
@@ -342,8 +326,27 @@ def test_launching_inside_a_launch_is_refused(variables, monkeypatch):
     """`accelerate launch ... train --launch FILE` would start two processes in each of two, without an end."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="started by a launcher already"):
-        launcher.check_launch_file(FILES[0])
+    with pytest.raises(ConfigError, match="launcher already.*leave --launch out"):
+        processes.launch_run(FILES[0], [])
+
+
+@pytest.fixture
+def launch(monkeypatch, tmp_path):
+    """`launch(settings, gpus, ...)` gives the words that accelerate is started with."""
+    for name in (processes.LAUNCH_VARIABLE, processes.SHUTDOWN_VARIABLE, "PYTHONSAFEPATH"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(processes, "_run_accelerate", lambda command: command)
+
+    def launch(settings, gpus, arguments=(), number=None):
+        monkeypatch.setattr(processes, "find_gpus", lambda: gpus)
+        file = tmp_path / "launch.yaml"
+        file.write_text(json.dumps({"distributed_type": "MULTI_GPU"} | settings))
+        command = processes.launch_run(file, arguments, number)
+        assert command[:2] == ["--config_file", str(file)]
+        return command[2:]
+
+    return launch
 
 
 @pytest.mark.parametrize(
@@ -354,37 +357,28 @@ def test_launching_inside_a_launch_is_refused(variables, monkeypatch):
         ({"num_processes": 16, "num_machines": 2}, Gpus(GPU, 4, ""), "starts 8 processes on this.*--processes 8"),
     ],
 )
-def test_more_processes_than_cards_are_refused(settings, gpus, message):
+def test_more_processes_than_gpus_are_refused(settings, gpus, message, launch):
     """CUDA's "invalid device ordinal" from the ninth process says nothing of the launch file."""
     with pytest.raises(ConfigError, match=message):
-        launcher.check_gpus(Path("ddp.yaml"), settings, gpus)
-    launcher.check_gpus(Path("ddp.yaml"), settings | {"use_cpu": True}, gpus)
-    launcher.check_gpus(Path("ddp.yaml"), settings, Gpus(GPU, 8, ""))
+        launch(settings, gpus)
+    assert launch(settings | {"use_cpu": True}, gpus) and launch(settings, Gpus(GPU, 8, ""))
 
 
-def test_the_launcher_gets_the_same_arguments(monkeypatch, capsys):
+def test_the_launcher_gets_the_same_arguments(launch, capsys):
     """--overwrite that was lost on the way, or an override that a shell split, trains another run."""
-    started = []
-    monkeypatch.setattr(os, "execve", lambda *words: started.append(words))
-    file = ROOT / "configs/accelerate/cpu_two.yaml"
-    launcher.hand_over(file, ["train", "a b.yaml", "run.name=x y", "--overwrite"], processes=3)
-    [(program, words, environment_of)] = started
-    assert program == sys.executable and words[1:3] == ["-m", "rloo_kit.system.launcher"]
-    assert words[3:] == [
-        "--config_file", str(file), "--main_process_port", "0", "--num_processes", "3",
-        "-m", "rloo_kit.cli", "train", "a b.yaml", "run.name=x y", "--overwrite",
-    ]  # fmt: skip
-    assert environment_of[launcher.SHUTDOWN_VARIABLE] == "3600"
+    arguments = ["train", "a b.yaml", "run.name=x y", "--overwrite"]
+    words = launch({"use_cpu": True}, Gpus(None, 0, ""), arguments, number=3)
+    assert words == ["--main_process_port", "0", "--num_processes", "3", "-m", "rloo_kit.cli", *arguments]
+    assert os.environ[processes.SHUTDOWN_VARIABLE] == "3600"
     assert "'run.name=x y'" in capsys.readouterr().out
-    monkeypatch.setenv(launcher.LAUNCH_VARIABLE, environment_of[launcher.LAUNCH_VARIABLE])
-    assert launcher.resume_words() == ["--launch", str(file), "--processes", "3"]
+    assert processes.resume_words()[0] == "--launch" and processes.resume_words()[2:] == ["--processes", "3"]
 
 
 def test_torch_gives_the_run_time_to_save(monkeypatch):
     """torch kills what has not ended 30 seconds after Ctrl-C; a step with long rollouts takes longer."""
     from torch.distributed.launcher.api import LaunchConfig
 
-    monkeypatch.setenv(launcher.SHUTDOWN_VARIABLE, "3600")
+    monkeypatch.setenv(processes.SHUTDOWN_VARIABLE, "3600")
     assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2).shutdown_timeout == 3600
 
 
@@ -401,12 +395,12 @@ def test_torch_gives_the_run_time_to_save(monkeypatch):
 )
 def test_the_exit_code_is_that_of_the_process_that_failed(codes, expected, told):
     """accelerate launch ends with 1 whatever happened: a batch could not tell a refusal from a crash."""
-    code, text = launcher.exit_code(codes)
+    code, text = processes.exit_code(codes)
     assert code == expected
     assert told in text and bool(text) == bool(told)
 
 
-def test_processes_without_launch_are_refused(tmp_path, capsys):
+def test_processes_without_launch_are_refused():
     """--processes 8 without --launch would train on one GPU and say nothing."""
     from typer.testing import CliRunner
 
@@ -414,18 +408,7 @@ def test_processes_without_launch_are_refused(tmp_path, capsys):
 
     done = CliRunner().invoke(app, ["train", "configs/arithmetic_thinking.yaml", "--processes", "8"])
     assert done.exit_code == 2
-    assert "--processes 8 says how many --launch starts" in done.output
-
-
-def test_a_signal_to_one_process_stops_all_after_the_same_step(monkeypatch):
-    """Only the second process had the signal: it left the loop, and the first one waited in the next step for ever."""
-    from rloo_kit.loop import callbacks
-
-    monkeypatch.setattr(callbacks, "any_of", lambda flag: True)
-    control = SimpleNamespace(should_save=False, should_training_stop=False, should_log=False)
-    interrupts = callbacks.Interrupts()
-    interrupts.on_step_end(None, None, control)
-    assert control.should_save and control.should_training_stop and interrupts.requested
+    assert "--processes 8" in done.output and "--launch" in done.output
 
 
 def test_one_ctrl_c_that_comes_twice_counts_once(be):
@@ -451,16 +434,3 @@ def test_limits_are_the_least_of_all_gpus(monkeypatch):
     monkeypatch.setattr(training, "gather_objects", lambda own: found)
     monkeypatch.setattr(training, "_own_limits", lambda run, policy: found[0])
     assert training.planned_limits(None, None) == {"rollout_rows": 8, "tokens_per_pass": 512}
-
-
-def test_rollouts_of_all_processes_are_one_list(tmp_path, monkeypatch):
-    """rollouts.jsonl had the first process's completions only, and tok/s was a half of what it is."""
-    from rloo_kit.loop import callbacks
-
-    row = {"step": 0, "completion_tokens": 3}
-    monkeypatch.setattr(callbacks, "gather_lists", lambda rows: [*rows, row | {"completion_tokens": 4}])
-    log = callbacks.RolloutLog(RunDir(tmp_path))
-    log([row])
-    assert log.completion_tokens == 7
-    lines = (tmp_path / "rollouts.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 1]
