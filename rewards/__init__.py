@@ -8,8 +8,8 @@ and works as it is in any TRL trainer: `reward_funcs=[thinking_reward]`. Paramet
 >>> strict(completions=["a b</think>c"], completion_ids=[[64, 65, 151668, 66]])
 [0.3]
 
-None means that a reward does not apply to a sample. docs/rewarding.md has the table of exact values. What needs a
-library, a checkpoint or a process of its own lives in `rloo_kit` (`reward_models`, `reward_worker`).
+None: the reward does not apply to the sample. docs/rewarding.md has the table of exact values. What needs a
+library, a checkpoint or a process of its own lives in `rloo_kit.rewarding`.
 """
 
 from ._binding import Reward, Sample

@@ -1,8 +1,7 @@
-"""A reward with its parameters bound: the one shape that every reward of this package has.
+"""A reward with its parameters bound: a frozen dataclass whose fields are the parameters.
 
-TRL calls a reward as `reward(prompts=..., completions=..., completion_ids=..., **columns)` and names it by `__name__`.
-A `Reward` is a frozen dataclass: its fields are the parameters, `score` judges one completion, and `__call__` is that
-convention. Instances can be pickled, compared and printed; `with_` gives a copy with other parameters.
+TRL calls a reward as `reward(prompts=..., completions=..., completion_ids=..., **columns)` and logs it by `__name__`;
+`Reward.__call__` is that convention, `score` judges one completion, `with_` copies with other parameters.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
-"""The reward for the right answer: what follows the last closing tag, against the dataset's `answer` column.
+"""The reward for the right answer: the text after the last closing tag, compared with the dataset's `answer` column.
 
-Two answers agree when they are the same text, or the same number: 42 and 42.0, 1,000 and 1000, 1/2 and 0.5. Numbers are
-compared exactly, as fractions. Mathematics beyond numbers is math-verify's: `math_answer_reward` in
-`rloo_kit.rewarding.models`.
+Two answers agree if they are the same text or the same number (42 and 42.0, 1,000 and 1000, 1/2 and 0.5), compared
+exactly as fractions. `math_answer_reward` in `rloo_kit.rewarding.models` compares mathematics beyond numbers.
 """
 
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Rewards for form: the thinking closed once, an answer after it, an end."""
+"""Rewards for form: thinking closed once, an answer after it, an end token."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar

@@ -1,9 +1,8 @@
 """How a reward reads a completion: its token ids, its text, and where the thinking ends.
 
-The ids decide whether and where the thinking was closed. Text is read only for what ids cannot tell (a question mark,
-an answer), and is cut at the tag's spelling. A model may also spell the tag out in ordinary tokens; then the spelling
-occurs more often than the id and the text alone cannot say which one counts. `decode`, when a reward was given it,
-settles that exactly; without it the first (or last) spelling is taken.
+The ids decide whether and where the thinking was closed; text is read only for what ids cannot show, and is split at
+the tag's spelling. A model may also spell the tag in ordinary tokens; then `decode` finds the real one, and without it
+the first (or last) spelling is taken.
 """
 
 from collections.abc import Callable, Iterable

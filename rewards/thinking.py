@@ -1,11 +1,8 @@
-"""Rewards for thinking: how long it was, counted in tokens before the closing tag.
+"""Rewards for thinking: its length in tokens before the first closing tag.
 
-The length is the number of ids before the first `think_end_id`. A chat template that opens `<think>` in the prompt
-(Thinking-2507) leaves only the thinking itself there; a hybrid model writes the opening tag, which then counts as one.
-
-Where a thinking budget closed the thinking (the column `thinking_forced`), the model did not: it counts as never
-closed, so that closing by itself goes on being learnt. `forced_counts_as_closed` takes the forced tag for the model's
-own; the forced tokens before it then count as thinking.
+A chat template that opens `<think>` in the prompt (Thinking-2507) leaves only the thinking there; a hybrid model writes
+the opening tag, which counts as one token. Thinking that the budget closed (the column `thinking_forced`) counts as
+never closed, unless `forced_counts_as_closed`.
 """
 
 from dataclasses import dataclass, field

@@ -1,15 +1,10 @@
-"""From a prompt to the text that the model reads: the chat template, applied once, with the model's family known.
-
-Four families, told apart by what the tokenizer's own template does:
+"""From a prompt to the text that the model reads: the chat template, applied once, for the model's family.
 
 - `thinking`: the generation prompt ends with an open `<think>` (Qwen3-4B-Thinking-2507), so a completion holds only
-  the closing tag;
-- `hybrid`: the template listens to `enable_thinking` (Qwen3-0.6B to 32B as first released); the model writes both tags;
-- `instruct`: neither (Qwen3-4B-Instruct-2507); the model answers at once;
-- `plain`: no chat template is applied, the prompt is text that the model continues (base models).
-
-The text that comes out is tokenised later by whoever generates, with the tokenizer's defaults: `render_prompt` takes
-care that this gives the template's own ids, so that a tokenizer which puts a BOS in front does not find one there.
+  the closing tag.
+- `hybrid`: the template takes `enable_thinking` (Qwen3-0.6B to 32B as first released); the model writes both tags.
+- `instruct`: neither (Qwen3-4B-Instruct-2507); the model answers at once.
+- `plain`: no chat template, the model continues the prompt (base models).
 
 Source: the chat templates on the Qwen3 model cards; https://huggingface.co/docs/transformers/chat_templating.
 """
@@ -27,17 +22,9 @@ Message = dict[str, Any]
 
 
 def detect_family(tokenizer: Any, name: str = "") -> str:
-    """The family of a model, read off what its chat template does with a short question.
+    """One of `FAMILIES`, by what the tokenizer's chat template does with a short question.
 
-    The name decides only where the template leaves the question open: one that never mentions thinking belongs to an
-    instruct model unless the model calls itself a thinking one.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        name: the model's name or folder.
-
-    Returns:
-        One of `FAMILIES`.
+    The name (or folder) decides only between instruct and thinking for a template that never mentions thinking.
 
     Raises:
         DataError: the template cannot render a single user message.
@@ -55,7 +42,7 @@ def detect_family(tokenizer: Any, name: str = "") -> str:
 def resolve_family(tokenizer: Any, name: str, family: str = "auto", enable_thinking: bool | None = None) -> str:
     """The family to render prompts for: `family` if it agrees with the template, the template's own for "auto".
 
-    `plain` is always allowed: it leaves the template alone.
+    `plain` is always allowed: it does not use the template.
 
     Raises:
         ConfigError: `family` or `enable_thinking` contradicts the template.
@@ -90,22 +77,19 @@ def render_prompt(
     enable_thinking: bool | None = None,
     system_prompt: str | None = None,
 ) -> str:
-    """The text that the model reads for one prompt, up to and including the generation prompt.
+    """The text that the model reads for one prompt, including the generation prompt.
 
     Args:
-        tokenizer: a transformers tokenizer.
         prompt: a text, or messages `{"role", "content"}` of which the last is not the assistant's.
-        family: one of `FAMILIES`.
-        enable_thinking: for `hybrid` only; None leaves the template's default.
-        system_prompt: put in front where the prompt brings no system message of its own.
+        family: one of `FAMILIES`. enable_thinking: for `hybrid` only; None for the template's default.
+        system_prompt: put in front unless the prompt has a system message.
 
     Returns:
-        Text which `tokenizer(text)` turns into the ids that the template stands for, with a single BOS if there is
-        one.
+        Text that `tokenizer(text)`, with its defaults, turns into the template's own ids, with at most one BOS.
 
     Raises:
         DataError: the prompt is empty, of another type, holds the tokenizer's control tokens (a template applied
-            already) or is a conversation that the family cannot render.
+            already) or cannot be rendered by the template.
     """
     if family == "plain":
         return _without_bos(tokenizer, _plain_text(prompt, system_prompt))
@@ -118,7 +102,7 @@ def render_prompt(
 def _apply(tokenizer: Any, messages: list[Message], **options: Any) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
-    except Exception as error:  # a template is a program: it raises what its author wrote, or what Jinja finds
+    except Exception as error:  # a template is a program that may raise anything
         raise DataError(
             f"the tokenizer's chat template cannot render roles {[message['role'] for message in messages]}: "
             f"{type(error).__name__}: {error}"
@@ -141,8 +125,8 @@ def _what_the_template_does(found: str) -> str:
 def _plain_text(prompt: str | list[Message], system_prompt: str | None) -> str:
     if system_prompt:
         raise ConfigError(
-            "data.system_prompt is set, but model.family is 'plain', which applies no chat template, so it has no "
-            "place. Write it into the prompts, or use a model with a chat template."
+            "data.system_prompt is set, but model.family is 'plain', which applies no chat template. Write it into "
+            "the prompts, or use a model with a chat template."
         )
     if not isinstance(prompt, str):
         raise DataError(
@@ -194,7 +178,7 @@ def _non_empty(text: str, what: str) -> str:
 
 
 def refuse_surrogates(text: str, what: str) -> None:
-    """Half of a UTF-16 pair, which JSON can hold (`"\\ud83d"`), is no character and no tokenizer takes it."""
+    """Refuse half of a UTF-16 pair, which JSON can hold (`"\\ud83d"`) and no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -203,20 +187,20 @@ def refuse_surrogates(text: str, what: str) -> None:
 
 
 def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
-    """A control token in a message means a template applied twice, or a text that would end its own turn."""
+    """A control token in a message means a template applied twice, or a text that ends its own turn."""
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     for message in messages:
         for token in special:
             if token in message["content"]:
                 raise DataError(
-                    f"the {message['role']} message holds the tokenizer's control token {token}: it looks as if a "
-                    "chat template had been applied already. Give the bare text or the messages; or set model.family: "
-                    "plain to use rendered prompts as they are"
+                    f"the {message['role']} message holds the tokenizer's control token {token}: a chat template seems "
+                    "to be applied already. Give the bare text or the messages; or set model.family: plain to use "
+                    "rendered prompts"
                 )
 
 
 def _without_bos(tokenizer: Any, text: str) -> str:
-    """`text` less its leading BOS where the tokenizer would put another one in front of it."""
+    """`text` without its leading BOS, if the tokenizer would add another one."""
     bos = tokenizer.bos_token
     if not bos or not text.startswith(bos):
         return text

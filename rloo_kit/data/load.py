@@ -1,11 +1,8 @@
-"""From a data source to the two datasets of a run: rendered, checked, split.
+"""From a data source to the two datasets of a run: read, drawn, rendered, checked, split.
 
-`load_data` does it in this order: read (`data_sources`), draw `data.num_prompts` rows, render each prompt once
-(`chat`), drop or refuse what does not fit into `data.max_prompt_length`, split by prompt. Trainer and evaluation only
-tokenise the `prompt` column; nobody applies a chat template to it again.
-
-The split is over distinct prompts, compared without regard to white space: a prompt that stands in the source ten times
-is ten training rows or one test row, and never both.
+Trainer and evaluation only tokenise the `prompt` column; the chat template is never applied to it again. The split is
+over distinct prompts, compared without regard to white space: one that occurs ten times in the source is ten training
+rows or one test row, never both.
 """
 
 import math
@@ -15,8 +12,10 @@ from typing import Any
 
 from rloo_kit import _stack
 from rloo_kit.collective import main_first
+from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import DataSection
 from rloo_kit.data.chat import detect_family, refuse_surrogates, render_prompt, resolve_family, thinks
-from rloo_kit.data.sources import Columns, Source, find_file, read_file, read_hub, read_rows, select_rows
+from rloo_kit.data.sources import Columns, DataSource, find_file, read_file, read_hub, read_rows, select_rows
 from rloo_kit.data.tasks import addition_rows
 from rloo_kit.errors import DataError
 from rloo_kit.system.processes import say
@@ -24,7 +23,7 @@ from rloo_kit.system.processes import say
 __all__ = ["Data", "detect_family", "load_data", "render_prompt", "resolve_family"]
 
 EMBEDDED_SOURCE = "embedded/addition"
-EMBEDDED_PROMPTS = 10_000  # where data.num_prompts is null
+EMBEDDED_PROMPTS = 10_000  # if data.num_prompts is null
 REWARDS_WITH_ANSWERS = ("answer_reward", "math_answer_reward")
 
 
@@ -34,7 +33,7 @@ class Data:
 
     Attributes:
         train: datasets.Dataset with `prompt` (rendered text), `answer` (text, if the source has it), other columns.
-        test: the same columns; no prompt of it is in `train`, and none is twice in it.
+        test: the same columns; its prompts are distinct, and none is in `train`.
         dropped: prompts left out because they were too long.
         notes: what was left out or replaced, in sentences.
     """
@@ -49,15 +48,14 @@ class Data:
         return f"{len(self.train)} training prompts, {len(self.test)} held out{dropped}"
 
 
-def load_data(run: Any, tokenizer: Any, rows: Any = None) -> Data:
+def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
     """The training and test prompts of a run.
 
     Args:
-        run: a `RunConfig`; read are `data`, `model.name`, `model.family`, `model.enable_thinking` and the names in
-            `rewards`.
+        run: reads `data`, `model.name`, `model.family`, `model.enable_thinking` and the names in `rewards`.
         tokenizer: the policy's.
-        rows: prompts given in Python instead of `data.source`: a list of dicts or of bare prompts, or a
-            `datasets.Dataset`. The column names are those of `data`.
+        rows: prompts in Python instead of `data.source`: a list of dicts or of bare prompts, or a `datasets.Dataset`,
+            with the column names of `data`.
 
     Returns:
         `Data`; the same for the same seed and source.
@@ -67,7 +65,7 @@ def load_data(run: Any, tokenizer: Any, rows: Any = None) -> Data:
         ConfigError: `model.family` contradicts the tokenizer's chat template.
     """
     family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
-    with main_first():  # what it downloads and converts is in the cache for the other processes
+    with main_first():  # downloads and conversions are then cached for the other processes
         found = _read(run, rows, thinks(family, run.model.enable_thinking))
     source = _draw(found, run.data.num_prompts, run.data.seed)
     notes = list(source.notes)
@@ -87,7 +85,7 @@ def load_data(run: Any, tokenizer: Any, rows: Any = None) -> Data:
     return data
 
 
-def _read(run: Any, rows: Any, thinking: bool) -> Source:
+def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
     answer = run.data.answer_column
     compared = any(reward.name in REWARDS_WITH_ANSWERS for reward in run.rewards)
     named = answer != type(run.data).model_fields["answer_column"].default or run.data.answer_after is not None
@@ -105,29 +103,29 @@ def _read(run: Any, rows: Any, thinking: bool) -> Source:
     return read_hub(run.data.source, run.data.subset, run.data.split, columns)
 
 
-def _draw(source: Source, num_prompts: int | None, seed: int) -> Source:
-    """`num_prompts` rows drawn without replacement, in the source's order."""
+def _draw(source: DataSource, num_prompts: int | None, seed: int) -> DataSource:
+    """`num_prompts` rows, drawn without replacement, in the source's order."""
     total = len(source.prompts)
     if num_prompts is None or num_prompts >= total:
         return source
     return select_rows(source, sorted(random.Random(f"draw-{seed}").sample(range(total), num_prompts)))
 
 
-def _render(run: Any, tokenizer: Any, family: str, source: Source, row: int) -> str:
+def _render(run: RunConfig, tokenizer: Any, family: str, source: DataSource, row: int) -> str:
     try:
         return render_prompt(tokenizer, source.prompts[row], family, run.model.enable_thinking, run.data.system_prompt)
     except DataError as error:
         raise DataError(f"{source.where(row)}: {error} (data.prompt_column: {run.data.prompt_column})") from error
 
 
-def _answers(run: Any, source: Source) -> list[str] | None:
-    """The gold answers as text, or None where the source has none."""
+def _answers(run: RunConfig, source: DataSource) -> list[str] | None:
+    """The gold answers as text; None if the source has none."""
     if source.answers is None:
         return None
     return [_answer(value, run.data, source.where(row)) for row, value in enumerate(source.answers)]
 
 
-def _answer(value: Any, section: Any, where: str) -> str:
+def _answer(value: Any, section: DataSection, where: str) -> str:
     column = f"data.answer_column: {section.answer_column}"
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not isinstance(value, str) and not (number and math.isfinite(value)):
@@ -144,8 +142,8 @@ def _answer(value: Any, section: Any, where: str) -> str:
     return text.strip()
 
 
-def _fitting_rows(run: Any, tokenizer: Any, source: Source, texts: list[str], notes: list[str]) -> list[int]:
-    """The rows whose prompt fits into `data.max_prompt_length` tokens, as the trainer will count them."""
+def _fitting_rows(run: RunConfig, tokenizer: Any, source: DataSource, texts: list[str], notes: list[str]) -> list[int]:
+    """The rows whose prompt fits into `data.max_prompt_length` tokens, as the trainer counts them."""
     limit = run.data.max_prompt_length
     ids = tokenizer(texts)["input_ids"]
     _refuse_appended_eos(tokenizer, texts[0], ids[0])
@@ -174,8 +172,8 @@ def _refuse_appended_eos(tokenizer: Any, text: str, ids: list[int]) -> None:
         )
 
 
-def _split(source: Source, rows: list[int], section: Any, notes: list[str]) -> tuple[list[int], list[int]]:
-    """Rows of the training set in order, rows of the test set shuffled; distinct prompts on both sides."""
+def _split(source: DataSource, rows: list[int], section: DataSection, notes: list[str]) -> tuple[list[int], list[int]]:
+    """Training rows in order, test rows shuffled; no prompt is on both sides."""
     groups: dict[Any, list[int]] = {}
     for row in rows:
         groups.setdefault(_identity(source.prompts[row]), []).append(row)
@@ -201,12 +199,12 @@ def _split(source: Source, rows: list[int], section: Any, notes: list[str]) -> t
 
 
 def _identity(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """What makes a prompt another one: roles and words, not white space."""
+    """What distinguishes prompts: roles and words, not white space."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return tuple((message["role"], " ".join(message["content"].split())) for message in messages)
 
 
-def _dataset(source: Source, texts: list[str], answers: list[str] | None, rows: list[int]) -> Any:
+def _dataset(source: DataSource, texts: list[str], answers: list[str] | None, rows: list[int]) -> Any:
     datasets = _stack.load_stack().datasets
     columns = {"prompt": [texts[row] for row in rows]}
     if answers is not None:

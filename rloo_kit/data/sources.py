@@ -1,11 +1,7 @@
-"""Reading rows: JSONL, CSV, Parquet, a hub id, a list in Python. Every row keeps the place where it stands.
+"""Reading rows: JSONL, CSV, Parquet, a hub id, a list in Python. Every row keeps its place for error messages.
 
-A reader gives a `Source`: the prompts and the answers as Python values, all other columns as a `datasets.Dataset` of
-the same length, and for each row the file and line to name when the row cannot be used. JSONL and CSV are read with
-the standard library, line by line, because the readers of `datasets` report neither; CSV values stay text.
-
-Left out: folders, archives, streaming and columns with images or audio. `datasets` reads all of these: load them there
-and pass the result to `load_data` as `rows`.
+JSONL and CSV are read line by line with the standard library: the readers of `datasets` report no line, and their CSV
+reader guesses types.
 """
 
 import csv
@@ -21,7 +17,7 @@ from rloo_kit.data.chat import refuse_surrogates
 from rloo_kit.errors import DataError
 
 FILE_KINDS = (".jsonl", ".csv", ".parquet")
-# Names that the trainer itself passes to a reward, or reads as an image prompt: a column may not use them.
+# Names that the trainer passes to a reward itself, or reads as an image prompt: a column may not use them.
 TAKEN_COLUMNS = (
     "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
     "thinking_forced",
@@ -30,13 +26,13 @@ IMAGE_COLUMNS = ("image", "images")
 
 
 @dataclass(frozen=True)
-class Source:
-    """N rows of a data source: `prompts` and `answers` (None where the source has no such column) as read."""
+class DataSource:
+    """N rows: `prompts` and `answers` (None without such a column) as Python values, the other columns as a table."""
 
     name: str
     prompts: list[Any]
     answers: list[Any] | None
-    others: Any | None  # datasets.Dataset with the remaining columns, N rows; None where there are none
+    others: Any | None  # datasets.Dataset of N rows; None if there are no other columns
     places: list[str]  # "line 12", "row 12"
     notes: tuple[str, ...] = ()
 
@@ -47,7 +43,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns hold prompt and answer, and whether the source must have the second one."""
+    """Which columns hold prompt and answer, and whether the answer's is required."""
 
     prompt: str = "prompt"
     answer: str | None = "answer"
@@ -55,12 +51,12 @@ class Columns:
 
 
 def find_file(source: str, config_file: Path | None = None) -> Path | None:
-    """The file that `source` names, or None if it is not a path but a hub id.
+    """The file that `source` names, or None if it is a hub id.
 
-    A relative path is looked up from the working directory, then from the folder of the configuration file.
+    A relative path is searched from the working directory, then from the configuration file's folder.
 
     Raises:
-        DataError: it is a path by its looks and is not there, or is a file of another kind.
+        DataError: it looks like a path and does not exist, or is a file of another kind.
     """
     folders = [Path.cwd(), *([config_file.parent] if config_file else [])]
     for candidate in dict.fromkeys((folder / Path(source).expanduser()) for folder in folders):
@@ -79,11 +75,11 @@ def find_file(source: str, config_file: Path | None = None) -> Path | None:
     return None
 
 
-def read_file(path: Path, columns: Columns) -> Source:
+def read_file(path: Path, columns: Columns) -> DataSource:
     """The rows of a JSONL, CSV or Parquet file.
 
     Raises:
-        DataError: broken or empty file, a row of the wrong shape, a missing column; with file and line.
+        DataError: a broken or empty file, a malformed row, a missing column; with file and line.
     """
     reader = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}[path.suffix.lower()]
     try:
@@ -96,30 +92,30 @@ def read_file(path: Path, columns: Columns) -> Source:
 
 
 def _first_line_not_utf8(path: Path) -> int:
-    """The reader decodes in pieces and knows only a place within one."""
+    """The reader decodes in chunks and knows only a position within one."""
     lines = path.read_bytes().splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.decode(errors="replace").encode() != line)
 
 
-def read_hub(source: str, subset: str | None, split: str, columns: Columns) -> Source:
-    """One split of a dataset on the hub (or in the local cache of `datasets`).
+def read_hub(source: str, subset: str | None, split: str, columns: Columns) -> DataSource:
+    """One split of a dataset on the hub or in the local cache of `datasets`.
 
     Raises:
-        DataError: not reachable, no such dataset, subset or split, or a missing column.
+        DataError: unreachable, no such dataset, subset or split, or a missing column.
     """
     datasets = _stack.load_stack().datasets
     try:
         table = datasets.load_dataset(source, name=subset, split=split)
-    except Exception as error:  # the hub's libraries share no root for what can go wrong on the way
+    except Exception as error:  # the hub's libraries share no base class of errors
         raise DataError(_hub_message(source, subset, split, error)) from error
     return from_dataset(table, f"{source} ({split})", columns)
 
 
-def read_rows(rows: Any, columns: Columns) -> Source:
+def read_rows(rows: Any, columns: Columns) -> DataSource:
     """Rows given in Python: a `datasets.Dataset`, or a list of dicts or of bare prompts (text or messages).
 
     Raises:
-        DataError: no rows, a row that is none of these, a missing column.
+        DataError: no rows, a row of another type, a missing column.
     """
     if hasattr(rows, "column_names") and hasattr(rows, "select"):
         return from_dataset(rows, "the dataset", columns)
@@ -132,8 +128,8 @@ def read_rows(rows: Any, columns: Columns) -> Source:
     return _from_dicts(bare, [f"row {number}" for number in range(1, len(bare) + 1)], "the list of rows", columns)
 
 
-def from_dataset(table: Any, name: str, columns: Columns) -> Source:
-    """A `Source` from a `datasets.Dataset`; its other columns keep their types."""
+def from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
+    """A `DataSource` from a `datasets.Dataset`; its other columns keep their types."""
     if not len(table):
         raise DataError(f"{name} has no rows")
     places = [f"row {number}" for number in range(1, len(table) + 1)]
@@ -141,7 +137,7 @@ def from_dataset(table: Any, name: str, columns: Columns) -> Source:
     has_answer = columns.answer in table.column_names
     taken, notes = _taken_columns(name, table.column_names, columns)
     kept = [column for column in table.column_names if column not in taken]
-    return Source(
+    return DataSource(
         name=name,
         prompts=list(table[columns.prompt]),
         answers=list(table[columns.answer]) if has_answer else None,
@@ -151,8 +147,8 @@ def from_dataset(table: Any, name: str, columns: Columns) -> Source:
     )
 
 
-def select_rows(source: Source, rows: list[int]) -> Source:
-    """The `Source` of some of its rows, in the order given."""
+def select_rows(source: DataSource, rows: list[int]) -> DataSource:
+    """Some of the rows, in the given order."""
     return replace(
         source,
         prompts=[source.prompts[row] for row in rows],
@@ -162,7 +158,7 @@ def select_rows(source: Source, rows: list[int]) -> Source:
     )
 
 
-def _read_jsonl(path: Path, columns: Columns) -> Source:
+def _read_jsonl(path: Path, columns: Columns) -> DataSource:
     rows, places = [], []
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
@@ -174,7 +170,7 @@ def _read_jsonl(path: Path, columns: Columns) -> Source:
                 hint = ". Is this one JSON document? JSONL has one object a line" if number == 1 else ""
                 what = f"broken JSON: {error.msg} at column {error.colno}{hint}"
                 raise DataError(f"{path}, line {number}: {what}") from error
-            except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+            except (ValueError, RecursionError) as error:  # thousands of digits or brackets
                 raise DataError(f"{path}, line {number}: JSON that cannot be read: {error}") from error
             if not isinstance(row, dict):
                 raise DataError(f"{path}, line {number}: a JSON {type(row).__name__}; each line has to be an object")
@@ -183,7 +179,7 @@ def _read_jsonl(path: Path, columns: Columns) -> Source:
     return _from_dicts(rows, places, str(path), columns)
 
 
-def _read_csv(path: Path, columns: Columns) -> Source:
+def _read_csv(path: Path, columns: Columns) -> DataSource:
     rows, places = [], []
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
@@ -200,7 +196,7 @@ def _read_csv(path: Path, columns: Columns) -> Source:
 
 
 def _csv_lines(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Records that are not blank, each with the line it starts on (a quoted field may run over several)."""
+    """Non-blank records, each with its first line (a quoted field may span several)."""
     start = 1
     while True:
         try:
@@ -214,7 +210,7 @@ def _csv_lines(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
         start = reader.line_num + 1
 
 
-def _read_parquet(path: Path, columns: Columns) -> Source:
+def _read_parquet(path: Path, columns: Columns) -> DataSource:
     datasets = _stack.load_stack().datasets
     import pyarrow
     import pyarrow.parquet
@@ -226,7 +222,7 @@ def _read_parquet(path: Path, columns: Columns) -> Source:
     return from_dataset(table, str(path), columns)
 
 
-def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, columns: Columns) -> Source:
+def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, columns: Columns) -> DataSource:
     if not rows:
         raise DataError(f"{name} has no rows")
     datasets = _stack.load_stack().datasets
@@ -241,7 +237,7 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
         for key in names
         if key not in taken
     }
-    return Source(
+    return DataSource(
         name=name,
         prompts=[row[columns.prompt] for row in rows],
         answers=[row.get(columns.answer) for row in rows] if columns.answer in names else None,
@@ -252,7 +248,7 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
 
 
 def _arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> list[Any]:
-    """`values` if Arrow can hold them in one column."""
+    """`values`, if Arrow can hold them in one column."""
     import pyarrow
 
     def explain(rows: list[Any]) -> Exception | None:
@@ -291,7 +287,7 @@ def _require_columns(name: str, place: str, found: list[str], columns: Columns) 
 
 
 def _taken_columns(name: str, found: list[str], columns: Columns) -> tuple[list[str], tuple[str, ...]]:
-    """Columns that do not travel on, and what to say about those that the user may miss."""
+    """Columns that are not passed on, and notes on those that the user may miss."""
     moved = [column for column in (columns.prompt, columns.answer) if column in found]
     hidden = [
         column

@@ -8,15 +8,9 @@ A question is `47+385=`. A worked answer adds the columns from the right, one li
 
     432
 
-Demonstrations are wrong on purpose at known rates, so that a model that imitates them is right sometimes and RLOO has
-something to find: thinking is skipped and the answer guessed, or a digit of the scratch work is wrong and the answer
-follows it.
-Nothing here is hard for a model that thinks and is careful; both habits can be learnt from the reward alone.
-
-Pairs are unordered (47+385 and 385+47 are one problem) and divided for good by a checksum: half of all pairs go to the
-cold start, the other half to `addition_rows`, so no problem of a run was ever seen in the cold start.
-
-Left out: other operations, words around the numbers, and every heavy library.
+Demonstrations skip the thinking, or get a digit of it wrong, at known rates, so that a model that imitates them is
+right sometimes and RLOO has something to find. A checksum of the unordered pair reserves half of all problems for the
+cold start, so no problem of a run was seen in it.
 """
 
 import random
@@ -26,7 +20,7 @@ from dataclasses import dataclass
 from rloo_kit.errors import DataError
 
 LIMITS = {"thinking": (10, 999), "instruct": (100, 349)}  # smallest and largest number of a question
-EASY_LIMITS = (100, 199)  # where the model that adds in its head begins: one carry after another is what it finds hard
+EASY_LIMITS = (100, 199)  # where the instruct model begins: successive carries are hard for it
 MAX_ROWS = {"thinking": 50_000, "instruct": 10_000}  # few enough that drawing stays quick
 
 
@@ -34,8 +28,8 @@ MAX_ROWS = {"thinking": 50_000, "instruct": 10_000}  # few enough that drawing s
 class Noise:
     """Rates of the mistakes in demonstrations, each a probability in [0, 1].
 
-    skip: no scratch work at all, the answer is guessed. digit: the digit of a column is wrong. guess: a digit of an
-    answer that has no scratch work behind it is wrong.
+    skip: no scratch work, the answer is guessed. digit: a column's digit is wrong. guess: a digit of a guessed answer
+    is wrong.
     """
 
     skip: float = 0.3
@@ -50,7 +44,7 @@ def is_reserved(first: int, second: int) -> bool:
 
 
 def draw_pair(rng: random.Random, limits: tuple[int, int], reserved: bool) -> tuple[int, int]:
-    """Two numbers within `limits` (their lengths evenly spread), from the cold start's half of the pairs or a run's."""
+    """Two numbers within `limits`, lengths uniform, from the cold start's half of the pairs or a run's."""
     while True:
         pair = (_draw_number(rng, limits), _draw_number(rng, limits))
         if is_reserved(*pair) == reserved:
@@ -74,11 +68,12 @@ def addition_rows(num: int, seed: int = 0, thinking: bool = True) -> list[dict[s
     ['prompt', 'answer']
 
     Args:
-        num: number of rows, at most 50000 (10000 for the model that answers at once, whose numbers end at 349).
-        seed: the same seed gives the same rows, and more rows of a seed begin with the fewer.
-        thinking: rows for the model that thinks, or for the one that answers at once.
+        num: number of rows, at most 50000 (10000 for the instruct model, whose numbers end at 349).
+        seed: the same seed gives the same rows; more rows of a seed begin with the fewer.
+        thinking: rows for the thinking model, or for the instruct model.
+
     Raises:
-        DataError: more rows than there are problems to draw.
+        DataError: more rows than `MAX_ROWS`.
     """
     kind = "thinking" if thinking else "instruct"
     if not 0 <= num <= MAX_ROWS[kind]:
@@ -95,7 +90,7 @@ def addition_rows(num: int, seed: int = 0, thinking: bool = True) -> list[dict[s
 
 
 def scratch_work(first: int, second: int, rng: random.Random, digit_noise: float = 0.0) -> tuple[str, str]:
-    """Column addition from the right, and the answer read off it; each digit is wrong with probability `digit_noise`.
+    """Column addition from the right and its answer; each digit is wrong with probability `digit_noise`.
 
     >>> scratch_work(47, 385, random.Random(0))
     ('7+5=12\\n4+8+1=13\\n0+3+1=4', '432')

@@ -1,13 +1,8 @@
-"""Held-out accuracy with its interval, and what goes with it: greedy accuracy, pass@k, thinking, budgets.
+"""Held-out accuracy with its interval, and what goes with it: greedy accuracy, pass@k, thinking lengths, budgets.
 
-`evaluate` samples `eval.num_samples` completions of each held-out prompt from the policy's whole distribution and
-counts those whose answer is right by the run's own answer reward (`answer_judge`). With `eval.thinking_budgets` the
-thinking is closed as training closes it (`rloo.thinking_close`). How the intervals are made is said in `intervals`;
-what comes back, and how two of them compare, in `measurement`.
-
-With several processes each samples a part of the prompts, the main one judges, and all return the same figures.
-
-Left out: several benchmarks at once, and judging by anything but the answer.
+`eval.num_samples` completions of each held-out prompt are sampled from the policy's whole distribution and judged by
+the run's own answer reward. With several processes each samples a part of the prompts, the main one judges, and all
+return the same figures.
 """
 
 import hashlib
@@ -17,10 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from rloo_kit.collective import gather_lists, share, share_of
+from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import REWARDS_WITH_ANSWERS
 from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.models.policy import Policy
 from rloo_kit.results.evaluation import Comparison, Evaluation, compare
 from rloo_kit.results.intervals import clustered, pass_at_k
 from rloo_kit.rewarding.registry import build_reward
@@ -29,72 +26,24 @@ from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.system.processes import is_distributed, is_main_process, process_index, say
 from rloo_kit.think_tags import split_thinking
 
-JUDGED_AT_ONCE = 32  # completions in one call of the answer reward: its time limit is for a call
-
-
-def answer_reward_entry(run: Any) -> Any:
-    """The entry of `run.rewards` that judges answers, or one that is made for it."""
-    entry = next((entry for entry in run.rewards if entry.name in REWARDS_WITH_ANSWERS), None)
-    return entry or RewardSection(name="answer_reward")
-
-
-class AnswerJudge:
-    """Says of completions whether their answers are right.
-
-    Args:
-        run: a `RunConfig`; read are `rewards`, `model` and `rloo`. tokenizer: the policy's.
-        gold: the right answer of each prompt; None where there are none.
-
-    Attributes:
-        unscored: completions so far that the reward could not judge; they count as wrong.
-    """
-
-    def __init__(self, run: Any, tokenizer: Any, gold: list[Any] | None) -> None:
-        self.unscored = 0
-        self.gold = gold
-        self.reward = None if gold is None else build_reward(run, tokenizer, answer_reward_entry(run))
-
-    def judge(self, completions: list[Completion]) -> list[bool] | None:
-        """One verdict a completion, by the answer of its `prompt_index`; None without gold answers."""
-        if self.reward is None or self.gold is None:
-            return None
-        verdicts: list[bool] = []
-        for start in range(0, len(completions), JUDGED_AT_ONCE):
-            batch = completions[start : start + JUDGED_AT_ONCE]
-            scores = self.reward(
-                prompts=[""] * len(batch),
-                completions=[completion.text for completion in batch],
-                completion_ids=[completion.ids for completion in batch],
-                answer=[self.gold[completion.prompt_index] for completion in batch],
-                thinking_forced=[completion.forced for completion in batch],
-            )
-            self.unscored += sum(score is None or math.isnan(score) for score in scores)
-            verdicts += [score == 1.0 for score in scores]
-        return verdicts
-
-    def close(self) -> None:
-        """End the process of a reward that has one."""
-        worker = None if self.reward is None else vars(self.reward).get("worker")  # asking for it would start one
-        if worker is not None:
-            worker.close()
-
-
 __all__ = ["Comparison", "Evaluation", "compare", "evaluate"]
 
+JUDGED_AT_ONCE = 32  # completions in one call of the answer reward, whose time limit is for a call
 
-def evaluate(run: Any, policy: Any, dataset: Any, label: str = "") -> Evaluation:
+
+def evaluate(run: RunConfig, policy: Policy, dataset: Any, label: str = "") -> Evaluation:
     """Measure a policy on held-out prompts.
 
     Args:
-        run: a `RunConfig`; read are `eval`, `rewards`, `rloo.max_completion_length`, `model` and `run.seed`.
-        policy: what `load_policy` returned, trained or not.
+        run: reads `eval`, `rewards`, `rloo.max_completion_length`, `model` and `run.seed`.
+        policy: from `load_policy`, trained or not.
         dataset: `load_data(...).test`: rendered prompts, with or without an `answer` column. The first
-            `eval.num_prompts` are used, so that two evaluations are of the same prompts.
+            `eval.num_prompts` are used, so that two evaluations use the same prompts.
         label: a word for the table's title.
 
     Raises:
         DataError: no prompts.
-        ConfigError: thinking budgets for a model that does not think, or that do not fit into `model.max_seq_length`.
+        ConfigError: thinking budgets for a model that does not think, or that exceed `model.max_seq_length`.
     """
     started = time.monotonic()
     dataset = _first_prompts(dataset, run.eval.num_prompts)
@@ -116,20 +65,63 @@ def evaluate(run: Any, policy: Any, dataset: Any, label: str = "") -> Evaluation
     return share(measured)
 
 
-def engine_outside_training(run: Any, policy: Any) -> str:
-    """`rollout.engine`, where it can sample without the trainer; else what can."""
+class AnswerJudge:
+    """Judges completions by the run's answer reward, or by `answer_reward` if it has none.
+
+    Args:
+        run: reads `rewards`, `model` and `rloo`. tokenizer: the policy's.
+        gold: the right answer of each prompt; None if there are none.
+
+    Attributes:
+        unscored: completions so far that the reward could not judge; they count as wrong.
+    """
+
+    def __init__(self, run: RunConfig, tokenizer: Any, gold: list[Any] | None) -> None:
+        self.unscored = 0
+        self.gold = gold
+        entry = next((entry for entry in run.rewards if entry.name in REWARDS_WITH_ANSWERS), None)
+        entry = entry or RewardSection(name="answer_reward")
+        self.reward = None if gold is None else build_reward(run, tokenizer, entry)
+
+    def judge(self, completions: list[Completion]) -> list[bool] | None:
+        """One verdict per completion, by the answer of its `prompt_index`; None without gold answers."""
+        if self.reward is None or self.gold is None:
+            return None
+        verdicts: list[bool] = []
+        for start in range(0, len(completions), JUDGED_AT_ONCE):
+            batch = completions[start : start + JUDGED_AT_ONCE]
+            scores = self.reward(
+                prompts=[""] * len(batch),
+                completions=[completion.text for completion in batch],
+                completion_ids=[completion.ids for completion in batch],
+                answer=[self.gold[completion.prompt_index] for completion in batch],
+                thinking_forced=[completion.forced for completion in batch],
+            )
+            self.unscored += sum(score is None or math.isnan(score) for score in scores)
+            verdicts += [score == 1.0 for score in scores]
+        return verdicts
+
+    def close(self) -> None:
+        """End the reward's process, if it has one."""
+        worker = None if self.reward is None else vars(self.reward).get("worker")  # the property would start one
+        if worker is not None:
+            worker.close()
+
+
+def engine_outside_training(run: RunConfig, policy: Policy) -> str:
+    """`rollout.engine` if it can sample without the trainer, else one that can."""
     if run.rollout.engine in ("native", "generate"):
         return str(run.rollout.engine)
     return "generate" if policy.backend == "unsloth" else "auto"
 
 
 class _Generator:
-    """Completions of the held-out prompts; says now and then how far it has come.
+    """Completions of the held-out prompts; prints its progress now and then.
 
-    Each process samples its part of the prompts, with a seed of its own; all get all completions, in order.
+    Each process samples its part of the prompts with its own seed; all get all completions, in order.
     """
 
-    def __init__(self, run: Any, policy: Any, dataset: Any, label: str) -> None:
+    def __init__(self, run: RunConfig, policy: Policy, dataset: Any, label: str) -> None:
         self.run, self.policy, self.label = run, policy, label
         self.prompts = list(dataset["prompt"])
         self.limit = run.eval.max_completion_length or run.rloo.max_completion_length
@@ -158,7 +150,7 @@ class _Generator:
 
 
 def _measure_sampled(
-    run: Any, policy: Any, dataset: Any, judge: AnswerJudge, generate: _Generator, label: str
+    run: RunConfig, policy: Policy, dataset: Any, judge: AnswerJudge, generate: _Generator, label: str
 ) -> Evaluation:
     num_samples = run.eval.num_samples
     completions = generate("sampled", run.eval.temperature, num_samples=num_samples)
@@ -188,7 +180,7 @@ def _measure_sampled(
     return measured
 
 
-def _measure_greedy(run: Any, judge: AnswerJudge, generate: _Generator, measured: Evaluation) -> None:
+def _measure_greedy(run: RunConfig, judge: AnswerJudge, generate: _Generator, measured: Evaluation) -> None:
     if run.eval.temperature == 0:
         measured.greedy_per_prompt = measured.per_prompt
     else:
@@ -199,8 +191,8 @@ def _measure_greedy(run: Any, judge: AnswerJudge, generate: _Generator, measured
         measured.greedy_accuracy, measured.greedy_low, measured.greedy_high = estimate
 
 
-def _measure_budget(run: Any, judge: AnswerJudge, generate: _Generator, budget: int) -> dict[str, Any]:
-    """One entry of `Evaluation.budgets`: accuracy over all completions, over those the budget closed and the others."""
+def _measure_budget(run: RunConfig, judge: AnswerJudge, generate: _Generator, budget: int) -> dict[str, Any]:
+    """An entry of `Evaluation.budgets`: accuracy over all completions, those that the budget closed, and the others."""
     completions = generate(
         f"budget {budget}",
         run.eval.temperature,
@@ -219,9 +211,9 @@ def _measure_budget(run: Any, judge: AnswerJudge, generate: _Generator, budget: 
 
 
 def _samples(
-    run: Any, policy: Any, dataset: Any, completions: list[Completion], verdicts: list[bool] | None
+    run: RunConfig, policy: Policy, dataset: Any, completions: list[Completion], verdicts: list[bool] | None
 ) -> list[dict[str, Any]]:
-    """The first completion of each of the first prompts, thinking and answer apart."""
+    """The first completion of each of the first prompts, split into thinking and answer."""
     samples = []
     for index in range(min(run.eval.num_completions, len(dataset))):
         number = index * run.eval.num_samples
@@ -254,7 +246,7 @@ def _first_prompts(dataset: Any, num_prompts: int | None) -> Any:
     return dataset if num_prompts is None else dataset.select(range(min(num_prompts, len(dataset))))
 
 
-def _check_budgets(run: Any, policy: Any) -> None:
+def _check_budgets(run: RunConfig, policy: Policy) -> None:
     budgets = run.eval.thinking_budgets
     if not budgets:
         return
@@ -274,7 +266,7 @@ def _check_budgets(run: Any, policy: Any) -> None:
 
 
 def _judge(judge: AnswerJudge, completions: list[Completion]) -> list[bool] | None:
-    """One verdict a completion, the main process's in all: a time limit may pass in one of them and not in another."""
+    """One verdict per completion, the main process's in all: a time limit may expire in one process only."""
     return share(judge.judge(completions) if is_main_process() else None)
 
 

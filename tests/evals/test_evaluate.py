@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rloo_kit.config.checks import ENGINES
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evals.evaluate import compare, evaluate
@@ -255,7 +256,7 @@ def test_num_prompts_takes_the_first(make_run: Any, make_policy: Any) -> None:
     assert evaluate(make_run(num_prompts=99), make_policy(), make_dataset()).num_prompts == NUM_PROMPTS
 
 
-@pytest.mark.parametrize("engine", ["auto", "native", "generate", "continuous", "vllm", "server"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_of_training_can_be_evaluated(engine: str, make_run: Any, make_policy: Any) -> None:
     """A run that trains through vLLM ended at its first evaluation: outside the trainer there is no vLLM to ask."""
     from rloo_kit.evals.evaluate import engine_outside_training

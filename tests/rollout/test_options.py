@@ -121,7 +121,7 @@ def tied_for_even_prompts(prompts: Any, completion_ids: Any, **columns: Any) -> 
     return [0.5 if tied else sum(ids) % 97 / 97 for tied, ids in zip(even, completion_ids, strict=True)]
 
 
-def test_groups_without_signal_give_way_to_fresh_prompts(start: Any) -> None:
+def test_groups_without_a_learning_signal_give_way_to_fresh_prompts(start: Any) -> None:
     """With enough rounds a batch holds groups that differ and nothing else, each of one prompt, and its own rewards."""
     result = start("rollout.resample_rounds=6", "rloo.max_steps=3", rewards=[tied_for_even_prompts])
     rows = lines(result)
