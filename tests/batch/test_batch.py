@@ -32,6 +32,7 @@ from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.system.console import render_text
+from tests.notebooks.batch_notebooks import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "configs" / "batch_arithmetic.yaml"
@@ -43,13 +44,12 @@ KIT = (
 )
 
 
-def write_notebook(path: Path, parameters: str | None = PLAIN, body: str = "print(seed)") -> Path:
+def write_notebook(path: Path, parameters: str | None = PLAIN, body: str = "print(seed)") -> None:
     def cell(source: str, *tags: str) -> dict:
         return {"cell_type": "code", "source": source, "metadata": {"tags": list(tags)}, "outputs": []}
 
     cells = [cell(body)] if parameters is None else [cell(parameters, "parameters"), cell(body)]
     path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}))
-    return path
 
 
 @pytest.fixture
@@ -83,16 +83,14 @@ def refusal(folder: Path, *overrides: str, **values: object) -> str:
 def test_the_shipped_batch_is_what_its_header_says() -> None:
     """A grid that grew from six runs to eighteen, under a header that still promises a quarter of an hour."""
     text = SHIPPED.read_text(encoding="utf-8").split("\n\n")[0]
-    assert all(line.startswith("#") for line in text.splitlines())
     assert f"rloo-kit batch configs/{SHIPPED.name}" in text and "# Needs: " in text
     batch = load_batch(SHIPPED)
     generations, seeds, runs = map(int, re.findall(r"(\d+) values of .* x (\d+) seeds = (\d+) runs", text)[0])
     assert (len(batch.runs), generations * seeds, batch.varying()) == (runs, runs, ["num_generations", "seed"])
-    assert (
-        batch.name == SHIPPED.stem and batch.runs[0].notebook.path == ROOT / "notebooks" / "arithmetic_thinking.ipynb"
-    )
-    assert batch.runs[0].notebook.trains and batch.runs[0].notebook.reads_parameters
-    assert batch.runs[1].name == "arithmetic_thinking-num_generations=2-seed=1"
+    first, second = batch.runs[:2]
+    assert first.notebook.path == ROOT / "notebooks" / "arithmetic_thinking.ipynb"
+    assert first.notebook.trains and first.notebook.reads_parameters
+    assert second.name == "arithmetic_thinking-num_generations=2-seed=1"
 
 
 # ------------------------------------------------------------------------------------------------ the file
@@ -125,38 +123,38 @@ def test_the_resolved_file_is_the_same_batch(folder: Path) -> None:
     [
         ({"runs": [{"paramters": {}}]}, "runs.0.paramters: unknown key; did you mean runs.0.parameters?"),
         ({"grids": {"seed": [1]}}, "grids: unknown key; did you mean grid?"),
-        ({"grid": {"seed": 3}}, "grid.seed: is 3; it takes a list with a value or more"),
-        ({"grid": {"seed": []}}, "grid.seed: is []; it takes a list with a value or more"),
-        ({"grid": {"seed": [1, math.inf]}}, "grid.seed: is [1, inf]; it takes text, finite numbers, true, false, null"),
-        ({"runs": [{"parameters": {"seed": {1: 2}}}]}, "runs.0.parameters.seed: is {1: 2}; it takes text, finite"),
-        ({}, "there is nothing to run; give a grid or runs"),
+        ({"grid": {"seed": []}}, "grid.seed: is []; it takes a list"),
+        ({"grid": {"seed": [1, math.inf]}}, "grid.seed: is [1, inf]; it takes text, finite numbers"),
+        ({"runs": [{"parameters": {"seed": {1: 2}}}]}, "runs.0.parameters.seed: is {1: 2}; it takes text"),
+        ({}, "give a grid or runs"),
         ({"runs": [{}], "jobs": 0}, "jobs: is 0; it must be at least 1"),
         ({"runs": [{"timeout_s": 0}]}, "runs.0.timeout_s: is 0; it must be above 0"),
         ({"runs": [{"notebook": "nowhere.ipynb"}]}, "runs.0.notebook: there is no notebook nowhere.ipynb; looked at"),
-        ({"notebook": "configs/b.yaml", "runs": [{}]}, "is not a notebook of format 4 (.ipynb)"),
-        ({"notebook": None, "runs": [{}]}, "runs.0.notebook: required, and not there"),
+        ({"notebook": "configs/b.yaml", "runs": [{}]}, "(.ipynb)"),
+        ({"notebook": None, "runs": [{}]}, "runs.0.notebook: required"),
+        ({"notebook": None, "grid": {"seed": [1]}}, "notebook: required by grid"),
         ({"runs": [{"name": "../up"}]}, "runs.0.name: is '../up'; it becomes a folder"),
         ({"runs": [{"name": "batch.json"}]}, "runs.0.name: is 'batch.json'"),
         ({"name": "a/b", "runs": [{}]}, "name: is 'a/b'; it becomes a folder"),
+        ({"jbos": 2, "runs": [{}]}, "b.yaml:3: jbos: unknown key"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_with_its_key(folder: Path, values: dict, message: str) -> None:
-    """An unknown key that is passed over is a grid of one run, noticed the next morning."""
+def test_faults_of_a_file_are_named_by_key(folder: Path, values: dict, message: str) -> None:
+    """An unknown key that is ignored is a grid of one run, noticed the next morning."""
     assert message in refusal(folder, **values)
 
 
-def test_an_error_names_the_line_or_the_override(folder: Path) -> None:
-    """In a file of two hundred lines the key alone is a search."""
-    assert re.match(r".*/b\.yaml:3: jbos: unknown key", refusal(folder, jbos=2, runs=[{}]))
+def test_overrides(folder: Path) -> None:
+    """A fault on the command line is not searched for in the file."""
     assert refusal(folder, "jobs=many", runs=[{}]).startswith("override jobs=many: jobs: is 'many'")
     assert load(folder, "grid.seed=[4, 5]", "jobs=3", grid={"seed": [1]}).jobs == 3
 
 
 def test_a_batch_and_a_run_are_told_apart() -> None:
     """`rloo-kit train` on a batch file named twelve missing keys, and not the command that was meant."""
-    with pytest.raises(ConfigError, match=r"batch_arithmetic.yaml describes a batch of runs, .* use: rloo-kit batch"):
+    with pytest.raises(ConfigError, match=r"batch_arithmetic.yaml .* use: rloo-kit batch"):
         load_config(SHIPPED)
-    with pytest.raises(ConfigError, match=r"describes one run, not a batch of runs; use: rloo-kit train"):
+    with pytest.raises(ConfigError, match=r"use: rloo-kit train"):
         load_batch(SHIPPED.with_name("arithmetic_thinking.yaml"))
 
 
@@ -179,23 +177,19 @@ def test_parameters_are_checked_before_anything_starts(folder: Path, notebook: s
     assert message in refusal(folder, notebook=notebook, runs=[{"parameters": parameters}])
 
 
-def test_one_fault_of_many_runs_is_said_once(folder: Path) -> None:
-    """Thirty lines of the same sentence hide the second fault."""
+def test_parameters_of_several_runs(folder: Path) -> None:
+    """Thirty lines of the same sentence hide the second fault; what `read_parameters` knows need not be declared."""
     found = refusal(folder, grid={"size": [1, 2, 3]}, parameters={"sied": 1})
-    assert found.count("has no such parameter") == 1 and "plain-size=1 (and 2 more): sied" in found
-
-
-def test_a_parameter_that_the_kit_knows_need_not_be_declared(folder: Path) -> None:
-    """`beta` reaches a notebook that reads its parameters through the kit, declared or not."""
+    assert found.count("sied") == 1 and "plain-size=1 (and 2 more): sied" in found
     assert load(folder, notebook="kit.ipynb", grid={"beta": [0.0, 0.1]}).runs[1].parameters == {"beta": 0.1}
 
 
 def test_runs_that_are_one_run_are_refused(folder: Path) -> None:
     """`seed: 0` and the notebook's own 0 are the same run, paid for twice."""
     found = refusal(folder, grid={"seed": [0, 1]}, runs=[{"name": "base"}])
-    assert "plain-seed=0 and base are one run (plain.ipynb with no parameters); remove one of them" in found
+    assert "plain-seed=0 and base are one run" in found
     found = refusal(folder, runs=[{"name": "A", "parameters": {"seed": 1}}, {"name": "a", "parameters": {"seed": 2}}])
-    assert "two runs are called a; give one of them another name" in found
+    assert "two runs are called a; " in found and "runs.N.name" in found
 
 
 def test_names_are_safe_and_short() -> None:
@@ -250,9 +244,7 @@ def test_what_a_run_started_ends_with_it_whatever_its_session(tmp_path: Path) ->
     process = RunProcess([sys.executable, "-c", outer], tmp_path, tmp_path / "log.txt", tmp_path, "id-1")
     other = RunProcess([sys.executable, "-c", inner], tmp_path / "o", tmp_path / "other.txt", tmp_path, "id-1")
     try:
-        until = time.monotonic() + 30
-        while "up" not in (tmp_path / "log.txt").read_text() and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_for(lambda: "up" in (tmp_path / "log.txt").read_text(), "its child runs")
         children = psutil.Process(process.pid).children()
         assert len(children) == 1 and process.poll() is None and process.log_start == len("earlier\n")
         assert process.interrupt(os.getpid()) is False, "a process of somebody else"
@@ -275,16 +267,12 @@ def test_papermill_that_goes_on_without_its_kernel_hangs(tmp_path: Path, monkeyp
     )
     process = RunProcess([sys.executable, "-c", code], tmp_path, tmp_path / "log.txt", tmp_path, "id-3")
     try:
-        until = time.monotonic() + 30
         assert not process.hangs(), "a kernel that has not started yet is not gone"
-        while not (children := psutil.Process(process.pid).children()) and time.monotonic() < until:
-            time.sleep(0.02)
+        children = wait_for(psutil.Process(process.pid).children, "a kernel")
         time.sleep(0.2)
         assert not process.hangs()
         children[0].kill()
-        while not process.hangs() and time.monotonic() < until:
-            time.sleep(0.02)
-        assert process.hangs()
+        wait_for(process.hangs, "it hangs")
     finally:
         process.end()
 
@@ -294,9 +282,7 @@ def test_a_batch_in_a_notebook_does_not_pass_that_notebook_on(tmp_path: Path, mo
     monkeypatch.setenv("JPY_SESSION_NAME", "mine.ipynb")
     code = "import os; print(sorted(name for name in os.environ if name[:3] in ('JPY', 'RLO')))"
     process = RunProcess([sys.executable, "-c", code], tmp_path, tmp_path / "log.txt", tmp_path, "id-2")
-    until = time.monotonic() + 30
-    while process.poll() is None and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_for(lambda: process.poll() is not None, "it ends")
     assert (tmp_path / "log.txt").read_text() == "['RLOO_KIT_BATCH', 'RLOO_KIT_BATCH_RUN']\n"
 
 
@@ -344,9 +330,7 @@ def test_a_run_that_has_changed_is_refused_by_name(folder: Path) -> None:
     """Half of the runs with the old number of steps and half with the new one, in one table."""
     leave_batch(load(folder, grid={"seed": [1, 2]}, parameters={"size": 3}), "done", "failed")
     changed = load(folder, grid={"seed": [1, 2]}, parameters={"size": 4})
-    with pytest.raises(
-        ConfigError, match=r"plain-seed=1: size was 3, is 4\nplain-seed=2: size was 3, is 4\nchange them"
-    ):
+    with pytest.raises(ConfigError, match=r"plain-seed=1: size was 3, is 4\nplain-seed=2: size was 3, is 4\n.*--over"):
         BatchDir.create(changed, resume=True)
     with BatchDir.create(changed, overwrite=True) as place:
         assert len(place.to_do()) == 2
@@ -355,21 +339,18 @@ def test_a_run_that_has_changed_is_refused_by_name(folder: Path) -> None:
 def test_a_folder_in_use_or_of_something_else_is_refused(folder: Path) -> None:
     """Two batches in one folder overwrite each other's statuses; a batch in a folder of results deletes them."""
     batch = load(folder, grid={"seed": [1]})
-    with pytest.raises(RunNotFoundError, match="there is no batch to resume in .*; start it without --resume"):
+    with pytest.raises(RunNotFoundError, match="without --resume"):
         BatchDir.create(batch, resume=True)
-    with pytest.raises(ConfigError, match="--resume and --overwrite were both given"):
+    with pytest.raises(ConfigError, match="--resume and --overwrite"):
         BatchDir.create(batch, resume=True, overwrite=True)
     leave_batch(batch, "done")
     with pytest.raises(RunExistsError, match=r"\(finished\).* --resume.* --overwrite.* name="):
         BatchDir.create(batch)
-    with (
-        BatchDir.create(batch, resume=True),
-        pytest.raises(RunExistsError, match="is being written by another process"),
-    ):
+    with BatchDir.create(batch, resume=True), pytest.raises(RunExistsError, match="another process .* name="):
         BatchDir.create(batch, resume=True)
     (folder / "out" / "other").mkdir()
     (folder / "out" / "other" / "results.txt").write_text("mine")
-    with pytest.raises(RunExistsError, match="is not empty and not the folder of a batch"):
+    with pytest.raises(RunExistsError, match="no batch.json.* output_dir="):
         BatchDir.create(load(folder, "name=other", grid={"seed": [1]}))
 
 
@@ -420,10 +401,8 @@ def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir) -> N
     """A table that reads the wrong file shows the numbers of before training as those of after."""
     rows = collect_rows(compared)
     assert [row["parameters.seed"] for row in rows] == [1, 2, 3, 4]
-    second = {key: rows[1][key] for key in ("accuracy_before", "accuracy_after", "steps", "reward_last", "seconds")}
-    assert second == {
-        "accuracy_before": 0.2, "accuracy_after": 0.75, "steps": 2, "reward_last": 0.625, "seconds": 75.0
-    }  # fmt: skip
+    second = {"accuracy_before": 0.2, "accuracy_after": 0.75, "steps": 2, "reward_last": 0.625, "seconds": 75.0}
+    assert second.items() <= rows[1].items()
     assert math.isclose(rows[1]["accuracy_low_after"], 0.65) and rows[1]["thinking_tokens_after"] == 20.0
     assert rows[3]["state"] == "waiting" and rows[3]["accuracy_after"] is None
     page, table = write_comparison(compared)
@@ -462,13 +441,11 @@ def test_lines_outside_a_terminal(compared: BatchDir, capsys: pytest.CaptureFixt
         display.show()  # the last line is too young for another one
     done, failed = capsys.readouterr().out.splitlines()
     assert done == "[2/4] trains-seed=2: done after 1:15; accuracy 0.200 -> 0.750"
-    assert failed.startswith(
-        "[3/4] trains-seed=3: failed after 0:00; cell [3]: ValueError: <script>alert(1)</script> &"
-    )
+    assert failed.startswith("[3/4] trains-seed=3: failed after 0:00; cell [3]: ValueError: ")
     assert failed.endswith(f"; log: {compared.folder / 'trains-seed=3' / 'log.txt'}")
 
 
-def test_a_screen_that_is_gone_ends_the_talking_and_not_the_batch(folder: Path) -> None:
+def test_a_screen_that_is_gone_ends_the_printing_and_not_the_batch(folder: Path) -> None:
     """`rloo-kit batch ... | head` and a closed terminal: the first line that could not be written ended the night."""
     load(folder, grid={"seed": [1]})
     code = f"""
@@ -501,9 +478,9 @@ def test_refusals_have_an_exit_code_of_their_own(folder: Path) -> None:
     batch = load(folder, grid={"seed": [1]})
     file = folder / "configs" / "b.yaml"
     for words, message in (
-        (["nowhere.yaml"], "no configuration file at nowhere.yaml"),
-        ([file, "parameters.sied=1"], "sied: plain.ipynb has no such parameter"),
-        ([file, "--resume"], "there is no batch to resume"),
+        (["nowhere.yaml"], "nowhere.yaml"),
+        ([file, "parameters.sied=1"], "sied: plain.ipynb"),
+        ([file, "--resume"], "without --resume"),
         ([file, "--jobs", "0"], "--jobs"),
         ([file, "--quick"], "--quick"),
         ([], "FILE"),
@@ -526,18 +503,9 @@ def test_the_exit_code_counts_the_runs_that_are_not_done(
     assert found == code
     assert json.loads(printed.splitlines()[-1])["runs"] == [asdict(status) for status in statuses]
     assert call(folder / "configs" / "b.yaml")[0] == 130
-
-
-def test_an_error_of_the_batch_itself_is_not_a_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python ends with 1 on a bug, which would read as one failed run."""
-    load(folder, grid={"seed": [1]})
-
-    def broken(*_: object, **__: object) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("rloo_kit.batch.runner.run_batch", broken)
+    monkeypatch.setattr("rloo_kit.batch.runner.run_batch", lambda *_, **__: Path("/nowhere/at/all").read_text())
     code, _, said = call(folder / "configs" / "b.yaml")
-    assert code == 125 and "no space left on device" in said
+    assert code == 125 and "/nowhere" in said, "Python ends with 1 on a bug, which would read as one failed run"
 
 
 def test_a_batch_loads_no_torch(folder: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import psutil
 import yaml
 
@@ -20,13 +21,13 @@ mode = "ok"
 number = 0
 notes = ""
 """
-# What each mode does. `notes` is a folder: a file `mended` in it makes every mode behave.
+# What each mode does. `notes` is a folder: a file `fixed` in it makes every mode behave.
 BODY = """
 import os, pathlib, signal, subprocess, sys, time
 folder = pathlib.Path(notes)
 with open(folder / "starts.txt", "a") as file:
     file.write(f"{mode} {number} {os.getpid()}\\n")
-behave = (folder / "mended").exists()
+behave = (folder / "fixed").exists()
 print("mode", mode, "number", number)
 """
 MODES = """
@@ -48,27 +49,12 @@ if mode == "sleep" and not behave:
 
 def write_notebook(path: Path, *cells: str, parameters: str = PARAMETERS) -> Path:
     """A notebook of code cells, the first one tagged `parameters`."""
-    sources = [(parameters, {"tags": ["parameters"]}), *((cell, {}) for cell in cells)]
-    path.write_text(
-        json.dumps(
-            {
-                "nbformat": 4,
-                "nbformat_minor": 5,
-                "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
-                "cells": [
-                    {
-                        "cell_type": "code",
-                        "id": f"cell-{index}",
-                        "metadata": metadata,
-                        "source": source,
-                        "outputs": [],
-                        "execution_count": None,
-                    }
-                    for index, (source, metadata) in enumerate(sources)
-                ],
-            }
-        )
+    new = nbformat.v4.new_code_cell
+    notebook = nbformat.v4.new_notebook(
+        cells=[new(parameters, metadata={"tags": ["parameters"]}), *map(new, cells)],
+        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
     )
+    nbformat.write(notebook, path)
     return path
 
 

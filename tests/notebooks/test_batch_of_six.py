@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from batch_notebooks import call_batch, processes_of, read_status, start_batch, stop, wait_for
 
 from rloo_kit.data.tasks import addition_rows
+from tests.notebooks.batch_notebooks import call_batch, processes_of, read_status, start_batch, stop, wait_for
 
 pytestmark = pytest.mark.slow
 

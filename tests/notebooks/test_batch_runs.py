@@ -8,7 +8,8 @@ import time
 
 import psutil
 import pytest
-from batch_notebooks import (
+
+from tests.notebooks.batch_notebooks import (
     BODY,
     call_batch,
     processes_of,
@@ -48,7 +49,7 @@ def test_failing_and_killed_runs_are_not_done_and_resume_does_nothing_else(tmp_p
     assert processes_of(tmp_path) == [], "also not what a notebook has started in a session of its own"
 
     done_at = {mode: (folder / mode / "notebook.ipynb").stat().st_mtime_ns for mode in ("ok", "child")}
-    (tmp_path / "mended").touch()
+    (tmp_path / "fixed").touch()
     code, printed = call_batch(file, "--jobs", 2, "--resume")
     assert code == 0, printed
     assert sorted(starts(tmp_path)[5:]) == ["fail 1", "kernel 2", "papermill 3"]
@@ -112,7 +113,7 @@ def test_a_killed_batch_leaves_no_process_and_is_resumed(tmp_path, guarded):
     finally:
         stop(batch)
     assert read_status(tmp_path, "sleep")["state"] == "running", "nobody was left to write anything else"
-    (tmp_path / "mended").touch()
+    (tmp_path / "fixed").touch()
     code, printed = call_batch(file, "--resume")
     assert code == 0, printed
     assert processes_of(tmp_path) == [], "resuming ends what an earlier batch has left"
@@ -149,7 +150,7 @@ with open(pathlib.Path(notes) / "starts.txt", "a") as file:
 asked = []
 signal.signal(signal.SIGINT, lambda *_: asked.append(1) if mode != "deaf" else None)
 state("running", first - 1)
-slow = mode in ("slow", "deaf") and not (pathlib.Path(notes) / "mended").exists()
+slow = mode in ("slow", "deaf") and not (pathlib.Path(notes) / "fixed").exists()
 for step in range(first, 4):
     for _ in range(3000 if slow and step == 2 else 1):
         if asked:
@@ -195,7 +196,7 @@ def test_ctrl_c_lets_a_training_run_save_and_resume_goes_on_from_there(tmp_path)
     assert (training / "checkpoints" / "checkpoint-2").is_dir() and read_status(tmp_path, "slow")[
         "state"
     ] == "interrupted"
-    (tmp_path / "mended").touch()
+    (tmp_path / "fixed").touch()
     before = read_status(tmp_path, "slow")["seconds"]
     code, printed = call_batch(file, "--resume")
     assert code == 0 and [line.split()[1] for line in starts(tmp_path)] == ["1", "3"], printed

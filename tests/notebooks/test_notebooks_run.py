@@ -3,17 +3,17 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from notebook_cells import FOLDER
+
+from tests.notebooks.notebook_cells import FOLDER
+from tests.notebooks.runners import MARK, all_gone
 
 pytestmark = pytest.mark.slow
 
@@ -45,39 +45,21 @@ def embedded_models() -> None:
 def start(tmp_path: Path, embedded_models: None) -> Iterator[Start]:
     """`start(*command)` runs a command in an empty folder. What it leaves running is found by a mark in its
     environment: a kernel is a session of its own, so that no process group holds it."""
-    mark = f"NOTEBOOK_TEST={uuid.uuid4().hex}"
-    name, _, value = mark.partition("=")
-    env = {key: text for key, text in os.environ.items() if not key.startswith(("JPY_", "PYTEST_"))} | {name: value}
+    mark = uuid.uuid4().hex
+    env = {key: text for key, text in os.environ.items() if not key.startswith(("JPY_", "PYTEST_"))} | {MARK: mark}
     work = tmp_path / "elsewhere"
     work.mkdir()
 
     def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
         words = [str(word) for word in command]
         done = subprocess.run(words, cwd=work, env=env, capture_output=True, text=True, timeout=LIMIT_S)
-        deadline = time.monotonic() + 10
-        while (left := marked(mark)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not left, f"still running: {left}"
+        assert all_gone(mark, 10), "processes were left running"
         return done
 
     try:
         yield run
     finally:
-        for process in marked(mark):
-            os.kill(process, signal.SIGKILL)
-
-
-def marked(mark: str) -> list[int]:
-    """Processes whose environment has the mark."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-            except OSError:  # ended meanwhile, or another user's
-                continue
-    return found
+        all_gone(mark, 0)
 
 
 def papermill(start: Start, name: str, output: Path, **parameters: Any) -> subprocess.CompletedProcess[str]:
@@ -209,9 +191,7 @@ def check_command_line(start: Start, folder: Path) -> None:
     notebook, command = (folder / name / "arithmetic_instruct" for name in ("runs", "cli"))
     clocks = {"seconds", "step_time", "eps"}
     for ours, theirs in zip(rows(notebook / "metrics.jsonl"), rows(command / "metrics.jsonl"), strict=True):
-        assert {k: v for k, v in ours.items() if k not in clocks} == {
-            k: v for k, v in theirs.items() if k not in clocks
-        }
+        assert {key for key in ours | theirs if ours.get(key) != theirs.get(key)} <= clocks
     for name in ("before.json", "after.json"):
         ours, theirs = (json.loads((path / name).read_text(encoding="utf-8")) for path in (notebook, command))
         assert ours | {"seconds": 0} == theirs | {"seconds": 0}

@@ -12,7 +12,8 @@ from typing import Any
 
 import nbformat
 import pytest
-from runners import COMMANDS, LIMIT_S, environment
+
+from tests.notebooks.runners import COMMANDS, LIMIT_S, environment
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ import re
 import statistics
 
 import pytest
-from notebook_cells import NAMES, ROOT, cells_of
 
+from tests.notebooks.notebook_cells import NAMES, ROOT, cells_of
 from tests.oracles import leave_one_out_advantages
 
 LESSON = "## 7. How RLOO learns"
@@ -143,7 +143,7 @@ def test_files_and_notebooks_of_the_prose_exist(name: str) -> None:
             assert text in NAMES, text
 
 
-def test_the_sizes_for_smaller_cards_load() -> None:
+def test_the_sizes_for_smaller_gpus_load() -> None:
     """The three values of a row belong together: with one of them left the configuration is refused."""
     from rloo_kit.config.run import load_config
     from rloo_kit.errors import ConfigError

@@ -2,7 +2,6 @@
 
 import json
 import re
-from html.parser import HTMLParser
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,47 +12,14 @@ from rloo_kit.results.evaluation import Evaluation, compare
 from rloo_kit.results.figures import PANELS, draw_accuracies, draw_learning_curve
 from rloo_kit.results.report import write_report
 from rloo_kit.runs.files import saved_paths
+from tests.html_page import Page
 
-VOID = {"meta", "br", "hr", "img", "link", "input"}
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> \x00\x1b[31m & <think> ünïcode 你好"
 
 
-class Page(HTMLParser):
-    """Tags of a page: which there are, whether they nest, the ids, the texts of each tag."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self.feed(text)
-        assert self.open == [], f"not closed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-    def values(self, attribute: str) -> list[str]:
-        return [attrs[attribute] or "" for _, attrs in self.tags if attribute in attrs]
-
-
 def make_sample(number: int, correct: bool | None, **changes: Any) -> dict[str, Any]:
-    sample = {
-        "prompt": f"{number}+1=",
-        "thinking": f"think {number}",
-        "answer": str(number + 1),
-        "gold": str(number + 1),
-    }
+    answer = str(number + 1)
+    sample = {"prompt": f"{number}+1=", "thinking": f"think {number}", "answer": answer, "gold": answer}
     sample |= {"correct": correct, "ended": True, "closed": True, "tokens": 9, "thinking_tokens": 5}
     return sample | changes
 
@@ -119,7 +85,7 @@ def written(run: RunConfig, finished: Any, evaluations: tuple[Evaluation, Evalua
     """The text of a whole report."""
     path = write_report(run, finished, *evaluations)
     assert path == run.folder / "report.html"
-    assert path.absolute() in saved_paths()  # shutdown_kernel tells where it lies
+    assert path.absolute() in saved_paths()  # shutdown_kernel prints where it is
     return path.read_text(encoding="utf-8")
 
 
@@ -127,7 +93,7 @@ def test_report_holds_everything(written: str, evaluations: tuple[Evaluation, Ev
     """What a reader looks for: accuracy before and after with intervals, curves, completions, configuration, files."""
     before, after = evaluations
     page = Page(written)
-    text = " ".join(" ".join(page.texts).split())
+    text = " ".join(" ".join(text for _, text in page.texts).split())
     assert "my <run>" in text and "30 steps in 1 min 15 s; ran to its end." in text
     assert str(compare(before, after)) in text and "The intervals before and after are apart." in text
     assert f"0.200 [{before.low:.3f}, {before.high:.3f}]" in text and f"0.600 [{after.low:.3f}" in text
@@ -137,7 +103,7 @@ def test_report_holds_everything(written: str, evaluations: tuple[Evaluation, Ev
     assert "max_steps: 30" in text and "9.9.9" in text
     assert {"adapter", "config.yaml", "versions.json"} <= set(page.values("href"))
     assert "rollouts.jsonl" not in page.values("href")  # it is not there
-    assert sum(tag == "svg" for tag, _ in page.tags) == 1 + 6
+    assert page.tags.count("svg") == 1 + 6
 
 
 def test_the_evaluations_are_kept_beside_the_report(
@@ -155,7 +121,7 @@ def test_the_evaluations_are_kept_beside_the_report(
 def test_report_is_self_contained(written: str) -> None:
     """Sent by mail or opened from a file server it has to look the same: no scripts, nothing fetched."""
     page = Page(written)
-    assert not {"script", "link", "iframe", "img", "object"} & {tag for tag, _ in page.tags}
+    assert not {"script", "link", "iframe", "img", "object"} & set(page.tags)
     assert not page.values("src") and "@import" not in written
     for target in page.values("href") + page.values("xlink:href"):
         assert not re.match(r"[a-z]+:|//", target), target
@@ -168,18 +134,18 @@ def test_completions_cannot_break_the_page(run: RunConfig, result: Any) -> None:
     after = make_evaluation("after", 1, [make_sample(1, None, **hostile | {"answer": ""})])
     text = write_report(run, result, before, after).read_text(encoding="utf-8")
     page = Page(text)
-    assert not {"script", "img"} & {tag for tag, _ in page.tags} and not page.values("onerror")
+    assert not {"script", "img"} & set(page.tags) and not page.values("onerror")
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", text)
-    shown = "".join(page.texts)
+    shown = page.text
     assert shown.count("<script>alert(1)</script>") == 5 and "你好" in shown and "␀␛[31m" in shown
-    assert shown.count("right answer: ") == 1  # one prompt, two sides  # one prompt, two sides
+    assert shown.count("right answer: ") == 1  # one prompt, two sides
 
 
 def test_report_without_evaluations(run: RunConfig, result: Any) -> None:
     """`run.evaluate: false` and a run stopped before its first log get a report too."""
     result.metrics, result.stopped = [], "interrupted"
     text = write_report(run, result).read_text(encoding="utf-8")
-    shown = "".join(Page(text).texts)
+    shown = Page(text).text
     assert "The run was not evaluated" in shown and "No step was logged" in shown and "was interrupted" in shown
     assert "No completions were kept" in shown and "None" not in shown
 
@@ -187,10 +153,10 @@ def test_report_without_evaluations(run: RunConfig, result: Any) -> None:
 def test_report_with_one_evaluation_and_no_answers(run: RunConfig, result: Any) -> None:
     """Evaluated before only (the run failed later), or on prompts without answers."""
     only = Evaluation("before", 5, 2, 1.0, 64, samples=[make_sample(1, None, gold=None, thinking="", closed=False)])
-    shown = "".join(Page(write_report(run, result, only).read_text("utf-8")).texts)
+    shown = Page(write_report(run, result, only).read_text("utf-8")).text
     assert "not measured: no answer column" in shown and "2 completions of each" in shown
     assert "right answer" not in shown and "After minus before" not in shown
-    both = "".join(Page(write_report(run, result, only, only).read_text("utf-8")).texts)
+    both = Page(write_report(run, result, only, only).read_text("utf-8")).text
     assert "no accuracy to compare" in both
 
 
