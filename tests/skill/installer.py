@@ -7,7 +7,6 @@ person has: no address stands here. The repository itself is served from a bare 
 import contextlib
 import functools
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -235,20 +234,6 @@ def difference(expected: Tree, found: Tree) -> list[str]:
         if executable != can_run:
             lines.append(f"executable {executable}, installed {can_run}: {name}")
     return sorted(lines)
-
-
-def asked_node(npm_cache: Path, package: str, version: str) -> str:
-    """The Node that a fetched version of the installer asks for."""
-    for path in (npm_cache / "_npx").glob(f"*/node_modules/{package}/package.json"):
-        if json.loads(path.read_text(encoding="utf-8"))["version"] == version:
-            return read_asked_node(path)
-    raise LookupError(f"{package} {version} is not in {npm_cache}")
-
-
-def read_asked_node(package_json: Path) -> str:
-    """A package's own range of Node, in words: "from 22.20.0"."""
-    asked = json.loads(package_json.read_text(encoding="utf-8"))["engines"]["node"]
-    return str(asked).replace(">=", "from ").removesuffix(".0.0")
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 These and test_installed_package.py are the only tests that use a network, and only package registries. Without one they
 are skipped with the reason; a registry that answers and an installation that fails is a failure.
-
-Write the table of docs/agent-skill.md: INSTALLERS_TABLE=write pytest tests/skill/test_installer.py
 """
 
 import json
@@ -19,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from tests.skill import installer
-from tests.skill.install_table import PLUGIN_ROW, check_row, read_rows
 from tests.skill.installer import ADDRESS, SKILL, Node, Person, Tree
 
 
@@ -32,10 +29,6 @@ class Case:
     options: tuple[str, ...] = ()
     installed: str = "all"
     package: str = "skills"
-
-    @property
-    def name(self) -> str:
-        return f"`{self.package}` {self.version}"
 
 
 CASES = [
@@ -54,9 +47,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: re.sub(r"\W+", "-", f"{case.version}-{case.where}").strip("-"))
-def test_the_installed_tree_is_the_repository(
-    case: Case, make_person: Callable[..., Person], expected: Tree, workplace: Path
-) -> None:
+def test_the_installed_tree_is_the_repository(case: Case, make_person: Callable[..., Person], expected: Tree) -> None:
     """Installers end with exit code 0 and a tick whatever they copied: four versions in a row copied SKILL.md alone,
     and everything that the page points to was missing. Only the files tell."""
     person = make_person(case.version)
@@ -72,28 +63,6 @@ def test_the_installed_tree_is_the_repository(
     assert folder.is_symlink() == ("cursor" in case.options), "two agents share one folder, .agents/skills/rloo"
     other = person.project if "-g" in case.options else person.home
     assert not (other / SKILL).exists(), "installed into the other scope as well"
-
-    asked = installer.asked_node(workplace / "npm-cache", case.package, case.version)
-    outcome = "all" if len(found) == len(expected) else "SKILL.md alone" if len(found) == 1 else f"{len(found)} files"
-    row = [case.name, asked, case.where, str(done.exit_code), outcome, "no" if differs else "yes"]
-    check_row(row)
-
-
-def test_the_table_lists_the_installers_that_are_tried() -> None:
-    """A row whose test is gone stays in the page for ever, and nothing measures it again."""
-    tried = [(case.name, case.where) for case in CASES]
-    assert [(row[0], row[2]) for row in read_rows()] == [*tried, PLUGIN_ROW]
-
-
-def test_no_tracked_file_is_one_that_installers_leave_out() -> None:
-    """A page of data named metadata.json is there in a clone and missing in every installed skill."""
-    try:
-        names = installer.tracked()
-    except LookupError as reason:
-        pytest.skip(str(reason))
-    assert [name for name in names if installer.is_left_out(name)] == []
-    assert [name for name in names if name.split("/")[-1].lower() == "agent-skill.md"] in ([], ["SKILL.md"])
-    assert not any(name.startswith("skills/") for name in names), "a folder skills/ is taken for the skill's place"
 
 
 def test_the_comparison_sees_every_kind_of_difference(tmp_path: Path) -> None:
@@ -171,38 +140,22 @@ def test_skill_md_alone_says_how_to_get_the_rest(make_person: Callable[..., Pers
     assert path == str(folder.resolve()) and json.loads(report)["skill"]["missing"] == [], str(whole)
 
 
-class _NothingHere(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_error(404)
-
-    def log_message(self, *_: object) -> None:
-        """Stays quiet."""
-
-
 @pytest.mark.slow
 def test_only_a_registry_that_does_not_answer_is_a_reason_to_skip(
     older_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A test that skips on every fault is green for ever: the installer was broken for four versions."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _NothingHere)
-    there = f"http://127.0.0.1:{server.server_port}/"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CONFIG_FILE"):
-        monkeypatch.setenv(name, os.devnull if name == "PIP_CONFIG_FILE" else "")
-
-    def ask(address: str) -> tuple[str | None, str | None]:
-        monkeypatch.setenv("npm_config_registry", address)
-        monkeypatch.setenv("PIP_INDEX_URL", address)
-        return installer.no_npm_registry(older_node, tmp_path), installer.no_package_index(tmp_path)
-
-    try:
-        with pytest.raises(AssertionError, match="npm's registry answers, but not with what is needed"):
-            ask(there)
-        with pytest.raises(AssertionError, match="the Python package index answers, but not with what is needed"):
+    not_found = type("NotFound", (BaseHTTPRequestHandler,), {"do_GET": lambda self: self.send_error(404)})
+    with ThreadingHTTPServer(("127.0.0.1", 0), not_found) as server:
+        address = f"http://127.0.0.1:{server.server_port}/"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        settings = {"npm_config_registry": address, "PIP_INDEX_URL": address, "PIP_CONFIG_FILE": os.devnull}
+        for name, value in (settings | {"PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(AssertionError, match="answers, but not with what is needed"):
+            installer.no_npm_registry(older_node, tmp_path)
+        with pytest.raises(AssertionError, match="answers, but not with what is needed"):
             installer.no_package_index(tmp_path)
-    finally:
         server.shutdown()
-        server.server_close()
-    npm, pip = ask(there)
-    assert npm == "npm's registry cannot be reached (ECONNREFUSED)"
-    assert pip == "the Python package index cannot be reached (connection broken by)"
+    assert "cannot be reached" in str(installer.no_npm_registry(older_node, tmp_path))
+    assert "cannot be reached" in str(installer.no_package_index(tmp_path))

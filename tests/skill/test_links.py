@@ -1,4 +1,4 @@
-"""Everything of the skill is pointed at, from one level up; that each link leads somewhere: contracts/test_repository."""
+"""Everything of the skill is pointed at, from one level up. Broken links: contracts/test_repository.py."""
 
 import re
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.skill import installer
-from tests.skill.install_table import CLAUDE_VERSION, PLUGIN_ROW, check_row
 from tests.skill.installer import ADDRESS, ROOT, Finished, Person, Tree
 
-PACKAGE = f"@anthropic-ai/claude-code@{CLAUDE_VERSION}"
+PACKAGE = "@anthropic-ai/claude-code@2.1.197"
 # Of its own accord it would look for updates and send figures; every address but the disk's leads nowhere.
 QUIET = {
     "DISABLE_AUTOUPDATER": "1",
@@ -24,8 +23,8 @@ QUIET = {
 }
 
 
-def get_claude(person: Person, folder: Path) -> tuple[Path, str]:
-    """The program out of its npm package, and the Node that this asks for; its install script is not run."""
+def get_claude(person: Person, folder: Path) -> Path:
+    """The program out of its npm package; its install script is not run."""
     folder.mkdir()
     options = ["--ignore-scripts", "--include=optional", "--no-save", "--prefix", folder]
     done = person.run(["npm", "install", *options, PACKAGE], timeout_s=300)
@@ -34,7 +33,7 @@ def get_claude(person: Person, folder: Path) -> tuple[Path, str]:
     programs = [path for path in package.parent.glob("claude-code-*/claude") if path.is_file()]
     if not programs:
         pytest.skip(f"{PACKAGE} has no program for this platform")
-    return programs[0], installer.read_asked_node(package / "package.json")
+    return programs[0]
 
 
 @pytest.mark.slow
@@ -44,7 +43,7 @@ def test_claude_installs_the_plugin(
     """A plugin can be listed and enabled and still bring nothing: its skill must be found, and its files all be there.
     Warnings count: a key with a slip is only warned about, and ignored."""
     person = make_person("1.5.18")
-    claude, asked = get_claude(person, tmp_path / "claude")
+    claude = get_claude(person, tmp_path / "claude")
     try:
         person.env.update(QUIET)
 
@@ -56,7 +55,7 @@ def test_claude_installs_the_plugin(
         said("validate", "--strict", ROOT)
         said("validate", "--strict", ROOT / ".claude-plugin" / "plugin.json")
         said("marketplace", "add", ADDRESS)
-        done = said("install", "rloo@rloo-kit")
+        said("install", "rloo@rloo-kit")
         assert "Skills (1)  rloo" in said("details", "rloo").output
     finally:
         shutil.rmtree(tmp_path / "claude", ignore_errors=True)
@@ -65,4 +64,3 @@ def test_claude_installs_the_plugin(
     found = {name: value for name, value in installer.tree(folder).items() if not name.startswith(own)}
     differs = installer.difference(expected, found)
     assert not differs, "\n".join(differs)
-    check_row([PLUGIN_ROW[0], asked, PLUGIN_ROW[1], str(done.exit_code), "all", "yes"])
