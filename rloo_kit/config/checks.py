@@ -1,8 +1,4 @@
-"""What has to hold between the keys of the loop: one set of checks for a run's file and for `RLOOConfig`.
-
-Each function takes the values by name and returns one sentence for each contradiction, with the key that mends it. What
-one key may hold by itself is in `config_sections` (a file) and `rloo_config` (keywords). Left out: TRL's own checks.
-"""
+"""Checks between the keys of the loop, shared by a run's file and `RLOOConfig`; each fault names the key to change."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +8,43 @@ from urllib.parse import urlsplit
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.processes import count_processes
 
-_LOOK = 10_000  # how far from the wanted group size a fitting one is looked for
+KL_FORMS = ("sum", "length_normalized", "per_token")
+RATIO_FORMS = ("sum", "length_normalized", "per_token")
+BASELINES = ("leave_one_out", "group_mean", "none")
+SAMPLER_CORRECTIONS = ("none", "sequence", "token")
+MEMORY_MODES = ("fast", "balanced", "low")
+THINKING_CLOSES = ("tag", "sentence")
+ENGINES = ("auto", "native", "generate", "vllm", "server")
+CACHES = ("plain", "int8", "offloaded")
+REFERENCES = ("start", "base")
+
+# Values that leave the sampled distribution as the model gives it; -1 is how vLLM writes "all tokens".
+SAMPLING_FILTERS: dict[str, tuple[Any, ...]] = {
+    "top_p": (1.0, None),
+    "top_k": (0, -1, None),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (1.0, None),
+}
+# The same for the other arguments of `generate`, which `generation_kwargs` may hold.
+_OTHER_FILTERS: dict[str, tuple[Any, ...]] = {
+    "top_h penalty_alpha exponential_decay_length_penalty watermarking_config": (None,),
+    "typical_p encoder_repetition_penalty guidance_scale": (1.0, None),
+    "epsilon_cutoff eta_cutoff presence_penalty frequency_penalty": (0.0, None),
+    "no_repeat_ngram_size min_length min_new_tokens min_tokens": (0, None),
+    "bad_words_ids bad_words suppress_tokens begin_suppress_tokens": (None, []),
+    "sequence_bias logit_bias": (None, {}),
+    "do_sample": (True, None),
+    "num_beams": (1, None),
+}
+HIDDEN_FILTERS = SAMPLING_FILTERS | {name: _OTHER_FILTERS[names] for names in _OTHER_FILTERS for name in names.split()}
+# Tokens that close a thought in Qwen3's vocabulary: the tag; or the sentence of its report, the tag, a blank line.
+CLOSE_TOKENS = {"tag": 1, "sentence": 24}
+
+_WHY_REFUSED = (
+    "tokens would be drawn from a filtered distribution, but scored under the whole one, so the gradient would be that "
+    "of another policy"
+)
+_SEARCHED = 10_000  # group sizes on either side of the wanted one
 
 
 def check_generation_batch(
@@ -43,9 +75,9 @@ def check_generation_batch(
 
 
 def _nearest_divisors(total: int, wanted: int) -> list[int]:
-    """Divisors of `total`, 2 or more, next to `wanted` on either side; none that is further off than is looked."""
-    below = range(min(wanted - 1, total), max(1, min(wanted - 1, total) - _LOOK), -1)
-    above = range(wanted + 1, min(total, wanted + _LOOK) + 1)
+    """The divisors of `total` next to `wanted` on either side, 2 or more, within `_SEARCHED`."""
+    below = range(min(wanted - 1, total), max(1, min(wanted - 1, total) - _SEARCHED), -1)
+    above = range(wanted + 1, min(total, wanted + _SEARCHED) + 1)
     found = [next((k for k in side if total % k == 0), None) for side in (below, above)]
     return [k for k in found if k is not None]
 
@@ -56,60 +88,8 @@ def _nearest_multiples(unit: int, group: int, wanted: int) -> list[int]:
     return [value for value in (wanted // step * step, (wanted // step + 1) * step) if value >= 1]
 
 
-KL_FORMS = ("sum", "length_normalized", "per_token")
-RATIO_FORMS = ("sum", "length_normalized", "per_token")
-BASELINES = ("leave_one_out", "group_mean", "none")
-SAMPLER_CORRECTIONS = ("none", "sequence", "token")
-MEMORY_MODES = ("fast", "balanced", "low")
-THINKING_CLOSES = ("tag", "sentence")
-ENGINES = ("auto", "native", "generate", "vllm", "server")
-CACHES = ("plain", "int8", "offloaded")
-REFERENCES = ("start", "base")
-
-# Values that leave the sampled distribution as the model gives it; -1 is how vLLM writes "all tokens".
-SAMPLING_FILTERS: dict[str, tuple[Any, ...]] = {
-    "top_p": (1.0, None),
-    "top_k": (0, -1, None),
-    "min_p": (None, 0.0),
-    "repetition_penalty": (1.0, None),
-}
-# The same for what else `generate` takes and `generation_kwargs` could carry.
-HIDDEN_FILTERS: dict[str, tuple[Any, ...]] = SAMPLING_FILTERS | {
-    "typical_p": (1.0, None),
-    "top_h": (None,),
-    "epsilon_cutoff": (0.0, None),
-    "eta_cutoff": (0.0, None),
-    "no_repeat_ngram_size": (0, None),
-    "encoder_repetition_penalty": (1.0, None),
-    "presence_penalty": (0.0, None),
-    "frequency_penalty": (0.0, None),
-    "do_sample": (True, None),
-    "num_beams": (1, None),
-    "penalty_alpha": (None,),
-    "guidance_scale": (1.0, None),
-    "min_length": (0, None),
-    "min_new_tokens": (None, 0),
-    "min_tokens": (0, None),
-    "bad_words_ids": (None, []),
-    "bad_words": (None, []),
-    "suppress_tokens": (None, []),
-    "begin_suppress_tokens": (None, []),
-    "sequence_bias": (None, {}),
-    "logit_bias": (None, {}),
-    "exponential_decay_length_penalty": (None,),
-    "watermarking_config": (None,),
-}
-# Tokens that closing a thought takes in Qwen3's vocabulary: the tag; or its report's sentence, the tag, a blank line.
-CLOSE_TOKENS = {"tag": 1, "sentence": 24}
-
-_WHY_REFUSED = (
-    "tokens would be drawn from a filtered distribution, but scored under the whole one, so the gradient would be that "
-    "of another policy"
-)
-
-
 def find_sampling_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Settings that sample from another distribution than the one that is scored. `temperature` is part of both.
+    """Settings that sample from another distribution than the scored one; `temperature` is part of both.
 
     >>> find_sampling_problems({"top_p": 0.9}, "rloo.")[0].split(",")[0]
     'rloo.top_p is 0.9: tokens would be drawn from a filtered distribution'
@@ -117,8 +97,7 @@ def find_sampling_problems(values: Mapping[str, Any], prefix: str = "") -> list[
     []
 
     Args:
-        values: the keys of the loop by name, `generation_kwargs` among them where there are any.
-        prefix: what messages put before a key.
+        values: the keys of the loop by name, `generation_kwargs` included. prefix: of a key in messages.
     """
     problems = [
         f"{prefix}{name} is {values[name]}: {_WHY_REFUSED}. Set {prefix}{name}={_written(neutral[0])}; to sample more "
@@ -146,9 +125,6 @@ def find_loop_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]
 
     >>> find_loop_problems({"delta": 1.1, "epsilon": 0.2})
     ['delta is 1.1; it bounds the ratio above the clip, so it must be above 1 + epsilon = 1.2']
-
-    Args:
-        values: the keys by name. prefix: what messages put before a key.
     """
     return [
         *find_sampling_problems(values, prefix),
@@ -158,13 +134,10 @@ def find_loop_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]
 
 
 def find_server_problems(engine: str, url: str | None, engine_key: str, url_key: str) -> list[str]:
-    """What is wrong with the address of a server of rollouts.
+    """Faults of a rollout server's address; `engine_key` and `url_key` are the names of both in messages.
 
     >>> find_server_problems("server", None, "engine", "url")
     ['engine is server, but url is null; set url=http://host:port, where vllm serve listens']
-
-    Args:
-        engine_key, url_key: the names of both in messages.
     """
     if url is None:
         if engine != "server":
@@ -222,6 +195,3 @@ def _find_thinking_problems(values: Mapping[str, Any], prefix: str) -> list[str]
 def _written(value: Any) -> str:
     """A value as a file writes it."""
     return "null" if value is None else str(value)
-
-
-# Keys that may differ on a resume: they say what is written, and how the same gradient is computed where.

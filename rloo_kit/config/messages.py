@@ -1,8 +1,4 @@
-"""What is wrong with a configuration, in plain words.
-
-pydantic finds the faults; this module says for each the dotted key, what was found, what the limit is and, for an
-unknown key, the nearest known one.
-"""
+"""Faults of a configuration in words: the dotted key, what was found, the limit, and the nearest known key."""
 
 import difflib
 from pathlib import Path
@@ -28,7 +24,7 @@ def accepts_bool(annotation: Any) -> bool:
 
 
 def suggest(word: str, known: list[str], above: str = "") -> str:
-    """`; did you mean ...?` for the known name nearest to `word`, or the list of them if it is short enough to help.
+    """`; did you mean ...?` with the known name nearest to `word`, else all of them unless they are many.
 
     >>> suggest("bta", ["beta", "top_p"], "rloo.")
     '; did you mean rloo.beta?'
@@ -40,7 +36,7 @@ def suggest(word: str, known: list[str], above: str = "") -> str:
 
 
 def describe_type(annotation: Any) -> str:
-    """A field's type in plain words."""
+    """A field's type in words."""
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if annotation in words:
         return words[annotation]
@@ -57,11 +53,10 @@ def describe_type(annotation: Any) -> str:
 
 
 def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:
-    """One of pydantic's errors in plain words: dotted key, what was found, what the limit is.
+    """One of pydantic's errors in words: dotted key, what was found, the limit.
 
     Args:
-        entry: an item of `ValidationError.errors()`.
-        model: the model that was validated.
+        entry: an item of `ValidationError.errors()` of `model`.
         prefix: dotted path of that model in the file, with a trailing dot.
     """
     path = [part for part in entry["loc"] if not (isinstance(part, str) and part.startswith(("function-", "literal[")))]
@@ -99,10 +94,9 @@ def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:
 def explain_errors(
     error: ValidationError, model: type[BaseModel], path: Path, lines: Lines, changed: dict[Key, str]
 ) -> str:
-    """All faults of a file, one a line, each with the place it came from.
+    """All faults of a file, one a line, each with its place.
 
     Args:
-        error: of the validation of `model`.
         path, lines: the file and the line of each of its keys.
         changed: the keys that an override set, with its text.
     """
@@ -114,7 +108,7 @@ def explain_errors(
 
 
 def _place(where: Key, path: Path, lines: Lines, changed: dict[Key, str]) -> str:
-    """The override or the line that a fault comes from; for a whole section, its line and what was overridden in it."""
+    """The override or the line of a fault; for a whole section, its line and the overrides in it."""
     for key, override in changed.items():
         if where[: len(key)] == key:
             return f"override {override}"
@@ -125,7 +119,7 @@ def _place(where: Key, path: Path, lines: Lines, changed: dict[Key, str]) -> str
 
 
 def _whole(value: Any) -> Any:
-    """1 for 1.0: a limit as one would say it."""
+    """1 for 1.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -137,7 +131,7 @@ def _show(value: Any) -> str:
 
 
 def _follow(path: list[str | int], model: type[BaseModel]) -> tuple[list[str | int], Any]:
-    """The keys of `path`, without the branches of unions that pydantic names in it, and the last key's annotation."""
+    """The keys of `path`, without pydantic's names of union branches, and the last key's annotation."""
     fields: dict[str, Any] = dict(model.model_fields)
     annotation: Any = None
     known: list[str | int] = []
@@ -153,7 +147,7 @@ def _follow(path: list[str | int], model: type[BaseModel]) -> tuple[list[str | i
 
 
 def _item_of(annotation: Any, index: int) -> Any:
-    """The annotation of a list's item: `list[int]`, `tuple[float, float]`, alone or beside null."""
+    """The annotation of a list's item: of `list[int]` or `tuple[float, float]`, alone or with null."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is list:
         return arguments[0]
@@ -166,7 +160,7 @@ def _item_of(annotation: Any, index: int) -> Any:
 
 
 def _suggest_key(name: str, key: str, parent: type[BaseModel], root: type[BaseModel]) -> str:
-    """The same name (or an old one's new name) in another section, else the nearest one in this section; dotted."""
+    """The same name (or that of an old name) in another section, else the nearest one in this section; dotted."""
     above, dot, _ = key.rpartition(".")
     old = CONFIG_NAMES.get(name)
     new = (old and old.new) or name
@@ -177,7 +171,7 @@ def _suggest_key(name: str, key: str, parent: type[BaseModel], root: type[BaseMo
 
 
 def _model_below(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field's annotation holds, alone, in a list or beside null."""
+    """The section in a field's annotation, alone, in a list or with null."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for part in get_args(annotation) if (model := _model_below(part)) is not None), None)

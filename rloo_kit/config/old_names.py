@@ -1,9 +1,8 @@
-"""The names that TRL's RLOO had in other releases, and what became of each: ONE table for files, keywords and flags.
+"""The names that TRL's RLOO had in other releases, and today's: one table for files, keywords and flags.
 
-TRL rewrote its RLOO trainer in 0.22 (`kl_coef` became `beta`, `rloo_k` became `num_generations`) and dropped the old
-names in 0.25; recipes with them are still everywhere. Each old name is renamed, converted, dropped (it never had an
-effect, and the warning says so) or refused with today's equivalent; none is passed over in silence. Sources: the
-argument lists and the loops of TRL 0.9.6 to 0.26.2, `trl/trainer/rloo_config.py`, `rloo_trainer.py` and `utils.py`.
+TRL rewrote its RLOO trainer in 0.22 (`kl_coef` became `beta`) and dropped the old names in 0.25. Each old name is
+renamed, converted, dropped with a warning (it never had an effect) or refused with today's equivalent. Sources: the
+arguments and loops of TRL 0.9.6 to 0.26.2, `trl/trainer/rloo_config.py`, `rloo_trainer.py` and `utils.py`.
 """
 
 import math
@@ -18,11 +17,8 @@ _OLD_CLIP = 10.0  # the old default of reward_clip_range, which only worked toge
 
 @dataclass(frozen=True)
 class OldName:
-    """What became of one old name.
-
-    `new`: today's name where the value carries over; `note`: what to know besides; `read`: for values that change on
-    the way, a function (values, processes) -> new values, which raises ConfigError to refuse.
-    """
+    """One old name: today's name, a note for the warning, and for values that change a function
+    (values, processes) -> new values, which raises ConfigError to refuse."""
 
     kind: type
     new: str | None = None
@@ -33,7 +29,7 @@ class OldName:
 
 @dataclass
 class Translation:
-    """Today's values, one message for each old name that was found, and the old values that scripts read back."""
+    """Today's values, a message for each old name, and the old values that scripts read back."""
 
     values: dict[str, Any]
     messages: list[str] = field(default_factory=list)
@@ -46,7 +42,7 @@ def _read_mini_batches(values: dict[str, Any], processes: int) -> dict[str, Any]
 
 
 def _read_episodes(values: dict[str, Any], processes: int) -> dict[str, Any]:
-    """Batches that the old loop ran, times the optimizer steps of each; an episode was one completion."""
+    """Batches of the old loop times the optimizer steps of each; an episode was one completion."""
     accumulation = values.get("gradient_accumulation_steps") or 1
     passes = values.get("steps_per_generation") or accumulation * (values.get("num_mini_batches") or 1)
     per_device = values.get("per_device_train_batch_size") or 8
@@ -75,7 +71,7 @@ def _read_stop_token(values: dict[str, Any], processes: int) -> dict[str, Any]:
 
 def _read_stop_token_id(values: dict[str, Any], processes: int) -> dict[str, Any]:
     raise ConfigError(
-        f"stop_token_id={values['stop_token_id']} is not taken any more: completions end at the tokenizer's end token. "
+        f"stop_token_id={values['stop_token_id']} no longer exists: completions end at the tokenizer's end token. "
         "Set tokenizer.eos_token (processing_class.eos_token_id) to it before the trainer is built"
     )
 
@@ -94,6 +90,7 @@ _SIZES = (
     "per_device_train_batch_size x processes x steps_per_generation"
 )
 _PPO = "belonged to PPO's value function and RLOO never read it"
+_TAKES = "of the trainer takes a name or folder"
 _SCRIPT = "only the old example scripts read it; it stays readable on the config, and"
 
 CONFIG_NAMES: dict[str, OldName] = {
@@ -127,8 +124,8 @@ CONFIG_NAMES: dict[str, OldName] = {
     "token_level_kl": OldName(
         bool,
         None,
-        "it never changed the result, because both of its forms summed the KL over the completion before the baseline; "
-        "what it promised is kl_form='per_token'",
+        "both of its forms summed the KL over the completion before the baseline; what it promised is "
+        "kl_form='per_token'",
     ),
     "whiten_rewards": OldName(
         bool, None, "RLOO never whitened anything; today's way to do so is normalize_rewards=True (or 'running')"
@@ -146,24 +143,12 @@ CONFIG_NAMES: dict[str, OldName] = {
     ),
     "sanity_check": OldName(bool, None, _SCRIPT + " max_steps makes a short run"),
     **{name: OldName(float, None, _PPO) for name in ("vf_coef", "cliprange_value", "gamma", "lam")},
-    **{
-        name: OldName(int, None, _SIZES)
-        for name in (
-            "batch_size",
-            "local_batch_size",
-            "micro_batch_size",
-            "mini_batch_size",
-            "local_mini_batch_size",
-            "num_total_batches",
-            "num_updates",
-            "world_size",
-        )
-    },
-    "reward_model_path": OldName(
-        str, None, _SCRIPT + " reward_funcs=... of the trainer takes a name or folder", keep=True
-    ),
-    "sft_model_path": OldName(str, None, _SCRIPT + " model=... of the trainer takes a name or folder", keep=True),
-    "base_model": OldName(str, None, _SCRIPT + " model=... of the trainer takes a name or folder", keep=True),
+    **{name: OldName(int, None, _SIZES) for name in ("batch_size", "local_batch_size", "micro_batch_size")},
+    **{name: OldName(int, None, _SIZES) for name in ("mini_batch_size", "local_mini_batch_size", "num_total_batches")},
+    **{name: OldName(int, None, _SIZES) for name in ("num_updates", "world_size")},
+    "reward_model_path": OldName(str, None, f"{_SCRIPT} reward_funcs=... {_TAKES}", keep=True),
+    "sft_model_path": OldName(str, None, f"{_SCRIPT} model=... {_TAKES}", keep=True),
+    "base_model": OldName(str, None, f"{_SCRIPT} model=... {_TAKES}", keep=True),
     # refused
     "stop_token_id": OldName(int, None, read=_read_stop_token_id),
 }
@@ -194,7 +179,7 @@ _SECTION_KEYS = {
 
 
 def translate_config(given: Mapping[str, Any], processes: int = 1, prefix: str = "") -> Translation:
-    """Today's keywords for a config that may hold old ones; None counts as not given.
+    """Today's keywords for a config with old ones; None counts as not given.
 
     >>> translate_config({"kl_coef": 0.1, "rloo_k": 4}).values
     {'beta': 0.1, 'num_generations': 4}
@@ -202,7 +187,7 @@ def translate_config(given: Mapping[str, Any], processes: int = 1, prefix: str =
     Args:
         given: keywords of `RLOOConfig`, old or new.
         processes: processes of the run, which total_episodes needs.
-        prefix: what messages put before a name, "rloo." for a file.
+        prefix: of a name in messages, "rloo." for a file.
 
     Raises:
         ConfigError: an old name has no equivalent, or an old and a new name disagree.
@@ -219,19 +204,19 @@ def translate_config(given: Mapping[str, Any], processes: int = 1, prefix: str =
         new = entry.read(dict(given), processes) if entry.read else {entry.new: value} if entry.new else {}
         for name, converted in new.items():
             _set_once(values, name, converted, prefix + old, prefix + name)
-        result.messages.append(_say(old, entry, new, prefix))
+        result.messages.append(_describe(old, entry, new, prefix))
     _pair_clip_range(values, given, result.messages, prefix)
     return result
 
 
 def _check_kind(old: str, value: Any, kind: type, prefix: str) -> None:
-    """Counts are computed with below, so they have to be numbers here already."""
+    """Counts are computed with before any other check."""
     if kind is int and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise ConfigError(f"{prefix}{old} is {value!r}; it takes a whole number, 0 or more")
 
 
 def _set_once(values: dict[str, Any], name: str, value: Any, old: str, new: str) -> None:
-    """Set `name`; `old` and `new` are both names in full, for the message."""
+    """Set `name`; `old` and `new` are both full names for the message."""
     found = values.get(name)
     if found is not None and found != value:
         raise ConfigError(
@@ -240,7 +225,7 @@ def _set_once(values: dict[str, Any], name: str, value: Any, old: str, new: str)
     values[name] = value
 
 
-def _say(old: str, entry: OldName, new: Mapping[str, Any], prefix: str) -> str:
+def _describe(old: str, entry: OldName, new: Mapping[str, Any], prefix: str) -> str:
     if entry.new and entry.new in new:
         reading = ", ".join(f"{prefix}{name}={value}" for name, value in new.items())
         note = f" ({entry.note})" if entry.note else ""
@@ -268,14 +253,7 @@ def _pair_clip_range(values: dict[str, Any], given: Mapping[str, Any], messages:
 
 
 def translate_file(values: dict[str, Any], processes: int = 1) -> list[str]:
-    """Old names in a run's file, in place: those under `rloo:`, and those that have their own section today.
-
-    Returns:
-        one message for each old name.
-
-    Raises:
-        ConfigError: as `translate_config`.
-    """
+    """Translate the old names in a run's file, in place; a message for each. Raises as `translate_config`."""
     section = values.get("rloo")
     messages = _move_reward_model(values)
     if not isinstance(section, dict):
@@ -293,7 +271,7 @@ def translate_file(values: dict[str, Any], processes: int = 1) -> list[str]:
 
 
 def forget_overruled(section: dict[str, Any], changed: set[str]) -> None:
-    """Drop today's name from the file's `rloo:` where a change gives its old name, so that the change wins."""
+    """Drop today's name from the file's `rloo:` where an override gives its old name, so that the override wins."""
     for old in changed & set(CONFIG_NAMES):
         new = CONFIG_NAMES[old].new
         if new is not None and new not in changed:
@@ -301,7 +279,7 @@ def forget_overruled(section: dict[str, Any], changed: set[str]) -> None:
 
 
 def _move_reward_model(values: dict[str, Any]) -> list[str]:
-    """`reward_model: NAME`, wherever it stands, is an item of `rewards:` today."""
+    """`reward_model: NAME` is an item of `rewards:` today."""
     messages = []
     for place, where in ((values, ""), (values.get("rloo"), "rloo.")):
         for old in ("reward_model", "reward_model_path", "reward_funcs"):

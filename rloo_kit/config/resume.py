@@ -1,4 +1,4 @@
-"""Which keys of a configuration may differ when a run is resumed, and the refusal of the others."""
+"""Which keys of a configuration may differ when a run is resumed; all others are refused."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +10,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.yaml_files import read_file, read_yaml
 from rloo_kit.errors import ConfigError
 
-# Keys that may differ on a resume: they say what is written, and how the same gradient is computed where.
+# What is written, and how and where the same gradient is computed.
 FREE_ON_RESUME = (
     "rloo.logging_steps", "rloo.save_steps", "rloo.save_total_limit", "rloo.report_to", "rloo.memory",
     "rloo.tokens_per_pass", "rollout.engine", "rollout.rows",
@@ -32,7 +32,7 @@ def changed_keys(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[
 
 
 def refuse_changes(saved_config: Path, resolved: str) -> None:
-    """Refuse to resume a run with a configuration that would train something else than it did.
+    """Refuse to resume a run with a configuration that would train something else.
 
     `run.*` and `eval.*` may differ, and so may the keys in FREE_ON_RESUME; those in MAY_GROW_ON_RESUME only upwards.
 
@@ -50,12 +50,12 @@ def refuse_changes(saved_config: Path, resolved: str) -> None:
         raise ConfigError(
             f"the run in {saved_config.parent} cannot be resumed with another configuration. These keys differ:\n"
             + "\n".join(lines)
-            + "\nput them back (rloo.max_steps may grow, run.* may change), or start anew: --overwrite or run.name=..."
+            + "\nput them back (rloo.max_steps may grow, run.* may change), or start again: --overwrite or run.name=..."
         )
 
 
 def _fill_in(saved: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both with the keys that the kit has got since the run was saved, at their defaults; as they are if refused."""
+    """Both with keys newer than the saved run at their defaults; unchanged if one is not a valid run."""
     try:
         filled = [RunConfig.model_validate(values).model_dump(mode="json") for values in (saved, now)]
     except ValidationError:

@@ -1,9 +1,4 @@
-"""One run = one YAML file, read into strict models.
-
-`load_config("configs/x.yaml", "rloo.beta=0.0")` reads the file, lays the overrides over it, translates old TRL names
-with a warning and checks every value; the `RunConfig` that comes back prints as YAML that loads back to an equal
-object. The keys themselves are in `config_sections`.
-"""
+"""A run: one YAML file, read into strict models; the resolved run prints as YAML that loads back to an equal object."""
 
 import warnings
 from pathlib import Path
@@ -29,7 +24,7 @@ from rloo_kit.system.processes import count_processes
 
 
 class RunConfig(Section):
-    """Everything that decides a run. Two are equal when their keys are, wherever they were read from."""
+    """Everything that decides a run; two are equal when their keys are, whatever file they come from."""
 
     run: RunSection = Field(default_factory=lambda: RunSection(), description="files, printing, stopping")
     model: ModelSection = Field(description="the policy")
@@ -37,31 +32,31 @@ class RunConfig(Section):
     rewards: list[RewardSection] = Field(min_length=1, description="the rewards, summed by weight")
     rloo: RLOOSection = Field(description="the loop")
     rollout: RolloutSection = Field(default_factory=lambda: RolloutSection(), description="the sampling")
-    eval: EvalSection = Field(default_factory=lambda: EvalSection(), description="the measurement")
+    eval: EvalSection = Field(default_factory=lambda: EvalSection(), description="the evaluation")
     _source: Path | None = PrivateAttr(None)
 
     @property
     def source(self) -> Path | None:
-        """The file that it was read from; None for one built in Python."""
+        """The file; None for a run built in Python."""
         return self._source
 
     @property
     def name(self) -> str:
-        """The run's name, which is also its folder's."""
+        """The run's name, also of its folder."""
         if self.run.name is None:
             raise ConfigError("the run has no name; set run.name (a config file gives its stem)")
         return self.run.name
 
     @property
     def folder(self) -> Path:
-        """Where everything of the run lies: output_dir/name."""
+        """The run's folder: output_dir/name."""
         return Path(self.run.output_dir) / self.name
 
     def check(self) -> None:
-        """Check again what holds between sections: a key that is assigned is checked within its own section only.
+        """Check between sections again, as `load_config`; an assignment is only checked within its section.
 
         Raises:
-            ConfigError: as `load_config`.
+            ConfigError: sections contradict each other.
         """
         try:
             type(self).model_validate(self.model_dump())
@@ -69,11 +64,7 @@ class RunConfig(Section):
             raise ConfigError("\n".join(explain_error(entry, RunConfig) for entry in error.errors())) from None
 
     def to_yaml(self) -> str:
-        """The resolved run, every key included; `load_config` reads it back to an equal object.
-
-        Raises:
-            ConfigError: it would not, because assignments have left sections that contradict each other.
-        """
+        """The resolved run with every key; `load_config` reads it back to an equal object. Raises as `check`."""
         self.check()
         return dump_yaml(self.model_dump(mode="json"))
 
@@ -123,25 +114,22 @@ class RunConfig(Section):
             )
         if all(reward.weight == 0 for reward in self.rewards):
             problems.append(
-                "every reward has weight 0, so nothing can be learnt; give one a weight: rewards.0.weight=1"
+                "every reward has weight 0, so nothing can be learned; give one a weight: rewards.0.weight=1"
             )
         return problems
 
 
 def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig:
-    """The run that a YAML file describes.
+    """Read and check the run that a YAML file describes. Old TRL names are translated with a warning.
 
     Args:
-        path: the file; its stem is the run's name unless `run.name` says otherwise.
+        path: the file; its stem is the run's name unless `run.name` is set.
         overrides: `section.key=value`, as on the command line: "rloo.beta=0.0", "eval.thinking_budgets=[64, 128]",
             "model.lora=null". They win over everything else.
         sections: changes by section, as Python values: `rloo={"beta": 0.0}`. They win over the file.
 
-    Returns:
-        the checked run.
-
     Raises:
-        ConfigError: everything that is wrong with it, each with its dotted key and, where it has one, its line.
+        ConfigError: every fault, each with its dotted key and, where it has one, its line.
     """
     path = Path(path)
     values, lines = read_file(path)
@@ -154,7 +142,7 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     loop_keys = {str(key[1]): override for key, override in changed.items() if key[0] == "rloo" and len(key) > 1}
     if isinstance(values.get("rloo"), dict):
         forget_overruled(values["rloo"], {*sections.get("rloo", {}), *loop_keys})
-    for name, override in loop_keys.items():  # what an old name of an override became comes from there too
+    for name, override in loop_keys.items():  # the key that an old name of an override became
         if name in CONFIG_NAMES and CONFIG_NAMES[name].new is not None:
             changed[("rloo", str(CONFIG_NAMES[name].new))] = override
     for message in messages + translate_file(values, count_processes()):

@@ -1,10 +1,7 @@
-"""The sections of a run's configuration: every key, its type, its default and its bounds.
+"""The sections of a run's configuration: every key with its type, default and bounds.
 
-Each section is a strict pydantic model, so an unknown key, a wrong type or a value out of bounds is an error both when
-a file is read and when a notebook assigns to a field. The keys of `rloo:` are TRL's own names and reach `RLOOConfig` as
-they are; those that differ from TRL's default are listed in `RLOO_DEFAULTS_OF_OURS` and compared with TRL by a test.
-What TRL offers beyond these keys is left out until the loop supports it; how many processes there are, and whether they
-share or shard the model, is the launch file's business.
+Each section is a strict pydantic model, in a file and for assignments in a notebook. The keys of `rloo:` are TRL's
+names and reach `RLOOConfig` unchanged; a test compares their defaults with TRL's.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -32,6 +29,11 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
+def key(default: Any, description: str, **bounds: Any) -> Any:
+    """A key with a default; `bounds` are those of pydantic's `Field`."""
+    return Field(default=default, description=description, **bounds)
+
+
 class Section(BaseModel):
     """A strict group of keys: unknown keys, true where a number belongs, NaN and infinity are refused."""
 
@@ -49,10 +51,10 @@ class Section(BaseModel):
         return values
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign `value` to the key `name` after the checks that a file goes through.
+        """Assign `value` to the key `name` after the checks of a file.
 
         Raises:
-            ConfigError: the key is unknown or the section would not hold together; the old value stays.
+            ConfigError: the key is unknown or contradicts its section; the old value stays.
         """
         if name.startswith("_"):
             super().__setattr__(name, value)
@@ -66,34 +68,26 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """Where a run's files go, what is printed while it trains, and when it stops itself."""
+    """Where a run's files go, what it prints, and when it stops itself."""
 
     prefix: ClassVar[str] = "run."
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
-    name: str | None = Field(default=None, description="name of the run's folder; the config file's stem unless given")
-    output_dir: str = Field(default="outputs", min_length=1, description="the run's folder is output_dir/name")
-    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of sampling, shuffling and new adapters")
-    evaluate: bool = Field(default=True, description="measure held-out accuracy before and after training")
-    report: bool = Field(default=True, description="write report.html at the end")
-    stop_when_no_signal: bool = Field(
-        default=False, description="stop, instead of warning, when steps carry no learning signal"
+    name: str | None = key(None, "name of the run's folder; the config file's stem unless given")
+    output_dir: str = key("outputs", "the run's folder is output_dir/name", min_length=1)
+    seed: int = key(0, "seed of sampling, shuffling and new adapters", ge=0, lt=2**32)
+    evaluate: bool = key(True, "measure held-out accuracy before and after training")
+    report: bool = key(True, "write report.html at the end")
+    stop_when_no_signal: bool = key(False, "stop, instead of warning, when steps carry no learning signal")
+    no_signal_steps: Count = key(5, "steps in a row without signal before it says so")
+    progress_every_s: float = key(5.0, "seconds between two progress lines", ge=0.0)
+    sample_every_steps: int = key(25, "steps between two tables of sample completions; 0 for none", ge=0)
+    num_samples: int = key(2, "completions in such a table", ge=0)
+    max_reward_failure_share: Share = key(
+        0.5, "share of samples with a failed reward above which a step counts as failed"
     )
-    no_signal_steps: Count = Field(default=5, description="steps in a row without signal before it says so")
-    progress_every_s: float = Field(default=5.0, ge=0.0, description="seconds between two progress lines")
-    sample_every_steps: int = Field(
-        default=25, ge=0, description="steps between two tables of sample completions; 0 for none"
-    )
-    num_samples: int = Field(default=2, ge=0, description="completions in such a table")
-    max_reward_failure_share: Share = Field(
-        default=0.5, description="share of samples with a failed reward above which a step counts as failed"
-    )
-    reward_failure_steps: Count = Field(
-        default=3, description="failed steps in a row after which the run saves and stops"
-    )
-    max_skipped_steps: Count = Field(
-        default=3, description="steps in a row skipped for NaN or infinity, after which the run saves and stops"
-    )
+    reward_failure_steps: Count = key(3, "failed steps in a row after which the run saves and stops")
+    max_skipped_steps: Count = key(3, "steps in a row skipped for NaN or infinity, after which the run saves and stops")
 
     @model_validator(mode="after")
     def _check_name(self) -> "RunSection":
@@ -106,13 +100,11 @@ class LoraSection(Section):
     """The adapter that is trained."""
 
     prefix: ClassVar[str] = "model.lora."
-    r: Count = Field(default=16, description="rank")
-    alpha: float = Field(default=16, gt=0, description="scale; the update is multiplied by alpha / r")
-    dropout: float = Field(
-        default=0.0, ge=0.0, lt=1.0, description="dropout on the adapter's input; 0 keeps logps exact"
-    )
-    target_modules: list[str] = Field(
-        default=PROJECTIONS, min_length=1, description="layers that get an adapter; default: the seven projections"
+    r: Count = key(16, "rank")
+    alpha: float = key(16, "scale; the update is multiplied by alpha / r", gt=0)
+    dropout: float = key(0.0, "dropout on the adapter's input; 0 keeps logps exact", ge=0.0, lt=1.0)
+    target_modules: list[str] = key(
+        PROJECTIONS, "layers that get an adapter; default: the seven projections", min_length=1
     )
 
 
@@ -121,31 +113,23 @@ class ModelSection(Section):
 
     prefix: ClassVar[str] = "model."
     name: str = Field(min_length=1, description="hub id, local folder, embedded/thinking or embedded/instruct")
-    family: Literal["auto", "thinking", "hybrid", "instruct", "plain"] = Field(
-        default="auto", description="how its chat template treats thinking; auto reads the template"
+    family: Literal["auto", "thinking", "hybrid", "instruct", "plain"] = key(
+        "auto", "how its chat template treats thinking; auto reads the template"
     )
-    enable_thinking: bool | None = Field(
-        default=None, description="hybrid models only: think or not; null leaves the template's own"
-    )
-    backend: Literal["auto", "unsloth", "transformers"] = Field(
-        default="auto", description="auto: Unsloth where it is usable"
-    )
-    load_in_4bit: bool = Field(default=False, description="4-bit weights (bitsandbytes NF4)")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        default="auto", description="auto: by the machine's precision"
-    )
-    max_seq_length: int = Field(default=2048, ge=16, description="tokens of prompt and completion together")
-    adapter: str | None = Field(default=None, description="folder of an adapter to continue")
-    gradient_checkpointing: bool | Literal["unsloth"] = Field(
-        default=False, description="recompute activations to save memory; 'unsloth' also offloads them"
+    enable_thinking: bool | None = key(None, "hybrid models only: think or not; null leaves the template's own")
+    backend: Literal["auto", "unsloth", "transformers"] = key("auto", "auto: Unsloth where it is usable")
+    load_in_4bit: bool = key(False, "4-bit weights (bitsandbytes NF4)")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = key("auto", "auto: by the machine's precision")
+    max_seq_length: int = key(2048, "tokens of prompt and completion together", ge=16)
+    adapter: str | None = key(None, "folder of an adapter to continue")
+    gradient_checkpointing: bool | Literal["unsloth"] = key(
+        False, "recompute activations to save memory; 'unsloth' also offloads them"
     )
     lora: LoraSection | None = Field(
         default_factory=lambda: LoraSection(), description="adapter; null trains every parameter"
     )
-    vocabulary: Literal["compact", "qwen3"] = Field(
-        default="compact", description="embedded models only: rows of the embedding"
-    )
-    build_seed: int = Field(default=0, ge=0, lt=2**32, description="embedded models only: seed of the cold start")
+    vocabulary: Literal["compact", "qwen3"] = key("compact", "embedded models only: rows of the embedding")
+    build_seed: int = key(0, "embedded models only: seed of the cold start", ge=0, lt=2**32)
 
     @property
     def is_embedded(self) -> bool:
@@ -169,21 +153,19 @@ class DataSection(Section):
 
     prefix: ClassVar[str] = "data."
     source: str = Field(min_length=1, description="embedded/addition, a hub id, or a .jsonl, .csv or .parquet path")
-    subset: str | None = Field(default=None, description="hub sources only: the configuration's name, 'main' for gsm8k")
-    split: str = Field(default="train", description="hub sources only: the split that is read")
-    prompt_column: str = Field(default="prompt", min_length=1, description="column with the prompt, text or messages")
-    answer_column: str = Field(default="answer", min_length=1, description="column with the gold answer")
-    answer_after: str | None = Field(
-        default=None, min_length=1, description="the gold answer is what follows the last such marker, '####' for gsm8k"
+    subset: str | None = key(None, "hub sources only: the configuration's name, 'main' for gsm8k")
+    split: str = key("train", "hub sources only: the split that is read")
+    prompt_column: str = key("prompt", "column with the prompt, text or messages", min_length=1)
+    answer_column: str = key("answer", "column with the gold answer", min_length=1)
+    answer_after: str | None = key(
+        None, "the gold answer is what follows the last such marker, '####' for gsm8k", min_length=1
     )
-    system_prompt: str | None = Field(default=None, description="system message put before every prompt")
-    num_prompts: Count | None = Field(
-        default=None, description="read at most so many prompts, test included; null for all"
-    )
-    test_size: int | float = Field(default=0.1, ge=0, description="held-out prompts: a number, or a share below 1")
-    max_prompt_length: Count = Field(default=256, description="tokens of a prompt, template included")
-    too_long: Literal["drop", "refuse"] = Field(default="drop", description="what happens to longer prompts")
-    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the split")
+    system_prompt: str | None = key(None, "system message put before every prompt")
+    num_prompts: Count | None = key(None, "read at most so many prompts, test included; null for all")
+    test_size: int | float = key(0.1, "held-out prompts: a number, or a share below 1", ge=0)
+    max_prompt_length: Count = key(256, "tokens of a prompt, template included")
+    too_long: Literal["drop", "refuse"] = key("drop", "what happens to longer prompts")
+    seed: int = key(0, "seed of the split", ge=0, lt=2**32)
 
     @model_validator(mode="after")
     def _check_test_size(self) -> "DataSection":
@@ -202,15 +184,13 @@ class RewardSection(Section):
 
     prefix: ClassVar[str] = "rewards.N."
     name: str = Field(min_length=1, description="a registered reward or module:function of your own")
-    weight: float = Field(default=1.0, description="factor of this reward in the sum")
+    weight: float = key(1.0, "factor of this reward in the sum")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
-    timeout_s: float = Field(
-        default=30.0, gt=0, description="module:function only: seconds before a call counts as failed"
-    )
+    timeout_s: float = key(30.0, "module:function only: seconds before a call counts as failed", gt=0)
 
 
 def _read_report_to(value: Any) -> Any:
-    """TRL takes 'none', a name or a list; the file keeps a list."""
+    """A list of what TRL takes as 'none', a name or a list."""
     if value is None or value == "none":
         return []
     return [value] if isinstance(value, str) else value
@@ -220,98 +200,78 @@ class RLOOSection(Section):
     """The loop, passed to `RLOOConfig` under the same names: TRL's own, and the kit's where TRL has none."""
 
     prefix: ClassVar[str] = "rloo."
-    max_steps: Count | None = Field(default=None, description="optimizer steps; wins over num_train_epochs")
-    num_train_epochs: float | None = Field(
-        default=None, gt=0, description="passes over the prompts, when max_steps is null"
+    max_steps: Count | None = key(None, "optimizer steps; wins over num_train_epochs")
+    num_train_epochs: float | None = key(None, "passes over the prompts, when max_steps is null", gt=0)
+    learning_rate: float = key(1e-5, "peak learning rate", ge=0)
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"] = key(
+        "linear", "shape of the learning rate over the run"
     )
-    learning_rate: float = Field(default=1e-5, ge=0, description="peak learning rate")
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"] = Field(
-        default="linear", description="shape of the learning rate over the run"
-    )
-    warmup_steps: float = Field(default=0, ge=0, description="optimizer steps of warm-up; below 1, a share of the run")
-    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
-    max_grad_norm: float = Field(default=1.0, ge=0, description="gradients are scaled down to this norm; 0 leaves them")
+    warmup_steps: float = key(0, "optimizer steps of warm-up; below 1, a share of the run", ge=0)
+    weight_decay: float = key(0.0, "decoupled weight decay", ge=0)
+    max_grad_norm: float = key(1.0, "gradients are scaled down to this norm; 0 leaves them", ge=0)
     optim: Literal[
         "adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor", "sgd"
-    ] = Field(default="adamw_torch_fused", description="optimizer; the 8-bit ones need a GPU")
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the second moment")
-    adam_epsilon: float = Field(default=1e-8, gt=0, description="term that keeps Adam's division finite")
-    per_device_train_batch_size: Count = Field(default=8, description="completions of one micro-step")
-    gradient_accumulation_steps: Count = Field(default=1, description="micro-steps of one optimizer step")
-    steps_per_generation: Count | None = Field(
-        default=None, description="micro-steps fed by one rollout; null: gradient_accumulation_steps"
+    ] = key("adamw_torch_fused", "optimizer; the 8-bit ones need a GPU")
+    adam_beta1: float = key(0.9, "decay of the first moment", ge=0, lt=1)
+    adam_beta2: float = key(0.999, "decay of the second moment", ge=0, lt=1)
+    adam_epsilon: float = key(1e-8, "term that keeps Adam's division finite", gt=0)
+    per_device_train_batch_size: Count = key(8, "completions of one micro-step")
+    gradient_accumulation_steps: Count = key(1, "micro-steps of one optimizer step")
+    steps_per_generation: Count | None = key(None, "micro-steps fed by one rollout; null: gradient_accumulation_steps")
+    memory: Literal["fast", "balanced", "low"] = key(
+        "fast", "graphs kept group by group, log-probs first, or one sequence at a time"
     )
-    memory: Literal["fast", "balanced", "low"] = Field(
-        default="fast", description="graphs kept group by group, log-probs first, or one sequence at a time"
+    tokens_per_pass: Count | None = key(None, "tokens in one forward and backward pass; null: by the machine")
+    num_generations: int = key(2, "completions of each prompt, K; the baseline needs siblings", ge=2, lt=2**31)
+    num_iterations: Count = key(1, "times each rollout is used; above 1 the ratio is clipped")
+    beta: float = key(0.05, "KL coefficient; 0 loads and runs no reference", ge=0)
+    kl_form: Literal["sum", "length_normalized", "per_token"] = key(
+        "sum", "KL in the reward: sum over the completion, its mean a token, or per token"
     )
-    tokens_per_pass: Count | None = Field(
-        default=None, description="tokens in one forward and backward pass; null: by the machine"
+    reference: Literal["start", "base"] = key("start", "KL against the start of training or the base model")
+    ratio_form: Literal["sum", "length_normalized", "per_token"] | None = key(
+        None, "ratio of a completion, of its mean token (GSPO) or of each; null: as kl_form needs"
     )
-    num_generations: int = Field(
-        default=2, ge=2, lt=2**31, description="completions of each prompt, K; the baseline needs siblings"
+    epsilon: float = key(0.2, "ratio is clipped below 1 - epsilon", gt=0, lt=1)
+    epsilon_high: float | None = key(None, "and above 1 + epsilon_high; null: epsilon", gt=0)
+    delta: float | None = key(None, "bound on the ratio where the advantage is negative; null: none, as in TRL", gt=1)
+    baseline: Literal["leave_one_out", "group_mean", "none"] = key(
+        "leave_one_out", "what a reward is compared with: its siblings, its whole group, nothing"
     )
-    num_iterations: Count = Field(default=1, description="times each rollout is used; above 1 the ratio is clipped")
-    beta: float = Field(default=0.05, ge=0, description="KL coefficient; 0 loads and runs no reference")
-    kl_form: Literal["sum", "length_normalized", "per_token"] = Field(
-        default="sum", description="KL in the reward: sum over the completion, its mean a token, or per token"
+    baseline_includes_masked: bool = key(
+        True, "false: what mask_truncated_completions masks leaves the siblings' baseline too"
     )
-    reference: Literal["start", "base"] = Field(
-        default="start", description="KL against the start of training or the base model"
+    sampler_correction: Literal["none", "sequence", "token"] = key(
+        "none", "weigh by the trainer's over the sampler's probability, whole or token by token"
     )
-    ratio_form: Literal["sum", "length_normalized", "per_token"] | None = Field(
-        default=None, description="ratio of a completion, of its mean token (GSPO) or of each; null: as kl_form needs"
+    sampler_correction_cap: float = key(2.0, "such a weight is cut off here", ge=1)
+    temperature: float = key(1.0, "of sampling and of scoring alike", gt=0)
+    top_p: float = key(1.0, "only 1: a filter is not part of what is scored", gt=0, le=1)
+    top_k: int = key(0, "only 0, for the same reason", ge=0)
+    min_p: float | None = key(None, "only null or 0, for the same reason", ge=0, le=1)
+    repetition_penalty: float = key(1.0, "only 1, for the same reason", gt=0)
+    max_completion_length: Count = key(512, "tokens of a completion, thinking included")
+    thinking_budget: Count | None = key(None, "tokens of thinking after which it is closed by force; null: never")
+    answer_budget: Count | None = key(None, "tokens for the answer after a forced close; null: what is left")
+    thinking_close: Literal["tag", "sentence"] = key(
+        "tag", "what closes it: </think> alone, or a closing sentence before it"
     )
-    epsilon: float = Field(default=0.2, gt=0, lt=1, description="ratio is clipped below 1 - epsilon")
-    epsilon_high: float | None = Field(default=None, gt=0, description="and above 1 + epsilon_high; null: epsilon")
-    delta: float | None = Field(
-        default=None, gt=1, description="bound on the ratio where the advantage is negative; null: none, as in TRL"
+    mask_truncated_completions: bool = key(False, "truncated completions are left out of the loss")
+    missing_eos_penalty: float | None = key(None, "subtracted from a truncated completion's reward", gt=0)
+    reward_clip_range: tuple[float, float] | None = key(None, "[lowest, highest] summed reward")
+    normalize_rewards: bool | Literal["running"] = key(
+        False, "rewards to mean 0 and deviation 1, of their rollout or of all so far"
     )
-    baseline: Literal["leave_one_out", "group_mean", "none"] = Field(
-        default="leave_one_out", description="what a reward is compared with: its siblings, its whole group, nothing"
-    )
-    baseline_includes_masked: bool = Field(
-        default=True, description="false: what mask_truncated_completions masks leaves the siblings' baseline too"
-    )
-    sampler_correction: Literal["none", "sequence", "token"] = Field(
-        default="none", description="weigh by the trainer's over the sampler's probability, whole or token by token"
-    )
-    sampler_correction_cap: float = Field(default=2.0, ge=1, description="such a weight is cut off here")
-    temperature: float = Field(default=1.0, gt=0, description="of sampling and of scoring alike")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="only 1: a filter is not part of what is scored")
-    top_k: int = Field(default=0, ge=0, description="only 0, for the same reason")
-    min_p: float | None = Field(default=None, ge=0, le=1, description="only null or 0, for the same reason")
-    repetition_penalty: float = Field(default=1.0, gt=0, description="only 1, for the same reason")
-    max_completion_length: Count = Field(default=512, description="tokens of a completion, thinking included")
-    thinking_budget: Count | None = Field(
-        default=None, description="tokens of thinking after which it is closed by force; null: never"
-    )
-    answer_budget: Count | None = Field(
-        default=None, description="tokens for the answer after a forced close; null: what is left"
-    )
-    thinking_close: Literal["tag", "sentence"] = Field(
-        default="tag", description="what closes it: </think> alone, or a closing sentence before it"
-    )
-    mask_truncated_completions: bool = Field(
-        default=False, description="truncated completions are left out of the loss"
-    )
-    missing_eos_penalty: float | None = Field(
-        default=None, gt=0, description="subtracted from a truncated completion's reward"
-    )
-    reward_clip_range: tuple[float, float] | None = Field(default=None, description="[lowest, highest] summed reward")
-    normalize_rewards: bool | Literal["running"] = Field(
-        default=False, description="rewards to mean 0 and deviation 1, of their rollout or of all so far"
-    )
-    normalize_advantages: bool = Field(default=False, description="advantages of a generation batch likewise")
-    disable_dropout: bool = Field(default=True, description="dropout off in the policy; false is refused")
-    shuffle_dataset: bool = Field(default=True, description="draw the prompts in random order")
-    bf16: bool | None = Field(default=None, description="null: decided by the machine")
-    fp16: bool | None = Field(default=None, description="null: decided by the machine")
-    logging_steps: Count = Field(default=1, description="optimizer steps between two rows of metrics.jsonl")
-    save_steps: Count = Field(default=500, description="optimizer steps between two checkpoints")
-    save_total_limit: Count | None = Field(default=None, description="checkpoints kept; null keeps all")
-    report_to: Annotated[list[Tracker], BeforeValidator(_read_report_to)] = Field(
-        default_factory=list, description="trackers besides metrics.jsonl: tensorboard, trackio, wandb"
+    normalize_advantages: bool = key(False, "advantages of a generation batch likewise")
+    disable_dropout: bool = key(True, "dropout off in the policy; false is refused")
+    shuffle_dataset: bool = key(True, "draw the prompts in random order")
+    bf16: bool | None = key(None, "null: decided by the machine")
+    fp16: bool | None = key(None, "null: decided by the machine")
+    logging_steps: Count = key(1, "optimizer steps between two rows of metrics.jsonl")
+    save_steps: Count = key(500, "optimizer steps between two checkpoints")
+    save_total_limit: Count | None = key(None, "checkpoints kept; null keeps all")
+    report_to: Annotated[list[Tracker], BeforeValidator(_read_report_to)] = key(
+        [], "trackers besides metrics.jsonl: tensorboard, trackio, wandb"
     )
 
     @property
@@ -369,26 +329,21 @@ class RolloutSection(Section):
     prefix: ClassVar[str] = "rollout."
     engine: Annotated[
         Literal["auto", "native", "generate", "vllm", "server"], BeforeValidator(_refuse_removed_engine)
-    ] = Field(default="auto", description="what samples; auto: the fastest that the backend and the machine offer")
-    rows: Count | None = Field(default=None, description="completions generated at once; null: planned by the memory")
-    server_url: str | None = Field(
-        default=None, description="http://host:port of a vLLM server, for the engines server and vllm"
+    ] = key("auto", "what samples; auto: the fastest that the backend and the machine offer")
+    rows: Count | None = key(None, "completions generated at once; null: planned by the memory")
+    server_url: str | None = key(None, "http://host:port of a vLLM server, for the engines server and vllm")
+    server_adapters: str | None = key(
+        None, "folder that trainer and server both see, for the engine server; null: one in the run's folder"
     )
-    server_adapters: str | None = Field(
-        default=None,
-        description="folder that trainer and server both see, for the engine server; null: one in the run's folder",
+    cache: Literal["plain", "int8", "offloaded"] = key(
+        "plain", "keys and values of a rollout: as the model's, in 8 bits, or in host memory"
     )
-    cache: Literal["plain", "int8", "offloaded"] = Field(
-        default="plain", description="keys and values of a rollout: as the model's, in 8 bits, or in host memory"
+    resample_rounds: int = key(0, "times a rollout's groups without signal get fresh prompts; 0: never", ge=0)
+    difficulty_samples: int = key(
+        0, "completions of each prompt that measure its pass rate before training; 0: none", ge=0
     )
-    resample_rounds: int = Field(
-        default=0, ge=0, description="times a rollout's groups without signal get fresh prompts; 0: never"
-    )
-    difficulty_samples: int = Field(
-        default=0, ge=0, description="completions of each prompt that measure its pass rate before training; 0: none"
-    )
-    min_pass_rate: Share = Field(default=0.0, description="prompts with a pass rate of at most this are skipped")
-    max_pass_rate: Share = Field(default=1.0, description="and those with one of at least this")
+    min_pass_rate: Share = key(0.0, "prompts with a pass rate of at most this are skipped")
+    max_pass_rate: Share = key(1.0, "and those with one of at least this")
 
     def to_arguments(self) -> dict[str, Any]:
         """Keyword arguments for `RLOOConfig`; what chooses prompts before training is not among them."""
@@ -427,18 +382,16 @@ class EvalSection(Section):
     """What is measured on the held-out prompts."""
 
     prefix: ClassVar[str] = "eval."
-    num_prompts: Count | None = Field(default=None, description="held-out prompts that are used; null for all")
-    num_samples: Count = Field(default=1, description="completions of each prompt")
-    temperature: float = Field(default=1.0, ge=0, description="sampling temperature; 0 is greedy")
-    greedy: bool = Field(default=True, description="also measure greedy accuracy")
-    pass_at_k: list[Count] = Field(default_factory=list, description="report pass@k for these k")
-    max_completion_length: Count | None = Field(default=None, description="tokens of a completion; null: rloo's")
-    batch_size: Count = Field(default=128, description="completions generated at once")
-    thinking_budgets: list[Count] = Field(
-        default_factory=list, description="also measure accuracy with thinking closed at these tokens"
-    )
-    answer_budget: Count = Field(default=32, description="tokens left for the answer after a forced close")
-    num_completions: int = Field(default=10, ge=0, description="completions kept for the report")
+    num_prompts: Count | None = key(None, "held-out prompts that are used; null for all")
+    num_samples: Count = key(1, "completions of each prompt")
+    temperature: float = key(1.0, "sampling temperature; 0 is greedy", ge=0)
+    greedy: bool = key(True, "also measure greedy accuracy")
+    pass_at_k: list[Count] = key([], "report pass@k for these k")
+    max_completion_length: Count | None = key(None, "tokens of a completion; null: rloo's")
+    batch_size: Count = key(128, "completions generated at once")
+    thinking_budgets: list[Count] = key([], "also measure accuracy with thinking closed at these tokens")
+    answer_budget: Count = key(32, "tokens left for the answer after a forced close")
+    num_completions: int = key(10, "completions kept for the report", ge=0)
 
     @model_validator(mode="after")
     def _check_pass_at_k(self) -> "EvalSection":
