@@ -19,7 +19,7 @@ SETTINGS = {
     "min_width", "daemon", "check_hostname", "verify_mode", "version",  # rich, threading, ssl, email
 }  # fmt: skip
 # Objects of the kit: what `ctx` keeps for the backward pass, the function that stands in, engines that are measured,
-# the module that is made for tqdm, the config's notes; and a config that Unsloth changed, restored to the user's values.
+# the module that is made for tqdm, the config's notes; a config that Unsloth changed, restored to the user's values.
 OWN = {
     "gradient/logprobs.py: ctx.is_prepared", "gradient/logprobs.py: forward.without_scoring",
     "loop/options.py: setattr(cls, name)", "loop/options.py: RLOOConfig.__signature__",

@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional
 
-from rloo_kit.embedded import model as tiny_model
+from rloo_kit.data.tasks import LIMITS, draw_pair
+from rloo_kit.embedded import cold_start
+from rloo_kit.embedded.cold_start import PLANS, joint_logits
+from rloo_kit.embedded.model import RECIPE, RECORD, build
+from rloo_kit.embedded.tokenizer import KINDS, ROWS, build_tokenizer
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.think_tags import QWEN3_IDS, bind_think_tags
 
@@ -22,16 +28,12 @@ QUESTION = [{"role": "user", "content": "47+385="}]
 @pytest.fixture(scope="module")
 def tokenizers() -> dict[tuple[str, str], Any]:
     """Both kinds with both vocabularies."""
-    from rloo_kit.embedded.tokenizer import KINDS, ROWS, build_tokenizer
-
     return {(kind, vocabulary): build_tokenizer(kind, vocabulary) for kind in KINDS for vocabulary in ROWS}
 
 
 @pytest.fixture(scope="module")
 def short_plan() -> Any:
     """A cold start of half a second: it learns little, and everything around it is real."""
-    from rloo_kit.embedded.cold_start import PLANS
-
     return replace(PLANS["thinking"], steps=3, batch_size=8, hidden_size=64, intermediate_size=64, num_layers=1)
 
 
@@ -40,7 +42,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of two steps, built as a user's is: in a process of its own, into an empty cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLOO_KIT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return tiny_model.build(steps=2, report=lambda line: None)
+        return build(steps=2, report=lambda line: None)
 
 
 # -- tokenizer ---------------------------------------------------------------------------------------------------------
@@ -103,11 +105,6 @@ def test_template(tokenizers: dict[tuple[str, str], Any], kind: str, opened: str
 
 def test_shared_row_is_exactly_the_full_softmax() -> None:
     """ln n forgotten or doubled still trains; only the full table shows that the loss was another one's."""
-    import torch
-    from torch.nn import functional
-
-    from rloo_kit.embedded.cold_start import joint_logits
-
     generator = torch.Generator().manual_seed(0)
     rows, shared, hidden = (
         torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -128,12 +125,7 @@ def test_cold_start_trains_the_model_that_it_saves(
     tokenizers: dict[tuple[str, str], Any], short_plan: Any, vocabulary: str
 ) -> None:
     """Rows at the wrong ids, or a table written wrongly, would leave a model that never saw its own vocabulary."""
-    import torch
-    from torch.nn import functional
     from transformers import Qwen3ForCausalLM
-
-    from rloo_kit.embedded import cold_start
-    from rloo_kit.embedded.tokenizer import ROWS
 
     tokenizer = tokenizers["thinking", vocabulary]
     used = cold_start.used_ids(tokenizer)
@@ -158,10 +150,6 @@ def test_cold_start_trains_the_model_that_it_saves(
 
 def test_cold_start_learns_and_repeats_itself(tokenizers: dict[tuple[str, str], Any], short_plan: Any) -> None:
     """A demo that depended on what the caller had seeded would learn on one day and not on the next."""
-    import torch
-
-    from rloo_kit.embedded import cold_start
-
     tokenizer, plan = tokenizers["thinking", "compact"], replace(short_plan, steps=40, warmup_steps=5)
     losses: list[float] = []
     models = []
@@ -186,7 +174,7 @@ def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built: Path, monk
     monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
     monkeypatch.setattr("sys.executable", "/bin/false")  # a second cold start would fail
     said: list[str] = []
-    assert tiny_model.build(steps=2, report=said.append) == built and not said
+    assert build(steps=2, report=said.append) == built and not said
     assert [path.name for path in built.parent.iterdir()] == [built.name], "a workspace was left behind"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(built), AutoTokenizer.from_pretrained(built)
     assert type(model).__name__ == "Qwen3ForCausalLM" and model.config.vocab_size == 320
@@ -194,7 +182,7 @@ def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built: Path, monk
     assert model.generation_config.eos_token_id == [258, 256] and model.generation_config.pad_token_id == 256
     inputs = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     assert model.generate(**inputs, max_new_tokens=3).shape[1] <= inputs["input_ids"].shape[1] + 3
-    assert json.loads((built / tiny_model.RECORD).read_text())["plan"]["steps"] == 2
+    assert json.loads((built / RECORD).read_text())["plan"]["steps"] == 2
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"steps": 3}, {"kind": "instruct"}, {"vocabulary": "qwen3"}])
@@ -203,7 +191,7 @@ def test_other_content_is_another_entry(built: Path, change: dict[str, Any], mon
     monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(SetupError, match="cold start of embedded/.* exit code 1"):
-        tiny_model.build(**{"steps": 2} | change, report=lambda line: None)
+        build(**{"steps": 2} | change, report=lambda line: None)
 
 
 # Plan, tokenizer and the first demonstrations of each kind under each recipe. Where this changes, raise `RECIPE` and
@@ -214,9 +202,6 @@ FINGERPRINTS = {1: {"thinking": "b2032e999da3", "instruct": "3990bb8bf669"}}
 @pytest.mark.parametrize("kind", ["thinking", "instruct"])
 def test_the_recipe_is_the_one_of_its_number(kind: str, tokenizers: dict[tuple[str, str], Any]) -> None:
     """A cache keyed by name alone hands out last month's model after the builder has changed."""
-    from rloo_kit.data.tasks import LIMITS, draw_pair
-    from rloo_kit.embedded import cold_start
-
     plan, rng = cold_start.PLANS[kind], random.Random(0)
     tokenizer = tokenizers[kind, "compact"]
     used = cold_start.used_ids(tokenizer)
@@ -233,25 +218,17 @@ def test_the_recipe_is_the_one_of_its_number(kind: str, tokenizers: dict[tuple[s
     ]
     found += [tokenizer.chat_template, config]
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:12]
-    assert digest == FINGERPRINTS[tiny_model.RECIPE][kind]
+    assert digest == FINGERPRINTS[RECIPE][kind]
 
 
 def test_the_cache_knows_nothing_of_sources_and_machines(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The key was a hash of three source files and of library versions: an edited comment built the model again, and
     every adapter that had been trained on it was refused."""
-    assert built.name == f"thinking-compact-0-r{tiny_model.RECIPE}-2steps"
+    assert built.name == f"thinking-compact-0-r{RECIPE}-2steps"
     monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
     monkeypatch.setattr("sys.executable", "/bin/false")
-    monkeypatch.setattr(tiny_model, "version", lambda library: "0.0")
-    assert tiny_model.build(steps=2, report=lambda line: None) == built
-
-
-def test_an_adapter_finds_its_base_on_another_machine(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter records the path of its base; where that was another home's cache, its name says which model it is."""
-    monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    assert tiny_model.rebuild(built.name) == built
-    assert tiny_model.rebuild("Qwen3-0.6B") is None and tiny_model.rebuild("thinking-compact-0-r0") is None
+    monkeypatch.setattr("rloo_kit.embedded.model.version", lambda library: "0.0")
+    assert build(steps=2, report=lambda line: None) == built
 
 
 @pytest.mark.parametrize(
@@ -265,7 +242,7 @@ def test_an_adapter_finds_its_base_on_another_machine(built: Path, monkeypatch: 
 def test_what_cannot_be_built_is_refused(arguments: dict[str, Any], message: str) -> None:
     """A typo must not cost a minute first."""
     with pytest.raises(ConfigError, match=message):
-        tiny_model.build(**arguments)
+        build(**arguments)
 
 
 def program(folder: Path, text: str) -> str:
@@ -281,7 +258,7 @@ def test_a_failed_cold_start_says_why_and_leaves_nothing(tmp_path: Path, monkeyp
     monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("sys.executable", program(tmp_path, "touch $workspace/config.json; echo no memory >&2; exit 3"))
     with pytest.raises(SetupError, match="(?s)exit code 3; `rloo-kit doctor`.*last words:\nno memory"):
-        tiny_model.build(report=lambda line: None)
+        build(report=lambda line: None)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -296,7 +273,7 @@ def test_ctrl_c_ends_the_cold_start(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        tiny_model.build(report=interrupt)
+        build(report=interrupt)
     assert time.monotonic() - started < 20 and list((tmp_path / "cache").iterdir()) == []
 
 
@@ -305,8 +282,8 @@ def test_two_builds_at_once_keep_the_first(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
     other = 'end=$(echo "$workspace" | sed "s|/\\.|/|; s|-[^-]*$||"); mkdir "$end"; echo first > "$end/embedded.json"'
     monkeypatch.setattr("sys.executable", program(tmp_path, f"{other}; echo second > $workspace/embedded.json"))
-    folder = tiny_model.build(report=lambda line: None)
-    assert (folder / tiny_model.RECORD).read_text() == "first\n"
+    folder = build(report=lambda line: None)
+    assert (folder / RECORD).read_text() == "first\n"
     assert list((tmp_path / "cache").iterdir()) == [folder]
 
 
@@ -315,4 +292,4 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "file"))
     with pytest.raises(SetupError, match="cannot be kept in .*Set RLOO_KIT_CACHE to a folder"):
-        tiny_model.build()
+        build()

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from datasets import Dataset
 
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scorer
+from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.loop.trainer import RLOOTrainer
 
 EOS, THINK_END = 258, 260
 COMPLETIONS = [
@@ -39,11 +42,7 @@ def step(make_tiny_model, tiny_tokenizer, tmp_path):
     """`step(reward, **options)`: LoRA gradients of the first optimizer step, the trainer, and what was computed."""
 
     def run(reward=by_length, steps=1, completions=COMPLETIONS, model=None, attention="sdpa", **options):
-        from datasets import Dataset
         from peft import LoraConfig, get_peft_model
-
-        from rloo_kit.loop.options import RLOOConfig
-        from rloo_kit.loop.trainer import RLOOTrainer
 
         torch.manual_seed(1)
         config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])

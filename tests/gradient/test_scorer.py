@@ -226,11 +226,3 @@ def test_a_second_scorer_takes_the_models_calls_over(tiny_model: Any, groups: An
     """The temperature belongs to the scorer; wrapping the call again and again would go through every old one."""
     for temperature in (2.0, 0.5):
         compare(tiny_model, Scorer(tiny_model, temperature, pad_id=256), groups)
-
-
-def test_tokens_are_those_of_the_layout(tiny_model: Any, groups: Any) -> None:
-    """Passes are cut by what they cost: the shared prompt counts once."""
-    assert Scorer(tiny_model, 1.0, pad_id=256).tokens(groups) == 10 + 59
-    assert Scorer(tiny_model, 1.0, pad_id=256, layout="padded").tokens(groups) == 7 * 46
-    with pytest.raises(BackendError, match="layout is 'flat'"):
-        Scorer(tiny_model, 1.0, pad_id=256, layout="flat")

@@ -7,8 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from rloo_kit.loop import callbacks
+from rloo_kit.loop.callbacks import (
+    Interrupts,
+    LearningSignalGuard,
+    MetricsWriter,
+    ProgressLine,
+    RolloutLog,
+    SampleTable,
+)
+from rloo_kit.runs.health import SignalWatch
 from rloo_kit.runs.run_dir import RunDir
-from rloo_kit.think_tags import ThinkTags
+from rloo_kit.think_tags import ThinkTags, split_thinking
 
 TAGS = ThinkTags(start_id=259, end_id=260)
 PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n"
@@ -18,8 +28,6 @@ LOGS = {"loss": 0.0, "reward": 0.25, "rewards/answer_reward/mean": 0.5, "thinkin
 @pytest.fixture
 def clock(monkeypatch):
     """`clock.now` is what the callbacks take for the time, in seconds."""
-    from rloo_kit.loop import callbacks
-
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(callbacks.time, "monotonic", lambda: clock.now)
     return clock
@@ -27,13 +35,17 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def rollouts(tmp_path):
-    from rloo_kit.loop.callbacks import RolloutLog
-
     return RolloutLog(RunDir(tmp_path))
 
 
 def state(step, max_steps=20):
     return SimpleNamespace(global_step=step, max_steps=max_steps, is_world_process_zero=True)
+
+
+def begun(rollouts, every_s, step=0):
+    line = ProgressLine(rollouts, every_s)
+    line.on_train_begin(None, state(step), None)
+    return line
 
 
 def row(ids, **changes):
@@ -43,10 +55,7 @@ def row(ids, **changes):
 
 def test_progress_line_says_where_the_run_is(rollouts, clock, capsys):
     """A progress bar in a notebook that is run in batch is frozen at 0 %; a line is read as it comes."""
-    from rloo_kit.loop.callbacks import ProgressLine
-
-    line = ProgressLine(rollouts, every_s=5.0)
-    line.on_train_begin(None, state(0), None)
+    line = begun(rollouts, every_s=5.0)
     clock.now += 4
     rollouts([row([1] * 100), row([1] * 60)])
     line.on_log(None, state(5), None, logs=LOGS)
@@ -56,10 +65,7 @@ def test_progress_line_says_where_the_run_is(rollouts, clock, capsys):
 
 def test_progress_is_throttled_but_never_misses_the_first_and_the_last(rollouts, clock, capsys):
     """nbclient keeps every flush as an output of its own: a line a step makes a notebook of megabytes."""
-    from rloo_kit.loop.callbacks import ProgressLine
-
-    line = ProgressLine(rollouts, every_s=5.0)
-    line.on_train_begin(None, state(0), None)
+    line = begun(rollouts, every_s=5.0)
     for step in range(1, 21):
         clock.now += 1
         line.on_log(None, state(step), None, logs=LOGS)
@@ -71,10 +77,7 @@ def test_progress_is_throttled_but_never_misses_the_first_and_the_last(rollouts,
 
 def test_progress_keeps_what_the_last_rollout_said(rollouts, clock, capsys):
     """With num_iterations=2 every second step logs no reward, and half of the lines said nothing."""
-    from rloo_kit.loop.callbacks import ProgressLine
-
-    line = ProgressLine(rollouts, every_s=0.0)
-    line.on_train_begin(None, state(0), None)
+    line = begun(rollouts, every_s=0.0)
     for step, logs in enumerate([LOGS, {"loss": 0.1}, LOGS | {"reward": None}], start=1):
         clock.now += 1
         line.on_log(None, state(step), None, logs=logs)
@@ -85,10 +88,7 @@ def test_progress_keeps_what_the_last_rollout_said(rollouts, clock, capsys):
 
 def test_an_interrupted_run_prints_its_last_step(rollouts, clock, capsys):
     """The last line that was printed is where people take a stopped run to be."""
-    from rloo_kit.loop.callbacks import ProgressLine
-
-    line = ProgressLine(rollouts, every_s=1000.0)
-    line.on_train_begin(None, state(0), None)
+    line = begun(rollouts, every_s=1000.0)
     for step in (1, 2, 3):
         line.on_log(None, state(step), None, logs=LOGS)
     line.on_train_end(None, state(3), None)
@@ -97,10 +97,7 @@ def test_an_interrupted_run_prints_its_last_step(rollouts, clock, capsys):
 
 def test_eta_of_a_resumed_run_counts_its_own_steps(rollouts, clock, capsys):
     """Divided by all steps, those of yesterday included, the time left came out far too short."""
-    from rloo_kit.loop.callbacks import ProgressLine
-
-    line = ProgressLine(rollouts, every_s=0.0)
-    line.on_train_begin(None, state(10), None)
+    line = begun(rollouts, every_s=0.0, step=10)
     clock.now += 60
     line.on_log(None, state(11), None, logs=LOGS)
     assert "eta 9:00" in capsys.readouterr().out
@@ -108,8 +105,6 @@ def test_eta_of_a_resumed_run_counts_its_own_steps(rollouts, clock, capsys):
 
 def test_metrics_are_written_as_they_come(tmp_path, clock):
     """A run that is killed keeps every step that it logged; the trainer's summary at the end is no step."""
-    from rloo_kit.loop.callbacks import MetricsWriter
-
     run_dir = RunDir(tmp_path)
     writer = MetricsWriter(run_dir)
     writer.on_train_begin(None, state(0), None)
@@ -120,13 +115,6 @@ def test_metrics_are_written_as_they_come(tmp_path, clock):
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(entry["step"], entry["reward"], entry["seconds"]) for entry in written] == [(1, 0.25, 0.0), (2, None, 2.5)]
     assert run_dir.status()["step"] == 2 and run_dir.status()["max_steps"] == 20
-
-
-def test_rollouts_carry_the_step_that_they_train(rollouts, tmp_path):
-    """Counted from the steps done before, completions stood beside the metrics of the step before theirs."""
-    rollouts([row([1, 2], step=4)])
-    written = json.loads((tmp_path / "rollouts.jsonl").read_text())
-    assert written["step"] == 5 and written["completion_ids"] == [1, 2] and rollouts.completion_tokens == 2
 
 
 @pytest.mark.parametrize(
@@ -143,8 +131,6 @@ def test_rollouts_carry_the_step_that_they_train(rollouts, tmp_path):
 )
 def test_thinking_and_answer_are_parted_by_token_id(text, opened, expected, tiny_tokenizer):
     """A completion that is cut off inside its thinking has no answer, however much its last line looks like one."""
-    from rloo_kit.think_tags import split_thinking
-
     ids = tiny_tokenizer(text)["input_ids"]
     assert split_thinking(ids, tiny_tokenizer, TAGS, opened) == expected
 
@@ -152,7 +138,6 @@ def test_thinking_and_answer_are_parted_by_token_id(text, opened, expected, tiny
 def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, capsys):
     """Markup of rich in a completion, [/bold] for one, must not be taken for markup: it raises. A completion that
     moves the cursor (a model may write any byte) must not draw over the table."""
-    from rloo_kit.loop.callbacks import SampleTable
 
     def ids(text):
         return tiny_tokenizer(text)["input_ids"]
@@ -180,8 +165,6 @@ def test_sample_table_shows_thinking_and_answer_apart(rollouts, tiny_tokenizer, 
 @pytest.mark.parametrize(("every", "samples"), [(0, 2), (5, 0)])
 def test_no_table_where_none_is_wanted(every, samples, rollouts, tiny_tokenizer, capsys):
     """run.sample_every_steps=0 used as "never" must not divide by zero."""
-    from rloo_kit.loop.callbacks import SampleTable
-
     rollouts([row([1])])
     table = SampleTable(rollouts, tiny_tokenizer, TAGS, "thinking", every, samples)
     table.on_log(None, state(5), None, logs=LOGS)
@@ -194,9 +177,6 @@ def control():
 
 def test_signal_guard_warns_and_stops_only_where_it_may(capsys):
     """A run that stops itself unasked is as bad as one that never says anything."""
-    from rloo_kit.loop.callbacks import LearningSignalGuard
-    from rloo_kit.runs.health import SignalWatch
-
     tied = LOGS | {"frac_reward_zero_std": 1.0}
     for stop in (False, True):
         guard, flags = LearningSignalGuard(SignalWatch(2, {"num_generations": 4}), stop), control()
@@ -209,8 +189,6 @@ def test_signal_guard_warns_and_stops_only_where_it_may(capsys):
 
 def test_first_signal_waits_for_the_step_and_the_second_does_not(capsys):
     """In a long step nothing seems to happen after Ctrl-C, and people kill the process with everything in it."""
-    from rloo_kit.loop.callbacks import Interrupts
-
     flags = control()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with Interrupts() as interrupts:
@@ -228,8 +206,6 @@ def test_first_signal_waits_for_the_step_and_the_second_does_not(capsys):
 
 def test_a_half_done_update_is_known_as_such():
     """Weights that are updated and an optimizer step that is not counted make a checkpoint of no step at all."""
-    from rloo_kit.loop.callbacks import Interrupts
-
     interrupts = Interrupts()
     assert interrupts.between_steps
     interrupts.on_pre_optimizer_step(None, state(1), control())

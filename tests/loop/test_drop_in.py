@@ -1,18 +1,20 @@
 """TRL code of today, the published recipe of yesterday, and our rewards in a bare TRL trainer."""
 
+import inspect
 import warnings
 
 import pytest
+from datasets import Dataset
 
 import rewards
+from rloo_kit import RLOOConfig, RLOOTrainer
+from rloo_kit.loop.trainer import FURTHER_ARGUMENTS
 
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
 
 
 @pytest.fixture
 def prompts():
-    from datasets import Dataset
-
     return Dataset.from_dict(
         {"prompt": [f"{n}+1=<think>\n" for n in range(8)], "answer": [str(n + 1) for n in range(8)]}
     )
@@ -21,8 +23,6 @@ def prompts():
 def test_todays_trl_code_runs_with_only_its_import_changed(make_tiny_model, tiny_tokenizer, prompts, tmp_path):
     """A drop-in that asks for a keyword of its own is none."""
     from peft import LoraConfig
-
-    from rloo_kit import RLOOConfig, RLOOTrainer
 
     training_args = RLOOConfig(
         output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=2, max_steps=2,
@@ -43,12 +43,7 @@ def test_todays_trl_code_runs_with_only_its_import_changed(make_tiny_model, tiny
 
 def test_arguments_are_taken_by_position_as_in_trl(tiny_folder, tiny_tokenizer, prompts, tmp_path):
     """`RLOOTrainer(model, reward, args, dataset, None, tokenizer)` is valid TRL code."""
-    import inspect
-
     import trl
-
-    from rloo_kit import RLOOConfig, RLOOTrainer
-    from rloo_kit.loop.trainer import FURTHER_ARGUMENTS
 
     stock = next(c for c in reversed(trl.RLOOTrainer.__mro__) if c.__name__ == "RLOOTrainer")
     assert list(inspect.signature(stock).parameters)[5:] == list(FURTHER_ARGUMENTS)
@@ -59,8 +54,6 @@ def test_arguments_are_taken_by_position_as_in_trl(tiny_folder, tiny_tokenizer, 
 
 def test_a_trainer_without_args_runs_on_the_cpu(tiny_folder, tiny_tokenizer, prompts, tmp_path, monkeypatch):
     """TRL makes a config of its own then, which asks for bf16 and raises without an accelerator."""
-    from rloo_kit import RLOOConfig, RLOOTrainer
-
     monkeypatch.chdir(tmp_path)  # its folder is made where the process stands
     trainer = RLOOTrainer(str(tiny_folder), rewards.length_reward, train_dataset=prompts)
     assert isinstance(trainer.args, RLOOConfig)
@@ -69,7 +62,6 @@ def test_a_trainer_without_args_runs_on_the_cpu(tiny_folder, tiny_tokenizer, pro
 
 def test_weights_count_beside_a_reward_that_has_none(tiny_folder, tiny_tokenizer, prompts, tmp_path):
     """One plain function in the list made the weights of all others 1, in silence."""
-    from rloo_kit import RLOOConfig, RLOOTrainer
 
     def weighted(completions, **_):
         return [0.0] * len(completions)
@@ -85,8 +77,6 @@ def test_weights_count_beside_a_reward_that_has_none(tiny_folder, tiny_tokenizer
 def test_the_published_recipe_runs_as_written(tiny_folder, tiny_tokenizer, prompts, tmp_path):
     """It names `kl_coef`, `num_ppo_epochs`, `cliprange`, `rloo_k` and `reward_model=`, all of them gone from TRL."""
     from transformers import AutoModelForCausalLM
-
-    from rloo_kit import RLOOConfig, RLOOTrainer
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

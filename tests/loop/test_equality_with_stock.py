@@ -4,8 +4,14 @@ Stock TRL scores through a Triton kernel that needs an accelerator. Inside these
 for that kernel and nothing else; its trainer, its padding and its loss are its own.
 """
 
+from importlib.util import find_spec
+
 import pytest
 import torch
+from datasets import Dataset
+
+from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.loop.trainer import RLOOTrainer
 
 RELATIVE = 1e-5
 COMPLETIONS = [
@@ -54,8 +60,6 @@ def reward_unless_72(completion_ids, **_):
 
 
 def _make(trainer_class, config_class, model, tokenizer, folder, rewards, **options):
-    from datasets import Dataset
-
     prompts = ["What is 1+1?", "Hi", "A much longer prompt than the others", "x"]
     config = config_class(
         output_dir=str(folder),
@@ -133,9 +137,6 @@ def test_equal_to_stock_trl(case, stock_head, make_tiny_model, tiny_tokenizer, t
     """A subclass that drifts from what it stands in for would train something else under the same name."""
     import trl
 
-    from rloo_kit.loop.options import RLOOConfig
-    from rloo_kit.loop.trainer import RLOOTrainer
-
     rewards, options = CASES[case]
     results = []
     for trainer_class, config_class in ((trl.RLOOTrainer, trl.RLOOConfig), (RLOOTrainer, RLOOConfig)):
@@ -163,9 +164,6 @@ def test_fresh_adapter_needs_no_copy_as_reference(stock_head, make_tiny_model, t
     """TRL copies every adapter as "ref"; for an untrained one the base model is the same reference, and free."""
     import trl
 
-    from rloo_kit.loop.options import RLOOConfig
-    from rloo_kit.loop.trainer import RLOOTrainer
-
     results = []
     for trainer_class, config_class in ((trl.RLOOTrainer, trl.RLOOConfig), (RLOOTrainer, RLOOConfig)):
         model = _lora(make_tiny_model(), trained=False)
@@ -179,9 +177,6 @@ def test_fresh_adapter_needs_no_copy_as_reference(stock_head, make_tiny_model, t
 
 def test_on_policy_ratio_is_exactly_one(make_tiny_model, tiny_tokenizer, tmp_path):
     """Phantom clipping: two passes over one policy differ by rounding; summed over a thought it leaves the range."""
-    from rloo_kit.loop.options import RLOOConfig
-    from rloo_kit.loop.trainer import RLOOTrainer
-
     trainer = _make(RLOOTrainer, RLOOConfig, _lora(make_tiny_model()), tiny_tokenizer, tmp_path, [reward_by_length])
     advantages, loss, _ = _batch_loss_gradients(trainer)
     metrics = trainer._metrics["train"]
@@ -189,3 +184,34 @@ def test_on_policy_ratio_is_exactly_one(make_tiny_model, tiny_tokenizer, tmp_pat
     assert metrics["val/ratio_var"] == [0.0]
     assert metrics["clip_ratio/region_mean"] == [0.0]
     assert loss.item() == pytest.approx(-advantages.mean().item(), abs=1e-6)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_a_4bit_policy_moves_in_our_trainer_and_not_in_trls(stock_head, make_tiny_model, tiny_tokenizer, tmp_path):
+    """TRL casts the adapter of a quantised model to bf16, where 0.01 + 1e-6 is 0.01: its default
+    learning rate. After two real steps of each trainer TRL's has only moved values next to zero."""
+    import trl
+    from peft import prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    make_tiny_model(hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path / "model")
+    options = {"lr_scheduler_type": "constant", "max_steps": 2, "weight_decay": 0.0, "beta": 0.0, "learning_rate": 1e-6}
+    shares = {}
+    for trainer_class, config_class in ((trl.RLOOTrainer, trl.RLOOConfig), (RLOOTrainer, RLOOConfig)):
+        quantised = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model",
+            quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+            dtype=torch.float32,
+        )
+        model = _lora(prepare_model_for_kbit_training(quantised, use_gradient_checkpointing=False))
+        folder = tmp_path / trainer_class.__module__
+        trainer = _make(trainer_class, config_class, model, tiny_tokenizer, folder, [reward_by_length], **options)
+        trained = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad and ".ref." not in n}
+        before = {name: parameter.detach().clone() for name, parameter in trained.items()}
+        trainer.train()
+        moved = sum((parameter != before[name]).sum().item() for name, parameter in trained.items())
+        dtypes = {parameter.dtype for parameter in trained.values()}
+        shares[trainer_class.__module__] = (moved / sum(p.numel() for p in trained.values()), dtypes)
+    (stock, stock_dtypes), (ours, our_dtypes) = shares.values()
+    assert stock_dtypes == {torch.bfloat16} and our_dtypes == {torch.float32}
+    assert stock < 0.02 and ours > 0.98, (stock, ours)

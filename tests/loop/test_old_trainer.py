@@ -5,7 +5,9 @@ import warnings
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
+import rewards
 from rloo_kit.config.old_names import TRAINER_NAMES
 from rloo_kit.errors import ConfigError
 from rloo_kit.loop.old_trainer import prepare_old_dataset, translate_trainer_arguments
@@ -114,7 +116,6 @@ def test_a_function_of_texts_still_gets_texts(tiny_tokenizer: Any) -> None:
 
 def test_rewards_of_todays_convention_stay_as_they_are(tiny_model: Any) -> None:
     """The published recipe passes a function of today's convention as `reward_model=`."""
-    import rewards
 
     def only_completions(completions: list[str]) -> list[float]:
         return [0.0] * len(completions)
@@ -134,8 +135,6 @@ def test_rewards_of_todays_convention_stay_as_they_are(tiny_model: Any) -> None:
 
 def test_tokenized_data_sets_are_decoded(tiny_tokenizer: Any) -> None:
     """Old scripts tokenized the prompts themselves; today's trainer looks for a column `prompt` and finds none."""
-    from datasets import Dataset
-
     text = "<|im_start|>user\n2+2?<|im_end|>\n<think>\n"
     ids = tiny_tokenizer.encode(text)
     pad = [tiny_tokenizer.pad_token_id] * 2
@@ -149,8 +148,6 @@ def test_tokenized_data_sets_are_decoded(tiny_tokenizer: Any) -> None:
 
 def test_data_sets_of_today_are_left_alone(tiny_tokenizer: Any) -> None:
     """A prompt beside ids wins; a streamed data set without known columns is not read ahead."""
-    from datasets import Dataset
-
     today = Dataset.from_dict({"prompt": ["a"], "input_ids": [[1]]})
     assert prepare_old_dataset(today, tiny_tokenizer) is today and prepare_old_dataset(None, None) is None
     assert prepare_old_dataset({"test": today}, None) == {"test": today}

@@ -8,6 +8,9 @@ import pytest
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
+from rloo_kit.loop import options
+from rloo_kit.loop.options import RLOOConfig, refuse_sampling_filters
+from rloo_kit.loop.run import training_arguments
 
 MINIMAL: dict[str, Any] = {
     "model": {"name": "some/model"},
@@ -19,8 +22,6 @@ MINIMAL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def config_class() -> Any:
-    from rloo_kit.loop.options import RLOOConfig
-
     return RLOOConfig
 
 
@@ -70,8 +71,6 @@ def test_trls_own_config_is_asked_too(tmp_path: Path) -> None:
     """A script that hands the trainer `trl.RLOOConfig(top_p=0.9)` never passes through the kit's class."""
     import trl
 
-    from rloo_kit.loop.options import refuse_sampling_filters
-
     refuse_sampling_filters(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False))
     with pytest.raises(ConfigError, match="top_p is 0.9"):
         refuse_sampling_filters(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False, top_p=0.9))
@@ -79,8 +78,6 @@ def test_trls_own_config_is_asked_too(tmp_path: Path) -> None:
 
 def test_every_key_of_a_file_arrives(config_class: Any, tmp_path: Path) -> None:
     """A key that the file takes and the loop never sees is a setting that does nothing."""
-    from rloo_kit.loop.run import training_arguments
-
     chosen: dict[str, Any] = {
         "kl_form": "length_normalized", "ratio_form": "per_token", "delta": 4.0, "baseline": "group_mean",
         "baseline_includes_masked": False, "normalize_rewards": "running", "sampler_correction": "token",
@@ -104,8 +101,6 @@ def test_every_key_of_a_file_arrives(config_class: Any, tmp_path: Path) -> None:
 
 def test_both_sides_have_the_same_defaults_and_choices(config_class: Any, tmp_path: Path) -> None:
     """A notebook that builds `RLOOConfig` itself and a file that says nothing are the same run."""
-    from rloo_kit.loop import options
-
     run, config = RunConfig.model_validate(MINIMAL), config_class(str(tmp_path))
     sides = dict(run.rloo) | {f"rollout_{name}": value for name, value in run.rollout}
     sides |= dict(run.run) | {"resample_rounds": run.rollout.resample_rounds}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +49,6 @@ def launch(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`launch(processes, cases, words, sharding=None)`: the cases in so many processes, started by `words`."""
 
     def start(processes: int, cases: dict[str, Any], words: list[str], sharding: str | None = None) -> Found:
-        import torch
-
         out = tmp_path_factory.mktemp("parallel") / "step"
         settings = {"folder": str(tiny_folder), "out": str(out), "processes": processes, "sharding": sharding}
         command = [sys.executable, *words, str(HERE / "parallel_step.py"), json.dumps(settings | {"cases": cases})]
@@ -105,8 +104,6 @@ def test_two_processes_make_the_steps_of_one(case: str, single: Found, both: tup
 
     A process without signal makes no pass of its own: DDP's reducer and FSDP's gathers would wait for it forever.
     """
-    import torch
-
     kind, found = both
     expected, ours = single[case][0], found[case]
     assert {one["kind"] for one in ours} == {"replicas" if kind == "replicas" else "shards"}

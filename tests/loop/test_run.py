@@ -5,11 +5,21 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from rewards import thinking_reward
+from rloo_kit import build_rewards, load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError, RewardError, RunExistsError
+from rloo_kit.loop.callbacks import RolloutLog
+from rloo_kit.loop.run import mixed_precision
+from rloo_kit.rollout.engine import generate_completions
+from rloo_kit.runs.files import saved_paths
+from rloo_kit.runs.run_dir import open_runs
+from rloo_kit.system import environment
 
 CONFIG = """
 run: {{output_dir: {output}, evaluate: false, progress_every_s: 0, sample_every_steps: 2}}
@@ -55,8 +65,6 @@ def start(write_config):
     """`start("rloo.max_steps=2", rewards=[...], resume=True)`: load everything afresh, train, return the result."""
 
     def run(*overrides, rewards=(by_ids,), policy=None, **options):
-        from rloo_kit import load_config, load_data, load_policy, train
-
         config = load_config(write_config(), *overrides)
         policy = policy or load_policy(config)
         run.policy = policy
@@ -66,9 +74,13 @@ def start(write_config):
 
 
 def adapter_weights(result):
-    from safetensors.torch import load_file
-
     return load_file(result.adapter_folder / "adapter_model.safetensors")
+
+
+def assert_same_weights(one, other):
+    weights = adapter_weights(other)
+    for name, tensor in adapter_weights(one).items():
+        assert torch.equal(tensor, weights[name]), name
 
 
 def status(result_or_folder):
@@ -95,6 +107,7 @@ def test_a_run_leaves_everything_in_its_folder(start, capsys):
         assert row["rewards"] == {"by_ids": pytest.approx(sum(row["completion_ids"]) % 17 / 17)}
         assert {"thinking_tokens", "closed", "advantage", "reward"} <= set(row)
     assert [row["step"] for row in lines(result.folder, "metrics.jsonl")] == [1, 2]
+    assert all(tensor.any() for name, tensor in adapter_weights(result).items() if "lora_B" in name), "it has trained"
     printed = capsys.readouterr().out
     assert "step 1/2 | reward" in printed and "tok/s | eta" in printed
     assert "{'loss'" not in printed and "%|" not in printed, "the libraries' own printing is off"
@@ -110,26 +123,9 @@ def test_every_metric_is_explained(start, repository):
     assert missing == []
 
 
-def test_training_moves_the_adapter_and_nothing_else(start, tiny_folder):
-    """An adapter that is saved as it started is the quietest way to train nothing."""
-    from safetensors.torch import load_file
-
-    result = start("rloo.max_steps=2")
-    weights = adapter_weights(result)
-    assert all(tensor.abs().max() > 0 for name, tensor in weights.items() if "lora_B" in name)
-    base = load_file(tiny_folder / "model.safetensors")
-    trained = {name: tensor for name, tensor in start.policy.model.named_parameters() if "lora" not in name}
-    for name, tensor in base.items():
-        found = next(value for key, value in trained.items() if name.replace(".weight", "") in key)
-        assert torch.equal(found, tensor), name
-
-
 def test_the_model_decodes_by_itself_after_training(write_config):
     """Left in training mode, a model with checkpointing throws its cache away at each token and `generate` goes on from
     the last one alone: fluent nonsense, and one warning among many."""
-    from rloo_kit import build_rewards, load_config, load_data, load_policy, train
-    from rloo_kit.rollout.engine import generate_completions
-
     config = load_config(write_config(), "model.gradient_checkpointing=true", "rloo.max_steps=1")
     policy = load_policy(config)
     with torch.no_grad():
@@ -158,22 +154,17 @@ def test_resume_equals_a_run_that_was_never_cut(num_prompts, start):
     """A resume that loses the optimizer, the sampler's place or the random state trains another run; with 5 prompts,
     3 of them for training, a step is a pass, and TRL's sampler shuffles a second pass as it did the first."""
     data = f"data.num_prompts={num_prompts}"
-    whole = adapter_weights(start("rloo.max_steps=4", "run.name=whole", data))
+    whole = start("rloo.max_steps=4", "run.name=whole", data)
     start("rloo.max_steps=2", data)
     result = start("rloo.max_steps=4", data, resume=True)
     assert [row["step"] for row in result.metrics] == [1, 2, 3, 4]
     assert [row["step"] for row in lines(result.folder, "metrics.jsonl")] == [1, 2, 3, 4]
-    assert [row["step"] for row in lines(result.folder, "rollouts.jsonl")] == [
-        n for n in (1, 2, 3, 4) for _ in range(8)
-    ]
-    for name, tensor in adapter_weights(result).items():
-        assert torch.equal(tensor, whole[name]), name
+    assert [row["step"] for row in lines(result.folder, "rollouts.jsonl")] == [*[1] * 8, *[2] * 8, *[3] * 8, *[4] * 8]
+    assert_same_weights(result, whole)
 
 
 def test_resume_of_a_run_that_trains_every_parameter(start):
     """Without an adapter the whole model is the state, and the reference is the model as it was published."""
-    from safetensors.torch import load_file
-
     everything = ["model.lora=null", "rloo.beta=0.5", "rloo.learning_rate=1e-3"]
     whole = start("rloo.max_steps=3", "run.name=whole", *everything)
     start("rloo.max_steps=2", *everything)
@@ -192,8 +183,7 @@ def test_resume_keeps_the_reference_of_a_continued_adapter(start):
     whole = start("rloo.max_steps=4", *going_on, "run.name=whole")
     start("rloo.max_steps=2", *going_on)
     result = start("rloo.max_steps=4", *going_on, resume=True)
-    for name, tensor in adapter_weights(result).items():
-        assert torch.equal(tensor, adapter_weights(whole)[name]), name
+    assert_same_weights(result, whole)
     assert result.metrics[-1]["kl"] == pytest.approx(whole.metrics[-1]["kl"], abs=1e-6)
 
 
@@ -221,8 +211,7 @@ def test_resume_of_a_finished_run_loads_it_and_trains_no_step(start, capsys):
     first = start("rloo.max_steps=2")
     again = start("rloo.max_steps=2", resume=True)
     assert again.steps == 2 and again.stopped is None and "finished already" in capsys.readouterr().out
-    for name, tensor in adapter_weights(again).items():
-        assert torch.equal(tensor, adapter_weights(first)[name]), name
+    assert_same_weights(again, first)
 
 
 def test_ctrl_c_saves_after_the_step_and_says_how_to_go_on(start, capsys):
@@ -241,9 +230,7 @@ def test_ctrl_c_saves_after_the_step_and_says_how_to_go_on(start, capsys):
     assert (result.adapter_folder / "adapter_model.safetensors").exists()
     assert status(result)["state"] == "interrupted" and "resume=True" in status(result)["resume"]
     printed = capsys.readouterr().out
-    assert (
-        "stopping after this step" in printed and "interrupted at step 2 of 4" in printed and "resume=True" in printed
-    )
+    assert "interrupted at step 2 of 4" in printed and "resume=True" in printed
     assert signal.getsignal(signal.SIGINT) is before, "the process gets its handler back"
     assert start(rewards=[interrupting], resume=True).steps == 4
 
@@ -265,8 +252,6 @@ def test_a_second_ctrl_c_stops_at_once_and_still_saves(start):
 
 def test_a_crash_is_recorded_and_the_folder_is_free_again(start, tmp_path):
     """`status.json` that says "running" for a process that died keeps everybody waiting."""
-
-    from rloo_kit.loop.callbacks import RolloutLog
 
     def full_disk(self, rows):
         raise OSError("no space left")
@@ -307,8 +292,6 @@ def endless_folder(tmp_path, make_tiny_model, tiny_tokenizer):
 def test_the_published_recipe_says_that_it_learns_nothing(start, capsys, endless_folder):
     """The published Qwen3-Thinking recipe: 128 tokens and -1.0 without </think>. A Thinking model does not close its
     thoughts that early, so every completion earns -1.0, all advantages are zero and the run trains nothing."""
-    from rewards import thinking_reward
-
     recipe = ["rloo.max_completion_length=128", "model.max_seq_length=256", f"model.name={endless_folder}"]
     result = start(*recipe, "rloo.beta=0.05", "rloo.max_steps=4", "run.no_signal_steps=2", rewards=[thinking_reward])
     assert [row["reward"] for row in result.metrics] == [-1.0] * 4
@@ -338,11 +321,6 @@ def test_equal_rewards_are_noticed_behind_a_kl_penalty(start, capsys):
 
 def test_precision_of_the_file_wins_over_the_environment(monkeypatch):
     """ACCELERATE_MIXED_PRECISION, left over from another run, beats `bf16=False` and trains in another precision."""
-    from types import SimpleNamespace
-
-    from rloo_kit.loop.run import mixed_precision
-    from rloo_kit.system import environment
-
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
 
     def run(bf16, fp16):
@@ -357,9 +335,6 @@ def test_precision_of_the_file_wins_over_the_environment(monkeypatch):
 
 def test_a_run_is_open_while_it_trains_and_its_saves_are_known(start):
     """Whoever ends the kernel asks for both; a trainer that saved unnoticed would be cut in the middle of a file."""
-    from rloo_kit.runs.files import saved_paths
-    from rloo_kit.runs.run_dir import open_runs
-
     seen = []
 
     def watching(completion_ids, **_):
@@ -379,8 +354,6 @@ def test_a_run_is_open_while_it_trains_and_its_saves_are_known(start):
 @pytest.mark.slow
 def test_the_command_trains_alike_however_the_batch_is_split(write_config, tmp_path):
     """Who lowers the batch to save memory and raises the accumulation must get the run that was meant, not another."""
-    from safetensors.torch import load_file
-
     (tmp_path / "own.py").write_text(
         "def by_ids(completion_ids, **_):\n    return [sum(ids) % 17 for ids in completion_ids]"
     )

@@ -11,29 +11,12 @@ THINK_END, EOS = 260, 258
 
 
 @pytest.fixture
-def make_trainer(make_tiny_model, tiny_tokenizer, tmp_path):
-    """`make_trainer(reward, **options)`: our trainer, K 4, two groups a step, the kit's own engine."""
+def make_trainer(make_trainer):
+    """`make_trainer(reward, **options)`: two groups a step by the kit's own engine, without a KL penalty."""
+    defaults = {"max_completion_length": 12, "per_device_train_batch_size": 8, "max_steps": 1, "beta": 0.0}
 
     def build(reward, prompts=8, **options):
-        from datasets import Dataset
-        from peft import LoraConfig
-
-        from rloo_kit.loop.options import RLOOConfig
-        from rloo_kit.loop.trainer import RLOOTrainer
-
-        settings = {
-            "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "report_to": "none",
-            "disable_tqdm": True, "max_completion_length": 12, "per_device_train_batch_size": 8, "num_generations": 4,
-            "max_steps": 1, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "beta": 0.0,
-        } | options  # fmt: skip
-        trainer = RLOOTrainer(
-            model=make_tiny_model(),
-            reward_funcs=reward,
-            args=RLOOConfig(**settings),
-            train_dataset=Dataset.from_dict({"prompt": [f"<|im_start|>user {n}<think>\n" for n in range(prompts)]}),
-            processing_class=tiny_tokenizer,
-            peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]),
-        )
+        trainer = make_trainer(reward, prompts=prompts, **defaults | options)
         trainer.rows = []
         trainer.rollout_listeners.append(trainer.rows.extend)
         return trainer

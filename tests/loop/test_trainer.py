@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+from datasets import Dataset
 
-from rloo_kit.errors import ConfigError, DataError, RewardError
+from rloo_kit.errors import ConfigError, DataError, NonFiniteError, RewardError
+from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.loop.trainer import RLOOTrainer
 
 THINK_END, EOS = 260, 258
 TRL_METRICS = {
@@ -25,35 +28,12 @@ def by_length(completion_ids, **_):
 
 
 @pytest.fixture
-def make_trainer(make_tiny_model, tiny_tokenizer, tmp_path):
-    """`make_trainer(rewards, completions=..., **options)`: our trainer on eight prompts, micro-batches of one group."""
+def make_trainer(make_trainer):
+    """`make_trainer(rewards, completions=..., **options)`: micro-batches of one group, two of them a step."""
+    defaults = {"max_completion_length": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 
     def build(rewards=by_length, completions=None, model=None, lora=True, **options):
-        from datasets import Dataset
-        from peft import LoraConfig
-
-        from rloo_kit.loop.options import RLOOConfig
-        from rloo_kit.loop.trainer import RLOOTrainer
-
-        settings = {
-            "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "report_to": "none",
-            "disable_tqdm": True, "max_completion_length": 6, "per_device_train_batch_size": 4, "num_generations": 4,
-            "gradient_accumulation_steps": 2, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1,
-            "save_strategy": "no",
-        } | options  # fmt: skip
-        prompts = Dataset.from_dict({"prompt": [f"<|im_start|>user {n}<think>\n" for n in range(8)]})
-        trainer = RLOOTrainer(
-            model=model or make_tiny_model(),
-            reward_funcs=rewards,
-            args=RLOOConfig(**settings),
-            train_dataset=prompts,
-            eval_dataset=prompts.select(range(2)) if "eval_strategy" in options else None,
-            processing_class=tiny_tokenizer,
-            peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if lora else None,
-        )
-        if completions is not None:
-            trainer._generate_single_turn = lambda prompt_ids, *_: [list(ids) for ids in completions[: len(prompt_ids)]]
-        return trainer
+        return make_trainer(rewards, completions, model, lora, **defaults | {"max_steps": 2} | options)
 
     return build
 
@@ -304,8 +284,6 @@ def test_a_broken_token_costs_one_step_of_those_that_use_its_rollout(value, form
 
 def test_steps_that_stay_broken_stop_the_run_with_a_saved_state(make_trainer, tmp_path):
     """A policy that has blown up trained on nothing for the rest of the night."""
-    from rloo_kit.errors import NonFiniteError
-
     trainer = make_trainer(beta=0.5, max_steps=9, max_skipped_steps=2)
 
     def broken(model, groups):
@@ -317,27 +295,6 @@ def test_steps_that_stay_broken_stop_the_run_with_a_saved_state(make_trainer, tm
         trainer.train()
     assert trainer.state.global_step == 1
     assert (tmp_path / "run" / "checkpoint-1" / "adapter_model.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    ("accumulation", "steps_per_generation", "iterations", "on_policy"),
-    [(2, 2, 1, True), (2, 1, 1, True), (4, 2, 2, True), (2, 4, 1, False), (2, 2, 2, False), (1, 1, 2, False)],
-)
-def test_on_policy_is_recognised(accumulation, steps_per_generation, iterations, on_policy, make_trainer):
-    """Stop-gradient on stale completions would drop the importance ratio; the extra pass on fresh ones is only time."""
-    trainer = make_trainer(
-        gradient_accumulation_steps=accumulation, steps_per_generation=steps_per_generation, num_iterations=iterations
-    )
-    assert trainer._on_policy is on_policy
-
-
-def test_off_policy_run_clips_and_trains(make_trainer):
-    """With `num_iterations` above 1 the second pass over a batch must see a ratio that is not 1."""
-    trainer = make_trainer(num_iterations=3, learning_rate=0.3, max_steps=3, gradient_accumulation_steps=1, beta=0.0)
-    trainer.train()
-    ratios = [logs["val/ratio_var"] for logs in trainer.state.log_history if "val/ratio_var" in logs]
-    assert ratios[0] < 1e-9
-    assert max(ratios[1:]) > 1e-6
 
 
 def test_resume_goes_on_inside_a_window(make_trainer, tmp_path):
@@ -417,25 +374,15 @@ def test_shuffled_windows_hold_every_row(make_trainer):
     assert sorted(order) == list(range(8)) and order[0] % 4 == 0 and order[3] == order[0] + 3
 
 
-@pytest.mark.parametrize("wrapped_by", ["TRL", "us"])
-def test_the_adapter_of_a_quantised_model_stays_in_float32(wrapped_by, tiny_folder, tiny_tokenizer, tmp_path):
+def test_the_adapter_that_trl_makes_for_a_quantised_model_stays_in_float32(tiny_folder, tiny_tokenizer, tmp_path):
     """TRL casts it to bf16, where 0.01 + 1e-6 is 0.01: a run at the default learning rate that never moves."""
-    from datasets import Dataset
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
 
-    from rloo_kit.loop.options import RLOOConfig
-    from rloo_kit.loop.trainer import RLOOTrainer
-
-    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    lora = LoraConfig(r=2, target_modules=["q_proj"])
-    if wrapped_by == "us":
-        base = AutoModelForCausalLM.from_pretrained(tiny_folder, quantization_config=four_bit, dtype=torch.float32)
-        arguments = {"model": get_peft_model(base, lora)}
-    else:
-        arguments = {"model": str(tiny_folder), "quantization_config": four_bit, "peft_config": lora}
     trainer = RLOOTrainer(
-        **arguments,
+        model=str(tiny_folder),
+        quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        peft_config=LoraConfig(r=2, target_modules=["q_proj"]),
         reward_funcs=by_length,
         args=RLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
         train_dataset=Dataset.from_dict({"prompt": ["x"] * 8}),
@@ -458,9 +405,3 @@ def test_images_are_refused(make_trainer):
     trainer = make_trainer()
     with pytest.raises(DataError, match="image column"):
         trainer._generate_and_score_completions([{"prompt": "x", "image": object()}])
-
-
-def test_a_reward_that_cannot_be_called_is_refused(make_trainer):
-    """`reward_funcs=0.5` used to fail steps later, inside the rollout."""
-    with pytest.raises(RewardError, match="0.5 is no reward"):
-        make_trainer(0.5)

@@ -3,14 +3,24 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from rloo_kit import load_config, plan_vram
+from rloo_kit import load_config, load_policy, plan_vram
+from rloo_kit._stack import load_stack
 from rloo_kit.errors import BackendError
+from rloo_kit.measure import memory, stand_ins
+from rloo_kit.measure.memory import Peak, _load_of, _rows_of_a_pass, measure_plan, measure_rollout, measure_training
+from rloo_kit.measure.stand_ins import fill_cache
 from rloo_kit.plan.result import Machine
+from rloo_kit.plan.shapes import find_shape
+from rloo_kit.rollout.kv_cache import SlotCache
+from rloo_kit.system.memory import resident_gib
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WORDS = [
@@ -22,8 +32,6 @@ WORDS = [
 @pytest.fixture(autouse=True)
 def libraries() -> None:
     """Loaded before anything is measured: they take more than what is."""
-    from rloo_kit._stack import load_stack
-
     load_stack()
 
 
@@ -34,8 +42,6 @@ def run(tiny_folder: Path) -> Any:
 
 @pytest.fixture
 def policy(run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from rloo_kit import load_policy
-
     monkeypatch.setenv("RLOO_KIT_BACKEND", "transformers")
     return load_policy(run)
 
@@ -57,11 +63,6 @@ def calls(policy: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]
 
 def test_a_peak_is_seen_though_it_is_gone() -> None:
     """Memory that is held for a moment is what an out-of-memory error is made of; a look afterwards misses it."""
-    import torch
-
-    from rloo_kit.measure.memory import Peak
-    from rloo_kit.system.memory import resident_gib
-
     with Peak() as peak:
         before = resident_gib()  # what other tests left was given back on entering
         torch.ones(2**27).sum()  # half a GiB
@@ -73,9 +74,6 @@ def test_a_peak_is_seen_though_it_is_gone() -> None:
 
 def test_a_peak_without_the_kernels_help(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some containers do not let a process reset its own peak."""
-    import torch
-
-    from rloo_kit.measure import memory
 
     def refuse(self: Path, *_args: Any, **_named: Any) -> None:
         raise PermissionError(str(self))
@@ -95,12 +93,8 @@ def test_rows_are_decoded_at_their_end(
     run: Any, policy: Any, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     """A measurement that prefills whole rows measures the prefill; one that decodes from the start takes hours."""
-    from rloo_kit.measure.memory import measure_rollout
-
     held: list[int] = []
     if engine == "native":
-        from rloo_kit.rollout.kv_cache import SlotCache
-
         begin = SlotCache.begin
 
         def noted(self: Any, positions: list[int], device: Any) -> Any:
@@ -127,9 +121,6 @@ def test_rows_are_decoded_at_their_end(
 def test_decoding_from_a_filled_cache_attends_to_it(run: Any, policy: Any) -> None:
     """An engine that measures with an empty cache finds that everything fits. With keys and values of one token in all
     places the logits are not those without any."""
-    import torch
-
-    from rloo_kit.measure.stand_ins import fill_cache
 
     class Engine:
         cache, _model = "plain", policy.model.get_base_model()
@@ -148,9 +139,6 @@ def test_decoding_from_a_filled_cache_attends_to_it(run: Any, policy: Any) -> No
 
 def test_memory_grows_with_rows_and_shrinks_with_8_bits(run: Any, policy: Any) -> None:
     """Bytes of the tensors themselves: resident memory of a model this small is noise."""
-    from rloo_kit.measure.memory import measure_rollout
-    from rloo_kit.rollout.kv_cache import SlotCache
-
     most: dict[Any, int] = {}
 
     def measure(rows: int, cache: str) -> int:
@@ -182,8 +170,6 @@ def test_training_is_measured_in_its_largest_pass(
 ) -> None:
     """With a KL penalty a pass is a whole group; a measurement of single sequences says that it fits. Two steps, for
     the optimizer's state; the adapter "ref" and the gradients are gone afterwards."""
-    from rloo_kit.measure.memory import _load_of, _rows_of_a_pass, measure_training
-
     run.rloo.beta, run.rloo.tokens_per_pass = beta, 300
     load = _load_of(run, policy)
     generations, rows = _rows_of_a_pass(load)
@@ -206,9 +192,6 @@ def test_a_checkpoint_of_the_true_shape(tiny_folder: Path, tmp_path: Path) -> No
     """Sizes have to be the model's own to the last tensor, else what is measured is another model's memory."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rloo_kit.measure import stand_ins
-    from rloo_kit.plan.shapes import find_shape
-
     run = load_config(CONFIGS / "qwen3_4b_thinking_12gb.yaml", model={"name": str(tiny_folder)})
     whole = stand_ins.SHARD_BYTES
     stand_ins.SHARD_BYTES = 20_000  # several shards
@@ -230,10 +213,6 @@ def test_a_checkpoint_of_the_true_shape(tiny_folder: Path, tmp_path: Path) -> No
 
 def test_without_room_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A checkpoint of 8 GB on a disk with 5 fills it, and takes other programs down with it."""
-    from types import SimpleNamespace
-
-    from rloo_kit.measure import stand_ins
-
     monkeypatch.setattr(stand_ins.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 2**30))
     run = load_config(CONFIGS / "qwen3_4b_thinking_12gb.yaml")
     with pytest.raises(BackendError, match="takes 7.5 GiB, and .* has 5.0 GiB free: set TMPDIR"):
@@ -244,10 +223,6 @@ def test_without_room_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_what_is_not_here_is_not_measured(run: Any) -> None:
     """A plan for a GPU, measured on a CPU, would be a figure for nothing; without a GPU to refuse them, gigabytes
     too many are the end of other programs."""
-    from dataclasses import replace
-
-    from rloo_kit.measure.memory import measure_plan
-
     plan = plan_vram(run)
     with pytest.raises(BackendError, match="which is not here: measure without --gpu-gib"):
         measure_plan(run, plan_vram(run, gpu_gib=24))

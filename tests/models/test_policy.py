@@ -1,6 +1,7 @@
 """Loading, continuing and saving policies through transformers + PEFT, and what is refused before weights are read."""
 
 import json
+import os
 import shutil
 import sys
 from importlib.util import find_spec
@@ -9,9 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rloo_kit.config.run import load_config
+from rloo_kit.embedded import model as embedded_model
 from rloo_kit.errors import BackendError
+from rloo_kit.models import policy as policies
+from rloo_kit.models import unsloth
+from rloo_kit.models.checkpoint import find_source
+from rloo_kit.models.policy import keep_settings, load_policy, save_adapter
+from rloo_kit.system import environment
 
 RUN = """\
 model: {name: %s}
@@ -34,14 +42,10 @@ def make_run(tmp_path: Path, tiny_folder: Path) -> Any:
 
 
 def load(run: Any) -> Any:
-    from rloo_kit.models.policy import load_policy
-
     return load_policy(run)
 
 
 def logits(policy: Any) -> Any:
-    import torch
-
     ids = torch.tensor([[10, 20, 30, 40, 50, 60]])
     with policy.inference_mode():
         return policy.model(input_ids=ids).logits
@@ -49,8 +53,6 @@ def logits(policy: Any) -> Any:
 
 def train_a_little(policy: Any) -> None:
     """Two steps of plain gradient descent on a fixed text, so that the adapter is no longer the identity."""
-    import torch
-
     ids = torch.tensor([[10, 20, 30, 40, 50, 60]])
     trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=0.02)
@@ -74,24 +76,16 @@ def test_only_the_adapter_is_trained(make_run: Any) -> None:
 
 def test_the_policy_says_what_it_is(make_run: Any) -> None:
     """A run on the CPU because the driver was missing looked like a slow GPU: the reason belongs into the log."""
-    from rloo_kit.system import environment
-
     policy = load(make_run())
     assert policy.backend == "transformers" and policy.reason == environment.current().backend_reason
     assert policy.family == "thinking" and policy.tags.end_id == 260
+    assert load(make_run("model.backend=transformers")).reason == "model.backend asks for it", "not the missing GPU"
     text = policy.describe()
     assert "Qwen3ForCausalLM" in text and "M trained" in text and policy.reason in text and "4-bit" not in text
 
 
-def test_forced_transformers_is_the_reason(make_run: Any) -> None:
-    """With the key set, "no GPU" would send the reader to the wrong place."""
-    assert load(make_run("model.backend=transformers")).reason == "model.backend asks for it"
-
-
 def test_without_lora_every_parameter_is_trained_and_saved(make_run: Any, tmp_path: Path) -> None:
     """`lora: null` once gave a frozen model whose loss had no gradient."""
-    from rloo_kit.models.policy import save_adapter
-
     policy = load(make_run("model.lora=null"))
     assert not hasattr(policy.model, "peft_config")
     assert all(parameter.requires_grad for parameter in policy.model.parameters())
@@ -103,10 +97,7 @@ def test_without_lora_every_parameter_is_trained_and_saved(make_run: Any, tmp_pa
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 def test_4bit_on_the_cpu_trains_and_continues(make_run: Any, tmp_path: Path) -> None:
     """4-bit is the path of every GPU below 16 GB; the CPU runs the same code, so it is tested for real here."""
-    import torch
     from bitsandbytes.nn import Linear4bit
-
-    from rloo_kit.models.policy import save_adapter
 
     run = make_run("model.load_in_4bit=true")
     policy = load(run)
@@ -132,8 +123,6 @@ def test_4bit_on_the_cpu_trains_and_continues(make_run: Any, tmp_path: Path) -> 
 
 def test_adapter_is_float32_over_a_bfloat16_base(make_run: Any) -> None:
     """0.01 - 1e-6 is 0.01 in bfloat16: an adapter in the base's dtype did not move at TRL's learning rate."""
-    import torch
-
     policy = load(make_run("model.dtype=bfloat16"))
     dtypes = {parameter.requires_grad: parameter.dtype for parameter in policy.model.parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
@@ -142,10 +131,6 @@ def test_adapter_is_float32_over_a_bfloat16_base(make_run: Any) -> None:
 @pytest.mark.parametrize("as_name", [False, True])
 def test_an_adapter_is_continued_and_not_wrapped_twice(make_run: Any, tmp_path: Path, as_name: bool) -> None:
     """A second wrapping starts a fresh adapter on top, trains that one and saves it: the first run's work is lost."""
-    import torch
-
-    from rloo_kit.models.policy import save_adapter
-
     policy = load(make_run("model.lora.r=4"))
     train_a_little(policy)
     adapter = save_adapter(policy, tmp_path / "adapter")
@@ -161,8 +146,6 @@ def test_an_adapter_is_continued_and_not_wrapped_twice(make_run: Any, tmp_path: 
 
 def test_saving_leaves_the_reference_copy_behind(make_run: Any, tmp_path: Path) -> None:
     """TRL adds a second adapter "ref"; PEFT's plain save wrote it beside the first, and a merge took the wrong one."""
-    from rloo_kit.models.policy import save_adapter
-
     policy = load(make_run())
     policy.model.add_adapter("ref", policy.model.peft_config["default"])
     names = {path.name for path in save_adapter(policy, tmp_path / "adapter").iterdir()}
@@ -171,8 +154,6 @@ def test_saving_leaves_the_reference_copy_behind(make_run: Any, tmp_path: Path) 
 
 def test_the_same_seed_gives_the_same_adapter(make_run: Any) -> None:
     """Two runs of one configuration differed by their adapters' first weights."""
-    import torch
-
     first, second, other = (
         load(make_run(f"run.seed={seed}")).model.state_dict()[
             "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
@@ -184,8 +165,6 @@ def test_the_same_seed_gives_the_same_adapter(make_run: Any) -> None:
 
 def test_gradient_checkpointing_gives_the_same_gradients(make_run: Any) -> None:
     """Checkpointing over a frozen embedding needs its outputs to ask for gradients, or LoRA gets none at all."""
-    import torch
-
     ids = torch.tensor([[10, 20, 30, 40]])
     gradients = []
     for value in ("false", "true", "unsloth"):
@@ -206,8 +185,6 @@ def test_gradient_checkpointing_gives_the_same_gradients(make_run: Any) -> None:
 
 def test_inference_mode_puts_the_mode_back(make_run: Any) -> None:
     """Evaluation in the middle of a run left the model in eval mode: dropout and checkpointing off from then on."""
-    import torch
-
     policy = load(make_run())
     policy.model.train()
     with policy.inference_mode():
@@ -238,44 +215,49 @@ def refused(run: Any) -> str:
     return str(caught.value)
 
 
-def test_missing_folder_is_named(make_run: Any, tmp_path: Path) -> None:
-    """A mistyped path was looked up on the hub, and the error spoke of a token."""
-    assert "there is no such folder" in refused(make_run(name=tmp_path / "nowhere"))
+# `HERE` stands for the test's own empty folder.
+REFUSALS = {
+    "a mistyped path was looked up on the hub": (["model.name=HERE/nowhere"], ["there is no such folder"]),
+    "a run's folder gave a traceback about model_type": (["model.name=HERE"], ["HERE", "config.json", "model.name"]),
+    "a wrong hub id named a file and no key": (["model.name=nobody/nothing"], ["model.name = nobody/nothing"]),
+    "a folder that is no adapter": (["model.adapter=HERE"], ["adapter_config.json", "model.adapter"]),
+    "4-bit weights cannot be trained": (
+        ["model.load_in_4bit=true", "model.lora=null"],
+        ["cannot be trained", "model.load_in_4bit=false", "model.lora={}"],
+    ),
+    "modules that are not there": (["model.lora.target_modules=[c_attn]"], ["model.lora.target_modules"]),
+    "Unsloth stretches the rotary embedding": (["rloo.max_completion_length=449"], ["512 positions", "64 + 449 = 513"]),
+}
 
 
-def test_folder_without_a_model_is_named(make_run: Any, tmp_path: Path) -> None:
-    """A run's folder instead of its adapter's gave a traceback about `model_type`."""
-    text = refused(make_run(name=tmp_path))
-    assert str(tmp_path) in text and "config.json" in text and "model.name" in text
-
-
-def test_hub_model_that_is_not_there(make_run: Any) -> None:
-    """Offline, or with a wrong name: the message has to name the key, not only the file that was looked for."""
-    assert "model.name = nobody/nothing" in refused(make_run(name="nobody/nothing"))
-
-
-def test_adapter_folder_that_is_none(make_run: Any, tmp_path: Path) -> None:
-    text = refused(make_run(f"model.adapter={tmp_path}"))
-    assert "adapter_config.json" in text and "model.adapter" in text
+@pytest.mark.parametrize("incident", REFUSALS)
+def test_what_cannot_be_loaded_is_refused_with_its_key(make_run: Any, tmp_path: Path, incident: str) -> None:
+    """Refused before weights are read: the libraries' own messages name files and classes, not what to change."""
+    overrides, words = REFUSALS[incident]
+    text = refused(make_run(*(override.replace("HERE", str(tmp_path)) for override in overrides)))
+    for word in words:
+        assert word.replace("HERE", str(tmp_path)) in text
 
 
 def test_adapter_of_the_embedded_model_from_another_machine(make_run: Any, tmp_path: Path) -> None:
     """The base was looked for under the home of whoever trained the adapter, and the adapter was refused."""
-    import json
-
-    from rloo_kit.embedded import model as tiny_model
-    from rloo_kit.models.checkpoint import find_source
-
-    base = tiny_model.build(steps=1, report=lambda line: None)
+    base = embedded_model.build(steps=1, report=lambda line: None)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"/nowhere/{base.name}"}))
     source = find_source(make_run(name=tmp_path))
     assert (source.base, source.adapter) == (str(base), str(tmp_path))
 
 
 def save_small_adapter(make_run: Any, folder: Path) -> Path:
-    from rloo_kit.models.policy import save_adapter
-
     return save_adapter(load(make_run("model.lora.r=2")), folder)
+
+
+def test_what_contradicts_an_adapter_is_refused(make_run: Any, tmp_path: Path) -> None:
+    """Two adapters for one model, or an adapter to continue where every parameter is to be trained."""
+    adapter = save_small_adapter(make_run, tmp_path / "adapter")
+    text = refused(make_run(f"model.adapter={tmp_path}", name=adapter))
+    assert str(adapter) in text and "names another" in text
+    text = refused(make_run(f"model.adapter={adapter}", "model.lora=null"))
+    assert "model.lora is null" in text and "model.lora={}" in text
 
 
 def test_adapter_of_another_base_is_refused(make_run: Any, tiny_folder: Path, tmp_path: Path) -> None:
@@ -317,23 +299,6 @@ def test_adapter_whose_base_has_moved(make_run: Any, tmp_path: Path) -> None:
     assert "names no base model" in refused(make_run(name=adapter))
 
 
-def test_two_adapters_are_one_too_many(make_run: Any, tmp_path: Path) -> None:
-    adapter = save_small_adapter(make_run, tmp_path / "adapter")
-    text = refused(make_run(f"model.adapter={tmp_path}", name=adapter))
-    assert str(adapter) in text and "names another" in text
-
-
-def test_adapter_and_full_training_contradict(make_run: Any, tmp_path: Path) -> None:
-    adapter = save_small_adapter(make_run, tmp_path / "adapter")
-    text = refused(make_run(f"model.adapter={adapter}", "model.lora=null"))
-    assert "model.lora is null" in text and "model.lora={}" in text
-
-
-def test_4bit_weights_cannot_be_trained(make_run: Any) -> None:
-    text = refused(make_run("model.load_in_4bit=true", "model.lora=null"))
-    assert "cannot be trained" in text and "model.load_in_4bit=false" in text and "model.lora={}" in text
-
-
 def test_a_quantised_checkpoint_cannot_be_trained_whole(make_run: Any, tiny_folder: Path, tmp_path: Path) -> None:
     """A checkpoint that brings its own 4-bit weights needs no key to be quantised."""
     folder = tmp_path / "model-bnb-4bit"
@@ -352,16 +317,6 @@ def test_4bit_without_bitsandbytes(make_run: Any, monkeypatch: pytest.MonkeyPatc
     assert "bitsandbytes is not installed" in text and "model.load_in_4bit=false" in text
 
 
-def test_lora_on_modules_that_are_not_there(make_run: Any) -> None:
-    assert "model.lora.target_modules" in refused(make_run("model.lora.target_modules=[c_attn]"))
-
-
-def test_lengths_beyond_the_model(make_run: Any) -> None:
-    """Unsloth answers a length beyond the model's positions by stretching the rotary embedding, without a word."""
-    text = refused(make_run("rloo.max_completion_length=449"))
-    assert "512 positions" in text and "64 + 449 = 513" in text
-
-
 @pytest.mark.skipif("unsloth" in sys.modules, reason="Unsloth is in this process")
 @pytest.mark.parametrize("installed", [False, True])
 def test_unsloth_forced_where_it_cannot_run(make_run: Any, monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
@@ -375,23 +330,19 @@ def test_unsloth_forced_where_it_cannot_run(make_run: Any, monkeypatch: pytest.M
 
 def test_unsloth_does_not_train_every_parameter(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `lora: null` and Unsloth there, auto takes the backend that can, and forcing Unsloth says why not."""
-    from rloo_kit.models import policy as backends
-
     stack = SimpleNamespace(unsloth=object())
-    name, reason = backends._choose(make_run("model.lora=null"), stack)
+    name, reason = policies._choose(make_run("model.lora=null"), stack)
     assert name == "transformers" and "model.lora is null" in reason
-    assert backends._choose(make_run(), stack)[0] == "unsloth"
+    assert policies._choose(make_run(), stack)[0] == "unsloth"
     with pytest.raises(BackendError, match="model.lora is null"):
-        backends._choose(make_run("model.lora=null", "model.backend=unsloth"), stack)
-    monkeypatch.setattr(backends, "_loaded", {"unsloth"})
+        policies._choose(make_run("model.lora=null", "model.backend=unsloth"), stack)
+    monkeypatch.setattr(policies, "_loaded", {"unsloth"})
     with pytest.raises(BackendError, match="restart the kernel"):
-        backends._choose(make_run("model.backend=transformers"), stack)
+        policies._choose(make_run("model.backend=transformers"), stack)
 
 
 def test_vllm_beside_unsloth_is_asked_for_by_the_engine(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the error came from inside Unsloth, after the download of the model."""
-    from rloo_kit.models import unsloth
-
     run = make_run("rollout.engine=vllm", "model.lora.r=8")
     assert unsloth._vllm_arguments(make_run()) == {}
     assert unsloth._vllm_arguments(make_run("rollout.engine=vllm", "rollout.server_url=http://node1:8000")) == {}
@@ -405,11 +356,6 @@ def test_vllm_beside_unsloth_is_asked_for_by_the_engine(make_run: Any, monkeypat
 def test_trainer_settings_are_put_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The trainer that Unsloth writes turns padding to the right and mixed precision on, in its constructor; where
     bf16 was asked for it had evaluation cast the whole model, adapter included, to bf16 in place."""
-    import os
-
-    from rloo_kit.models import unsloth
-    from rloo_kit.models.policy import keep_settings
-
     args = SimpleNamespace(bf16=False, fp16=False, bf16_full_eval=False, fp16_full_eval=False, eval_strategy="no")
     tokenizer = SimpleNamespace(padding_side="left")
     with keep_settings(args, tokenizer):
@@ -434,11 +380,7 @@ def test_trainer_settings_are_put_back(monkeypatch: pytest.MonkeyPatch, capsys: 
 @pytest.mark.parametrize(("wanted", "threads"), [(None, 1), ("2", 2)])
 def test_an_embedded_model_takes_one_thread(wanted, threads, make_run, tiny_folder, monkeypatch):
     """Two threads that wait for each other made a demo of two minutes last twenty on a busy machine."""
-    import torch
-
-    from rloo_kit.embedded import model as tiny_model
-
-    monkeypatch.setattr(tiny_model, "build", lambda *_, **__: tiny_folder)
+    monkeypatch.setattr(embedded_model, "build", lambda *_, **__: tiny_folder)
     monkeypatch.delenv("OMP_NUM_THREADS")
     if wanted:
         monkeypatch.setenv("OMP_NUM_THREADS", wanted)

