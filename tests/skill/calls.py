@@ -1,12 +1,10 @@
 """Calls in the Python blocks of a page, resolved to the real functions and classes that they name.
 
-A page's blocks are read in order and share their imports, as a notebook's cells do. What a variable holds (`model`,
-`policy`, ...) is said in RECEIVERS; a call with keyword arguments that cannot be resolved is a fault, so that nothing
-goes unchecked. Keywords that only `**kwargs` would take do not count as known.
+A page's blocks are read in order and share their imports, as a notebook's cells do. Keywords that only `**kwargs` would
+take do not count as known. Methods of the pages' variables (`trainer.train`) are not looked up.
 """
 
 import ast
-import builtins
 import dataclasses
 import inspect
 import re
@@ -17,32 +15,21 @@ from typing import Any
 from tests.skill.pages import Block
 
 LIBRARIES = ("rloo_kit", "rewards", "trl", "transformers", "peft", "datasets", "unsloth", "dataclasses")
-# Method of a variable of the pages -> where the method is defined.
-RECEIVERS = {
-    "strict": "rewards:ThinkingReward.__call__",
-    "trainer.train": "transformers:Trainer.train",
-    "trainer.save_model": "transformers:Trainer.save_model",
-    "model.generate": "transformers:GenerationConfig",
-    "tokenizer.decode": "transformers:PreTrainedTokenizerBase.decode",
-    "tokenizer.apply_chat_template": "transformers:PreTrainedTokenizerBase.apply_chat_template",
-    "merged.save_pretrained": "transformers:PreTrainedModel.save_pretrained",
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call with keyword arguments: where, what is called as it is written, dotted origin if known, the keywords."""
+    """A call with keyword arguments: where, what is called as it is written, its dotted origin, the keywords."""
 
     place: str
     written: str
-    origin: str | None
+    origin: str
     keywords: tuple[str, ...]
 
 
 def read_calls(blocks: list[Block]) -> list[Call]:
-    """Every call of a page's blocks that gives keyword arguments; names defined in a block itself are left out."""
+    """Every call of a page's blocks that gives keyword arguments to a name of LIBRARIES."""
     origins: dict[str, str] = {}
-    own: set[str] = set(dir(builtins))
     calls = []
     for block in blocks:
         tree = ast.parse(block.code, filename=block.place)
@@ -51,22 +38,18 @@ def read_calls(blocks: list[Block]) -> list[Call]:
                 origins |= {alias.asname or alias.name: alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 origins |= {alias.asname or alias.name: f"{node.module}:{alias.name}" for alias in node.names}
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-                own.add(node.name)
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 keywords = tuple(word.arg for word in node.keywords if word.arg is not None)
                 written = re.sub(r"\(.*?\)", "", ast.unparse(node.func))
-                if keywords and written not in own:
-                    place = f"{block.page}:{block.line + node.lineno - 1}"
-                    calls.append(Call(place, written, find_origin(written, origins), keywords))
+                origin = find_origin(written, origins)
+                if keywords and origin is not None:
+                    calls.append(Call(f"{block.page}:{block.line + node.lineno - 1}", written, origin, keywords))
     return calls
 
 
 def find_origin(written: str, origins: dict[str, str]) -> str | None:
     """`module:dotted.name` of what is called, or None."""
-    if written in RECEIVERS:
-        return RECEIVERS[written]
     head, _, rest = written.partition(".")
     origin = origins.get(head)
     if origin is None or origin.partition(":")[0].partition(".")[0] not in LIBRARIES:
@@ -88,8 +71,6 @@ def known_keywords(origin: str) -> set[str]:
     """The keyword arguments that what is called names itself."""
     if origin.endswith(".with_"):  # a reward's parameters
         return {field.name for field in dataclasses.fields(resolve(origin.removesuffix(".with_")))}
-    if origin == "transformers:GenerationConfig":
-        return set(vars(resolve(origin)()))
     if re.fullmatch(r"transformers:Auto\w+\.from_pretrained", origin):
         return read_popped(resolve("transformers:PreTrainedModel.from_pretrained"))
     called = resolve(origin)
@@ -119,12 +100,9 @@ def read_popped(function: Callable[..., Any]) -> set[str]:
 
 
 def find_faults(calls: list[Call]) -> list[str]:
-    """Calls that the installed versions would refuse, and calls that nothing is known about."""
+    """Calls that the installed versions would refuse."""
     faults = []
     for call in calls:
-        if call.origin is None:
-            faults.append(f"{call.place}: {call.written}(...) cannot be checked; say in RECEIVERS what it is")
-            continue
         try:
             known = known_keywords(call.origin)
         except (AttributeError, ImportError) as error:

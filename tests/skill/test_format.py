@@ -65,41 +65,17 @@ def test_the_validator_takes_it(skill_folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (("name: rloo", "name: RLOO"), "lowercase"),
-        (("name: rloo", "name: other"), "must match skill name"),
-        (("license:", "licence:"), "Unexpected fields"),
-        (("description: Trains", "description: " + "long " * 250), "1024"),
-    ],
-)
-def test_the_validator_refuses_what_is_wrong(change: tuple[str, str], message: str, skill_folder: Path) -> None:
+def test_the_validator_refuses_what_is_wrong(skill_folder: Path) -> None:
     """A validator that takes everything, or that was not run, would look the same."""
     file = skill_folder / "SKILL.md"
-    file.write_text(read_skill().replace(*change, 1))
+    file.write_text(read_skill().replace("license:", "licence:", 1))
     done = validate(skill_folder)
-    assert done.returncode != 0 and message in done.stdout + done.stderr
+    assert done.returncode != 0 and "Unexpected fields" in done.stdout + done.stderr
 
 
 def test_it_stays_within_the_limits() -> None:
     """What is over the limits is cut off where it hurts, and a command in backticks behind an exclamation mark runs."""
     assert find_faults(read_skill()) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        (("description: ", "description: <b> "), "angle brackets in the description"),
-        (("license: Apache-2.0", "license: [Apache-2.0]"), "front matter that is not plain block YAML"),
-        (("## Traps", "\n" * 500 + "## Traps"), "too many lines"),
-        (("## Traps", "word, " * 2000 + "\n## Traps"), "too many tokens"),
-        (("## Traps", "Now: !`rm x`\n## Traps"), "a command that is executed on load"),
-    ],
-)
-def test_the_limits_are_looked_at(change: tuple[str, str], fault: str) -> None:
-    """Each limit is broken once, so that the check above can fail."""
-    assert find_faults(read_skill().replace(*change, 1)) == [fault]
 
 
 def test_no_page_runs_a_command_on_load() -> None:
@@ -118,29 +94,18 @@ def test_the_front_matter_says_what_and_when_and_which_version() -> None:
     assert set(front) <= {"name", "description", "license", "compatibility", "metadata"}
 
 
-def find_tree_faults(names: list[str]) -> list[str]:
-    """What makes an installer take a part of the tree, or another skill."""
-    paths = [Path(name) for name in names]
-    faults = [str(path) for path in paths if path.name == "SKILL.md" and len(path.parts) > 1]
-    faults += [str(path) for path in paths if path.name == "metadata.json" or path.parts[0] == "skills"]
-    return faults + [str(path) for path in paths if path.parts[0] == "references" and len(path.parts) > 2]
-
-
 def list_tracked() -> list[str]:
-    listing = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
-    return [name for name in listing.stdout.decode().split("\0") if name]
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    return [name for name in listing.split("\0") if name]
 
 
 def test_the_tree_holds_one_skill() -> None:
     """Installers drop files named metadata.json, install a second SKILL.md by itself, and look into skills/ first."""
     names = list_tracked()
-    assert find_tree_faults(names) == []
     # Some installers keep a link, some copy what is behind it; test_installer.py compares what arrives.
     assert [name for name in names if (ROOT / name).is_symlink()] == ["rloo_kit/rewards"]
-    bad = ["a/SKILL.md", "benchmarks/metadata.json", "skills/x.md", "references/deep/page.md"]
-    assert sorted(find_tree_faults([*bad, "SKILL.md", "references/page.md"])) == sorted(bad)
+    for path in map(Path, names):
+        assert path.name != "metadata.json" and path.parts[0] != "skills", path
+        assert path.name != "SKILL.md" or len(path.parts) == 1, path
+        assert path.parts[0] != "references" or len(path.parts) == 2, path

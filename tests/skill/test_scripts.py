@@ -111,13 +111,6 @@ def test_help_lists_the_exit_codes_and_needs_no_package(script: str) -> None:
         assert {"3", "4", "5"} <= set(listed) and "NOTHING_YET, NOT_INSTALLED = 3, 4, 5" in source
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_wrong_option_is_exit_code_2(script: str) -> None:
-    """A misspelt option that is passed over gives an answer to another question."""
-    code, printed, errors = call(script, "--no-such-option")
-    assert code == 2 and printed is None and "no-such-option" in errors or "required" in errors
-
-
 @pytest.mark.parametrize("script", ["summarize_run.py", "inspect_completions.py", "compare_runs.py"])
 def test_without_the_kit_or_a_run_the_error_is_json(script: str, tmp_path: Path) -> None:
     """A traceback where JSON is awaited stops an agent that could have installed the package."""

@@ -14,7 +14,7 @@ def test_rows_are_decoded_at_their_end_from_unsloths_buffers(load: Any, make_run
     run = make_run("rollout.rows=2")
     policy = load(moved=True)
     attention = policy.model.get_base_model().model.layers[0].self_attn
-    assert measure_rollout(policy, run, rows=2, tokens=100) > 0
+    assert measure_rollout(policy, run, rows=2, tokens=100).gib > 0
     filled = 100 - 64 - 1  # the last token of the prefix goes through the first step
     assert attention.paged_attention.shape == (512 + filled + 1, 2, 2, 1, 32)
     one = attention.paged_attention_K[:filled]
@@ -30,7 +30,7 @@ def test_two_steps_of_full_length(load: Any, make_run: Any) -> None:
     run = make_run("data.max_prompt_length=8", "rloo.beta=0.0")
     policy = load(moved=True)
     before = {name: value.detach().clone() for name, value in policy.model.named_parameters() if value.requires_grad}
-    assert measure_training(policy, run) > 0
+    assert measure_training(policy, run).gib > 0
     now = dict(policy.model.named_parameters())
     assert any(not now[name].equal(value) for name, value in before.items())
     assert all(value.grad is None for value in now.values()) and list(policy.model.peft_config) == ["default"]

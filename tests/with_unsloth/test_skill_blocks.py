@@ -12,7 +12,7 @@ def test_the_calls_of_the_pages_are_taken(unsloth: Any) -> None:
     for name, text in read_pages():
         blocks = find_blocks(name, text, "python")
         assert find_missing_names(blocks, ("unsloth",)) == []
-        calls = [call for call in read_calls(blocks) if (call.origin or "").startswith("unsloth")]
+        calls = [call for call in read_calls(blocks) if call.origin.startswith("unsloth")]
         assert find_faults(calls) == []
         checked += [call.written for call in calls]
     assert {"FastLanguageModel.from_pretrained", "FastLanguageModel.get_peft_model"} <= set(checked)
