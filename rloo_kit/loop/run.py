@@ -131,21 +131,16 @@ def check_sampling(run: RunConfig, policy: Policy) -> None:
         ConfigError: a budget for a model that does not think; an engine that is handed an adapter, and none.
         BackendError: an engine or a cache that cannot be used with this model, backend or machine.
     """
-    check_budget(run, policy)
-    name, _ = choose_engine(run.rollout.engine, policy.backend, policy.model)
-    check_cache(run.rollout.cache, name, policy.backend, on_cuda=policy.model.device.type == "cuda")
-    if name == "server" and not hasattr(policy.model, "peft_config"):
-        raise ConfigError(NO_ADAPTER)
-
-
-def check_budget(run: RunConfig, policy: Policy) -> None:
-    """Refuse a thinking budget where nothing thinks: `</think>` would be forced into the middle of answers."""
     budget = run.rloo.thinking_budget
-    if budget is not None and not thinks(policy.family, run.model.enable_thinking):
+    if budget is not None and not thinks(policy.family, run.model.enable_thinking):  # `</think>` forced into answers
         raise ConfigError(
             f"rloo.thinking_budget is {budget}, but this model does not think (family {policy.family}, "
             f"model.enable_thinking {run.model.enable_thinking}): set rloo.thinking_budget=null"
         )
+    name, _ = choose_engine(run.rollout.engine, policy.backend, policy.model)
+    check_cache(run.rollout.cache, name, policy.backend, on_cuda=policy.model.device.type == "cuda")
+    if name == "server" and not hasattr(policy.model, "peft_config"):
+        raise ConfigError(NO_ADAPTER)
 
 
 def load_result(run: RunConfig) -> TrainResult:
@@ -185,20 +180,9 @@ class _Training:
 
     def _build_trainer(self, prompts: Any, reward_funcs: list[Any]) -> RLOOTrainer:
         run, policy = self.run, self.policy
-        callbacks = [
-            self.writer,
-            ProgressLine(self.rollouts, run.run.progress_every_s),
-            SampleTable(
-                self.rollouts,
-                policy.tokenizer,
-                policy.tags,
-                policy.family,
-                run.run.sample_every_steps,
-                run.run.num_samples,
-            ),
-            self.guard,
-            self.interrupts,
-        ]
+        progress = ProgressLine(self.rollouts, run.run.progress_every_s)
+        shown = policy.tokenizer, policy.tags, policy.family, run.run.sample_every_steps, run.run.num_samples
+        callbacks = [self.writer, progress, SampleTable(self.rollouts, *shown), self.guard, self.interrupts]
         trainer = RLOOTrainer(
             model=policy.model,
             reward_funcs=reward_funcs,
@@ -219,7 +203,7 @@ class _Training:
             else:
                 self._train()
             stopped = self._why_stopped()
-            self.policy.sharding = _find_sharding(self.trainer)
+            self.policy.sharding = _Sharding(self.trainer) if self.trainer._parallel.kind == "shards" else None
             adapter = save_adapter(self.policy, self.run_dir / "adapter")
         finally:
             self._drop_reference()
@@ -319,10 +303,6 @@ class _Sharding:
         return gather_adapter(accelerator, model) or {}
 
 
-def _find_sharding(trainer: Any) -> _Sharding | None:
-    return _Sharding(trainer) if trainer._parallel.kind == "shards" else None
-
-
 def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
     """Keyword arguments of `RLOOConfig`: the `rloo:` section, and what the machine and the backend decide.
 
@@ -330,6 +310,8 @@ def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str
         folder: where checkpoints go.
     """
     on_cpu = policy.model.device.type == "cpu"
+    shared = run.rollout.server_adapters  # by several runs, and a run deletes what it left there: so it gets a folder
+    own_folder = {} if shared is None else {"rollout_server_adapters": str(Path(shared) / run.name)}
     return (
         {
             "output_dir": str(folder),
@@ -343,17 +325,11 @@ def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str
         }
         | run.rloo.to_arguments()
         | run.rollout.to_arguments()
-        | _own_adapters(run)
+        | own_folder
         | planned_limits(run, policy)
         | mixed_precision(run)
         | policy.config_arguments
     )
-
-
-def _own_adapters(run: RunConfig) -> dict[str, str]:
-    """A folder of the run's own in `rollout.server_adapters`, which runs share: what a run left there it deletes."""
-    folder = run.rollout.server_adapters
-    return {} if folder is None else {"rollout_server_adapters": str(Path(folder) / run.name)}
 
 
 def planned_limits(run: RunConfig, policy: Policy) -> dict[str, int]:

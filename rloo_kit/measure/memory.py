@@ -111,25 +111,22 @@ class _Watch:
 # ------------------------------------------------------------------------------------------------ the rollout
 
 
-def measure_rollout(policy: Policy, run: RunConfig, rows: int, tokens: int, cache: str | None = None) -> float:
-    """Peak of decoding the last 64 tokens of `rows` completions that are `tokens` long with their prompts, in GiB.
+def measure_rollout(policy: Policy, run: RunConfig, rows: int, tokens: int, cache: str | None = None) -> Peak:
+    """Decode the last 64 tokens of `rows` completions that are `tokens` long with their prompts.
 
     Args:
-        policy: from `load_policy`. run: its `RunConfig`: engine, cache and temperature are its own.
-        rows: completions at once. tokens: of a prompt and its completion, more than 64.
+        run: engine, cache and temperature are its own. rows: completions at once. tokens: more than 64.
         cache: in place of `run.rollout.cache`.
 
     Raises:
         ConfigError, BackendError: the engine cannot be used here, or cannot keep this cache. Out of memory is raised as
             torch does: rows are not halved.
     """
-    return _measure_rollout(policy, run, rows, tokens, cache).gib
-
-
-def _measure_rollout(policy: Policy, run: RunConfig, rows: int, tokens: int, cache: str | None = None) -> Peak:
     if tokens <= DECODED_TOKENS:
         raise BackendError(f"rows of {tokens} tokens were asked for; take more than the {DECODED_TOKENS} decoded")
-    _check_positions(policy, tokens)
+    positions = getattr(policy.model.config, "max_position_embeddings", None)
+    if positions is not None and tokens > positions:
+        raise BackendError(f"rows of {tokens} tokens were asked for, and the model has {positions} positions")
     vocabulary = policy.model.get_input_embeddings().weight.shape[0]
     engine = build_engine(
         policy.model,
@@ -170,12 +167,6 @@ def _engine_of(run: RunConfig) -> str:
     return str(run.rollout.engine)
 
 
-def _check_positions(policy: Policy, tokens: int) -> None:
-    positions = getattr(policy.model.config, "max_position_embeddings", None)
-    if positions is not None and tokens > positions:
-        raise BackendError(f"rows of {tokens} tokens were asked for, and the model has {positions} positions")
-
-
 def _filled(engine: Any) -> Any:
     """The engine with its prefill replaced by a cache that is full already, and without the halving of rows."""
     engine._halve = _out_of_rows
@@ -193,19 +184,14 @@ def _out_of_rows(tried: int, _left: int) -> None:
 # ------------------------------------------------------------------------------------------------ training
 
 
-def measure_training(policy: Policy, run: RunConfig) -> float:
-    """Peak of two optimizer steps on completions of full length, in passes as large as the run's largest, in GiB.
+def measure_training(policy: Policy, run: RunConfig) -> Peak:
+    """Take two optimizer steps on completions of full length, in passes as large as the run's largest.
 
-    Args:
-        policy: from `load_policy`; two steps are taken with it, which spoils what it has learnt. run: its `RunConfig`.
+    The steps spoil what the policy has learnt.
 
     Raises:
         ConfigError: the run's keys contradict each other. Out of memory is raised as torch does.
     """
-    return _measure_training(policy, run).gib
-
-
-def _measure_training(policy: Policy, run: RunConfig) -> Peak:
     load = _load_of(run, policy)
     generations, rows = _rows_of_a_pass(load)
     prompt = "0" * load.prompt_tokens
@@ -363,10 +349,10 @@ def _measure_all(run: RunConfig, plan: VramPlan, say: Callable[[str], None]) -> 
 
     for cache in _caches_of(run, policy):
         computed = rollout_gib(replace(load, cache=cache), plan.rows)
-        call = partial(_measure_rollout, policy, run, plan.rows, load.row_tokens, cache)
+        call = partial(measure_rollout, policy, run, plan.rows, load.row_tokens, cache)
         yield measure("rollout", cache, plan.rows, computed, call)
     rows = _rows_of_a_pass(load)[1]
-    yield measure("training", None, rows, training_gib(load), partial(_measure_training, policy, run))
+    yield measure("training", None, rows, training_gib(load), partial(measure_training, policy, run))
 
 
 def _caches_of(run: RunConfig, policy: Policy) -> Iterator[str]:

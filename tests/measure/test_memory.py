@@ -103,7 +103,7 @@ def test_rows_are_decoded_at_their_end(
 
         monkeypatch.setattr(SlotCache, "begin", noted)
     run.rollout.engine = engine
-    assert measure_rollout(policy, run, rows=3, tokens=100) > 0
+    assert measure_rollout(policy, run, rows=3, tokens=100).gib > 0
     assert all(width <= 4 for _, width in calls), "whole rows were prefilled"
     if engine == "native":
         assert held[-64:] == list(range(35, 99))
@@ -176,7 +176,7 @@ def test_training_is_measured_in_its_largest_pass(
     assert (generations, rows) == ((4, 4) if beta else (3, 3))
     before = {name: value.detach().clone() for name, value in policy.model.named_parameters() if value.requires_grad}
     calls.clear()
-    assert measure_training(policy, run) > 0
+    assert measure_training(policy, run).gib > 0
     largest = max(height * width for height, width in calls)
     group = 16 + generations * 112  # the prompt once for all
     assert largest == (group if beta else 16 + 2 * 112)
