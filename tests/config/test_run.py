@@ -1,11 +1,11 @@
-"""Reading a run: overrides, YAML as people write it, names, and a resolved file that is the same run again."""
+"""Reading a run: overrides, names, assignments, and a resolved file that is the same run again."""
 
 from pathlib import Path
 
 import pytest
 
 from rloo_kit.config.run import RunConfig, load_config
-from rloo_kit.config.yaml_files import dump_yaml, read_value, read_yaml
+from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
@@ -26,34 +26,6 @@ def minimal(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_number_with_an_exponent_is_a_number(minimal: Path) -> None:
-    """PyYAML reads `5e-6` as text, so the learning rate of half of all recipes reached the optimiser as a string."""
-    assert load_config(minimal, "rloo.learning_rate=5e-6").rloo.learning_rate == 5e-6
-    values, _ = read_yaml("a: 5e-6\nb: 1E3\nc: -2.5e+10\nd: .5\ne: 1_000\nf: 5e-6x\ng: 1.\nh: 0x1F")
-    assert list(values.values()) == [5e-6, 1000.0, -2.5e10, 0.5, 1000, "5e-6x", 1.0, 31]
-    assert isinstance(values["b"], float) and isinstance(values["e"], int)
-
-
-def test_words_and_dates_stay_text(minimal: Path) -> None:
-    """In YAML 1.1 a prompt that says `no` is false, `12:30` is 750 and a run named after a day is a date object."""
-    values, _ = read_yaml("a: no\nb: on\nc: 12:30\nd: 2026-11-21\ne: 'true'\nf: ~\ng:\nh: 010")
-    assert list(values.values()) == ["no", "on", "12:30", "2026-11-21", "true", None, None, 10]
-    assert load_config(minimal, "run.name=2026-11-21").name == "2026-11-21"
-    assert load_config(minimal, "run.report=off").run.report is False
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("0.0", 0.0), ("null", None), ("", None), ("[64, 128]", [64, 128]), ("{r: 8}", {"r": 8}), ("true", True),
-        ("a: b: c", "a: b: c"), ("http://x/y=z", "http://x/y=z"), ("'5'", "5"), ("[1", "[1"),
-    ],
-)  # fmt: skip
-def test_values_of_the_command_line(text: str, value: object) -> None:
-    """An override has to be able to say null and a list, and text with a colon must not be an error."""
-    assert read_value(text) == value
-
-
 def test_overrides_win_over_sections_and_these_over_the_file(minimal: Path) -> None:
     """Three places can say the same thing; the nearest to the user counts."""
     run = load_config(
@@ -65,6 +37,8 @@ def test_overrides_win_over_sections_and_these_over_the_file(minimal: Path) -> N
     assert run.model.lora is None and run.rewards[0].weight == 0.5 and run.rewards[0].params == {"find": "boxed"}
     assert load_config(minimal, "model.lora.r=4").model.lora.r == 4
     assert load_config(minimal, "--rloo.beta = 0.1").rloo.beta == 0.1
+    run = load_config(minimal, "rloo.learning_rate=5e-6", "run.name=2026-11-21", "run.report=off")
+    assert (run.rloo.learning_rate, run.name, run.run.report) == (5e-6, "2026-11-21", False)
 
 
 def test_name_and_folder(minimal: Path) -> None:
@@ -78,6 +52,7 @@ def test_name_and_folder(minimal: Path) -> None:
 def test_resolved_file_loads_back_to_an_equal_run(path: Path, tmp_path: Path) -> None:
     """The copy in the run's folder is what a resume and a report read; a key that changes on the way is another run."""
     run = load_config(path)
+    run.data.system_prompt, run.rloo.reward_clip_range = "no", (-1.0, 1.0)
     copy = tmp_path / "config.yaml"
     copy.write_text(run.to_yaml())
     again = load_config(copy)
@@ -86,29 +61,20 @@ def test_resolved_file_loads_back_to_an_equal_run(path: Path, tmp_path: Path) ->
     assert again != run
 
 
-def test_awkward_values_survive_the_resolved_file(minimal: Path, tmp_path: Path) -> None:
-    """A prompt that reads `no`, `1e5` as text, or holds lines and braces came back as something else."""
-    run = load_config(minimal)
-    run.data.system_prompt = "no\n  two: lines # \\boxed{} 'quoted' \"twice\" é 😀\n"
-    run.rewards[0].params = {"find": "1e5", "weird": ["null", "~", "0x1F", "", "2026-11-21", {"a": 1.0}], "k": True}
-    run.rloo.reward_clip_range = (-1.0, 1.0)
-    copy = tmp_path / "config.yaml"
-    copy.write_text(run.to_yaml(), encoding="utf-8")
-    assert load_config(copy) == run
-    assert read_yaml(dump_yaml(run.model_dump(mode="json")))[0] == run.model_dump(mode="json")
-
-
 def test_assignment_is_checked_and_a_refused_one_changes_nothing(minimal: Path) -> None:
-    """In a notebook `run.rloo.num_generations = 3` passed, and the trainer failed minutes later."""
+    """In a notebook `run.rloo.num_generations = 3` passed, and the trainer failed minutes later; and `beta: unknown
+    key` left open which of six sections was meant."""
     run = load_config(minimal)
-    with pytest.raises(ConfigError, match="does not divide into whole groups of 3"):
-        run.rloo.num_generations = 3
-    with pytest.raises(ConfigError, match=r"top_p: is 1.5; it must be at most 1"):
-        run.rloo.top_p = 1.5
-    with pytest.raises(ConfigError, match="rloo.num_generation: unknown key; did you mean rloo.num_generations"):
-        run.rloo.num_generation = 4
-    with pytest.raises(ConfigError, match=r"more than model.max_seq_length \(256\)"):
-        run.rloo = run.rloo.model_copy(update={"max_completion_length": 500})
+    for section, key, value, message in (
+        (run.rloo, "num_generations", 3, "rloo: a rollout has 8 completions"),
+        (run.rloo, "top_p", 1.5, "rloo.top_p: is 1.5"),
+        (run.rloo, "bta", 3, "rloo.bta: unknown key; did you mean rloo.beta?"),
+        (run.model.lora, "r", 7.5, "model.lora.r: is 7.5"),
+        (run, "rloo", run.rloo.model_copy(update={"max_completion_length": 500}), "data.max_prompt_length (64) + "),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            setattr(section, key, value)
+        assert str(caught.value).startswith(message)
     assert (run.rloo.num_generations, run.rloo.top_p, run.rloo.max_completion_length) == (2, 1.0, 64)
     run.rloo.learning_rate = "1e-4"
     assert run.rloo.learning_rate == 1e-4
@@ -136,11 +102,13 @@ def test_run_built_in_python() -> None:
 def test_batch_arithmetic_counts_processes(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two processes a rollout is twice as large; a config that divided on one GPU failed on two, or the reverse."""
     wanted = ["rloo.per_device_train_batch_size=3", "rloo.steps_per_generation=2", "rloo.num_generations=4"]
-    with pytest.raises(ConfigError, match="3 completions a pass .* x 1 process x 2 passes .* = 6 completions"):
+    with pytest.raises(ConfigError, match="= 6 completions"):
         load_config(minimal, *wanted)
     monkeypatch.setenv("WORLD_SIZE", "2")
     rloo = load_config(minimal, *wanted).rloo
     assert (rloo.generation_batch_size, rloo.prompts_per_generation) == (12, 3)
+    monkeypatch.setenv("WORLD_SIZE", "")  # as `.env` files and CI leave it
+    assert rloo.generation_batch_size == 6
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 'two'"):
         load_config(minimal)
@@ -152,14 +120,6 @@ def test_arguments_for_the_trainer_leave_out_what_is_not_set(minimal: Path) -> N
     assert arguments["max_steps"] == 3 and arguments["report_to"] == "none"
     assert not {"num_train_epochs", "bf16", "fp16", "steps_per_generation", "missing_eos_penalty"} & set(arguments)
     assert load_config(minimal, "rloo.report_to=tensorboard").rloo.to_arguments()["report_to"] == ["tensorboard"]
-
-
-def test_merge_keys(tmp_path: Path) -> None:
-    """`<<: *base` is how people share settings; an own key over a merged one is not that key given twice."""
-    values, _ = read_yaml("base: &base {a: 1, b: 2}\nmore: &more {<<: *base, b: 3}\nmost: {<<: *more, a: 4}")
-    assert (values["more"], values["most"]) == ({"a": 1, "b": 3}, {"a": 4, "b": 3})
-    with pytest.raises(ConfigError, match="expected a mapping or list of mappings for merging"):
-        read_yaml("a: {<<: 3}")
 
 
 def test_the_embedded_model_takes_a_file_of_ones_own(minimal: Path) -> None:
