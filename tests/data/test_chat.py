@@ -4,6 +4,8 @@ import copy
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from rloo_kit.data.chat import detect_family, render_prompt, resolve_family, thinks
 from rloo_kit.errors import ConfigError, DataError, RlooKitError
@@ -36,9 +38,6 @@ def with_template(tiny_tokenizer: Any) -> Any:
 @pytest.fixture(scope="module")
 def bos_tokenizer() -> Any:
     """A tokenizer that puts `<s>` in front of every text, with a template that writes it too (Llama, Gemma)."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -197,8 +196,6 @@ def test_one_bos_where_template_and_tokenizer_both_write_it(bos_tokenizer: Any) 
 
 def test_bos_stays_where_the_tokenizer_adds_none(bos_tokenizer: Any) -> None:
     """The other way round: taking the template's BOS away from a tokenizer that adds none leaves a prompt without."""
-    from tokenizers import processors
-
     tokenizer = copy.deepcopy(bos_tokenizer)
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     assert tokenizer("x")["input_ids"][0] != tokenizer.bos_token_id

@@ -1,5 +1,6 @@
 """Reading, checking, rendering and splitting of prompts; every error names its file and line."""
 
+import copy
 import csv
 import json
 from collections.abc import Callable
@@ -7,7 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
+from tokenizers import processors
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import Data, load_data
@@ -80,8 +83,6 @@ def test_csv_keeps_text(make_run: Any, tmp_path: Path, tiny_tokenizer: Any) -> N
 
 def test_parquet_keeps_types_and_conversations(make_run: Any, tmp_path: Path, tiny_tokenizer: Any) -> None:
     """Columns besides prompt and answer reach the rewards as they are, nested ones too."""
-    import datasets
-
     path = tmp_path / "rows.parquet"
     prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
     datasets.Dataset.from_list([{"prompt": prompt, "answer": 2, "level": 3, "tags": ["a", "b"]}]).to_parquet(path)
@@ -92,8 +93,6 @@ def test_parquet_keeps_types_and_conversations(make_run: Any, tmp_path: Path, ti
 
 def test_rows_in_python(make_run: Any, tiny_tokenizer: Any) -> None:
     """A notebook has its prompts at hand: texts, conversations, dicts, or a data set made with `datasets`."""
-    import datasets
-
     run = make_run(prompt_column="question")
     texts = load_data(run, tiny_tokenizer, rows=["a", "b"]).train
     talks = load_data(run, tiny_tokenizer, rows=[[{"role": "user", "content": text}] for text in "ab"]).train
@@ -117,8 +116,6 @@ def test_embedded_task(make_run: Any, tiny_tokenizer: Any) -> None:
 
 def test_hub_split_and_subset(make_run: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """gsm8k needs its subset 'main', and its gold answer stands behind the last ####."""
-    import datasets
-
     asked = {}
 
     def fake_load(source: str, name: str | None, split: str) -> Any:
@@ -152,7 +149,6 @@ def test_hub_says_which_key(
     make_run: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, key: str
 ) -> None:
     """A wrong subset is no connection problem: advice about caches sends the user the wrong way."""
-    import datasets
 
     def fail(*_: Any, **__: Any) -> None:
         raise error
@@ -264,8 +260,6 @@ def test_bad_csv_names_file_and_line(make_run: Any, write: Any, tiny_tokenizer: 
 
 def test_bad_parquet(make_run: Any, write: Any, tmp_path: Path, tiny_tokenizer: Any) -> None:
     """A Parquet file that is a failed download (an HTML page, or nothing) must be named."""
-    import datasets
-
     with pytest.raises(DataError, match=r"rows.parquet is not a Parquet file that can be read"):
         load_data(make_run(write("rows.parquet", "<html>")), tiny_tokenizer)
     path = tmp_path / "nulls.parquet"
@@ -291,8 +285,6 @@ def test_a_file_that_cannot_be_read(make_run: Any, tmp_path: Path, tiny_tokenize
 
 def test_bad_rows_in_python(make_run: Any, tiny_tokenizer: Any) -> None:
     """Rows from a notebook have numbers too."""
-    import datasets
-
     with pytest.raises(DataError, match="the list of rows has no rows"):
         load_data(make_run(), tiny_tokenizer, rows=[])
     with pytest.raises(DataError, match="the dataset has no rows"):
@@ -369,10 +361,6 @@ def test_too_long_prompts(make_run: Any, tiny_tokenizer: Any, capsys: pytest.Cap
 
 def test_tokenizer_that_appends_its_end(make_run: Any, tiny_tokenizer: Any) -> None:
     """With `add_eos_token` every prompt ended with the end token: the model was asked to go on after its own end."""
-    import copy
-
-    from tokenizers import processors
-
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="$A <|im_end|>", special_tokens=[("<|im_end|>", 258)]

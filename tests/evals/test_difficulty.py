@@ -5,14 +5,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 
+from rloo_kit import load_config, load_data, load_policy, train
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, DataError, SetupError
 from rloo_kit.evals import difficulty
 from rloo_kit.evals.difficulty import PassRateCache, fingerprint, measure_pass_rates, select_prompts
+from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.engine import Completion, generate_completions
+from rloo_kit.runs import run_dir
 from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.think_tags import bind_think_tags
 
 THINK_END, TURN_END, SEVEN, EIGHT = 260, 258, 22, 23
 
@@ -27,11 +34,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Any:
     """Closes its thinking at once and answers 7 or 8, both about half of the time."""
-    import torch
-
-    from rloo_kit.models.policy import Policy
-    from rloo_kit.think_tags import bind_think_tags
-
     model = make_tiny_model(tie_word_embeddings=False)
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
     with torch.no_grad():
@@ -53,8 +55,6 @@ def make_run(**rollout: Any) -> RunConfig:
 
 
 def make_dataset(answers: list[str]) -> Any:
-    import datasets
-
     prompts = [f"<|im_start|>user\n{n}+1=<|im_end|>\n" for n in range(len(answers))]
     return datasets.Dataset.from_dict({"prompt": prompts, "answer": answers})
 
@@ -169,10 +169,6 @@ def test_an_interrupted_measuring_goes_on(
 )  # fmt: skip
 def test_other_conditions_are_measured_anew(change: str, policy: Any, sampled: Any, tmp_path: Path) -> None:
     """A pass rate of another model, limit, judge or right answer is a number about something else."""
-    import torch
-
-    from rloo_kit import load_config
-
     dataset = make_dataset(["7"] * 3)
     prompts, answers = dataset["prompt"][:], dataset["answer"][:]
     file = tmp_path / "run.yaml"
@@ -236,8 +232,6 @@ def test_a_cache_on_a_file_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_fingerprint_knows_the_weights_and_not_the_new_adapter(make_tiny_model: Callable[..., Any]) -> None:
     """An adapter that is still the identity has a random half, another one with each seed: the policy is the same."""
-    import torch
-    from peft import LoraConfig, get_peft_model
 
     def adapted(seed: int) -> Any:
         torch.manual_seed(seed)
@@ -256,8 +250,6 @@ def test_training_takes_the_chosen_prompts(
     tmp_path: Path, tiny_folder: Path, sampled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through `train`: what was skipped is never sampled in training, and a resume goes on with the same prompts."""
-    from rloo_kit import load_config, load_data, load_policy, train
-
     rows = [{"prompt": f"{n}+1=", "answer": "7"} for n in range(8)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = tmp_path / "run.yaml"
@@ -289,6 +281,4 @@ def test_training_takes_the_chosen_prompts(
 
 def test_the_folder_of_a_run_knows_the_file() -> None:
     """Left out of the list, it would survive --overwrite and make a new run's folder look like somebody else's."""
-    from rloo_kit.runs import run_dir
-
     assert difficulty.SELECTION in run_dir.FILES

@@ -5,16 +5,20 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import datasets
 import pytest
+import torch
 
 from rloo_kit.config.checks import ENGINES
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.evals.evaluate import compare, evaluate
+from rloo_kit.evals import evaluate as answer_judge
+from rloo_kit.evals.evaluate import compare, engine_outside_training, evaluate
+from rloo_kit.models.policy import Policy
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.intervals import wilson
 from rloo_kit.rollout.engine import generate_completions
-from rloo_kit.think_tags import split_thinking
+from rloo_kit.think_tags import bind_think_tags, split_thinking
 
 THINK_END, TURN_END, END_OF_TEXT = 260, 258, 256
 NUM_PROMPTS = 12
@@ -25,11 +29,6 @@ def make_policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Cal
     """`make_policy(family, bias={id: b})`: a random Qwen3 whose head leans towards some ids."""
 
     def build(family: str = "thinking", bias: dict[int, float] | None = None, seed: int = 0, **config: Any) -> Any:
-        import torch
-
-        from rloo_kit.models.policy import Policy
-        from rloo_kit.think_tags import bind_think_tags
-
         model = make_tiny_model(seed, tie_word_embeddings=False, **config)
         model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
         with torch.no_grad():
@@ -57,8 +56,6 @@ def make_run() -> Callable[..., RunConfig]:
 
 
 def make_dataset(answers: list[str] | None = None) -> Any:
-    import datasets
-
     columns = {"prompt": [f"<|im_start|>user\n{n}+1=<|im_end|>\n" for n in range(NUM_PROMPTS)]}
     return datasets.Dataset.from_dict(columns | ({"answer": answers} if answers else {}))
 
@@ -149,7 +146,6 @@ def test_without_answers_accuracy_is_none(make_run: Any, make_policy: Any) -> No
 
 def test_answers_that_cannot_be_judged(make_run: Any, make_policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """math-verify can give up on an answer: that is not right, and it is said how often it happened."""
-    from rloo_kit.evals import evaluate as answer_judge
 
     def unsure(**batch: Any) -> list[float | None]:
         return [float("nan"), None, 1.0] * (len(batch["completions"]) // 3)
@@ -259,8 +255,6 @@ def test_num_prompts_takes_the_first(make_run: Any, make_policy: Any) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_of_training_can_be_evaluated(engine: str, make_run: Any, make_policy: Any) -> None:
     """A run that trains through vLLM ended at its first evaluation: outside the trainer there is no vLLM to ask."""
-    from rloo_kit.evals.evaluate import engine_outside_training
-
     run = make_run(greedy=False)
     run.rollout.server_url = "http://node1:8000"
     run.rollout.engine = engine
@@ -272,8 +266,6 @@ def test_every_engine_of_training_can_be_evaluated(engine: str, make_run: Any, m
 
 def test_same_seed_same_evaluation(make_run: Any, make_policy: Any) -> None:
     """Two evaluations of one policy must not differ by luck; and training's random state is left alone."""
-    import torch
-
     policy = digits_policy(make_policy)
     gold = [answer or "none" for answer in answers_of(policy)]
     state = torch.get_rng_state()

@@ -7,6 +7,8 @@ import math
 from typing import Any
 
 import pytest
+import torch
+from trl.trainer.utils import get_callable_name, is_async_callable
 
 from rewards import thinking_reward
 from rloo_kit.errors import RewardError
@@ -150,8 +152,6 @@ def test_sync_rewards_stay_sync() -> None:
 
 def test_trl_sees_the_same() -> None:
     """Guards against a TRL that changes how it looks at rewards: its own functions are asked."""
-    from trl.trainer.utils import get_callable_name, is_async_callable
-
     for reward in (judge, AsyncJudge(), thinking_reward, functools.partial(judge), lambda **batch: []):
         guarded = guard(reward)
         assert is_async_callable(guarded) == is_async_callable(reward) == is_async(reward)
@@ -166,8 +166,6 @@ def test_guarding_twice_is_guarding_once() -> None:
 
 def test_models_are_left_to_trl() -> None:
     """Guards against hiding a model behind a guard: TRL tells `nn.Module` and model ids apart by type."""
-    import torch
-
     model = torch.nn.Linear(1, 1)
     assert guard(model) is model
     assert guard("folder/of/a/reward-model") == "folder/of/a/reward-model"

@@ -1,10 +1,13 @@
 """math-verify in its process, and trained reward models."""
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from rloo_kit.errors import BackendError
 from rloo_kit.rewarding.guard import guard
@@ -46,8 +49,6 @@ def test_mathematics_is_compared_as_mathematics(math_reward: MathAnswerReward) -
 
 def test_it_works_outside_the_main_thread(math_reward: MathAnswerReward) -> None:
     """Guards against math-verify's own limits, which use a signal: in a thread every answer was wrong, silently."""
-    import threading
-
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(judge(math_reward, (r"\boxed{\frac{1}{2}}", "0.5"))))
     thread.start()
@@ -94,9 +95,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) ->
 
 
 def save_classifier(folder: Path, tokenizer: Any, num_labels: int) -> Path:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForSequenceClassification
-
     config = Qwen3Config(
         vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=256, pad_token_id=256, num_labels=num_labels,
@@ -114,9 +112,6 @@ COMPLETIONS = ["4", "no</think>yes, and more of it", "y"]
 
 def test_a_checkpoint_scores_prompt_and_completion(checkpoint: Path) -> None:
     """Guards against scores that depend on the batch: padding must not reach the last token that is read."""
-    import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
     reward = RewardModel(str(checkpoint), batch_size=2, device="cpu")
     scores = reward(prompts=PROMPTS, completions=COMPLETIONS, completion_ids=[[1]] * 3)
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint).eval()

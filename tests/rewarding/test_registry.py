@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from rloo_kit import build_rewards, load_config
+from rloo_kit.embedded.tokenizer import build_tokenizer
 from rloo_kit.errors import ConfigError, TokenizerError
 from rloo_kit.rewarding.registry import REGISTRY
 
@@ -34,9 +37,6 @@ def make_run(tmp_path: Path) -> Make:
 @pytest.fixture(scope="session")
 def plain_tokenizer() -> Any:
     """A byte-level tokenizer that has end tokens but no thinking tags, and a template that never thinks."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -90,8 +90,6 @@ def test_the_line_that_a_run_prints(make_run: Make, tiny_tokenizer: Any, capsys:
 
 def test_qwen3_ids_are_bound_from_a_qwen3_tokenizer(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards against a binding that works for compact ids only: the full vocabulary has the tag at 151668."""
-    from rloo_kit.embedded.tokenizer import build_tokenizer
-
     (reward,) = build_rewards(make_run({"name": "thinking_reward"}), build_tokenizer("thinking", "qwen3"))
     assert reward.reward.think_end_id == 151668
     assert "(</think> = 151668)" in capsys.readouterr().out
@@ -110,8 +108,6 @@ def test_a_model_that_never_thinks_is_judged_by_its_whole_completion(
     make_run: Make, plain_tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guards against answer_reward waiting for a tag that never comes."""
-    from rloo_kit.embedded.tokenizer import build_tokenizer
-
     run = make_run({"name": "answer_reward"}, {"name": "length_reward"}, model={"name": "embedded/instruct"})
     for tokenizer, tag in ((plain_tokenizer, "none"), (build_tokenizer("instruct"), "260")):
         answer, _ = build_rewards(run, tokenizer)

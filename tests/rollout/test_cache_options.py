@@ -3,14 +3,24 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers.cache_utils import HQQQuantizedLayer, QuantizedCache
 
 from rloo_kit.config.checks import CACHES, ENGINES
 from rloo_kit.errors import BackendError, ConfigError
+from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.loop.trainer import RLOOTrainer
+from rloo_kit.plan import parts
+from rloo_kit.plan.shapes import ModelShape
 from rloo_kit.rollout.engine import Limits, build_engine, check_cache
 from rloo_kit.rollout.generate import generate_options
+from rloo_kit.rollout.kv_cache import LEVELS, EightBitCache, make_cache, pack_8_bit, unpack_8_bit
 
 TURN_END, END_OF_TEXT, PAD = 258, 257, 256
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -23,9 +33,6 @@ def make_model(make_tiny_model: Callable[..., Any]) -> Callable[..., Any]:
     """`make_model(**config)`: random weights with an adapter that is not the identity, an end now and then."""
 
     def build(**config: Any) -> Any:
-        import torch
-        from peft import LoraConfig, get_peft_model
-
         model = make_tiny_model(0, **({"tie_word_embeddings": False, "initializer_range": 0.15} | config))
         model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
         with torch.no_grad():
@@ -48,8 +55,6 @@ def engine_for(model: Any, cache: str = "int8", temperature: float = 1.0, **opti
 
 def teacher_forced(model: Any, prompt: list[int], completion: list[int]) -> list[float]:
     """Log-probabilities of a completion by one pass through the whole model, without a cache."""
-    import torch
-
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
     return logits.float().log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
@@ -70,10 +75,6 @@ def find_gaps(model: Any, prompts: list[list[int]], found: Any) -> list[float]:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 def test_eight_bits_are_off_by_half_a_scale(kind: str) -> None:
     """A scale that is stored in 16 bits is not the one that codes were made with, if one divides by the other."""
-    import torch
-
-    from rloo_kit.rollout.kv_cache import LEVELS, pack_8_bit, unpack_8_bit
-
     dtype = getattr(torch, kind)
     states = torch.randn(50, 4, 32, generator=torch.Generator().manual_seed(0)).mul(3).to(dtype)
     states[0], states[1, 0, 0] = 0.0, 300.0
@@ -91,10 +92,6 @@ def test_eight_bits_are_off_by_half_a_scale(kind: str) -> None:
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_broken_states_stay_broken(broken: float) -> None:
     """int8 has no NaN: broken weights would come back as plain numbers, and a run went on on noise."""
-    import torch
-
-    from rloo_kit.rollout.kv_cache import pack_8_bit, unpack_8_bit
-
     states = torch.ones(2, 1, 4)
     states[1, 0, 2] = broken
     back = unpack_8_bit(*pack_8_bit(states))
@@ -102,10 +99,6 @@ def test_broken_states_stay_broken(broken: float) -> None:
 
 
 def fill(kind: str, tokens: int, dtype: str = "float32") -> Any:
-    import torch
-
-    from rloo_kit.rollout.kv_cache import make_cache
-
     cache = make_cache(kind, 3)
     states = torch.randn(2, tokens, 16, dtype=getattr(torch, dtype))  # (G, P, D)
     for layer in range(2):
@@ -117,9 +110,6 @@ def fill(kind: str, tokens: int, dtype: str = "float32") -> Any:
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
 def test_what_a_cache_holds_is_what_the_plan_counts(kind: str, dtype: str, width: int) -> None:
     """A cache that is called 8-bit and keeps a full copy saves nothing; bytes are counted in real tensors."""
-    from rloo_kit.plan import parts
-    from rloo_kit.plan.shapes import ModelShape
-
     shape = ModelShape(32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=320, tied=True)
     load = parts.Load(
         shape, False, width, width, 16, ("q_proj",), "sgd", "off", False, 1, False, "none", False, prompt_tokens=10,
@@ -133,10 +123,6 @@ def test_what_a_cache_holds_is_what_the_plan_counts(kind: str, dtype: str, width
 
 def test_a_moved_row_takes_its_scales_along() -> None:
     """Codes without their scales are another row's words, a little louder."""
-    import torch
-
-    from rloo_kit.rollout.kv_cache import EightBitCache
-
     cache = EightBitCache(slots=3, block_tokens=4)
     for slot in range(3):
         states = torch.full((1, 3, 8), 10.0**slot)
@@ -157,8 +143,6 @@ VARIANTS = {"FusedDecoder": {}, "ModuleDecoder": {"hidden_act": "gelu"}, "eager"
 def test_sampling_from_8_bits_is_near_scoring(make_model: Any, monkeypatch: Any, variant: str) -> None:
     """Either decoder, rows that end and give their slots to others, slots that grow: each token's log-probability is
     that of the distribution it was drawn from, which is near the one that is scored and not it."""
-    import torch
-
     monkeypatch.setattr("rloo_kit.rollout.kv_cache.BLOCK_TOKENS", 4)
     model, prompts = make_model(**VARIANTS[variant]), [prompt for prompt in PROMPTS for _ in range(3)]
     gaps = {}
@@ -185,8 +169,6 @@ def test_rows_do_not_depend_on_their_slots(make_model: Any, monkeypatch: Any) ->
 
 def test_sixteen_bit_models_keep_8_bits_too(make_model: Any) -> None:
     """The GPUs that need it hold bf16: scales in float32 would turn the attention's inputs into float32."""
-    import torch
-
     model = make_model().to(torch.bfloat16)
     torch.manual_seed(0)
     found = engine_for(model).sample(PROMPTS, Limits(24))
@@ -195,8 +177,6 @@ def test_sixteen_bit_models_keep_8_bits_too(make_model: Any) -> None:
 
 def test_rows_are_halved_with_8_bits(make_model: Any, monkeypatch: Any) -> None:
     """What has been sampled stays, and is prefilled again from its tokens, not from codes that are gone."""
-    import torch
-
     model = make_model(hidden_act="gelu")
     base, forward, calls = model.get_base_model(), model.get_base_model().forward, []
 
@@ -217,8 +197,6 @@ def test_rows_are_halved_with_8_bits(make_model: Any, monkeypatch: Any) -> None:
 
 def test_a_budget_costs_one_call_of_generate(make_model: Any, monkeypatch: Any) -> None:
     """The answers were a second call, whose prefill is whole rows at once: on a small GPU more than decoding takes."""
-    import torch
-
     model = make_model()
     limits = Limits(20, thinking_budget=6, answer_budget=4, close_ids=(7, 260, 8), think_end_id=260)
     widths: list[int] = []
@@ -276,10 +254,6 @@ def test_what_is_let_through(monkeypatch: Any, make_model: Any) -> None:
 
 def test_the_library_takes_the_config_that_it_is_given() -> None:
     """hqq is not installed here, so nothing of it runs; what transformers would be asked for it has to know."""
-    from inspect import signature
-
-    from transformers.cache_utils import HQQQuantizedLayer, QuantizedCache
-
     config = generate_options("int8")["cache_config"]
     assert config["backend"] == "hqq"
     assert set(config) - {"backend"} <= set(signature(QuantizedCache).parameters)
@@ -292,11 +266,6 @@ def test_the_library_takes_the_config_that_it_is_given() -> None:
 def test_training_corrects_for_8_bits(make_tiny_model: Any, tiny_tokenizer: Any, tmp_path: Any) -> None:
     """What 8 bits sample is scored without them: the log says by how much they differ, the correction weighs by it,
     and the ratio on-policy stays exactly 1."""
-    from datasets import Dataset
-    from peft import LoraConfig
-
-    from rloo_kit.loop.options import RLOOConfig
-    from rloo_kit.loop.trainer import RLOOTrainer
 
     def run(cache: str) -> dict[str, float]:
         trainer = RLOOTrainer(

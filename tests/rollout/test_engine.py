@@ -4,9 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.engine import Completion, find_end_ids, generate_completions
+from rloo_kit.think_tags import ThinkTags, bind_think_tags
 
 THINK_END, TURN_END, END_OF_TEXT = 260, 258, 256
 PROMPTS = ["12+13=", "a much longer prompt than the others", "7", "1+1=2?"]
@@ -18,11 +21,6 @@ def make_policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Cal
     its thinking early, late or never."""
 
     def build(seed: int = 0, bias: dict[int, float] | None = None, **config: Any) -> Any:
-        import torch
-
-        from rloo_kit.models.policy import Policy
-        from rloo_kit.think_tags import bind_think_tags
-
         model = make_tiny_model(seed, tie_word_embeddings=False, **config)
         model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
         model.generation_config.eos_token_id = [TURN_END, END_OF_TEXT]
@@ -37,8 +35,6 @@ def make_policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Cal
 
 def greedy_by_hand(policy: Any, prompt: str, limit: int) -> list[int]:
     """Argmax by argmax over one unpadded row without a cache."""
-    import torch
-
     ids = policy.tokenizer(prompt)["input_ids"]
     new: list[int] = []
     with torch.no_grad():
@@ -83,8 +79,6 @@ def test_whole_distribution_whatever_the_checkpoint_says(make_policy: Any) -> No
 
 def test_samples_follow_the_distribution(make_policy: Any) -> None:
     """One token, two thousand times: the counts have to be those of the softmax at that temperature."""
-    import torch
-
     policy = make_policy(bias={50: 5.0, 51: 4.0, 52: 3.0})
     for temperature in (1.0, 2.0):
         found = generate_completions(
@@ -101,8 +95,6 @@ def test_samples_follow_the_distribution(make_policy: Any) -> None:
 
 def test_seed_fixes_the_samples_and_leaves_the_global_state(make_policy: Any) -> None:
     """An evaluation between two steps changed the samples of the training after it."""
-    import torch
-
     policy = make_policy()
     torch.manual_seed(123)
     state = torch.get_rng_state()
@@ -213,8 +205,6 @@ def test_answer_after_a_forced_close_is_the_models_own(make_policy: Any) -> None
     )
     thinking = greedy_by_hand(policy, "12+13=", 5)
     assert found.ids[:6] == [*thinking, THINK_END]
-    import torch
-
     ids = [*policy.tokenizer("12+13=")["input_ids"], *found.ids[:6]]
     for token in found.ids[6:]:
         with torch.no_grad():
@@ -247,8 +237,6 @@ def test_values_out_of_range(make_policy: Any, options: dict[str, Any], text: st
 
 def test_budget_without_thinking_tokens(make_policy: Any) -> None:
     """A model whose tokenizer has no `</think>` cannot be made to close anything."""
-    from rloo_kit.think_tags import ThinkTags
-
     policy = make_policy()
     policy.tags = ThinkTags(None, None)
     with pytest.raises(ConfigError, match=r"the tokenizer has no </think>.*eval.thinking_budgets: \[\]"):

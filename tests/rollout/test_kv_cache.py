@@ -1,27 +1,24 @@
 """The cache of the rollout: who writes where, who sees what, and what stays when rows move and slots grow."""
 
 import pytest
+import torch
+
+from rloo_kit.rollout.kv_cache import SlotCache
 
 
 @pytest.fixture
 def cache():
     """Three slots in blocks of four tokens."""
-    from rloo_kit.rollout.kv_cache import SlotCache
-
     return SlotCache(slots=3, block_tokens=4)
 
 
 def tokens(*values: float):
     """(R, 1 head, 2 dimensions), a row for each value."""
-    import torch
-
     return torch.tensor(values)[:, None, None].expand(-1, 1, 2)
 
 
 def prompt(*values: float):
     """(1 head, P, 2 dimensions)."""
-    import torch
-
     return torch.tensor(values)[None, :, None].expand(1, -1, 2)
 
 
@@ -33,8 +30,6 @@ def seen(cache, layer: int = 0) -> list[list[float]]:
 
 def test_rows_write_at_their_own_positions_across_blocks(cache) -> None:
     """Rows of unequal length share a tensor: one that wrote where its neighbour is would read the neighbour's words."""
-    import torch
-
     cache.insert(0, 0, 2, prompt(1.0, 2.0, 3.0), prompt(1.0, 2.0, 3.0))
     cache.insert(0, 2, 1, prompt(9.0), prompt(9.0))
     for step in range(4):  # the first rows cross from the first block into the second
@@ -47,8 +42,6 @@ def test_rows_write_at_their_own_positions_across_blocks(cache) -> None:
 
 def test_moved_rows_keep_what_they_have(cache) -> None:
     """A row that ends gives its slot to the last live one; half a move is another prompt's continuation."""
-    import torch
-
     cpu = torch.device("cpu")
     for slot in range(3):
         cache.insert(0, slot, 1, prompt(slot + 0.1, slot + 0.2), prompt(0.0, 0.0))
@@ -61,8 +54,6 @@ def test_moved_rows_keep_what_they_have(cache) -> None:
 
 def test_masked_memory_is_finite(cache) -> None:
     """Fresh memory may hold NaNs, and weight 0 times NaN is NaN: whole rows were lost to words that nobody saw."""
-    import torch
-
     cache.begin([6, 0], torch.device("cpu"))
     keys, values = cache.write(0, tokens(1.0, 1.0), tokens(1.0, 1.0))
     cache.begin([9, 1], torch.device("cpu"))  # grows
@@ -72,8 +63,6 @@ def test_masked_memory_is_finite(cache) -> None:
 
 def test_slots_that_nobody_needs_go_when_the_cache_grows(cache) -> None:
     """The last long rows of a batch paid for the memory of all that had ended."""
-    import torch
-
     cache.begin([0, 0, 0], torch.device("cpu"))
     cache.write(0, tokens(1.0, 2.0, 3.0), tokens(0.0, 0.0, 0.0))
     cache.shrink(1)

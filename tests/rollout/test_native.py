@@ -1,13 +1,19 @@
 """The native loop against `generate` and against scoring: token by token, in distribution, and when memory runs out."""
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 
 from rloo_kit.errors import BackendError
-from rloo_kit.rollout.engine import Limits, build_engine, choose_engine
+from rloo_kit.rollout import fused_decoder, kv_cache
+from rloo_kit.rollout.engine import Limits, build_engine, choose_engine, make_limits
+from rloo_kit.rollout.native import draw, make_decoder
 from rloo_kit.think_tags import bind_think_tags
 
 TURN_END, END_OF_TEXT, PAD = 258, 257, 256
@@ -21,9 +27,6 @@ def make_model(make_tiny_model: Callable[..., Any]) -> Callable[..., Any]:
     an adapter that is not the identity; a head that leans towards its two end tokens by `ends`."""
 
     def build(lora: bool = True, ends: float = 0.0, seed: int = 0, **config: Any) -> Any:
-        import torch
-        from peft import LoraConfig, get_peft_model
-
         model = make_tiny_model(seed, **({"tie_word_embeddings": False, "initializer_range": 0.3} | config))
         model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
         with torch.no_grad():
@@ -46,15 +49,11 @@ def engine_for(model: Any, name: str = "native", temperature: float = 1.0, **opt
 
 
 def decoder_of(model: Any) -> str:
-    from rloo_kit.rollout.native import make_decoder
-
     return type(make_decoder(model)).__name__
 
 
 def teacher_forced(model: Any, prompt: list[int], completion: list[int], temperature: float) -> list[float]:
     """Log-probabilities of a completion by one unpadded pass through the whole model."""
-    import torch
-
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
     logps = (logits / temperature).log_softmax(-1)
@@ -95,8 +94,6 @@ def test_greedy_is_generates_token_by_token(make_model: Any, monkeypatch: pytest
 def test_sampler_logps_are_those_of_scoring(make_model: Any, name: str, temperature: float) -> None:
     """The gap between sampler and trainer is logged and corrected with these; were they another token's, or another
     temperature's, the correction would be noise."""
-    import torch
-
     model = make_model(ends=3.0)
     torch.manual_seed(0)
     prompts = [prompt for prompt in PROMPTS for _ in range(2)]
@@ -109,8 +106,6 @@ def test_sampler_logps_are_those_of_scoring(make_model: Any, name: str, temperat
 def test_sixteen_bits_go_through_the_modules(make_model: Any) -> None:
     """A merged copy in 16 bits would be another policy than the one that is scored: an adapter's update of 1e-4 is
     rounded away."""
-    import torch
-
     model = make_model(ends=2.0).to(torch.bfloat16)
     assert decoder_of(model) == "ModuleDecoder"
     torch.manual_seed(0)
@@ -121,8 +116,6 @@ def test_sixteen_bits_go_through_the_modules(make_model: Any) -> None:
 
 def test_weights_are_read_anew_in_every_rollout(make_model: Any) -> None:
     """The decoder keeps a copy of the weights; a stale one would sample from the policy before the step."""
-    import torch
-
     model = make_model()
     engine = engine_for(model, "native", 0.0)
     before = engine.sample(PROMPTS, Limits(8)).completion_ids
@@ -142,9 +135,6 @@ def test_weights_are_read_anew_in_every_rollout(make_model: Any) -> None:
 @pytest.mark.parametrize("name", ["native", "generate"])
 def test_the_model_is_as_it_was_afterwards(make_model: Any, name: str) -> None:
     """A rollout in the middle of training: dropout has to be off while sampling, and on again, weights untouched."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-
     settings = LoraConfig(r=4, target_modules=MODULES, lora_dropout=0.9, init_lora_weights=False, task_type="CAUSAL_LM")
     model = get_peft_model(make_model(lora=False), settings)
     model.gradient_checkpointing_enable()
@@ -163,8 +153,6 @@ def test_the_model_is_as_it_was_afterwards(make_model: Any, name: str) -> None:
 
 def test_under_autocast_the_modules_run(make_model: Any) -> None:
     """A trainer in mixed precision samples under autocast, as it scores; joined float32 matrices know no bf16."""
-    import torch
-
     model = make_model(ends=2.0)
     engine = engine_for(model)
     torch.manual_seed(0)
@@ -190,8 +178,6 @@ def chi_square(counts: list[int], probabilities: list[float]) -> float:
 def test_first_and_second_tokens_follow_the_models_distribution(make_model: Any) -> None:
     """An RLOO gradient is for the distribution that is scored. 6000 pairs of tokens against the exact joint
     distribution of both; the same counts against the distribution at another temperature must fail."""
-    import torch
-
     model = make_model(seed=2, initializer_range=0.08)
     with torch.no_grad():
         model.get_base_model().lm_head.bias[:] = -30.0
@@ -216,10 +202,6 @@ def test_first_and_second_tokens_follow_the_models_distribution(make_model: Any)
 @pytest.mark.parametrize("vocabulary", [7, 512, 513, 1000])
 def test_draws_follow_the_softmax(vocabulary: int) -> None:
     """Both ways of drawing, one level and two, blocks that the vocabulary does not fill, tokens of probability 0."""
-    import torch
-
-    from rloo_kit.rollout.native import draw
-
     generator = torch.Generator().manual_seed(3)
     logits = 2 * torch.randn(vocabulary, generator=generator)
     logits[1::3] = -torch.inf
@@ -242,10 +224,6 @@ def test_draws_follow_the_softmax(vocabulary: int) -> None:
 @pytest.mark.parametrize("name", ["native", "generate"])
 def test_a_budget_in_both_engines(make_model: Any, tiny_tokenizer: Any, name: str) -> None:
     """What is forced is marked and has no log-probability; what follows it is the model's own answer to it."""
-    import torch
-
-    from rloo_kit.rollout.engine import make_limits
-
     model = make_model(ends=3.0)
     with torch.no_grad():
         model.get_base_model().lm_head.bias[260] = 3.0
@@ -276,8 +254,6 @@ def test_a_budget_in_both_engines(make_model: Any, tiny_tokenizer: Any, name: st
 
 def run_out_above(model: Any, rows: int, seen: list[int], patch: pytest.MonkeyPatch, on_cpu: bool = False) -> None:
     """Let the model's forward fail above so many rows, as a GPU does: in the middle of a rollout, not at its start."""
-    import torch
-
     base, forward = model.get_base_model(), model.get_base_model().forward
 
     def failing(*args: Any, **named: Any) -> Any:
@@ -317,8 +293,6 @@ def test_rows_are_halved_and_nothing_is_lost(
 
 def test_memory_that_runs_out_while_rows_are_let_in(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows whose prompts did not fit are neither live nor waiting at that moment; they were forgotten."""
-    import torch
-
     model = make_model(ends=2.0)
     wanted = engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(20)).completion_ids
     backbone, forward = model.get_base_model().model, model.get_base_model().model.forward
@@ -337,8 +311,6 @@ def test_memory_that_runs_out_while_rows_are_let_in(make_model: Any, monkeypatch
 @pytest.mark.parametrize("name", ["native", "generate"])
 def test_one_row_that_does_not_fit_is_an_error(make_model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Halving one row for ever would hang the run."""
-    import torch
-
     model = make_model(hidden_act="gelu")
     run_out_above(model, 0, [], monkeypatch)
     with pytest.raises(torch.OutOfMemoryError):
@@ -362,11 +334,6 @@ def test_other_errors_are_not_taken_for_it(make_model: Any, monkeypatch: pytest.
 
 def test_nothing_of_a_rollout_stays_alive(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache and the decoder's copy of the weights are as large as the model; training needs the room."""
-    import gc
-    import weakref
-
-    from rloo_kit.rollout import fused_decoder, kv_cache
-
     made: list[weakref.ref[Any]] = []
     for kind in (kv_cache.SlotCache, fused_decoder.FusedDecoder):
 
@@ -387,8 +354,6 @@ def test_nothing_of_a_rollout_stays_alive(make_model: Any, monkeypatch: pytest.M
 
 def test_broken_weights_are_told(make_model: Any) -> None:
     """From NaN logits any token can be drawn, and a run went on for hours on noise."""
-    import torch
-
     model = make_model(lora=False)
     with torch.no_grad():
         model.lm_head.bias[3] = torch.nan

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from rloo_kit import build_rewards, load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError
 
 CONFIG = """
@@ -31,8 +33,6 @@ def start(tmp_path: Path, tiny_folder: Path) -> Any:
     """`start("rloo.max_steps=2", rewards=[...], resume=True)`: load everything afresh, train, return the result."""
 
     def run(*overrides: str, rewards: Any = None, family: str | None = None, **options: Any) -> Any:
-        from rloo_kit import build_rewards, load_config, load_data, load_policy, train
-
         rows = [{"prompt": f"add {number}", "answer": str(number)} for number in range(16)]
         (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         file = tmp_path / "tiny.yaml"
@@ -155,8 +155,6 @@ def test_rounds_are_a_limit(start: Any) -> None:
 
 def test_a_resumed_run_draws_what_the_whole_one_drew(start: Any) -> None:
     """The reservoir's place is part of the state: lost, a resumed run trains on other prompts than the uncut one."""
-    from safetensors.torch import load_file
-
     options = ("rollout.resample_rounds=2",)
     whole = start("rloo.max_steps=4", "run.name=whole", *options, rewards=[tied_for_even_prompts])
     start("rloo.max_steps=2", *options, rewards=[tied_for_even_prompts])

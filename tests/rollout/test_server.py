@@ -17,12 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
-from rloo_kit.errors import ConfigError, RolloutServerError
+from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
+from rloo_kit.loop import trainer
+from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.loop.trainer import RLOOTrainer
+from rloo_kit.rollout import engine as rollout
 from rloo_kit.rollout.engine import Limits, build_engine, make_limits
+from rloo_kit.rollout.server import ServerEngine, ServerSettings
 from rloo_kit.rollout.vllm_client import VllmClient
 from rloo_kit.think_tags import bind_think_tags
-from tests.rollout.vllm_stand_in import COMPLETION_KEYS, WHOLE, StandIn
+from tests.rollout.vllm_stand_in import COMPLETION_KEYS, WHOLE, Refusal, StandIn
 
 TURN_END, END_OF_TEXT, THINK_END, PAD = 258, 257, 260, 256
 PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 20, [1]]
@@ -34,8 +44,6 @@ def make_base(make_tiny_model: Callable[..., Any]) -> Callable[[], Any]:
     """`make_base()`: always the same weights, with a head that leans towards ends and `</think>`."""
 
     def build(**config: Any) -> Any:
-        import torch
-
         options = {"tie_word_embeddings": False, "initializer_range": 0.3} | config
         model = make_tiny_model(**options)
         model.name_or_path = model.config.name_or_path = "org/tiny"
@@ -52,8 +60,6 @@ def make_policy(make_base: Callable[[], Any]) -> Callable[..., Any]:
     """`make_policy(seed=1)`: the base with an adapter that is not the identity."""
 
     def build(seed: int = 1, r: int = 4) -> Any:
-        from peft import LoraConfig, get_peft_model
-
         config = LoraConfig(r=r, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
         model = get_peft_model(make_base(), config).eval()
         shake(model, seed)
@@ -74,8 +80,6 @@ def make_engine(server: StandIn, tmp_path: Path) -> Callable[..., Any]:
     """`make_engine(model, **options)`: the engine of that policy; `engine.said` has what it told."""
 
     def build(model: Any, temperature: float = 1.0, **options: Any) -> Any:
-        from rloo_kit.rollout.server import ServerEngine, ServerSettings
-
         said: list[str] = []
         settings = ServerSettings(server.url, tmp_path / "adapters", write_of(model))
         client = VllmClient(server.url, start_s=2.0, retry_s=2.0, say=said.append)
@@ -94,8 +98,6 @@ def write_of(model: Any) -> Callable[[Path], None]:
 
 def shake(model: Any, seed: int) -> None:
     """Another adapter."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -105,8 +107,6 @@ def shake(model: Any, seed: int) -> None:
 
 def teacher_forced(model: Any, prompt: list[int], completion: list[int], temperature: float = 1.0) -> list[float]:
     """Log-probabilities of a completion by one unpadded pass through the whole model."""
-    import torch
-
     with torch.no_grad():
         logits = model.eval()(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
     logps = (logits / temperature).log_softmax(-1)
@@ -130,8 +130,6 @@ def check_against(model: Any, found: Any, prompts: list[list[int]] = PROMPTS, te
 def test_requests_and_their_order(server: StandIn, make_policy: Any, make_engine: Any, tmp_path: Path) -> None:
     """A completion that was asked for before the adapter was there, or under the last one's name, is sampled from
     another policy; a sampling option that is left out is taken from the checkpoint's generation config."""
-    import torch
-
     model = make_policy()
     engine = make_engine(model)
     torch.manual_seed(3)
@@ -164,8 +162,6 @@ def test_requests_and_their_order(server: StandIn, make_policy: Any, make_engine
 
 def test_the_seed_of_torch_fixes_the_samples(make_policy: Any, make_engine: Any) -> None:
     """A run that is started again with its seed is to sample the same, and siblings must differ."""
-    import torch
-
     engine = make_engine(make_policy())
     found = []
     for seed in (1, 1, 2):
@@ -229,8 +225,6 @@ def test_budgets_by_the_same_rules(
 ) -> None:
     """The thought is one request that stops at `</think>`, the answer a second one behind what was forced; nothing that
     was forced counts as drawn, and a completion that ended inside its thinking is left alone."""
-    import torch
-
     model = make_policy()
     limits = make_limits(tiny_tokenizer, bind_think_tags(tiny_tokenizer), 160, 6, 4, close=close)
     prompts = [prompt for prompt in PROMPTS for _ in range(6)]
@@ -305,7 +299,10 @@ def refusals() -> dict[str, tuple[Callable[[StandIn], None], str]]:
         "old": (lambda server: tampered(server, token_ids=None), "vLLM 0.10.2 or newer"),
         "cut": (lambda server: tampered(server, prompt_token_ids=[7]), "continued another prompt"),
         "unlikely": (lambda server: tampered(server, logprobs=None), "no log-probability"),
-        "broken off": (lambda server: tampered(server, finish_reason="abort"), "aborted a completion .finish_reason abort"),
+        "broken off": (
+            lambda server: tampered(server, finish_reason="abort"),
+            "aborted a completion .finish_reason abort",
+        ),
         "NaN": (lambda server: setattr(server, "tamper", first_is_nan), "the weights are broken"),
         "end dropped": (
             lambda server: setattr(server, "tamper", drop_last),
@@ -357,8 +354,6 @@ def test_a_folder_that_the_server_does_not_see(server: StandIn, make_policy: Any
 
 def test_a_server_that_is_not_there(make_policy: Any, tmp_path: Path) -> None:
     """The trainer that hangs on a server that nobody started costs a night."""
-    from rloo_kit.rollout.server import ServerEngine, ServerSettings
-
     said: list[str] = []
     stand_in = StandIn(lambda: None)
     stand_in.stop()
@@ -373,8 +368,6 @@ def test_a_server_that_is_not_there(make_policy: Any, tmp_path: Path) -> None:
 
 def test_a_server_that_comes_late_is_waited_for(make_base: Any, make_policy: Any, tmp_path: Path) -> None:
     """A server loads for minutes; the trainer is started beside it."""
-    from rloo_kit.rollout.server import ServerEngine, ServerSettings
-
     early = StandIn(make_base)
     port = early.server.server_address[1]
     early.stop()
@@ -417,8 +410,6 @@ def test_an_adapter_that_was_taken_before_the_answer_got_lost(
     lost = [True]
 
     def load_and_lose(body: dict[str, Any]) -> str:
-        from tests.rollout.vllm_stand_in import Refusal
-
         answer = load(body)
         if lost.pop() if lost else False:
             raise Refusal(502, "bad gateway")
@@ -497,8 +488,6 @@ def test_an_error_does_not_wait_for_the_others(server: StandIn, make_policy: Any
     complete = server.complete
 
     def slow(body: dict[str, Any]) -> dict[str, Any]:
-        from tests.rollout.vllm_stand_in import Refusal
-
         if body["prompt"] == [1]:
             raise Refusal(400, "no")
         release.wait(30)
@@ -516,8 +505,6 @@ def test_an_error_does_not_wait_for_the_others(server: StandIn, make_policy: Any
 
 def test_outside_the_trainer_it_is_refused(make_policy: Any) -> None:
     """There is nobody who hands the adapter over."""
-    from rloo_kit.errors import BackendError
-
     with pytest.raises(BackendError, match="rollout.engine is server, which samples inside the trainer only"):
         build_engine(make_policy(), "server", temperature=1.0, end_ids=[TURN_END], pad_id=PAD)
 
@@ -530,12 +517,6 @@ def make_trainer(make_base: Any, tiny_tokenizer: Any, tmp_path: Path, server: St
     """`make_trainer(**options)`: our trainer on the server, K 4, two groups a step, two steps."""
 
     def build(lora: bool = True, **options: Any) -> Any:
-        from datasets import Dataset
-        from peft import LoraConfig
-
-        from rloo_kit.loop.options import RLOOConfig
-        from rloo_kit.loop.trainer import RLOOTrainer
-
         settings = {
             "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "report_to": "none",
             "disable_tqdm": True, "max_completion_length": 12, "per_device_train_batch_size": 8, "num_generations": 4,
@@ -627,10 +608,6 @@ def test_vllm_with_an_address_is_trls_server_mode(
 ) -> None:
     """`rollout.engine: vllm` with an address and without are two ways of TRL's; a run that was to use the server's
     GPUs loaded a second vLLM on its own."""
-    import trl
-
-    from rloo_kit.loop import trainer
-    from rloo_kit.rollout import engine as rollout
 
     class Stopped(Exception):
         pass
@@ -674,8 +651,6 @@ def run_processes(count: int, settings: dict[str, Any]) -> list[subprocess.Compl
 def test_two_processes_share_one_adapter(sharding: bool, tiny_folder: Path, tmp_path: Path) -> None:
     """One process loads the adapter and both ask for it; where weights are sharded its file has to hold whole
     matrices. Each process sends its own half, with seeds of its own; the gap is none in either step."""
-    from transformers import AutoModelForCausalLM
-
     stand_in = StandIn(lambda: AutoModelForCausalLM.from_pretrained(tiny_folder), name=str(tiny_folder))
     options = {"rollout_server_url": stand_in.url, "rollout_server_adapters": str(tmp_path / "adapters")}
     settings = {"folder": str(tiny_folder), "out": str(tmp_path / "found"), "sharding": sharding, "options": options}

@@ -12,6 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import torch
+from peft import PeftModel
+
 TURN_END = 258
 # What a request for a completion may hold, and has to: vLLM takes what is missing from the checkpoint's own config.
 WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
@@ -131,9 +134,6 @@ class StandIn:
     # ------------------------------------------------------------------------------------------------ vLLM's answers
 
     def load(self, body: dict[str, Any]) -> str:
-        import torch
-        from peft import PeftModel
-
         assert set(body) == {"lora_name", "lora_path"}, body
         name, folder = body["lora_name"], body["lora_path"]
         with self._lock:
@@ -177,8 +177,6 @@ class StandIn:
                 self._at_once -= 1
 
     def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        import torch
-
         prompt, room, heat = body["prompt"], body["max_tokens"], body["temperature"]
         if body["model"] not in self.models:
             raise Refusal(404, f"The model `{body['model']}` does not exist.")
