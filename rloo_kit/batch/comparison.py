@@ -121,17 +121,17 @@ def _table(place: BatchDir, rows: list[dict[str, Any]]) -> str:
     varying, names = place.batch.varying(), short_names(rows)
     body = ""
     for run, row, name in zip(place.batch.runs, rows, names, strict=True):
-        unsaid = [f"{key}={run.parameters[key]}" for key in varying if key in run.parameters and f"{key}=" not in name]
-        body += _row(row, name, ", ".join(unsaid))
+        hidden = [f"{key}={run.parameters[key]}" for key in varying if key in run.parameters and f"{key}=" not in name]
+        body += _row(row, name, ", ".join(hidden))
     return f"<table class='runs'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _row(row: dict[str, Any], short_name: str, unsaid: str) -> str:
-    """A run's row; `unsaid` are the parameters that its name does not show."""
+def _row(row: dict[str, Any], short_name: str, hidden: str) -> str:
+    """A run's row; `hidden`: varying parameters that its name does not show."""
     name, shown = escape_text(row["name"]), escape_text(short_name)
     state = f"<span class='{COLORS.get(row['state'], '')}'>{row['state']}</span>"
     cells = [f"<a href='{name}/notebook.ipynb'>{shown}</a>" if row["attempts"] else shown]
-    cells[0] += f"<span class='under'>{escape_text(unsaid)}</span>" if unsaid else ""
+    cells[0] += f"<span class='under'>{escape_text(hidden)}</span>" if hidden else ""
     cells += [state, escape_text(format_duration(row["seconds"])) if row["seconds"] else "-"]
     cells += [_interval(row, f"accuracy{{}}_{when}") for when in ("before", "after")]
     cells += [change(row, "greedy_accuracy", ".3f"), change(row, "thinking_tokens", ".1f")]

@@ -116,7 +116,7 @@ class Notebook:
 
     @property
     def trains(self) -> bool:
-        """Whether it says where its training run goes, so that a run without one is not done."""
+        """Whether it trains: it takes the folder of a training run, and is not done without one."""
         return {"run_name", "output_dir"} <= self.declared.keys()
 
 

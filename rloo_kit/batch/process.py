@@ -97,7 +97,7 @@ class RunProcess:
 def papermill_command(notebook: Path, folder: Path, parameters: dict[str, Any]) -> list[str]:
     """The command that runs `notebook` with `parameters`; writes them to `parameters.yaml` in `folder`.
 
-    The kernel is this interpreter's, whatever the notebook's metadata says.
+    The kernel is this interpreter's, not the one in the notebook's metadata.
     """
     file = folder / "parameters.yaml"
     # Not dump_yaml: papermill reads YAML 1.1, in which 1e-06 is a text and 1.0e-06 a number.

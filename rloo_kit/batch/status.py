@@ -1,9 +1,9 @@
 """A batch's folder: its lock, the status of each run, and which runs are left to do.
 
-`<batch>/` holds `batch.yaml` (every run written out), `batch.json` (how the batch stands), `comparison.html`,
-`comparison.csv` and a folder for each run: `notebook.ipynb` (executed), `parameters.yaml` (what papermill was given),
-`log.txt`, `status.json` and `run/`, the folder of its training run. A run is done when its `status.json` says so, which
-is written only after a clean exit; the executed notebook's own metadata does not count.
+`<batch>/` holds `batch.yaml` (every run written out), `batch.json` (the state of the batch), `comparison.html`,
+`comparison.csv` and a folder for each run: `notebook.ipynb` (executed), `parameters.yaml` (papermill's input),
+`log.txt`, `status.json` and `run/`, the folder of its training run. A run is done when its `status.json` has the state
+`done`, written only after a clean exit; the executed notebook's own metadata does not count.
 """
 
 import os
@@ -32,7 +32,7 @@ class RunStatus:
         state: one of STATES.
         parameters: those that the batch file gives.
         exit_code, pid: of papermill; minus the signal's number where one ended it.
-        started, ended: of the last attempt. seconds: of all attempts that went into what lies there.
+        started, ended: of the last attempt. seconds: of all attempts that went into the result.
         error: why it is not done: the error of the cell or of the system.
         attempts: how often it was started.
     """

@@ -129,7 +129,7 @@ def read_parameters(namespace: Mapping[str, Any]) -> Parameters:
 
 
 def _read(name: str, value: Any) -> Any:
-    """The value of a parameter as it is meant; a ValueError says what it takes."""
+    """The value of a parameter, understood; a ValueError names what it takes."""
     if name == "overrides":
         return _split_overrides(value)
     if name in ("resume", "overwrite"):
@@ -260,7 +260,7 @@ def _current_cells(executed: list[tuple[str, str]]) -> list[tuple[str, ast.Modul
     the notebook's own is bare too, the last cells that ran one after the other count.
     """
     found: list[tuple[str, ast.Module]] = []
-    own = False  # whether `found` starts with a cell whose first line says more than papermill's
+    own = False  # whether `found` starts with a cell whose first line is longer than papermill's
     before = -1  # the number of the parameter cell before
     for number, (place, cell) in enumerate(executed):
         head = re.fullmatch(r"#\s*Parameters\s*(:.*)?", cell.strip().partition("\n")[0].strip())

@@ -31,7 +31,7 @@ class Evaluation:
             correct, ended, closed, tokens, thinking_tokens, forced.
         unscored: completions that the answer reward could not judge; they count as wrong.
         seconds: how long it took.
-        prompts_digest: tells whether two evaluations are of the same prompts.
+        prompts_digest: equal for evaluations of the same prompts.
         per_prompt, greedy_per_prompt: share of right completions of each prompt, for paired comparison.
     """
 
