@@ -1,7 +1,7 @@
 """The token IDs of the thinking tags, bound here and nowhere else.
 
 A tokenizer with Qwen3's vocabulary must have `</think>` at 151668, by which every reward decides; any other (the
-embedded model's compact one) is asked for its own. Source: `tokenizer_config.json` of the Qwen3 checkpoints.
+embedded model's compact one) has its own. Source: `tokenizer_config.json` of the Qwen3 checkpoints.
 """
 
 from dataclasses import dataclass

@@ -137,7 +137,7 @@ def test_without_a_gpu_unsloth_is_not_imported(run_fresh: RunFresh, site: Path) 
 def test_the_variable_goes_without_unsloth(with_unsloth: RunFresh) -> None:
     """The way out that every message names has to work."""
     code = "e = rloo_kit.setup_environment()\nprint(e.backend, 'unsloth' in sys.modules, e.backend_reason, e.precision)"
-    expected = "transformers False asked for by RLOO_KIT_BACKEND=transformers bf16"
+    expected = "transformers False requested by RLOO_KIT_BACKEND=transformers bf16"
     assert printed(with_unsloth(code, RLOO_KIT_BACKEND="transformers")) == expected
 
 

@@ -186,7 +186,7 @@ def _gpu_memory(settled: Environment) -> Check:
         + (")" if holder.memory_gib is None else f", {holder.memory_gib:.1f} GiB)")
         for holder in holders
     ]
-    found = f"{gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free; held by {', '.join(named) or 'nobody'}"
+    found = f"{gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free; held by {', '.join(named) or 'no process'}"
     held_by_others = gpu.memory_gib - gpu.free_gib - sum(h.memory_gib or 0.0 for h in holders if h.pid == own)
     if held_by_others > HELD_BY_OTHERS_GIB:
         return Check("GPU memory", "warn", found, "end what you do not need, such as other notebooks' kernels")

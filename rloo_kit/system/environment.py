@@ -63,11 +63,6 @@ class Environment:
         """Name of torch's dtype for the precision: bfloat16, float16 or float32."""
         return PRECISIONS[self.precision][0]
 
-    @property
-    def mixed_precision(self) -> str:
-        """accelerate's name for the precision: bf16, fp16 or no."""
-        return PRECISIONS[self.precision][1]
-
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -91,7 +86,7 @@ class Environment:
             ("precision", f"{self.precision}: {self.precision_reason}"),
             ("versions", versions),
             (".env", self.env_file or f"none in {self.root or 'the working folder or above it'}"),
-            ("keys", keys or "none asked for"),
+            ("keys", keys or "none requested"),
             ("Hugging Face token", self.token),
             ("progress bars", self.progress),
         ]
@@ -140,7 +135,7 @@ def choose_backend(requested: str, gpu: Gpu | None, gpu_reason: str) -> tuple[st
     if choice not in ("auto", *BACKENDS):
         raise ConfigError(f"{source}{choice!r} is no backend: use {', '.join(('auto', *BACKENDS))}")
     if choice == "transformers":
-        return "transformers", f"asked for by {source}transformers"
+        return "transformers", f"requested by {source}transformers"
     imported = sys.modules.get("unsloth") is not None
     if is_distributed() and (imported or choice == "unsloth"):
         what, fix = f"{source}unsloth", "leave it out"
@@ -157,7 +152,7 @@ def choose_backend(requested: str, gpu: Gpu | None, gpu_reason: str) -> tuple[st
     installed = is_importable("unsloth")
     if gpu is not None and installed:
         found = "an NVIDIA GPU and Unsloth are there"
-        return "unsloth", found if choice == "auto" else f"asked for by {source}unsloth"
+        return "unsloth", found if choice == "auto" else f"requested by {source}unsloth"
     missing = "Unsloth is not installed" if gpu is not None or not installed else gpu_reason
     if choice == "unsloth":
         fix = "pip install -e '.[gpu]'" if not installed else "run rloo-kit doctor on the machine with the GPU"

@@ -1,4 +1,4 @@
-"""RAM of this process: what it holds, what it may still take, giving it back, and errors that say it ran out."""
+"""RAM of this process: what it holds, what it may still take, returning it, and errors of running out."""
 
 import ctypes
 import os
@@ -40,7 +40,7 @@ def trim_heap() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that a GPU or the machine has no memory left; torch has no class for the CPU's.
+    """Whether the error means that a GPU or the machine has no memory left; torch has no class for the CPU's.
 
     >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
     True

@@ -55,7 +55,7 @@ def in_range(version: str, tested: str) -> bool:
 def is_importable(module: str) -> bool:
     """Whether `import module` would find it, without importing it.
 
-    A bare folder of that name in the working directory (a clone of a repository, say) is not the package.
+    A bare folder of that name in the working directory, such as a clone of a repository, is not the package.
     """
     if module in sys.modules:
         return sys.modules[module] is not None  # None there blocks the import

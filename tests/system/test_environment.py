@@ -82,7 +82,7 @@ def test_a_backend_that_cannot_be_had_is_refused(
 def test_the_argument_beats_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A config that names its backend must not be overruled by what a shell still holds."""
     monkeypatch.setenv("RLOO_KIT_BACKEND", "unsloth")
-    assert choose_backend("transformers", None, "none") == ("transformers", "asked for by backend=transformers")
+    assert choose_backend("transformers", None, "none") == ("transformers", "requested by backend=transformers")
 
 
 def test_a_bare_folder_called_unsloth_is_not_unsloth(run_fresh: Run, tmp_path: Path) -> None:

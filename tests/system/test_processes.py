@@ -159,15 +159,15 @@ def test_an_error_that_one_process_had_is_recorded_once(tmp_path, be, monkeypatc
     main.close()
 
 
-@pytest.mark.parametrize(("before", "now", "cure"), [(2, 1, "--processes 2"), (1, 2, "without --launch")])
-def test_a_run_goes_on_in_as_many_processes(tmp_path, be, before, now, cure):
+@pytest.mark.parametrize(("before", "now", "fix"), [(2, 1, "--processes 2"), (1, 2, "without --launch")])
+def test_a_run_goes_on_in_as_many_processes(tmp_path, be, before, now, fix):
     """Four processes went on with a run of two: each rollout was twice as large, and half of the prompts came twice."""
     run = Run(tmp_path / "run")
     be(0, before)
     with RunDir.create(run) as run_dir:
         run_dir.set_status("interrupted", step=1)
     be(0, now)
-    with pytest.raises(ConfigError, match=f"trained in {before} process.*{cure}"):
+    with pytest.raises(ConfigError, match=f"trained in {before} process.*{fix}"):
         RunDir.create(run, resume=True)
     be(0, before)
     RunDir.create(run, resume=True).close()
