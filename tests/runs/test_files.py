@@ -1,5 +1,7 @@
-"""Saves in progress, what was saved, and the runs that are open; all that the end of a kernel asks for."""
+"""Files in one piece, the revision of a checkout, and what the end of a kernel asks for: saves and open runs."""
 
+import json
+import subprocess
 import threading
 from pathlib import Path
 
@@ -7,18 +9,9 @@ import pytest
 
 from rloo_kit.runs import files as saves
 from rloo_kit.runs import run_dir
-from rloo_kit.runs.files import running_saves, saved_paths, saving, wait_for_saves
+from rloo_kit.runs.files import git_revision, running_saves, saved_paths, saving, wait_for_saves, write_text
 from rloo_kit.runs.run_dir import RunDir
-
-
-class Run:
-    """What RunDir needs of a configuration."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def to_yaml(self) -> str:
-        return "{}"
+from tests.runs.test_run_dir import Run
 
 
 @pytest.fixture(autouse=True)
@@ -96,3 +89,39 @@ def test_a_run_that_failed_is_not_open(tmp_path: Path) -> None:
         assert run_dir.open_runs() == [opened.folder]
         raise ValueError("a reward failed")
     assert run_dir.open_runs() == []
+
+
+def test_files_are_replaced_in_one_piece(tmp_path: Path) -> None:
+    """A poller that reads half a status.json takes a healthy run for a broken one."""
+    path = tmp_path / "status.json"
+    texts = [json.dumps({"step": n, "pad": "x" * 50_000}) for n in range(2)]
+    write_text(path, texts[0])
+    done = threading.Event()
+
+    def write() -> None:
+        for n in range(100):
+            write_text(path, texts[n % 2])
+        done.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    while not done.is_set():
+        json.loads(path.read_text())
+    thread.join()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["status.json"], "no temporary file stays behind"
+
+
+def test_git_revision_is_that_of_the_checkout_that_tracks_the_file(tmp_path: Path) -> None:
+    """Installed into an environment inside some other repository, the kit would have recorded that one's revision."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    tracked, untracked = tmp_path / "a.py", tmp_path / "b.py"
+    tracked.write_text("1")
+    untracked.write_text("1")
+    subprocess.run([*git, "add", "a.py"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "a"], check=True)
+    found = git_revision(tracked)
+    assert found is not None and len(found["revision"]) == 40 and not found["changed"]
+    tracked.write_text("2")
+    assert git_revision(tracked)["changed"]
+    assert git_revision(untracked) is None

@@ -3,9 +3,9 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,6 @@ import pytest
 
 from rloo_kit.config.resume import changed_keys
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
-from rloo_kit.runs.files import git_revision, write_text
 from rloo_kit.runs.run_dir import RunDir
 
 SECTIONS = {
@@ -61,15 +60,13 @@ def test_a_run_that_is_there_is_refused(run, state):
     """Whatever state a run is in, only a flag may touch it."""
     with RunDir.create(run) as run_dir:
         run_dir.set_status(state, step=7)
-    with pytest.raises(RunExistsError) as error:
+    with pytest.raises(RunExistsError, match=f"{state} at step 7.*--resume.*--overwrite.*run.name=") as error:
         RunDir.create(run)
-    for words in (f"{state} at step 7", "--resume", "--overwrite", "run.name="):
-        assert words in str(error.value)
     assert isinstance(error.value, FileExistsError)
 
 
 def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(run):
-    """A mistyped model name once had to be mended twice: in the command, and with --overwrite."""
+    """A mistyped model name once had to be corrected twice: in the command, and with --overwrite."""
     with pytest.raises(ValueError, match="no such model"), RunDir.create(run):
         raise ValueError("no such model")
     with RunDir.create(run) as run_dir:
@@ -100,7 +97,7 @@ def test_a_folder_that_is_no_run_is_not_written_into(run):
 
 def test_resume_needs_a_run(run):
     """A mistyped name with --resume would start from zero and look like going on."""
-    with pytest.raises(RunNotFoundError, match="no run to resume in .*start it without --resume"):
+    with pytest.raises(RunNotFoundError, match="start it without --resume"):
         RunDir.create(run, resume=True)
     with pytest.raises(ConfigError, match="--resume and --overwrite"):
         RunDir.create(run, resume=True, overwrite=True)
@@ -125,9 +122,8 @@ def test_resume_refuses_what_would_train_something_else(run, section, change, me
     if message is None:
         RunDir.create(run, resume=True).close()
         return
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"(?s){re.escape(message)}.*--overwrite"):
         RunDir.create(run, resume=True)
-    assert message in str(error.value) and "--overwrite" in str(error.value)
 
 
 def test_keys_that_are_newer_than_the_run_are_no_difference(tmp_path):
@@ -153,7 +149,7 @@ def test_keys_that_are_newer_than_the_run_are_no_difference(tmp_path):
     assert "rollout.resample_rounds: 0 then, 2 now" in str(error.value) and "engine" not in str(error.value)
 
 
-def test_changed_rewards_are_named_by_their_place(run):
+def test_changed_rewards_are_named_by_their_place():
     """A list of rewards printed twice in full leaves finding the difference to the reader."""
     saved = {"rewards": [{"name": "a", "weight": 1.0}, {"name": "b", "weight": 1.0}]}
     now = {"rewards": [{"name": "a", "weight": 1.0}, {"name": "b", "weight": 2.0}, {"name": "c"}]}
@@ -174,7 +170,7 @@ except Exception as error:
 """
         env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True).stdout
-        assert "RunExistsError" in said and "being written by another process" in said and str(os.getpid()) in said
+        assert "RunExistsError" in said and str(os.getpid()) in said and "run.name=" in said
     with RunDir.create(run, resume=True) as again:
         assert again.resumed
 
@@ -190,26 +186,6 @@ def test_how_a_run_ended_is_recorded(run, error, state):
     assert status["resume"] == "rloo-kit train x.yaml --resume"
     with RunDir.create(run, resume=True) as run_dir:
         assert "error" not in run_dir.status(), "what was wrong before is over"
-
-
-def test_files_are_replaced_in_one_piece(tmp_path):
-    """A poller that reads half a status.json takes a healthy run for a broken one."""
-    path = tmp_path / "status.json"
-    texts = [json.dumps({"step": n, "pad": "x" * 50_000}) for n in range(2)]
-    write_text(path, texts[0])
-    done = threading.Event()
-
-    def write():
-        for n in range(100):
-            write_text(path, texts[n % 2])
-        done.set()
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    while not done.is_set():
-        json.loads(path.read_text())
-    thread.join()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["status.json"], "no temporary file stays behind"
 
 
 def test_json_has_no_nan(run):
@@ -245,35 +221,9 @@ def test_rewind_drops_what_will_be_done_again(run):
         assert [row["step"] for row in run_dir.read_jsonl("metrics.jsonl")] == [1, 2, 3]
 
 
-def test_an_unknown_state_is_a_bug(run):
-    """Pollers know four words."""
-    with RunDir.create(run) as run_dir, pytest.raises(ValueError, match="running, finished, interrupted, failed"):
-        run_dir.set_status("done")
-
-
-def test_git_revision_is_that_of_the_checkout_that_tracks_the_file(tmp_path):
-    """Installed into an environment inside some other repository, the kit would have recorded that one's revision."""
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
-    subprocess.run([*git, "init", "-q"], check=True)
-    tracked, untracked = tmp_path / "a.py", tmp_path / "b.py"
-    tracked.write_text("1")
-    untracked.write_text("1")
-    subprocess.run([*git, "add", "a.py"], check=True)
-    subprocess.run([*git, "commit", "-q", "-m", "a"], check=True)
-    found = git_revision(tracked)
-    assert found is not None and len(found["revision"]) == 40 and not found["changed"]
-    tracked.write_text("2")
-    assert git_revision(tracked)["changed"]
-    assert git_revision(untracked) is None
-
-
 @pytest.mark.parametrize(("name", "reason"), [("a_file/x", "Not a directory"), ("y" * 300, "File name too long")])
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, name, reason):
     """A read-only disk, a file in the way or a name that is too long ended in a traceback of pathlib."""
     (tmp_path / "a_file").touch()
-    with pytest.raises(SetupError) as caught:
+    with pytest.raises(SetupError, match=f"{re.escape(str(tmp_path / name))}.*{reason}.*run.output_dir=.*run.name="):
         RunDir.create(Run(tmp_path / name))
-    assert str(caught.value) == (
-        f"the run's folder {tmp_path / name} cannot be written: {reason}; choose another place with "
-        "run.output_dir=... or another name with run.name=..."
-    )
