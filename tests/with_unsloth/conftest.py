@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+
+from tests.with_unsloth import interpreter
 
 HERE = Path(__file__).resolve().parent
 RUN = """\
@@ -36,28 +38,8 @@ def _obstacle() -> str | None:
     return None
 
 
-@pytest.fixture(scope="session")
-def program() -> Callable[[str], Any]:
-    """`program(name)`: the module `name.py` beside this file."""
-
-    def find(name: str) -> Any:
-        spec = spec_from_file_location(f"unsloth_{name}", HERE / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return find
-
-
-@pytest.fixture(scope="session")
-def interpreter(program: Any) -> Any:
-    """The module `interpreter.py` beside this file."""
-    return program("interpreter")
-
-
 @pytest.fixture(scope="session", autouse=True)
-def unsloth(interpreter: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def unsloth(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Unsloth, imported first and settled as the backend by the kit's own set-up."""
     if (reason := _obstacle()) is not None:
         pytest.skip(reason)
@@ -124,7 +106,7 @@ def make_run(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> An
 
 
 @pytest.fixture(scope="session")
-def load(interpreter: Any, make_run: Any, model_folder: Path) -> Any:
+def load(make_run: Any, model_folder: Path) -> Any:
     """`load(*overrides, model=folder, moved=False)`: the policy of such a run, through `load_policy`.
 
     With `moved` the B matrices are random: a fresh adapter is the identity, and hides a kernel that leaves it out.
@@ -155,14 +137,14 @@ def move_adapter(model: Any) -> None:
 
 @pytest.fixture(scope="session")
 def in_transformers(unsloth: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`in_transformers(name, model, adapter, *words)`: what `name.py MODEL ADAPTER OUT WORDS` writes, a program beside
-    this file, in a process that never imported Unsloth."""
+    """`in_transformers(name, model, adapter, *words)`: what `programs.py NAME MODEL ADAPTER OUT WORDS` writes, in a
+    process that never imported Unsloth."""
 
     def compute(name: str, model: Path, adapter: Path, *words: str) -> Any:
         import torch
 
         out = tmp_path_factory.mktemp("transformers") / "numbers.pt"
-        command = [sys.executable, str(HERE / f"{name}.py"), str(model), str(adapter), str(out), *words]
+        command = [sys.executable, str(HERE / "programs.py"), name, str(model), str(adapter), str(out), *words]
         environment = {name: value for name, value in os.environ.items() if "UNSLOTH" not in name}
         environment |= {"RLOO_KIT_BACKEND": "transformers"}
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -175,8 +157,8 @@ def in_transformers(unsloth: Any, tmp_path_factory: pytest.TempPathFactory) -> C
 
 @pytest.fixture(scope="session")
 def reference(in_transformers: Any, model_folder: Path) -> Any:
-    """`reference(adapter, model=folder)`: what transformers computes for `reference.py`."""
-    return lambda adapter, model=model_folder: in_transformers("reference", model, adapter)
+    """`reference(adapter, model=folder)`: the `numbers` of `programs.py`, by transformers."""
+    return lambda adapter, model=model_folder: in_transformers("numbers", model, adapter)
 
 
 @pytest.fixture(autouse=True)

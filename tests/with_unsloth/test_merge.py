@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.with_unsloth import interpreter, programs
+
 
 @pytest.fixture(scope="module")
 def base(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,7 +50,7 @@ def adapter(policy: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_merged_weights_are_the_policy_in_plain_transformers(
-    policy: Any, adapter: Path, base: Path, program: Any, in_transformers: Any, tmp_path: Path
+    policy: Any, adapter: Path, base: Path, in_transformers: Any, tmp_path: Path
 ) -> None:
     """A merged checkpoint is what goes to a server; one that is the base, or has the adapter twice, answers fluently.
 
@@ -58,9 +60,9 @@ def test_merged_weights_are_the_policy_in_plain_transformers(
     by_unsloth = tmp_path / "merged_16bit"
     policy.model.save_pretrained_merged(str(by_unsloth), policy.tokenizer, save_method="merged_16bit")
     policy.model.eval()
-    mine = program("merged").logits(policy.model, policy.tokenizer)
+    mine = programs.logits(policy.model, policy.tokenizer)
     with policy.model.disable_adapter():
-        before = program("merged").logits(policy.model, policy.tokenizer)
+        before = programs.logits(policy.model, policy.tokenizer)
     found = in_transformers("merged", base, adapter, str(by_unsloth))
     moved = (mine - before).abs().max()
     off = {name: ((found[name] - mine).abs().max() / moved).item() for name in ("adapter", "by peft", "by unsloth")}
@@ -70,9 +72,7 @@ def test_merged_weights_are_the_policy_in_plain_transformers(
     assert found["by unsloth, dtype"] == "torch.bfloat16" and off["by unsloth"] < 0.05
 
 
-def test_unsloth_alone_answers_from_the_adapters_folder(
-    policy: Any, adapter: Path, interpreter: Any, unsloth: Any
-) -> None:
+def test_unsloth_alone_answers_from_the_adapters_folder(policy: Any, adapter: Path, unsloth: Any) -> None:
     """What a user of Unsloth does with a folder of `save_adapter`, the kit left out: the same answer as the kit's."""
     import torch
 

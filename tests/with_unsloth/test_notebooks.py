@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.with_unsloth import interpreter
+
 ROOT = Path(__file__).resolve().parents[2]
 THINK_END, TURN_END = 260, 258
 QUESTIONS = [{"question": f"{n} and {n + 1}", "answer": f"So it is so.\n#### {2 * n + 1}"} for n in range(8)]
@@ -54,7 +56,7 @@ def cut(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def play(interpreter: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, Path, Any]]:
+def play(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, Path, Any]]:
     """`play(name, config, **parameters)` runs the cells; gives what was printed, the run's folder and the policy."""
 
     def run(name: str, config: Path, **parameters: Any) -> tuple[str, Path, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.with_unsloth import interpreter
+
 PROMPT_LENGTHS, COMPLETION_LENGTHS = (1, 9, 4), (5, 2, 10)
 PAD = 256
 EXACT = 5e-5  # nats, and the share of a gradient
@@ -30,7 +32,6 @@ def rows(unsloth: Any) -> list[tuple[Any, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(
-    interpreter: Any,
     make_tiny_model: Callable[..., Any],
     tiny_tokenizer: Any,
     tmp_path_factory: pytest.TempPathFactory,
@@ -54,7 +55,7 @@ def ours(load: Any, folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def stock(interpreter: Any, unsloth: Any, folder: Path, ours: Any) -> Any:
+def stock(unsloth: Any, folder: Path, ours: Any) -> Any:
     """The same model through Unsloth alone, as its notebooks load it."""
     import torch
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.with_unsloth import programs
+
 
 @pytest.fixture(scope="module")
 def adapter(load: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -15,13 +17,13 @@ def adapter(load: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_steps_are_those_of_the_transformers_backend(
-    load: Any, adapter: Path, model_folder: Path, program: Any, in_transformers: Any
+    load: Any, adapter: Path, model_folder: Path, in_transformers: Any
 ) -> None:
     """A loop that is exact on the CPU proves nothing for a GPU if Unsloth's layers see other rows: what is packed,
     what the reference computes, and what a second step makes of the first have to be the same there."""
     import torch
 
-    found = program("steps").steps(load(f"model.adapter={adapter}"))
+    found = programs.steps(load(f"model.adapter={adapter}"))
     expected = in_transformers("steps", model_folder, adapter)
     assert (found["scoring"], expected["scoring"]) == ("repeated", "shared")
     for step, (mine, theirs) in enumerate(zip(found["logs"], expected["logs"], strict=True)):

@@ -5,13 +5,9 @@ from typing import Any
 
 import pytest
 
+from tests.with_unsloth.programs import numbers
+
 THINK_END = 260
-
-
-@pytest.fixture(scope="module")
-def numbers(program: Any) -> Any:
-    """`numbers(policy)` of `reference.py`."""
-    return program("reference").numbers
 
 
 def adapter_weights(policy: Any) -> dict[str, Any]:
@@ -69,7 +65,7 @@ def test_load_gives_unsloths_model_with_one_adapter(load: Any) -> None:
     assert "backend unsloth" in policy.describe()
 
 
-def test_both_backends_compute_the_same(load: Any, numbers: Any, reference: Any, tmp_path: Path) -> None:
+def test_both_backends_compute_the_same(load: Any, reference: Any, tmp_path: Path) -> None:
     """Unsloth's training forward drops the mask of left-padded rows: hidden states were off by half their scale.
 
     Also compared: log-probabilities, their gradients through its checkpoints, and greedy generation.
@@ -82,7 +78,7 @@ def test_both_backends_compute_the_same(load: Any, numbers: Any, reference: Any,
 
 
 def test_fused_kernels_on_the_embedded_models_sizes(
-    load: Any, numbers: Any, reference: Any, embedded_folder: Path, tmp_path: Path
+    load: Any, reference: Any, embedded_folder: Path, tmp_path: Path
 ) -> None:
     """In 16 bits Unsloth fuses LoRA into its kernels, which take some sizes only; `make demo` on a GPU needs these."""
     import torch
@@ -154,7 +150,7 @@ def test_the_trainer_stands_on_the_one_that_unsloth_writes(load: Any, tmp_path: 
     assert trainer.args.learning_rate == 1e-2 and trainer.args.weight_decay == 0.0 and trainer.args.seed == 3
 
 
-def test_train_save_load_and_continue(load: Any, make_run: Any, reference: Any, numbers: Any, tmp_path: Path) -> None:
+def test_train_save_load_and_continue(load: Any, make_run: Any, reference: Any, tmp_path: Path) -> None:
     """The whole way on Unsloth: three steps that learn something, an adapter that both backends read, a run on it."""
     import torch
 

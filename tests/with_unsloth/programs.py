@@ -1,0 +1,184 @@
+"""What two processes have to agree on, computed for one policy; as a program: in a process without Unsloth.
+
+python programs.py numbers|steps MODEL_FOLDER ADAPTER_FOLDER OUT.pt                     by the transformers backend
+python programs.py merged MODEL_FOLDER ADAPTER_FOLDER OUT.pt FOLDER_MERGED_BY_UNSLOTH   by transformers and PEFT
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PROMPTS = ["ab", "abc cab"]
+ANSWERS = ["de</think>f<|im_end|>", "hgfe"]
+# A line is a group of K = 4; two groups a step. Ragged; some close their thinking, some end at once or are cut off.
+COMPLETIONS = (
+    "de</think>f<|im_end|>", "hgfe", "<|im_end|>", "abcdefgh",
+    "ga", "h</think><|im_end|>", "b b b b b", "cde<|im_end|>",
+    "a", "fe</think>d<|im_end|>", "gh gh", "<|im_end|>",
+    "ddd<|im_end|>", "abcabc", "h", "c</think>b a<|im_end|>",
+)  # fmt: skip
+GENERATIONS = 4
+
+
+def numbers(policy: Any) -> dict[str, Any]:
+    """Log-probabilities, entropies, their gradients, logits of left-padded rows, and greedy completions."""
+    import torch
+
+    from rloo_kit.gradient.packing import Group
+    from rloo_kit.gradient.scorer import Scorer
+    from rloo_kit.rollout.engine import generate_completions
+
+    model, tokenizer = policy.model, policy.tokenizer
+    rows = tokenizer([prompt + answer for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)], padding=True)
+    mask = torch.tensor(rows["attention_mask"])
+    padded = {}
+    for mode in (True, False):  # training first: what Unsloth does with the mask depends on the calls before
+        model.train(mode)
+        with torch.no_grad():
+            base = model.get_base_model().model(input_ids=torch.tensor(rows["input_ids"]), attention_mask=mask)
+            logits = model(input_ids=torch.tensor(rows["input_ids"]), attention_mask=mask).logits
+        padded[f"states, training={mode}"] = base.last_hidden_state[mask.bool()].clone()
+        padded[f"logits, training={mode}"] = logits[mask.bool()].clone()
+    generated = generate_completions(policy, PROMPTS, max_completion_length=6, temperature=0.0)
+    scorer = Scorer(model, 1.0, tokenizer.pad_token_id, layout="padded")
+    ids = [[torch.tensor(tokenizer(text)["input_ids"]) for text in texts] for texts in (PROMPTS, ANSWERS)]
+    model.train()
+    scores = scorer.score(model, [Group(prompt, [completion]) for prompt, completion in zip(*ids, strict=True)])
+    scores.logps.sum().backward()
+    gradients = {name: value.grad for name, value in model.named_parameters() if value.requires_grad}
+    return {
+        "logps": scores.logps.detach(),
+        "entropies": scores.entropies,
+        "gradients": gradients,
+        "greedy": [completion.ids for completion in generated],
+        **padded,
+    }
+
+
+class Recorded:
+    """An engine that gives the completions above, in their order."""
+
+    name, reason, rows = "recorded", "the completions are given", None
+
+    def __init__(self, tokenizer: Any):
+        self._left = [tokenizer(text)["input_ids"] for text in COMPLETIONS]
+
+    def sample(self, prompt_ids: Any, limits: Any, expected_lengths: Any = None, on_progress: Any = None) -> Any:
+        from rloo_kit.rollout.types import Rollout
+
+        taken, self._left = self._left[: len(prompt_ids)], self._left[len(prompt_ids) :]
+        return Rollout(taken, [None] * len(taken), None)
+
+
+def steps(policy: Any) -> dict[str, Any]:
+    """Two RLOO steps on given completions by the kit's trainer, so that backends can be compared to the last digit.
+
+    Gradients before each of the two steps, the adapter after them, what the log says, and how rows were scored.
+
+    With a penalty against the adapter that the run began with; plain gradient descent, because Adam makes a sign of
+    every rounding error.
+    """
+    from datasets import Dataset
+    from transformers import TrainerCallback
+
+    from rewards import thinking_reward
+    from rloo_kit import RLOOConfig, RLOOTrainer
+
+    gradients: list[dict[str, Any]] = []
+
+    class Recorder(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            gradients.append({name: value.grad.clone() for name, value in trained(policy.model).items()})
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = RLOOConfig(
+            output_dir=folder, use_cpu=True, bf16=False, max_steps=2, per_device_train_batch_size=8,
+            num_generations=GENERATIONS, max_completion_length=16, beta=0.05, learning_rate=0.5,
+            lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, shuffle_dataset=False, logging_steps=1,
+            report_to="none", save_strategy="no", seed=3, **policy.config_arguments,
+        )  # fmt: skip
+        trainer = RLOOTrainer(
+            model=policy.model,
+            reward_funcs=thinking_reward.with_(think_end_id=policy.tags.end_id),
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": PROMPTS * 2}),
+            processing_class=policy.tokenizer,
+            callbacks=[Recorder()],
+        )
+        trainer._engine = Recorded(policy.tokenizer)
+        trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    names = ("kl", "entropy", "reward", "val/ratio", "completions/mean_length")
+    return {
+        "gradients": gradients,
+        "adapter": {name: value.detach().clone() for name, value in trained(policy.model).items()},
+        "logs": [{name: entry[name] for name in names} for entry in logs],
+        "scoring": trainer._scorer.layout,
+    }
+
+
+def trained(model: Any) -> dict[str, Any]:
+    return {name: value for name, value in model.named_parameters() if value.requires_grad}
+
+
+def logits(model: Any, tokenizer: Any) -> Any:
+    """(T, V) of one prompt, in float32."""
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([tokenizer(PROMPTS[1])["input_ids"]])).logits[0].float()
+
+
+def merged(model: str, adapter: str, out: str, by_unsloth: str) -> dict[str, Any]:
+    """What becomes of an adapter that was trained through Unsloth: loaded, and merged by PEFT and by Unsloth."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    policy = PeftModel.from_pretrained(base, adapter).eval()
+    inputs = tokenizer([PROMPTS[1]], return_tensors="pt")
+    found = {"adapter": logits(policy, tokenizer)}
+    with torch.no_grad():
+        greedy = policy.generate(**inputs, max_new_tokens=8, do_sample=False)
+    found["greedy"] = greedy[0, inputs["input_ids"].shape[1] :].tolist()
+    by_peft = str(Path(out).parent / "merged")
+    policy.merge_and_unload().save_pretrained(by_peft)
+    tokenizer.save_pretrained(by_peft)
+    for name, folder, dtype in (("by peft", by_peft, "float32"), ("by unsloth", by_unsloth, "auto")):
+        whole = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        found[name], found[f"{name}, dtype"] = logits(whole, tokenizer), str(whole.dtype)
+    return found
+
+
+def load(model: str, adapter: str, out: str) -> Any:
+    """The policy of that model and adapter, by the transformers backend."""
+    from rloo_kit import load_config, load_policy
+
+    run = Path(out).with_suffix(".yaml")
+    run.write_text(
+        f'model: {{name: "{model}", adapter: "{adapter}", dtype: float32}}\n'
+        "data: {source: embedded/addition, max_prompt_length: 32}\n"
+        "rewards: [{name: thinking_reward}]\n"
+        "rloo: {max_steps: 1, max_completion_length: 16}\n"
+    )
+    policy = load_policy(load_config(run))
+    assert policy.backend == "transformers"
+    return policy
+
+
+def main(name: str, model: str, adapter: str, out: str, *words: str) -> None:
+    import torch
+
+    if name == "merged":
+        found = merged(model, adapter, out, *words)
+    else:
+        found = (numbers if name == "numbers" else steps)(load(model, adapter, out))
+    assert "unsloth" not in sys.modules
+    torch.save(found, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
