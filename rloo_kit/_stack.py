@@ -8,7 +8,6 @@ which refuses to go on when one of them came first.
 import logging
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -107,21 +106,19 @@ def load_stack() -> Stack:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """Print to stderr what is being loaded once that takes longer than `QUIET_S`, then the seconds."""
-    if not is_main_process():
-        yield
-        return
-    started = time.monotonic()
-    line = threading.Timer(QUIET_S, lambda: print(f"loading {what} ...", file=sys.stderr, end=" ", flush=True))
+    """Print a line that says what is being loaded once that takes longer than `QUIET_S`, in the main process.
+
+    In a kernel it goes to stdout, since notebooks show stderr as errors; else to stderr, since `--json` is on stdout.
+    """
+    stream = sys.stdout if "ipykernel" in sys.modules else sys.stderr
+    line = threading.Timer(QUIET_S, lambda: print(f"loading {what} ...", file=stream, flush=True))
     line.daemon = True
-    line.start()
+    if is_main_process():
+        line.start()
     try:
         yield
     finally:
         line.cancel()
-        line.join()
-        if time.monotonic() - started > QUIET_S:
-            print(f"{time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
 
 def _import_backend(settled: Environment) -> None:
