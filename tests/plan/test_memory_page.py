@@ -78,7 +78,7 @@ def cache_row(size: str, shape: ModelShape) -> str:
     return f"| {size.upper()} | {' | '.join(cells)} |"
 
 
-def small_cards_row(size: str, shape: ModelShape) -> str:
+def small_gpus_row(size: str, shape: ModelShape) -> str:
     """Long completions at once on 8, 12, 16, 24 GB, by backend and cache."""
     cells = [" ".join(held(load, gpu) for gpu in (8, 12, 16, 24)) for load in loads_of(shape).values()]
     return f"| {size.upper()} | {' | '.join(cells)} |"
@@ -86,7 +86,7 @@ def small_cards_row(size: str, shape: ModelShape) -> str:
 
 def page_rows() -> list[str]:
     """All rows of all tables."""
-    makers = (parts_row, rows_row, cache_row, small_cards_row)
+    makers = (parts_row, rows_row, cache_row, small_gpus_row)
     return [make(size, shape) for make in makers for size, shape in PUBLISHED.items()]
 
 

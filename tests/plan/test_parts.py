@@ -11,38 +11,18 @@ from rloo_kit.plan import parts
 from rloo_kit.plan.parts import GIB, Load
 from rloo_kit.plan.shapes import EMBEDDED, EMBEDDED_ROWS, PUBLISHED, ModelShape, shape_of_config
 
-SMALL = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 320,
-}
+SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 2}
+SMALL |= {"head_dim": 64, "vocab_size": 320}
 
 
 def load_of(shape: ModelShape, **changes: Any) -> Load:
     """A run on a GPU: LoRA r = 16 in 4-bit with 8-bit Adam, Unsloth's checkpointing, one sequence a pass."""
     given = Load(
-        shape=shape,
-        four_bit=True,
-        weight_bytes=2,
-        compute_bytes=2,
-        lora_rank=16,
-        lora_targets=tuple(PROJECTIONS),
-        optim="adamw_8bit",
-        checkpointing="offloaded",
-        fused=True,
-        tokens_per_pass=1,
-        whole_groups=False,
-        reference="none",
-        streams=False,
-        prompt_tokens=0,
-        completion_tokens=4096,
-        num_generations=8,
-        completions=8,
+        shape=shape, four_bit=True, weight_bytes=2, compute_bytes=2, lora_rank=16, lora_targets=tuple(PROJECTIONS),
+        optim="adamw_8bit", checkpointing="offloaded", fused=True, tokens_per_pass=1, whole_groups=False,
+        reference="none", streams=False, prompt_tokens=0, completion_tokens=4096, num_generations=8, completions=8,
         on_cuda=True,
-    )
+    )  # fmt: skip
     return replace(given, **changes)
 
 
@@ -50,9 +30,6 @@ def make_model(**changes: Any) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     return Qwen3ForCausalLM(Qwen3Config(**SMALL | {"num_hidden_layers": 2, "tie_word_embeddings": True} | changes))
-
-
-# -- the figures that the configs were made from ----------------------------------------------------------------------
 
 
 def test_the_published_sizes_are_those_of_the_reports() -> None:
@@ -93,9 +70,6 @@ def test_peaks_of_qwen3_4b() -> None:
         assert 0.88 * training < fused < training < 1.06 * plain and plain < 1.1 * training
 
 
-# -- against real models ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_and_cache_are_those_of_the_model(tied: bool) -> None:
     """Norms of q and k are easily forgotten, and a tied table easily counted twice."""
@@ -119,12 +93,8 @@ def test_weights_in_4_bit_are_those_of_bitsandbytes(tmp_path: Any, kept: list[st
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     make_model(tie_word_embeddings=False).save_pretrained(tmp_path)
-    quantisation = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        llm_int8_skip_modules=kept or None,
-    )
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    quantisation = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=kept or None, **nf4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=quantisation)
     tensors = {}
     for parameter in model.parameters():
@@ -278,9 +248,6 @@ def test_numbers_that_are_held_twice_agree() -> None:
         assert replace(shape_of_config(config), source=EMBEDDED.source) == EMBEDDED
 
 
-# -- how the parts move -----------------------------------------------------------------------------------------------
-
-
 def test_each_setting_moves_its_part() -> None:
     """A setting that the plan forgets is one that it recommends in vain."""
     load = load_of(PUBLISHED["4b"], prompt_tokens=512, tokens_per_pass=8192)
@@ -298,8 +265,8 @@ def test_each_setting_moves_its_part() -> None:
 
 
 def test_each_cache_moves_what_it_says() -> None:
-    """8 bits halve the cache and bring one layer back in full; the machine's memory takes it off the GPU, and on a CPU
-    it is nowhere else. Exact bytes are counted in test_rollout_cache."""
+    """8 bits halve the cache and bring one layer back in full; host memory takes it off the GPU, and on a CPU it is
+    nowhere else. Exact bytes are counted in tests/rollout."""
     load = load_of(PUBLISHED["4b"], fused=False)
     small, away = replace(load, cache="int8"), replace(load, cache="offloaded")
     assert parts.cache_bytes_per_token(load) == 144 * 1024

@@ -3,12 +3,14 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rloo_kit import load_config, plan_vram
 from rloo_kit.errors import ConfigError
+from rloo_kit.plan import planner
 from rloo_kit.plan.planner import SHORTEST, find_machine, read_load, rollout_gib
 from rloo_kit.plan.shapes import PUBLISHED, find_shape
 from rloo_kit.system.memory import _free_in_container, available_gib
@@ -27,9 +29,6 @@ def no_models_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def shape_named(name: str, **keys: Any) -> Any:
     return find_shape(load_config(THINKING, model={"name": name} | keys))
-
-
-# -- the shape --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -107,26 +106,6 @@ def test_the_embedded_models_need_no_build() -> None:
     assert find_shape(run).vocab_size == 151936
 
 
-# -- the plan ---------------------------------------------------------------------------------------------------------
-
-
-def gpu_of(path: Path) -> float | None:
-    """GiB of the GPU that a config's header names, a GB being a billion bytes: less than such a GPU has."""
-    found = re.search(r"NVIDIA GPU with (\d+) GB", path.read_text(encoding="utf-8"))
-    return int(found[1]) * 1e9 / 2**30 if found else None
-
-
-RUNS = sorted(path for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("batch_"))
-
-
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_every_config_fits_its_gpu(path: Path) -> None:
-    """A config for 8 GB that needs 9 fails after ten minutes of download and evaluation."""
-    plan = plan_vram(load_config(path), gpu_of(path))
-    assert plan.fits and not plan.changes, str(plan)
-    assert plan.rows >= plan.completions - 1, "the rollout was meant to go in one piece on this GPU"
-
-
 @pytest.mark.parametrize(("gib", "rows"), [(24, 8), (12, 8), (8, 5), (6, 2)])
 def test_rows_are_planned(gib: float, rows: int) -> None:
     """One run file for every GPU: a smaller one generates fewer rows at once, and trains the same."""
@@ -139,10 +118,7 @@ def test_rows_are_planned(gib: float, rows: int) -> None:
 
 
 def test_a_rollout_on_a_server_takes_nothing_here(tiny_model: Any) -> None:
-    """A small GPU beside a server was told to lower what the server has to hold; and a plan that does not fit would
-    have sent one request at a time."""
-    from types import SimpleNamespace
-
+    """The plan lowered what only the server has to hold; and one that does not fit sent one request at a time."""
     from rloo_kit.loop.run import planned_limits
 
     words = ["rollout.engine=server", "rollout.server_url=http://node1:8000", "rloo.num_generations=16"]
@@ -152,8 +128,7 @@ def test_a_rollout_on_a_server_takes_nothing_here(tiny_model: Any) -> None:
     assert there.rows == there.completions > here.rows
     assert sum(part.rollout_gib for part in there.parts) == pytest.approx(there.rollout_gib)
     assert "rollout.rows" not in str(there) and "rollout.cache" not in str(there)
-    assert "at once" not in str(there) and "the server holds; not planned" in str(there)
-    assert "at once" in str(here) and "the server holds" not in str(here)
+    assert "at once" not in str(there) and "not planned" in str(there) and "at once" in str(here)
     policy = SimpleNamespace(model=SimpleNamespace(config=tiny_model.config))
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", *words[:2])
     assert "rollout_rows" not in planned_limits(run, policy)
@@ -209,7 +184,7 @@ def test_8_bits_are_offered_where_they_hold_more() -> None:
 
     plan = plan_vram(load_config(THINKING, *LONG, PLAIN), 24)
     assert plan.rows == 3 and plan.fits
-    assert offers(PLAIN) == ["rollout.cache=int8 would hold 5 completions at once, sampled from 8-bit keys and values"]
+    assert len(offers(PLAIN)) == 1 and "rollout.cache=int8 would hold 5 completions" in offers(PLAIN)[0]
     small = plan_vram(load_config(THINKING, *LONG, PLAIN, "rollout.cache=int8"), 24)
     assert small.rows == 5 and small.fits and any("in 8 bits" in part.detail for part in small.parts)
     away = plan_vram(load_config(THINKING, *LONG, PLAIN, "rollout.cache=offloaded"), 24)
@@ -218,7 +193,7 @@ def test_8_bits_are_offered_where_they_hold_more() -> None:
     for other in ("model.backend=auto", "rollout.engine=generate", "rollout.rows=2", "rollout.cache=int8"):
         assert not offers(PLAIN, other), other
     refused = plan_vram(load_config(THINKING, *LONG, "rollout.cache=int8"), 24).notes
-    assert any("which Unsloth's engine refuses: see docs/plan.md" in note for note in refused)
+    assert any("rollout.cache is int8" in note and "Unsloth" in note for note in refused)
 
 
 def test_8_bits_are_a_change_where_one_row_is_too_much() -> None:
@@ -239,8 +214,8 @@ def test_8_bits_are_a_change_where_one_row_is_too_much() -> None:
     assert [change.key for change in both.changes] == ["rloo.thinking_budget"]
 
 
-def test_a_gpu_that_is_too_small_for_anything_is_told_so() -> None:
-    """A list of changes whose end does not fit either must not read like a cure."""
+def test_a_gpu_that_is_too_small_for_anything() -> None:
+    """A list of changes whose last one does not fit either must not read like a fix."""
     plan = plan_vram(load_config(THINKING), 3)
     assert not plan.fits and plan.rows == 1 and not any(change.fits for change in plan.changes)
     assert "smaller model or a larger GPU" in str(plan) or not plan.changes
@@ -257,9 +232,6 @@ def test_the_table_fits_a_notebook_and_adds_up(words: list[str]) -> None:
     assert sum(part.training_gib for part in plan.parts) == pytest.approx(plan.training_gib)
     assert "computed, not measured" in printed and f"of {plan.completions} at once" in printed
     assert repr(plan) == printed and json.loads(json.dumps(plan.to_dict()))["fits"] == plan.fits
-
-
-# -- the machine ------------------------------------------------------------------------------------------------------
 
 
 def test_the_whole_memory_of_the_gpu_counts(run_fresh: Any, repository: Path) -> None:
@@ -300,8 +272,9 @@ def test_widths_follow_the_run() -> None:
     assert widths(24, "model.lora=null", "model.load_in_4bit=false", "model.name=Qwen/Qwen3-0.6B") == (4, 2, False)
     assert widths(24, "model.dtype=float32") == (4, 4, True)
     assert widths(None) == (4, 4, False)
-    with pytest.raises(ConfigError, match="gpu_gib is 0"):
-        plan_vram(load_config(THINKING), 0)
+    for gib in (0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=f"gpu_gib is {gib}"):
+            plan_vram(load_config(THINKING), gib)
 
 
 def test_training_generates_as_many_rows_as_are_planned(
@@ -309,35 +282,29 @@ def test_training_generates_as_many_rows_as_are_planned(
 ) -> None:
     """A plan that is printed and not followed runs out of memory all the same. A model that cannot be planned for is
     no reason not to train it."""
-    from types import SimpleNamespace
-
     from rloo_kit.loop.run import planned_limits
-    from rloo_kit.plan import planner as vram
 
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=512", "rloo.memory=low")
     policy = SimpleNamespace(model=SimpleNamespace(config=tiny_model.config))
     load = read_load(run, find_machine(), tiny_model.config.to_dict())
-    free = rollout_gib(load, 100) + vram.CPU_RESERVE_GIB
-    monkeypatch.setattr(vram, "available_gib", lambda: free + 1e-6)
+    free = rollout_gib(load, 100) + planner.CPU_RESERVE_GIB
+    monkeypatch.setattr(planner, "available_gib", lambda: free + 1e-6)
     assert planned_limits(run, policy) == {"rollout_rows": 100}
     assert "100 of the 128 completions of a rollout are generated at once" in capsys.readouterr().out
     run.rollout.rows = 7
     assert planned_limits(run, policy) == {"rollout_rows": 7} and not capsys.readouterr().out
-    monkeypatch.setattr(vram, "available_gib", lambda: 0.5)
+    monkeypatch.setattr(planner, "available_gib", lambda: 0.5)
     assert planned_limits(run, policy)["rollout_rows"] == 7 and "Does not fit" in capsys.readouterr().out
     policy.model.config = SimpleNamespace(to_dict=lambda: {"model_type": "mamba"})
     assert planned_limits(run, policy) == {} and "cannot be planned" in capsys.readouterr().out
 
 
 def test_a_pass_on_a_cpu_is_planned_as_it_is_made(monkeypatch: pytest.MonkeyPatch, tiny_model: Any) -> None:
-    """The plan counted 8192 tokens where the trainer takes 2048, and a rollout of a little less than 8192 tokens was
-    told to the trainer as a limit, so that its small passes were gone."""
-    from types import SimpleNamespace
-
+    """The plan counted 8192 tokens where the trainer takes 2048, and its limit of a little less than 8192 tokens undid
+    the trainer's small passes."""
     from rloo_kit.loop.run import planned_limits
-    from rloo_kit.plan import planner as vram
 
-    monkeypatch.setattr(vram, "available_gib", lambda: 8.0)
+    monkeypatch.setattr(planner, "available_gib", lambda: 8.0)
     run = load_config(CONFIGS / "arithmetic_thinking.yaml")
     policy = SimpleNamespace(model=SimpleNamespace(config=tiny_model.config))
     group = plan_vram(load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=1")).tokens_per_pass
@@ -345,6 +312,3 @@ def test_a_pass_on_a_cpu_is_planned_as_it_is_made(monkeypatch: pytest.MonkeyPatc
     assert "tokens_per_pass" not in planned_limits(run, policy)
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.memory=low")
     assert planned_limits(run, policy)["tokens_per_pass"] < 2048
-    for gib in (float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="gpu_gib is"):
-            plan_vram(run, gib)
