@@ -252,7 +252,7 @@ def leave_one_out(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
 
 
 def tied_groups(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """Which groups carry no signal, all scored rewards being equal: (B,) -> (prompts,) bool.
+    """Which groups carry no learning signal, all scored rewards being equal: (B,) -> (prompts,) bool.
 
     Wholly unscored groups count as tied. The tolerance is that of `torch.isclose`, as in TRL's metric.
     """

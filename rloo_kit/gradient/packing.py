@@ -250,7 +250,7 @@ def install(model: torch.nn.Module) -> None:
 
 
 def keywords(laid: Layout, _layout: str) -> dict[str, Any]:
-    """What a model that went through `install` is to be called with beside a packed layout's ids.
+    """What a model that went through `install` is to be called with besides a packed layout's ids.
 
     Every model of transformers takes a mask of four dimensions for one that is made already, and hands it on as it is;
     nobody reads this one, which is empty. Without it the model builds T x T.

@@ -28,7 +28,6 @@ from rloo_kit.models.adapters import NO_ADAPTER, is_identity, same_as_reference,
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.plan.planner import TOKENS_PER_PASS
 from rloo_kit.rollout.engine import Engine, build_engine, check_cache, make_limits
-from rloo_kit.rollout.server import ServerSettings
 from rloo_kit.rollout.types import Limits, Rollout
 from rloo_kit.runs.files import read_json, saving, write_json
 from rloo_kit.runs.watch import FailureWatch, FiniteWatch
@@ -36,6 +35,8 @@ from rloo_kit.think_tags import ThinkTags
 
 if TYPE_CHECKING:
     from trl import RLOOTrainer as _StockTrainer  # whose attributes the mixins read, and whose methods they extend
+
+    from rloo_kit.rollout.server import ServerSettings
 else:
     _StockTrainer = object
 
@@ -188,8 +189,10 @@ class TrainerSetup(TrainerParts):
             server=self._server_settings() if wanted == "server" else None,
         )
 
-    def _server_settings(self) -> ServerSettings:
+    def _server_settings(self) -> "ServerSettings":
         """Where the engine "server" samples, and how the policy's adapter gets there."""
+        from rloo_kit.rollout.server import ServerSettings  # loads an HTTP client
+
         if not is_peft_model(self.accelerator.unwrap_model(self.model)):
             raise ConfigError(NO_ADAPTER)
         folder = self._option("rollout_server_adapters") or f"{self.args.output_dir}/server_adapters"
