@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # last
 
 import cells
 import checkpoints
+import reporting
 
 from tests.on_gpu.edge import HostMemory, Memory
 
@@ -75,13 +75,7 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def _interpreter() -> Any:
-    name = "unsloth_interpreter"
-    if name not in sys.modules:
-        spec = spec_from_file_location(name, ROOT / "tests" / "with_unsloth" / "interpreter.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    return reporting.load_file("tests/with_unsloth/interpreter.py")
 
 
 @pytest.fixture(scope="session")

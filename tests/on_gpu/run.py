@@ -1,10 +1,10 @@
 """Every check that needs a GPU, each a cell of its own: a pytest test in a process of its own (`benchmarks/cells.py`).
 
     make test-gpu                                   all; without a GPU it says so and ends with 0
-    make test-gpu CELLS="life_0.6b gpu_8gb_*"      some of them (--only)
+    make test-gpu CELLS="life_0.6b gpu_8gb_*"       some of them (--only)
     make test-gpu MINUTES=9                         as much as fits a lease; the same command goes on (--minutes)
     make test-gpu REHEARSE=1                        the same code on the CPU, tiny; no measurement (--rehearse)
-    python tests/on_gpu/run.py --list                  what there is and what is known of it
+    python tests/on_gpu/run.py --list               what there is and what is known of it
 
 Results: benchmarks/results/gpu/NAME.json, each written while its cell runs. Rehearsing takes Unsloth's own code where
 the environment of `make test-unsloth` is there (RLOO_KIT_UNSLOTH_PYTHON names another), else transformers.
@@ -24,7 +24,7 @@ from cells import Cell, add_arguments, python, run_cells
 
 ROOT, RESULTS = reporting.ROOT, reporting.RESULTS / "gpu"
 SOURCES = ("tests/on_gpu/*.py", "benchmarks/checkpoints.py")
-CARD_GB = (8, 12, 16, 24)
+GPU_GB = (8, 12, 16, 24)
 
 
 def cell(
@@ -97,7 +97,7 @@ def list_cells() -> Iterator[Cell]:
         yield cell(f"merge_{size}", merge, what, rehearse=same, least_gib=room)
     learns = "test_embedded.py::test_it_learns_as_on_the_cpu"
     yield cell("embedded", learns, "the embedded model learns through Unsloth as on the CPU")
-    for gpu_gb in CARD_GB:
+    for gpu_gb in GPU_GB:
         for backend, precision in (("unsloth", "bf16"), ("unsloth", "fp16"), ("transformers", "bf16")):
             name = f"gpu_{gpu_gb}gb_{precision}" + ("_transformers" if backend == "transformers" else "")
             test = f"test_simulated_gpus.py::test_a_shipped_config_trains_at_full_length[{gpu_gb}-{precision}]"
