@@ -20,6 +20,7 @@ from rloo_kit.rollout.engine import Completion, generate_completions
 from rloo_kit.runs import run_dir
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.think_tags import bind_think_tags
+from tests.rollout.models import lean
 
 THINK_END, TURN_END, SEVEN, EIGHT = 260, 258, 22, 23
 
@@ -34,11 +35,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Any:
     """Closes its thinking at once and answers 7 or 8, both about half of the time."""
-    model = make_tiny_model(tie_word_embeddings=False)
-    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
-    with torch.no_grad():
-        for token in (SEVEN, EIGHT, THINK_END, TURN_END):
-            model.lm_head.bias[token] = 20.0
+    bias = dict.fromkeys((SEVEN, EIGHT, THINK_END, TURN_END), 20.0)
+    model = lean(make_tiny_model(tie_word_embeddings=False), bias)
     return Policy(model, tiny_tokenizer, "transformers", "a test", bind_think_tags(tiny_tokenizer), "thinking", {})
 
 

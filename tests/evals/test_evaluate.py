@@ -19,6 +19,7 @@ from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.intervals import wilson
 from rloo_kit.rollout.engine import generate_completions
 from rloo_kit.think_tags import bind_think_tags, split_thinking
+from tests.rollout.models import lean
 
 THINK_END, TURN_END, END_OF_TEXT = 260, 258, 256
 NUM_PROMPTS = 12
@@ -29,11 +30,7 @@ def make_policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Cal
     """`make_policy(family, bias={id: b})`: a random Qwen3 whose head leans towards some ids."""
 
     def build(family: str = "thinking", bias: dict[int, float] | None = None, seed: int = 0, **config: Any) -> Any:
-        model = make_tiny_model(seed, tie_word_embeddings=False, **config)
-        model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
-        with torch.no_grad():
-            for token, value in (bias or {}).items():
-                model.lm_head.bias[token] = value
+        model = lean(make_tiny_model(seed, tie_word_embeddings=False, **config), bias or {})
         return Policy(model, tiny_tokenizer, "transformers", "a test", bind_think_tags(tiny_tokenizer), family, {})
 
     return build

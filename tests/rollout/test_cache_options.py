@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from transformers.cache_utils import HQQQuantizedLayer, QuantizedCache
 
 from rloo_kit.config.checks import CACHES, ENGINES
@@ -18,13 +18,11 @@ from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.plan import parts
 from rloo_kit.plan.shapes import ModelShape
-from rloo_kit.rollout.engine import Limits, build_engine, check_cache
+from rloo_kit.rollout.engine import Limits, check_cache
 from rloo_kit.rollout.generate import generate_options
 from rloo_kit.rollout.kv_cache import LEVELS, EightBitCache, make_cache, pack_8_bit, unpack_8_bit
+from tests.rollout.models import END_OF_TEXT, PROMPTS, TURN_END, adapted, engine_for, lean, teacher_forced
 
-TURN_END, END_OF_TEXT, PAD = 258, 257, 256
-MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 20, [1], [3, 2, 1, 0, 4], [40, 41]]
 FAR = 0.15  # nats: more than 8 bits explain in the models here, less than another token's probability is away
 
 
@@ -34,30 +32,13 @@ def make_model(make_tiny_model: Callable[..., Any]) -> Callable[..., Any]:
 
     def build(**config: Any) -> Any:
         model = make_tiny_model(0, **({"tie_word_embeddings": False, "initializer_range": 0.15} | config))
-        model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
-        with torch.no_grad():
-            model.lm_head.bias[[END_OF_TEXT, TURN_END]] = 3.0
-        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=MODULES, task_type="CAUSAL_LM"))
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for name, value in model.named_parameters():
-                if "lora_" in name:
-                    value.copy_(0.1 * torch.randn(value.shape, generator=generator))
-        return model.eval()
+        return adapted(lean(model, {END_OF_TEXT: 3.0, TURN_END: 3.0}), scale=0.1).eval()
 
     return build
 
 
-def engine_for(model: Any, cache: str = "int8", temperature: float = 1.0, **options: Any) -> Any:
-    given: dict[str, Any] = {"end_ids": [TURN_END, END_OF_TEXT], "pad_id": PAD} | options
-    return build_engine(model, given.pop("engine", "native"), temperature=temperature, cache=cache, **given)
-
-
-def teacher_forced(model: Any, prompt: list[int], completion: list[int]) -> list[float]:
-    """Log-probabilities of a completion by one pass through the whole model, without a cache."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    return logits.float().log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+def with_cache(model: Any, cache: str = "int8", temperature: float = 1.0, engine: str = "native", **more: Any) -> Any:
+    return engine_for(model, engine, temperature, cache=cache, **more)
 
 
 def find_gaps(model: Any, prompts: list[list[int]], found: Any) -> list[float]:
@@ -148,7 +129,7 @@ def test_sampling_from_8_bits_is_near_scoring(make_model: Any, monkeypatch: Any,
     gaps = {}
     for cache in CACHES:
         torch.manual_seed(0)
-        found = engine_for(model, cache, rows=5).sample(prompts, Limits(24))
+        found = with_cache(model, cache, rows=5).sample(prompts, Limits(24))
         assert len({len(ids) for ids in found.completion_ids}) > 3
         gaps[cache] = find_gaps(model, prompts, found)
     assert max(gaps["plain"]) < 1e-4 > max(gaps["offloaded"])
@@ -159,19 +140,19 @@ def test_rows_do_not_depend_on_their_slots(make_model: Any, monkeypatch: Any) ->
     """Whatever row stands beside it, was dropped before it or let in after it, a row's completion is its own."""
     monkeypatch.setattr("rloo_kit.rollout.kv_cache.BLOCK_TOKENS", 4)
     model = make_model()
-    wanted = engine_for(model, "int8", 0.0, rows=1).sample(PROMPTS, Limits(24)).completion_ids
+    wanted = with_cache(model, "int8", 0.0, rows=1).sample(PROMPTS, Limits(24)).completion_ids
     assert len({len(ids) for ids in wanted}) > 1
     for rows in (2, 3, None):
-        assert engine_for(model, "int8", 0.0, rows=rows).sample(PROMPTS, Limits(24)).completion_ids == wanted
-    plain = engine_for(model, "plain", 0.0).sample(PROMPTS, Limits(24)).completion_ids
-    assert engine_for(model, "offloaded", 0.0, rows=2).sample(PROMPTS, Limits(24)).completion_ids == plain
+        assert with_cache(model, "int8", 0.0, rows=rows).sample(PROMPTS, Limits(24)).completion_ids == wanted
+    plain = with_cache(model, "plain", 0.0).sample(PROMPTS, Limits(24)).completion_ids
+    assert with_cache(model, "offloaded", 0.0, rows=2).sample(PROMPTS, Limits(24)).completion_ids == plain
 
 
 def test_sixteen_bit_models_keep_8_bits_too(make_model: Any) -> None:
     """The GPUs that need it hold bf16: scales in float32 would turn the attention's inputs into float32."""
     model = make_model().to(torch.bfloat16)
     torch.manual_seed(0)
-    found = engine_for(model).sample(PROMPTS, Limits(24))
+    found = with_cache(model).sample(PROMPTS, Limits(24))
     assert max(find_gaps(model, PROMPTS, found)) < 2 * FAR
 
 
@@ -189,7 +170,7 @@ def test_rows_are_halved_with_8_bits(make_model: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(base, "forward", failing)
     said: list[str] = []
     torch.manual_seed(0)
-    found = engine_for(model, say=said.append).sample(PROMPTS, Limits(24))
+    found = with_cache(model, say=said.append).sample(PROMPTS, Limits(24))
     assert len(said) == 1 and "out of memory" in said[0]
     monkeypatch.undo()
     assert max(find_gaps(model, PROMPTS, found)) < FAR
@@ -208,7 +189,7 @@ def test_a_budget_costs_one_call_of_generate(make_model: Any, monkeypatch: Any) 
 
     monkeypatch.setattr(model, "generate", counted)
     torch.manual_seed(0)
-    found = engine_for(model, "plain", engine="generate").sample(PROMPTS, limits)
+    found = with_cache(model, "plain", engine="generate").sample(PROMPTS, limits)
     assert widths == [max(map(len, PROMPTS))] and any(found.thinking_forced)
     for ids, span in zip(found.completion_ids, found.forced, strict=True):
         if span is not None:
@@ -248,8 +229,8 @@ def test_what_is_let_through(monkeypatch: Any, make_model: Any) -> None:
     with pytest.raises(ConfigError, match="rollout.cache is '4bit'; it is one of plain, int8, offloaded"):
         check_cache("4bit", "native", "transformers", on_cuda=False)
     model = make_model()
-    assert "its cache is int8 (rollout.cache)" in engine_for(model, engine="auto").reason
-    assert engine_for(model, "plain", engine="generate")._cache_options(2, 5) == {}
+    assert "its cache is int8 (rollout.cache)" in with_cache(model, engine="auto").reason
+    assert with_cache(model, "plain", engine="generate")._cache_options(2, 5) == {}
 
 
 def test_the_library_takes_the_config_that_it_is_given() -> None:

@@ -10,6 +10,7 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.engine import Completion, find_end_ids, generate_completions
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
+from tests.rollout.models import lean
 
 THINK_END, TURN_END, END_OF_TEXT = 260, 258, 256
 PROMPTS = ["12+13=", "a much longer prompt than the others", "7", "1+1=2?"]
@@ -21,12 +22,8 @@ def make_policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Cal
     its thinking early, late or never."""
 
     def build(seed: int = 0, bias: dict[int, float] | None = None, **config: Any) -> Any:
-        model = make_tiny_model(seed, tie_word_embeddings=False, **config)
-        model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+        model = lean(make_tiny_model(seed, tie_word_embeddings=False, **config), bias or {})
         model.generation_config.eos_token_id = [TURN_END, END_OF_TEXT]
-        with torch.no_grad():
-            for token, value in (bias or {}).items():
-                model.lm_head.bias[token] = value
         tags = bind_think_tags(tiny_tokenizer)
         return Policy(model, tiny_tokenizer, "transformers", "a test", tags, "thinking", {})
 

@@ -12,13 +12,19 @@ from peft import LoraConfig, get_peft_model
 
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout import fused_decoder, kv_cache
-from rloo_kit.rollout.engine import Limits, build_engine, choose_engine, make_limits
+from rloo_kit.rollout.engine import Limits, choose_engine, make_limits
 from rloo_kit.rollout.native import draw, make_decoder
 from rloo_kit.think_tags import bind_think_tags
-
-TURN_END, END_OF_TEXT, PAD = 258, 257, 256
-MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 20, [1], [3, 2, 1, 0, 4], [40, 41]]
+from tests.rollout.models import (
+    END_OF_TEXT,
+    MODULES,
+    PROMPTS,
+    TURN_END,
+    adapted,
+    check_logps,
+    engine_for,
+    lean,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -28,36 +34,14 @@ def make_model(make_tiny_model: Callable[..., Any]) -> Callable[..., Any]:
 
     def build(lora: bool = True, ends: float = 0.0, seed: int = 0, **config: Any) -> Any:
         model = make_tiny_model(seed, **({"tie_word_embeddings": False, "initializer_range": 0.3} | config))
-        model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
-        with torch.no_grad():
-            model.lm_head.bias[[END_OF_TEXT, TURN_END]] = ends
-        if lora:
-            model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=MODULES, task_type="CAUSAL_LM"))
-            generator = torch.Generator().manual_seed(1)
-            with torch.no_grad():
-                for name, value in model.named_parameters():
-                    if "lora_" in name:
-                        value.copy_(0.2 * torch.randn(value.shape, generator=generator))
-        return model
+        model = lean(model, {END_OF_TEXT: ends, TURN_END: ends})
+        return adapted(model) if lora else model
 
     return build
 
 
-def engine_for(model: Any, name: str = "native", temperature: float = 1.0, **options: Any) -> Any:
-    options = {"end_ids": [TURN_END, END_OF_TEXT], "pad_id": PAD} | options
-    return build_engine(model, name, temperature=temperature, **options)
-
-
 def decoder_of(model: Any) -> str:
     return type(make_decoder(model)).__name__
-
-
-def teacher_forced(model: Any, prompt: list[int], completion: list[int], temperature: float) -> list[float]:
-    """Log-probabilities of a completion by one unpadded pass through the whole model."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    logps = (logits / temperature).log_softmax(-1)
-    return logps.gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
 
 
 VARIANTS = {  # config of the model, whether it has an adapter, the decoder that is chosen for it
@@ -99,8 +83,7 @@ def test_sampler_logps_are_those_of_scoring(make_model: Any, name: str, temperat
     prompts = [prompt for prompt in PROMPTS for _ in range(2)]
     found = engine_for(model, name, temperature, rows=5).sample(prompts, Limits(20))
     assert len({len(ids) for ids in found.completion_ids}) > 3
-    for prompt, ids, logps in zip(prompts, found.completion_ids, found.sampler_logps, strict=True):
-        assert logps == pytest.approx(teacher_forced(model.eval(), prompt, ids, temperature), abs=1e-5)
+    check_logps(model, prompts, found, temperature)
 
 
 def test_sixteen_bits_go_through_the_modules(make_model: Any) -> None:
@@ -110,8 +93,7 @@ def test_sixteen_bits_go_through_the_modules(make_model: Any) -> None:
     assert decoder_of(model) == "ModuleDecoder"
     torch.manual_seed(0)
     found = engine_for(model).sample(PROMPTS, Limits(12))
-    for prompt, ids, logps in zip(PROMPTS, found.completion_ids, found.sampler_logps, strict=True):
-        assert logps == pytest.approx(teacher_forced(model.eval(), prompt, ids, 1.0), abs=0.2)
+    check_logps(model, PROMPTS, found, tolerance=0.2)
 
 
 def test_weights_are_read_anew_in_every_rollout(make_model: Any) -> None:
@@ -146,9 +128,7 @@ def test_the_model_is_as_it_was_afterwards(make_model: Any, name: str) -> None:
     assert [module.training for module in model.modules()] == modes and all(modes)
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     assert torch.is_grad_enabled() and model.is_gradient_checkpointing
-    model.eval()
-    for prompt, ids, logps in zip(PROMPTS, found.completion_ids, found.sampler_logps, strict=True):
-        assert logps == pytest.approx(teacher_forced(model, prompt, ids, 1.0), abs=1e-5)
+    check_logps(model, PROMPTS, found)
 
 
 def test_under_autocast_the_modules_run(make_model: Any) -> None:
@@ -158,8 +138,7 @@ def test_under_autocast_the_modules_run(make_model: Any) -> None:
     torch.manual_seed(0)
     with torch.autocast("cpu", torch.bfloat16):
         found = engine.sample(PROMPTS, Limits(12))
-        for prompt, ids, logps in zip(PROMPTS, found.completion_ids, found.sampler_logps, strict=True):
-            assert logps == pytest.approx(teacher_forced(model.eval(), prompt, ids, 1.0), abs=0.2)
+        check_logps(model, PROMPTS, found, tolerance=0.2)
 
 
 # ------------------------------------------------------------------------------------------------- distributions
@@ -232,13 +211,8 @@ def test_a_budget_in_both_engines(make_model: Any, tiny_tokenizer: Any, name: st
     prompts = [prompt for prompt in PROMPTS for _ in range(6)]
     found = engine_for(model, name, rows=7).sample(prompts, limits)
     kinds = set()
-    for prompt, ids, span, logps in zip(prompts, found.completion_ids, found.forced, found.sampler_logps, strict=True):
-        exact = teacher_forced(model.eval(), prompt, ids, 1.0)
-        for place, (logp, expected) in enumerate(zip(logps, exact, strict=True)):
-            if span is not None and span[0] <= place < span[1]:
-                assert math.isnan(logp)
-            else:
-                assert logp == pytest.approx(expected, abs=1e-5)
+    check_logps(model, prompts, found)
+    for ids, span in zip(found.completion_ids, found.forced, strict=True):
         if span is not None:
             kinds.add("forced")
             assert span == (6, 6 + len(limits.close_ids)) and tuple(ids[slice(*span)]) == limits.close_ids

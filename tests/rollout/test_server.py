@@ -3,7 +3,6 @@ comes back; then a trainer that learns through it."""
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -32,9 +31,19 @@ from rloo_kit.rollout.engine import Limits, build_engine, make_limits
 from rloo_kit.rollout.server import ServerEngine, ServerSettings
 from rloo_kit.rollout.vllm_client import VllmClient
 from rloo_kit.think_tags import bind_think_tags
+from tests.rollout.models import (
+    END_OF_TEXT,
+    PAD,
+    THINK_END,
+    TURN_END,
+    check_logps,
+    engine_for,
+    lean,
+    shake,
+    teacher_forced,
+)  # fmt: skip
 from tests.rollout.vllm_stand_in import COMPLETION_KEYS, WHOLE, Refusal, StandIn
 
-TURN_END, END_OF_TEXT, THINK_END, PAD = 258, 257, 260, 256
 PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 20, [1]]
 LOAD, UNLOAD, COMPLETE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"
 
@@ -44,25 +53,21 @@ def make_base(make_tiny_model: Callable[..., Any]) -> Callable[[], Any]:
     """`make_base()`: always the same weights, with a head that leans towards ends and `</think>`."""
 
     def build(**config: Any) -> Any:
-        options = {"tie_word_embeddings": False, "initializer_range": 0.3} | config
-        model = make_tiny_model(**options)
+        model = make_tiny_model(**{"tie_word_embeddings": False, "initializer_range": 0.3} | config)
         model.name_or_path = model.config.name_or_path = "org/tiny"
-        model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
-        with torch.no_grad():
-            model.lm_head.bias[[END_OF_TEXT, TURN_END, THINK_END]] = 3.0
-        return model
+        return lean(model, dict.fromkeys((END_OF_TEXT, TURN_END, THINK_END), 3.0))
 
     return build
 
 
 @pytest.fixture
-def make_policy(make_base: Callable[[], Any]) -> Callable[..., Any]:
-    """`make_policy(seed=1)`: the base with an adapter that is not the identity."""
+def make_policy(make_base: Callable[[], Any]) -> Callable[[], Any]:
+    """`make_policy()`: the base with an adapter that is not the identity."""
 
-    def build(seed: int = 1, r: int = 4) -> Any:
-        config = LoraConfig(r=r, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    def build() -> Any:
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
         model = get_peft_model(make_base(), config).eval()
-        shake(model, seed)
+        shake(model)
         return model
 
     return build
@@ -96,32 +101,8 @@ def write_of(model: Any) -> Callable[[Path], None]:
     return lambda folder: model.save_pretrained(folder, save_embedding_layers=False)
 
 
-def shake(model: Any, seed: int) -> None:
-    """Another adapter."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if "lora_" in name:
-                value.copy_(0.2 * torch.randn(value.shape, generator=generator))
-
-
-def teacher_forced(model: Any, prompt: list[int], completion: list[int], temperature: float = 1.0) -> list[float]:
-    """Log-probabilities of a completion by one unpadded pass through the whole model."""
-    with torch.no_grad():
-        logits = model.eval()(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    logps = (logits / temperature).log_softmax(-1)
-    return logps.gather(1, torch.tensor(completion)[:, None]).squeeze(1).tolist()
-
-
 def check_against(model: Any, found: Any, prompts: list[list[int]] = PROMPTS, temperature: float = 1.0) -> None:
-    """Every log-probability is that of `model` as it is here, NaN where a token was forced."""
-    for prompt, ids, span, logps in zip(prompts, found.completion_ids, found.forced, found.sampler_logps, strict=True):
-        exact = teacher_forced(model, prompt, ids, temperature)
-        for place, (logp, wanted) in enumerate(zip(logps, exact, strict=True)):
-            if span is not None and span[0] <= place < span[1]:
-                assert math.isnan(logp)
-            else:
-                assert logp == pytest.approx(wanted, abs=1e-4)
+    check_logps(model, prompts, found, temperature, tolerance=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------- what is sent
@@ -199,8 +180,7 @@ def test_greedy_and_rows_and_order(server: StandIn, make_policy: Any, make_engin
     server._complete = take_a_moment
     engine = make_engine(model, temperature=0.0, rows=2)
     found = engine.sample(PROMPTS, Limits(12), [1.0, 2.0, 4.0, 3.0], lambda *call: done.append(call))
-    here = build_engine(model, "native", temperature=0.0, end_ids=[TURN_END, END_OF_TEXT], pad_id=PAD)
-    assert found.completion_ids == here.sample(PROMPTS, Limits(12)).completion_ids
+    assert found.completion_ids == engine_for(model, temperature=0.0).sample(PROMPTS, Limits(12)).completion_ids
     assert found.sampler_logps is None
     assert server.most_at_once == 2
     assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]

@@ -1,0 +1,62 @@
+"""What the tests of the engines share: prompts, a model with an adapter, log-probabilities without a cache."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from rloo_kit.rollout.engine import build_engine
+
+PAD, END_OF_TEXT, TURN_END, THINK_END = 256, 257, 258, 260
+PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 20, [1], [3, 2, 1, 0, 4], [40, 41]]
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def lean(model: Any, bias: dict[int, float]) -> Any:
+    """The model with a head that leans towards some ids, so that a test has it end or close early, late or never."""
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+    with torch.no_grad():
+        for token, value in bias.items():
+            model.lm_head.bias[token] = value
+    return model
+
+
+def shake(model: Any, seed: int = 1, scale: float = 0.2) -> None:
+    """Another adapter, not the identity."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_" in name:
+                value.copy_(scale * torch.randn(value.shape, generator=generator))
+
+
+def adapted(model: Any, scale: float = 0.2) -> Any:
+    """The model with an adapter that is not the identity."""
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=MODULES, task_type="CAUSAL_LM"))
+    shake(model, scale=scale)
+    return model
+
+
+def engine_for(model: Any, name: str = "native", temperature: float = 1.0, **options: Any) -> Any:
+    options = {"end_ids": [TURN_END, END_OF_TEXT], "pad_id": PAD} | options
+    return build_engine(model, name, temperature=temperature, **options)
+
+
+def teacher_forced(model: Any, prompt: list[int], completion: list[int], temperature: float = 1.0) -> list[float]:
+    """Log-probabilities of a completion by one unpadded pass through the whole model, without a cache."""
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    logps = (logits.float() / temperature).log_softmax(-1)
+    return logps.gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+
+
+def check_logps(
+    model: Any, prompts: list[list[int]], found: Any, temperature: float = 1.0, tolerance: float = 1e-5
+) -> None:
+    """Every log-probability is that of `model` as it scores, NaN where a token was forced."""
+    for prompt, ids, span, logps in zip(prompts, found.completion_ids, found.forced, found.sampler_logps, strict=True):
+        exact = teacher_forced(model, prompt, ids, temperature)
+        start, end = span or (0, 0)
+        exact[start:end] = [float("nan")] * (end - start)
+        assert logps == pytest.approx(exact, abs=tolerance, nan_ok=True)
