@@ -517,7 +517,7 @@ import rloo_kit.batch.runner, rloo_kit.batch.process
 try:
     app(["batch", {str(SHIPPED)!r}, "parameters.sied=1"])
 finally:
-    print("HEAVY", sorted({{"torch", "transformers", "trl", "datasets"}} & set(sys.modules)))
+    print("HEAVY", sorted({{"torch", "transformers", "trl", "datasets", "matplotlib"}} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 125 and "HEAVY []" in done.stdout, done.stdout + done.stderr

@@ -160,7 +160,9 @@ def test_plots_leave_no_state_behind() -> None:
     images = {plot_training(result_of(thinking_rows(25))).png for _ in range(3)}
     assert len(images) == 1 and dict(matplotlib.rcParams) == before
     code = (
-        "import sys, types\nimport rloo_kit as kit\nrows = [{'step': n, 'reward': n} for n in range(3)]\n"
+        "import sys, types\nimport rloo_kit as kit\nimport rloo_kit.results.report, rloo_kit.notebook.display\n"
+        "assert 'matplotlib' not in sys.modules, 'a training run draws at its end'\n"
+        "rows = [{'step': n, 'reward': n} for n in range(3)]\n"
         "kit.plot_training(types.SimpleNamespace(metrics=rows)).png\n"
         "assert 'matplotlib.pyplot' not in sys.modules and 'IPython' not in sys.modules and 'torch' not in sys.modules"
     )
