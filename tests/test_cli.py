@@ -7,6 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from rloo_kit import __version__, load_config
 from rloo_kit.cli import app
 
 CONFIG = """
@@ -54,18 +55,15 @@ finally:
 
 
 def test_help_names_the_commands():
-    """The command line says the same as a notebook; what it leaves out cannot be found."""
+    """The command line does what a notebook does; a command that it leaves out cannot be found."""
     code, printed, _ = call("--help")
-    assert code == 0 and all(word in printed for word in ("doctor", "config", "plan", "train", "eval", "report"))
-    from rloo_kit import __version__
-
+    commands = ("doctor", "config", "plan", "train", "eval", "report", "batch")
+    assert code == 0 and all(word in printed for word in commands)
     assert call("--version")[1] == f"rloo-kit {__version__}\n"
 
 
 def test_config_prints_a_run_that_loads_back(config_file, tmp_path):
     """What is printed is what will run, overrides included."""
-    from rloo_kit import load_config
-
     code, printed, _ = call("config", config_file, "rloo.beta=0.5", "eval.thinking_budgets=[2, 4]")
     assert code == 0
     again = tmp_path / "again.yaml"
@@ -77,15 +75,14 @@ def test_a_mistyped_reward_is_refused_before_the_model_is_loaded(config_file):
     """A download of gigabytes came before the news that no reward has that name."""
     words = ("train", config_file, "rewards=[{name: lenght_reward}]", "model.name=/nowhere/at/all")
     code, _, said = call(*words)
-    assert code == 2 and "there is no reward 'lenght_reward'; did you mean 'length_reward'?" in said
-    assert "/nowhere" not in said
+    assert code == 2 and "'lenght_reward'; did you mean 'length_reward'?" in said and "/nowhere" not in said
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["rollout.cache=offloaded", "rollout.engine=generate"], "set rollout.cache=plain"),
-        (["rollout.engine=server", "rollout.server_url=http://localhost:9", "model.lora=null"], "handed an adapter"),
+        (["rollout.engine=server", "rollout.server_url=http://localhost:9", "model.lora=null"], "model.lora"),
     ],
 )
 def test_rollouts_that_cannot_be_are_refused_before_the_evaluation(words, message, config_file):
@@ -112,10 +109,10 @@ def test_plan_says_by_its_exit_code_whether_a_run_fits(config_file):
         (["plan", "FILE", "model.name=google/gemma-3-4b-it"], "hf download google/gemma-3-4b-it config.json"),
         (["plan", "FILE", "--card-gib", "-1"], "gpu_gib is -1.0"),
         (["train", "FILE", "--resume"], "no run to resume"),
-        (["train", "FILE", "--resume", "--overwrite"], "--resume and --overwrite were both given"),
-        (["eval", "FILE", "--adapter", "nowhere"], "--adapter nowhere: there is no such folder"),
+        (["train", "FILE", "--resume", "--overwrite"], "--resume and --overwrite"),
+        (["eval", "FILE", "--adapter", "nowhere"], "--adapter nowhere"),
         (["report", "FILE"], "there is no run in"),
-        (["report", "FOLDER"], "has no config.yaml, so it is not the folder of a run"),
+        (["report", "FOLDER"], "no config.yaml"),
         (["train", "nowhere.yaml"], "no configuration file at nowhere.yaml"),
     ],
 )
@@ -182,15 +179,14 @@ def test_a_run_without_signal_exits_2_with_the_key_to_change(config_file, tmp_pa
     (tmp_path / "flat.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")
     words = ["rewards.0.name=flat:reward", "run.stop_when_no_signal=true", "run.no_signal_steps=1"]
     code, _, errors = call("train", config_file, *words, "run.evaluate=false")
-    assert code == 2 and "stopped at step 1 of 2 (run.stop_when_no_signal)" in errors
-    assert "rloo.max_completion_length (currently 4)" in errors and "--resume" in errors
+    keys = ("run.stop_when_no_signal", "rloo.max_completion_length (currently 4)", "--resume")
+    assert code == 2 and "step 1 of 2" in errors and all(key in errors for key in keys)
 
 
-def test_old_names_are_told_in_one_line(config_file):
+def test_an_old_name_is_one_line_of_stderr(config_file):
     """Python's own format showed a path of the package, a line of its source, and then the message."""
-    code, printed, told = call("config", config_file, "rloo.kl_coef=0.0", "rloo.lam=0.9")
+    code, printed, errors = call("config", config_file, "rloo.kl_coef=0.0", "rloo.lam=0.9")
     assert code == 0 and "kl_coef" not in printed
-    assert told.splitlines()[0] == (
-        f"rloo-kit: {config_file}: rloo.kl_coef is an old TRL name of rloo.beta; read as rloo.beta=0.0"
-    )
-    assert "rloo.lam is an old TRL name and has no effect" in told.splitlines()[1] and len(told.splitlines()) == 2
+    first, second = errors.splitlines()
+    assert first.startswith(f"rloo-kit: {config_file}: rloo.kl_coef ") and first.endswith("rloo.beta=0.0")
+    assert "rloo.lam" in second and "no effect" in second

@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import inspect
 import pickle
+import re
 import typing
 import warnings
 from pathlib import Path
@@ -21,7 +22,6 @@ from rloo_kit.config.schema import RLOO_DEFAULTS_OF_OURS, RLOOSection
 from rloo_kit.errors import ConfigError
 
 # Each old keyword of the config with a value that is not today's default, and what has to become of it.
-NO_EFFECT = "has no effect"
 RENAMED: dict[str, tuple[Any, dict[str, Any]]] = {
     "kl_coef": (0.1, {"beta": 0.1}),
     "rloo_k": (4, {"num_generations": 4}),
@@ -44,24 +44,15 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "num_sample_generations": (10, "log_completions=True"),
     "dataset_num_proc": (4, "never read it"),
     "max_prompt_length": (512, "data.max_prompt_length"),
-    "world_size": (2, "generation batch"),
-    "num_total_batches": (2, "generation batch"),
-    "num_updates": (2, "generation batch"),
-    "micro_batch_size": (2, "generation batch"),
-    "local_batch_size": (2, "generation batch"),
-    "batch_size": (2, "generation batch"),
-    "local_mini_batch_size": (2, "generation batch"),
-    "mini_batch_size": (2, "generation batch"),
+    **dict.fromkeys(["world_size", "num_total_batches", "num_updates", "batch_size"], (2, "generation batch")),
+    **dict.fromkeys(["micro_batch_size", "local_batch_size"], (2, "generation batch")),
+    **dict.fromkeys(["mini_batch_size", "local_mini_batch_size"], (2, "generation batch")),
     "reward_model_path": ("a/b", "reward_funcs="),
-    "sft_model_path": ("a/b", "model="),
-    "base_model": ("a/b", "model="),
+    **dict.fromkeys(["sft_model_path", "base_model"], ("a/b", "model=")),
     "sanity_check": (True, "max_steps"),
     "non_eos_penalty": (False, "missing_eos_penalty"),
     "penalty_reward_value": (-1.0, "missing_eos_penalty"),
-    "vf_coef": (0.1, "value function"),
-    "cliprange_value": (0.2, "value function"),
-    "gamma": (1.0, "value function"),
-    "lam": (0.95, "value function"),
+    **dict.fromkeys(["vf_coef", "cliprange_value", "gamma", "lam"], (0.9, "value function")),
 }
 REFUSED: dict[str, tuple[Any, str]] = {
     "stop_token_id": (151645, "Set tokenizer.eos_token"),
@@ -119,20 +110,16 @@ def test_keywords_without_effect_say_so(config_class: type, tmp_path: Path, old:
     """An argument that is swallowed in silence is believed to work; the warning names what does today."""
     value, equivalent = WITHOUT_EFFECT[old]
     config, messages = build(config_class, tmp_path, **{old: value})
-    assert (
-        len(messages) == 1 and f"{old} is an old TRL name and {NO_EFFECT}" in messages[0] and equivalent in messages[0]
-    )
-    plain, _ = build(config_class, tmp_path)
-    assert config.to_dict() == plain.to_dict()
+    assert len(messages) == 1 and old in messages[0] and "no effect" in messages[0] and equivalent in messages[0]
+    assert config.to_dict() == build(config_class, tmp_path)[0].to_dict()
 
 
 @pytest.mark.parametrize("old", REFUSED)
 def test_refused_keywords_give_todays_equivalent(config_class: type, tmp_path: Path, old: str) -> None:
     """Where nothing today means the same, going on would be another experiment."""
     value, equivalent = REFUSED[old]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"{old}.*{re.escape(equivalent)}"):
         config_class(str(tmp_path), **{old: value})
-    assert old in str(caught.value) and equivalent in str(caught.value)
 
 
 def test_the_old_clip_range_was_one_number(config_class: type, tmp_path: Path) -> None:
@@ -140,7 +127,7 @@ def test_the_old_clip_range_was_one_number(config_class: type, tmp_path: Path) -
     config, messages = build(config_class, tmp_path, normalize_reward=True, reward_clip_range=5.0)
     assert config.reward_clip_range == (-5.0, 5.0) and config.normalize_rewards and len(messages) == 2
     config, messages = build(config_class, tmp_path, reward_clip_range=5.0)
-    assert config.reward_clip_range is None and "had no effect without normalize_reward" in messages[0]
+    assert config.reward_clip_range is None and "no effect without normalize_reward" in messages[0]
     assert "reward_clip_range=(-5.0, 5.0)" in messages[0]
     config, messages = build(config_class, tmp_path, reward_clip_range=(-1.0, 2.0))
     assert config.reward_clip_range == (-1.0, 2.0) and not messages
@@ -149,26 +136,23 @@ def test_the_old_clip_range_was_one_number(config_class: type, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("given", "steps"),
     [
-        ({"total_episodes": 1000, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, 125),
-        ({"total_episodes": 1001, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, 126),
-        ({"total_episodes": 1000, "per_device_train_batch_size": 4, "num_mini_batches": 2, "num_ppo_epochs": 3}, 750),
-        (
-            {"total_episodes": 1000, "per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 3},
-            750,
-        ),
-        ({"total_episodes": 1000}, 125),
+        ({"total_episodes": 1000, "gradient_accumulation_steps": 2}, 125),
+        ({"total_episodes": 1001, "gradient_accumulation_steps": 2}, 126),
+        ({"total_episodes": 1000, "num_mini_batches": 2, "num_ppo_epochs": 3}, 750),
+        ({"total_episodes": 1000, "steps_per_generation": 2, "num_iterations": 3}, 750),
+        ({"total_episodes": 1000, "per_device_train_batch_size": None}, 125),
     ],
 )
 def test_episodes_become_the_optimizer_steps_that_the_old_loop_made(given: dict[str, Any], steps: int) -> None:
     """An episode was one completion, a batch of them was used `num_ppo_epochs` times in `num_mini_batches` steps."""
+    given = {"per_device_train_batch_size": 4} | given
     assert translate_config(given).values["max_steps"] == steps
-    doubled = translate_config(given, processes=2).values["max_steps"]
-    assert abs(doubled - steps / 2) <= 3
+    assert abs(translate_config(given, processes=2).values["max_steps"] - steps / 2) <= 3
 
 
 def test_old_and_new_name_together(config_class: type, tmp_path: Path) -> None:
     """Half-migrated code gave both; which of them won depended on the order of two lines in TRL."""
-    with pytest.raises(ConfigError, match=r"kl_coef stands for beta=0.1, and beta=0.2 is given too; keep beta"):
+    with pytest.raises(ConfigError, match="kl_coef.*beta=0.1.*beta=0.2.*remove kl_coef"):
         config_class(str(tmp_path), kl_coef=0.1, beta=0.2)
     assert build(config_class, tmp_path, kl_coef=0.2, beta=0.2)[0].beta == 0.2
 
@@ -183,11 +167,8 @@ def test_none_is_not_given(config_class: type, tmp_path: Path) -> None:
 def test_counts_have_to_be_counts(config_class: type, tmp_path: Path, old: str) -> None:
     """They are computed with before any other check sees them."""
     for value in ("4", 2.5, -1, True):
-        with pytest.raises(ConfigError, match=f"{old} is .*; it takes a whole number, 0 or more"):
+        with pytest.raises(ConfigError, match=f"{old} is .*a whole number"):
             config_class(str(tmp_path), **{old: value})
-
-
-# ------------------------------------------------------------------------------------------ the config as a drop-in
 
 
 def test_current_keywords_mean_what_they_mean_in_trl(config_class: type, tmp_path: Path) -> None:
@@ -207,14 +188,14 @@ def test_current_keywords_mean_what_they_mean_in_trl(config_class: type, tmp_pat
     assert (
         list(inspect.signature(config_class).parameters)[:2] == list(inspect.signature(trl.RLOOConfig).parameters)[:2]
     )
-    with pytest.raises(TypeError, match="got output_dir twice, by position and by name"):
+    with pytest.raises(TypeError, match="output_dir twice"):
         config_class(str(tmp_path), output_dir="x")
     difference = {name for name, value in stock.to_dict().items() if ours.to_dict()[name] != value}
     assert difference <= {"logging_dir"} and not messages and isinstance(ours, trl.RLOOConfig)
 
 
 def test_where_there_is_no_accelerator_the_cpu_is_chosen(config_class: type, tmp_path: Path) -> None:
-    """Stock TRL wants `use_cpu=True, bf16=False` said on a laptop, and stops with a message about bf16 instead."""
+    """Stock TRL needs `use_cpu=True, bf16=False` on a laptop, and stops with a message about bf16 instead."""
     import torch
 
     if torch.accelerator.is_available():
@@ -238,7 +219,7 @@ def test_command_line_flags_old_and_new(config_class: type, tmp_path: Path) -> N
 
 
 def test_configs_are_copied_and_saved(config_class: type, tmp_path: Path) -> None:
-    """transformers pickles the arguments beside every checkpoint and writes them as a dictionary."""
+    """transformers pickles the arguments with every checkpoint and writes them as a dictionary."""
     config, _ = build(config_class, tmp_path, rloo_k=4, kl_form="per_token", reward_model_path="a/b")
     again = pickle.loads(pickle.dumps(config))
     assert again == config and again.reward_model_path == "a/b" and again.kl_form == "per_token"
@@ -248,22 +229,21 @@ def test_configs_are_copied_and_saved(config_class: type, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"missing_eos_penalty": 0.0}, "missing_eos_penalty is 0.0; it is subtracted, so it must be above 0"),
-        ({"missing_eos_penalty": -1.0}, "missing_eos_penalty is -1.0"),
-        ({"kl_form": "mean"}, "kl_form is 'mean'; it must be one of sum, length_normalized, per_token"),
-        ({"reference": "old"}, "reference is 'old'; it must be one of start, base"),
-        ({"max_reward_failure_share": 1.5}, "max_reward_failure_share is 1.5; it must be from 0 to 1"),
-        ({"reward_failure_steps": 0}, "reward_failure_steps is 0; it must be at least 1"),
-        ({"num_generations": 1}, "num_generations is 1; it must be at least 2"),
-        ({"num_generations": 3}, "which does not divide into whole groups of 3 (num_generations)"),
-        ({"num_generation": 4}, "RLOOConfig has no 'num_generation'; did you mean num_generations?"),
+        ({"missing_eos_penalty": 0.0}, "missing_eos_penalty is 0.0.*above 0"),
+        ({"missing_eos_penalty": -1.0}, "missing_eos_penalty is -1.0.*above 0"),
+        ({"kl_form": "mean"}, "kl_form is 'mean'.*sum, length_normalized, per_token"),
+        ({"reference": "old"}, "reference is 'old'.*start, base"),
+        ({"max_reward_failure_share": 1.5}, "max_reward_failure_share is 1.5.*from 0 to 1"),
+        ({"reward_failure_steps": 0}, "reward_failure_steps is 0.*at least 1"),
+        ({"num_generations": 1}, "num_generations is 1.*at least 2"),
+        ({"num_generations": 3}, r"groups of 3 \(num_generations\)"),
+        ({"num_generation": 4}, "'num_generation'.*num_generations"),
     ],
 )
 def test_bounds_of_the_config(config_class: type, tmp_path: Path, keywords: dict[str, Any], message: str) -> None:
     """A penalty given as -1.0 rewarded completions for not ending; TRL's class has no bounds to stop it."""
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=message):
         config_class(str(tmp_path), **keywords)
-    assert message in str(caught.value)
 
 
 def test_above_a_generated_class_with_other_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,9 +273,6 @@ def test_above_a_generated_class_with_other_defaults(tmp_path: Path, monkeypatch
     assert isinstance(config, UnslothRLOOConfig) and len(messages) == 1
     assert (config.learning_rate, config.seed, config.num_generations) == (1e-6, 42, 2)
     assert (config.beta, config.unsloth_num_chunks, config.kl_form) == (0.1, 4, "per_token")
-
-
-# ------------------------------------------------------------------------------------- the file's keys against TRL's
 
 
 def test_keys_of_the_file_are_fields_of_the_config(config_class: type, tmp_path: Path) -> None:
@@ -350,19 +327,19 @@ def test_old_names_in_a_file(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = load_config(path, "rloo.kl_coef=0.5")
-    said = "\n".join(str(warning.message) for warning in caught)
-    for line in (
-        "rloo.kl_coef is an old TRL name of rloo.beta; read as rloo.beta=0.1",
-        "rloo.kl_coef is an old TRL name of rloo.beta; read as rloo.beta=0.5",
-        "rloo.rloo_k is an old TRL name of rloo.num_generations; read as rloo.num_generations=4",
-        "rloo.token_level_kl is an old TRL name and has no effect",
-        "rloo.sft_model_path belongs to model.name; read as model.name=embedded/thinking",
-        "reward_model is an item of rewards today; read as rewards: [{'name': 'reward_model'",
+    found = [str(warning.message).removeprefix(f"{path}: ") for warning in caught]
+    for old, new in (
+        ("rloo.kl_coef", "rloo.beta=0.1"),
+        ("rloo.kl_coef", "rloo.beta=0.5"),
+        ("rloo.rloo_k", "rloo.num_generations=4"),
+        ("rloo.token_level_kl", "no effect"),
+        ("rloo.sft_model_path", "model.name=embedded/thinking"),
+        ("reward_model", "rewards: [{'name': 'reward_model'"),
     ):
-        assert said.count(f"{path}: {line}") == 1
+        assert len([line for line in found if line.startswith(f"{old} ") and new in line]) == 1, (old, found)
     assert (run.rloo.beta, run.rloo.num_generations, run.rloo.epsilon, run.rloo.num_iterations) == (0.5, 4, 0.3, 2)
     assert (run.rloo.max_completion_length, run.rloo.max_steps, run.name) == (64, 20, "first")
     assert run.data.max_prompt_length == 64 and run.rewards[0].params == {"model": "some/model"}
-    with pytest.raises(ConfigError, match=r"rloo.rloo_k stands for rloo.num_generations=4, and rloo.num_generations=8"):
+    with pytest.raises(ConfigError, match="rloo.rloo_k .*=4.*rloo.num_generations=8"):
         path.write_text(path.read_text().replace("rloo_k: 4", "rloo_k: 4, num_generations: 8"))
         load_config(path)
