@@ -293,7 +293,7 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
     def _close_step(self) -> None:
         """Before the optimizer's step: drop the gradients of a step with a NaN or an infinity in it, and count it.
 
-        A step without a learning signal in any row has gradients of 0, not none, as in TRL: Adam's momentum still moves.
+        A step without any learning signal has gradients of 0, not none, as in TRL: Adam's momentum still moves.
         """
         parameters = self._trained_parameters()
         gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
