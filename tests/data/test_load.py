@@ -141,7 +141,6 @@ def test_hub_offline(make_run: Any, tiny_tokenizer: Any) -> None:
     ("error", "key"),
     [
         (ValueError("Config name is missing. Please pick one among the available configs: ['main']"), "data.subset"),
-        (ValueError("BuilderConfig 'x' not found. Available: ['main']"), "data.subset"),
         (ValueError("Unknown split \"x\". Should be one of ['train', 'test']."), "data.split"),
     ],
 )
@@ -198,17 +197,14 @@ def test_sources_that_are_none(
 
 BAD_JSONL = [
     ("", "has no rows"),
-    ("\n\n", "has no rows"),
     (jsonl({"prompt": "a"}) + '{"prompt": \n', "line 2: broken JSON"),
     ('[{"prompt": "a"},\n{"prompt": "b"}]\n', "line 1: broken JSON"),
     (jsonl({"prompt": "a"}, ["b"]), "line 2: a JSON list; each line has to be an object"),
     (jsonl({"prompt": "a"}, {"text": "b"}), "line 2: no column 'prompt'; columns found: text. Name the right one in"),
     (jsonl({"prompt": "a"}) + "\n" + jsonl({"prompt": " "}), "line 3: the prompt is empty"),
     (jsonl({"prompt": "a"}, {"prompt": None}), "line 2: the prompt is of type NoneType"),
-    (jsonl({"prompt": "a"}, {"prompt": 3}), "line 2: the prompt is of type int"),
     (jsonl({"prompt": "a"}, {"prompt": [{"role": "x", "content": "b"}]}), "line 2: message 1 has the role 'x'"),
     (jsonl({"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}), "line 2: no answer; each row needs"),
-    (jsonl({"prompt": "a", "answer": "1"}, {"prompt": "b"}), "line 2: no answer; each row needs"),
     (jsonl({"prompt": "a", "answer": ""}), "line 1: the answer is empty (data.answer_column: answer)"),
     (jsonl({"prompt": "a", "answer": ["1"]}), "line 1: an answer of type list"),
     (jsonl({"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": float("nan")}), "line 2: no answer; each row"),
@@ -223,7 +219,6 @@ BAD_JSONL = [
         "line 2: JSON that cannot be read: Exceeds the limit",
     ),
     (jsonl({"prompt": "a"}) + '{"n": ' + "[" * 99_999 + "\n", "line 2: JSON that cannot be read: maximum recursion"),
-    (jsonl({"prompt": "a", "answer": float("-inf")}), "line 1: no answer; each row needs"),
     (jsonl({"prompt": "a", "answer": True}), "line 1: an answer of type bool"),
     (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": "2"}), "line 2: column 'n' holds a str, and before it a int"),
 ]
@@ -242,7 +237,6 @@ def test_bad_jsonl_names_file_and_line(make_run: Any, write: Any, tiny_tokenizer
     ("content", "text"),
     [
         ("", "has no rows"),
-        ("prompt,answer\n", "has no rows"),
         ("prompt,prompt\na,b\n", "line 1: a column name stands twice"),
         ('prompt,answer\n"a\nb",1\nc\n', "line 4: 1 fields, but the header has 2"),
         ('prompt,answer\na,"1\n', "line 2: broken CSV"),

@@ -39,20 +39,13 @@ def test_one_bad_sample_does_not_cost_its_siblings() -> None:
     )
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_values_that_are_not_finite_fail_their_sample(value: float) -> None:
-    """Guards against TRL reading NaN as "does not apply" and infinity as 3.4e38."""
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "good"])
+def test_what_is_no_finite_number_fails_its_sample(value: Any) -> None:
+    """Guards against TRL reading NaN as "does not apply" and infinity as 3.4e38, and against verdicts in words."""
     guarded = guard(lambda **batch: [0.5, value, 1.5])
     assert guarded(**BATCH) == [0.5, None, 1.5]
     assert guarded.failed == [False, True, False]
-    assert f"it returned {value}; a reward is finite, or None where it does not apply" in guarded.failures[0]
-
-
-def test_what_is_no_number_fails_its_sample() -> None:
-    """Guards against a reward that returns its verdict in words."""
-    guarded = guard(lambda **batch: [0.5, "good", 1.5])
-    assert guarded(**BATCH) == [0.5, None, 1.5]
-    assert "it returned 'good'; a reward is a number or None" in guarded.failures[0]
+    assert f"it returned {value!r}; a reward is" in guarded.failures[0]
 
 
 @pytest.mark.parametrize(
@@ -141,13 +134,6 @@ def test_async_rewards_stay_async_and_are_guarded(reward: Any) -> None:
     assert asyncio.run(guarded(**BATCH)) == [4.0, None, 8.0]
     assert guarded.failed == [False, True, False]
     assert guarded.__name__ == ("AsyncJudge" if isinstance(reward, AsyncJudge) else "judge")
-
-
-def test_sync_rewards_stay_sync() -> None:
-    """Guards against the opposite mistake."""
-    assert not is_async(guard(thinking_reward))
-    assert guard(thinking_reward).__name__ == "thinking_reward"
-    assert guard(functools.partial(thinking_reward)).__name__ == "thinking_reward"
 
 
 def test_trl_sees_the_same() -> None:

@@ -164,36 +164,6 @@ def test_budget_of_zero_and_the_rest_of_the_limit(make_policy: Any) -> None:
     assert beyond.thinking_tokens == 9 and len(beyond.ids) == 11
 
 
-def test_thinking_closed_in_time_is_not_forced(make_policy: Any) -> None:
-    """Only the completions that need it are touched; the others answer under the same limit."""
-    policy = make_policy(bias={THINK_END: 100})
-    found = generate_completions(policy, ["a"], max_completion_length=99, thinking_budget=4, answer_budget=2)[0]
-    assert not found.forced and found.thinking_tokens == 0 and found.ids == [THINK_END] * 3
-
-
-def test_mixed_batch_with_a_budget(make_policy: Any) -> None:
-    """Some close, some end, some run over, all in one batch: what each continues is its own thinking."""
-    policy = make_policy(bias={THINK_END: 3.0, TURN_END: 2.0})
-    found = generate_completions(
-        policy, PROMPTS, max_completion_length=50, thinking_budget=8, answer_budget=4, num_samples=16, seed=4
-    )
-    kinds = set()
-    for completion in found:
-        thinking = completion.ids[: completion.thinking_tokens]
-        if completion.forced:
-            kinds.add("forced")
-            assert completion.thinking_tokens == 8 and not {TURN_END, END_OF_TEXT} & set(thinking)
-        elif completion.closed:
-            kinds.add("closed")
-            assert completion.thinking_tokens < 8
-        else:
-            kinds.add("ended while thinking")
-            assert completion.ended and len(completion.ids) <= 8
-        if completion.closed:
-            assert len(completion.ids) - completion.thinking_tokens - 1 <= 4
-    assert kinds == {"forced", "closed", "ended while thinking"}
-
-
 def test_answer_after_a_forced_close_is_the_models_own(make_policy: Any) -> None:
     """The second part continues prompt + thinking + `</think>`: greedily it is what the model says to exactly that."""
     policy = make_policy(bias={THINK_END: -100, TURN_END: -100, END_OF_TEXT: -100}, initializer_range=0.4)

@@ -2,6 +2,7 @@
 comes back; then a trainer that learns through it."""
 
 import contextlib
+import copy
 import json
 import os
 import re
@@ -82,14 +83,15 @@ def server(make_base: Callable[[], Any]) -> Iterator[StandIn]:
 
 @pytest.fixture
 def make_engine(server: StandIn, tmp_path: Path) -> Callable[..., Any]:
-    """`make_engine(model, **options)`: the engine of that policy; `engine.said` has what it told."""
+    """`make_engine(model, **options)`: the engine of that policy; `engine.said` has its lines."""
 
-    def build(model: Any, temperature: float = 1.0, **options: Any) -> Any:
+    def build(
+        model: Any, temperature: float = 1.0, rows: int | None = None, url: str | None = None, start_s: float = 2.0
+    ) -> Any:
         said: list[str] = []
-        settings = ServerSettings(server.url, tmp_path / "adapters", write_of(model))
-        client = VllmClient(server.url, start_s=2.0, retry_s=2.0, say=said.append)
-        ends = [TURN_END, END_OF_TEXT]
-        engine = ServerEngine(settings, "a test", temperature, ends, options.get("rows"), said.append, client)
+        settings = ServerSettings(url or server.url, tmp_path / "adapters", write_of(model))
+        client = VllmClient(settings.url, start_s=start_s, retry_s=2.0, say=said.append)
+        engine = ServerEngine(settings, "a test", temperature, [TURN_END, END_OF_TEXT], rows, said.append, client)
         engine.said = said
         return engine
 
@@ -256,65 +258,47 @@ def test_the_temperature_is_in_the_log_probabilities(server: StandIn, make_polic
 # ------------------------------------------------------------------------------------------------- what goes wrong
 
 
-def refusals() -> dict[str, tuple[Callable[[StandIn], None], str]]:
-    return {
-        "updates off": (
-            lambda server: setattr(server, "allows_updates", False),
-            r"no /v1/load_lora_adapter \(Not Found\).*VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
-        ),
-        "LoRA off": (lambda server: setattr(server, "lora_enabled", False), r"LoRA is off.*--enable-lora"),
-        "rank": (lambda server: setattr(server, "max_lora_rank", 2), r"its rank is 4 .*--max-lora-rank 8"),
-        "context": (
-            lambda server: setattr(server, "max_model_len", 24),
-            r"a prompt of 20 tokens and a completion of 8 exceed the 24.*--max-model-len 28",
-        ),
-        "broken load": (
-            lambda server: server.failures.append((LOAD, 500, "CUDA error")),
-            r"does not take the adapter: status 500, CUDA error",
-        ),
-        "refused": (
-            lambda server: server.failures.append((COMPLETE, 500, "EngineDead")),
-            r"refuses a completion of \d+ \+ 8 tokens \(status 500\): EngineDead",
-        ),
-        "old": (lambda server: tampered(server, token_ids=None), "vLLM 0.10.2 or newer"),
-        "cut": (lambda server: tampered(server, prompt_token_ids=[7]), "continued another prompt"),
-        "unlikely": (lambda server: tampered(server, logprobs=None), "no log-probability"),
-        "broken off": (
-            lambda server: tampered(server, finish_reason="abort"),
-            "aborted a completion .finish_reason abort",
-        ),
-        "NaN": (lambda server: setattr(server, "tamper", first_is_nan), "the weights are broken"),
-        "end dropped": (
-            lambda server: setattr(server, "tamper", drop_last),
-            r"ended a completion after \d+ of at most 8 tokens, which no stop id explains",
-        ),
-        "key": (lambda server: setattr(server, "key", "secret"), "asks for a key: .*VLLM_API_KEY"),
-    }
-
-
-def tampered(server: StandIn, **values: Any) -> None:
-    server.tamper = lambda choice: choice.update(values)
-
-
 def first_is_nan(choice: dict[str, Any]) -> None:
     choice["logprobs"]["token_logprobs"][0] = None
 
 
 def drop_last(choice: dict[str, Any]) -> None:
     """As if the end token were kept back with the text."""
-    choice["finish_reason"] = "stop"
-    choice["token_ids"] = [9]
+    choice |= {"finish_reason": "stop", "token_ids": [9]}
     choice["logprobs"]["token_logprobs"] = [-1.0]
 
 
-@pytest.mark.parametrize("name", refusals())
-def test_what_the_server_refuses_is_said_with_the_switch(
+def changed(**values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda choice: choice.update(values)
+
+
+# settings of the stand-in, and what the message names
+REFUSALS = {
+    "updates off": ({"allows_updates": False}, r"no /v1/load_lora_adapter.*VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
+    "LoRA off": ({"lora_enabled": False}, r"LoRA is off.*--enable-lora"),
+    "rank": ({"max_lora_rank": 2}, r"its rank is 4 .*--max-lora-rank 8"),
+    "context": ({"max_model_len": 24}, r"of 20 tokens and a completion of 8 exceed the 24.*--max-model-len 28"),
+    "broken load": ({"failures": [(LOAD, 500, "CUDA error")]}, r"status 500, CUDA error"),
+    "refused": ({"failures": [(COMPLETE, 500, "EngineDead")]}, r"\+ 8 tokens \(status 500\): EngineDead"),
+    "old": ({"tamper": changed(token_ids=None)}, "vLLM 0.10.2 or newer"),
+    "cut": ({"tamper": changed(prompt_token_ids=[7])}, "continued another prompt"),
+    "unlikely": ({"tamper": changed(logprobs=None)}, "no log-probability"),
+    "broken off": ({"tamper": changed(finish_reason="abort")}, "aborted a completion .finish_reason abort"),
+    "NaN": ({"tamper": first_is_nan}, "the weights are broken"),
+    "end dropped": ({"tamper": drop_last}, r"after \d+ of at most 8 tokens, which no stop id explains"),
+    "key": ({"key": "secret"}, "VLLM_API_KEY"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_the_server_refuses_is_named_with_the_switch(
     server: StandIn, make_policy: Any, make_engine: Any, name: str
 ) -> None:
     """A switch of `vllm serve` that is missing shows as a 404 or a stack trace of vLLM's; and an answer that does not
     fit what was asked would be trained on."""
-    prepare, message = refusals()[name]
-    prepare(server)
+    settings, message = REFUSALS[name]
+    for key, value in settings.items():
+        setattr(server, key, copy.copy(value))  # a failure is removed from the list when it has been answered
     engine = make_engine(make_policy())
     with pytest.raises(RolloutServerError, match=f"(?s){message}"):
         engine.sample(PROMPTS, Limits(8))
@@ -324,29 +308,21 @@ def test_a_folder_that_the_server_does_not_see(server: StandIn, make_policy: Any
     """The usual mistake with two machines: each has an /outputs of its own."""
     elsewhere = server.load
 
-    def load(body: dict[str, Any]) -> str:
-        return elsewhere(body | {"lora_path": "/not/mounted/here"})
-
-    server.load = load
+    server.load = lambda body: elsewhere(body | {"lora_path": "/not/mounted/here"})
     with pytest.raises(RolloutServerError, match=r"does not see .*set rollout.server_adapters to a folder that both"):
         make_engine(make_policy()).sample(PROMPTS, Limits(4))
 
 
-def test_a_server_that_is_not_there(make_policy: Any, tmp_path: Path) -> None:
+def test_a_server_that_is_not_there(server: StandIn, make_policy: Any, make_engine: Any) -> None:
     """The trainer that hangs on a server that nobody started costs a night."""
-    said: list[str] = []
-    stand_in = StandIn(lambda: None)
-    stand_in.stop()
-    model = make_policy()
-    settings = ServerSettings(stand_in.url, tmp_path, write_of(model))
-    client = VllmClient(stand_in.url, start_s=1.0, retry_s=1.0, say=said.append)
-    engine = ServerEngine(settings, "a test", 1.0, [TURN_END], None, said.append, client)
+    server.stop()
+    engine = make_engine(make_policy(), start_s=1.0)
     with pytest.raises(RolloutServerError, match=r"no vLLM server answers at .*waited 1 s.*rollout.server_url"):
         engine.sample(PROMPTS, Limits(4))
-    assert len(said) == 1 and "waiting 1 s at most for the server" in said[0]
+    assert len(engine.said) == 1 and "waiting 1 s at most for the server" in engine.said[0]
 
 
-def test_a_server_that_comes_late_is_waited_for(make_base: Any, make_policy: Any, tmp_path: Path) -> None:
+def test_a_server_that_comes_late_is_waited_for(make_base: Any, make_policy: Any, make_engine: Any) -> None:
     """A server loads for minutes; the trainer is started beside it."""
     early = StandIn(make_base)
     port = early.server.server_address[1]
@@ -355,11 +331,8 @@ def test_a_server_that_comes_late_is_waited_for(make_base: Any, make_policy: Any
     timer = threading.Timer(1.0, lambda: later.append(StandIn(make_base, port=port)))
     timer.start()
     model = make_policy()
-    client = VllmClient(early.url, start_s=20.0, say=lambda line: None)
-    settings = ServerSettings(early.url, tmp_path, write_of(model))
-    engine = ServerEngine(settings, "a test", 1.0, [TURN_END, END_OF_TEXT], None, lambda line: None, client)
     try:
-        check_against(model, engine.sample(PROMPTS, Limits(4)))
+        check_against(model, make_engine(model, url=early.url, start_s=20.0).sample(PROMPTS, Limits(4)))
     finally:
         timer.join()
         later[0].stop()
