@@ -21,8 +21,10 @@ from rloo_kit.runs.files import finite, git_revision, lock_folder, read_json, wr
 from rloo_kit.system.processes import count_processes, is_main_process, process_index
 from rloo_kit.system.versions import installed_versions
 
-FILES = ("config.yaml", "versions.json", "status.json", "metrics.jsonl", "rollouts.jsonl", "prompts.json")
-FILES += ("before.json", "after.json", "report.html")
+FILES = (
+    "config.yaml", "versions.json", "status.json", "metrics.jsonl", "rollouts.jsonl", "prompts.json", "before.json",
+    "after.json", "report.html",
+)  # fmt: skip
 FOLDERS = ("checkpoints", "adapter")
 SECONDS_FOR_MAIN = 3.0  # that another process waits with an error: the main one may raise the same
 STATES = ("running", "finished", "interrupted", "failed")
@@ -108,7 +110,7 @@ class RunDir:
             step = self.status().get("step")
             raise RunExistsError(
                 f"{self.folder} holds a run already ({state}{f' at step {step}' if step else ''}): go on with it with "
-                "--resume (resume=True in Python), delete it and start anew with --overwrite (overwrite=True), or "
+                "--resume (resume=True in Python), delete it and start again with --overwrite (overwrite=True), or "
                 "give this one another name with run.name=..."
             )
         elif state is None and self.folder.is_dir() and not _holds_nothing_but_a_run(self.folder):
@@ -125,7 +127,7 @@ class RunDir:
             how = "without --launch" if before == 1 else f"with as many (--launch FILE --processes {before})"
             raise ConfigError(
                 f"the run in {self.folder} was trained in {before} process{'es' if before > 1 else ''} and would go on "
-                f"in {now}: start it {how}, or start anew: --overwrite or run.name=..."
+                f"in {now}: start it {how}, or start again: --overwrite or run.name=..."
             )
 
     def _take_lock(self) -> None:
