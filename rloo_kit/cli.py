@@ -20,16 +20,9 @@ from typer.core import TyperCommand
 
 from rloo_kit import __version__
 from rloo_kit.errors import ConfigError, RlooKitError, RunNotFoundError
-from rloo_kit.system.processes import (
-    count_processes,
-    is_main_process,
-    launch_run,
-    process_index,
-    resume_words,
-    say,
-)
+from rloo_kit.system.processes import count_processes, is_main_process, launch_run, process_index, resume_words, say
 
-if TYPE_CHECKING:  # both are slow to import
+if TYPE_CHECKING:  # slow to import
     from rloo_kit.config.run import RunConfig
     from rloo_kit.data.load import Data
     from rloo_kit.models.policy import Policy
@@ -49,6 +42,7 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A run's YAML f
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example rloo.beta=0.0")
 ]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete what is there and start again.")]
 
 
 @contextmanager
@@ -156,7 +150,7 @@ def train(
     file: ConfigFile,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run that is there, start again.")] = False,
+    overwrite: Overwrite = False,
     launch: Annotated[
         Path | None,
         typer.Option("--launch", metavar="LAUNCH", help="Several processes: configs/accelerate/ddp.yaml and others."),
@@ -263,9 +257,7 @@ def batch(
         int | None, typer.Option("--jobs", min=1, help="Runs side by side; 1 unless the file says so.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Do what is missing or failed, and nothing else.")] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete the batch that is there, start again.")
-    ] = False,
+    overwrite: Overwrite = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")] = False,
 ) -> None:
     """Run a notebook with many parameters, each run in a process of its own, and compare the runs.
