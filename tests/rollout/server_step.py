@@ -1,4 +1,4 @@
-"""One process of a run for `test_rollout_server`: two steps with completions from a server; the log goes to a file.
+"""One process of a run for `test_server`: two steps with completions from a server; the log goes to a file.
 
     python server_step.py '{"folder": ..., "out": ..., "sharding": false, "options": {...}}'  (under RANK, WORLD_SIZE)
 
