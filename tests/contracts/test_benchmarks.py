@@ -220,7 +220,7 @@ def test_the_checks_of_a_gpu_are_rehearsed(tmp_path: Path) -> None:
 def test_the_step_on_a_gpu_is_rehearsed(tmp_path: Path) -> None:
     """All of it runs here as on a GPU, but for its sizes; a typing mistake found on a rented GPU costs an hour."""
     steps = ["training-4k-stock", "training-4k-fast", "training-4k-low", "training-4k-balanced"]
-    steps += [f"whole-1k-{name}" for name in ("stock", "native", "generate", "native-int8", "server")]
+    steps += ["whole-2k-native", *(f"whole-1k-{name}" for name in ("stock", "generate", "native-int8", "server"))]
     others = ["ceilings", "profile-training-fast", "profile-decoding-native", "long-12gb-int8", "long-24gb-int8"]
     values = rehearse(tmp_path, "benchmarks/rloo_step.py --device cuda", *steps, *others)
     for name in steps:
