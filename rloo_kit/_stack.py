@@ -1,8 +1,6 @@
-"""The one import order (Unsloth, then torch, transformers and TRL), and the set-up that guards it.
+"""The one import order (Unsloth, then torch, transformers and TRL) and the set-up that guards it.
 
-Unsloth patches TRL, transformers and PEFT while it is imported. What was loaded before it keeps the unpatched code, and
-a run then trains slower, or nothing at all, silently. So the `__init__` of every heavy package calls `load_stack()`,
-which refuses to go on when one of them came first.
+Libraries loaded before Unsloth keep their unpatched code, and a run then trains slower, or nothing, silently.
 """
 
 import logging
@@ -88,10 +86,8 @@ def setup_environment(
 
 
 def load_stack() -> Stack:
-    """The heavy libraries, imported in the one right order; cached. Settles the environment if nobody has yet.
-
-    Raises: ImportOrderError, SetupError as `setup_environment`.
-    """
+    """The heavy libraries, imported in the one right order; cached. Settles the environment if nobody has yet. Raises
+    as `setup_environment`: ImportOrderError, SetupError."""
     global _stack
     if _stack is None:
         # bitsandbytes tells everyone without a GPU that a faster 4-bit kernel for the CPU could be fetched
@@ -106,10 +102,8 @@ def load_stack() -> Stack:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """Print a line that says what is being loaded once that takes longer than `QUIET_S`, in the main process.
-
-    In a kernel it goes to stdout, since notebooks show stderr as errors; else to stderr, since `--json` is on stdout.
-    """
+    """Print what is being loaded once that takes longer than `QUIET_S`, in the main process: in a kernel to stdout
+    (notebooks show stderr as errors), else to stderr (`--json` is on stdout)."""
     stream = sys.stdout if "ipykernel" in sys.modules else sys.stderr
     line = threading.Timer(QUIET_S, lambda: print(f"loading {what} ...", file=stream, flush=True))
     line.daemon = True
@@ -149,11 +143,8 @@ def _refuse_if_late() -> None:
 
 
 def _order_of_imports() -> dict[str, int]:
-    """For each package that is loaded, the place in the row of its first part that was.
-
-    `sys.modules` is in the order in which imports ended, so Unsloth itself stands behind all that it imports; but it
-    begins with a module of its own, which stands before.
-    """
+    """For each loaded package the place of its first part in `sys.modules`, which is in the order in which imports
+    ended: Unsloth itself stands behind what it imports, its first module before."""
     order: dict[str, int] = {}
     for place, (name, module) in enumerate(list(sys.modules.items())):
         if module is not None:

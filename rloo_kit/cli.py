@@ -1,7 +1,7 @@
-"""The command line: `rloo-kit doctor | config | plan | train | eval | report | batch`, the functions of a notebook.
+"""The `rloo-kit` command line: parses, calls the functions of a notebook, prints.
 
-Heavy libraries are imported inside the commands that need them, so that `rloo-kit --help` answers at once. Exit codes:
-0 done, 1 doctor found a fault or the planned run does not fit, 2 refused, 130 interrupted; for `batch` see there.
+Heavy libraries are imported inside the commands. Exit codes: 0 done, 1 doctor found a fault or the planned run does not
+fit, 2 refused, 130 interrupted; for `batch` see there.
 """
 
 import shlex

@@ -1,7 +1,6 @@
 """Communication between the processes of a run: start together, wait, share an object, gather lists, agree.
 
-All processes call a function at the same place, or the run hangs; with one process each returns at once. Objects are
-pickled, which suits verdicts and file names; tensors of the loop go through accelerate in the trainer.
+All processes call a function at the same place, or the run hangs; with one process each returns at once.
 """
 
 import os
@@ -20,11 +19,8 @@ TIMEOUT = timedelta(hours=3)  # for a process that waits for another's long roll
 def start_processes(on_cpu: bool = False) -> None:
     """Join the processes of the run and take this one's device, before a model is loaded; harmless a second time.
 
-    accelerate takes NCCL and the GPU of LOCAL_RANK; or gloo and the CPU where there is no GPU, `on_cpu` is set or its
-    launch file says so (ACCELERATE_USE_CPU).
-
-    Raises:
-        SetupError: there are more processes on this machine than GPUs.
+    NCCL and the GPU of LOCAL_RANK; gloo and the CPU without a GPU, with `on_cpu` or ACCELERATE_USE_CPU. Raises
+    SetupError where there are more processes on this machine than GPUs.
     """
     if not is_distributed():
         return

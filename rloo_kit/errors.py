@@ -1,7 +1,6 @@
-"""Every error that the kit raises on purpose.
+"""Every error that the kit raises on purpose: a `RlooKitError` and the standard exception that fits.
 
-All share one root, `RlooKitError`, and each is also the standard exception that fits, so that code which does not know
-the kit handles it too. A message states what was found, the limit, and the key or command that fixes it.
+A message states what was found, the limit, and the key or command that fixes it.
 """
 
 

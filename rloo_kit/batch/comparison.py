@@ -1,8 +1,4 @@
-"""The runs of a batch side by side: `comparison.html`, `comparison.csv` and a table of text.
-
-Figures come from each run's training folder: the evaluations before and after, the rows of metrics, the status. A
-notebook without one has its state and its time. matplotlib is imported by the function that draws.
-"""
+"""The runs of a batch side by side: `comparison.html`, `comparison.csv` and a table of text, from each run's folder."""
 
 import csv
 import io
@@ -42,11 +38,8 @@ COLORS = {"done": "right", "failed": "wrong", "killed": "wrong"}
 
 
 def read_figures(training: RunDir) -> dict[str, Any]:
-    """The figures of a training run: every key of MEASURES with `_before` and `_after`, `steps`, `reward_last`.
-
-    Args:
-        training: the run's folder; where it does not exist, every figure is None.
-    """
+    """The figures of a training run, None where its folder is missing: every key of MEASURES with `_before` and
+    `_after`, `steps`, `reward_last`."""
     figures: dict[str, Any] = {}
     for when in ("before", "after"):
         found = training.read_json(f"{when}.json")
@@ -198,11 +191,7 @@ def _bounds(low: float | None, high: float | None) -> str:
 
 
 def draw_runs(rows: Sequence[dict[str, Any]], labels: Sequence[str]) -> str | None:
-    """One SVG with a row for each run, the first on top; None where no run has a figure yet.
-
-    Args:
-        rows: from `collect_rows`. labels: one a row.
-    """
+    """One SVG with a row and a label for each run, the first on top; None where no run has a figure yet."""
     panels: list[tuple[str, Any]] = []
     if _has(rows, "accuracy"):
         panels.append(("Accuracy, 95 % interval", _draw_accuracy))

@@ -1,7 +1,6 @@
 """A batch of notebook runs, read from one YAML file and checked before anything is started.
 
-`grid` gives every combination of its values, `runs` single runs; both lay their values over the common `parameters`. A
-misspelt parameter is refused here: papermill only warns, and hours later a table shows equal runs.
+`grid` gives every combination of its values, `runs` single runs; both override the common `parameters`.
 """
 
 import ast
@@ -284,11 +283,8 @@ def _find_parameter_problems(runs: list[BatchRun], root: Path) -> list[str]:
 
 
 def _check_parameters(run: BatchRun, root: Path) -> list[str]:
-    """What is wrong with a run's parameters, as far as it shows without running it.
-
-    Names are compared with the notebook's own cell. A notebook that calls `read_parameters` has them read as it will
-    read them, and its configuration loaded, so that a value out of bounds is refused here too.
-    """
+    """What is wrong with a run's parameters, without running it: names the notebook's cell does not know, and, where it
+    calls `read_parameters`, values that it or the configuration refuses."""
     notebook = run.notebook
     problems = [f"{name} is set by the batch: {GIVEN[name]}; remove it" for name in GIVEN if name in run.parameters]
     if run.parameters and notebook.cell is None:
@@ -325,11 +321,8 @@ def _find_notebook(wanted: str, path: Path, root: Path) -> Path:
 
 
 def read_notebook(path: Path) -> Notebook:
-    """The notebook at `path`.
-
-    Raises:
-        ConfigError: it is no notebook of format 4, or its parameters cell is not plain Python.
-    """
+    """The notebook at `path`. Raises ConfigError where it is not format 4 or its parameters cell is not plain
+    Python."""
     content = read_json(path)
     if not isinstance(content, dict) or content.get("nbformat") != 4 or not isinstance(content.get("cells"), list):
         raise ConfigError(f"{path} is not a notebook of format 4 (.ipynb)")

@@ -1,8 +1,6 @@
 """One papermill process for each run of a batch, with nothing left behind and the reason of a failure found.
 
-A kernel has a session of its own, so killing papermill's process group does not end it. Every process of a run carries
-a mark in its environment, which children inherit; the marked ones are killed when the run ends, and by a watchdog when
-the batch itself is killed.
+A kernel has a session of its own, so processes are found by a mark in their environment, which children inherit.
 """
 
 import os
@@ -95,10 +93,8 @@ class RunProcess:
 
 
 def papermill_command(notebook: Path, folder: Path, parameters: dict[str, Any]) -> list[str]:
-    """The command that runs `notebook` with `parameters`; writes them to `parameters.yaml` in `folder`.
-
-    The kernel is this interpreter's, not the one in the notebook's metadata.
-    """
+    """The command that runs `notebook` in this interpreter's kernel; writes `parameters` to `parameters.yaml` in
+    `folder`."""
     file = folder / "parameters.yaml"
     # Not dump_yaml: papermill reads YAML 1.1, in which 1e-06 is a text and 1.0e-06 a number.
     file.write_text(yaml.safe_dump(parameters, sort_keys=False, allow_unicode=True), encoding="utf-8")
@@ -135,14 +131,8 @@ def last_line(log: Path, start: int = 0) -> str | None:
 
 
 def end_marked(wanted: Callable[[dict[str, str]], bool]) -> list[int]:
-    """Kill every process whose marks are wanted, and what they start meanwhile.
-
-    Args:
-        wanted: takes a process's environment.
-
-    Returns:
-        ids of those that would not end in time: they hang in the system.
-    """
+    """Kill every process whose environment is `wanted`, and what they start meanwhile; returns the ids of those that
+    would not end in time, because they hang in the system."""
     until = time.monotonic() + END_TIMEOUT_S
     while True:
         found = [process for process in psutil.process_iter() if _is_wanted(process, wanted)]
@@ -171,11 +161,8 @@ def end_left_over(folder: Path, batch_id: str) -> None:
 
 
 class Watchdog:
-    """A process that kills the batch's runs when the batch is killed; a context manager around the runs.
-
-    Attributes:
-        batch_id: the mark of every process of this batch.
-    """
+    """Kills the runs marked with `batch_id` when the batch is killed; a process, and a context manager around the
+    runs."""
 
     def __init__(self) -> None:
         self.batch_id = uuid.uuid4().hex

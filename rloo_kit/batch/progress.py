@@ -23,10 +23,8 @@ STYLES = {"done": "green", "failed": "red", "killed": "red", "interrupted": "yel
 
 
 class BatchDisplay:
-    """Prints the states of a batch's runs; a context manager around them.
-
-    A screen that is gone (a closed terminal, a broken pipe) ends the printing, not the batch.
-    """
+    """Prints the states of a batch's runs; a context manager. A closed terminal or pipe ends the printing, not the
+    batch."""
 
     def __init__(self, place: BatchDir):
         self.place = place

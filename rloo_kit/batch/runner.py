@@ -1,7 +1,6 @@
-"""Runs a batch, one run after another or side by side: starts, watches, ends, records and compares them.
+"""Runs a batch in one thread and one loop: starts, watches, ends, records and compares its runs.
 
-One thread and one loop; every run is a process of its own, and its outcome is read from its files. Signals only set a
-flag that the loop reads, so a Ctrl-C during a save breaks nothing.
+Signals only set a flag that the loop reads, so a Ctrl-C during a save breaks nothing.
 """
 
 import importlib.util
@@ -93,13 +92,8 @@ def check_packages() -> None:
 
 
 class Signals:
-    """Ctrl-C, SIGTERM and a hang-up, counted instead of raised; a context manager for the main thread.
-
-    Signals that the process ignores (nohup, a background job of a script) stay ignored.
-
-    Attributes:
-        count: how many came. name: of the first one.
-    """
+    """Ctrl-C, SIGTERM and hang-ups, counted (`count`, `name` of the first) instead of raised; a context manager for the
+    main thread. Signals that the process ignores (nohup, a background job of a script) stay ignored."""
 
     def __init__(self) -> None:
         self.count = 0

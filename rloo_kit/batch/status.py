@@ -1,9 +1,7 @@
 """A batch's folder: its lock, the status of each run, and which runs are left to do.
 
-`<batch>/` holds `batch.yaml` (every run written out), `batch.json` (the state of the batch), `comparison.html`,
-`comparison.csv` and a folder for each run: `notebook.ipynb` (executed), `parameters.yaml` (papermill's input),
-`log.txt`, `status.json` and `run/`, the folder of its training run. A run is done when its `status.json` has the state
-`done`, written only after a clean exit; the executed notebook's own metadata does not count.
+A run is done when its `status.json` has the state `done`, written only after a clean exit. docs/batch.md lists the
+files of the folder.
 """
 
 import os

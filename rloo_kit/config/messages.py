@@ -53,12 +53,8 @@ def describe_type(annotation: Any) -> str:
 
 
 def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:
-    """One of pydantic's errors in words: dotted key, what was found, the limit.
-
-    Args:
-        entry: an item of `ValidationError.errors()` of `model`.
-        prefix: dotted path of that model in the file, with a trailing dot.
-    """
+    """One of pydantic's errors (an item of `ValidationError.errors()` of `model`) in words: dotted key, found, limit.
+    `prefix` is the dotted path of that model in the file, with a trailing dot."""
     path = [part for part in entry["loc"] if not (isinstance(part, str) and part.startswith(("function-", "literal[")))]
     kind, found = entry["type"], entry.get("input")
     if kind == "missing" and isinstance(path[-1], int):  # an item of a list of fixed length: the list is at fault
@@ -94,12 +90,8 @@ def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:
 def explain_errors(
     error: ValidationError, model: type[BaseModel], path: Path, lines: Lines, changed: dict[Key, str]
 ) -> str:
-    """All faults of a file, one a line, each with its place.
-
-    Args:
-        path, lines: the file and the line of each of its keys.
-        changed: the keys that an override set, with its text.
-    """
+    """All faults of a file, one a line, each with its place; `changed` has the keys that an override set, with its
+    text."""
     messages: dict[str, None] = {}  # a dict, because a union reports the same fault once for each of its branches
     for entry in error.errors():
         place = _place(tuple(entry["loc"]), path, lines, changed)

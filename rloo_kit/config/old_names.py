@@ -1,8 +1,6 @@
-"""The names that TRL's RLOO had in other releases, and today's: one table for files, keywords and flags.
+"""The names that TRL's RLOO had in releases 0.9.6 to 0.26.2, and today's: one table for files, keywords and flags.
 
-TRL rewrote its RLOO trainer in 0.22 (`kl_coef` became `beta`) and dropped the old names in 0.25. Each old name is
-renamed, converted, dropped with a warning (it never had an effect) or refused with today's equivalent. Sources: the
-arguments and loops of TRL 0.9.6 to 0.26.2, `trl/trainer/rloo_config.py`, `rloo_trainer.py` and `utils.py`.
+Each is renamed, converted, dropped with a warning (it never had an effect) or refused with today's equivalent.
 """
 
 import math

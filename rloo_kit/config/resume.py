@@ -32,12 +32,10 @@ def changed_keys(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[
 
 
 def refuse_changes(saved_config: Path, resolved: str) -> None:
-    """Refuse to resume a run with a configuration that would train something else.
+    """Refuse, with a ConfigError that lists both values, to resume a run with a configuration that would train
+    differently.
 
     `run.*` and `eval.*` may differ, and so may the keys in FREE_ON_RESUME; those in MAY_GROW_ON_RESUME only upwards.
-
-    Raises:
-        ConfigError: lists every key that differs, with both values.
     """
     if not saved_config.exists():
         return

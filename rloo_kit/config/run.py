@@ -53,11 +53,7 @@ class RunConfig(Section):
         return Path(self.run.output_dir) / self.name
 
     def check(self) -> None:
-        """Check between sections again, as `load_config`; an assignment is only checked within its section.
-
-        Raises:
-            ConfigError: sections contradict each other.
-        """
+        """Check between sections, which an assignment does not; raises ConfigError where they contradict each other."""
         try:
             type(self).model_validate(self.model_dump())
         except ValidationError as error:

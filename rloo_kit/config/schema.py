@@ -1,7 +1,6 @@
-"""The sections of a run's configuration: every key with its type, default and bounds.
+"""The sections of a run's configuration: strict pydantic models with every key's type, default and bounds.
 
-Each section is a strict pydantic model, in a file and for assignments in a notebook. The keys of `rloo:` are TRL's
-names and reach `RLOOConfig` unchanged; a test compares their defaults with TRL's.
+The keys of `rloo:` are TRL's names and reach `RLOOConfig` unchanged; a test compares their defaults with TRL's.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -51,11 +50,7 @@ class Section(BaseModel):
         return values
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign `value` to the key `name` after the checks of a file.
-
-        Raises:
-            ConfigError: the key is unknown or contradicts its section; the old value stays.
-        """
+        """Assign `value` to the key `name` after the checks of a file; raises ConfigError and keeps the old value."""
         if name.startswith("_"):
             super().__setattr__(name, value)
             return

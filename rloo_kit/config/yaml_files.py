@@ -1,7 +1,4 @@
-"""YAML files and command-line overrides as plain values, with the line of every key for error messages.
-
-YAML 1.2, so `5e-6` is a number and `no` is text; dates stay text too. A key given twice is an error.
-"""
+"""YAML 1.2 files (`5e-6` is a number, `no` is text) and overrides, with the line of every key for error messages."""
 
 from io import StringIO
 from pathlib import Path
@@ -110,11 +107,7 @@ def read_value(text: str) -> Any:
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], Lines]:
-    """`read_yaml` of the file at `path`.
-
-    Raises:
-        ConfigError: there is no such file, it is not UTF-8 text, or it is not a YAML mapping.
-    """
+    """`read_yaml` of the file at `path`. Raises ConfigError where it is missing, not UTF-8 or not a YAML mapping."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -127,11 +120,8 @@ def read_file(path: Path) -> tuple[dict[str, Any], Lines]:
 
 
 def apply_override(values: dict[str, Any], override: str) -> Key:
-    """Set one `section.key=value` in `values`, in place, and return its path; list items go by index.
-
-    Raises:
-        ConfigError: no `=`, an empty key, or a path through something that has no keys.
-    """
+    """Set one `section.key=value` in `values`, in place, and return its path; list items go by index. Raises
+    ConfigError for no `=`, an empty key, or a path through something that has no keys."""
     key, equals, text = override.partition("=")
     parts: list[str | int] = [int(p) if p.isdecimal() else p for p in key.strip().lstrip("-").split(".")]
     if not equals or "" in parts:

@@ -1,12 +1,7 @@
 """From a prompt to the text that the model reads: the chat template, applied once, for the model's family.
 
-- `thinking`: the generation prompt ends with an open `<think>` (Qwen3-4B-Thinking-2507), so a completion holds only
-  the closing tag.
-- `hybrid`: the template takes `enable_thinking` (Qwen3-0.6B to 32B as first released); the model writes both tags.
-- `instruct`: neither (Qwen3-4B-Instruct-2507); the model answers at once.
-- `plain`: no chat template, the model continues the prompt (base models).
-
-Source: the chat templates on the Qwen3 model cards; https://huggingface.co/docs/transformers/chat_templating.
+Families: `thinking` (the prompt ends with an open `<think>`), `hybrid` (the template takes `enable_thinking`),
+`instruct` (neither), `plain` (no template). Source: the Qwen3 model cards' templates.
 """
 
 from typing import Any
@@ -22,12 +17,10 @@ Message = dict[str, Any]
 
 
 def detect_family(tokenizer: Any, name: str = "") -> str:
-    """One of `FAMILIES`, by what the tokenizer's chat template does with a short question.
+    """One of `FAMILIES`, by what the tokenizer's chat template does with a short question; raises DataError if it
+    fails.
 
     The name (or folder) decides only between instruct and thinking for a template that never mentions thinking.
-
-    Raises:
-        DataError: the template cannot render a single user message.
     """
     if not getattr(tokenizer, "chat_template", None):
         return "plain"
@@ -40,13 +33,8 @@ def detect_family(tokenizer: Any, name: str = "") -> str:
 
 
 def resolve_family(tokenizer: Any, name: str, family: str = "auto", enable_thinking: bool | None = None) -> str:
-    """The family to render prompts for: `family` if it agrees with the template, the template's own for "auto".
-
-    `plain` is always allowed: it does not use the template.
-
-    Raises:
-        ConfigError: `family` or `enable_thinking` contradicts the template.
-    """
+    """The family to render prompts for: `family`, or the template's own for "auto"; `plain` is always allowed. Raises
+    ConfigError where `family` or `enable_thinking` contradicts the template."""
     found = detect_family(tokenizer, name)
     wanted = found if family == "auto" else family
     if wanted not in FAMILIES:

@@ -1,9 +1,4 @@
-"""From a data source to the two datasets of a run: read, drawn, rendered, checked, split.
-
-Trainer and evaluation only tokenise the `prompt` column; the chat template is never applied to it again. The split is
-over distinct prompts, compared without regard to white space: one that occurs ten times in the source is ten training
-rows or one test row, never both.
-"""
+"""From a data source to the two datasets of a run: read, drawn, rendered, checked, split over distinct prompts."""
 
 import math
 import random

@@ -1,8 +1,4 @@
-"""Reading rows: JSONL, CSV, Parquet, a hub id, a list in Python. Every row keeps its place for error messages.
-
-JSONL and CSV are read line by line with the standard library: the readers of `datasets` report no line, and their CSV
-reader guesses types.
-"""
+"""Reading rows (JSONL, CSV, Parquet, a hub id, a list in Python), each with its line or row for error messages."""
 
 import csv
 import json
@@ -51,13 +47,8 @@ class Columns:
 
 
 def find_file(source: str, config_file: Path | None = None) -> Path | None:
-    """The file that `source` names, or None if it is a hub id.
-
-    A relative path is searched from the working directory, then from the configuration file's folder.
-
-    Raises:
-        DataError: it looks like a path and does not exist, or is a file of another kind.
-    """
+    """The file that `source` names, from the working directory, then the config's folder; None if it is a hub id.
+    Raises DataError where it looks like a path and does not exist, or is a file of another kind."""
     folders = [Path.cwd(), *([config_file.parent] if config_file else [])]
     for candidate in dict.fromkeys((folder / Path(source).expanduser()) for folder in folders):
         if candidate.is_dir():
@@ -76,11 +67,8 @@ def find_file(source: str, config_file: Path | None = None) -> Path | None:
 
 
 def read_file(path: Path, columns: Columns) -> DataSource:
-    """The rows of a JSONL, CSV or Parquet file.
-
-    Raises:
-        DataError: a broken or empty file, a malformed row, a missing column; with file and line.
-    """
+    """The rows of a JSONL, CSV or Parquet file. Raises DataError, with file and line, for a broken or empty file, a
+    malformed row or a missing column."""
     reader = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}[path.suffix.lower()]
     try:
         return reader(path, columns)
@@ -98,11 +86,8 @@ def _first_line_not_utf8(path: Path) -> int:
 
 
 def read_hub(source: str, subset: str | None, split: str, columns: Columns) -> DataSource:
-    """One split of a dataset on the hub or in the local cache of `datasets`.
-
-    Raises:
-        DataError: unreachable, no such dataset, subset or split, or a missing column.
-    """
+    """One split of a dataset on the hub or in the local cache of `datasets`. Raises DataError where it is unreachable,
+    or dataset, subset, split or column does not exist."""
     datasets = _stack.load_stack().datasets
     try:
         table = datasets.load_dataset(source, name=subset, split=split)
@@ -112,11 +97,8 @@ def read_hub(source: str, subset: str | None, split: str, columns: Columns) -> D
 
 
 def read_rows(rows: Any, columns: Columns) -> DataSource:
-    """Rows given in Python: a `datasets.Dataset`, or a list of dicts or of bare prompts (text or messages).
-
-    Raises:
-        DataError: no rows, a row of another type, a missing column.
-    """
+    """Rows given in Python: a `datasets.Dataset`, or a list of dicts or of bare prompts (text or messages). Raises
+    DataError for no rows, a row of another type or a missing column."""
     if hasattr(rows, "column_names") and hasattr(rows, "select"):
         return from_dataset(rows, "the dataset", columns)
     if isinstance(rows, (str, dict)) or hasattr(rows, "columns") or not hasattr(rows, "__iter__"):

@@ -1,16 +1,7 @@
-"""The embedded task: column addition, with prompts for RLOO and noisy demonstrations for the cold start.
+"""The embedded task: column addition (`47+385=`), with prompts for RLOO and noisy demonstrations for the cold start.
 
-A question is `47+385=`. A worked answer adds the columns from the right, one line each, and reads the result off:
-
-    7+5=12
-    4+8+1=13
-    0+3+1=4</think>
-
-    432
-
-Demonstrations skip the thinking, or get a digit of it wrong, at known rates, so that a model that imitates them is
-right sometimes and RLOO has something to find. A checksum of the unordered pair reserves half of all problems for the
-cold start, so no problem of a run was seen in it.
+A worked answer adds the columns from the right, one line each (`7+5=12`, `4+8+1=13`, `0+3+1=4`), and reads the result
+off. A checksum of the unordered pair reserves half of all problems for the cold start, so a run never meets those.
 """
 
 import random
@@ -26,11 +17,8 @@ MAX_ROWS = {"thinking": 50_000, "instruct": 10_000}  # few enough that drawing s
 
 @dataclass(frozen=True)
 class Noise:
-    """Rates of the mistakes in demonstrations, each a probability in [0, 1].
-
-    skip: no scratch work, the answer is guessed. digit: a column's digit is wrong. guess: a digit of a guessed answer
-    is wrong.
-    """
+    """Rates of the mistakes in demonstrations, probabilities in [0, 1]: `skip` the scratch work and guess the answer, a
+    wrong column `digit`, a wrong digit of a `guess`."""
 
     skip: float = 0.3
     digit: float = 0.3

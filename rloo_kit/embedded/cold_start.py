@@ -1,11 +1,8 @@
-"""The supervised cold start of the embedded model: imitation of noisy demonstrations on one CPU thread.
+"""The supervised cold start of the embedded model: imitation of noisy demonstrations on one CPU thread, deterministic.
 
-Deterministic for a seed: every draw comes from a seeded generator, everything is float32 on one thread. It first
-imitates clean demonstrations, which teach addition fastest, then noisy ones, which teach the rates of the mistakes.
-
-Only the rows of the table whose tokens occur are trained one by one. All others share one vector u, and with n of them
-their joint logit is u.h + ln n, so a softmax over the used rows and that one is the exact softmax over the whole
-table. A table of 151936 rows therefore costs what one of 26 rows costs; at the end u is written into every unused row.
+Only the rows of the table whose tokens occur are trained one by one. The n others share one vector u with the joint
+logit u.h + ln n, so a softmax over the used rows and that one is the exact softmax over the whole table; at the end u
+is written into every unused row.
 """
 
 import math
@@ -167,10 +164,8 @@ def imitation_loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor, num_
 
 
 def joint_logits(hidden: torch.Tensor, rows: torch.Tensor, shared: torch.Tensor, num_shared: int) -> torch.Tensor:
-    """Logits of the used rows and, last, the joint logit of `num_shared` >= 1 further rows that all equal `shared`.
-
-    hidden (N, H), rows (U, H), shared (H,) give (N, U + 1), whose log-softmax at a used row is that of the whole table.
-    """
+    """Logits (N, U + 1) of hidden (N, H): the used rows (U, H) and, last, the joint logit of `num_shared` >= 1 further
+    rows that all equal `shared` (H,). Its log-softmax at a used row is that of the whole table."""
     joint = hidden @ shared + math.log(num_shared)
     return torch.cat([hidden @ rows.T, joint[:, None]], dim=1)
 

@@ -1,13 +1,7 @@
-"""The embedded model: a tiny Qwen3 that adds, built offline on the CPU and cached, so that a run needs no download.
+"""The embedded model: a tiny `Qwen3ForCausalLM` that adds, built offline on the CPU and cached.
 
-A real `Qwen3ForCausalLM` with a byte-level tokenizer and the Thinking chat template, or its twin that answers at once.
-`build` returns a folder that loads like any checkpoint. The cold start runs in a process of its own, on one thread: the
-weights then depend on the seed and not on what the caller has imported, seeded or patched (Unsloth rewrites Qwen3's
-classes for an accelerator).
-
-The cache is keyed by the model's name and `RECIPE`, the version of what builds it: an edited comment, a moved file or
-another machine asks for the same model, so adapters stay usable. Old entries are never removed (2 MB each, 80 MB with
-Qwen3's vocabulary).
+The cold start runs in a process of its own, so the weights depend on the seed and not on what the caller imported,
+seeded or patched. The cache is keyed by the model's name and `RECIPE`, the version of what builds it.
 """
 
 import dataclasses
@@ -85,10 +79,8 @@ def build(
 
 
 def rebuild(name: str) -> Path | None:
-    """The model that `build` keeps under the folder name `name`, built here if need be; None for any other name.
-
-    An adapter names its base by the path on the machine that trained it; the name alone says which model that was.
-    """
+    """The model that `build` keeps under the folder name `name`, built here if need be; None for any other name. An
+    adapter names its base by the path on the machine that trained it, so the name alone identifies the model."""
     found = _FOLDER_NAME.fullmatch(name)
     if found is None or int(found["recipe"]) != RECIPE:
         return None

@@ -1,10 +1,7 @@
-"""The embedded model's tokenizer: Qwen3's single bytes and Qwen3's chat tokens, and no merges.
+"""The embedded model's tokenizer: Qwen3's single bytes, with Qwen3's ids, and its chat tokens; no merges.
 
-A byte-level BPE without merges gives one token per byte. With the 256 byte symbols sorted their ids are those that
-Qwen3 gives to single bytes (`!` is 0, `0` is 15), so a text has the ids that Qwen3 would give it without its merges.
-Two vocabularies: `compact` puts the five chat tokens right behind the bytes, `qwen3` puts them at Qwen3's own ids
-(`</think>` at 151668) and fills the space between with placeholders that no text encodes to.
-The templates know one question at a time: no tools, no default system prompt, no earlier thinking.
+The vocabulary `compact` puts the chat tokens right behind the bytes; `qwen3` puts them at Qwen3's ids (`</think>` at
+151668), with placeholders between that no text encodes to.
 """
 
 from typing import Any
@@ -42,10 +39,7 @@ def byte_symbols() -> list[str]:
 
 def token_ids(vocabulary: str) -> dict[str, int]:
     """Text of every token -> id: the bytes, then the chat tokens (`qwen3`: at Qwen3's ids, placeholders between).
-
-    Raises:
-        ConfigError: no such vocabulary.
-    """
+    Raises ConfigError for another vocabulary."""
     if vocabulary not in ROWS:
         raise ConfigError(f"model.vocabulary is '{vocabulary}'; the embedded model has {' and '.join(ROWS)}")
     ids = {symbol: index for index, symbol in enumerate(byte_symbols())}
@@ -57,15 +51,10 @@ def token_ids(vocabulary: str) -> dict[str, int]:
 
 
 def build_tokenizer(kind: str = "thinking", vocabulary: str = "compact") -> Any:
-    """A `Qwen2Tokenizer` (the class of the Qwen3 checkpoints) for the embedded model.
+    """A `Qwen2Tokenizer` for `kind` (thinking or instruct) and `vocabulary` (compact or qwen3); ConfigError for
+    another.
 
     `<think>` and `</think>` are added tokens but not special, as in Qwen3: `skip_special_tokens=True` keeps them.
-
-    Args:
-        kind: `thinking` (the template opens `<think>` in the prompt) or `instruct` (the plain template).
-        vocabulary: `compact` or `qwen3`.
-    Raises:
-        ConfigError: no such kind or vocabulary.
     """
     if kind not in KINDS:
         raise ConfigError(f"there is no embedded model '{kind}': model.name is embedded/{' or embedded/'.join(KINDS)}")

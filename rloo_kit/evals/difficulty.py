@@ -1,9 +1,7 @@
 """Which training prompts are worth their completions: those that the starting policy solves sometimes.
 
-A prompt that is always solved, or never, gives a group of equal rewards and no gradient. Before training each prompt is
-sampled `rollout.difficulty_samples` times with the run's limits and temperature and judged as in an evaluation; pass
-rates at or outside `rollout.min_pass_rate` and `rollout.max_pass_rate` are skipped. Rates are cached, the selection is
-written into the run's folder for a resume, and several processes share the work.
+Pass rates at or outside `rollout.min_pass_rate` and `rollout.max_pass_rate` are skipped. Rates are cached, and the
+selection is written into the run's folder for a resume.
 """
 
 import hashlib
@@ -79,11 +77,8 @@ def measure_pass_rates(
 
 
 class PassRateCache:
-    """The pass rates measured under the same conditions, in the file `path` (made with the first entry).
-
-    Args:
-        conditions: everything that a pass rate depends on except the prompt and its right answer, for JSON.
-    """
+    """The pass rates in the file `path`, measured under `conditions`: all they depend on except prompt and answer, for
+    JSON."""
 
     def __init__(self, conditions: dict[str, Any]) -> None:
         self.conditions = conditions
@@ -149,10 +144,8 @@ class PassRateCache:
 
 
 def fingerprint(model: Any) -> str:
-    """A digest of the weights: 256 values of each tensor, with its name, shape and type.
-
-    An adapter that changes nothing yet is left out: its random half depends on the seed.
-    """
+    """A digest of the weights: 256 values of each tensor, with its name, shape and type. An adapter that changes
+    nothing yet is left out, as its random half depends on the seed."""
     skipped = "lora_" if is_identity(model) else None
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():

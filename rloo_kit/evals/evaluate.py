@@ -1,8 +1,6 @@
 """Held-out accuracy with its interval, and what goes with it: greedy accuracy, pass@k, thinking lengths, budgets.
 
-`eval.num_samples` completions of each held-out prompt are sampled from the policy's whole distribution and judged by
-the run's own answer reward. With several processes each samples a part of the prompts, the main one judges, and all
-return the same figures.
+Each process samples a part of the prompts, the main one judges, and all return the same figures.
 """
 
 import hashlib
@@ -116,10 +114,8 @@ def engine_outside_training(run: RunConfig, policy: Policy) -> str:
 
 
 class _Generator:
-    """Completions of the held-out prompts; prints its progress now and then.
-
-    Each process samples its part of the prompts with its own seed; all get all completions, in order.
-    """
+    """Completions of the held-out prompts, with progress lines; each process samples its part with its own seed, and
+    all get all completions, in order."""
 
     def __init__(self, run: RunConfig, policy: Policy, dataset: Any, label: str) -> None:
         self.run, self.policy, self.label = run, policy, label
