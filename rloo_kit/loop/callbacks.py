@@ -19,10 +19,10 @@ from rich.text import Text
 from transformers import ProgressCallback, TrainerCallback
 
 from rloo_kit.collective import any_of, gather_lists, share
-from rloo_kit.results.samples import CLOSED_BY_THE_BUDGET, picture_controls, plain_prompt
+from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
 from rloo_kit.runs.health import Finding, SignalWatch
 from rloo_kit.runs.run_dir import RunDir
-from rloo_kit.system.console import VARIABLE, format_seconds, print_table
+from rloo_kit.system.console import VARIABLE, format_seconds, picture_controls, plain_prompt, print_table
 from rloo_kit.system.processes import is_distributed, say
 from rloo_kit.think_tags import ThinkTags, split_thinking
 

@@ -34,10 +34,10 @@ from rloo_kit.gradient.advantages import (
 from rloo_kit.gradient.objective import all_finite
 from rloo_kit.gradient.passes import RowStatistics, Work, take_rows
 from rloo_kit.loop.callbacks import use_text_progress
+from rloo_kit.loop.metrics import TrainerLog
 from rloo_kit.loop.old_trainer import prepare_old_dataset, translate_trainer_arguments
 from rloo_kit.loop.options import RLOOConfig, refuse_sampling_filters
 from rloo_kit.loop.step import Sampled, TrainerRollout
-from rloo_kit.loop.trainer_log import TrainerLog
 from rloo_kit.loop.trainer_setup import TrainerFiles, TrainerSetup, backend_name
 from rloo_kit.models.adapters import check_reference, restore_precision, trainable_tensors, wrap_for_unsloth
 from rloo_kit.models.parallel import Parallel, local_tensor

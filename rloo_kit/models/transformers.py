@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rloo_kit._stack import load_stack
+import torch
+
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
@@ -32,7 +33,7 @@ def load(run: RunConfig, source: ModelSource, stack: Any) -> tuple[Any, Any]:
     Raises:
         BackendError: the checkpoint cannot be read, or what is asked for does not go together.
     """
-    transformers, torch = stack.transformers, stack.torch
+    transformers = stack.transformers
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
         config = transformers.AutoConfig.from_pretrained(source.base)
@@ -41,7 +42,7 @@ def load(run: RunConfig, source: ModelSource, stack: Any) -> tuple[Any, Any]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.base)
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source.base,
-            dtype=_dtype(run, torch),
+            dtype=_dtype(run),
             device_map={"": str(device)},
             quantization_config=_quantization(run, config, stack),
         )
@@ -59,7 +60,6 @@ def load(run: RunConfig, source: ModelSource, stack: Any) -> tuple[Any, Any]:
 @contextmanager
 def inference_mode(model: Any) -> Iterator[None]:
     """Evaluation mode without gradients."""
-    torch = load_stack().torch
     was_training = model.training
     model.eval()
     try:
@@ -93,7 +93,7 @@ def _check_quantised(run: RunConfig, config: Any) -> None:
         )
 
 
-def _dtype(run: RunConfig, torch: Any) -> Any:
+def _dtype(run: RunConfig) -> torch.dtype:
     """The base's dtype; `auto` follows the machine, and is float32 where every parameter is trained."""
     if run.model.dtype != "auto":
         return getattr(torch, run.model.dtype)
@@ -108,7 +108,7 @@ def _quantization(run: RunConfig, config: Any, stack: Any) -> Any:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=_dtype(run, stack.torch),
+        bnb_4bit_compute_dtype=_dtype(run),
     )
 
 
@@ -134,7 +134,7 @@ def _with_adapter(model: Any, lora: LoraSection, seed: int, source: ModelSource,
             return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
         except (RuntimeError, ValueError, OSError) as error:
             raise BackendError(f"the adapter {folder} does not fit {source.base}: {error}") from error
-    stack.torch.manual_seed(seed)
+    torch.manual_seed(seed)
     settings = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,

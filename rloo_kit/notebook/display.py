@@ -13,16 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.results.evaluation import Evaluation
-from rloo_kit.results.figures import SMOOTH_FROM, Curve, draw_curves, is_number, mean_window, shown_width
-from rloo_kit.results.samples import (
+from rloo_kit.results.evaluation import (
+    Evaluation,
     SamplePair,
     describe_sample,
     is_thinking,
     pair_samples,
-    picture_controls,
-    plain_prompt,
 )
+from rloo_kit.results.figures import SMOOTH_FROM, Curve, draw_curves, is_number, mean_window, shown_width
+from rloo_kit.system.console import picture_controls, plain_prompt
 
 # Metric, title, lower and upper end of the axis, and the format of a value in the text.
 _Panel = tuple[str, str, float | None, float | None, str]

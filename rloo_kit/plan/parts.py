@@ -20,7 +20,7 @@ BLOCK, NESTED_BLOCK = 64, 256  # weights to an absmax of 8 bit, and of those to 
 QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # of each matrix: the tables of both quantisations, and an offset
 ELSEWHERE = "elsewhere"  # a rollout's cache on a server
 CACHE_BLOCK = 64  # tokens by which the cache grows, as in `rollout.kv_cache`
-JOINED_LIMIT_BYTES = 2**30  # largest copy of the layers that decoding makes, as in `rollout.fused_decoder`
+JOINED_LIMIT_BYTES = 2**30  # largest copy of the layers that decoding makes, as in `rollout.decoders`
 FLOAT = 4
 
 

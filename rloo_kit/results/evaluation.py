@@ -191,3 +191,55 @@ def _with_interval(value: float | None, low: float | None, high: float | None) -
 
 def _signed(value: float | None, low: float | None, high: float | None) -> str:
     return "" if value is None else f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+CLOSED_BY_THE_BUDGET = "closed by the budget"  # the model was still thinking when its budget was spent
+
+
+@dataclass
+class SamplePair:
+    """One held-out prompt: as rendered, its right answer (None without one), and its samples by title."""
+
+    prompt: str
+    gold: Any = None
+    samples: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def pair_samples(**evaluations: Evaluation | None) -> list[SamplePair]:
+    """The samples of evaluations, those of the same prompt together: `pair_samples(before=before, after=after)`.
+
+    A prompt that occurs twice is paired with its first and its second occurrence.
+    """
+    pairs: dict[tuple[str, int], SamplePair] = {}
+    for title, evaluation in evaluations.items():
+        seen: dict[str, int] = {}
+        for sample in evaluation.samples if evaluation is not None else ():
+            prompt = sample["prompt"]
+            seen[prompt] = seen.get(prompt, 0) + 1
+            pair = pairs.setdefault((prompt, seen[prompt]), SamplePair(prompt))
+            pair.gold = sample.get("gold") if pair.gold is None else pair.gold
+            pair.samples[title] = sample
+    return list(pairs.values())
+
+
+def describe_sample(sample: dict[str, Any]) -> str:
+    """Length and how it ended, in words.
+
+    >>> describe_sample({"tokens": 9, "thinking_tokens": 5, "ended": False})
+    '9 tokens, 5 of them thinking, truncated'
+    >>> describe_sample({"tokens": 9, "thinking_tokens": 5, "ended": True, "forced": True})
+    '9 tokens, 5 of them thinking, closed by the budget'
+    """
+    notes = [f"{sample['tokens']} tokens"]
+    if sample["thinking_tokens"] is not None:
+        notes.append(f"{sample['thinking_tokens']} of them thinking")
+    if sample.get("forced"):  # evaluations written before there were budgets have no such entry
+        notes.append(CLOSED_BY_THE_BUDGET)
+    if not sample["ended"]:
+        notes.append("truncated")
+    return ", ".join(notes)
+
+
+def is_thinking(sample: dict[str, Any]) -> bool:
+    """Whether the completion holds thinking, even an empty one: text before `</think>`, or that tag alone."""
+    return bool(sample["thinking"] or sample["closed"])

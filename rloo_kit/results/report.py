@@ -10,11 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.results.evaluation import Comparison, Evaluation, compare
+from rloo_kit.results.evaluation import (
+    Comparison,
+    Evaluation,
+    SamplePair,
+    compare,
+    describe_sample,
+    is_thinking,
+    pair_samples,
+)
 from rloo_kit.results.figures import draw_accuracies, draw_learning_curve
-from rloo_kit.results.samples import SamplePair, describe_sample, is_thinking, pair_samples, picture_controls
 from rloo_kit.runs.files import saving
 from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.console import picture_controls
 from rloo_kit.system.versions import installed_versions
 
 FILES = {

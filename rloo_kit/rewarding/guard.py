@@ -64,6 +64,21 @@ class RewardsObject:
         return list(rewards if to_list is None else to_list())
 
 
+class NamedReward:
+    """A reward of a run: TRL's calling convention, the name it is logged under, its weight in the sum."""
+
+    def __init__(self, reward: Callable[..., Any], name: str, weight: float) -> None:
+        self.reward = reward
+        self.__name__ = name
+        self.weight = weight
+
+    def __repr__(self) -> str:
+        return f"{self.__name__} x{self.weight:g} = {self.reward!r}"
+
+    def __call__(self, *args: Any, **columns: Any) -> list[float | None]:
+        return self.reward(*args, **columns)
+
+
 class GuardedReward:
     """A reward that returns None for a sample that it failed on, and records why.
 

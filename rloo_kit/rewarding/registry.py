@@ -17,7 +17,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.chat import resolve_family, thinks
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
-from rloo_kit.rewarding.guard import GuardedReward, guard
+from rloo_kit.rewarding.guard import GuardedReward, NamedReward, guard
 from rloo_kit.rewarding.models import MathAnswerReward, RewardModel
 from rloo_kit.rewarding.worker import WorkerReward
 from rloo_kit.system.processes import say
@@ -39,21 +39,6 @@ REGISTRY: dict[str, Callable[..., Any]] = {
 }
 BOUND_ONLY = ("decode", "timeout_s")  # parameters that come from the run, never from `params`
 END_TOKENS = ("<|im_end|>", "<|endoftext|>")  # Qwen3 models stop at either
-
-
-class NamedReward:
-    """A reward of a run: TRL's calling convention, the name it is logged under, its weight in the sum."""
-
-    def __init__(self, reward: Callable[..., Any], name: str, weight: float) -> None:
-        self.reward = reward
-        self.__name__ = name
-        self.weight = weight
-
-    def __repr__(self) -> str:
-        return f"{self.__name__} x{self.weight:g} = {self.reward!r}"
-
-    def __call__(self, *args: Any, **columns: Any) -> list[float | None]:
-        return self.reward(*args, **columns)
 
 
 def build_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:

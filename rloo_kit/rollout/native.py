@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from rloo_kit.errors import BackendError
-from rloo_kit.rollout.decoders import ModuleDecoder
-from rloo_kit.rollout.fused_decoder import FusedDecoder, NotPlainError
+from rloo_kit.rollout.decoders import FusedDecoder, ModuleDecoder, NotPlainError
 from rloo_kit.rollout.kv_cache import SlotCache, make_cache
 from rloo_kit.rollout.thinking_budget import CompletionState
 from rloo_kit.rollout.types import Limits, Progress, Rollout

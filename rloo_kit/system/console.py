@@ -6,6 +6,7 @@ set-up replaces tqdm's notebook bar, and everything of rich is printed by `print
 
 import io
 import os
+import re
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -24,6 +25,9 @@ VARIABLE = "TQDM_NOTEBOOK"  # set by many recipes, read by no library
 INTERVAL_S = 5.0  # between two lines of all open bars together; a shorter loop prints nothing
 WIDTH = 100  # columns that fit a cell of JupyterLab on a laptop, with its file browser open
 _FALSE, _TRUE = ("false", "0", "no", "off"), ("true", "1", "yes", "on")
+# A model may write control characters; pages and terminals get the symbols that picture them.
+_PICTURED = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+_MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 _NOTEBOOK_BARS = "tqdm.autonotebook"  # where tqdm.auto looks for the notebook bar
 
 
@@ -149,3 +153,24 @@ def _is_in_kernel() -> bool:
     """Whether this is a Jupyter kernel, as opposed to a script or IPython in a terminal."""
     ipython = sys.modules.get("IPython")
     return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
+
+
+def plain_prompt(prompt: str) -> str:
+    """The readable text of a rendered ChatML prompt; any other prompt as it is.
+
+    >>> plain_prompt("<|im_start|>user\\n12+30=<|im_end|>\\n<|im_start|>assistant\\n<think>\\n")
+    '12+30='
+    """
+    messages = _MESSAGE.findall(prompt)
+    if [role for role, _ in messages] == ["user"]:
+        return str(messages[0][1]).strip()
+    return "\n".join(f"{role}: {text.strip()}" for role, text in messages) or prompt.strip()
+
+
+def picture_controls(text: str) -> str:
+    """Text without control characters: each is shown by its symbol.
+
+    >>> picture_controls("a\\x1b[31m")
+    'a␛[31m'
+    """
+    return text.translate(_PICTURED)

@@ -222,7 +222,7 @@ def test_the_peak_of_a_pass_is_not_above_the_plan(checkpointing: bool, most: flo
 
 def test_the_copy_that_decodes_is_counted(tiny_model: Any) -> None:
     """Up to a gibibyte of joined matrices was in no part of the plan; a larger model has none, nor one in 16 bit."""
-    from rloo_kit.rollout.fused_decoder import FusedDecoder
+    from rloo_kit.rollout.decoders import FusedDecoder
 
     load = replace(load_of(shape_of_config(tiny_model.config.to_dict())), four_bit=False, fused=False)
     in_float32 = replace(load, weight_bytes=4, compute_bytes=4)
@@ -237,11 +237,11 @@ def test_numbers_that_are_held_twice_agree() -> None:
     """The arithmetic may not import torch, so it holds some numbers of modules that do."""
     from rloo_kit.embedded import cold_start, tokenizer
     from rloo_kit.gradient import logprobs
-    from rloo_kit.rollout import fused_decoder, kv_cache
+    from rloo_kit.rollout import decoders, kv_cache
 
     assert (logprobs.TILE_TOKENS, logprobs.TILE_VOCABULARY) == (parts.TILE_TOKENS, parts.TILE_VOCABULARY)
     assert kv_cache.BLOCK_TOKENS == parts.CACHE_BLOCK
-    assert fused_decoder.COPY_LIMIT_BYTES == parts.JOINED_LIMIT_BYTES
+    assert decoders.COPY_LIMIT_BYTES == parts.JOINED_LIMIT_BYTES
     assert EMBEDDED_ROWS == tokenizer.ROWS
     for plan in cold_start.PLANS.values():
         config = cold_start.model_config(plan, tokenizer.ROWS["compact"]).to_dict()

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from rloo_kit.errors import BackendError
-from rloo_kit.rollout import fused_decoder, kv_cache
+from rloo_kit.rollout import decoders, kv_cache
 from rloo_kit.rollout.engine import Limits, choose_engine, make_limits
 from rloo_kit.rollout.native import draw, make_decoder
 from rloo_kit.think_tags import bind_think_tags
@@ -55,7 +55,7 @@ VARIANTS = {  # config of the model, whether it has an adapter, the decoder that
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy_is_generates_token_by_token(make_model: Any, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+def test_greedy_is_generates_token_by_token(make_model, monkeypatch, variant):
     """A wrong mask, position or slot shows as an answer to another prompt, and the reward drops a little without a
     word. Prompts of unequal length, rows that end at different times, fewer slots than rows, blocks that grow."""
     config, lora, decoder = VARIANTS[variant]
@@ -75,7 +75,7 @@ def test_greedy_is_generates_token_by_token(make_model: Any, monkeypatch: pytest
 
 @pytest.mark.parametrize("name", ["native", "generate"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampler_logps_are_those_of_scoring(make_model: Any, name: str, temperature: float) -> None:
+def test_sampler_logps_are_those_of_scoring(make_model, name, temperature):
     """The gap between sampler and trainer is logged and corrected with these; were they another token's, or another
     temperature's, the correction would be noise."""
     model = make_model(ends=3.0)
@@ -86,17 +86,20 @@ def test_sampler_logps_are_those_of_scoring(make_model: Any, name: str, temperat
     check_logps(model, prompts, found, temperature)
 
 
-def test_sixteen_bits_go_through_the_modules(make_model: Any) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_sixteen_bits_go_through_the_modules(make_model, autocast):
     """A merged copy in 16 bits would be another policy than the one that is scored: an adapter's update of 1e-4 is
-    rounded away."""
-    model = make_model(ends=2.0).to(torch.bfloat16)
-    assert decoder_of(model) == "ModuleDecoder"
+    rounded away. A trainer in mixed precision samples under autocast, as it scores; joined float32 matrices know no
+    bf16."""
+    model = make_model(ends=2.0).to(torch.float32 if autocast else torch.bfloat16)
+    assert autocast or decoder_of(model) == "ModuleDecoder"
+    engine = engine_for(model)
     torch.manual_seed(0)
-    found = engine_for(model).sample(PROMPTS, Limits(12))
-    check_logps(model, PROMPTS, found, tolerance=0.2)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        check_logps(model, PROMPTS, engine.sample(PROMPTS, Limits(12)), tolerance=0.2)
 
 
-def test_weights_are_read_anew_in_every_rollout(make_model: Any) -> None:
+def test_weights_are_read_anew_in_every_rollout(make_model):
     """The decoder keeps a copy of the weights; a stale one would sample from the policy before the step."""
     model = make_model()
     engine = engine_for(model, "native", 0.0)
@@ -115,7 +118,7 @@ def test_weights_are_read_anew_in_every_rollout(make_model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["native", "generate"])
-def test_the_model_is_as_it_was_afterwards(make_model: Any, name: str) -> None:
+def test_the_model_is_as_it_was_afterwards(make_model, name):
     """A rollout in the middle of training: dropout has to be off while sampling, and on again, weights untouched."""
     settings = LoraConfig(r=4, target_modules=MODULES, lora_dropout=0.9, init_lora_weights=False, task_type="CAUSAL_LM")
     model = get_peft_model(make_model(lora=False), settings)
@@ -131,19 +134,6 @@ def test_the_model_is_as_it_was_afterwards(make_model: Any, name: str) -> None:
     check_logps(model, PROMPTS, found)
 
 
-def test_under_autocast_the_modules_run(make_model: Any) -> None:
-    """A trainer in mixed precision samples under autocast, as it scores; joined float32 matrices know no bf16."""
-    model = make_model(ends=2.0)
-    engine = engine_for(model)
-    torch.manual_seed(0)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = engine.sample(PROMPTS, Limits(12))
-        check_logps(model, PROMPTS, found, tolerance=0.2)
-
-
-# ------------------------------------------------------------------------------------------------- distributions
-
-
 def chi_square(counts: list[int], probabilities: list[float]) -> float:
     """Pearson's statistic in standard deviations above its mean; cells are given."""
     total = sum(counts)
@@ -154,7 +144,7 @@ def chi_square(counts: list[int], probabilities: list[float]) -> float:
     return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
-def test_first_and_second_tokens_follow_the_models_distribution(make_model: Any) -> None:
+def test_first_and_second_tokens_follow_the_models_distribution(make_model):
     """An RLOO gradient is for the distribution that is scored. 6000 pairs of tokens against the exact joint
     distribution of both; the same counts against the distribution at another temperature must fail."""
     model = make_model(seed=2, initializer_range=0.08)
@@ -179,7 +169,7 @@ def test_first_and_second_tokens_follow_the_models_distribution(make_model: Any)
 
 
 @pytest.mark.parametrize("vocabulary", [7, 512, 513, 1000])
-def test_draws_follow_the_softmax(vocabulary: int) -> None:
+def test_draws_follow_the_softmax(vocabulary):
     """Both ways of drawing, one level and two, blocks that the vocabulary does not fill, tokens of probability 0."""
     generator = torch.Generator().manual_seed(3)
     logits = 2 * torch.randn(vocabulary, generator=generator)
@@ -197,11 +187,8 @@ def test_draws_follow_the_softmax(vocabulary: int) -> None:
     assert abs(chi_square(cells, shares)) < 4
 
 
-# ------------------------------------------------------------------------------------------------- budgets
-
-
 @pytest.mark.parametrize("name", ["native", "generate"])
-def test_a_budget_in_both_engines(make_model: Any, tiny_tokenizer: Any, name: str) -> None:
+def test_a_budget_in_both_engines(make_model, tiny_tokenizer, name):
     """What is forced is marked and has no log-probability; what follows it is the model's own answer to it."""
     model = make_model(ends=3.0)
     with torch.no_grad():
@@ -223,9 +210,6 @@ def test_a_budget_in_both_engines(make_model: Any, tiny_tokenizer: Any, name: st
     assert found.thinking_forced == [span is not None for span in found.forced]
 
 
-# ------------------------------------------------------------------------------------------------- memory
-
-
 def run_out_above(model: Any, rows: int, seen: list[int], patch: pytest.MonkeyPatch, on_cpu: bool = False) -> None:
     """Let the model's forward fail above so many rows, as a GPU does: in the middle of a rollout, not at its start."""
     base, forward = model.get_base_model(), model.get_base_model().forward
@@ -244,9 +228,7 @@ def run_out_above(model: Any, rows: int, seen: list[int], patch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("on_cpu", [False, True])
 @pytest.mark.parametrize("name", ["native", "generate"])
-def test_rows_are_halved_and_nothing_is_lost(
-    make_model: Any, monkeypatch: pytest.MonkeyPatch, name: str, on_cpu: bool
-) -> None:
+def test_rows_are_halved_and_nothing_is_lost(make_model, monkeypatch, name, on_cpu):
     """A rollout of an hour ended with an out-of-memory error when its rows had grown long. What is finished stays, the
     rest goes on with half the rows, and one line says so. A CPU says it with a plain RuntimeError."""
     model = make_model(hidden_act="gelu", ends=1.0)
@@ -265,7 +247,7 @@ def test_rows_are_halved_and_nothing_is_lost(
     assert engine.sample(PROMPTS, Limits(20)).completion_ids == wanted and len(said) == 1
 
 
-def test_memory_that_runs_out_while_rows_are_let_in(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_while_rows_are_let_in(make_model, monkeypatch):
     """The rows whose prompts did not fit are neither live nor waiting at that moment; they were forgotten."""
     model = make_model(ends=2.0)
     wanted = engine_for(model, "generate", 0.0).sample(PROMPTS, Limits(20)).completion_ids
@@ -283,18 +265,13 @@ def test_memory_that_runs_out_while_rows_are_let_in(make_model: Any, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["native", "generate"])
-def test_one_row_that_does_not_fit_is_an_error(make_model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Halving one row for ever would hang the run."""
+def test_one_row_that_does_not_fit_and_other_errors_are_errors(make_model, monkeypatch, name):
+    """Halving one row for ever would hang the run; a fault of the model would be hidden behind ever fewer rows."""
     model = make_model(hidden_act="gelu")
-    run_out_above(model, 0, [], monkeypatch)
-    with pytest.raises(torch.OutOfMemoryError):
-        engine_for(model, name, 0.0, say=lambda line: None).sample(PROMPTS, Limits(20))
-
-
-@pytest.mark.parametrize("name", ["native", "generate"])
-def test_other_errors_are_not_taken_for_it(make_model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A fault of the model would be hidden behind smaller and smaller rows."""
-    model = make_model(hidden_act="gelu")
+    with monkeypatch.context() as patch:
+        run_out_above(model, 0, [], patch)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine_for(model, name, 0.0, say=lambda line: None).sample(PROMPTS, Limits(20))
 
     def broken(*args: Any, **named: Any) -> Any:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
@@ -306,10 +283,10 @@ def test_other_errors_are_not_taken_for_it(make_model: Any, monkeypatch: pytest.
     assert not said
 
 
-def test_nothing_of_a_rollout_stays_alive(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_rollout_stays_alive(make_model, monkeypatch):
     """The cache and the decoder's copy of the weights are as large as the model; training needs the room."""
     made: list[weakref.ref[Any]] = []
-    for kind in (kv_cache.SlotCache, fused_decoder.FusedDecoder):
+    for kind in (kv_cache.SlotCache, decoders.FusedDecoder):
 
         def begin(self: Any, *args: Any, plain: Any = kind.__init__, **named: Any) -> None:
             made.append(weakref.ref(self))
@@ -326,7 +303,7 @@ def test_nothing_of_a_rollout_stays_alive(make_model: Any, monkeypatch: pytest.M
         gc.enable()
 
 
-def test_broken_weights_are_told(make_model: Any) -> None:
+def test_broken_weights_are_told(make_model):
     """From NaN logits any token can be drawn, and a run went on for hours on noise."""
     model = make_model(lora=False)
     with torch.no_grad():
@@ -335,10 +312,7 @@ def test_broken_weights_are_told(make_model: Any) -> None:
         engine_for(model).sample(PROMPTS, Limits(3))
 
 
-# ------------------------------------------------------------------------------------------------- the choice
-
-
-def test_the_choice_is_explained(make_model: Any, make_tiny_model: Any) -> None:
+def test_the_choice_is_explained(make_model, make_tiny_model):
     """One line says which engine runs and why; an engine that cannot run is refused with the key to change."""
     model = make_model()
     assert choose_engine("auto", "transformers", model)[0] == "native"
