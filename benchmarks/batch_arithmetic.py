@@ -1,6 +1,6 @@
 """What the batch that ships learns: the real command, its comparison; figures go to `results/batch_arithmetic.json`.
 
-    python benchmarks/batch_arithmetic.py               # six runs anew, about a quarter of an hour on two free cores
+    python benchmarks/batch_arithmetic.py               # six new runs, about a quarter of an hour on two free cores
     python benchmarks/batch_arithmetic.py --resume      # what is missing or failed; then the figures of all
 
 The seed of a run decides its adapter, the order of its prompts and its sampling; the model, the problems and their

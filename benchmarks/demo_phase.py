@@ -1,6 +1,6 @@
 """The RLOO phase of the demo before and after, in turn; figures go to `results/demo_phase.json`.
 
-    python benchmarks/demo_phase.py                       # against the revision before the loop was made anew
+    python benchmarks/demo_phase.py                       # against the revision before the loop was rewritten
     python benchmarks/demo_phase.py --before v0.3 --repeats 5
 
 What is timed is `kit.train` of `configs/arithmetic_thinking.yaml` alone: no installation, no cold start (the embedded

@@ -65,7 +65,7 @@ def short_step_table(result: dict[str, Any]) -> list[str]:
         for row in result["rows"]
         if row["holds"] is not None and row["what"] != "gradient"
     ]
-    return table(["part", "workload", "`rloo.memory`", "beside stock TRL"], rows)
+    return table(["part", "workload", "`rloo.memory`", "vs. stock TRL"], rows)
 
 
 def _amount(row: dict[str, Any], side: str) -> str:

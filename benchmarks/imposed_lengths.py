@@ -26,7 +26,7 @@ import torch
 
 
 class Targets:
-    """The lengths of a rollout's rows, handed out by prompt; a prompt that is asked again begins anew.
+    """The lengths of a rollout's rows, handed out by prompt; a prompt that is asked again begins again.
 
     >>> targets = Targets([[1, 2], [1, 2], [3]], [5, 6, 7])
     >>> [targets.take(prompt) for prompt in ([3], [1, 2], [1, 2], [1, 2])]

@@ -51,7 +51,7 @@ print(kit.setup_environment())
 # refused.
 #
 # If the run's folder holds a run already: `resume = True` goes on with it, `overwrite = True` deletes it and starts
-# anew.
+# again.
 
 # %% [markdown]
 # ### What to try here
@@ -281,7 +281,7 @@ for right in (1, 4, 7):
 # %% [markdown]
 # **What to look for.** `reward` and `accuracy` rise from the first steps on. `think`, the mean length of the
 # thinking, rises within ten to twenty steps and stays: the model learns to think every time, because answers without
-# thinking are mostly wrong. Beside that it learns to be careful. `loss` is not printed, because it says nothing: the
+# thinking are mostly wrong. It also learns to be careful. `loss` is not printed, because it says nothing: the
 # advantages of a group add up to zero, so it stays near zero while the model learns.
 
 # %%
@@ -400,7 +400,7 @@ for name in names:
 # %%
 report = kit.write_report(run, result, before, after)
 print(f"report: {report}")
-print("beside it:", ", ".join(sorted(path.name for path in run.folder.iterdir() if path.name[0] != ".")))
+print("next to it:", ", ".join(sorted(path.name for path in run.folder.iterdir() if path.name[0] != ".")))
 
 # %% [markdown]
 # ## 14. Save the adapter

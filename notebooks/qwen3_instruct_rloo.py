@@ -50,7 +50,7 @@ print(kit.setup_environment())
 # refused.
 #
 # If the run's folder holds a run already: `resume = True` goes on with it, `overwrite = True` deletes it and starts
-# anew.
+# again.
 
 # %% [markdown]
 # ### What fits on which GPU
@@ -398,7 +398,7 @@ for name in names:
 # %%
 report = kit.write_report(run, result, before, after)
 print(f"report: {report}")
-print("beside it:", ", ".join(sorted(path.name for path in run.folder.iterdir() if path.name[0] != ".")))
+print("next to it:", ", ".join(sorted(path.name for path in run.folder.iterdir() if path.name[0] != ".")))
 
 # %% [markdown]
 # ## 14. Save the adapter
