@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from rloo_kit.batch.comparison import collect_rows, make_text_table, write_comparison
 from rloo_kit.batch.file import LONGEST_NAME, Batch, load_batch, make_name
-from rloo_kit.batch.process import RunProcess, end_marked, find_error, last_line, papermill_command
+from rloo_kit.batch.process import RunProcess, papermill_command
 from rloo_kit.batch.progress import BatchDisplay
 from rloo_kit.batch.runner import BatchResult, Signals
 from rloo_kit.batch.status import BatchDir, RunStatus
@@ -214,47 +214,6 @@ def test_papermill_reads_the_parameters_as_they_were_meant(tmp_path: Path) -> No
     assert read == given and [type(value) for value in read.values()] == [type(value) for value in given.values()]
     assert command[3] == "/x/{{odd}}.ipynb", "papermill fills in what stands in braces"
     assert command[:3] == [sys.executable, "-m", "papermill"]
-
-
-def test_the_error_of_a_run_is_found_in_its_notebook_or_log(tmp_path: Path) -> None:
-    """`exit code 1` sends people through 30 MB of log."""
-    outputs = [{"output_type": "error", "ename": "ValueError", "evalue": "a \x1b[31mred\x1b[0m line\nmore"}]
-    cell = {"cell_type": "code", "execution_count": 4, "outputs": outputs}
-    (tmp_path / "n.ipynb").write_text(json.dumps({"cells": [{"cell_type": "markdown"}, cell]}))
-    assert find_error(tmp_path / "n.ipynb") == "cell [4]: ValueError: a red line\nmore"
-    (tmp_path / "half.ipynb").write_text('{"cells": [')
-    assert find_error(tmp_path / "half.ipynb") is None and find_error(tmp_path / "none.ipynb") is None
-    log = tmp_path / "log.txt"
-    log.write_text("old attempt\nKernelError: old\n")
-    start = log.stat().st_size
-    assert last_line(log, start) is None and last_line(log) == "KernelError: old"
-    log.write_text(log.read_text() + "x" * 50_000 + "\nNoSuchKernel: python9\n\n")
-    assert last_line(log, start) == "NoSuchKernel: python9" and last_line(tmp_path / "none") is None
-
-
-def test_what_a_run_started_ends_with_it_whatever_its_session(tmp_path: Path) -> None:
-    """A kernel, and what it starts, is out of reach of papermill's process group; a scan by parent loses it too."""
-    inner = "import time; time.sleep(300)"
-    outer = (
-        "import subprocess, sys, time\n"
-        f"subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True)\n"
-        "print('up', flush=True)\ntime.sleep(300)"
-    )
-    (tmp_path / "log.txt").write_text("earlier\n")
-    process = RunProcess([sys.executable, "-c", outer], tmp_path, tmp_path / "log.txt", tmp_path, "id-1")
-    other = RunProcess([sys.executable, "-c", inner], tmp_path / "o", tmp_path / "other.txt", tmp_path, "id-1")
-    try:
-        wait_for(lambda: "up" in (tmp_path / "log.txt").read_text(), "its child runs")
-        children = psutil.Process(process.pid).children()
-        assert len(children) == 1 and process.poll() is None and process.log_start == len("earlier\n")
-        assert process.interrupt(os.getpid()) is False, "a process of somebody else"
-        os.kill(process.pid, signal.SIGKILL)  # now its child is nobody's
-        assert process.end() == [] and process.poll() == -signal.SIGKILL
-        assert all(not child.is_running() or child.status() == psutil.STATUS_ZOMBIE for child in children)
-        assert other.poll() is None, "another run of the batch goes on"
-    finally:
-        left = [*other.end(), *end_marked(lambda marks: marks["RLOO_KIT_BATCH"] == "id-1")]
-    assert other.poll() == -signal.SIGKILL and left == []
 
 
 def test_papermill_that_goes_on_without_its_kernel_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,14 +109,6 @@ def test_plot_of_a_thinking_model() -> None:
     assert base64.b64decode(data["image/png"]) == plot.png and plot.png.startswith(b"\x89PNG")
 
 
-def test_without_kl_it_says_so() -> None:
-    """An empty panel looked like a KL of zero."""
-    plot = plot_training(result_of(thinking_rows(3)))
-    assert len(plot.curves) == 3 and "KL not measured: rloo.beta is 0" in plot.summary
-    with_note, without = (figures.draw_curves(plot.curves, note) for note in (plot.notes[0], ""))
-    assert plot.png == with_note != without
-
-
 def test_plot_of_a_model_that_does_not_think() -> None:
     """Completion length instead; one stray tag in 80 steps once made a thinking model of it."""
     rows = [{key: value for key, value in row.items() if "thinking" not in key} for row in thinking_rows(8)]
@@ -289,22 +281,3 @@ def test_a_script_prints_what_a_notebook_shows(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "1. 12+34=   (right answer: 46)" in done.stdout and "answer:   ??" in done.stdout
-
-
-def test_ipython_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
-    """IPython's own formatter decides what is saved: the image with its width and alt text, and the text."""
-    from IPython.core.interactiveshell import InteractiveShell
-
-    try:
-        formatter = InteractiveShell.instance().display_formatter
-        plot = plot_training(result_of(thinking_rows(3)))
-        shown = show_completions(make_evaluation(make_sample("q")))
-        assert capsys.readouterr().out == ""  # the cell shows them; printed as well they were there twice
-        formatter.active_types = ["text/plain", "text/html", "image/png"]
-        data, metadata = formatter.format(plot)
-        assert set(data) == {"text/plain", "image/png"} and data["text/plain"] == plot.summary
-        assert metadata["image/png"]["alt"] == plot.summary
-        data, _ = formatter.format(shown)
-        assert data == {"text/plain": repr(shown), "text/html": html_of(shown)}
-    finally:
-        InteractiveShell.clear_instance()

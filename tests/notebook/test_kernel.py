@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,6 @@ from rloo_kit.notebook import kernel
 from rloo_kit.notebook.kernel import Server, ServerError, find_runner, find_servers
 from rloo_kit.runs import files
 from rloo_kit.runs.files import saving
-from rloo_kit.runs.run_dir import RunDir
 
 
 class Model:
@@ -61,9 +60,7 @@ def test_the_figures_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert capsys.readouterr().out == ""
 
 
-def test_a_process_without_a_cuda_context_opens_none(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_without_a_cuda_context_opens_none(monkeypatch: Any, capsys: Any) -> None:
     """Asking CUDA for its memory opens a context, which holds a few hundred MiB: worse than nothing."""
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False)))  # type: ignore[arg-type]
     released = kernel.release_memory()
@@ -123,45 +120,18 @@ def in_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
     return pretend
 
 
-def test_who_runs_this(in_kernel: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """papermill ends its kernel itself; a kernel that nobody ends keeps the GPU."""
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))  # type: ignore[arg-type]
-    assert find_runner().kind == "script"
-    in_kernel(kernel=None)
-    assert find_runner().kind == "terminal"
-    in_kernel(kernel=SimpleNamespace(parent=None))  # a kernel inside another program, with no ports
-    assert find_runner().kind == "terminal"
-    in_kernel(allow_stdin=False)
-    assert find_runner().kind == "batch"
-    in_kernel()
-    assert (find_runner().kind, find_runner().kernel_id) == ("kernel", "an-id")
-
-
-@pytest.mark.parametrize(
-    ("variable", "fix"),
-    [
-        ("JPY_SESSION_NAME", "Kernel > Shut Down Kernel"),
-        ("COLAB_RELEASE_TAG", "Runtime > Disconnect and delete runtime"),
-    ],
-)
-def test_a_kernel_that_would_come_back_is_left_alone(
-    in_kernel: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    variable: str,
-    fix: str,
-) -> None:
+def test_a_kernel_that_would_come_back_is_left_alone(in_kernel: Any, monkeypatch: Any, capsys: Any) -> None:
     """A server restarts a kernel whose process ended; its user believed it was gone."""
     in_kernel()
-    monkeypatch.setenv(variable, "x")
-    kernel.shutdown_kernel()
-    printed = capsys.readouterr().out
-    assert "The kernel is not ended: " in printed and fix in printed
+    for variable, fix in (("COLAB_RELEASE_TAG", "Runtime > Disconnect"), ("JPY_SESSION_NAME", "Shut Down Kernel")):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "x")
+            kernel.shutdown_kernel()
+        printed = capsys.readouterr().out
+        assert "The kernel is not ended: " in printed and fix in printed
 
 
-def test_a_server_that_refuses_is_only_an_obstacle_where_it_started_the_kernel(
-    in_kernel: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_server_that_refuses_is_only_an_obstacle_where_it_started_the_kernel(in_kernel, monkeypatch, tmp_path):
     """A second server with a password must not keep the kernel of a script of one's own."""
     in_kernel()
     (tmp_path / "jpserver-77.json").write_text('{"url": "http://127.0.0.1:9/", "hostname": "127.0.0.1", "pid": 77}')
@@ -176,72 +146,31 @@ def test_a_server_that_refuses_is_only_an_obstacle_where_it_started_the_kernel(
 # ------------------------------------------------------------------------------------------------ Jupyter's server
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Has the kernel `mine`, wants the token `right`, and refuses to shut down `stubborn`."""
-
-    seen: list[tuple[str, str]] = []
-
-    def answer(self) -> None:
-        self.seen.append((self.command, self.path))
-        name = self.path.rpartition("/")[2]
-        if self.headers["Authorization"] != "token right":
-            self.send_error(403)
-        elif self.command == "DELETE":
-            self.send_response(500 if name == "stubborn" else 204)
-            self.end_headers()
-        elif name in ("mine", "stubborn"):
-            body = json.dumps({"id": name, "execution_state": "busy"}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-        else:
-            self.send_error(404)
-
-    do_GET = do_DELETE = answer
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    Handler.seen = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server.server_address[1]
-    server.shutdown()
-    server.server_close()
-
-
 def info(folder: Path, name: str, **changes: object) -> None:
     base = {"url": "http://127.0.0.1:1/", "hostname": "127.0.0.1", "port": 1, "base_url": "/", "secure": False}
     (folder / name).write_text(json.dumps(base | {"pid": 4, "token": "right"} | changes))
 
 
-def test_a_server_is_asked_for_its_kernel(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy of the institute's would be asked for 127.0.0.1, and know nothing."""
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    server = Server(f"http://127.0.0.1:{port}/user/me/", 4, "right")
-    assert server.ask("GET", "mine") == {"id": "mine", "execution_state": "busy"}
-    assert server.ask("GET", "other") is None
-    server.ask("DELETE", "mine")
-    assert Handler.seen[-1] == ("DELETE", "/user/me/api/kernels/mine")
+@pytest.fixture
+def server_of_something_else() -> Iterator[str]:
+    """The address of a server that answers every request with 501."""
+    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
 
 
-@pytest.mark.parametrize(
-    ("url", "token", "method", "reason"),
-    [
-        ("http://127.0.0.1:{}/", "wrong", "GET", "403 Forbidden"),
-        ("http://127.0.0.1:{}/", "right", "DELETE", "DELETE with 500"),
-        ("http://127.0.0.1:9/", "", "GET", "cannot be asked"),
-        ("http+unix://%2Ftmp%2Fsocket/", "", "GET", "cannot be asked"),
-    ],
-)
-def test_a_server_that_does_not_answer_says_why(port: int, url: str, token: str, method: str, reason: str) -> None:
+def test_a_server_that_does_not_answer_says_why(server_of_something_else: str) -> None:
     """Without a token (a password alone) there is no way in; the person has to click, and has to know it."""
-    with pytest.raises(ServerError, match=reason):
-        Server(url.format(port), 4, token).ask(method, "stubborn")
+    for url, reason in (
+        (server_of_something_else, "501 Unsupported"),
+        ("http://127.0.0.1:9/", "cannot be asked"),
+        ("http+unix://%2Ftmp%2Fsocket/", "cannot be asked"),
+    ):
+        for method in ("GET", "DELETE"):
+            with pytest.raises(ServerError, match=reason):
+                Server(url, 4, "").ask(method, "an-id")
 
 
 def test_the_token_is_not_printed() -> None:
@@ -270,78 +199,21 @@ def test_servers_are_read_from_the_runtime_folder(tmp_path: Path, monkeypatch: p
 # ------------------------------------------------------------------------------------------------ no work is lost
 
 
-@pytest.fixture
-def save_of(tmp_path: Path) -> Any:
-    """`save_of(seconds)` starts a save of `adapter` in a thread."""
-    threads = []
-
-    def start(seconds: float) -> None:
-        begun, end = threading.Event(), threading.Event()
-
-        def save() -> None:
-            with saving(tmp_path / "adapter"):
-                begun.set()
-                end.wait(seconds)
-                (tmp_path / "adapter").mkdir()
-
-        threads.append((threading.Thread(target=save), end))
-        threads[-1][0].start()
-        assert begun.wait(30)
-
-    yield start
-    for thread, end in threads:
-        end.set()
-        thread.join()
-
-
-def test_a_script_waits_for_its_save_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, save_of: Any
-) -> None:
-    """`python notebook.py` runs the same cells; ending its process from inside would lose its exit code."""
-    monkeypatch.setitem(sys.modules, "IPython", None)  # type: ignore[arg-type]
-    monkeypatch.setattr(files, "_saved", {})
-    save_of(0.2)
-    kernel.shutdown_kernel()
-    kernel.shutdown_kernel()
-    out = capsys.readouterr().out
-    assert out.startswith(f"waiting until {tmp_path / 'adapter'} is saved\n")
-    assert out.count("memory held by this process") == 2
-    assert out.count(f"saved in {tmp_path}: adapter\n{kernel.OUTCOMES['script']}\n") == 2
-
-
-def test_a_save_that_takes_too_long_keeps_the_kernel(
-    in_kernel: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path, save_of: Any
-) -> None:
+def test_a_save_that_takes_too_long_keeps_the_kernel(in_kernel: Any, capsys: Any, tmp_path: Path) -> None:
     """A batch runner ends its kernel after the last cell, so there the cell has to fail aloud."""
-    save_of(30)
-    in_kernel()
-    kernel.shutdown_kernel(wait_s=0.05)
-    printed = capsys.readouterr().out
-    assert f"Nothing is ended: {tmp_path / 'adapter'}" in printed and "shutdown_kernel(force=True)" in printed
-    in_kernel(allow_stdin=False)
-    with pytest.raises(SetupError, match=r"adapter .* after 0.05 s.* longer wait_s"):
+    with saving(tmp_path / "adapter"):
+        in_kernel()
         kernel.shutdown_kernel(wait_s=0.05)
-    kernel.shutdown_kernel(force=True)
+        printed = capsys.readouterr().out
+        assert f"Nothing is ended: {tmp_path / 'adapter'}" in printed and "shutdown_kernel(force=True)" in printed
+        in_kernel(allow_stdin=False)
+        with pytest.raises(SetupError, match=r"adapter .* after 0.05 s.* longer wait_s"):
+            kernel.shutdown_kernel(wait_s=0.05)
+        kernel.shutdown_kernel(force=True)
     assert kernel.OUTCOMES["batch"] in capsys.readouterr().out
 
 
-def test_a_run_that_is_open_keeps_the_kernel(
-    in_kernel: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Training in a thread, and the last cell run by mistake."""
-    run = SimpleNamespace(folder=tmp_path / "run", to_yaml=lambda: "{}")
-    with RunDir.create(run):
-        in_kernel()
-        kernel.shutdown_kernel()
-        assert f"Nothing is ended: the run in {tmp_path / 'run'} goes on." in capsys.readouterr().out
-        in_kernel(allow_stdin=False)
-        with pytest.raises(SetupError, match="the run in .* goes on"):
-            kernel.shutdown_kernel(wait_s=0.05)
-
-
-def test_checkpoints_are_listed_with_their_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_checkpoints_are_listed_with_their_run(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
     """One line a run; a checkpoint that was rotated away is no place to look."""
     monkeypatch.setitem(sys.modules, "IPython", None)  # type: ignore[arg-type]
     monkeypatch.setattr(files, "_saved", {})

@@ -1,9 +1,5 @@
 """A notebook's parameters: what papermill and people write is understood or refused by name, from any folder."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -274,42 +270,3 @@ def test_parameters_print_as_a_table() -> None:
     assert list(rows) == ["parameter", "config", "run_name", "max_steps", "overrides", "overwrite"]
     assert str(KIT_ROOT / CONFIG) in rows["config"] and "(the file's name)" in rows["run_name"]
     assert rows["max_steps"].endswith("rloo.max_steps") and "rloo.top_p=0.9 eval.greedy=false" in rows["overrides"]
-
-
-NOTEBOOK_CELLS = [
-    ('# Parameters: plain values\nconfig = "configs/arithmetic_thinking.yaml"\noutput_dir = "outputs"\nmax_steps = 60\n'
-     "learning_rate = 2e-3\noverwrite = False", ["parameters"]),
-    ("import rloo_kit as kit\nparameters = kit.read_parameters(globals())\nprint(parameters)", []),
-    ("run = kit.load_config(parameters.config, *parameters.overrides)\n"
-     "print('RUN', run.rloo.max_steps, run.rloo.learning_rate, parameters.overwrite is True, run.folder)", []),
-]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_papermill_from_another_folder(tmp_path: Path) -> None:
-    """papermill itself: what arrives is what was meant, and what was not is refused by name with a failing exit."""
-    import nbformat
-
-    cells = [nbformat.v4.new_code_cell(source, metadata={"tags": tags}) for source, tags in NOTEBOOK_CELLS]
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), tmp_path / "in.ipynb")
-    work = tmp_path / "work"
-    work.mkdir()
-
-    def start(*arguments: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "papermill", "--log-output", "--no-progress-bar", "../in.ipynb", "out.ipynb"]
-        env = os.environ | {"PYTHONPATH": str(KIT_ROOT), "IPYTHONDIR": str(tmp_path / "ipython")}
-        done = subprocess.run(
-            [*command, *arguments], cwd=work, env=env, capture_output=True, text=True, timeout=240, check=False
-        )
-        return done.returncode, done.stdout + done.stderr
-
-    code, text = start("-p", "learning_rate", "1e-6", "-p", "overwrite", "true", "-p", "max_steps", "3")
-    assert code == 0, text
-    assert f"RUN 3 1e-06 True {KIT_ROOT / 'outputs' / 'arithmetic_thinking'}" in text
-    code, text = start("-y", json.dumps({"learning_rate": "0.1e-5", "seed": 3}))
-    assert code == 0 and "RUN 60 1e-06 False" in text
-    code, text = start("-p", "max_step", "20", "-p", "learning_rate", "fast")
-    assert code != 0 and "RUN" not in text.replace("'RUN'", "")
-    assert "max_step: unknown parameter (In[2]); did you mean max_steps?" in text
-    assert "learning_rate: is 'fast'; it takes a number" in text

@@ -29,6 +29,8 @@ NO_RATE_LIMITS = [
     "--ZMQChannelsWebsocketConnection.iopub_msg_rate_limit=1e9",
     "--ZMQChannelsWebsocketConnection.iopub_data_rate_limit=1e12",
 ]
+# The institute's proxy would be asked for 127.0.0.1, and know nothing.
+DEAD_PROXY = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
 
 
 @dataclass
@@ -118,7 +120,7 @@ def jupyter_lab(folder: Path, *arguments: str, token: str = "", runtime: Path | 
         with log.open("w") as file:
             process = subprocess.Popen(
                 [str(word) for word in command],
-                **{"cwd": folder, "env": env | {"JUPYTER_RUNTIME_DIR": str(runtime)}},
+                **{"cwd": folder, "env": env | {"JUPYTER_RUNTIME_DIR": str(runtime)} | DEAD_PROXY},
                 **{"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True},
             )
         try:

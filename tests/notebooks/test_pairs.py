@@ -4,16 +4,14 @@ import ast
 import inspect
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.notebooks.notebook_cells import FOLDER, NAMES, ROOT, Cell, cells_of, code_of, find_drift, read_notebook
+from tests.notebooks.notebook_cells import FOLDER, NAMES, ROOT, Cell, cells_of, code_of
 
 MAX_LINES, MAX_COLUMNS = 15, 120
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
@@ -87,58 +85,14 @@ def test_every_notebook_is_a_pair() -> None:
         assert sorted(path.stem for path in FOLDER.glob(f"*.{ending}")) == sorted(NAMES), ending
 
 
-@each_notebook
-def test_both_files_of_a_pair_say_the_same(name: str) -> None:
-    """jupytext's own --test passes on a pair that has drifted, and --sync goes by file times and may lose the edit."""
-    drift = find_drift(FOLDER / f"{name}.py", FOLDER / f"{name}.ipynb")
-    assert not drift, (
-        "\n".join(drift) + "\nThe .py is the source. If the edit was made there: make notebooks. If it was made in the "
-        ".ipynb, take it over into the .py first: make notebooks would throw it away."
-    )
-
-
-EDITS: dict[str, Callable[[list[dict]], object]] = {
-    "source": lambda cells: cells[-1].update(source="print('edited')"),
-    "prose": lambda cells: cells[1].update(source="## 1. Set up, differently"),
-    "tags": lambda cells: [cell["metadata"].pop("tags", None) for cell in cells],
-    "type": lambda cells: cells[3].update(cell_type="raw", metadata={}),
-    "one more": lambda cells: cells.append({"cell_type": "markdown", "metadata": {}, "source": "one more"}),
-    "one less": lambda cells: cells.pop(4),
-}
-
-
-@pytest.mark.parametrize("edited", ["script", "notebook"])
-@pytest.mark.parametrize("edit", EDITS)
-def test_a_drifted_pair_is_caught(tmp_path: Path, edit: str, edited: str) -> None:
-    """A check by file times calls the pair equal whose older file was edited and then touched by a checkout."""
-    import jupytext
-    import nbformat
-
-    script, notebook = tmp_path / "pair.py", tmp_path / "pair.ipynb"
-    shutil.copy(FOLDER / f"{NAMES[0]}.py", script)
-    shutil.copy(FOLDER / f"{NAMES[0]}.ipynb", notebook)
-    assert find_drift(script, notebook) == []
-    if edited == "notebook":
-        content = json.loads(notebook.read_text(encoding="utf-8"))
-        EDITS[edit](content["cells"])
-        notebook.write_text(json.dumps(content), encoding="utf-8")
-    else:
-        content = jupytext.read(script)
-        EDITS[edit](content["cells"])
-        script.write_text(jupytext.writes(nbformat.from_dict(content), fmt="py:percent"), encoding="utf-8")
-    for newer, older in ((script, notebook), (notebook, script)):
-        os.utime(newer, (2e9, 2e9))
-        os.utime(older, (1e9, 1e9))
-        assert find_drift(script, notebook), f"{edit} in the {edited} was not seen"
-
-
 def generate(folder: Path) -> None:
     command = [sys.executable, "-m", *GENERATE, *sorted(str(path) for path in folder.glob("*.py"))]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 
 def test_generating_again_changes_nothing(tmp_path: Path) -> None:
-    """New random cell ids at each generation would make every change a change of the whole file."""
+    """An edit in one file of a pair that was not taken over; and new random cell ids at each generation would make
+    every change a change of the whole file. The .py is the source: `make notebooks` loses an edit of the .ipynb."""
     assert "$(BIN)/jupytext --to ipynb --update notebooks/*.py" in (ROOT / "Makefile").read_text(encoding="utf-8")
     shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
     generate(tmp_path)
@@ -156,9 +110,9 @@ def test_generating_carries_an_edit_over_and_keeps_the_ids(tmp_path: Path) -> No
     script.write_text(text.replace("print(kit.compare(before, after))", "print('changed')"), encoding="utf-8")
     ids = [cell["id"] for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]]
     generate(tmp_path)
-    assert find_drift(script, notebook) == []
-    assert "print('changed')" in [cell.source for cell in read_notebook(notebook)]
-    assert [cell["id"] for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]] == ids
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    assert [cell["id"] for cell in cells] == ids
+    assert "print('changed')" in ["".join(cell["source"]) for cell in cells]
 
 
 # ------------------------------------------------------------------------------------------------------ the files
@@ -215,20 +169,6 @@ def test_the_parameters_are_one_cell_of_plain_literals(name: str) -> None:
 
 
 @each_notebook
-def test_the_configuration_is_built_in_the_next_cell(name: str) -> None:
-    """A configuration built before papermill's cell runs with the notebook's values and says nothing."""
-    cells = cells_of(name)
-    (number,) = parameter_cells(cells)
-    after = cells[number + 1]
-    assert after.kind == "code"
-    read, load = ast.parse(after.source).body[:2]
-    assert ast.unparse(read) == "parameters = kit.read_parameters(globals())"
-    assert ast.unparse(load) == "run = kit.load_config(parameters.config, *parameters.overrides)"
-    earlier = "\n".join(cell.source for cell in cells[:number] if cell.kind == "code")
-    assert [ast.unparse(call.func) for call in calls_of_kit(earlier)] == ["kit.setup_environment"]
-
-
-@each_notebook
 def test_parameters_agree_with_the_file(name: str) -> None:
     """A notebook whose numbers differ from its file's trains another run than the command line does."""
     from rloo_kit.config.run import load_config
@@ -247,7 +187,8 @@ def test_parameters_agree_with_the_file(name: str) -> None:
 
 @each_notebook
 def test_the_lifecycle_is_whole_and_in_order(name: str) -> None:
-    """A notebook that lost its last evaluation, or shuts down before the report, still looks whole on a skim."""
+    """A notebook that lost its last evaluation, or shuts down before the report, still looks whole on a skim; what
+    follows the shutdown runs in some runners and not in others."""
     cells = cells_of(name)
     by_section: dict[str, list[str]] = {}
     for (section, _), cell in places(cells).items():
@@ -255,16 +196,9 @@ def test_the_lifecycle_is_whole_and_in_order(name: str) -> None:
         if cell.kind == "code":
             made += [ast.unparse(call.func).removeprefix("kit.") for call in calls_of_kit(cell.source)]
     assert by_section.pop("") == [] and list(by_section) == list(STAGES)
-    assert by_section == STAGES
+    assert by_section == STAGES and cells[-1].lines[-1] == "kit.shutdown_kernel()"
     headings = [line.lstrip("# ") for cell in cells for line in cell.lines if line.startswith("### ")]
     assert [lesson for lesson in LESSONS if lesson not in headings] == []
-
-
-@each_notebook
-def test_shutting_down_is_the_last_thing(name: str) -> None:
-    """Whatever follows the shutdown runs in some runners and not in others."""
-    last = cells_of(name)[-1]
-    assert last.kind == "code" and last.lines[-1] == "kit.shutdown_kernel()"
 
 
 @each_notebook

@@ -55,21 +55,6 @@ def test_qwen3_4b_in_4_bit() -> None:
     assert parts.context_bytes(load) / GIB == pytest.approx(0.7)
 
 
-def test_peaks_of_qwen3_4b() -> None:
-    """Rollouts of K = 8 at full length, and training one sequence at a time, as they were computed by hand before: with
-    the kernels of Unsloth a little less, with those of transformers about as much."""
-    from rloo_kit.plan.planner import rollout_gib, training_gib
-
-    for tokens, rollout in ((4096, 8.2), (8192, 12.7), (16384, 21.7)):
-        load = load_of(PUBLISHED["4b"], completion_tokens=tokens)
-        copied = parts.decoding_bytes(load, 8) / GIB  # was not counted then
-        assert rollout_gib(load, 8) - copied == pytest.approx(rollout, rel=0.025)
-    for tokens, training in ((4096, 4.9), (16384, 7.3)):
-        load = load_of(PUBLISHED["4b"], completion_tokens=tokens)
-        fused, plain = training_gib(load), training_gib(replace(load, fused=False))
-        assert 0.88 * training < fused < training < 1.06 * plain and plain < 1.1 * training
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_and_cache_are_those_of_the_model(tied: bool) -> None:
     """Norms of q and k are easily forgotten, and a tied table easily counted twice."""

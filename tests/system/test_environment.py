@@ -5,12 +5,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from rloo_kit.errors import ConfigError, SetupError
-from rloo_kit.system import console
 from rloo_kit.system.environment import choose_backend, render_rows
 from rloo_kit.system.gpu import Gpu
 from rloo_kit.system.versions import is_importable
@@ -127,35 +125,11 @@ def test_the_table_says_all_and_no_secret(run_fresh: Run, tmp_path: Path) -> Non
     assert SECRET not in found + done.stderr
 
 
-def test_text_bars_reach_tqdm_auto(run_fresh: Run) -> None:
-    """TQDM_NOTEBOOK is read by no library: bars in a papermill log were frozen at 0 %."""
-    code = """
-rloo_kit.setup_environment()
-import importlib.util, tqdm.auto, tqdm.asyncio
-assert importlib.util.find_spec("tqdm.autonotebook") is not None
-from tqdm.autonotebook import tqdm as bar, trange
-assert issubclass(tqdm.auto.tqdm, (bar, tqdm.asyncio.tqdm_asyncio)) and list(trange(2)) == [0, 1]
-assert tqdm.auto.tqdm.__mro__[1] is bar and bar.__module__ == "rloo_kit.system.console"
-print(os.environ["TQDM_NOTEBOOK"], sys.modules["tqdm.autonotebook"].__doc__[:8])
-"""
-    assert printed(run_fresh(code)) == "false rloo-kit"
-
-
 def test_tqdm_notebook_true_in_env_file_leaves_tqdm_alone(run_fresh: Run, tmp_path: Path) -> None:
     """Set-up writes `false` unless `.env` says otherwise."""
     (tmp_path / "work" / ".env").write_text("TQDM_NOTEBOOK=True\n")
     code = "print(rloo_kit.setup_environment().progress, 'tqdm.autonotebook' in sys.modules)"
     assert printed(run_fresh(code)) == "left to tqdm (TQDM_NOTEBOOK=true) False"
-
-
-def test_widgets_that_were_loaded_before_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in that came too late changes nothing, and saying `text` would be a lie."""
-    widgets = ModuleType("tqdm.autonotebook")
-    widgets.tqdm = type("tqdm_notebook", (), {})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tqdm.autonotebook", widgets)
-    monkeypatch.setenv("TQDM_NOTEBOOK", "false")
-    assert "tqdm.auto was imported before set-up; restart the kernel" in console.set_up_progress()
-    assert sys.modules["tqdm.autonotebook"] is widgets
 
 
 def test_the_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
