@@ -24,7 +24,7 @@ from rloo_kit.system.processes import count_processes
 
 
 class RunConfig(Section):
-    """Everything that decides a run; two are equal when their keys are, whatever file they come from."""
+    """The whole configuration of a run; two are equal when their keys are, from whichever file."""
 
     run: RunSection = Field(default_factory=lambda: RunSection(), description="files, printing, stopping")
     model: ModelSection = Field(description="the policy")

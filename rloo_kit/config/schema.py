@@ -74,7 +74,7 @@ class RunSection(Section):
     evaluate: bool = key(True, "measure held-out accuracy before and after training")
     report: bool = key(True, "write report.html at the end")
     stop_when_no_signal: bool = key(False, "stop, instead of warning, when steps carry no learning signal")
-    no_signal_steps: Count = key(5, "steps in a row without signal before it says so")
+    no_signal_steps: Count = key(5, "steps in a row without signal before the run reports it")
     progress_every_s: float = key(5.0, "seconds between two progress lines", ge=0.0)
     sample_every_steps: int = key(25, "steps between two tables of sample completions; 0 for none", ge=0)
     num_samples: int = key(2, "completions in such a table", ge=0)

@@ -1,12 +1,10 @@
 """From rewards to advantages: small pure functions on tensors, in the order in which the trainer applies them.
 
-NaN marks a completion that is not scored, all along: it leaves its siblings' baseline and has advantage 0. So a caller
-that wants a masked completion out of the baseline gives it a reward of NaN. Sources: arXiv 2402.14740 for the estimator
-and the penalty as k1 in the reward (2510.01555: why it is unbiased there); REINFORCE++, arXiv 2501.03262, for no
-baseline with normalised advantages and the penalty a token, and for the group's mean in place of a baseline.
+NaN marks a completion that is not scored: it leaves its siblings' baseline and has advantage 0.
 
-Shapes: B = prompts x K completions, K generations a prompt, F reward functions, C completion tokens padded; R rows and
-N their tokens laid end to end.
+Shapes: B = prompts x K completions, K generations a prompt, F reward functions, C padded completion tokens; R rows, N
+their tokens end to end. Sources: RLOO, arXiv 2402.14740; the penalty as k1 in the reward, 2510.01555; REINFORCE++,
+2501.03262.
 """
 
 from collections.abc import Sequence
@@ -62,10 +60,8 @@ def kl_penalty(per_token_kl: torch.Tensor, mask: torch.Tensor, form: str) -> tor
 
 
 def kl_charge(per_token_kl: torch.Tensor, mask: torch.Tensor, form: str) -> torch.Tensor:
-    """What a whole completion is charged, before beta: (B, C), (B, C) -> (B,).
-
-    As `kl_penalty`; paid token by token it is the sum in all, what is to be paid from the first token on.
-    """
+    """What a whole completion is charged, before beta: (B, C), (B, C) -> (B,). As `kl_penalty`; with `per_token` the
+    sum."""
     return kl_penalty(per_token_kl, mask, "sum" if form == "per_token" else form)
 
 
@@ -216,10 +212,7 @@ class RunningMoments:
         self._moments = torch.zeros(3, dtype=torch.float64)
 
     def update(self, values: torch.Tensor) -> None:
-        """Take the rewards of one rollout, those of all processes, NaN where one is not scored.
-
-        Infinities are left out too: one of them would be every later mean.
-        """
+        """Take the rewards of one rollout, of all processes; NaN (not scored) and infinities are left out."""
         finite = values.masked_fill(~values.isfinite(), torch.nan)
         self._moments = merge_moments(torch.stack([self._moments, find_moments(finite)]))
 

@@ -1,8 +1,5 @@
 """Log-probabilities of tokens through the language-model head, in tiles: never a tensor of tokens x vocabulary.
 
-TRL 1.15 scores through a Triton kernel that needs an accelerator. `attach_token_scoring` gives one model instance a
-second way to be called, through whatever wraps it (PEFT, DDP, autocast), as TRL does for its fused head.
-
 Shapes: B rows, H hidden size, V vocabulary, N scored tokens of a pass.
 """
 

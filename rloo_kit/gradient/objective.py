@@ -1,15 +1,7 @@
 """The clipped policy-gradient objective of a rollout's completions, laid end to end: pure functions on tensors.
 
-What differs from TRL 1.15, and why:
-
-- differences of log-probabilities are taken token by token before anything is summed, and sums are float64: two sums
-  of 16,000 log-probabilities in float32 differ by rounding alone, which `exp` turns into a ratio unlike 1;
-- the clip is applied to the logarithm, so a ratio that overflows has a bounded loss and a gradient of 0, not NaN;
-- `delta` bounds the ratio where the advantage is negative. `min(ratio * A, clip(ratio) * A)` does not: the loss of a
-  completion that has become likelier than it was, and should not have, grows with its ratio without end;
-- a mean over the tokens (GSPO, arXiv 2507.18071) or each token's own ratio may stand in for the completion's.
-
-A number that is not finite is left as it is: `all_finite` finds it, and the caller skips the step.
+Log-probabilities are subtracted token by token and summed in float64; the clip is applied to the ratio's logarithm, so
+a ratio that overflows has a bounded loss and a gradient of 0, not NaN. What is not finite stays so.
 
 Shapes: R completions, N their tokens end to end, completion after completion.
 """

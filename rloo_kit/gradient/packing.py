@@ -1,13 +1,7 @@
 """Completions laid out for one scoring pass, and attention within each of them.
 
-Three layouts, from the smallest to the one that every model takes:
-
-- shared: one row [prompt, c1 .. cK, next prompt, ...]; each completion is to attend to its prompt and to itself;
-- repeated: one row [prompt, c1, prompt, c2, ...] of independent sequences;
-- padded: a row for each completion, padded on the right, where no token sees the padding. Rows padded on the left, as
-  in TRL, need a mask, which Unsloth's training forward drops: gradients off by half.
-
-`lay_out` makes plain index tensors, `install` lets a model attend by them, `Scorer` chooses the layout for a model.
+Layouts: shared, one row [prompt, c1 .. cK, next prompt, ...]; repeated, one row [prompt, c1, prompt, c2, ...]; padded,
+a row for each completion, padded on the right (Unsloth's training forward drops the mask of left-padded rows).
 
 Shapes: S sequences (prompt + completion), T tokens of the layout, N scored tokens (all completion tokens).
 """
@@ -142,10 +136,8 @@ def _padded(groups: Sequence[Group], pad_id: int) -> Layout:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences that attend together: `index` (S * L,) are their tokens' places in the row, row by row, L each.
-
-    A shorter one is filled up behind its end with its own last token: under a causal mask nobody sees that.
-    """
+    """Sequences that attend together: `index` (S * L,) are their tokens' places in the row, row by row, L each. A
+    shorter one is filled up with its own last token, which nobody sees under a causal mask."""
 
     index: torch.Tensor
     rows: int
@@ -233,10 +225,8 @@ def _alike(lengths: list[int]) -> list[list[int]]:
 
 
 def install(model: torch.nn.Module) -> None:
-    """Let the model's attention take `packing=`; a model that has it already is left alone.
-
-    Raises: ValueError, with the reason, if its attention is not looked up by name or is set to something but SDPA.
-    """
+    """Let the model's attention take `packing=`; harmless a second time. Raises ValueError, with the reason, if the
+    attention is not looked up by name or is not SDPA."""
     found = model.config._attn_implementation
     if found == NAME:
         return
@@ -250,11 +240,8 @@ def install(model: torch.nn.Module) -> None:
 
 
 def keywords(laid: Layout, _layout: str) -> dict[str, Any]:
-    """What a model that went through `install` is to be called with besides a packed layout's ids.
-
-    Every model of transformers takes a mask of four dimensions for one that is made already, and hands it on as it is;
-    nobody reads this one, which is empty. Without it the model builds T x T.
-    """
+    """What a model that went through `install` is to be called with besides a packed layout's ids. transformers hands a
+    mask of four dimensions on as it is; nobody reads this empty one, and without it the model builds T x T."""
     return {
         "position_ids": laid.position_ids,
         "attention_mask": torch.empty(1, 1, 1, 0, device=laid.input_ids.device),

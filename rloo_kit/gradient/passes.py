@@ -1,14 +1,7 @@
 """The gradient of a rollout, pass by pass: what is scored when, and what is kept meanwhile.
 
-Three ways to the same gradient (`rloo.memory`):
-
-- `fast`: one pass with its graph for each few groups. The KL penalty, the advantages and the loss of a group are made
-  while its graph is alive, so the policy is scored once and the graph of one pass is all that is held.
-- `balanced`: policy and reference are scored first, without a graph, then the training passes follow. Off-policy steps
-  and advantages that are normalised over the rollout need it.
-- `low`: one sequence at a time, see `streamed_pass`.
-
-Rows whose advantage is known to be 0 need no pass.
+The three modes of `rloo.memory` give the same gradient: `fast` scores once, with a graph; `balanced` scores first,
+without one; `low` is `streamed_pass`. Rows whose advantage is known to be 0 need no pass.
 
 Shapes: B rows of a batch, R rows of a pass, N their completion tokens end to end, C padded completion tokens.
 """
@@ -30,11 +23,7 @@ Reference = Callable[[torch.nn.Module, list[Group]], torch.Tensor | None]
 
 @dataclass(frozen=True)
 class PassSettings:
-    """What the passes of a run have in common; the names are those of `RLOOConfig`.
-
-    Attributes:
-        num_generations: K, the rows of a whole group. tokens_per_pass: tokens of a pass of several groups or rows.
-    """
+    """The keys of `RLOOConfig` that all passes of a run share."""
 
     objective: Objective
     num_generations: int
@@ -151,11 +140,8 @@ class PolicyPass:
         return logps, ref_logps
 
     def loss(self, work: Work) -> torch.Tensor:
-        """Minus the objective, summed over the batch's rows.
-
-        All passes but the last go through `work.backward` here, so that one graph is alive at a time; what comes back
-        has the value of the whole sum and the graph of the last pass.
-        """
+        """Minus the objective, summed over the batch's rows, with the graph of the last pass. All passes before it go
+        through `work.backward` here, so that one graph is alive at a time."""
         rows = rows_with_learning_signal(work.batch) if work.is_known else list(range(len(work.batch["lengths"])))
         own_kl_is_enough = work.is_known or self.settings.kl_form == "per_token"
         passes = list(self._cut(work.batch, rows, whole_groups=not own_kl_is_enough))

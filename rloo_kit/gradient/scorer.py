@@ -1,10 +1,7 @@
-"""Log-probabilities of groups of completions, in the smallest layout that the model computes rightly.
+"""Log-probabilities of groups of completions, in the smallest layout that the model computes correctly.
 
-A `Scorer` chooses once, for one model: it scores a few tiny random groups in each layout and compares values and
-gradients with the same sequences one by one. What does not agree is not used, and `reason` says why: a model whose
-layers drop the packing keyword, or a sliding window, costs speed, never a wrong gradient.
-
-Dropout is not switched off here: where it is on, the scores are those of the thinned model, different in each pass.
+A `Scorer` scores a few tiny random groups in each layout, values and gradients, and uses only what agrees with single
+sequences. Dropout is not switched off here.
 
 Shapes: G groups of K_g completions, N completion tokens of all of them.
 """
@@ -78,7 +75,7 @@ class Scorer:
 
         Args:
             model: this scorer's model, however it is wrapped by now, with whichever adapter is on.
-            groups: at least one completion; `need_entropy=False` spares the entropies (the reference pass).
+            groups: at least one completion. need_entropy: False spares the entropies (the reference pass).
         """
         return self._pass(model, groups, self.layout, need_entropy)
 
@@ -87,7 +84,7 @@ class Scorer:
         return count_tokens(groups, self.layout)
 
     def _choose(self, model: torch.nn.Module) -> tuple[str, str]:
-        """The first layout that agrees with single sequences, and a line that says so."""
+        """The first layout that agrees with single sequences, and a line with the reason."""
         groups = _check_groups(model)
         single = self._check(model, [[one] for one in _singles(groups)], "padded")
         _compare_with_logits(model, groups[0], single[0], self.temperature)
@@ -168,10 +165,8 @@ def _tolerance(model: torch.nn.Module) -> float:
 
 
 def _compare_with_logits(model: torch.nn.Module, group: Group, logps: torch.Tensor, temperature: float) -> None:
-    """Whether the scoring call gives what the model's logits say, for the first completion.
-
-    Raises: BackendError, where the head is more than a matrix (an adapter of its own, scaled logits).
-    """
+    """Whether the scoring call gives what the model's logits say, for the first completion. Raises BackendError where
+    the head is more than a matrix (an adapter of its own, scaled logits)."""
     completion = group.completions[0]
     with _quiet(model), torch.no_grad():
         row = torch.cat([group.prompt, completion])[None]

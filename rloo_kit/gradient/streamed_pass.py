@@ -1,14 +1,10 @@
 """`rloo.memory: low` with a KL penalty: the exact gradient of a group while one sequence's graph is alive at a time.
 
-The advantage of a sequence needs the KL of its siblings, which is not known when its graph is. But it is affine in it:
-with the KL of a whole sequence, on-policy and with advantages that are not normalised,
+    A_i = A^R_i - beta (own kl_i - others (kl_1 + ... + kl_K)),    kl of a sequence, on-policy, not normalised
 
-    A_i = A^R_i - beta (own kl_i - others (kl_1 + ... + kl_K)),
-
-with own = K/(K-1) and others = 1/(K-1) for leave-one-out, K and the sum over the scored siblings. So each sequence
-adds its gradient times what is known of A_i, the gradients themselves are summed separately, and once the group is
-through that sum is added times beta x others x the sum of the KL: two buffers of the adapter's size in place of K
-graphs. Off-policy steps and normalised advantages take `balanced`; the per-token penalty needs only its own sequence.
+with own = K/(K-1) and others = 1/(K-1) for leave-one-out, K and the sum over the scored siblings. Each sequence adds
+its gradient times the known part of A_i; the plain sum of the gradients follows times beta x others x the sum of the
+KL.
 """
 
 import torch

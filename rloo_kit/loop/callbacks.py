@@ -1,8 +1,6 @@
 """What a run prints and writes while it trains: trainer callbacks, and one listener for its rollouts.
 
-A progress bar redraws itself, which a notebook that is run in batch shows once and frozen; here one line is printed and
-flushed, at most every few seconds. Everything else goes to files. With several processes the main one prints and writes
-for all, and what stops one of them stops them all after the same step.
+With several processes the main one prints and writes, and what stops one of them stops all after the same step.
 """
 
 import os
@@ -36,10 +34,7 @@ def is_step_row(logs: dict[str, Any] | None) -> bool:
 
 
 def use_text_progress(trainer: Any) -> None:
-    """Take the HTML table that a trainer has in a notebook for the bar that it has in a terminal; off stays off.
-
-    A batch runner's log shows that table as `<IPython.core.display.HTML object>`. `TQDM_NOTEBOOK=true` keeps it.
-    """
+    """Replace a trainer's HTML table in a notebook by a terminal's bar, unless it is off or `TQDM_NOTEBOOK=true`."""
     notebook = sys.modules.get("transformers.utils.notebook")  # the trainer has loaded it if it took this for one
     if notebook is None or os.environ.get(VARIABLE) == "true":
         return
@@ -69,11 +64,8 @@ class RolloutLog:
 
 
 class MetricsWriter(TrainerCallback):
-    """One line of `metrics.jsonl` a logged step, and the step in `status.json`.
-
-    Attributes:
-        rows: the lines of the whole run, those from before a resume included.
-    """
+    """One line of `metrics.jsonl` a logged step, and the step in `status.json`; `rows` are the lines of the whole run,
+    those from before a resume included."""
 
     def __init__(self, run_dir: RunDir):
         self.run_dir = run_dir
@@ -94,11 +86,8 @@ class MetricsWriter(TrainerCallback):
 
 
 class ProgressLine(TrainerCallback):
-    """One flushed line of text about where the run is; the first and the last step always get theirs.
-
-    Args:
-        rollouts: counts the generated tokens. every_s: seconds between two lines at least.
-    """
+    """One flushed line of text about where the run is, at most every `every_s` seconds, and at the first and the last
+    step."""
 
     def __init__(self, rollouts: RolloutLog, every_s: float):
         self.rollouts = rollouts
@@ -158,11 +147,8 @@ def progress_line(step: int, steps: int, logs: dict[str, Any], tokens_per_s: flo
 
 
 class LearningSignalGuard(TrainerCallback):
-    """Warns of steps without a learning signal, and stops the run with its state saved where the run wants that.
-
-    Attributes:
-        finding: what it stopped the run for, or None.
-    """
+    """Warns of steps without a learning signal; where the run wants it, saves, stops and keeps what it found in
+    `finding`."""
 
     def __init__(self, watch: SignalWatch, stop: bool):
         self.watch = watch

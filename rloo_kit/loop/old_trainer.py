@@ -1,8 +1,6 @@
-"""The arguments and the data sets that TRL's RLOOTrainer took up to 0.21, for today's trainer.
+"""The arguments and the data sets that TRL's RLOOTrainer took up to 0.21, translated for today's trainer.
 
-The old trainer was called as `RLOOTrainer(config=, tokenizer=, policy=, ref_policy=, reward_model=, train_dataset=)`
-with prompts that were tokenized already. `old_names.TRAINER_NAMES` has what each argument became; this module does the
-two conversions that need more than a name: a reward model's calling convention and a reference with other weights.
+`old_names.TRAINER_NAMES` has what each argument became; here is what needs more than a new name.
 """
 
 import inspect
@@ -58,10 +56,8 @@ def _is_config(value: Any) -> bool:
 
 
 def _refuse_other_reference(policy: Any, reference: Any) -> None:
-    """A reference with the policy's own weights may be left out; another one would change the result.
-
-    Weights under other names (an adapter around the policy) are not compared: the old trainer wanted a plain copy.
-    """
+    """Refuse a reference with other weights than the policy's, which would change the result. Weights under other names
+    (an adapter around the policy) are not compared."""
     if isinstance(policy, str) or isinstance(reference, str):
         same = policy == reference
     else:
@@ -81,11 +77,8 @@ def _refuse_other_reference(policy: Any, reference: Any) -> None:
 
 
 def _adapt_reward_model(values: dict[str, Any]) -> None:
-    """Make what old code passed as reward_model= a list of today's rewards.
-
-    A checkpoint scores with the policy's tokenizer, as it did then. A function of one argument was called with the
-    texts of prompt and completion together; any other callable has today's convention already.
-    """
+    """Make what old code passed as reward_model= a list of today's rewards: a checkpoint scores with the policy's
+    tokenizer, a function of one argument gets the texts of prompt and completion together."""
     rewards = values["reward_funcs"]
     rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
     tokenizer = values.get("processing_class")

@@ -1,11 +1,7 @@
 """`RLOOConfig`: TRL's, whatever it is today, with the kit's own options and with the old names understood.
 
-The class subclasses the `trl.RLOOConfig` of the day, which is Unsloth's generated one where Unsloth is the backend.
-That one has an `__init__` with other defaults (learning rate, batch, optimiser, seed), so what is not given is passed
-on with TRL's defaults: the same keywords make the same run on every backend.
-
-The old names are dataclass fields too, because `HfArgumentParser` makes its flags from the fields and old scripts are
-started with flags; they stay None and are left out of `to_dict()`.
+Where Unsloth generated the class, its own defaults are overruled by TRL's. The old names are dataclass fields, because
+`HfArgumentParser` makes its flags from them; they stay None and are left out of `to_dict()`.
 """
 
 import dataclasses
@@ -283,14 +279,8 @@ _MAY_BE_NONE = ("tokens_per_pass", "thinking_budget", "answer_budget", "rollout_
 
 
 def refuse_sampling_filters(args: Any) -> None:
-    """Refuse a config that samples from another distribution than the one that is scored; TRL's own takes any.
-
-    Args:
-        args: an `RLOOConfig`, the kit's or TRL's.
-
-    Raises:
-        ConfigError: names each setting and what to set instead.
-    """
+    """Refuse an `RLOOConfig` (the kit's or TRL's) that samples from another distribution than the one that is scored;
+    the ConfigError names each setting and what to set instead."""
     problems = find_sampling_problems(vars(args))
     if problems:
         raise ConfigError("\n".join(problems))

@@ -1,13 +1,8 @@
-"""Dynamic sampling: groups whose scores are all equal are replaced by completions of fresh prompts.
+"""Dynamic sampling: groups whose scores are all equal are replaced by completions of fresh prompts (DAPO, section 3.2).
 
-A group without a difference between its scores has advantages of 0 and teaches nothing; a batch of such groups is a
-step that was paid for and not made. The trainer asks here which groups those are, draws other prompts, samples and
-scores them as the first ones, and takes over the new groups that do differ. Rounds are limited
-(`rollout.resample_rounds`): what is still tied afterwards stays in the batch, which therefore keeps its size. With
-several processes the rows of all are brought together first, since a group may lie across two of them. Source: DAPO,
-section 3.2, arXiv 2503.14476 (there without a limit, and with a larger batch instead).
+What is still tied after `rollout.resample_rounds` rounds stays in the batch, which therefore keeps its size.
 
-Shapes: A completions = prompts x K, group by group.
+Shapes: A completions = prompts x K, group by group, of all processes.
 """
 
 import dataclasses
@@ -130,11 +125,7 @@ class PromptReservoir:
         self._order = self._shuffled()
 
     def draw(self, count: int, batch: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """At most `count` rows with different prompts, none of which is in `batch`; fewer if there are no more.
-
-        Args:
-            count: groups to replace. batch: the rows that are in the batch now.
-        """
+        """At most `count` rows with different prompts, none of which is in `batch`; fewer if there are no more."""
         taken = {_key(row) for row in batch}
         drawn: list[dict[str, Any]] = []
         for _ in range(len(self._order)):  # one look at each row, so that a small data set comes to an end
@@ -147,14 +138,11 @@ class PromptReservoir:
         return drawn
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is, as JSON takes it; a resumed run goes on from there with `load_state_dict`."""
+        """Where it is, as JSON takes it; a resumed run continues from it with `load_state_dict`."""
         return {"seed": self.seed, "passes": self.passes, "position": self.position, "size": len(self.dataset)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """
-        Raises:
-            DataError: the state is of a data set of another size.
-        """
+        """Continue where a checkpoint was; raises DataError where its state is of a data set of another size."""
         if state["size"] != len(self.dataset):
             raise DataError(
                 f"the checkpoint's reservoir of prompts is of {state['size']} training prompts, and there are "

@@ -1,8 +1,6 @@
-"""Training one run: the trainer, its folder, what it prints, and how it stops and goes on.
+"""Training one run: the trainer, its folder, what it prints, and how it stops and resumes.
 
-`train` puts the parts together and leaves the learning to `RLOOTrainer`. However it ends, `status.json` says how, and
-the checkpoint it can go on from is there: after Ctrl-C, a reward that kept failing, steps without a learning signal.
-With several processes each calls `train` with the same arguments and gets the same result; the main one writes.
+However `train` ends, `status.json` has the state, and the checkpoint to resume from is there.
 """
 
 import json
@@ -78,12 +76,12 @@ def train(
 
     Args:
         run: a `RunConfig`. policy: from `load_policy`. data: from `load_data`. reward_funcs: from `build_rewards`.
-        resume: go on from the last checkpoint in the folder.
+        resume: continue from the last checkpoint in the folder.
         overwrite: delete the run that lies in the folder.
         run_dir: the folder where it is open already; `resume` and `overwrite` were settled when it was opened.
 
     Returns:
-        `TrainResult`. Ctrl-C does not raise: it saves, says how to go on, and `stopped` is "interrupted".
+        `TrainResult`. Ctrl-C does not raise: it saves, prints how to resume, and `stopped` is "interrupted".
 
     Raises:
         RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create`; or a tracker's library is missing, or see
@@ -125,11 +123,10 @@ def _check_shared_folder(run_dir: RunDir) -> None:
 
 
 def check_sampling(run: RunConfig, policy: Policy) -> None:
-    """Refuse rollouts that this model, backend or machine cannot do: before an evaluation that takes an hour.
+    """Refuse rollouts that this model, backend or machine cannot do, before an evaluation that takes an hour.
 
-    Raises:
-        ConfigError: a budget for a model that does not think; an engine that is handed an adapter, and none.
-        BackendError: an engine or a cache that cannot be used with this model, backend or machine.
+    Raises ConfigError (a budget for a model that does not think, a missing adapter) or BackendError (an engine, a
+    cache).
     """
     budget = run.rloo.thinking_budget
     if budget is not None and not thinks(policy.family, run.model.enable_thinking):  # `</think>` forced into answers
@@ -144,11 +141,8 @@ def check_sampling(run: RunConfig, policy: Policy) -> None:
 
 
 def load_result(run: RunConfig) -> TrainResult:
-    """The result of a run from what lies in its folder, finished or not.
-
-    Raises:
-        RunNotFoundError: there is no run.
-    """
+    """The result of a run from what lies in its folder, finished or not. Raises RunNotFoundError where there is no
+    run."""
     run_dir = RunDir(Path(run.folder))
     status = run_dir.status()
     if not status:
@@ -304,11 +298,8 @@ class _Sharding:
 
 
 def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
-    """Keyword arguments of `RLOOConfig`: the `rloo:` section, and what the machine and the backend decide.
-
-    Args:
-        folder: where checkpoints go.
-    """
+    """Keyword arguments of `RLOOConfig`: the `rloo:` section, what machine and backend decide, and checkpoints in
+    `folder`."""
     on_cpu = policy.model.device.type == "cpu"
     shared = run.rollout.server_adapters  # by several runs, and a run deletes what it left there: so it gets a folder
     own_folder = {} if shared is None else {"rollout_server_adapters": str(Path(shared) / run.name)}
@@ -333,11 +324,8 @@ def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str
 
 
 def planned_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
-    """`rollout_rows`, and `tokens_per_pass` where memory asks for fewer than usual: the file's, else by `plan_vram`.
-
-    Of several processes each plans for its own GPU, and all take the least of it. Says so where the plan limits
-    anything. A model that cannot be planned for is left to the out-of-memory handling.
-    """
+    """`rollout_rows`, and `tokens_per_pass` where memory asks for fewer than usual: the file's, else the least that
+    `plan_vram` gives of all processes. A model that cannot be planned for is left to the out-of-memory handling."""
     found = gather_objects(_own_limits(run, policy))
     return {name: min(limits[name] for limits in found if name in limits) for name in set().union(*found)}
 
@@ -362,10 +350,8 @@ def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
 
 
 def mixed_precision(run: RunConfig) -> dict[str, bool]:
-    """`bf16` and `fp16`: the file's, and where it leaves them open the machine's.
-
-    ACCELERATE_MIXED_PRECISION is made to agree, because it beats `bf16=False`.
-    """
+    """`bf16` and `fp16`: the file's, else the machine's. ACCELERATE_MIXED_PRECISION, which beats `bf16=False`, is set
+    to agree."""
     chosen = environment.current().precision
     bf16, fp16 = run.rloo.bf16, run.rloo.fp16
     bf16 = (chosen == "bf16" and not fp16) if bf16 is None else bf16
@@ -381,14 +367,8 @@ def load_evaluation(run: RunConfig, when: str) -> Evaluation | None:
 
 
 def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir) -> bool:
-    """All of `rloo-kit train` in an open folder: evaluate, train, evaluate again, write the report.
-
-    Returns:
-        Whether it was interrupted.
-
-    Raises:
-        NoSignalError: `run.stop_when_no_signal` stopped the run. What else is raised: see `train`.
-    """
+    """All of `rloo-kit train` in an open folder: evaluate, train, evaluate again, report; returns whether it was
+    interrupted. Raises NoSignalError where `run.stop_when_no_signal` stopped the run, else as `train`."""
     from rloo_kit.results.report import write_report
 
     check_sampling(run, policy)

@@ -80,10 +80,8 @@ class TrainerRollout(TrainerParts):
     """Sampling and scoring of `RLOOTrainer`."""
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any) -> Any:
-        """Completions by the kit's engine; by TRL's code where that is what serves (vLLM).
-
-        Where not all rows fit at once, those of prompts that took long before start first: the tail gets shorter.
-        """
+        """Completions by the kit's engine, or by TRL's code (vLLM). Where not all rows fit at once, those of prompts
+        that took long before start first: the tail gets shorter."""
         if not all(prompt_ids):
             raise DataError(f"prompt {prompt_ids.index([])} of a rollout has no tokens; there is nothing to continue")
         if self._engine is None:
@@ -168,10 +166,8 @@ class TrainerRollout(TrainerParts):
         return sampled
 
     def _draw_again(self, groups: int, prompts: list[Any]) -> list[dict[str, Any]]:
-        """This process's rows of fresh prompts for so many groups of all; each process gets equally many, or none does.
-
-        Every process draws the same, from the same seed, and takes its share.
-        """
+        """This process's rows of fresh prompts for so many groups of all: each draws the same, from the same seed, and
+        takes its share. Each process gets equally many, or none does."""
         processes = self.accelerator.num_processes
         in_use = [{"prompt": prompt} for prompt in gather_object(prompts)]
         assert self._reservoir is not None  # there is one wherever there are rounds
@@ -228,9 +224,7 @@ class TrainerRollout(TrainerParts):
 
     def _tensors(self, sampled: Sampled) -> dict[str, Any]:
         """Prompts padded on the left and completions on the right, as TRL has them; lengths and groups as lists.
-
-        `loss_mask` (B, C) leaves out what carries no gradient: forced tokens, and truncated completions by choice.
-        """
+        `loss_mask` (B, C) leaves out forced tokens, and truncated completions by choice."""
         pad_id = self._tokenizer.pad_token_id
         batch: dict[str, Any] = {}
         parts = (("prompt", sampled.prompt_ids, "left"), ("completion", sampled.completion_ids, "right"))
@@ -261,10 +255,8 @@ class TrainerRollout(TrainerParts):
 
 @contextmanager
 def _mute(beginning: str, logger_name: str) -> Iterator[None]:
-    """Drop TRL's warning about unscored samples: it prints a whole completion each rollout.
-
-    `rewards/unscored_ratio` counts them, failures have a line of their own, and the health rules say the rest.
-    """
+    """Drop TRL's warning about unscored samples, which prints a whole completion each rollout; `rewards/unscored_ratio`
+    counts them, and failures have a line of their own."""
     logger = logging.getLogger(logger_name)
 
     def keep(record: logging.LogRecord) -> bool:

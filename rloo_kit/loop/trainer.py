@@ -1,10 +1,7 @@
 """The patched RLOO loop: a subclass of whatever `trl.RLOOTrainer` is once Unsloth has been imported.
 
-One rollout is sampled and judged in `_roll_out`; its gradient is made in `_compute_loss`, for all rows of an optimizer
-step together at the step's last micro-step. So `per_device_train_batch_size` x `gradient_accumulation_steps` says how
-many completions make a step, and what is computed at once is decided by `memory` and `tokens_per_pass`: 1 x 8, 2 x 4
-and 8 x 1 are one and the same step. docs/loop.md lists what differs from TRL 1.15, and why;
-`tests/contracts/test_upstream.py` fingerprints the methods that this class stands in for.
+A rollout is sampled and judged in `_roll_out`; its gradient is made in `_compute_loss`, for all rows of an optimizer
+step together at the step's last micro-step. `tests/contracts/test_upstream.py` fingerprints what it replaces.
 
 Shapes: B completions of this process, A of all processes, P prompt, C completion tokens, F reward functions.
 """
@@ -157,9 +154,7 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """Sample at a window's first micro-step; hand out the rows of an optimizer step at its last one, else nothing.
-
-        TRL hands out one micro-batch at a time. Here the gradient of all rows is made at once, in passes cut by tokens.
-        """
+        TRL hands out one micro-batch at a time; here the gradient of all rows is made at once."""
         if not self.model.training:
             return self._roll_out(generation_batch)
         passes = self.args.steps_per_generation
@@ -291,10 +286,8 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
         self._window, self._due, self._broken = None, [], None
 
     def _close_step(self) -> None:
-        """Before the optimizer's step: drop the gradients of a step with a NaN or an infinity in it, and count it.
-
-        A step without any learning signal has gradients of 0, not none, as in TRL: Adam's momentum still moves.
-        """
+        """Before the optimizer's step: drop the gradients of a step with a NaN or an infinity in it, and count it. A
+        step without a learning signal has gradients of 0, not none, as in TRL: Adam's momentum still moves."""
         parameters = self._trained_parameters()
         gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
         scales_itself = self.accelerator.scaler is not None  # float16: skips steps of its own, and goes on
@@ -316,11 +309,8 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
 
 
 class _LoopCallback(TrainerCallback):
-    """What the loop does at certain points of transformers' training loop.
-
-    TRL counts micro-steps from 0 in every process, and its sampler redraws the first pass's order; a resumed run
-    has to go on with both where they were, and without what was left over where it was cut in this process.
-    """
+    """What the loop does at points of transformers' training loop: TRL restarts its micro-steps and its sampler's order
+    in every process, so a resumed run restores both and drops what the interrupted process left over."""
 
     def __init__(self, trainer: RLOOTrainer):
         self.trainer = trainer

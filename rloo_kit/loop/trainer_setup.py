@@ -1,7 +1,6 @@
 """What `RLOOTrainer` is made of: its typed parts, how they are chosen when it is built, and its checkpoints.
 
-Each part is chosen once, and `describe` says why. Shapes: B completions of this process, P prompt, C completion tokens,
-N completion tokens laid end to end.
+Shapes: B completions of this process, P prompt, C completion tokens, N completion tokens laid end to end.
 """
 
 import os

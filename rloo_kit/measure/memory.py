@@ -1,15 +1,8 @@
 """What a run's rollout and training pass take on the machine at hand, next to what `plan_vram` computed.
 
-`measure_plan` (the command `rloo-kit plan FILE --measure`) makes a checkpoint of the run's true shape with random
-weights, loads it as the run would, and drives the run's own code at its longest:
-
-- the rollout: caches as they are 64 tokens before the end, then 64 tokens decoded by the run's engine, for each kind of
-  cache that this engine keeps;
-- training: two optimizer steps of the trainer on completions of full length, in passes as large as the run's largest;
-  two, because the optimizer's state is there from the second on.
-
-On a GPU the figure is what torch had allocated at most; CUDA's own context and the allocator's reserve are not in it
-(`reserved_gib` says how much it held). Without a GPU it is this process's resident memory.
+A checkpoint of the run's true shape with random weights goes through the run's own code at its longest: 64 tokens of
+decoding behind full caches, and two optimizer steps (the optimizer's state is there from the second on). On a GPU the
+figure is torch's peak, without CUDA's context and the allocator's reserve; elsewhere resident memory.
 """
 
 import gc
@@ -49,11 +42,8 @@ LOCAL_ENGINES = ("auto", "native", "generate")
 
 
 class Peak:
-    """The most memory that was held inside the `with` block, in GiB; torch's on a GPU, else resident.
-
-    Attributes:
-        gib: the peak. reserved_gib: of torch's allocator on a GPU, 0 elsewhere.
-    """
+    """The most memory held inside the `with` block in GiB, torch's on a GPU, else resident; `reserved_gib` is what
+    torch's allocator held, 0 elsewhere."""
 
     gib = reserved_gib = 0.0
 
@@ -185,13 +175,8 @@ def _out_of_rows(tried: int, _left: int) -> None:
 
 
 def measure_training(policy: Policy, run: RunConfig) -> Peak:
-    """Take two optimizer steps on completions of full length, in passes as large as the run's largest.
-
-    The steps spoil what the policy has learnt.
-
-    Raises:
-        ConfigError: the run's keys contradict each other. Out of memory is raised as torch does.
-    """
+    """Take two optimizer steps on completions of full length, in passes as large as the run's largest; spoils the
+    policy. Raises ConfigError where the run's keys contradict each other; out of memory as torch does."""
     load = _load_of(run, policy)
     generations, rows = _rows_of_a_pass(load)
     prompt = "0" * load.prompt_tokens

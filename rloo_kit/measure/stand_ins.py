@@ -1,8 +1,4 @@
-"""What a measurement of memory uses in place of the real thing: random weights, and caches that are full already.
-
-Sizes, memory and speed are those of the real model and of rows late in a rollout; what comes out is noise. Nothing is
-downloaded, and nothing is prefilled that a run would not prefill.
-"""
+"""What a measurement of memory uses in place of the real thing: random weights, and caches that are full already."""
 
 import json
 import shutil
@@ -59,11 +55,8 @@ def save_random_checkpoint(run: RunConfig, folder: str | Path) -> Path:
 
 
 def make_config(shape: ModelShape, positions: int = POSITIONS, **values: Any) -> Any:
-    """The config of transformers for a shape: Qwen3, Qwen2 or Llama, as its norms and biases say.
-
-    Args:
-        positions: tokens of the longest sequence. values: further keys of the config; no token ends a text otherwise.
-    """
+    """The config of transformers for a shape (Qwen3, Qwen2 or Llama, as its norms and biases say) with `positions`
+    tokens and further `values`; no token ends a text otherwise."""
     kind = Qwen3Config if shape.qk_norm else Qwen2Config if shape.qkv_bias else LlamaConfig
     return kind(
         vocab_size=shape.vocab_size,
@@ -144,10 +137,8 @@ class _Inserted:
 
 
 def fill_cache(engine: Any, rows: int, width: int) -> Any:
-    """The cache of transformers for (B, P) prefixes, all but the last token of each in it.
-
-    Keys and values are views of one token's; the first step makes the real ones of them, layer by layer.
-    """
+    """The cache of transformers for (B, P) prefixes without their last token: views of one token's keys and values,
+    which the first step makes real, layer by layer."""
     model = engine._model
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
     one = model(input_ids=ids, use_cache=True).past_key_values

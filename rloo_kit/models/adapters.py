@@ -1,8 +1,4 @@
-"""LoRA adapters around TRL's trainer: wrapped as the backend needs, kept in their precision, compared, written out.
-
-TRL casts the adapter of a quantised model to bfloat16, copies every adapter as a reference, and, as Unsloth generates
-it, ignores `peft_config`.
-"""
+"""LoRA adapters around TRL's trainer: wrapped as the backend needs, kept in their precision, compared, written out."""
 
 from pathlib import Path
 from typing import Any
@@ -31,10 +27,8 @@ def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_reference(arguments: dict[str, Any]) -> None:
-    """Without an adapter TRL reads the reference from the checkpoint that the model's config names.
-
-    Raises: ConfigError, where it names none.
-    """
+    """Without an adapter TRL reads the reference from the checkpoint that the config names; ConfigError where it names
+    none."""
     model: Any = arguments.get("model")
     beta = arguments["args"].beta
     if not beta or isinstance(model, str) or is_peft_model(model) or arguments.get("peft_config") is not None:
@@ -55,11 +49,8 @@ def trainable_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def restore_precision(model: torch.nn.Module, masters: dict[str, torch.Tensor]) -> None:
-    """TRL casts the adapter of a quantised model to bfloat16, where a step of 1e-6 on 0.01 changes nothing.
-
-    Args:
-        model: as TRL left it. masters: from `trainable_tensors`; an adapter that TRL made itself is taken to float32.
-    """
+    """Undo TRL's cast of a quantised model's adapter to bfloat16: back to `masters` (from `trainable_tensors`), and an
+    adapter that TRL made itself to float32."""
     is_quantised = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
     for name, parameter in model.named_parameters():
         master = masters.get(name)
@@ -77,11 +68,8 @@ def is_identity(model: torch.nn.Module) -> bool:
 
 
 def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
-    """Whether the policy's adapter is still what the KL is measured against, tensor by tensor.
-
-    Args:
-        model: a PeftModel. reference: "start", the copy "ref" where there is one, or "base".
-    """
+    """Whether the policy's adapter is still, tensor by tensor, the `reference` of the KL: "start" (the copy "ref") or
+    "base"."""
     if not is_peft_model(model):
         return False
     if reference == "base" or "ref" not in model.peft_config:
@@ -92,14 +80,9 @@ def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
 
 
 def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> None:
-    """Write the adapter of `model` into `folder` as PEFT does (`adapter_model.safetensors`, `adapter_config.json`).
+    """Write the adapter of `model`, wrapped or not, into the new `folder` as PEFT does; ConfigError where it has none.
 
-    Args:
-        accelerator: the trainer's. model: the policy, wrapped or not. folder: a new one; called by every process,
-            made and filled by the main one.
-
-    Raises:
-        ConfigError: the model has no adapter.
+    Called by every process; the main one makes and fills the folder.
     """
     policy = accelerator.unwrap_model(model)
     if not is_peft_model(policy):

@@ -1,7 +1,4 @@
-"""Where a run's model and adapter are, whether they belong together, and the tokenizer's padding.
-
-Everything here is decided from the configuration and small JSON files, before any weight is read.
-"""
+"""Where a run's model and adapter are, whether they belong together, and the tokenizer's padding."""
 
 import json
 from dataclasses import dataclass
@@ -38,11 +35,8 @@ class ModelSource:
 
 
 def find_source(run: RunConfig) -> ModelSource:
-    """Resolve `model.name` and `model.adapter`; the embedded model is built if it is not in the cache yet.
-
-    Raises:
-        BackendError: a folder is missing or is no checkpoint, or the adapter belongs to another model.
-    """
+    """Resolve `model.name` and `model.adapter`, building the embedded model if need be; raises BackendError where a
+    folder is missing or no checkpoint, or the adapter belongs to another model."""
     model = run.model
     if model.name.startswith("embedded/"):
         from rloo_kit.embedded.model import build
@@ -126,11 +120,8 @@ def _short_name(model: str) -> str:
 
 
 def bind_padding(model: Any, tokenizer: Any) -> None:
-    """Left padding, and a pad token that is not the end token, in the tokenizer and in the model's settings.
-
-    A pad token equal to the end token makes every padded completion look ended, so it is taken only where the
-    vocabulary has nothing better.
-    """
+    """Left padding, and a pad token that is not the end token (which would make every padded completion look ended)
+    unless the vocabulary has nothing better, in the tokenizer and in the model's settings."""
     vocab = tokenizer.get_vocab()
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         rows = model.get_input_embeddings().weight.shape[0]
@@ -143,11 +134,8 @@ def bind_padding(model: Any, tokenizer: Any) -> None:
 
 
 def usable_length(run: RunConfig, config: Any) -> int:
-    """`model.max_seq_length`, or the model's own number of positions where that is less, in tokens.
-
-    Raises:
-        BackendError: a prompt and its completion may be longer than the model was made for.
-    """
+    """`model.max_seq_length`, or the model's positions where that is less, in tokens; raises BackendError where a
+    prompt and its completion may be longer than the model was made for."""
     limit = getattr(config, "max_position_embeddings", None) or run.model.max_seq_length
     wanted = run.data.max_prompt_length + run.rloo.max_completion_length
     if wanted > limit:

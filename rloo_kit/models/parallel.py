@@ -1,12 +1,8 @@
 """How several processes make one gradient, and how each of them gets whole weights to sample from.
 
-- Replicas (DDP): every process computes its passes on the bare model, as many as its completions need; gradients are
-  averaged once, when the step's last pass is done. DDP's own reducer is not used: it counts on one forward and one
-  backward pass in every process, and a process without a learning signal has none.
-- Shards (FSDP2, DeepSpeed ZeRO-3): a layer's weights are gathered whenever it is computed, by all processes together,
-  so all of them make equally many passes (`equalize`), and gradients are averaged pass by pass by the library.
-
-DeepSpeed takes its optimizer's step with the last backward pass, so a step with a NaN is counted there and not dropped.
+Replicas (DDP): each makes its own passes on the bare model; gradients are averaged once, after the step's last pass.
+Shards (FSDP2, ZeRO-3): all make equally many passes (`equalize`); the library averages pass by pass, and DeepSpeed
+steps with the last backward pass, so a step with a NaN is counted there and not dropped.
 """
 
 from collections.abc import Iterator
@@ -23,16 +19,9 @@ BUCKET_ELEMENTS = 2**24  # averaged at once: 64 MiB of float32
 
 
 class Parallel:
-    """The processes of a run, as the trainer's steps see them.
+    """The processes of a run as the trainer's steps see them; `kind` is "single", "replicas" or "shards".
 
-    Args:
-        accelerator: the trainer's.
-
-    Attributes:
-        kind: "single", "replicas" or "shards".
-
-    Raises:
-        ConfigError: FSDP of the first version.
+    Raises: ConfigError for FSDP of the first version.
     """
 
     def __init__(self, accelerator: Any):
@@ -96,9 +85,7 @@ class Parallel:
     @contextmanager
     def whole_weights(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         """The bare model with all its weights in this process, for sampling at its own pace; nothing is trained in it.
-
-        Shards are gathered for the time of the block: a GPU has to hold the whole model then.
-        """
+        Shards are gathered for the time of the block: a GPU has to hold the whole model then."""
         if self.kind != "shards":
             yield self.accelerator.unwrap_model(model)
         elif self._uses_deepspeed:

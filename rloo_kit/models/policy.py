@@ -1,8 +1,6 @@
 """The policy: one model with its tokenizer, loaded by Unsloth or by transformers and PEFT behind one protocol.
 
-`load_policy` decides which of the two and says why; what lies above works with the `Policy` alone. A backend is a
-module with four functions: `unusable`, `load`, `inference_mode` and `config_arguments`. With several processes each
-loads the model onto its own GPU, and the backend is transformers.
+A backend is a module with four functions: `unusable`, `load`, `inference_mode` and `config_arguments`.
 """
 
 import os
@@ -54,7 +52,7 @@ class Policy:
         tags: ids of `<think>` and `</think>`.
         family: "thinking", "hybrid", "instruct" or "plain".
         config_arguments: keywords that `RLOOConfig` needs for this model (gradient checkpointing).
-        sharding: after training with FSDP or DeepSpeed, how whole weights are had; None where each process has them.
+        sharding: gathers whole weights after training with FSDP or DeepSpeed; None where each process has them.
     """
 
     model: Any
@@ -129,7 +127,7 @@ def save_adapter(policy: Policy, folder: str | Path) -> Path:
     With several processes all of them call it, and the main one writes.
 
     Returns:
-        the folder; as `model.adapter` of a run, or as `model.name`, it goes on from there.
+        the folder; as `model.adapter` of a run, or as `model.name`, it is trained further.
     """
     folder = Path(folder)
     weights = {} if policy.sharding is None else {"state_dict": policy.sharding.state_dict()}
@@ -148,13 +146,8 @@ def save_adapter(policy: Policy, folder: str | Path) -> Path:
 
 @contextmanager
 def keep_settings(args: Any, tokenizer: Any) -> Iterator[None]:
-    """Around the constructor of the trainer: what a backend's version of it changes on its own is restored.
-
-    One line lists it, together with what the config's constructor changed (`keep_values`).
-
-    Args:
-        args: the trainer's config or None. tokenizer: its processing class or None.
-    """
+    """Around the constructor of the trainer: what a backend's version of it changes in `args` and `tokenizer` (or None)
+    on its own is restored, and listed in one line together with what `keep_values` found."""
     guard = _module("unsloth").keep_arguments(args) if _unsloth_is_there() else nullcontext([])
     side = getattr(tokenizer, "padding_side", None)
     with guard as changes:
@@ -168,11 +161,10 @@ def keep_settings(args: Any, tokenizer: Any) -> Iterator[None]:
 
 
 def keep_values(config: Any, stock: type, values: dict[str, Any], given: Iterable[str]) -> None:
-    """After the constructor of the config: what a backend's version of it changes on its own is put back.
+    """After the constructor of the config: what a backend's version of it changes on its own is restored.
 
-    Args:
-        config: an `RLOOConfig` of the kit. stock: TRL's own class. values: the keywords it was made from.
-        given: the names among them that the run set itself.
+    Args: config, the kit's; stock, TRL's own class; values, the keywords given to it; given, those that the run set
+    itself.
     """
     if _unsloth_is_there():
         config._changes = _module("unsloth").set_back(config, stock, values, given)  # printed by keep_settings
@@ -239,11 +231,8 @@ def _refuse_mixed_gpus(run: RunConfig) -> None:
 
 
 def _spare_threads(run: RunConfig, model: Any, stack: Any) -> None:
-    """One thread for an embedded model on the CPU, unless OMP_NUM_THREADS is set.
-
-    Its matrices are so small that a second thread mostly waits for the first: on two cores, a fifth faster when the
-    machine is idle, and seven times slower when it is not (measured).
-    """
+    """One thread for an embedded model on the CPU, unless OMP_NUM_THREADS is set: its matrices are so small that a
+    second one mostly waits (one is a fifth faster on two idle cores, seven times on busy ones, measured)."""
     if run.model.name.startswith("embedded/") and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         stack.torch.set_num_threads(1)
 

@@ -1,8 +1,6 @@
 """transformers + PEFT: the backend that runs everywhere, plain or in 4-bit, on the CPU too.
 
-The adapter stays in float32 whatever the base is in: an update of 1e-6 on a weight of 0.01 is lost in bfloat16. Where
-no adapter is trained the whole model is in float32 for the same reason. Each of several processes loads the whole model
-onto its own GPU, also where FSDP or DeepSpeed shard it later.
+Trained weights are in float32 whatever the base is in: an update of 1e-6 on a weight of 0.01 is lost in bfloat16.
 """
 
 from collections.abc import Iterator
@@ -28,11 +26,8 @@ def unusable(run: RunConfig, stack: Any) -> str | None:
 
 
 def load(run: RunConfig, source: ModelSource, stack: Any) -> tuple[Any, Any]:
-    """The model with its adapter in place, and its tokenizer.
-
-    Raises:
-        BackendError: the checkpoint cannot be read, or what is asked for does not go together.
-    """
+    """The model with its adapter in place, and its tokenizer. Raises BackendError where the checkpoint cannot be read
+    or the settings contradict each other."""
     transformers = stack.transformers
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -113,11 +108,8 @@ def _quantization(run: RunConfig, config: Any, stack: Any) -> Any:
 
 
 def keep_4bit_weights(model: Any) -> None:
-    """Generation must not change the policy, and on CPUs with AVX512-BF16 it would.
-
-    There bitsandbytes 0.50 repacks a layer in place at its first call in eval mode: the scales are rounded to bf16 for
-    good, and a width that is no multiple of the block size is an error.
-    """
+    """Keep generation from changing the policy: on CPUs with AVX512-BF16 bitsandbytes 0.50 repacks a layer in place at
+    its first call in eval mode, rounds its scales to bf16 and fails on widths off its block size."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False

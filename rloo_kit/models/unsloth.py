@@ -1,8 +1,6 @@
-"""Unsloth's FastLanguageModel: the backend for a CUDA GPU.
+"""Unsloth's FastLanguageModel: the backend for a CUDA GPU. Only this file and `_stack` name Unsloth.
 
-Only this file and `_stack` name Unsloth. What it changes on its own is restored here: settings of the config, the mixed
-precision that its trainer chooses, and the attention mask that its training forward drops for left-padded rows. vLLM
-inside the model (`fast_inference`) is passed on and was never run here.
+What it changes on its own is restored here: settings of the config, mixed precision, the mask of left-padded rows.
 """
 
 import copy
@@ -57,11 +55,8 @@ def unusable(run: RunConfig, stack: Any) -> str | None:
 
 
 def load(run: RunConfig, source: ModelSource, stack: Any) -> tuple[Any, Any]:
-    """The model with its adapter in place, and its tokenizer.
-
-    Raises:
-        BackendError: the checkpoint cannot be read, or the adapter does not fit it.
-    """
+    """The model with its adapter in place, and its tokenizer. Raises BackendError where the checkpoint cannot be read
+    or the adapter does not fit it."""
     fast = stack.unsloth.FastLanguageModel
     os.environ.setdefault(OFFLOAD_VARIABLE, "exact")
     dtype_name = environment.current().dtype_name if run.model.dtype == "auto" else run.model.dtype
@@ -131,11 +126,8 @@ def set_back(config: Any, stock: type, values: dict[str, Any], given: Iterable[s
 
 @contextmanager
 def keep_arguments(args: Any) -> Iterator[list[Change]]:
-    """Around the generated trainer's constructor: what it changes in `args` is restored, and float32 stays float32.
-
-    It turns mixed precision on where neither bf16 nor fp16 is asked for, unless its variable says that the model's own
-    precision is meant. What it changed is in the list afterwards.
-    """
+    """Around the generated trainer's constructor: what it changes in `args` is restored and listed, and float32 stays
+    float32 (it turns mixed precision on unless its variable says that the model's own precision is meant)."""
     changes: list[Change] = []
     before = {name: getattr(args, name) for name in CONSTRUCTOR_CHANGES if hasattr(args, name)}
     is_plain = args is not None and not (args.bf16 or args.fp16)
@@ -176,11 +168,8 @@ def _lora_of(run: RunConfig) -> LoraSection:
 
 
 def _vllm_arguments(run: RunConfig) -> dict[str, Any]:
-    """Unsloth loads vLLM together with the model, on the same weights, where `rollout.engine` asks for it.
-
-    Raises:
-        BackendError: vLLM is not installed.
-    """
+    """Arguments that load vLLM on the model's own weights, where `rollout.engine` asks for it; BackendError without
+    vLLM."""
     if run.rollout.engine != "vllm" or run.rollout.server_url is not None:
         return {}
     if find_spec("vllm") is None:
@@ -237,11 +226,8 @@ def _keep_padding_mask(model: Any) -> None:
 
 
 def packed_keywords(laid: Any, layout: str) -> dict[str, Any]:
-    """What Unsloth's forward takes besides the ids of a packed row (`packing.Layout`).
-
-    Independent sequences by their lengths. A shared prompt by a table of segments; its attention is compiled, so its
-    backward pass needs a GPU, and float32 rows are slow to compile: `Scorer` checks it before it is used.
-    """
+    """What Unsloth's forward takes besides the ids of a packed row: lengths, or a table of segments for a shared
+    prompt, whose compiled attention needs a GPU for its backward pass; `Scorer` checks it first."""
     stack = load_stack()
     if layout == "shared":
         grouper = import_module("unsloth.utils.prefix_grouper_kernel")

@@ -1,8 +1,4 @@
-"""What a notebook shows of a run: curves, and completions side by side.
-
-Each function returns an object that shows itself as the last line of a cell: an image or HTML in a notebook, and text
-with the same content elsewhere (a terminal, `papermill --log-output`, a script).
-"""
+"""What a notebook shows of a run: curves, and completions side by side; in a terminal or a log the same as text."""
 
 import base64
 import html

@@ -1,7 +1,5 @@
-"""Releases memory in a living process, and ends a notebook's kernel without losing work or output.
-
-Nothing here imports torch: a process that has not used it holds nothing on a GPU.
-"""
+"""Releases memory in a living process, and ends a notebook's kernel without losing work or output. Never imports
+torch."""
 
 import gc
 import json
@@ -246,10 +244,8 @@ class Server:
 
 
 def find_servers(folders: Iterable[Path]) -> list[Server]:
-    """The servers whose address lies in one of `folders` (Jupyter's runtime folders), running or not.
-
-    Read here, as a kernel's environment often lacks `jupyter_server` and its `list_running_servers`.
-    """
+    """The servers whose address lies in one of `folders` (Jupyter's runtime folders), running or not. Read here, as a
+    kernel's environment often lacks `jupyter_server` and its `list_running_servers`."""
     servers = []
     for file in (file for folder in folders for name in ("jp", "nb") for file in folder.glob(f"{name}server-*.json")):
         try:

@@ -1,7 +1,6 @@
 """Reads a notebook's parameters from its variables, checks names and types, and turns them into overrides.
 
-To papermill an unknown name is only a warning, `-p flag true` is the text 'true' and `1e-6` in a YAML file is a text.
-Here unknown names and ill-typed values are refused by name, and numbers and switches are understood as text too.
+papermill only warns of unknown names and passes `true` and `1e-6` on as text: both are handled here.
 """
 
 import ast
@@ -235,12 +234,9 @@ def _way_to(name: str) -> str:
 
 
 def assigned_names(namespace: Mapping[str, Any]) -> dict[str, str] | None:
-    """Each name that the parameter cells assign, with its place: "In[2]" or a script's name; None without such a cell.
+    """Each name that the parameter cells assign, with its place ("In[2]", a script's name); None without such a cell.
 
-    The tag of a cell does not reach the kernel, its text does: IPython keeps what has run in `In`.
-
-    Args:
-        namespace: the notebook's variables, with IPython's `In`; a script's, with `__file__`.
+    The tag of a cell does not reach the kernel, its text does: IPython's `In`, or the file of a script (`__file__`).
     """
     executed = [(f"In[{number}]", str(cell)) for number, cell in enumerate(namespace.get("In") or ())]
     current = _current_cells(executed) or _current_cells(_script_cells(namespace.get("__file__")))

@@ -1,7 +1,7 @@
 """Memory part by part, in bytes, from a model's shape and a handful of settings.
 
-Weights, adapter, gradients and cache are exact, and what a layer saves for its backward pass is within a few percent
-(tests count both in real models); transients of a backward pass and Unsloth's kernels are estimates.
+Weights, adapter, gradients and cache are exact, a layer's saved activations within a few percent; transients of a
+backward pass and Unsloth's kernels are estimates.
 """
 
 from collections.abc import Iterator

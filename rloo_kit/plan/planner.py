@@ -1,8 +1,4 @@
-"""Whether a run fits this GPU: GiB by part from `config.json` and the run's keys; no torch, weights or network.
-
-Two moments are the largest: the rollout, whose cache grows with every row, and a training pass. Both are computed, not
-measured, with every completion at its full length.
-"""
+"""Whether a run fits this GPU: GiB by part from `config.json` and the run's keys; no torch, weights or network."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -122,11 +122,8 @@ EMBEDDED_ROWS = {"compact": 320, "qwen3": QWEN3_ROWS}
 
 
 def find_shape(run: RunConfig) -> ModelShape:
-    """The shape of `run.model`: embedded, in a folder, in the Hugging Face cache, or published.
-
-    Raises:
-        ConfigError: it is none of these, or not a dense decoder of a supported type.
-    """
+    """The shape of `run.model`: embedded, in a folder, in the Hugging Face cache, or published; raises ConfigError
+    where it is none of these, or not a dense decoder of a supported type."""
     if run.model.is_embedded:
         return replace(EMBEDDED, vocab_size=EMBEDDED_ROWS[run.model.vocabulary])
     return _find_by_name(run.model.name)
@@ -175,11 +172,8 @@ def _read_shape(file: Path) -> ModelShape:
 
 
 def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> ModelShape:
-    """The shape that the content of a `config.json` describes.
-
-    Raises:
-        ConfigError: a key is missing, or the model has experts, or layers that are not counted here.
-    """
+    """The shape that the content of a `config.json` describes; raises ConfigError where a key is missing, or the model
+    has experts or layers that are not counted here."""
     text = config.get("text_config") or config
     kind, missing = text.get("model_type"), [key for key in _KEYS if not isinstance(text.get(key), int)]
     has_experts = any(text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))

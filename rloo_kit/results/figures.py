@@ -1,8 +1,4 @@
-"""The drawings of a report (inline SVG) and of a notebook (PNG), legible on light and on dark ground.
-
-In an SVG, text, axes and grid have placeholder colours that become the page's `currentColor`. pyplot, which keeps state
-and picks a backend, is not used, and matplotlib is imported by the functions that draw.
-"""
+"""The drawings of a report (inline SVG, in the page's `currentColor`) and of a notebook (PNG); never through pyplot."""
 
 import io
 import math
@@ -56,11 +52,7 @@ PANELS: tuple[tuple[str, tuple[str, ...], float | None, float | None], ...] = (
 
 
 def draw_learning_curve(metrics: Sequence[dict[str, Any]]) -> list[str]:
-    """One SVG for each panel whose metric was logged.
-
-    Args:
-        metrics: rows with a `step` and numbers under TRL's names; other values are ignored.
-    """
+    """One SVG for each panel whose metric was logged, from rows with a `step` and numbers under TRL's names."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

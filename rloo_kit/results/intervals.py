@@ -1,18 +1,8 @@
-"""95 % intervals for shares of right answers, of differences between two of them, and pass@k. Standard library only.
+"""95 % intervals for shares of right answers, differences between two of them, and pass@k. Standard library only.
 
-One completion a prompt gives right-or-wrong counts: Wilson's interval, which stays inside [0, 1] and is sound near its
-ends. Several completions of a prompt are not independent: the prompts are the sample, and the interval is Wilson's with
-the effective number of completions that the spread between prompts implies (Korn and Graubard), between the number of
-prompts and the number of completions. With one completion a prompt both are the same interval.
-
-Two evaluations of the same prompts are compared prompt by prompt: the spread that is in the prompts cancels. The
-interval is that of Bonett and Price: the mean of the differences with two invented prompts added, one better and one
-worse by 1, which widens it for few prompts and does not show for many. Other prompts: Newcombe.
-
-Sources: Wilson 1927, JASA 22, 209-212; Korn and Graubard 1998, Survey Methodology 24, 193-201; Newcombe 1998,
-Statistics in Medicine 17, 873-890 (method 10); Bonett and Price 2012, Journal of Educational and Behavioral Statistics
-37, 479-488; why prompts are clusters and pairs: Miller 2024, https://arxiv.org/abs/2411.00640; pass@k: Chen et al.
-2021, https://arxiv.org/abs/2107.03374.
+Several completions of a prompt are not independent: the prompts are the sample, and the interval is Wilson's with the
+effective number of completions that the spread between prompts implies. Evaluations of the same prompts are compared
+prompt by prompt. The methods and their sources: docs/results.md; pass@k: Chen et al. 2021, arXiv 2107.03374.
 """
 
 import math

@@ -1,7 +1,6 @@
 """A guard around each reward: a failure becomes an unscored sample with a message, not noise and not a crash.
 
-A reward that raises on a batch is called again sample by sample, so that one bad completion does not cost its siblings
-their scores. Nothing here imports torch: the worker process imports this module.
+After a failed batch each sample is scored alone. The worker process imports this module: no torch here.
 """
 
 import functools

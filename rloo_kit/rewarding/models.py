@@ -72,7 +72,7 @@ class MathAnswerReward:
     ) -> list[float | None]:
         if answer is None:
             raise ValueError(
-                "math_answer_reward needs a column 'answer' beside the prompts (data.answer_column names its source); "
+                "math_answer_reward needs a column 'answer' next to the prompts (data.answer_column names its source); "
                 f"columns found: {', '.join(sorted(columns)) or 'none'}"
             )
         worker = self.worker
@@ -151,11 +151,8 @@ class RewardModel:
 
     @cached_property
     def loaded(self) -> tuple[Any, Any]:
-        """The model, in evaluation mode, and its tokenizer.
-
-        Raises:
-            BackendError: the checkpoint cannot be loaded or has another number of outputs than one.
-        """
+        """The model, in evaluation mode, and its tokenizer; raises BackendError where it cannot be loaded or has
+        several outputs."""
         stack = load_stack()
         try:
             tokenizer = stack.transformers.AutoTokenizer.from_pretrained(self.model)

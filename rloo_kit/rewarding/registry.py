@@ -1,8 +1,5 @@
-"""From a config's `rewards:` to reward functions: names, parameters, weights, and the tokenizer's ids.
-
-What a config leaves open is bound from the run: the id of `</think>`, the end tokens, whether the model thinks, the
-completion's limit. A name with a colon is a user's own function and runs in a worker process.
-"""
+"""From a config's `rewards:` to reward functions: names, parameters, weights, and what the run binds (the tokenizer's
+ids)."""
 
 import difflib
 import functools
@@ -66,11 +63,8 @@ def build_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
 
 
 def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str = "rewards") -> Any:
-    """One reward with this tokenizer's ids bound, without its weight; raises as `build_rewards` does.
-
-    Args:
-        entry: one of `run.rewards`, or one made for a purpose. key: its name in an error.
-    """
+    """One reward (an item of `run.rewards`, or one made for a purpose) with this tokenizer's ids bound, without its
+    weight; `key` is its name in errors, which are those of `build_rewards`."""
     if ":" in entry.name:
         return _build_worker(key, entry, run)
     _check_name(key, entry.name)
@@ -79,17 +73,14 @@ def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str 
     for name in entry.params:
         if name not in takes:
             offered = f"it takes {', '.join(takes)}" if takes else "it takes none"
-            hint = "; set timeout_s beside params" if name == "timeout_s" else _nearest(name, takes)
+            hint = "; set timeout_s next to params" if name == "timeout_s" else _nearest(name, takes)
             raise ConfigError(f"{key}.params.{name}: {entry.name} has no parameter of that name{hint}; {offered}")
     return _call_factory(key, entry, factory, _bind(run, tokenizer))
 
 
 def check_reward_names(run: RunConfig) -> None:
-    """Refuse a name that no reward has; needs no tokenizer, so it can run before a model is downloaded.
-
-    Raises:
-        ConfigError: with the nearest name and all known ones.
-    """
+    """Refuse a name that no reward has, with the nearest and all known ones; before a tokenizer or model is
+    downloaded."""
     for index, entry in enumerate(run.rewards):
         if ":" not in entry.name:
             _check_name(f"rewards.{index}", entry.name)

@@ -1,8 +1,7 @@
-"""A reward function in a process of its own, with a real time limit.
+"""A reward function in a process of its own (`worker_main`), with a real time limit: a thread cannot be stopped.
 
-A thread cannot be stopped, so a config's `module:function` runs in a fresh interpreter; after `timeout_s` the process
-and its children are killed, and the next call starts another. Started with `-c`: a fork would copy locks and CUDA
-contexts, and multiprocessing's spawn would run the caller's script again. The other side is `worker_main`.
+Started with `-c`: a fork would copy locks and CUDA contexts, multiprocessing's spawn would run the caller's script
+again.
 """
 
 import contextlib
@@ -49,11 +48,7 @@ class Worker:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the process and import the module, unless one is up.
-
-        Raises:
-            WholeBatchError: the module or the function cannot be found, or importing it failed.
-        """
+        """Start the process and import the module, unless one is up; raises WholeBatchError where either fails."""
         if self.running:
             return
         self.close()

@@ -1,7 +1,6 @@
 """The worker's side of `worker`: runs in the process of a `module:function` reward. Never imports torch itself.
 
-It reads pickled requests from standard input and writes pickled replies to the original standard output. The reward's
-own output goes to standard error and its standard input is empty, so neither mixes with the protocol.
+Pickled requests on standard input, replies on the original standard output; the reward's own output goes to stderr.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """Which engine samples, with which cache, and completions as texts for evaluation, the report and notebooks.
 
-Every engine samples from the policy's whole distribution, because RLOO trains that distribution, keeps the same rules
-for a thinking budget and returns the model's own ids: nothing is decoded and encoded again.
+Every engine samples from the policy's whole distribution, keeps the same budget rules and returns the model's own ids.
 """
 
 from collections.abc import Callable, Iterator, Sequence

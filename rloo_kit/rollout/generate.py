@@ -1,10 +1,9 @@
 """Sampling through `model.generate`: left-padded batches, sorted by length; under Unsloth its fast inference.
 
-The log-probability of each token is taken from the scores that it was drawn from, one step late, so that a single
-(B, V) tensor is kept. Thinking is closed within the call, by scores that leave one token: a second call would prefill
-whole rows, which takes more memory than all of decoding.
+Log-probabilities are taken from the scores a step late, so that one (B, V) tensor is kept; thinking is closed within
+the call, because a second one would prefill whole rows.
 
-Shapes: B rows of a batch, P prompt tokens, C completion tokens, V vocabulary.
+Shapes: B rows, P prompt, C completion tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence

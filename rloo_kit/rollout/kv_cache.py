@@ -1,8 +1,6 @@
 """Keys and values of the rows that are being generated: one slot a row, one write position a row.
 
-The live rows are always the first slots: a row that ends is overwritten by the last live one, a new row takes the slot
-behind them. Slots grow by blocks of tokens; every row writes at its own position, so nothing is padded on the left.
-`rollout.cache` keeps them in the model's precision, in 8 bits (restored one layer at a time) or in main memory.
+The live rows are the first slots: a row that ends is overwritten by the last live one, a new row goes behind them.
 
 Shapes: S slots, R live rows, L tokens up to the longest live row, G key-value heads, P prompt tokens, D head size.
 """
@@ -157,11 +155,8 @@ class EightBitCache(SlotCache):
 
 
 class OffloadedCache(SlotCache):
-    """`SlotCache` in main memory. `write` returns copies if the model is on a GPU.
-
-    A layer is fetched with its whole capacity: a part of it would be gathered on the host first. The next step may
-    overwrite its memory: reading that step's new keys back waits for everything before it.
-    """
+    """`SlotCache` in main memory; `write` returns copies if the model is on a GPU, each layer with its whole capacity.
+    The next step may overwrite their memory: reading that step's new keys back waits for everything before it."""
 
     def _pack(self, keys: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:
         host = self._place(keys.device)

@@ -1,9 +1,7 @@
 """Sampling on a vLLM server: the adapter is handed over as a folder before each rollout, tokens travel over HTTP.
 
-All processes write the adapter into a new folder (`hand_over`); the main one has the server unload the last adapter and
-load the new one, under a name never used before, because a server finds its cached prefixes by the adapter's name; then
-each process sends its own completions. The base on the server is never changed. An unchanged adapter stays loaded.
-Each completion is a request of its own, and its answer a second one, so nothing waits for the longest thinking.
+All processes write the adapter (`hand_over`), the main one has the server load it under a name never used before,
+because a server finds cached prefixes by that name; then each process sends its own completions.
 """
 
 import filecmp
@@ -233,11 +231,8 @@ class ServerEngine:
 def _run_all(
     work: Callable[[int], CompletionState], numbers: list[int], at_once: int, on_progress: Progress | None
 ) -> dict[int, CompletionState]:
-    """`work(number)` for all numbers, started in their order, `at_once` in parallel; the first error ends it.
-
-    The threads are daemons and are not joined: after an error or Ctrl-C the requests in flight, which may take an hour,
-    must not keep the process alive.
-    """
+    """`work(number)` for all numbers, in order, `at_once` in parallel; the first error ends it. The threads are daemons
+    and not joined: requests in flight, which may take an hour, must not keep the process alive."""
     waiting: SimpleQueue[int] = SimpleQueue()
     done: SimpleQueue[tuple[int, CompletionState | BaseException]] = SimpleQueue()
     stop = threading.Event()

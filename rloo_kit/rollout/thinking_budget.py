@@ -1,12 +1,7 @@
-"""Thinking that ends in time: at the budget `</think>` is forced, and the model answers within an answer budget.
+"""Thinking that ends in time: at the budget the closing ids are forced, and the model answers within an answer budget.
 
-- At `thinking_budget` tokens without `</think>` the closing ids are forced: their log-probabilities are NaN and their
-  span is recorded, so that the loss leaves them out.
-- After the close, forced or not, at most `answer_limit` tokens follow.
-- A completion that ends inside its thinking is left as it is.
-
-Source: Qwen3 technical report, section 4.3, https://arxiv.org/abs/2505.09388; budget forcing (s1),
-https://arxiv.org/abs/2501.19393; separate budgets, https://arxiv.org/abs/2505.05315.
+Forced tokens have a log-probability of NaN and a recorded span, so that the loss leaves them out. A completion that
+ends inside its thinking is left as it is. Sources: docs/rollout.md.
 """
 
 from collections.abc import Collection

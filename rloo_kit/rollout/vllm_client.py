@@ -1,10 +1,7 @@
 """A vLLM server over HTTP: wait for it, read what it serves, load an adapter, continue tokens. No vLLM needed here.
 
-Token ids go in and come out, never text, and with each token its log-probability. A request that may safely be repeated
-is repeated while the server does not answer. `VLLM_API_KEY` in the environment is sent as the key.
-
-Source: vLLM's OpenAI-compatible server, https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html; LoRA at
-run time, https://docs.vllm.ai/en/latest/features/lora.html.
+Token ids in, token ids and log-probabilities out. What may safely be repeated is, while the server does not answer.
+`VLLM_API_KEY` is sent as the key. Source: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html.
 """
 
 import math
@@ -279,11 +276,7 @@ def _read_json(url: str, answer: httpx.Response) -> dict[str, Any]:
 
 
 def _explain_refusal(answer: httpx.Response, text: str, folder: str, rank: int) -> str:
-    """Why an adapter was refused, and the fix.
-
-    Args:
-        text: the server's message. folder, rank: of the adapter.
-    """
+    """Why an adapter (`folder`, `rank`) was refused, from the server's message, and the fix."""
     needed = next((known for known in RANKS if known >= rank), rank)
     if "max_lora_rank" in text:
         return f"its rank is {rank} ({text}); start the server with --max-lora-rank {needed}"

@@ -1,7 +1,4 @@
-"""Writing files safely: in one piece, under a lock, and with a record of the saves that are still running.
-
-Whoever ends a process asks `running_saves` first: ended while an adapter is being written, it leaves half of one.
-"""
+"""Writing files safely: in one piece, under a lock, and with a record of the saves that are still running."""
 
 import json
 import math

@@ -1,8 +1,5 @@
-"""Health of a run from its logged metrics: healthy ranges, and a watch for steps in a row that train nothing.
-
-A step whose groups all earned one reward, or whose completions were nearly all cut off, moves nothing, and its loss
-looks calm. No torch, so the rules run over the `metrics.jsonl` of any run.
-"""
+"""Health of a run from its logged metrics: healthy ranges, and a watch for steps in a row that train nothing. No
+torch."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

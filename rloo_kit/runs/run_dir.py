@@ -1,7 +1,7 @@
-"""A run's folder `outputs/<name>/`: its files, who may write them, and how an interrupted run goes on.
+"""A run's folder `outputs/<name>/`: its files, who may write them, and how an interrupted run resumes.
 
-`status.json` alone decides whether a run is done. The process that writes holds a lock on the folder; of a run's
-processes that is the main one, and in the others the writing of a `RunDir` does nothing.
+`status.json` alone decides whether a run is done. The main process holds a lock and writes; in others a `RunDir` does
+not.
 """
 
 import json

@@ -1,8 +1,4 @@
-"""Progress bars, tables and durations as plain lines of text wherever a terminal cannot redraw them.
-
-A batch runner's log shows the widgets of `tqdm.auto` once, frozen at 0 %, and the tables of rich as colour codes. So
-set-up replaces tqdm's notebook bar, and everything of rich is printed by `print_table`.
-"""
+"""Progress bars, tables and durations as plain lines of text wherever a terminal cannot redraw them."""
 
 import io
 import os

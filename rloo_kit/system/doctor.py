@@ -1,7 +1,6 @@
 """`rloo-kit doctor`: what can be checked of a machine without a run, and what to do about each finding.
 
-What needs torch or Jupyter runs in a process of its own. Nothing that could be a secret is printed: keys appear by
-name, processes by program, the hub by host.
+What needs torch or Jupyter runs in a process of its own. Nothing that could be a secret is printed.
 """
 
 import json as json_text
@@ -93,7 +92,7 @@ def check_installation(root: Path | None = None) -> Report:
 
 
 def _settle(root: Path | None) -> tuple[Environment, list[Check]]:
-    """The environment; where set-up refuses, that finding and what can be had of the environment."""
+    """The environment; where set-up refuses, that finding and what is known of the environment."""
     try:
         return prepare_environment(root=root), []
     except (ConfigError, SetupError) as error:
@@ -215,7 +214,7 @@ _KERNEL_SPEC = """
 import importlib.util, os, sys
 from jupyter_client.kernelspec import KernelSpecManager
 if importlib.util.find_spec("ipykernel") is None:
-    raise SystemExit("ipykernel is not installed beside jupyter_client")
+    raise SystemExit("ipykernel is not installed next to jupyter_client")
 program = KernelSpecManager().get_kernel_spec("python3").argv[0]
 names = ("python", "python3", "python%d.%d" % sys.version_info[:2])  # these mean the server's own Python
 if program not in names and os.path.realpath(program) != os.path.realpath(sys.executable):

@@ -1,7 +1,6 @@
 """The project's root and its `.env`: found by a marker, loaded by path, reported by name and never by value.
 
-python-dotenv alone searches from the working directory, where a notebook started elsewhere finds nothing, and takes an
-empty variable for a set one, so `HF_TOKEN=` in the shell hides the token in `.env`.
+Unlike python-dotenv, an empty variable counts as missing, so `HF_TOKEN=` in the shell does not hide `.env`'s.
 """
 
 import os

@@ -1,7 +1,6 @@
 """The environment of a run, settled once and before torch: keys, GPU, precision, backend, progress bars, caches.
 
-`rloo_kit._stack` has the public `setup_environment()`, which also imports Unsloth where it is the backend. Modules that
-need the outcome call `current()`.
+`_stack.setup_environment()` is the public call; modules that need the outcome call `current()`.
 """
 
 import os

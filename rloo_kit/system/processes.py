@@ -1,8 +1,4 @@
-"""The processes of a run: which of them this one is, and `rloo-kit train --launch FILE`, which starts them.
-
-One process a GPU. Launchers (accelerate launch, torchrun) set RANK, LOCAL_RANK and WORLD_SIZE; without one there is one
-process. Only the environment is read, so that all of it is known before torch is imported.
-"""
+"""The processes of a run, read from RANK, LOCAL_RANK and WORLD_SIZE, and `rloo-kit train --launch FILE`. No torch."""
 
 import logging
 import os
@@ -30,20 +26,14 @@ _REPEATED = ("Sending process", "failed (exitcode", "Received", "Closing process
 
 
 def count_processes() -> int:
-    """Processes of a distributed run (WORLD_SIZE), 1 or more; 1 without a launcher.
-
-    Raises:
-        ConfigError: the variable is not a whole number of 1 or more.
-    """
+    """Processes of a distributed run (WORLD_SIZE), 1 without a launcher; ConfigError where it is no whole number above
+    0."""
     return _read(WORLD_SIZE, 1, least=1)
 
 
 def process_index() -> int:
-    """The rank of this process in the run, from 0; 0 without a launcher.
-
-    Raises:
-        ConfigError: RANK is no whole number, or not below WORLD_SIZE.
-    """
+    """The rank of this process in the run (RANK), 0 without a launcher; ConfigError where it is not a rank of
+    WORLD_SIZE."""
     index, count = _read(RANK, 0), count_processes()
     if index >= count:
         raise ConfigError(f"the environment's {RANK} is {index} and {WORLD_SIZE} {count}; a rank lies below the number")
@@ -51,11 +41,8 @@ def process_index() -> int:
 
 
 def local_index() -> int:
-    """The rank of this process on its machine, from 0, which is the GPU that it takes; 0 without a launcher.
-
-    Raises:
-        ConfigError: LOCAL_RANK is no whole number.
-    """
+    """The rank of this process on its machine (LOCAL_RANK), which is its GPU; 0 without a launcher; ConfigError if not
+    whole."""
     return _read(LOCAL_RANK, 0)
 
 

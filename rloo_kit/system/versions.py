@@ -53,10 +53,8 @@ def in_range(version: str, tested: str) -> bool:
 
 
 def is_importable(module: str) -> bool:
-    """Whether `import module` would find it, without importing it.
-
-    A bare folder of that name in the working directory, such as a clone of a repository, is not the package.
-    """
+    """Whether `import module` would find it, without importing it; a bare folder of that name, such as a clone of a
+    repository, does not count."""
     if module in sys.modules:
         return sys.modules[module] is not None  # None there blocks the import
     spec = importlib.util.find_spec(module)
@@ -64,11 +62,8 @@ def is_importable(module: str) -> bool:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse a tracker whose library is missing, before a model is loaded in vain.
-
-    Raises:
-        ConfigError: with the command that installs it.
-    """
+    """Refuse a tracker whose library is missing, with the command that installs it, before a model is loaded in
+    vain."""
     for name in names:
         if name in TRACKERS and not any(is_importable(module) for module in TRACKERS[name]):
             raise ConfigError(

@@ -1,13 +1,12 @@
 """From a config to reward functions: names, parameters, ids of the tokenizer, functions of the user's own."""
 
+import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from rloo_kit import build_rewards, load_config
 from rloo_kit.embedded.tokenizer import build_tokenizer
@@ -34,20 +33,14 @@ def make_run(tmp_path: Path) -> Make:
     return make
 
 
-@pytest.fixture(scope="session")
-def plain_tokenizer() -> Any:
-    """A byte-level tokenizer that has end tokens but no thinking tags, and a template that never thinks."""
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    return tokenizer
+@pytest.fixture
+def plain_tokenizer(tiny_tokenizer: Any) -> Any:
+    """A tokenizer that has end tokens but no thinking tags."""
+    vocabulary = {token: number for token, number in tiny_tokenizer.get_vocab().items() if "think>" not in token}
+    plain = copy.deepcopy(tiny_tokenizer)
+    plain.get_vocab = lambda: vocabulary
+    plain.chat_template = plain.chat_template.replace("<think>\n", "")
+    return plain
 
 
 def test_every_name_builds_and_is_bound_to_the_tokenizer(make_run: Make, tiny_tokenizer: Any) -> None:
@@ -88,19 +81,10 @@ def test_the_line_that_a_run_prints(make_run: Make, tiny_tokenizer: Any, capsys:
     assert built[2].reward.max_words == 99
 
 
-def test_qwen3_ids_are_bound_from_a_qwen3_tokenizer(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards against a binding that works for compact ids only: the full vocabulary has the tag at 151668."""
-    (reward,) = build_rewards(make_run({"name": "thinking_reward"}), build_tokenizer("thinking", "qwen3"))
-    assert reward.reward.think_end_id == 151668
-    assert "(</think> = 151668)" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ["thinking_reward", "thinking_budget_reward", "think_format_reward"])
 def test_a_tokenizer_without_the_tag_is_refused(name: str, make_run: Make, plain_tokenizer: Any) -> None:
     """Guards against -1.0 for everything, for ever, on a model that cannot close its thinking."""
-    with pytest.raises(
-        TokenizerError, match=f"rewards.0: {name} decides by the token </think>, and the tokenizer has none"
-    ):
+    with pytest.raises(TokenizerError, match=f"rewards.0: {name} decides by the token </think>"):
         build_rewards(make_run({"name": name}), plain_tokenizer)
 
 
@@ -118,9 +102,7 @@ def test_a_model_that_never_thinks_is_judged_by_its_whole_completion(
 def test_an_id_that_the_tokenizer_contradicts_is_refused(make_run: Make, tiny_tokenizer: Any) -> None:
     """Guards against a config copied from a Qwen3 run: the id is the tokenizer's business."""
     run = make_run({"name": "length_reward"}, {"name": "thinking_reward", "params": {"think_end_id": 151668}})
-    with pytest.raises(
-        TokenizerError, match="rewards.1.params.think_end_id is 151668, but the tokenizer has </think> at 260"
-    ):
+    with pytest.raises(TokenizerError, match="rewards.1.params.think_end_id is 151668, .* </think> at 260"):
         build_rewards(run, tiny_tokenizer)
     agreeing = make_run({"name": "thinking_reward", "params": {"think_end_id": 260}})
     assert build_rewards(agreeing, tiny_tokenizer)[0].reward.think_end_id == END
@@ -129,33 +111,14 @@ def test_an_id_that_the_tokenizer_contradicts_is_refused(make_run: Make, tiny_to
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        (
-            {"name": "thinkin_reward"},
-            "rewards.0.name: there is no reward 'thinkin_reward'; did you mean 'thinking_reward'?",
-        ),
-        (
-            {"name": "xyzzy"},
-            r"there is no reward 'xyzzy'. Known: thinking_reward, .*; a function of your own is module:fun",
-        ),
-        (
-            {"name": "thinking_reward", "params": {"min_token": 3}},
-            r"rewards.0.params.min_token: thinking_reward has no parameter of that name; did you mean 'min_tokens'\?; "
-            "it takes think_end_id, min_tokens, full_tokens, forced_counts_as_closed$",
-        ),
-        (
-            {"name": "thinking_reward", "params": {"full_tokens": 3}},
-            "rewards.0.params: thinking_reward cannot be built: full_tokens is 3; it must be a whole number",
-        ),
-        (
-            {"name": "math_answer_reward", "params": {"timeout_s": 3}},
-            "rewards.0.params.timeout_s: math_answer_reward has no parameter of that name; set timeout_s beside params",
-        ),
+        ({"name": "thinkin_reward"}, "rewards.0.name: .* 'thinkin_reward'; did you mean 'thinking_reward'?"),
+        ({"name": "xyzzy"}, r"'xyzzy'. Known: thinking_reward, .*; a function of your own is module:fun"),
+        ({"name": "thinking_reward", "params": {"min_token": 3}}, r"rewards.0.params.min_token: .*'min_tokens'\?"),
+        ({"name": "thinking_reward", "params": {"full_tokens": 3}}, "rewards.0.params: .* full_tokens is 3; it must"),
+        ({"name": "math_answer_reward", "params": {"timeout_s": 3}}, "timeout_s: .*; set timeout_s beside params"),
         ({"name": "reward_model"}, "rewards.0.params: reward_model cannot be built: .*missing 1 required .* 'model'"),
         ({"name": "nowhere:f"}, "rewards.0.name 'nowhere:f': there is no module 'nowhere'"),
-        (
-            {"name": "reward_examples:"},
-            "rewards.0.name is 'reward_examples:'; a function of your own is module:function",
-        ),
+        ({"name": "reward_examples:"}, "rewards.0.name is 'reward_examples:'; .* module:function"),
     ],
 )
 def test_what_a_config_gets_wrong_is_said_with_its_key(
@@ -166,26 +129,21 @@ def test_what_a_config_gets_wrong_is_said_with_its_key(
         build_rewards(make_run(entry), tiny_tokenizer)
 
 
-def test_a_function_beside_the_config_is_found_from_anywhere(
-    make_run: Make, tiny_tokenizer: Any, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any
+@pytest.mark.parametrize("beside_the_config", [True, False])
+def test_a_function_of_ones_own_is_found(
+    make_run: Make, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: Any, beside_the_config: bool
 ) -> None:
-    """Guards against a run that finds its rewards only when started from the right folder."""
-    shutil.copy(Path(__file__).with_name("reward_examples.py"), tmp_path / "my_rewards.py")
-    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    entry = {"name": "my_rewards:by_length", "weight": 2.0, "params": {"scale": 10}, "timeout_s": 3.0}
+    """Guards against a run that finds its rewards only when started from the right folder, and against shipped configs
+    that could not use a reward of the folder one works in."""
+    here = tmp_path / "elsewhere"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    module = f"my_rewards_{beside_the_config}"
+    shutil.copy(
+        Path(__file__).with_name("reward_examples.py"), (tmp_path if beside_the_config else here) / f"{module}.py"
+    )
+    entry = {"name": f"{module}:by_length", "weight": 2.0, "params": {"scale": 10}, "timeout_s": 3.0}
     (reward,) = build_rewards(make_run(entry), tiny_tokenizer)
     assert (reward.__name__, reward.weight, reward.reward.worker.timeout_s) == ("by_length", 2.0, 3.0)
     assert reward(prompts=["p"], completions=["abc"], completion_ids=[[1]]) == [30.0]
-    reward.reward.worker.close()
-
-
-def test_a_function_in_the_working_directory_is_found(
-    make_run: Make, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any
-) -> None:
-    """Guards against shipped configs that could not use a reward of the folder one works in."""
-    here = tmp_path_factory.mktemp("work")
-    shutil.copy(Path(__file__).with_name("reward_examples.py"), here / "mine_here.py")
-    monkeypatch.chdir(here)
-    (reward,) = build_rewards(make_run({"name": "mine_here:by_length"}), tiny_tokenizer)
-    assert reward(prompts=["p"], completions=["abc"], completion_ids=[[1]]) == [3.0]
     reward.reward.worker.close()
