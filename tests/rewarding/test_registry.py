@@ -115,7 +115,7 @@ def test_an_id_that_the_tokenizer_contradicts_is_refused(make_run: Make, tiny_to
         ({"name": "xyzzy"}, r"'xyzzy'. Known: thinking_reward, .*; a function of your own is module:fun"),
         ({"name": "thinking_reward", "params": {"min_token": 3}}, r"rewards.0.params.min_token: .*'min_tokens'\?"),
         ({"name": "thinking_reward", "params": {"full_tokens": 3}}, "rewards.0.params: .* full_tokens is 3; it must"),
-        ({"name": "math_answer_reward", "params": {"timeout_s": 3}}, "timeout_s: .*; set timeout_s beside params"),
+        ({"name": "math_answer_reward", "params": {"timeout_s": 3}}, "timeout_s: .*; set timeout_s next to params"),
         ({"name": "reward_model"}, "rewards.0.params: reward_model cannot be built: .*missing 1 required .* 'model'"),
         ({"name": "nowhere:f"}, "rewards.0.name 'nowhere:f': there is no module 'nowhere'"),
         ({"name": "reward_examples:"}, "rewards.0.name is 'reward_examples:'; .* module:function"),
