@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rloo_kit.data.chat import detect_family, render_prompt, resolve_family, thinks
+from rloo_kit.data.chat import detect_family, render_prompt, resolve_family
 from rloo_kit.errors import ConfigError, DataError, RlooKitError
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -49,23 +49,19 @@ def bos_tokenizer() -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
-def test_family_is_read_off_the_template(with_template: Any, family: str) -> None:
-    """A renamed or merged checkpoint says nothing by its name: a Thinking model called "my-model" was scored as one
-    that never thinks, and every completion counted as unanswered."""
-    assert detect_family(with_template(family), "my-model") == family
+NAMES = [(family, "my-model", family) for family in TEMPLATES]
+NAMES += [("hybrid", "Thinking/qwen", "hybrid"), ("thinking", "Qwen3-Instruct", "thinking")]
 
 
-def test_name_does_not_overrule_the_template(with_template: Any) -> None:
-    """A folder "thinking-experiments/qwen3-instruct" must not make an instruct model a thinking one when the template
-    settles the question, which it does for `hybrid` and `thinking`."""
-    assert detect_family(with_template("hybrid"), "Thinking/qwen") == "hybrid"
-    assert detect_family(with_template("thinking"), "Qwen3-Instruct") == "thinking"
+@pytest.mark.parametrize(("template", "name", "family"), [*NAMES, ("instruct", "some/Model-Thinking", "thinking")])
+def test_the_template_decides_and_the_name_where_it_is_silent(with_template, template, name, family):
+    """A Thinking model called "my-model" was scored as one that never thinks, and every completion counted as
+    unanswered. Some thinking models open the tag themselves, behind a template that never mentions it."""
+    assert detect_family(with_template(template), name) == family
 
 
-def test_name_decides_where_the_template_is_silent(with_template: Any) -> None:
-    """Some thinking models open the tag themselves, behind a template that never mentions it."""
-    assert detect_family(with_template("instruct"), "some/Model-Thinking") == "thinking"
+def test_the_key_overrules_the_name(with_template):
+    """Where the template is silent the user has the last word."""
     assert resolve_family(with_template("instruct"), "some/model", "thinking") == "thinking"
     assert resolve_family(with_template("instruct"), "some/Model-Thinking", "instruct") == "instruct"
 
@@ -79,7 +75,7 @@ def test_name_decides_where_the_template_is_silent(with_template: Any) -> None:
         ("thinking", "plain", "has no chat template"),
     ],
 )
-def test_contradiction_is_an_error(with_template: Any, family: str, template: str, text: str) -> None:
+def test_contradiction_is_an_error(with_template, family, template, text):
     """`family: instruct` on a Thinking checkpoint trained for hours on prompts that ended with an open `<think>`."""
     with pytest.raises(ConfigError) as caught:
         resolve_family(with_template(template), "my-model", family)
@@ -88,7 +84,7 @@ def test_contradiction_is_an_error(with_template: Any, family: str, template: st
     assert f"Set model.family: {template} or auto" in message
 
 
-def test_plain_is_always_allowed(with_template: Any) -> None:
+def test_plain_is_always_allowed(with_template):
     """The tokenizers of base models come with a chat template that the model has never seen."""
     tokenizer = with_template("hybrid")
     assert resolve_family(tokenizer, "base", "plain") == "plain"
@@ -96,20 +92,14 @@ def test_plain_is_always_allowed(with_template: Any) -> None:
 
 
 @pytest.mark.parametrize(("template", "value"), [("instruct", True), ("thinking", False), ("plain", True)])
-def test_enable_thinking_needs_a_hybrid_model(with_template: Any, template: str, value: bool) -> None:
+def test_enable_thinking_needs_a_hybrid_model(with_template, template, value):
     """`enable_thinking: false` on a Thinking-2507 model does nothing; the run that believed in it thought on."""
     with pytest.raises(ConfigError, match=r"model.enable_thinking is (true|false), but .* cannot be switched"):
         resolve_family(with_template(template), "m", "auto", value)
     assert resolve_family(with_template("hybrid"), "m", "auto", value) == "hybrid"
 
 
-def test_who_thinks() -> None:
-    """Closed shares and budgets are measured only for models that think."""
-    assert [thinks("thinking"), thinks("hybrid"), thinks("hybrid", True)] == [True] * 3
-    assert [thinks("hybrid", False), thinks("instruct"), thinks("plain")] == [False] * 3
-
-
-def test_rendering_of_each_family(with_template: Any) -> None:
+def test_rendering_of_each_family(with_template):
     """The text is the template's own, generation prompt and all: a missing newline is another prompt to the model."""
     user = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     assert render_prompt(with_template("thinking"), "1+1?", "thinking") == user + "<think>\n"
@@ -119,7 +109,7 @@ def test_rendering_of_each_family(with_template: Any) -> None:
     assert render_prompt(hybrid, "1+1?", "hybrid", False) == user + "<think>\n\n</think>\n\n"
 
 
-def test_system_prompt_goes_where_none_is(with_template: Any) -> None:
+def test_system_prompt_goes_where_none_is(with_template):
     """Rows with a system message of their own keep it; two in a row confuse most models."""
     tokenizer = with_template("instruct")
     given = render_prompt(tokenizer, "hi", "instruct", system_prompt="Be brief.")
@@ -130,7 +120,7 @@ def test_system_prompt_goes_where_none_is(with_template: Any) -> None:
         render_prompt(tokenizer, "hi", "plain", system_prompt="Be brief.")
 
 
-def test_conversation_with_columns_that_arrow_filled(with_template: Any) -> None:
+def test_conversation_with_columns_that_arrow_filled(with_template):
     """Arrow gives every message all keys that any message has: a `name: None` must not reach the template."""
     tokenizer = with_template("{% for m in messages %}{{ m.keys() | list | join(',') }};{% endfor %}")
     messages = [{"role": "user", "content": "a", "name": None}, {"role": "user", "content": "b", "name": "x"}]
@@ -151,7 +141,7 @@ def test_conversation_with_columns_that_arrow_filled(with_template: Any) -> None
         ([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "ends with the assistant's own"),
     ],
 )
-def test_bad_prompts_are_refused(with_template: Any, prompt: Any, text: str) -> None:
+def test_bad_prompts_are_refused(with_template, prompt, text):
     """Each of these once became a prompt: 'None', '[]', or an answer that the model was to write after itself."""
     with pytest.raises(DataError) as caught:
         render_prompt(with_template("instruct"), prompt, "instruct")
@@ -159,21 +149,17 @@ def test_bad_prompts_are_refused(with_template: Any, prompt: Any, text: str) -> 
     assert isinstance(caught.value, RlooKitError)
 
 
-def test_template_is_not_applied_twice(with_template: Any) -> None:
+def test_template_is_not_applied_twice(with_template):
     """Prompts rendered by a preparing script were rendered again: the model saw a user who typed `<|im_start|>`."""
     tokenizer = with_template("thinking")
     once = render_prompt(tokenizer, "1+1?", "thinking")
     with pytest.raises(DataError, match=r"control token <\|im_start\|>.*applied already.*model.family: plain"):
         render_prompt(tokenizer, once, "thinking")
     assert render_prompt(tokenizer, once, "plain") == once
+    assert "use <think>" in render_prompt(tokenizer, "use <think> tags", "thinking"), "an added token, no control token"
 
 
-def test_thinking_tags_are_text_that_a_prompt_may_hold(with_template: Any) -> None:
-    """`<think>` is an added token, not a control token: an instruction may speak of it."""
-    assert "use <think>" in render_prompt(with_template("thinking"), "use <think> tags", "thinking")
-
-
-def test_template_that_fails_is_named(with_template: Any) -> None:
+def test_template_that_fails_is_named(with_template):
     """Some templates refuse a system message; the bare Jinja error named neither the template nor the roles."""
     tokenizer = with_template("{{ raise_exception('no system role') if messages[0].role == 'system' else '' }}x")
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
@@ -181,31 +167,23 @@ def test_template_that_fails_is_named(with_template: Any) -> None:
         render_prompt(tokenizer, messages, "instruct")
 
 
-def test_one_bos_where_template_and_tokenizer_both_write_it(bos_tokenizer: Any) -> None:
+def test_one_bos_where_template_and_tokenizer_both_write_it(bos_tokenizer):
     """The trainer tokenises the rendered text with the tokenizer's defaults: with the template's own BOS left in, every
     prompt of a Llama began with two."""
     text = render_prompt(bos_tokenizer, "hi", "instruct")
     wanted = bos_tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True)
     assert bos_tokenizer(text)["input_ids"] == wanted["input_ids"]
     assert wanted["input_ids"].count(bos_tokenizer.bos_token_id) == 1
-
-
-def test_bos_stays_where_the_tokenizer_adds_none(bos_tokenizer: Any) -> None:
-    """The other way round: taking the template's BOS away from a tokenizer that adds none leaves a prompt without."""
+    ids = bos_tokenizer(render_prompt(bos_tokenizer, "<s>Once", "plain"))["input_ids"]
+    assert ids == bos_tokenizer("Once")["input_ids"], "plain text often comes with the BOS typed in front of it"
     tokenizer = copy.deepcopy(bos_tokenizer)
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     assert tokenizer("x")["input_ids"][0] != tokenizer.bos_token_id
     text = render_prompt(tokenizer, "hi", "instruct")
-    assert tokenizer(text)["input_ids"].count(tokenizer.bos_token_id) == 1
+    assert tokenizer(text)["input_ids"].count(tokenizer.bos_token_id) == 1, "taking it away would leave none"
 
 
-def test_a_prompt_that_writes_the_bos_itself(bos_tokenizer: Any) -> None:
-    """Plain text often comes with the BOS typed in front of it."""
-    ids = bos_tokenizer(render_prompt(bos_tokenizer, "<s>Once", "plain"))["input_ids"]
-    assert ids == bos_tokenizer("Once")["input_ids"]
-
-
-def test_plain_takes_text_only_and_families_are_known(with_template: Any) -> None:
+def test_plain_takes_text_only_and_families_are_known(with_template):
     """A conversation given to a base model has no template to be rendered with."""
     tokenizer = with_template("plain")
     with pytest.raises(DataError, match="the prompt is a list, but model.family is 'plain', which applies no chat tem"):

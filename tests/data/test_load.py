@@ -54,10 +54,7 @@ def rendered(question: str) -> str:
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": number % 3} for number in range(20)]
 
 
-# ------------------------------------------------------------------------------------------------- sources
-
-
-def test_jsonl(make_run: Any, write: Any, tiny_tokenizer: Any) -> None:
+def test_jsonl(make_run, write, tiny_tokenizer):
     """Blank lines, a byte order mark and numbers as answers are what real files have."""
     path = write(
         "rows.jsonl", "\ufeff" + jsonl({"prompt": "1+1=", "answer": 2}) + "\n" + jsonl({"prompt": "é", "answer": "x"})
@@ -70,7 +67,7 @@ def test_jsonl(make_run: Any, write: Any, tiny_tokenizer: Any) -> None:
     assert len(data.test) == 0 and data.dropped == 0 and data.notes == []
 
 
-def test_csv_keeps_text(make_run: Any, tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_csv_keeps_text(make_run, tmp_path, tiny_tokenizer):
     """A reader that guesses types made 7 of the answer 007; quoted fields hold commas and line breaks."""
     path = tmp_path / "rows.csv"
     with path.open("w", newline="") as file:
@@ -81,7 +78,7 @@ def test_csv_keeps_text(make_run: Any, tmp_path: Path, tiny_tokenizer: Any) -> N
     assert data.train["id"][:] == ["1", ""]
 
 
-def test_parquet_keeps_types_and_conversations(make_run: Any, tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_parquet_keeps_types_and_conversations(make_run, tmp_path, tiny_tokenizer):
     """Columns besides prompt and answer reach the rewards as they are, nested ones too."""
     path = tmp_path / "rows.parquet"
     prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
@@ -91,7 +88,7 @@ def test_parquet_keeps_types_and_conversations(make_run: Any, tmp_path: Path, ti
     assert (row["answer"], row["level"], row["tags"]) == ("2", 3, ["a", "b"])
 
 
-def test_rows_in_python(make_run: Any, tiny_tokenizer: Any) -> None:
+def test_rows_in_python(make_run, tiny_tokenizer):
     """A notebook has its prompts at hand: texts, conversations, dicts, or a data set made with `datasets`."""
     run = make_run(prompt_column="question")
     texts = load_data(run, tiny_tokenizer, rows=["a", "b"]).train
@@ -102,7 +99,7 @@ def test_rows_in_python(make_run: Any, tiny_tokenizer: Any) -> None:
     assert texts["prompt"][:] == [rendered("a"), rendered("b")]
 
 
-def test_embedded_task(make_run: Any, tiny_tokenizer: Any) -> None:
+def test_embedded_task(make_run, tiny_tokenizer):
     """The main job reads no file at all."""
     data = load_data(make_run("embedded/addition", num_prompts=50, test_size=20), tiny_tokenizer)
     assert (len(data.train), len(data.test)) == (30, 20)
@@ -114,7 +111,7 @@ def test_embedded_task(make_run: Any, tiny_tokenizer: Any) -> None:
         load_data(make_run("embedded/chess"), tiny_tokenizer)
 
 
-def test_hub_split_and_subset(make_run: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_split_and_subset(make_run, tiny_tokenizer, monkeypatch):
     """gsm8k needs its subset 'main', and its gold answer stands behind the last ####."""
     asked = {}
 
@@ -128,7 +125,7 @@ def test_hub_split_and_subset(make_run: Any, tiny_tokenizer: Any, monkeypatch: p
     assert asked == {"source": "openai/gsm8k", "name": "main", "split": "test"}
 
 
-def test_hub_offline(make_run: Any, tiny_tokenizer: Any) -> None:
+def test_hub_offline(make_run, tiny_tokenizer):
     """Behind a firewall the bare error was a traceback through three libraries; it has to say what to do instead."""
     with pytest.raises(DataError) as caught:
         load_data(make_run("some-owner/no-such-data"), tiny_tokenizer)
@@ -140,28 +137,24 @@ def test_hub_offline(make_run: Any, tiny_tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("error", "key"),
     [
-        (ValueError("Config name is missing. Please pick one among the available configs: ['main']"), "data.subset"),
-        (ValueError("Unknown split \"x\". Should be one of ['train', 'test']."), "data.split"),
+        ("Config name is missing. Please pick one among the available configs: ['main']", "data.subset"),
+        ("Unknown split \"x\". Should be one of ['train', 'test'].", "data.split"),
     ],
 )
-def test_hub_says_which_key(
-    make_run: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, key: str
-) -> None:
+def test_hub_says_which_key(make_run, tiny_tokenizer, monkeypatch, error, key):
     """A wrong subset is no connection problem: advice about caches sends the user the wrong way."""
 
     def fail(*_: Any, **__: Any) -> None:
-        raise error
+        raise ValueError(error)
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(DataError) as caught:
         load_data(make_run("openai/gsm8k"), tiny_tokenizer)
-    assert str(error) in str(caught.value) and f"Set {key} to one of those named" in str(caught.value)
+    assert error in str(caught.value) and f"Set {key} to one of those named" in str(caught.value)
     assert "HF_HOME" not in str(caught.value)
 
 
-def test_file_is_looked_up_beside_the_config(
-    make_run: Any, tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_is_looked_up_beside_the_config(make_run, tmp_path, tiny_tokenizer, monkeypatch):
     """A notebook runs in its own folder; a config that names `rows.jsonl` means the file beside it."""
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "rows.jsonl").write_text(jsonl({"prompt": "hi"}))
@@ -182,9 +175,7 @@ def test_file_is_looked_up_beside_the_config(
         ("a/b/c", "no file a/b/c, looked in"),
     ],
 )
-def test_sources_that_are_none(
-    make_run: Any, tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, source: str, text: str
-) -> None:
+def test_sources_that_are_none(make_run, tmp_path, tiny_tokenizer, monkeypatch, source, text):
     """A mistyped path was taken for a hub id, and the error spoke of the network."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.txt").write_text("hi\n")
@@ -192,8 +183,6 @@ def test_sources_that_are_none(
         load_data(make_run(source), tiny_tokenizer)
     assert text in str(caught.value)
 
-
-# ------------------------------------------------------------------------------------------------- bad rows
 
 BAD_JSONL = [
     ("", "has no rows"),
@@ -214,45 +203,36 @@ BAD_JSONL = [
     (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": 2**70}), "line 2: column 'n' holds a value that Arrow"),
     (jsonl({"prompt": "a", "n": {"b": 1}}, {"prompt": "b", "n": {"b": "x"}}), "line 2: column 'n' holds a value that"),
     (jsonl({"prompt": "a"}, {"prompt": "b", "\ud800": 1}), "line 2: the column name holds \\ud800 at character 0"),
-    (
-        jsonl({"prompt": "a"}) + '{"prompt": ' + "9" * 5000 + "}\n",
-        "line 2: JSON that cannot be read: Exceeds the limit",
-    ),
+    (jsonl({"prompt": "a"}) + '{"n": ' + "9" * 5000 + "}\n", "line 2: JSON that cannot be read: Exceeds the limit"),
     (jsonl({"prompt": "a"}) + '{"n": ' + "[" * 99_999 + "\n", "line 2: JSON that cannot be read: maximum recursion"),
     (jsonl({"prompt": "a", "answer": True}), "line 1: an answer of type bool"),
     (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": "2"}), "line 2: column 'n' holds a str, and before it a int"),
 ]
 
 
-@pytest.mark.parametrize(("content", "text"), BAD_JSONL)
-def test_bad_jsonl_names_file_and_line(make_run: Any, write: Any, tiny_tokenizer: Any, content: str, text: str) -> None:
-    """In a file of 50,000 lines "KeyError: 'prompt'" is no help: the line is what one has to know."""
-    path = write("rows.jsonl", content)
-    with pytest.raises(DataError) as caught:
-        load_data(make_run(path), tiny_tokenizer)
-    assert str(path) in str(caught.value) and text in str(caught.value)
+BAD_CSV = [
+    ("", "has no rows"),
+    ("prompt,prompt\na,b\n", "line 1: a column name stands twice"),
+    ('prompt,answer\n"a\nb",1\nc\n', "line 4: 1 fields, but the header has 2"),
+    ('prompt,answer\na,"1\n', "line 2: broken CSV"),
+    ("prompt,answer\na,1\n,2\n", "line 3: the prompt is empty"),
+    ("question,answer\na,1\n", "line 2: no column 'prompt'; columns found: question, answer"),
+]
 
 
 @pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ("", "has no rows"),
-        ("prompt,prompt\na,b\n", "line 1: a column name stands twice"),
-        ('prompt,answer\n"a\nb",1\nc\n', "line 4: 1 fields, but the header has 2"),
-        ('prompt,answer\na,"1\n', "line 2: broken CSV"),
-        ("prompt,answer\na,1\n,2\n", "line 3: the prompt is empty"),
-        ("question,answer\na,1\n", "line 2: no column 'prompt'; columns found: question, answer"),
-    ],
+    ("ending", "content", "text"), [("jsonl", *bad) for bad in BAD_JSONL] + [("csv", *bad) for bad in BAD_CSV]
 )
-def test_bad_csv_names_file_and_line(make_run: Any, write: Any, tiny_tokenizer: Any, content: str, text: str) -> None:
-    """Line numbers are those of an editor: records over several lines count all of them."""
-    path = write("rows.csv", content)
+def test_bad_rows_are_named_by_file_and_line(make_run, write, tiny_tokenizer, ending, content, text):
+    """In a file of 50,000 lines "KeyError: 'prompt'" is no help: the line is what one has to know. Line numbers are
+    those of an editor: records over several lines count all of them."""
+    path = write(f"rows.{ending}", content)
     with pytest.raises(DataError) as caught:
         load_data(make_run(path), tiny_tokenizer)
     assert str(path) in str(caught.value) and text in str(caught.value)
 
 
-def test_bad_parquet(make_run: Any, write: Any, tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_bad_parquet(make_run, write, tmp_path, tiny_tokenizer):
     """A Parquet file that is a failed download (an HTML page, or nothing) must be named."""
     with pytest.raises(DataError, match=r"rows.parquet is not a Parquet file that can be read"):
         load_data(make_run(write("rows.parquet", "<html>")), tiny_tokenizer)
@@ -262,22 +242,19 @@ def test_bad_parquet(make_run: Any, write: Any, tmp_path: Path, tiny_tokenizer: 
         load_data(make_run(path), tiny_tokenizer)
 
 
-def test_bad_encoding(make_run: Any, tmp_path: Path, tiny_tokenizer: Any) -> None:
-    """A spreadsheet saves Latin-1 unless told otherwise."""
+def test_files_that_cannot_be_read(make_run, tmp_path, tiny_tokenizer):
+    """A spreadsheet saves Latin-1 by default. A disk that fails, or a file of another user: /proc/self/mem is a file
+    whose reading fails, for root too."""
     path = tmp_path / "rows.csv"
     path.write_bytes(b"prompt\n" + b"coffee\n" * 9_000 + "café\n".encode("latin-1"))
     with pytest.raises(DataError, match=r"rows.csv, line 9002: not UTF-8 text \(.*\). Save the file as UTF-8."):
         load_data(make_run(path), tiny_tokenizer)
-
-
-def test_a_file_that_cannot_be_read(make_run: Any, tmp_path: Path, tiny_tokenizer: Any) -> None:
-    """A disk that fails, or a file of another user; /proc/self/mem is a file whose reading fails, for root too."""
     (tmp_path / "rows.jsonl").symlink_to("/proc/self/mem")
     with pytest.raises(DataError, match=r"rows.jsonl cannot be read: Input/output error"):
         load_data(make_run(tmp_path / "rows.jsonl"), tiny_tokenizer)
 
 
-def test_bad_rows_in_python(make_run: Any, tiny_tokenizer: Any) -> None:
+def test_bad_rows_in_python(make_run, tiny_tokenizer):
     """Rows from a notebook have numbers too."""
     with pytest.raises(DataError, match="the list of rows has no rows"):
         load_data(make_run(), tiny_tokenizer, rows=[])
@@ -290,10 +267,7 @@ def test_bad_rows_in_python(make_run: Any, tiny_tokenizer: Any) -> None:
             load_data(make_run(), tiny_tokenizer, rows=rows)
 
 
-# ------------------------------------------------------------------------------------------------- columns
-
-
-def test_missing_answer_column(make_run: Any, write: Any, tiny_tokenizer: Any) -> None:
+def test_missing_answer_column(make_run, write, tiny_tokenizer):
     """Answers are optional until a key or a reward says that they are there; a mistyped column was then no answers."""
     path = write("rows.jsonl", jsonl({"prompt": "a", "gold": "1"}))
     assert load_data(make_run(path), tiny_tokenizer).train.column_names == ["prompt", "gold"]
@@ -310,7 +284,7 @@ def test_missing_answer_column(make_run: Any, write: Any, tiny_tokenizer: Any) -
     assert load_data(make_run(path, answer_column="gold"), tiny_tokenizer).train["answer"][:] == ["1"]
 
 
-def test_answer_after_a_marker(make_run: Any, write: Any, tiny_tokenizer: Any) -> None:
+def test_answer_after_a_marker(make_run, write, tiny_tokenizer):
     """A worked solution as the gold answer can never be matched; one without its marker must not slip through."""
     path = write("rows.jsonl", jsonl({"prompt": "a", "answer": "2+2\n#### 4"}, {"prompt": "b", "answer": "5"}))
     with pytest.raises(DataError, match=r"line 2: the answer has no '####' in it \(data.answer_after"):
@@ -320,9 +294,7 @@ def test_answer_after_a_marker(make_run: Any, write: Any, tiny_tokenizer: Any) -
         load_data(make_run(path, answer_after="####"), tiny_tokenizer)
 
 
-def test_columns_that_the_trainer_uses_itself(
-    make_run: Any, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_columns_that_the_trainer_uses_itself(make_run, tiny_tokenizer, capsys):
     """A data set with a column `completions` made every reward call fail with "multiple values for argument"."""
     rows = [{"q": "a", "gold": "1", "answer": "long", "prompts": "x", "completions": "y", "image": None, "level": 2}]
     data = load_data(make_run(prompt_column="q", answer_column="gold"), tiny_tokenizer, rows=rows)
@@ -333,10 +305,7 @@ def test_columns_that_the_trainer_uses_itself(
         assert f"column '{column}' is left out" in printed
 
 
-# ------------------------------------------------------------------------------------------------- length
-
-
-def test_too_long_prompts(make_run: Any, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_long_prompts(make_run, tiny_tokenizer, capsys):
     """Prompts that do not fit used to be cut, or to vanish without a word; the template counts too."""
     rows = ["a" * 5, "b" * 30, "c" * 6, "d" * 80]
     limit = len(tiny_tokenizer(rendered(rows[2]))["input_ids"])
@@ -353,7 +322,7 @@ def test_too_long_prompts(make_run: Any, tiny_tokenizer: Any, capsys: pytest.Cap
         load_data(make_run(max_prompt_length=3), tiny_tokenizer, rows=rows)
 
 
-def test_tokenizer_that_appends_its_end(make_run: Any, tiny_tokenizer: Any) -> None:
+def test_tokenizer_that_appends_its_end(make_run, tiny_tokenizer):
     """With `add_eos_token` every prompt ended with the end token: the model was asked to go on after its own end."""
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -363,15 +332,12 @@ def test_tokenizer_that_appends_its_end(make_run: Any, tiny_tokenizer: Any) -> N
         load_data(make_run(), tokenizer, rows=["a"])
 
 
-# ------------------------------------------------------------------------------------------------- split
-
-
 def prompts_of(data: Data) -> tuple[list[str], list[str]]:
     return data.train["prompt"][:], data.test["prompt"][:]
 
 
 @pytest.mark.parametrize(("size", "held_out"), [(5, 5), (0.25, 5), (0.01, 1), (0, 0), (0.0, 0)])
-def test_split_sizes(make_run: Any, tiny_tokenizer: Any, size: float, held_out: int) -> None:
+def test_split_sizes(make_run, tiny_tokenizer, size, held_out):
     """A whole number is prompts, a share is a share (of few prompts at least one: it was none, and `evaluate` had
     nothing to measure on), and nothing is nothing."""
     train, test = prompts_of(load_data(make_run(test_size=size), tiny_tokenizer, rows=ROWS))
@@ -379,7 +345,7 @@ def test_split_sizes(make_run: Any, tiny_tokenizer: Any, size: float, held_out: 
     assert not set(train) & set(test) and len({*train, *test}) == 20
 
 
-def test_split_with_repeated_prompts(make_run: Any, tiny_tokenizer: Any) -> None:
+def test_split_with_repeated_prompts(make_run, tiny_tokenizer):
     """A split by rows put copies of a prompt on both sides, and held-out accuracy measured memory. White space does not
     make another prompt."""
     rows = [{**row, "prompt": row["prompt"] + " " * (copy % 2)} for row in ROWS for copy in range(4)]
@@ -390,16 +356,13 @@ def test_split_with_repeated_prompts(make_run: Any, tiny_tokenizer: Any) -> None
     assert any("60 rows repeat an earlier prompt" in note and "18 repeats" in note for note in data.notes)
     talks = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
     assert len(load_data(make_run(test_size=6), tiny_tokenizer, rows=talks).train) == 14 * 4
-
-
-def test_white_space_inside_a_word_makes_another_prompt(make_run: Any, tiny_tokenizer: Any) -> None:
-    """`1 1+2=` and `11+2=` are two problems: a repeat is left out of the test set, a different prompt is not."""
+    # `1 1+2=` and `11+2=` are two problems: a repeat is left out of the test set, a different prompt is not
     data = load_data(make_run(test_size=1), tiny_tokenizer, rows=["1 1+2=", "11+2=", "1  1+2="])
     assert len({*data.train["prompt"], *data.test["prompt"]}) >= 2
     assert data.notes and "1 rows repeat" in data.notes[0]
 
 
-def test_split_is_that_of_the_seed(make_run: Any, tiny_tokenizer: Any) -> None:
+def test_split_is_that_of_the_seed(make_run, tiny_tokenizer):
     """Another split after a restart would measure on prompts that were trained on; the seed of Python's hashes, which
     changes with each process, must have no say (the expected prompts are written down here)."""
     first = load_data(make_run(test_size=5), tiny_tokenizer, rows=ROWS)
@@ -414,7 +377,7 @@ def test_split_is_that_of_the_seed(make_run: Any, tiny_tokenizer: Any) -> None:
 EXPECTED_TEST_ANSWERS = ["14", "16", "18", "19", "20"]
 
 
-def test_rows_stay_together(make_run: Any, tiny_tokenizer: Any) -> None:
+def test_rows_stay_together(make_run, tiny_tokenizer):
     """Columns are joined again after the split: an answer must not move to another prompt."""
     data = load_data(make_run(test_size=7, num_prompts=15), tiny_tokenizer, rows=ROWS)
     by_prompt = {rendered(row["prompt"]): row for row in ROWS}
@@ -424,7 +387,7 @@ def test_rows_stay_together(make_run: Any, tiny_tokenizer: Any) -> None:
     assert len(data.train) + len(data.test) == 15
 
 
-def test_num_prompts_draws_from_the_whole_source(make_run: Any, tiny_tokenizer: Any) -> None:
+def test_num_prompts_draws_from_the_whole_source(make_run, tiny_tokenizer):
     """Files are often sorted by difficulty: the first thousand rows are then the easy ones."""
     rows = [{"prompt": str(number), "answer": "1"} for number in range(200)]
     data = load_data(make_run(num_prompts=20), tiny_tokenizer, rows=rows)
@@ -432,7 +395,7 @@ def test_num_prompts_draws_from_the_whole_source(make_run: Any, tiny_tokenizer: 
     assert len(set(numbers)) == 20 and numbers == sorted(numbers) and max(numbers) > 100
 
 
-def test_nothing_left_to_train_on(make_run: Any, tiny_tokenizer: Any) -> None:
+def test_nothing_left_to_train_on(make_run, tiny_tokenizer):
     """`test_size: 1000` on a file of 20 rows gave an empty training set, and a trainer that fell over it."""
     with pytest.raises(
         DataError, match="20 different prompts, and data.test_size=20 holds 20 of them out: none is left"
@@ -440,10 +403,7 @@ def test_nothing_left_to_train_on(make_run: Any, tiny_tokenizer: Any) -> None:
         load_data(make_run(test_size=20), tiny_tokenizer, rows=ROWS)
 
 
-# ------------------------------------------------------------------------------------------------- family
-
-
-def test_family_and_options_reach_the_template(make_run: Any, tiny_tokenizer: Any) -> None:
+def test_family_and_options_reach_the_template(make_run, tiny_tokenizer):
     """`load_data` and `load_policy` decide the family alike; a contradiction stops the run before it starts."""
     run = make_run()
     run.model.family = "instruct"
@@ -456,11 +416,3 @@ def test_family_and_options_reach_the_template(make_run: Any, tiny_tokenizer: An
     run = make_run()
     run.model.family = "plain"
     assert load_data(run, tiny_tokenizer, rows=["Once upon"]).train["prompt"][0] == "Once upon"
-
-
-def test_prompts_are_tokenised_as_the_template_means_them(make_run: Any, tiny_tokenizer: Any) -> None:
-    """The trainer tokenises the column as it stands; the ids have to be those of the template applied once."""
-    (row,) = load_data(make_run(), tiny_tokenizer, rows=["12+34="]).train
-    message = [{"role": "user", "content": "12+34="}]
-    wanted = tiny_tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert tiny_tokenizer(row["prompt"])["input_ids"] == wanted

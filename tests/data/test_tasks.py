@@ -18,13 +18,13 @@ def pair_of(row: dict[str, str]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_no_problem_occurs_twice_or_turned_round(thinking: bool) -> None:
+def test_no_problem_occurs_twice_or_turned_round(thinking):
     """A split by rows put 47+385 into training and 385+47 into the test: the test then measures memory."""
     rows = addition_rows(4000, seed=1, thinking=thinking)
     assert len({frozenset(pair_of(row)) if len(set(pair_of(row))) > 1 else pair_of(row) for row in rows}) == 4000
 
 
-def test_no_problem_of_a_run_is_in_the_cold_start() -> None:
+def test_no_problem_of_a_run_is_in_the_cold_start():
     """Held-out accuracy says little about problems that the model was shown while it was built."""
     assert not any(is_reserved(*pair_of(row)) for row in addition_rows(2000))
     rng = random.Random(0)
@@ -32,14 +32,14 @@ def test_no_problem_of_a_run_is_in_the_cold_start() -> None:
     assert all(is_reserved(*pair) and is_reserved(*reversed(pair)) for pair in reserved)
 
 
-def test_same_seed_same_rows_and_fewer_rows_come_first() -> None:
+def test_same_seed_same_rows_and_fewer_rows_come_first():
     """A longer run must not meet another test set by accident of its length."""
     assert addition_rows(50, seed=3) == addition_rows(200, seed=3)[:50]
     assert addition_rows(50, seed=3) != addition_rows(50, seed=4)
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_gold_answers_are_right_and_the_verifier_takes_them(thinking: bool) -> None:
+def test_gold_answers_are_right_and_the_verifier_takes_them(thinking):
     """A gold answer that the reward refuses makes a task that nobody can solve."""
     rng = random.Random(0)
     for row in addition_rows(300, thinking=thinking):
@@ -54,7 +54,7 @@ def test_gold_answers_are_right_and_the_verifier_takes_them(thinking: bool) -> N
 @pytest.mark.parametrize(
     ("thinking", "limit", "model"), [(True, 50_000, "embedded/thinking"), (False, 10_000, "embedded/instruct")]
 )
-def test_more_rows_than_problems_is_refused(thinking: bool, limit: int, model: str) -> None:
+def test_more_rows_than_problems_is_refused(thinking, limit, model):
     """Drawing until enough differ would never end."""
     with pytest.raises(
         DataError, match=rf"{limit + 1} addition problems .* up to {limit} for {model}.*data.num_prompts"
@@ -72,12 +72,12 @@ def test_more_rows_than_problems_is_refused(thinking: bool, limit: int, model: s
         (999, 1, "9+1=10\n9+0+1=10\n9+0+1=10", "1000"),
     ],
 )
-def test_scratch_work_without_mistakes(first: int, second: int, work: str, answer: str) -> None:
+def test_scratch_work_without_mistakes(first, second, work, answer):
     """Carries and numbers of unequal length are where column addition goes wrong."""
     assert scratch_work(first, second, random.Random(0)) == (work, answer)
 
 
-def test_mistakes_come_at_their_rates_and_the_answer_follows_the_scratch_work() -> None:
+def test_mistakes_come_at_their_rates_and_the_answer_follows_the_scratch_work():
     """An answer that ignored its scratch work would teach that thinking does not matter."""
     rng, noise = random.Random(5), Noise(skip=0.3, digit=0.35, guess=0.5)
     skipped = wrong = digits = 0
@@ -93,7 +93,7 @@ def test_mistakes_come_at_their_rates_and_the_answer_follows_the_scratch_work() 
     assert wrong / digits == pytest.approx(0.35, abs=0.03)
 
 
-def test_the_twin_answers_at_once() -> None:
+def test_the_twin_answers_at_once():
     """The non-thinking model must never be shown a tag that its template does not open."""
     rng = random.Random(0)
     texts = [demonstration(12, 34, rng, Noise(guess=0.5), thinking=False) for _ in range(400)]

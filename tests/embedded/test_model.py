@@ -45,11 +45,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return build(steps=2, report=lambda line: None)
 
 
-# -- tokenizer ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["thinking", "instruct"])
-def test_ids_of_qwen3(tokenizers: dict[tuple[str, str], Any], kind: str) -> None:
+def test_ids_of_qwen3(tokenizers, kind):
     """Rewards look for 151668; a stand-in with other ids would test a path that no real model takes."""
     tokenizer = tokenizers[kind, "qwen3"]
     assert {token: tokenizer.convert_tokens_to_ids(token) for token in QWEN3_IDS} == QWEN3_IDS
@@ -58,7 +55,7 @@ def test_ids_of_qwen3(tokenizers: dict[tuple[str, str], Any], kind: str) -> None
     assert bind_think_tags(tokenizer).end_id == 151668
 
 
-def test_ids_of_the_compact_vocabulary(tokenizers: dict[tuple[str, str], Any]) -> None:
+def test_ids_of_the_compact_vocabulary(tokenizers):
     """The compact table keeps the ids of the bytes, so that only the chat tokens move."""
     tokenizer = tokenizers["thinking", "compact"]
     assert tokenizer("!0<think></think>")["input_ids"] == [0, 15, 259, 260]
@@ -69,9 +66,7 @@ def test_ids_of_the_compact_vocabulary(tokenizers: dict[tuple[str, str], Any]) -
 
 
 @pytest.mark.parametrize("vocabulary", ["compact", "qwen3"])
-def test_text_survives_saving_and_loading(
-    tokenizers: dict[tuple[str, str], Any], vocabulary: str, tmp_path: Path
-) -> None:
+def test_text_survives_saving_and_loading(tokenizers, vocabulary, tmp_path):
     """A tokenizer that changes when it is saved gives a policy whose tags moved."""
     from transformers import AutoTokenizer
 
@@ -89,7 +84,7 @@ def test_text_survives_saving_and_loading(
 
 
 @pytest.mark.parametrize(("kind", "opened"), [("thinking", "<think>\n"), ("instruct", "")])
-def test_template(tokenizers: dict[tuple[str, str], Any], kind: str, opened: str) -> None:
+def test_template(tokenizers, kind, opened):
     """With Thinking-2507 the prompt opens the thinking, so a completion only closes it; the twin never thinks."""
     tokenizer = tokenizers[kind, "compact"]
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
@@ -100,10 +95,7 @@ def test_template(tokenizers: dict[tuple[str, str], Any], kind: str, opened: str
     )
 
 
-# -- cold start --------------------------------------------------------------------------------------------------------
-
-
-def test_shared_row_is_exactly_the_full_softmax() -> None:
+def test_shared_row_is_exactly_the_full_softmax():
     """ln n forgotten or doubled still trains; only the full table shows that the loss was another one's."""
     generator = torch.Generator().manual_seed(0)
     rows, shared, hidden = (
@@ -121,9 +113,7 @@ def test_shared_row_is_exactly_the_full_softmax() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", ["compact", "qwen3"])
-def test_cold_start_trains_the_model_that_it_saves(
-    tokenizers: dict[tuple[str, str], Any], short_plan: Any, vocabulary: str
-) -> None:
+def test_cold_start_trains_the_model_that_it_saves(tokenizers, short_plan, vocabulary):
     """Rows at the wrong ids, or a table written wrongly, would leave a model that never saw its own vocabulary."""
     from transformers import Qwen3ForCausalLM
 
@@ -148,7 +138,7 @@ def test_cold_start_trains_the_model_that_it_saves(
         assert re.fullmatch(r"(\d\+\d[+=\d]*\n?)*</think>\n\n\d+<\|im_end\|>", shown), shown
 
 
-def test_cold_start_learns_and_repeats_itself(tokenizers: dict[tuple[str, str], Any], short_plan: Any) -> None:
+def test_cold_start_learns_and_repeats_itself(tokenizers, short_plan):
     """A demo that depended on what the caller had seeded would learn on one day and not on the next."""
     tokenizer, plan = tokenizers["thinking", "compact"], replace(short_plan, steps=40, warmup_steps=5)
     losses: list[float] = []
@@ -164,10 +154,7 @@ def test_cold_start_learns_and_repeats_itself(tokenizers: dict[tuple[str, str], 
     assert not torch.equal(models[0]["model.embed_tokens.weight"], models[2]["model.embed_tokens.weight"])
 
 
-# -- building and caching ----------------------------------------------------------------------------------------------
-
-
-def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built, monkeypatch):
     """Every run would spend a minute on a model that it has."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -186,7 +173,7 @@ def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built: Path, monk
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"steps": 3}, {"kind": "instruct"}, {"vocabulary": "qwen3"}])
-def test_other_content_is_another_entry(built: Path, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_content_is_another_entry(built, change, monkeypatch):
     """Another seed, kind, vocabulary or length of the cold start is another model."""
     monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
     monkeypatch.setattr("sys.executable", "/bin/false")
@@ -200,7 +187,7 @@ FINGERPRINTS = {1: {"thinking": "b2032e999da3", "instruct": "3990bb8bf669"}}
 
 
 @pytest.mark.parametrize("kind", ["thinking", "instruct"])
-def test_the_recipe_is_the_one_of_its_number(kind: str, tokenizers: dict[tuple[str, str], Any]) -> None:
+def test_the_recipe_is_the_one_of_its_number(kind, tokenizers):
     """A cache keyed by name alone hands out last month's model after the builder has changed."""
     plan, rng = cold_start.PLANS[kind], random.Random(0)
     tokenizer = tokenizers[kind, "compact"]
@@ -209,19 +196,14 @@ def test_the_recipe_is_the_one_of_its_number(kind: str, tokenizers: dict[tuple[s
     pairs = [draw_pair(rng, LIMITS[kind], reserved=True) for _ in range(50)]
     tokens, targets = cold_start.demonstrate(tokenizer, slots, kind, pairs, plan.noise, rng)
     config = cold_start.model_config(plan, len(used)).to_dict() | {"transformers_version": None}
-    found = [
-        repr(plan),
-        used,
-        tokens.tolist(),
-        targets.tolist(),
-        [tokenizers[kind, v].get_vocab() for v in ("compact", "qwen3")],
-    ]
+    vocabularies = [tokenizers[kind, v].get_vocab() for v in ("compact", "qwen3")]
+    found = [repr(plan), used, tokens.tolist(), targets.tolist(), vocabularies]
     found += [tokenizer.chat_template, config]
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:12]
     assert digest == FINGERPRINTS[RECIPE][kind]
 
 
-def test_the_cache_knows_nothing_of_sources_and_machines(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_knows_nothing_of_sources_and_machines(built, monkeypatch):
     """The key was a hash of three source files and of library versions: an edited comment built the model again, and
     every adapter that had been trained on it was refused."""
     assert built.name == f"thinking-compact-0-r{RECIPE}-2steps"
@@ -239,7 +221,7 @@ def test_the_cache_knows_nothing_of_sources_and_machines(built: Path, monkeypatc
         ({"steps": 0}, "steps=0: the cold start takes at least 1 step"),
     ],
 )
-def test_what_cannot_be_built_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_built_is_refused(arguments, message):
     """A typo must not cost a minute first."""
     with pytest.raises(ConfigError, match=message):
         build(**arguments)
@@ -253,7 +235,7 @@ def program(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_failed_cold_start_says_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_cold_start_says_why_and_leaves_nothing(tmp_path, monkeypatch):
     """Half a model in the cache would be loaded by every later run."""
     monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("sys.executable", program(tmp_path, "touch $workspace/config.json; echo no memory >&2; exit 3"))
@@ -262,7 +244,7 @@ def test_a_failed_cold_start_says_why_and_leaves_nothing(tmp_path: Path, monkeyp
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_ctrl_c_ends_the_cold_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_the_cold_start(tmp_path, monkeypatch):
     """A cell that was interrupted left a process behind that kept a core busy for a minute."""
     monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("sys.executable", program(tmp_path, "echo 'progress: step 1'; exec sleep 60"))
@@ -277,7 +259,7 @@ def test_ctrl_c_ends_the_cold_start(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - started < 20 and list((tmp_path / "cache").iterdir()) == []
 
 
-def test_two_builds_at_once_keep_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_builds_at_once_keep_the_first(tmp_path, monkeypatch):
     """Two runs started together must both find a whole model."""
     monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
     other = 'end=$(echo "$workspace" | sed "s|/\\.|/|; s|-[^-]*$||"); mkdir "$end"; echo first > "$end/embedded.json"'
@@ -287,7 +269,7 @@ def test_two_builds_at_once_keep_the_first(tmp_path: Path, monkeypatch: pytest.M
     assert list((tmp_path / "cache").iterdir()) == [folder]
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     """The user's home is read-only on some clusters; the message has to name the way out."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "file"))

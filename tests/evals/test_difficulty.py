@@ -17,7 +17,6 @@ from rloo_kit.evals import difficulty
 from rloo_kit.evals.difficulty import PassRateCache, fingerprint, measure_pass_rates, select_prompts
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.engine import Completion, generate_completions
-from rloo_kit.runs import run_dir
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.think_tags import bind_think_tags
 from tests.rollout.models import lean
@@ -87,9 +86,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 RIGHT = {"0": 0, "1": 1, "2": 2, "3": 4, "4": 3, "5": 4}  # of 4 completions; the other prompts are never solved
 
 
-def test_prompts_solved_always_or_never_are_skipped(
-    policy: Any, folder: RunDir, sampled: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_solved_always_or_never_are_skipped(policy, folder, sampled, capsys):
     """Half of a batch of groups without a learning signal is half of a run's time for nothing."""
     dataset = make_dataset(["7"] * 7)
     chosen = select_prompts(make_run(), policy, dataset, folder)
@@ -104,7 +101,7 @@ def test_prompts_solved_always_or_never_are_skipped(
     assert select_prompts(off, policy, dataset, folder) is dataset
 
 
-def test_pass_rates_are_the_runs_own_right_answers(policy: Any) -> None:
+def test_pass_rates_are_the_runs_own_right_answers(policy):
     """Judged otherwise than evaluation judges, prompts are skipped that the run would have learnt from."""
     dataset = make_dataset(["7"] * 3 + ["8", "9"])
     run = make_run(difficulty_samples=8, rows=1)
@@ -119,7 +116,7 @@ def test_pass_rates_are_the_runs_own_right_answers(policy: Any) -> None:
         assert rates[row] == sum([token for token in ids if token != TURN_END] == [wanted] for ids in answers) / 8
 
 
-def test_what_was_measured_is_not_measured_again(policy: Any, folder: RunDir, sampled: Any, cache: Path) -> None:
+def test_what_was_measured_is_not_measured_again(policy, folder, sampled, cache):
     """Measuring 1,000 prompts of a 4B model takes longer than the run that it is for."""
     select_prompts(make_run(), policy, make_dataset(["7"] * 7), folder)
     assert [len(prompts) for prompts in sampled] == [4, 3], "4 batches of 4 rows at once, kept after each"
@@ -132,9 +129,7 @@ def test_what_was_measured_is_not_measured_again(policy: Any, folder: RunDir, sa
     assert conditions["model"] == "my-model" and conditions["temperature"] == 1.0 and conditions["samples"] == 4
 
 
-def test_an_interrupted_measuring_goes_on(
-    policy: Any, folder: RunDir, sampled: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_measuring_goes_on(policy, folder, sampled, cache, monkeypatch):
     """Ctrl-C in the ninth of ten minutes, or a crash in the middle of a line, must cost one chunk and no more."""
     whole = difficulty.generate_completions
 
@@ -165,7 +160,7 @@ def test_an_interrupted_measuring_goes_on(
         "rewards=[{name: answer_reward, params: {find: last_number}}]", "weights", "answer",
     ],
 )  # fmt: skip
-def test_other_conditions_are_measured_anew(change: str, policy: Any, sampled: Any, tmp_path: Path) -> None:
+def test_other_conditions_are_measured_anew(change, policy, sampled, tmp_path):
     """A pass rate of another model, limit, judge or right answer is a number about something else."""
     dataset = make_dataset(["7"] * 3)
     prompts, answers = dataset["prompt"][:], dataset["answer"][:]
@@ -182,14 +177,14 @@ def test_other_conditions_are_measured_anew(change: str, policy: Any, sampled: A
     assert measure_pass_rates(load_config(file, *overrides), policy, prompts, answers)[1] == 0
 
 
-def test_equal_prompts_are_measured_once(policy: Any, sampled: Any) -> None:
+def test_equal_prompts_are_measured_once(policy, sampled):
     """A data set that repeats its prompts ten times over must not be sampled ten times over."""
     prompts = make_dataset(["7"] * 3)["prompt"][:]
     rates, _ = measure_pass_rates(make_run(), policy, prompts * 2, ["7"] * 6)
     assert sampled == [prompts] and rates == [0.0, 0.25, 0.5] * 2
 
 
-def test_a_resumed_run_trains_on_what_it_chose(policy: Any, folder: RunDir, sampled: Any) -> None:
+def test_a_resumed_run_trains_on_what_it_chose(policy, folder, sampled):
     """A resume that measures again, or chooses otherwise, goes on in another order of prompts."""
     dataset = make_dataset(["7"] * 7)
     first = select_prompts(make_run(), policy, dataset, folder)
@@ -202,7 +197,7 @@ def test_a_resumed_run_trains_on_what_it_chose(policy: Any, folder: RunDir, samp
         select_prompts(make_run(), policy, make_dataset(["7"] * 6), folder)
 
 
-def test_too_few_prompts_are_refused_with_the_numbers(policy: Any, folder: RunDir, sampled: Any) -> None:
+def test_too_few_prompts_are_refused_with_the_numbers(policy, folder, sampled):
     """A run on the two prompts that are left would overfit, one on none would train nothing: both silently."""
     with pytest.raises(DataError, match=r"of 2 training .*1 have .* 1 of at .*: 0 are left, and a rollout takes 1"):
         select_prompts(make_run(), policy, make_dataset(["7"] * 7).select([0, 3]), folder)
@@ -213,14 +208,14 @@ def test_too_few_prompts_are_refused_with_the_numbers(policy: Any, folder: RunDi
         select_prompts(run, policy, make_dataset(["7"] * 7), folder)
 
 
-def test_without_answers_nothing_can_be_measured(policy: Any, folder: RunDir) -> None:
+def test_without_answers_nothing_can_be_measured(policy, folder):
     """Every prompt of a data set without answers would count as never solved."""
     dataset = make_dataset(["7"] * 3).remove_columns("answer")
     with pytest.raises(ConfigError, match=r"no column 'answer' .*data\.answer_column.*rollout\.difficulty_samples=0"):
         select_prompts(make_run(), policy, dataset, folder)
 
 
-def test_a_cache_on_a_file_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_on_a_file_is_said(tmp_path, monkeypatch):
     """A traceback out of the middle of a measuring does not say which variable moves the cache."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "file"))
@@ -228,7 +223,7 @@ def test_a_cache_on_a_file_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         PassRateCache({"model": "m"}).add([("p", "1", 0)])
 
 
-def test_the_fingerprint_knows_the_weights_and_not_the_new_adapter(make_tiny_model: Callable[..., Any]) -> None:
+def test_the_fingerprint_knows_the_weights_and_not_the_new_adapter(make_tiny_model):
     """An adapter that is still the identity has a random half, another one with each seed: the policy is the same."""
 
     def adapted(seed: int) -> Any:
@@ -244,9 +239,7 @@ def test_the_fingerprint_knows_the_weights_and_not_the_new_adapter(make_tiny_mod
     assert fingerprint(trained) != plain
 
 
-def test_training_takes_the_chosen_prompts(
-    tmp_path: Path, tiny_folder: Path, sampled: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_takes_the_chosen_prompts(tmp_path, tiny_folder, sampled, monkeypatch):
     """Through `train`: what was skipped is never sampled in training, and a resume goes on with the same prompts."""
     rows = [{"prompt": f"{n}+1=", "answer": "7"} for n in range(8)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -275,8 +268,3 @@ def test_training_takes_the_chosen_prompts(
     assert trained == kept and len(trained) >= 2
     calls = len(sampled)
     assert start("rloo.max_steps=3", resume=True).steps == 3 and len(sampled) == calls
-
-
-def test_the_folder_of_a_run_knows_the_file() -> None:
-    """Left out of the list, it would survive --overwrite and make a new run's folder look like somebody else's."""
-    assert difficulty.SELECTION in run_dir.FILES

@@ -75,10 +75,7 @@ def answers_of(policy: Any, **options: Any) -> list[str]:
     return [split_thinking(found.ids, policy.tokenizer, policy.tags, opened)[1] for found in completions]
 
 
-# ------------------------------------------------------------------------------------------------- accuracy
-
-
-def test_accuracy_counts_the_right_answers(make_run: Any, make_policy: Any) -> None:
+def test_accuracy_counts_the_right_answers(make_run, make_policy):
     """The gold answers are the policy's own for some prompts and impossible ones for the others, so the accuracy is
     known exactly; sampled and greedy completions are judged apart."""
     policy = digits_policy(make_policy, "instruct")
@@ -98,7 +95,7 @@ def test_accuracy_counts_the_right_answers(make_run: Any, make_policy: Any) -> N
         assert values == tuple(wilson(sum(expected) / NUM_PROMPTS, NUM_PROMPTS))
 
 
-def test_only_full_marks_count(make_run: Any, make_policy: Any) -> None:
+def test_only_full_marks_count(make_run, make_policy):
     """Rewards pay for form as well; accuracy is the share of answers that are right, whatever the weights are."""
     policy = digits_policy(make_policy)
     gold = [answer or "none" for answer in answers_of(policy)]
@@ -108,7 +105,7 @@ def test_only_full_marks_count(make_run: Any, make_policy: Any) -> None:
     assert evaluate(make_run(rewards), policy, make_dataset(gold)).accuracy == expected
 
 
-def test_judged_with_the_runs_own_parameters(make_run: Any, make_policy: Any) -> None:
+def test_judged_with_the_runs_own_parameters(make_run, make_policy):
     """The run looks for the last number, the evaluation compared whole answers: training rose, accuracy stayed at 0."""
     seven, equals = 22, 28  # ids of the bytes "7" and "="
     policy = make_policy(bias={seven: 9.0, equals: 9.0, THINK_END: 9.0, TURN_END: 9.0})
@@ -119,7 +116,7 @@ def test_judged_with_the_runs_own_parameters(make_run: Any, make_policy: Any) ->
     assert whole is not None and last is not None and last > whole
 
 
-def test_model_that_never_thinks(make_run: Any, make_policy: Any) -> None:
+def test_model_that_never_thinks(make_run, make_policy):
     """For an instruct model the whole completion is the answer, and a share of closed thinking says nothing."""
     policy = digits_policy(make_policy, "instruct")
     gold = answers_of(policy, num_samples=4)[::4]
@@ -131,7 +128,7 @@ def test_model_that_never_thinks(make_run: Any, make_policy: Any) -> None:
     assert [sample["correct"] for sample in measured.samples] == [text != "" for text in gold[:10]]
 
 
-def test_without_answers_accuracy_is_none(make_run: Any, make_policy: Any) -> None:
+def test_without_answers_accuracy_is_none(make_run, make_policy):
     """A run on prompts without answers is a run too; an accuracy of 0 would be a lie."""
     run = make_run([{"name": "thinking_reward"}], thinking_budgets=[2], pass_at_k=[1])
     measured = evaluate(run, digits_policy(make_policy), make_dataset())
@@ -141,7 +138,7 @@ def test_without_answers_accuracy_is_none(make_run: Any, make_policy: Any) -> No
     assert measured.closed_share is not None and measured.samples[0]["gold"] is None
 
 
-def test_answers_that_cannot_be_judged(make_run: Any, make_policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_cannot_be_judged(make_run, make_policy, monkeypatch):
     """math-verify can give up on an answer: that is not right, and it is said how often it happened."""
 
     def unsure(**batch: Any) -> list[float | None]:
@@ -153,10 +150,7 @@ def test_answers_that_cannot_be_judged(make_run: Any, make_policy: Any, monkeypa
     assert "could not be judged" in str(measured)
 
 
-# ------------------------------------------------------------------------------------------------- beside it
-
-
-def test_shares_and_lengths(make_run: Any, make_policy: Any) -> None:
+def test_shares_and_lengths(make_run, make_policy):
     """The same numbers counted by hand from the same completions."""
     policy = digits_policy(make_policy)
     run = make_run(num_samples=3, greedy=False)
@@ -171,19 +165,20 @@ def test_shares_and_lengths(make_run: Any, make_policy: Any) -> None:
     assert measured.mean_tokens == pytest.approx(sum(len(completion.ids) for completion in found) / len(found))
 
 
-def test_pass_at_k(make_run: Any, make_policy: Any) -> None:
+def test_pass_at_k(make_run, make_policy):
     """pass@1 is the accuracy, pass@k rises with k, and pass@n asks whether any of the n is right."""
     policy = digits_policy(make_policy, "instruct")
     gold = [answer or "none" for answer in answers_of(policy, num_samples=8)[::8]]
     measured = evaluate(make_run(num_samples=8, pass_at_k=[8, 1, 2]), policy, make_dataset(gold))
     assert list(measured.pass_at_k) == [1, 2, 8]
+    assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured, "JSON's keys are text"
     assert measured.accuracy is not None and measured.per_prompt is not None
     assert measured.pass_at_k[1] == pytest.approx(measured.accuracy)
     assert measured.pass_at_k[1] < measured.pass_at_k[2] < measured.pass_at_k[8]
     assert measured.pass_at_k[8] == pytest.approx(sum(share > 0 for share in measured.per_prompt) / NUM_PROMPTS)
 
 
-def test_accuracy_at_thinking_budgets(make_run: Any, make_policy: Any) -> None:
+def test_accuracy_at_thinking_budgets(make_run, make_policy):
     """A model that never closes its thinking answers only when it is closed for it."""
     seven = 22
     policy = make_policy(bias={seven: 100.0, THINK_END: -1000.0})
@@ -201,7 +196,7 @@ def test_accuracy_at_thinking_budgets(make_run: Any, make_policy: Any) -> None:
     assert "accuracy at 4, the others" not in rows
 
 
-def test_forced_and_unforced_accuracy_apart(make_run: Any, make_policy: Any) -> None:
+def test_forced_and_unforced_accuracy_apart(make_run, make_policy):
     """One accuracy at a budget hides whether it is the cut-off thoughts that are wrong. The same numbers by hand."""
     policy = digits_policy(make_policy)
     options: dict[str, Any] = {"max_completion_length": 6, "thinking_budget": 2, "answer_budget": 3}
@@ -219,7 +214,7 @@ def test_forced_and_unforced_accuracy_apart(make_run: Any, make_policy: Any) -> 
     assert "accuracy at 2, closed by the budget" in str(measured) and "accuracy at 2, the others" in str(measured)
 
 
-def test_budgets_need_a_model_that_thinks(make_run: Any, make_policy: Any) -> None:
+def test_budgets_need_a_model_that_thinks(make_run, make_policy):
     """Budgets for an instruct model would measure answers after a tag that it has never seen."""
     with pytest.raises(
         ConfigError, match=r"thinking_budgets is \[4\], but this model does not think \(family instruct\)"
@@ -230,19 +225,7 @@ def test_budgets_need_a_model_that_thinks(make_run: Any, make_policy: Any) -> No
         evaluate(run, make_policy(), make_dataset())
 
 
-def test_samples_are_the_same_prompts_each_time(make_run: Any, make_policy: Any) -> None:
-    """The report sets completions of before and after side by side: they have to be answers to the same prompts."""
-    gold = [str(index) for index in range(NUM_PROMPTS)]
-    run = make_run(num_completions=4, num_samples=2, greedy=False)
-    before = evaluate(run, digits_policy(make_policy), make_dataset(gold))
-    after = evaluate(run, make_policy(seed=1), make_dataset(gold))
-    assert [sample["prompt"] for sample in before.samples] == make_dataset()["prompt"][:4]
-    assert [s["prompt"] for s in after.samples] == [s["prompt"] for s in before.samples]
-    assert [sample["gold"] for sample in before.samples] == gold[:4]
-    assert before.samples != after.samples
-
-
-def test_num_prompts_takes_the_first(make_run: Any, make_policy: Any) -> None:
+def test_num_prompts_takes_the_first(make_run, make_policy):
     """An evaluation of 5 prompts before and 5 others after is no comparison."""
     measured = evaluate(make_run(num_prompts=5, num_completions=99), make_policy(), make_dataset(["1"] * NUM_PROMPTS))
     assert measured.num_prompts == 5 == len(measured.samples)
@@ -250,7 +233,7 @@ def test_num_prompts_takes_the_first(make_run: Any, make_policy: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_engine_of_training_can_be_evaluated(engine: str, make_run: Any, make_policy: Any) -> None:
+def test_every_engine_of_training_can_be_evaluated(engine, make_run, make_policy):
     """A run that trains through vLLM ended at its first evaluation: outside the trainer there is no vLLM to ask."""
     run = make_run(greedy=False)
     run.rollout.server_url = "http://node1:8000"
@@ -261,7 +244,7 @@ def test_every_engine_of_training_can_be_evaluated(engine: str, make_run: Any, m
     assert engine_outside_training(run, policy) == (engine if engine in ("native", "generate") else "generate")
 
 
-def test_same_seed_same_evaluation(make_run: Any, make_policy: Any) -> None:
+def test_same_seed_same_evaluation(make_run, make_policy):
     """Two evaluations of one policy must not differ by luck; and training's random state is left alone."""
     policy = digits_policy(make_policy)
     gold = [answer or "none" for answer in answers_of(policy)]
@@ -272,9 +255,7 @@ def test_same_seed_same_evaluation(make_run: Any, make_policy: Any) -> None:
     assert first == second
 
 
-def test_long_evaluation_says_how_far_it_is(
-    make_run: Any, make_policy: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_evaluation_says_how_far_it_is(make_run, make_policy, capsys):
     """Two hundred prompts of a 4B model take many minutes; a silent one looked hung and was killed. A quick one is
     quiet."""
     policy = digits_policy(make_policy)
@@ -286,14 +267,14 @@ def test_long_evaluation_says_how_far_it_is(
     assert "evaluation before: sampled " in capsys.readouterr().out
 
 
-def test_temperature_zero_is_greedy_already(make_run: Any, make_policy: Any) -> None:
+def test_temperature_zero_is_greedy_already(make_run, make_policy):
     """The same completions are not made twice."""
     policy = digits_policy(make_policy)
     measured = evaluate(make_run(temperature=0), policy, make_dataset(["1"] * NUM_PROMPTS))
     assert (measured.greedy_accuracy, measured.greedy_per_prompt) == (measured.accuracy, measured.per_prompt)
 
 
-def test_nothing_to_evaluate_on(make_run: Any, make_policy: Any) -> None:
+def test_nothing_to_evaluate_on(make_run, make_policy):
     """Without held-out prompts an average over nothing was a division by zero."""
     with pytest.raises(DataError, match="no held-out prompts to evaluate on; set data.test_size above 0"):
         evaluate(make_run(), make_policy(), make_dataset().select([]))
@@ -301,25 +282,20 @@ def test_nothing_to_evaluate_on(make_run: Any, make_policy: Any) -> None:
         evaluate(make_run(), make_policy(), make_dataset().rename_column("prompt", "question"))
 
 
-def test_samples_are_split_at_the_tag_that_is_judged(make_run: Any, make_policy: Any) -> None:
+def test_samples_are_split_at_the_tag_that_is_judged(make_run, make_policy):
     """The answer that is shown has to be the one that is judged: what follows the last closing tag, by ids."""
     policy = digits_policy(make_policy)
     measured = evaluate(make_run(greedy=False), policy, make_dataset(["1"] * NUM_PROMPTS))
     found = generate_completions(policy, make_dataset()["prompt"][:], max_completion_length=6, seed=0)
+    assert [sample["prompt"] for sample in measured.samples] == make_dataset()["prompt"][:10]
     for sample, completion in zip(measured.samples, found[:10], strict=True):
         thinking, tag, answer = completion.text.rpartition("</think>")
         wanted = (thinking, answer) if tag else (answer, "")
         assert (sample["thinking"], sample["answer"]) == wanted
-        assert (sample["ended"], sample["closed"], sample["tokens"], sample["thinking_tokens"]) == (
-            completion.ended,
-            completion.closed,
-            len(completion.ids),
-            completion.thinking_tokens,
-        )
+        for name in ("ended", "closed", "thinking_tokens"):
+            assert sample[name] == getattr(completion, name)
+        assert sample["tokens"] == len(completion.ids)
     assert {sample["closed"] for sample in measured.samples} == {True, False}
-
-
-# ------------------------------------------------------------------------------------------------- comparison
 
 
 def measured(shares: list[float], digest: str = "x", greedy: list[float] | None = None) -> Evaluation:
@@ -332,46 +308,23 @@ def measured(shares: list[float], digest: str = "x", greedy: list[float] | None 
     return evaluation
 
 
-def test_compare_pairs_the_same_prompts() -> None:
-    """Paired where it can be, and it says which it was."""
+def test_compare_pairs_the_same_prompts():
+    """Paired where it can be, and it says which it was; whether the intervals are apart is the claim of the demo."""
     before, after = measured([1.0] * 50 + [0.0] * 50), measured([1.0] * 60 + [0.0] * 40)
     paired = compare(before, after)
-    assert paired.paired and paired.difference == pytest.approx(0.1) and paired.low > 0
+    assert paired.paired and paired.difference == pytest.approx(0.1) and paired.low > 0 and paired.apart is False
+    high = measured([1.0] * 80 + [0.0] * 20)
+    assert compare(before, high).apart is compare(high, before).apart is True
     other = compare(before, measured([1.0] * 60 + [0.0] * 40, digest="y"))
     assert not other.paired and other.difference == pytest.approx(0.1) and other.low < 0
     assert "on the same 100 prompts" in str(paired) and "on different 100 prompts" in str(other)
     assert paired.greedy_difference is None and "greedy" not in str(paired)
 
 
-def test_compare_says_whether_the_intervals_are_apart() -> None:
-    """The claim of the demo: higher, with the two intervals apart."""
-    low, middle, high = (measured([1.0] * right + [0.0] * (200 - right)) for right in (40, 50, 120))
-    assert compare(low, high).apart is True and compare(high, low).apart is True
-    assert compare(low, middle).apart is False
-
-
-def test_compare_greedy_and_none() -> None:
+def test_compare_greedy_and_none():
     """Greedy accuracy is compared for itself; where there are no answers there is nothing to compare."""
     found = compare(measured([0.0, 1.0], greedy=[1.0, 1.0]), measured([1.0, 1.0], greedy=[0.0, 1.0]))
     assert (found.difference, found.greedy_difference) == (0.5, -0.5)
     assert "greedy -0.500 [" in str(found)
     nothing = compare(Evaluation("", 2, 1, 1.0, 6), measured([1.0, 0.0]))
     assert nothing.difference is None and nothing.apart is None and "no accuracy to compare" in str(nothing)
-
-
-def test_evaluation_survives_its_file_and_prints(make_run: Any, make_policy: Any) -> None:
-    """`rloo-kit report` reads before.json back; JSON turns the keys of pass@k into text."""
-    run = make_run(num_samples=2, pass_at_k=[1, 2], thinking_budgets=[2])
-    evaluation = evaluate(run, digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS), "before")
-    again = Evaluation.from_dict(json.loads(json.dumps(evaluation.to_dict())))
-    assert again == evaluation and str(again) == str(evaluation)
-    text = str(evaluation)
-    for part in (
-        "Evaluation before: 12 prompts x 2",
-        "accuracy, greedy",
-        "pass@2",
-        "at most 2 tokens",
-        "truncated at 6",
-    ):
-        assert part in text
-    assert json.loads(json.dumps(compare(evaluation, again).to_dict()))["difference"] == 0.0

@@ -13,7 +13,6 @@ from rloo_kit.gradient.advantages import (
     RunningMoments,
     affine_kl,
     baseline_advantages,
-    combine_rewards,
     find_moments,
     kl_penalty,
     kl_penalty_rows,
@@ -27,15 +26,6 @@ from rloo_kit.gradient.advantages import (
 from tests.oracles import leave_one_out_advantages
 
 NAN = float("nan")
-FOUR_BY_THREE = [1, 2, 5, 8, 2, 3, 6, 9, 3, 4, 7, 10]  # three prompts, four rounds, as in TRL's documentation
-
-
-def test_four_by_three_example():
-    """TRL once grouped rounds instead of prompts; the columns (1, 2, 5, 8), ... are the groups."""
-    advantages = leave_one_out_advantages(FOUR_BY_THREE, 4)
-    assert advantages[0] == -4.0
-    assert advantages[6] == pytest.approx(6 - (2 + 3 + 9) / 3)
-    assert sum(advantages) == pytest.approx(0.0)
 
 
 def test_tensor_code_equals_the_oracle_with_unscored_samples():
@@ -49,38 +39,10 @@ def test_tensor_code_equals_the_oracle_with_unscored_samples():
         assert ours.tolist() == pytest.approx(leave_one_out_advantages(rewards, group), abs=1e-12)
 
 
-def test_combined_rewards_drop_what_does_not_apply():
-    """None from one reward drops that term only; None from all means that the sample is not scored."""
-    combined = combine_rewards(torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN]]), torch.tensor([1.0, 0.5]))
-    assert combined[:2].tolist() == [2.0, 1.0]
-    assert combined[2].isnan()
-
-
-def test_standardize_leaves_unscored_samples_out():
-    """A NaN in the mean would unscore the whole batch."""
-    values = standardize(torch.tensor([1.0, NAN, 3.0]), eps=0.0)
-    assert values[[0, 2]].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
-    assert values[1].isnan()
-
-
-def test_kl_forms():
-    """The sum grows with the length of a thought; the normalised form does not; the reward-to-go only looks ahead."""
-    kl = torch.tensor([[0.1, 0.2, 0.3, 9.0]])
-    mask = torch.tensor([[1, 1, 1, 0]])
-    assert kl_penalty(kl, mask, "sum").item() == pytest.approx(0.6)
-    assert kl_penalty(kl, mask, "length_normalized").item() == pytest.approx(0.2)
-    assert kl_penalty(kl, mask, "per_token")[0].tolist() == pytest.approx([0.6, 0.5, 0.3, 0.0])
-    with pytest.raises(ValueError, match="kl_form must be one of"):
-        kl_penalty(kl, mask, "k3")
-
-
 def test_tied_groups():
     """A group whose scored rewards are equal teaches nothing, and neither does one that nobody scored."""
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, NAN, 1.0, NAN, NAN])
     assert tied_groups(rewards, 2).tolist() == [True, False, True, True]
-
-
-# ------------------------------------------------------------------------------------------ rows laid end to end
 
 
 @pytest.mark.parametrize("form", KL_FORMS)
@@ -135,16 +97,6 @@ def test_baselines_equal_plain_python(baseline):
         baseline_advantages(torch.zeros(2), 2, "mean")
 
 
-def test_a_masked_completion_can_leave_its_siblings_baseline():
-    """A truncated thought earns 0 and is masked; in the baseline it lifts every sibling, in TRL always."""
-    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0])
-    truncated = torch.tensor([False, True, False, False])
-    kept = leave_one_out(rewards, 4)
-    left_out = leave_one_out(rewards.masked_fill(truncated, torch.nan), 4)
-    assert kept.tolist() == pytest.approx([2 / 3, -2 / 3, 2 / 3, -2 / 3])
-    assert zero_unscored(left_out).tolist() == pytest.approx([0.5, 0.0, 0.5, -1.0])
-
-
 @pytest.mark.parametrize(("baseline", "group"), list(itertools.product(BASELINES, [2, 3, 5])))
 def test_advantages_are_affine_in_the_kl(baseline, group):
     """One sequence at a time there is no sum over siblings yet; wrong coefficients would be a wrong gradient in `low`
@@ -161,9 +113,6 @@ def test_advantages_are_affine_in_the_kl(baseline, group):
         assert parts.tolist() == pytest.approx(direct.tolist(), abs=1e-5)
     with pytest.raises(ValueError, match="not one group"):
         affine_kl(baseline, torch.ones(2 * group, dtype=torch.bool), group)
-
-
-# ------------------------------------------------------------------------------------------ normalising
 
 
 def test_running_moments_are_those_of_all_rewards_so_far():

@@ -9,13 +9,8 @@ import pytest
 import torch
 
 from rloo_kit.config.checks import BASELINES, KL_FORMS, RATIO_FORMS
-from rloo_kit.gradient.advantages import (
-    baseline_advantages,
-    kl_penalty_rows,
-    truncated_weights,
-    zero_unscored,
-)
-from rloo_kit.gradient.objective import Objective, all_finite, choose_ratio_form, policy_loss, spread, sum_rows
+from rloo_kit.gradient.advantages import baseline_advantages, kl_penalty_rows, truncated_weights, zero_unscored
+from rloo_kit.gradient.objective import Objective, choose_ratio_form, policy_loss, spread, sum_rows
 
 # Two prompts with three completions each: one is empty, one wholly masked, one has forced tokens in its middle, one is
 # not scored. (reward, [(log-probability, reference's, kept)])
@@ -122,9 +117,6 @@ def test_off_policy_values_and_gradients_equal_plain_python(ratio_form, delta):
         assert over == (advantage < 0 and ratio > (delta or math.inf))
 
 
-# ------------------------------------------------------------------------------------------ beside stock TRL
-
-
 def stock_loss(logps, old_logps, mask, advantages, epsilon=0.2):
     """TRL's own `RLOOTrainer._compute_loss` on given log-probabilities; its loss, and the ratios it clipped."""
     import trl
@@ -189,9 +181,6 @@ def test_a_ratio_that_overflows_has_no_nan_in_its_gradient():
         assert loss.per_row.isfinite().all() and ours.grad.tolist() == [0.0]
 
 
-# ------------------------------------------------------------------------------------------ forms and weights
-
-
 def test_a_length_normalised_ratio_stays_in_range_over_a_long_completion():
     """Half a thousandth of a nat a token is nothing, but its sum over 4096 tokens is a ratio of 8: clipped, no gradient
     from any long completion. The mean's ratio is 1.0005 (GSPO), whatever the length."""
@@ -225,15 +214,8 @@ def test_weights_scale_the_gradient_of_their_token(ratio_form):
     """The gap between sampler and trainer is a constant of each token; clipping must not see it."""
     logps = torch.tensor([-0.5, -1.0, -0.7], requires_grad=True)
     weights = torch.tensor([0.5, 2.0, 1.0])
-    loss = policy_loss(
-        logps,
-        logps.detach(),
-        [2, 1],
-        torch.ones(3),
-        torch.tensor([1.0, -1.0]),
-        Objective(ratio_form=ratio_form),
-        weights,
-    )
+    rest = (torch.ones(3), torch.tensor([1.0, -1.0]), Objective(ratio_form=ratio_form), weights)
+    loss = policy_loss(logps, logps.detach(), [2, 1], *rest)
     loss.per_row.sum().backward()
     share = 0.5 if ratio_form == "length_normalized" else 1.0
     assert logps.grad.tolist() == pytest.approx([-0.5 * share, -2.0 * share, 1.0])
@@ -273,10 +255,3 @@ def test_no_rows_and_sums_of_rows():
     assert policy_loss(nothing, nothing, [], nothing, nothing, Objective()).per_row.shape == (0,)
     assert sum_rows(torch.tensor([1.0, 2.0, 3.0]), [2, 0, 1]).tolist() == [3.0, 0.0, 3.0]
     assert sum_rows(torch.full((100_000,), 0.1), [100_000]).item() == pytest.approx(10_000.000149, abs=1e-4)
-
-
-def test_all_finite():
-    """A mask of zeros times infinity is NaN, so a forced token could spoil a step it has no part in."""
-    assert all_finite() and all_finite(None, torch.zeros(0))
-    assert not all_finite(torch.zeros(2), torch.tensor([0.0, -torch.inf]))
-    assert all_finite(torch.tensor([0.0, torch.nan]), mask=torch.tensor([True, False]))

@@ -22,61 +22,22 @@ def make_group(first: int, prompt: int, *completions: int) -> Group:
 GROUPS = [make_group(0, 3, 2, 0, 4), make_group(20, 1, 5)]  # 0-2 | 3 4 | | 5-8 ;  20 | 21-25
 
 
-def test_a_prompt_is_laid_out_once_for_its_group() -> None:
+def test_a_prompt_is_laid_out_once_for_its_group():
     """Repeating it K times is what costs, and a position that goes on counting would be another prompt's."""
     laid = lay_out(GROUPS, "shared")
     assert laid.input_ids.tolist() == [[*range(9), *range(20, 26)]]
     assert laid.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5]]
     assert laid.sequences == [[(0, 3), (3, 5)], [(0, 3), (5, 5)], [(0, 3), (5, 9)], [(9, 10), (10, 15)]]
     assert laid.groups == [(3, [2, 0, 4]), (1, [5])]
+    for layout, tokens in {"shared": 15, "repeated": 21, "padded": 28}.items():
+        assert lay_out(GROUPS, layout).input_ids.numel() == count_tokens(GROUPS, layout) == tokens
 
 
-@pytest.mark.parametrize("layout", ["shared", "repeated", "padded"])
-def test_each_token_is_predicted_by_the_one_before_it_in_its_sequence(layout: str) -> None:
-    """The first of a later completion stands behind its sibling's last token, which knows nothing of it."""
-    laid = lay_out(GROUPS, layout, pad_id=99)
-    assert laid.score_targets.tolist() == [3, 4, 5, 6, 7, 8, 21, 22, 23, 24, 25]
-    predictors = laid.input_ids.flatten()[laid.score_positions].tolist()
-    assert predictors == [2, 3, 2, 5, 6, 7, 20, 21, 22, 23, 24]
-    positions = laid.position_ids.flatten()[laid.score_positions].tolist()
-    assert positions == [2, 3, 2, 3, 4, 5, 0, 1, 2, 3, 4]
-    assert (
-        laid.input_ids.numel() == count_tokens(GROUPS, layout) == {"shared": 15, "repeated": 21, "padded": 28}[layout]
-    )
-
-
-def test_groups_without_completions_cost_nothing() -> None:
+def test_groups_without_completions_cost_nothing():
     """A pass may be handed a group whose rows are all left out."""
     groups = [Group(torch.tensor([7, 8]), []), *GROUPS]
     assert count_tokens(groups, "shared") == 15
     assert torch.equal(lay_out(groups, "shared").input_ids, lay_out(GROUPS, "shared").input_ids)
-
-
-@pytest.mark.parametrize("layout", ["shared", "repeated"])
-def test_a_plan_gathers_whole_sequences_and_finds_every_token_again(layout: str) -> None:
-    """A token that is gathered from, or scattered to, a wrong place attends to foreigners."""
-    groups = [*GROUPS, make_group(40, 50, 40, 1)]
-    laid = lay_out(groups, layout)
-    plan = plan_attention(laid)
-    row = laid.input_ids[0]
-    wanted = [[*group.prompt.tolist(), *one.tolist()] for group in groups for one in group.completions]
-    assert len(plan.buckets) > 1
-    found = []
-    for bucket in plan.buckets:
-        for ids in row[bucket.index].view(bucket.rows, bucket.length).tolist():
-            end = ids.index(ids[-1]) + 1
-            assert ids[end:] == [ids[-1]] * (bucket.length - end)
-            found.append(ids[:end])
-    assert sorted(found) == sorted(wanted)
-    ends = plan.boundaries.tolist()
-    flat = row[plan.flat_index].tolist()
-    assert [flat[first:last] for first, last in zip(ends, ends[1:], strict=False)] == wanted
-    assert plan.longest == 90
-    laid_out = torch.cat([row[bucket.index] for bucket in plan.buckets])
-    assert torch.equal(laid_out[plan.inverse], row) and torch.equal(row[plan.flat_index][plan.flat_inverse], row)
-
-
-# ------------------------------------------------------------------------------------------ attention
 
 
 def make_plan(layout: str = "shared") -> Any:
@@ -101,7 +62,7 @@ def one_by_one(query: Any, key: Any, value: Any, laid: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", ["shared", "repeated"])
 @pytest.mark.parametrize("spared", [0, 10**9])
-def test_attention_by_plan_is_that_of_each_sequence(layout: str, spared: int, monkeypatch: Any) -> None:
+def test_attention_by_plan_is_that_of_each_sequence(layout, spared, monkeypatch):
     """Values and all three gradients; with a bucket for each length and with a single one that is filled up."""
     monkeypatch.setattr(packing, "SPARED_CALL", spared)
     laid, plan = make_plan(layout)
@@ -117,7 +78,7 @@ def test_attention_by_plan_is_that_of_each_sequence(layout: str, spared: int, mo
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_the_flat_form_for_a_gpu_is_the_same_attention(monkeypatch: Any) -> None:
+def test_the_flat_form_for_a_gpu_is_the_same_attention(monkeypatch):
     """The kernel for varying lengths takes a GPU; its arguments and the way back are checked with a stand-in."""
 
     def stand_in(query, key, value, first, second, longest, longest_key, *, scale, window_size, enable_gqa):
@@ -138,7 +99,7 @@ def test_the_flat_form_for_a_gpu_is_the_same_attention(monkeypatch: Any) -> None
     torch.testing.assert_close(found, packing.attend_by_plan(*states, plan, 0.3))
 
 
-def test_a_gpu_without_the_kernel_takes_the_buckets(monkeypatch: Any) -> None:
+def test_a_gpu_without_the_kernel_takes_the_buckets(monkeypatch):
     """On a T4, or with a torch whose kernel knows no grouped heads, the self-check met the kernel's error and padded
     every row of the run; the buckets were there all the time."""
     half = SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda:0")
@@ -157,7 +118,7 @@ def test_a_gpu_without_the_kernel_takes_the_buckets(monkeypatch: Any) -> None:
         assert not packing._takes_one_call(half)
 
 
-def test_generation_with_left_padding_is_unchanged(make_tiny_model: Any) -> None:
+def test_generation_with_left_padding_is_unchanged(make_tiny_model):
     """The name of the attention is set for good, so every other use of the model goes through it too."""
     ids = torch.randint(0, 256, (3, 6), generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1], [1] * 6])
@@ -177,7 +138,7 @@ def test_generation_with_left_padding_is_unchanged(make_tiny_model: Any) -> None
     assert installed.config._attn_implementation == packing.NAME
 
 
-def test_a_saved_model_knows_nothing_of_it(tiny_model: Any, tmp_path: Any) -> None:
+def test_a_saved_model_knows_nothing_of_it(tiny_model, tmp_path):
     """A config with our attention's name would not load where the kit is not installed."""
     from transformers import AutoModelForCausalLM
 

@@ -70,14 +70,14 @@ def compare(model: Any, scorer: Scorer, groups: list[Group], rtol: float = 1e-6)
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_plain_model_scores_as_its_logits_say(layout: str, tied: bool, make_tiny_model: Any, groups: Any) -> None:
+def test_a_plain_model_scores_as_its_logits_say(layout, tied, make_tiny_model, groups):
     """Every parameter is trained, the head too: its gradient goes another way than that of the states."""
     model = make_tiny_model(tie_word_embeddings=tied)
     compare(model, Scorer(model, 0.8, pad_id=256, layout=layout), groups)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_adapter_scores_as_its_logits_say(layout: str, make_adapter: Any, groups: Any) -> None:
+def test_an_adapter_scores_as_its_logits_say(layout, make_adapter, groups):
     """The usual case: the call goes through PEFT, the head is frozen."""
     policy = make_adapter()
     scorer = Scorer(policy, 1.0, pad_id=256, layout=layout)
@@ -89,7 +89,7 @@ def test_an_adapter_scores_as_its_logits_say(layout: str, make_adapter: Any, gro
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_recomputes_with_the_same_packing(use_reentrant: bool, make_adapter: Any, groups: Any) -> None:
+def test_checkpointing_recomputes_with_the_same_packing(use_reentrant, make_adapter, groups):
     """The backward pass runs the layers again: without the plan they would attend across sequences, in silence."""
     policy = make_adapter().train()
     scorer = Scorer(policy, 1.0, pad_id=256)
@@ -106,7 +106,7 @@ def test_checkpointing_recomputes_with_the_same_packing(use_reentrant: bool, mak
     assert (found - expected).norm() < 2e-6 * expected.norm()
 
 
-def test_four_bits(make_tiny_model: Any, make_adapter: Any, groups: Any, tmp_path: Any) -> None:
+def test_four_bits(make_tiny_model, make_adapter, groups, tmp_path):
     """The base that most runs have; its layers are called with one long row where they saw a batch of short ones."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -121,9 +121,7 @@ def test_four_bits(make_tiny_model: Any, make_adapter: Any, groups: Any, tmp_pat
     compare(policy.train(), scorer, groups, rtol=1e-5)
 
 
-def test_bfloat16_is_packed_and_a_leak_in_it_is_found(
-    make_adapter: Any, make_tiny_model: Any, monkeypatch: Any
-) -> None:
+def test_bfloat16_is_packed_and_a_leak_in_it_is_found(make_adapter, make_tiny_model, monkeypatch):
     """What 16 bits forgive must be less than what a lost plan does, with random weights too, which hardly attend."""
     policy = make_adapter(make_tiny_model().bfloat16())
     assert Scorer(policy, 1.0, pad_id=256).layout == "shared"
@@ -144,7 +142,7 @@ def lose_plan(monkeypatch: Any) -> None:
     monkeypatch.setattr(packing, "plan_attention", leaking)
 
 
-def test_a_packing_that_leaks_is_not_used(tiny_model: Any, groups: Any, monkeypatch: Any) -> None:
+def test_a_packing_that_leaks_is_not_used(tiny_model, groups, monkeypatch):
     """`attention_mask=None` attends across sequences without a word: 16-22 nats off on a trained model."""
     lose_plan(monkeypatch)
     scorer = Scorer(tiny_model, 1.0, pad_id=256)
@@ -153,7 +151,7 @@ def test_a_packing_that_leaks_is_not_used(tiny_model: Any, groups: Any, monkeypa
     compare(tiny_model, scorer, groups)
 
 
-def test_a_gradient_alone_that_is_off_is_found(make_adapter: Any, monkeypatch: Any) -> None:
+def test_a_gradient_alone_that_is_off_is_found(make_adapter, monkeypatch):
     """Values may be right where the backward pass is not: a cut graph, a recompute without the plan."""
     plain = packing.attend_by_plan
     monkeypatch.setattr(packing, "attend_by_plan", lambda query, key, *rest: plain(query, key.detach(), *rest))
@@ -176,7 +174,7 @@ def make_model(name: str, **config: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Gemma", "SmolLM3"])
-def test_models_of_other_makes_are_packed(name: str, make_adapter: Any, groups: Any) -> None:
+def test_models_of_other_makes_are_packed(name, make_adapter, groups):
     """Llama and its kin were padded although their attention takes a plan: their mask was in a form that Qwen3 knows
     and they do not."""
     more = {"Mistral": {"sliding_window": None}, "Gemma": {"head_dim": 8}}.get(name, {})
@@ -189,7 +187,7 @@ def test_models_of_other_makes_are_packed(name: str, make_adapter: Any, groups: 
     assert (gradients_of(policy, scorer.score(policy, groups).logps) - expected).norm() < 2e-6 * expected.norm()
 
 
-def test_models_that_cannot_be_packed_fall_back_and_say_why(make_tiny_model: Any, groups: Any) -> None:
+def test_models_that_cannot_be_packed_fall_back_and_say_why(make_tiny_model, groups):
     """A sliding window, eager attention, attention that is not looked up by name: padded rows, the right numbers."""
     eager = make_tiny_model()
     eager.set_attn_implementation("eager")
@@ -200,7 +198,7 @@ def test_models_that_cannot_be_packed_fall_back_and_say_why(make_tiny_model: Any
         compare(model, scorer, groups)
 
 
-def test_the_check_leaves_no_trace(make_adapter: Any) -> None:
+def test_the_check_leaves_no_trace(make_adapter):
     """It runs in the middle of somebody's set-up: gradients, random numbers, modes and dropout stay as they are."""
     policy = make_adapter(lora_dropout=0.5).train()
     policy.gradient_checkpointing_enable({"use_reentrant": True})
@@ -216,13 +214,13 @@ def test_the_check_leaves_no_trace(make_adapter: Any) -> None:
     assert policy.base_model.model.model.layers[1].gradient_checkpointing
 
 
-def test_an_adapter_on_the_head_is_refused(make_adapter: Any) -> None:
+def test_an_adapter_on_the_head_is_refused(make_adapter):
     """PEFT shows the head's own matrix as its weight, so the adapter's part would be left out of every score."""
     with pytest.raises(BackendError, match="lm_head"):
         Scorer(make_adapter(target_modules=["q_proj", "lm_head"]), 1.0, pad_id=256)
 
 
-def test_a_second_scorer_takes_the_models_calls_over(tiny_model: Any, groups: Any) -> None:
+def test_a_second_scorer_takes_the_models_calls_over(tiny_model, groups):
     """The temperature belongs to the scorer; wrapping the call again and again would go through every old one."""
     for temperature in (2.0, 0.5):
         compare(tiny_model, Scorer(tiny_model, temperature, pad_id=256), groups)

@@ -1,7 +1,58 @@
-"""Trainers on a tiny random Qwen3, for tests of a few real steps."""
+"""Trainers and whole runs on a tiny random Qwen3, for tests of a few real steps."""
+
+import json
 
 import pytest
 from datasets import Dataset
+
+CONFIG = """
+run: {{output_dir: {output}, evaluate: false, progress_every_s: 0, sample_every_steps: 2}}
+model: {{name: {model}, lora: {{r: 2, alpha: 2, target_modules: [q_proj, v_proj]}}, max_seq_length: 128}}
+data: {{source: {data}, test_size: 2, max_prompt_length: 64}}
+rewards: [{{name: length_reward}}]
+rloo:
+  max_steps: 4
+  learning_rate: 1e-2
+  lr_scheduler_type: constant
+  per_device_train_batch_size: 8
+  num_generations: 4
+  max_completion_length: 6
+  beta: 0.0
+"""
+
+
+def by_ids(completion_ids, **_):
+    """Different for nearly every completion, so that there is something to learn."""
+    return [sum(ids) % 17 / 17 for ids in completion_ids]
+
+
+@pytest.fixture
+def write_config(tmp_path, tiny_folder):
+    """`write_config(name)`: a run's YAML file on the tiny model, with everything below the test's own folder."""
+
+    def write(name="tiny"):
+        rows = [{"prompt": f"add {n}", "answer": str(n)} for n in range(16)]
+        (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(CONFIG.format(output=tmp_path / "outputs", model=tiny_folder, data=tmp_path / "prompts.jsonl"))
+        return file
+
+    return write
+
+
+@pytest.fixture
+def start(write_config):
+    """`start("rloo.max_steps=2", rewards=[...], resume=True)`: load everything afresh, train, return the result."""
+
+    from rloo_kit import load_config, load_data, load_policy, train
+
+    def run(*overrides, rewards=(by_ids,), policy=None, **options):
+        config = load_config(write_config(), *overrides)
+        policy = policy or load_policy(config)
+        run.policy = policy
+        return train(config, policy, load_data(config, policy.tokenizer), list(rewards), **options)
+
+    return run
 
 
 @pytest.fixture

@@ -15,22 +15,15 @@ from pathlib import Path
 from typing import Any
 
 FSDP_VARIABLES = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer", "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-}
+}  # fmt: skip
 ZERO_VARIABLES = {
-    "ACCELERATE_USE_DEEPSPEED": "true",
-    "DS_ACCELERATOR": "cpu",
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
-    "ACCELERATE_GRADIENT_CLIPPING": "1.0",
-}
+    "ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none", "ACCELERATE_GRADIENT_CLIPPING": "1.0",
+}  # fmt: skip
 # (tokens of the completion, whether the model ended it), row by row; the last rows of the first group are long
 LENGTHS = ((3, True), (9, True), (6, False), (2, True), (5, True), (7, True), (1, True), (4, False))
 EOS = 258
@@ -142,17 +135,12 @@ def train(settings: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     trainer.rollout_listeners.append(rows.extend)
     trainer.train()
     weights = {name: whole(value) for name, value in trainer.model.named_parameters() if value.requires_grad}
+    sharded = any(hasattr(value, "to_local") or hasattr(value, "ds_id") for value in trainer.model.parameters())
     return {
-        "gradients": gradients,
-        "weights": weights,
-        "logs": trainer.state.log_history,
-        "rows": rows,
-        "describe": trainer.describe(),
-        "rank": accelerator.process_index,
-        "world": accelerator.num_processes,
-        "kind": trainer._parallel.kind,
-        "sharded": any(hasattr(value, "to_local") or hasattr(value, "ds_id") for value in trainer.model.parameters()),
-    }
+        "gradients": gradients, "weights": weights, "logs": trainer.state.log_history, "rows": rows,
+        "describe": trainer.describe(), "rank": accelerator.process_index, "world": accelerator.num_processes,
+        "kind": trainer._parallel.kind, "sharded": sharded,
+    }  # fmt: skip
 
 
 def main(settings: dict[str, Any]) -> None:

@@ -1,23 +1,15 @@
 """What a run prints and writes, on a trainer that is only its state: lines, throttle, tables, signals."""
 
 import json
-import os
-import signal
 from types import SimpleNamespace
 
 import pytest
 
+from rloo_kit.errors import NonFiniteError, RlooKitError
 from rloo_kit.loop import callbacks
-from rloo_kit.loop.callbacks import (
-    Interrupts,
-    LearningSignalGuard,
-    MetricsWriter,
-    ProgressLine,
-    RolloutLog,
-    SampleTable,
-)
-from rloo_kit.runs.health import SignalWatch
+from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, RolloutLog, SampleTable
 from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.watch import FiniteWatch
 from rloo_kit.think_tags import ThinkTags, split_thinking
 
 TAGS = ThinkTags(start_id=259, end_id=260)
@@ -84,15 +76,6 @@ def test_progress_keeps_what_the_last_rollout_said(rollouts, clock, capsys):
     first, second, third = capsys.readouterr().out.splitlines()
     assert "reward 0.250 | accuracy 0.500 | think 41" in second and second.startswith("step 2/20")
     assert "reward" in first and "reward" not in third.replace("accuracy", "")
-
-
-def test_an_interrupted_run_prints_its_last_step(rollouts, clock, capsys):
-    """The last line that was printed is where people take a stopped run to be."""
-    line = begun(rollouts, every_s=1000.0)
-    for step in (1, 2, 3):
-        line.on_log(None, state(step), None, logs=LOGS)
-    line.on_train_end(None, state(3), None)
-    assert [text[:9] for text in capsys.readouterr().out.splitlines()] == ["step 1/20", "step 3/20"]
 
 
 def test_eta_of_a_resumed_run_counts_its_own_steps(rollouts, clock, capsys):
@@ -175,35 +158,6 @@ def control():
     return SimpleNamespace(should_save=False, should_training_stop=False, should_log=False)
 
 
-def test_signal_guard_warns_and_stops_only_where_it_may(capsys):
-    """A run that stops itself unasked is as bad as one that never says anything."""
-    tied = LOGS | {"frac_reward_zero_std": 1.0}
-    for stop in (False, True):
-        guard, flags = LearningSignalGuard(SignalWatch(2, {"num_generations": 4}), stop), control()
-        for step in (1, 2):
-            guard.on_log(None, state(step), flags, logs=tied)
-        assert flags.should_save is flags.should_training_stop is stop
-        assert (guard.finding is not None) is stop
-        assert "WARNING: no learning signal: every group" in capsys.readouterr().out
-
-
-def test_first_signal_waits_for_the_step_and_the_second_does_not(capsys):
-    """In a long step nothing seems to happen after Ctrl-C, and people kill the process with everything in it."""
-    flags = control()
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with Interrupts() as interrupts:
-        interrupts.on_step_end(None, state(1), flags)
-        assert not flags.should_training_stop
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert "SIGTERM: stopping after this step" in capsys.readouterr().out
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            signal.sigpending()  # a place for Python to run the handler
-        interrupts.on_step_end(None, state(2), flags)
-        assert flags.should_training_stop and flags.should_save
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-
-
 def test_a_half_done_update_is_known_as_such():
     """Weights that are updated and an optimizer step that is not counted make a checkpoint of no step at all."""
     interrupts = Interrupts()
@@ -212,3 +166,21 @@ def test_a_half_done_update_is_known_as_such():
     assert not interrupts.between_steps
     interrupts.on_step_end(None, state(1), control())
     assert interrupts.between_steps
+
+
+def test_it_stops_after_so_many_in_a_row(capsys):
+    """One float16 overflow is weather; a policy that has blown up skips every step to the end, at full cost."""
+    watch = FiniteWatch(patience=3)
+    for step, broken in enumerate(["the KL", "the KL", None, "the loss", "the loss"], 1):
+        watch.observe(step, broken)
+        assert not watch.exceeded
+    watch.observe(6, "the gradient")
+    assert watch.exceeded and (watch.skipped, watch.in_a_row) == (5, 3)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "WARNING: step 1 is skipped: NaN or infinity in the KL (1 in a row; 3 stop the run)"
+    assert [line.split()[2] for line in lines] == ["1", "2", "5", "6"], "the 1st, 2nd and 4th, and the one that stops"
+    error = watch.make_error("outputs/x")  # "loss is NaN" after a night tells nobody where to go on from
+    assert isinstance(error, NonFiniteError) and isinstance(error, RlooKitError)
+    assert isinstance(error, FloatingPointError)
+    for words in ("NaN or infinity in the gradient", "max_skipped_steps = 3", "outputs/x", "learning_rate", "delta"):
+        assert words in str(error)

@@ -15,15 +15,9 @@ from rloo_kit.loop.trainer import RLOOTrainer
 
 RELATIVE = 1e-5
 COMPLETIONS = [
-    [72, 260, 70, 258],
-    [72, 73, 74, 75, 76, 77],
-    [260, 258],
-    [65, 66, 67, 260, 68, 258],
-    [90, 258],
-    [91, 92, 93],
-    [94, 95, 96, 97, 98, 258],
-    [99, 260, 258],
-]
+    [72, 260, 70, 258], [72, 73, 74, 75, 76, 77], [260, 258], [65, 66, 67, 260, 68, 258],
+    [90, 258], [91, 92, 93], [94, 95, 96, 97, 98, 258], [99, 260, 258],
+]  # fmt: skip
 
 
 def _torch_head(hidden, weight, bias, labels, temperature, _chunk, _softcap, scale, outputs):
@@ -62,16 +56,10 @@ def reward_unless_72(completion_ids, **_):
 def _make(trainer_class, config_class, model, tokenizer, folder, rewards, **options):
     prompts = ["What is 1+1?", "Hi", "A much longer prompt than the others", "x"]
     config = config_class(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        disable_tqdm=True,
-        shuffle_dataset=False,
-        gradient_checkpointing=False,
-        max_completion_length=6,
+        output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, shuffle_dataset=False,
+        gradient_checkpointing=False, max_completion_length=6,
         **{"per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 1e-2} | options,
-    )
+    )  # fmt: skip
     trainer = trainer_class(
         model=model,
         reward_funcs=rewards,

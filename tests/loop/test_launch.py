@@ -81,14 +81,8 @@ class Started:
 
     def __init__(self, command, folder):
         self.lines = []
-        self.process = subprocess.Popen(
-            command,
-            env=bare_environment(folder),
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = subprocess.Popen(command, env=bare_environment(folder), cwd=folder, **pipes)
 
     def until(self, text):
         for line in self.process.stdout:
@@ -143,20 +137,12 @@ def run_script(config, out, *, fails=False, **settings):
     """Each process's findings, in the order of their ranks, and what was printed."""
     given = {"config": str(config), "out": str(out), "overrides": [], **settings}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), json.dumps(given)],
-        env=bare_environment(config.parent),
-        cwd=config.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, *launcher, str(SCRIPT), json.dumps(given)]
+    place = {"env": bare_environment(config.parent), "cwd": config.parent}
+    done = subprocess.run(command, **place, capture_output=True, text=True, timeout=300)
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     found = [] if fails else [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
     return found, done.stdout + done.stderr
-
-
-# ---------------------------------------------------------------------------------------------------- a whole run
 
 
 @pytest.fixture(scope="module")
@@ -209,9 +195,6 @@ def test_an_evaluation_by_two_processes_is_that_of_one(launched, config):
         two = json.loads((launched[0] / f"{name}.json").read_text())
         for key in ("samples", "per_prompt", "greedy_per_prompt", "mean_tokens", "num_prompts", "prompts_digest"):
             assert two[key] == alone[key], f"{name}: {key}"
-
-
-# ---------------------------------------------------------------------------------------------------- ends
 
 
 def test_ctrl_c_saves_and_another_launcher_goes_on(launched, config):
@@ -287,9 +270,6 @@ def test_two_machines_meet_and_stop_together(config):
     assert status["state"] == "interrupted" and 2 <= status["step"] < STEPS, first.text
     assert f"interrupted at step {status['step']} of {STEPS}" in first.text
     assert "step 2/30" not in second.text, "the second machine prints nothing of its own"
-
-
-# ---------------------------------------------------------------------------------------------------- a script
 
 
 def test_a_script_gets_the_same_in_every_process(config):

@@ -31,7 +31,7 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-def test_the_full_old_argument_list() -> None:
+def test_the_full_old_argument_list():
     """An argument that is missing from the table stops old code with `unexpected keyword argument 'policy'`."""
     assert set(OLD_ARGUMENTS.split()) - STILL_THERE == set(TRAINER_NAMES)
     values, messages = translate(
@@ -49,7 +49,7 @@ def test_the_full_old_argument_list() -> None:
     assert "reference='start'" in said["ref_policy"][0] and "tokenized in the loop" in said["data_collator"][0]
 
 
-def test_todays_arguments_pass_without_a_word() -> None:
+def test_todays_arguments_pass_without_a_word():
     """A drop-in that warns of current code is not one."""
     given = {"model": "a/b", "reward_funcs": [reward], "args": None, "processing_class": "t", "ref_policy": None}
     values, messages = translate(**given)
@@ -68,14 +68,14 @@ def test_todays_arguments_pass_without_a_word() -> None:
         ({"model": "a"}, "RLOOTrainer needs reward_funcs=: a reward function"),
     ],
 )
-def test_refusals(given: dict[str, Any], message: str) -> None:
+def test_refusals(given, message):
     """Two names for one thing, or none: said before a model is loaded."""
     with pytest.raises(ConfigError) as caught:
         translate(**given)
     assert message in str(caught.value)
 
 
-def test_the_old_positional_order_is_recognised() -> None:
+def test_the_old_positional_order_is_recognised():
     """`RLOOTrainer(config, tokenizer, policy, ...)` put the config where the model goes: `no attribute 'config'`."""
 
     class Config:
@@ -85,7 +85,7 @@ def test_the_old_positional_order_is_recognised() -> None:
         translate(model=Config(), reward_funcs="tokenizer", args="policy")
 
 
-def test_a_reference_with_other_weights_is_refused(make_tiny_model: Any) -> None:
+def test_a_reference_with_other_weights_is_refused(make_tiny_model):
     """TRL 0.22 ignored `ref_policy` with a warning: the KL was measured against another model than the one given."""
     policy = make_tiny_model()
     _, messages = translate(policy=policy, ref_policy=copy.deepcopy(policy), reward_model=reward)
@@ -97,7 +97,7 @@ def test_a_reference_with_other_weights_is_refused(make_tiny_model: Any) -> None
             translate(policy=pair[0], ref_policy=pair[1], reward_model=reward)
 
 
-def test_a_function_of_texts_still_gets_texts(tiny_tokenizer: Any) -> None:
+def test_a_function_of_texts_still_gets_texts(tiny_tokenizer):
     """The old trainer called `reward_model(texts)` with prompt and completion together, without special tokens."""
     seen: list[list[str]] = []
 
@@ -114,7 +114,7 @@ def test_a_function_of_texts_still_gets_texts(tiny_tokenizer: Any) -> None:
     assert all(isinstance(score, float) for score in scores) and adapted.__name__ == "count"
 
 
-def test_rewards_of_todays_convention_stay_as_they_are(tiny_model: Any) -> None:
+def test_rewards_of_todays_convention_stay_as_they_are(tiny_model):
     """The published recipe passes a function of today's convention as `reward_model=`."""
 
     def only_completions(completions: list[str]) -> list[float]:
@@ -133,7 +133,7 @@ def test_rewards_of_todays_convention_stay_as_they_are(tiny_model: Any) -> None:
     assert values["reward_processing_classes"] == ["policy's"] * 2, "a checkpoint scored the policy's own token ids"
 
 
-def test_tokenized_data_sets_are_decoded(tiny_tokenizer: Any) -> None:
+def test_tokenized_data_sets_are_decoded(tiny_tokenizer):
     """Old scripts tokenized the prompts themselves; today's trainer looks for a column `prompt` and finds none."""
     text = "<|im_start|>user\n2+2?<|im_end|>\n<think>\n"
     ids = tiny_tokenizer.encode(text)
@@ -146,7 +146,7 @@ def test_tokenized_data_sets_are_decoded(tiny_tokenizer: Any) -> None:
         assert tiny_tokenizer.encode(prepared[0]["prompt"]) == ids
 
 
-def test_data_sets_of_today_are_left_alone(tiny_tokenizer: Any) -> None:
+def test_data_sets_of_today_are_left_alone(tiny_tokenizer):
     """A prompt beside ids wins; a streamed data set without known columns is not read ahead."""
     today = Dataset.from_dict({"prompt": ["a"], "input_ids": [[1]]})
     assert prepare_old_dataset(today, tiny_tokenizer) is today and prepare_old_dataset(None, None) is None

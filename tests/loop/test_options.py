@@ -1,6 +1,5 @@
 """The options of the loop as keywords of `RLOOConfig`: what is refused there, and that a file's keys arrive."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +17,6 @@ MINIMAL: dict[str, Any] = {
     "rewards": [{"name": "answer_reward"}],
     "rloo": {"max_steps": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def config_class() -> Any:
-    return RLOOConfig
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -51,23 +45,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
-def test_what_the_loop_would_get_wrong_is_refused(config_class: Any, tmp_path: Path, case: str) -> None:
+def test_what_the_loop_would_get_wrong_is_refused(tmp_path, case):
     """Stock TRL samples with top_p 0.95 and scores the whole distribution: another policy's gradient, and no word."""
     keywords, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
-        config_class(str(tmp_path), **keywords)
+        RLOOConfig(str(tmp_path), **keywords)
 
 
-def test_neutral_values_and_temperature_are_taken(config_class: Any, tmp_path: Path) -> None:
+def test_neutral_values_and_temperature_are_taken(tmp_path):
     """Old scripts spell the filters out as off; and temperature is scored as it is sampled."""
-    config = config_class(
+    config = RLOOConfig(
         str(tmp_path), top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, temperature=0.6,
         generation_kwargs={"temperature": 0.6, "top_p": 1.0, "use_cache": True}, normalize_rewards="running",
     )  # fmt: skip
     assert config.temperature == 0.6 and config.normalize_rewards == "running"
 
 
-def test_trls_own_config_is_asked_too(tmp_path: Path) -> None:
+def test_trls_own_config_is_asked_too(tmp_path):
     """A script that hands the trainer `trl.RLOOConfig(top_p=0.9)` never passes through the kit's class."""
     import trl
 
@@ -76,7 +70,7 @@ def test_trls_own_config_is_asked_too(tmp_path: Path) -> None:
         refuse_sampling_filters(trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False, top_p=0.9))
 
 
-def test_every_key_of_a_file_arrives(config_class: Any, tmp_path: Path) -> None:
+def test_every_key_of_a_file_arrives(tmp_path):
     """A key that the file takes and the loop never sees is a setting that does nothing."""
     chosen: dict[str, Any] = {
         "kl_form": "length_normalized", "ratio_form": "per_token", "delta": 4.0, "baseline": "group_mean",
@@ -92,16 +86,16 @@ def test_every_key_of_a_file_arrives(config_class: Any, tmp_path: Path) -> None:
     )
     model = SimpleNamespace(device=SimpleNamespace(type="cpu"), config=SimpleNamespace(to_dict=dict))
     policy: Any = SimpleNamespace(model=model, config_arguments={})  # a model that cannot be planned for
-    config = config_class(**training_arguments(run, policy, tmp_path))
+    config = RLOOConfig(**training_arguments(run, policy, tmp_path))
     chosen |= {"max_skipped_steps": 7, "rollout_engine": "generate", "rollout_rows": 5, "resample_rounds": 2}
     own_folder = "/shared/adapters/this"  # runs share the one of the file, and each clears up its own
     chosen |= {"rollout_server_url": "https://node1:8000", "rollout_server_adapters": own_folder}
     assert {name: getattr(config, name) for name in chosen} == chosen
 
 
-def test_both_sides_have_the_same_defaults_and_choices(config_class: Any, tmp_path: Path) -> None:
+def test_both_sides_have_the_same_defaults_and_choices(tmp_path):
     """A notebook that builds `RLOOConfig` itself and a file that says nothing are the same run."""
-    run, config = RunConfig.model_validate(MINIMAL), config_class(str(tmp_path))
+    run, config = RunConfig.model_validate(MINIMAL), RLOOConfig(str(tmp_path))
     sides = dict(run.rloo) | {f"rollout_{name}": value for name, value in run.rollout}
     sides |= dict(run.run) | {"resample_rounds": run.rollout.resample_rounds}
     for name, default in options._OWN_DEFAULTS.items():
@@ -117,9 +111,9 @@ def test_both_sides_have_the_same_defaults_and_choices(config_class: Any, tmp_pa
 @pytest.mark.parametrize(
     ("flags", "found"), [([], False), (["--normalize_rewards"], True), (["--normalize_rewards", "running"], "running")]
 )
-def test_flags_of_scripts(config_class: Any, tmp_path: Path, flags: list[str], found: Any) -> None:
+def test_flags_of_scripts(tmp_path, flags, found):
     """`--normalize_rewards` was a flag without a value before it could be "running"."""
     from transformers import HfArgumentParser
 
-    (config,) = HfArgumentParser(config_class).parse_args_into_dataclasses(["--output_dir", str(tmp_path), *flags])
+    (config,) = HfArgumentParser(RLOOConfig).parse_args_into_dataclasses(["--output_dir", str(tmp_path), *flags])
     assert config.normalize_rewards is found or config.normalize_rewards == found

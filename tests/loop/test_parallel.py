@@ -19,21 +19,15 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).resolve().parent
 WITH_KL = {"beta": 0.1}
+# One group over two processes, and everything that is made over a rollout of all of them.
+STRADDLE = {
+    "num_generations": 8, "kl_form": "per_token", "normalize_advantages": True, "normalize_rewards": "running",
+    "mask_truncated_completions": True, "missing_eos_penalty": 0.3,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "kl": {"options": WITH_KL},
     "low": {"options": WITH_KL | {"memory": "low"}},
-    # One group over two processes, and everything that is made over a rollout of all of them.
-    "straddle": {
-        "options": WITH_KL
-        | {
-            "num_generations": 8,
-            "kl_form": "per_token",
-            "normalize_advantages": True,
-            "normalize_rewards": "running",
-            "mask_truncated_completions": True,
-            "missing_eos_penalty": 0.3,
-        }
-    },  # fmt: skip
+    "straddle": {"options": WITH_KL | STRADDLE},
     "one_has_no_signal": {"reward": "first", "options": {"beta": 0.0}},
     "every_parameter": {"lora": False, "options": {"beta": 0.0}},
 }
@@ -99,7 +93,7 @@ def both(request: pytest.FixtureRequest) -> tuple[str, Found]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_make_the_steps_of_one(case: str, single: Found, both: tuple[str, Found]) -> None:
+def test_two_processes_make_the_steps_of_one(case, single, both):
     """A baseline over one process's completions, a mean of means, a masked row counted twice: each still trains.
 
     A process without signal makes no pass of its own: DDP's reducer and FSDP's gathers would wait for it forever.
@@ -128,7 +122,7 @@ def test_two_processes_make_the_steps_of_one(case: str, single: Found, both: tup
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_process_logs_the_numbers_of_the_whole_rollout(case: str, single: Found, both: tuple[str, Found]) -> None:
+def test_every_process_logs_the_numbers_of_the_whole_rollout(case, single, both):
     """Metrics of one process alone look right and are those of half of the completions."""
     _, found = both
     skipped = {"rollout/skipped_rows_ratio"} if case == "low" else set()  # of shards `low` falls back to balanced
@@ -139,7 +133,7 @@ def test_every_process_logs_the_numbers_of_the_whole_rollout(case: str, single: 
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
 
 
-def test_processes_sample_different_completions_and_agree_on_what_is_drawn_again(both: tuple[str, Found]) -> None:
+def test_processes_sample_different_completions_and_agree_on_what_is_drawn_again(both):
     """Two processes with one seed sample the same completions twice: half of the rollout is wasted, and nobody sees it.
 
     A thinking budget is kept with sharded weights too: TRL's own generation cannot, and would wait for a process that
@@ -156,7 +150,7 @@ def test_processes_sample_different_completions_and_agree_on_what_is_drawn_again
     assert all(log.get("frac_reward_zero_std", 0) == 0 for log in first["logs"])
 
 
-def test_gathered_weights_sample_as_whole_ones(replicas: Found, shards: Found) -> None:
+def test_gathered_weights_sample_as_whole_ones(replicas, shards):
     """Weights that are gathered for a rollout and freed again have to be those that are trained."""
     for whole, gathered in zip(replicas["sampled"], shards["sampled"], strict=True):
         assert [row["completion_ids"] for row in whole["rows"]] == [row["completion_ids"] for row in gathered["rows"]]

@@ -13,64 +13,18 @@ from safetensors.torch import load_file
 
 from rewards import thinking_reward
 from rloo_kit import build_rewards, load_config, load_data, load_policy, train
-from rloo_kit.errors import ConfigError, RewardError, RunExistsError
+from rloo_kit.errors import ConfigError, RunExistsError
 from rloo_kit.loop.callbacks import RolloutLog
 from rloo_kit.loop.run import mixed_precision
 from rloo_kit.rollout.engine import generate_completions
 from rloo_kit.runs.files import saved_paths
 from rloo_kit.runs.run_dir import open_runs
 from rloo_kit.system import environment
-
-CONFIG = """
-run: {{output_dir: {output}, evaluate: false, progress_every_s: 0, sample_every_steps: 2}}
-model: {{name: {model}, lora: {{r: 2, alpha: 2, target_modules: [q_proj, v_proj]}}, max_seq_length: 128}}
-data: {{source: {data}, test_size: 2, max_prompt_length: 64}}
-rewards: [{{name: length_reward}}]
-rloo:
-  max_steps: 4
-  learning_rate: 1e-2
-  lr_scheduler_type: constant
-  per_device_train_batch_size: 8
-  num_generations: 4
-  max_completion_length: 6
-  beta: 0.0
-"""
-
-
-def by_ids(completion_ids, **_):
-    """Different for nearly every completion, so that there is something to learn."""
-    return [sum(ids) % 17 / 17 for ids in completion_ids]
+from tests.loop.conftest import by_ids
 
 
 def all_equal(completion_ids, **_):
     return [0.5] * len(completion_ids)
-
-
-@pytest.fixture
-def write_config(tmp_path, tiny_folder):
-    """`write_config(name)`: a run's YAML file on the tiny model, with everything below the test's own folder."""
-
-    def write(name="tiny"):
-        rows = [{"prompt": f"add {n}", "answer": str(n)} for n in range(16)]
-        (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(CONFIG.format(output=tmp_path / "outputs", model=tiny_folder, data=tmp_path / "prompts.jsonl"))
-        return file
-
-    return write
-
-
-@pytest.fixture
-def start(write_config):
-    """`start("rloo.max_steps=2", rewards=[...], resume=True)`: load everything afresh, train, return the result."""
-
-    def run(*overrides, rewards=(by_ids,), policy=None, **options):
-        config = load_config(write_config(), *overrides)
-        policy = policy or load_policy(config)
-        run.policy = policy
-        return train(config, policy, load_data(config, policy.tokenizer), list(rewards), **options)
-
-    return run
 
 
 def adapter_weights(result):
@@ -262,18 +216,6 @@ def test_a_crash_is_recorded_and_the_folder_is_free_again(start, tmp_path):
     found = status(tmp_path / "outputs" / "tiny")
     assert found["state"] == "failed" and found["error"] == "OSError: no space left"
     assert start(resume=True, rewards=[by_ids]).steps == 4, "without a checkpoint it starts over"
-
-
-def test_failing_rewards_stop_the_run_with_its_state_saved(start, tmp_path):
-    """Training on noise until the morning because a reward has a typing error."""
-
-    def failing(completion_ids, **_):
-        raise KeyError("anwser")
-
-    with pytest.raises(RewardError, match="anwser"):
-        start("run.reward_failure_steps=2", rewards=[failing])
-    found = status(tmp_path / "outputs" / "tiny")
-    assert found["state"] == "failed" and "RewardError" in found["error"]
 
 
 @pytest.fixture

@@ -149,25 +149,6 @@ def test_a_masked_completion_leaves_the_baseline_by_choice(counts, make_trainer)
     assert (trainer.rows[3]["advantage"] == 0.0) is not counts
 
 
-def test_groups_without_signal_get_fresh_prompts(make_trainer):
-    """Prompts that are solved always or never teach nothing; half of a batch was paid for in vain."""
-    useless = {f"<|im_start|>user {n}<think>\n" for n in range(6)}
-
-    def reward(prompts, completion_ids, **_):
-        return [
-            1.0 if prompt in useless else float(ids[0]) for prompt, ids in zip(prompts, completion_ids, strict=True)
-        ]
-
-    trainer = make_trainer(reward, resample_rounds=8, seed=1)
-    trainer.train()
-    left = {row["prompt"] for row in trainer.rows}
-    assert len(left) == 2
-    assert not left & useless
-    logs = trainer.state.log_history[0]
-    assert logs["rollout/resampled_groups"] >= 1
-    assert logs["frac_score_zero_std"] == 0.0
-
-
 def test_the_loop_remembers_its_rewards_across_a_resume(make_trainer, tmp_path):
     """`normalize_rewards: running` started anew after a resume, and with it the scale of every advantage."""
     options = {"normalize_rewards": "running", "resample_rounds": 1, "save_strategy": "steps", "save_steps": 1}

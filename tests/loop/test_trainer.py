@@ -188,12 +188,8 @@ def test_failing_reward_unscores_the_sample_and_spares_the_rest(make_trainer):
     trainer.rollout_listeners.append(rows.extend)
     advantages = _judged(trainer)
     base = by_length([[70, EOS]])[0]
-    assert [row["reward"] for row in rows] == [
-        pytest.approx(1 + base),
-        None,
-        pytest.approx(3 + base),
-        pytest.approx(5 + base),
-    ]
+    assert rows[1]["reward"] is None
+    assert [row["reward"] for row in rows if row is not rows[1]] == pytest.approx([1 + base, 3 + base, 5 + base])
     assert advantages.tolist() == pytest.approx([-3.0, 0.0, 0.0, 3.0], abs=1e-5)
     assert trainer._metrics["train"]["rewards/failed_ratio"] == [0.25]
 

@@ -60,3 +60,21 @@ def check_logps(
         start, end = span or (0, 0)
         exact[start:end] = [float("nan")] * (end - start)
         assert logps == pytest.approx(exact, abs=tolerance, nan_ok=True)
+
+
+def run_out_above(
+    model: Any, rows: int, seen: list[int], patch: pytest.MonkeyPatch, on_cpu: bool = False, after: int = 3
+) -> None:
+    """Let the model's forward fail above so many rows, as a GPU does: in the middle of a rollout, not at its start."""
+    base, forward = model.get_base_model(), model.get_base_model().forward
+
+    def failing(*args: Any, **named: Any) -> Any:
+        ids = args[0] if args else named["input_ids"]
+        seen.append(ids.size(0))
+        if ids.size(0) > rows and (ids.size(1) > 1 or len(seen) > after):
+            if on_cpu:
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward(*args, **named)
+
+    patch.setattr(base, "forward", failing)

@@ -8,20 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from peft import LoraConfig
 from transformers.cache_utils import HQQQuantizedLayer, QuantizedCache
 
 from rloo_kit.config.checks import CACHES, ENGINES
 from rloo_kit.errors import BackendError, ConfigError
-from rloo_kit.loop.options import RLOOConfig
-from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.plan import parts
 from rloo_kit.plan.shapes import ModelShape
 from rloo_kit.rollout.engine import Limits, check_cache
 from rloo_kit.rollout.generate import generate_options
-from rloo_kit.rollout.kv_cache import LEVELS, EightBitCache, make_cache, pack_8_bit, unpack_8_bit
-from tests.rollout.models import END_OF_TEXT, PROMPTS, TURN_END, adapted, engine_for, lean, teacher_forced
+from rloo_kit.rollout.kv_cache import LEVELS, SlotCache, make_cache, pack_8_bit, unpack_8_bit
+from tests.rollout.models import (
+    END_OF_TEXT,
+    PROMPTS,
+    TURN_END,
+    adapted,
+    engine_for,
+    lean,
+    run_out_above,
+    teacher_forced,
+)
 
 FAR = 0.15  # nats: more than 8 bits explain in the models here, less than another token's probability is away
 
@@ -50,11 +55,8 @@ def find_gaps(model: Any, prompts: list[list[int]], found: Any) -> list[float]:
     return gaps
 
 
-# ------------------------------------------------------------------------------------------------- the numbers
-
-
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
-def test_eight_bits_are_off_by_half_a_scale(kind: str) -> None:
+def test_eight_bits_are_off_by_half_a_scale(kind):
     """A scale that is stored in 16 bits is not the one that codes were made with, if one divides by the other."""
     dtype = getattr(torch, kind)
     states = torch.randn(50, 4, 32, generator=torch.Generator().manual_seed(0)).mul(3).to(dtype)
@@ -71,7 +73,7 @@ def test_eight_bits_are_off_by_half_a_scale(kind: str) -> None:
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_broken_states_stay_broken(broken: float) -> None:
+def test_broken_states_stay_broken(broken):
     """int8 has no NaN: broken weights would come back as plain numbers, and a run went on on noise."""
     states = torch.ones(2, 1, 4)
     states[1, 0, 2] = broken
@@ -89,7 +91,7 @@ def fill(kind: str, tokens: int, dtype: str = "float32") -> Any:
 
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
-def test_what_a_cache_holds_is_what_the_plan_counts(kind: str, dtype: str, width: int) -> None:
+def test_what_a_cache_holds_is_what_the_plan_counts(kind, dtype, width):
     """A cache that is called 8-bit and keeps a full copy saves nothing; bytes are counted in real tensors."""
     shape = ModelShape(32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=320, tied=True)
     load = parts.Load(
@@ -102,26 +104,37 @@ def test_what_a_cache_holds_is_what_the_plan_counts(kind: str, dtype: str, width
     assert ratio == (pytest.approx((16 + width) / (16 * width)) if kind == "int8" else 1)
 
 
-def test_a_moved_row_takes_its_scales_along() -> None:
-    """Codes without their scales are another row's words, a little louder."""
-    cache = EightBitCache(slots=3, block_tokens=4)
-    for slot in range(3):
-        states = torch.full((1, 3, 8), 10.0**slot)
-        cache.insert(0, slot, 1, states, -states)
-    cache.move([2], [0], 3)
-    cache.begin([5, 5], torch.device("cpu"))  # grows
-    keys, values = cache.write(0, torch.full((2, 1, 8), 7.0), torch.full((2, 1, 8), 7.0))
-    assert keys[:, 0, [0, 2, 5], 0].tolist() == [pytest.approx([100, 100, 7.0]), pytest.approx([10, 10, 7.0])]
-    assert values[0, 0, 0, 0] == pytest.approx(-100.0) and keys[:, 0, 3].abs().max() == 0
+def tokens(*values: float):
+    """(R, 1 head, 2 dimensions), a row for each value."""
+    return torch.tensor(values)[:, None, None].expand(-1, 1, 2)
 
 
-# ------------------------------------------------------------------------------------------------- rollouts
+def test_masked_memory_is_finite():
+    """Fresh memory may hold NaNs, and weight 0 times NaN is NaN: whole rows were lost to words that nobody saw."""
+    cache = SlotCache(slots=3, block_tokens=4)
+    cache.begin([6, 0], torch.device("cpu"))
+    keys, values = cache.write(0, tokens(1.0, 1.0), tokens(1.0, 1.0))
+    cache.begin([9, 1], torch.device("cpu"))  # grows
+    keys, values = cache.write(0, tokens(1.0, 1.0), tokens(1.0, 1.0))
+    assert torch.isfinite(keys).all() and torch.isfinite(values).all()
+
+
+def test_slots_that_nobody_needs_go_when_the_cache_grows():
+    """The last long rows of a batch paid for the memory of all that had ended."""
+    cache = SlotCache(slots=3, block_tokens=4)
+    cache.begin([0, 0, 0], torch.device("cpu"))
+    cache.write(0, tokens(1.0, 2.0, 3.0), tokens(0.0, 0.0, 0.0))
+    cache.shrink(1)
+    cache.begin([4], torch.device("cpu"))
+    cache.write(0, tokens(5.0), tokens(0.0))
+    assert cache.keys[0].shape == (1, 1, 8, 2) and cache.keys[0][0, 0, [0, 4], 0].tolist() == [1.0, 5.0]
+
 
 VARIANTS = {"FusedDecoder": {}, "ModuleDecoder": {"hidden_act": "gelu"}, "eager": {"attn_implementation": "eager"}}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_sampling_from_8_bits_is_near_scoring(make_model: Any, monkeypatch: Any, variant: str) -> None:
+def test_sampling_from_8_bits_is_near_scoring(make_model, monkeypatch, variant):
     """Either decoder, rows that end and give their slots to others, slots that grow: each token's log-probability is
     that of the distribution it was drawn from, which is near the one that is scored and not it."""
     monkeypatch.setattr("rloo_kit.rollout.kv_cache.BLOCK_TOKENS", 4)
@@ -136,7 +149,7 @@ def test_sampling_from_8_bits_is_near_scoring(make_model: Any, monkeypatch: Any,
     assert 1e-3 < max(gaps["int8"]) < FAR and sum(gaps["int8"]) / len(gaps["int8"]) < FAR / 10
 
 
-def test_rows_do_not_depend_on_their_slots(make_model: Any, monkeypatch: Any) -> None:
+def test_rows_do_not_depend_on_their_slots(make_model, monkeypatch):
     """Whatever row stands beside it, was dropped before it or let in after it, a row's completion is its own."""
     monkeypatch.setattr("rloo_kit.rollout.kv_cache.BLOCK_TOKENS", 4)
     model = make_model()
@@ -148,7 +161,7 @@ def test_rows_do_not_depend_on_their_slots(make_model: Any, monkeypatch: Any) ->
     assert with_cache(model, "offloaded", 0.0, rows=2).sample(PROMPTS, Limits(24)).completion_ids == plain
 
 
-def test_sixteen_bit_models_keep_8_bits_too(make_model: Any) -> None:
+def test_sixteen_bit_models_keep_8_bits_too(make_model):
     """The GPUs that need it hold bf16: scales in float32 would turn the attention's inputs into float32."""
     model = make_model().to(torch.bfloat16)
     torch.manual_seed(0)
@@ -156,18 +169,10 @@ def test_sixteen_bit_models_keep_8_bits_too(make_model: Any) -> None:
     assert max(find_gaps(model, PROMPTS, found)) < 2 * FAR
 
 
-def test_rows_are_halved_with_8_bits(make_model: Any, monkeypatch: Any) -> None:
+def test_rows_are_halved_with_8_bits(make_model, monkeypatch):
     """What has been sampled stays, and is prefilled again from its tokens, not from codes that are gone."""
     model = make_model(hidden_act="gelu")
-    base, forward, calls = model.get_base_model(), model.get_base_model().forward, []
-
-    def failing(*args: Any, **named: Any) -> Any:
-        calls.append(named["input_ids"].size(0))
-        if calls[-1] > 3 and len(calls) > 5:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return forward(*args, **named)
-
-    monkeypatch.setattr(base, "forward", failing)
+    run_out_above(model, 3, [], monkeypatch, after=5)
     said: list[str] = []
     torch.manual_seed(0)
     found = with_cache(model, say=said.append).sample(PROMPTS, Limits(24))
@@ -176,7 +181,7 @@ def test_rows_are_halved_with_8_bits(make_model: Any, monkeypatch: Any) -> None:
     assert max(find_gaps(model, PROMPTS, found)) < FAR
 
 
-def test_a_budget_costs_one_call_of_generate(make_model: Any, monkeypatch: Any) -> None:
+def test_a_budget_costs_one_call_of_generate(make_model, monkeypatch):
     """The answers were a second call, whose prefill is whole rows at once: on a small GPU more than decoding takes."""
     model = make_model()
     limits = Limits(20, thinking_budget=6, answer_budget=4, close_ids=(7, 260, 8), think_end_id=260)
@@ -196,8 +201,6 @@ def test_a_budget_costs_one_call_of_generate(make_model: Any, monkeypatch: Any) 
             assert span == (6, 9) and ids[6:9] == [7, 260, 8] and len(ids) <= 13
 
 
-# ------------------------------------------------------------------------------------------------- the choice
-
 REFUSED = {
     "unsloth, 8 bits": ("int8", "generate", "unsloth", True, "Unsloth decodes.*rollout.cache=plain.*transformers"),
     "unsloth, offloaded": ("offloaded", "generate", "unsloth", True, "Unsloth decodes.*rollout.cache=plain"),
@@ -209,7 +212,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_cache_that_cannot_be_kept_is_refused(monkeypatch: Any, case: str) -> None:
+def test_a_cache_that_cannot_be_kept_is_refused(monkeypatch, case):
     """A key that is silently ignored is found out by an out-of-memory error after an hour."""
     cache, engine, backend, on_cuda, message = REFUSED[case]
     monkeypatch.setattr("rloo_kit.rollout.engine.find_spec", lambda name: None)
@@ -217,7 +220,7 @@ def test_a_cache_that_cannot_be_kept_is_refused(monkeypatch: Any, case: str) -> 
         check_cache(cache, engine, backend, on_cuda)
 
 
-def test_what_is_let_through(monkeypatch: Any, make_model: Any) -> None:
+def test_what_is_let_through(monkeypatch, make_model):
     """`generate` gets the library's own names; a plain cache is asked of nobody."""
     monkeypatch.setattr("rloo_kit.rollout.engine.find_spec", lambda name: object())
     check_cache("int8", "generate", "transformers", on_cuda=True)
@@ -233,7 +236,7 @@ def test_what_is_let_through(monkeypatch: Any, make_model: Any) -> None:
     assert with_cache(model, "plain", engine="generate")._cache_options(2, 5) == {}
 
 
-def test_the_library_takes_the_config_that_it_is_given() -> None:
+def test_the_library_takes_the_config_that_it_is_given():
     """hqq is not installed here, so nothing of it runs; what transformers would be asked for it has to know."""
     config = generate_options("int8")["cache_config"]
     assert config["backend"] == "hqq"
@@ -241,31 +244,20 @@ def test_the_library_takes_the_config_that_it_is_given() -> None:
     assert set(config) - {"backend"} <= set(signature(HQQQuantizedLayer).parameters)
 
 
-# ------------------------------------------------------------------------------------------------- training
-
-
-def test_training_corrects_for_8_bits(make_tiny_model: Any, tiny_tokenizer: Any, tmp_path: Any) -> None:
+def test_training_corrects_for_8_bits(make_tiny_model, make_trainer):
     """What 8 bits sample is scored without them: the log says by how much they differ, the correction weighs by it,
     and the ratio on-policy stays exactly 1."""
-
-    def run(cache: str) -> dict[str, float]:
-        trainer = RLOOTrainer(
-            model=make_tiny_model(initializer_range=0.15),
-            reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
-            args=RLOOConfig(
-                str(tmp_path / cache), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, max_steps=2,
-                max_completion_length=24, per_device_train_batch_size=8, num_generations=4, learning_rate=1e-2,
-                save_strategy="no", logging_steps=1, sampler_correction="token", rollout_cache=cache,
-            ),
-            train_dataset=Dataset.from_dict({"prompt": [f"<|im_start|>user {n}<think>\n" for n in range(8)]}),
-            processing_class=tiny_tokenizer,
-            peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]),
+    logs = {}
+    for cache in ("plain", "int8"):
+        trainer = make_trainer(
+            lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
+            model=make_tiny_model(initializer_range=0.15), max_steps=2, max_completion_length=24,
+            per_device_train_batch_size=8, sampler_correction="token", rollout_cache=cache,
         )  # fmt: skip
         assert trainer._engine.cache == cache
         trainer.train()
-        return trainer.state.log_history[1]
-
-    plain, small = run("plain"), run("int8")
+        logs[cache] = trainer.state.log_history[1]
+    plain, small = logs.values()
     assert plain["sampling/logp_difference_max"] < 1e-4 < small["sampling/logp_difference_max"] < FAR
     assert small["sampling/importance_weight_mean"] == pytest.approx(1.0, abs=0.02)
     assert small["val/ratio"] == plain["val/ratio"] == 1.0 and small["grad_norm"] > 0

@@ -24,6 +24,7 @@ from tests.rollout.models import (
     check_logps,
     engine_for,
     lean,
+    run_out_above,
 )  # fmt: skip
 
 
@@ -208,22 +209,6 @@ def test_a_budget_in_both_engines(make_model, tiny_tokenizer, name):
             kinds.add("closed" if 260 in ids else "ended")
     assert kinds == {"forced", "closed", "ended"}
     assert found.thinking_forced == [span is not None for span in found.forced]
-
-
-def run_out_above(model: Any, rows: int, seen: list[int], patch: pytest.MonkeyPatch, on_cpu: bool = False) -> None:
-    """Let the model's forward fail above so many rows, as a GPU does: in the middle of a rollout, not at its start."""
-    base, forward = model.get_base_model(), model.get_base_model().forward
-
-    def failing(*args: Any, **named: Any) -> Any:
-        ids = args[0] if args else named["input_ids"]
-        seen.append(ids.size(0))
-        if ids.size(0) > rows and (ids.size(1) > 1 or len(seen) > 3):
-            if on_cpu:
-                raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return forward(*args, **named)
-
-    patch.setattr(base, "forward", failing)
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])

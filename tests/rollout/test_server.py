@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,14 +18,11 @@ from typing import Any
 import pytest
 import torch
 import trl
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
 from rloo_kit.loop import trainer
-from rloo_kit.loop.options import RLOOConfig
-from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.rollout import engine as rollout
 from rloo_kit.rollout.engine import Limits, build_engine, make_limits
 from rloo_kit.rollout.server import ServerEngine, ServerSettings
@@ -41,7 +37,6 @@ from tests.rollout.models import (
     engine_for,
     lean,
     shake,
-    teacher_forced,
 )  # fmt: skip
 from tests.rollout.vllm_stand_in import COMPLETION_KEYS, WHOLE, Refusal, StandIn
 
@@ -107,10 +102,7 @@ def check_against(model: Any, found: Any, prompts: list[list[int]] = PROMPTS, te
     check_logps(model, prompts, found, temperature, tolerance=1e-4)
 
 
-# ------------------------------------------------------------------------------------------------- what is sent
-
-
-def test_requests_and_their_order(server: StandIn, make_policy: Any, make_engine: Any, tmp_path: Path) -> None:
+def test_requests_and_their_order(server, make_policy, make_engine, tmp_path):
     """A completion that was asked for before the adapter was there, or under the last one's name, is sampled from
     another policy; a sampling option that is left out is taken from the checkpoint's generation config."""
     model = make_policy()
@@ -143,7 +135,7 @@ def test_requests_and_their_order(server: StandIn, make_policy: Any, make_engine
     assert not server.loaded
 
 
-def test_the_seed_of_torch_fixes_the_samples(make_policy: Any, make_engine: Any) -> None:
+def test_the_seed_of_torch_fixes_the_samples(make_policy, make_engine):
     """A run that is started again with its seed is to sample the same, and siblings must differ."""
     engine = make_engine(make_policy())
     found = []
@@ -154,7 +146,7 @@ def test_the_seed_of_torch_fixes_the_samples(make_policy: Any, make_engine: Any)
     assert len({tuple(ids) for ids in found[0]}) > 3
 
 
-def test_an_adapter_that_did_not_change_stays_loaded(server: StandIn, make_policy: Any, make_engine: Any) -> None:
+def test_an_adapter_that_did_not_change_stays_loaded(server, make_policy, make_engine):
     """Fresh prompts within a step come from the same weights: loading them again throws away what the server has
     cached of their prompts."""
     model = make_policy()
@@ -168,7 +160,7 @@ def test_an_adapter_that_did_not_change_stays_loaded(server: StandIn, make_polic
     assert len(server.posted(LOAD)) == 2
 
 
-def test_greedy_and_rows_and_order(server: StandIn, make_policy: Any, make_engine: Any) -> None:
+def test_greedy_and_rows_and_order(server, make_policy, make_engine):
     """`rollout.rows` bounds the requests in flight, the longest start first, and answers come back in the prompts'
     order; greedy completions are those of the engine that samples here."""
     model = make_policy()
@@ -189,22 +181,8 @@ def test_greedy_and_rows_and_order(server: StandIn, make_policy: Any, make_engin
     assert {tuple(body["prompt"]) for body in server.posted(COMPLETE)[:2]} == {tuple(PROMPTS[2]), tuple(PROMPTS[3])}
 
 
-def test_many_at_once(server: StandIn, make_policy: Any, make_engine: Any) -> None:
-    """A rollout is hundreds of requests at the same moment; none may get lost, or get another one's answer."""
-    model = make_policy()
-    prompts = [[1 + number % 100, number // 100] for number in range(300)]
-    found = make_engine(model).sample(prompts, Limits(1))
-    assert len(server.posted(COMPLETE)) == 300
-    assert server.most_at_once > 1
-    for number in range(0, 300, 37):
-        exact = teacher_forced(model, prompts[number], found.completion_ids[number])
-        assert found.sampler_logps[number] == pytest.approx(exact, abs=1e-4)
-
-
 @pytest.mark.parametrize("close", ["tag", "sentence"])
-def test_budgets_by_the_same_rules(
-    server: StandIn, make_policy: Any, make_engine: Any, tiny_tokenizer: Any, close: str
-) -> None:
+def test_budgets_by_the_same_rules(server, make_policy, make_engine, tiny_tokenizer, close):
     """The thought is one request that stops at `</think>`, the answer a second one behind what was forced; nothing that
     was forced counts as drawn, and a completion that ended inside its thinking is left alone."""
     model = make_policy()
@@ -237,10 +215,7 @@ def test_budgets_by_the_same_rules(
     assert all(body["stop_token_ids"] == [TURN_END, END_OF_TEXT] for body in answers)
 
 
-# ------------------------------------------------------------------------------------------------- the temperature
-
-
-def test_the_temperature_is_in_the_log_probabilities(server: StandIn, make_policy: Any, make_engine: Any) -> None:
+def test_the_temperature_is_in_the_log_probabilities(server, make_policy, make_engine):
     """vLLM says by default how likely a token was before the temperature, and the correction would weigh every step by
     that gap. At temperature 1 both are one; elsewhere the server is asked, and refused."""
     model = make_policy()
@@ -253,9 +228,6 @@ def test_the_temperature_is_in_the_log_probabilities(server: StandIn, make_polic
     server.requests.clear()
     make_engine(model).sample(PROMPTS, Limits(4))
     assert len(server.posted(COMPLETE)) == 4, "nothing is asked where it makes no difference"
-
-
-# ------------------------------------------------------------------------------------------------- what goes wrong
 
 
 def first_is_nan(choice: dict[str, Any]) -> None:
@@ -291,9 +263,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_the_server_refuses_is_named_with_the_switch(
-    server: StandIn, make_policy: Any, make_engine: Any, name: str
-) -> None:
+def test_what_the_server_refuses_is_named_with_the_switch(server, make_policy, make_engine, name):
     """A switch of `vllm serve` that is missing shows as a 404 or a stack trace of vLLM's; and an answer that does not
     fit what was asked would be trained on."""
     settings, message = REFUSALS[name]
@@ -304,7 +274,7 @@ def test_what_the_server_refuses_is_named_with_the_switch(
         engine.sample(PROMPTS, Limits(8))
 
 
-def test_a_folder_that_the_server_does_not_see(server: StandIn, make_policy: Any, make_engine: Any) -> None:
+def test_a_folder_that_the_server_does_not_see(server, make_policy, make_engine):
     """The usual mistake with two machines: each has an /outputs of its own."""
     elsewhere = server.load
 
@@ -313,7 +283,7 @@ def test_a_folder_that_the_server_does_not_see(server: StandIn, make_policy: Any
         make_engine(make_policy()).sample(PROMPTS, Limits(4))
 
 
-def test_a_server_that_is_not_there(server: StandIn, make_policy: Any, make_engine: Any) -> None:
+def test_a_server_that_is_not_there(server, make_policy, make_engine):
     """The trainer that hangs on a server that nobody started costs a night."""
     server.stop()
     engine = make_engine(make_policy(), start_s=1.0)
@@ -322,7 +292,7 @@ def test_a_server_that_is_not_there(server: StandIn, make_policy: Any, make_engi
     assert len(engine.said) == 1 and "waiting 1 s at most for the server" in engine.said[0]
 
 
-def test_a_server_that_comes_late_is_waited_for(make_base: Any, make_policy: Any, make_engine: Any) -> None:
+def test_a_server_that_comes_late_is_waited_for(make_base, make_policy, make_engine):
     """A server loads for minutes; the trainer is started beside it."""
     early = StandIn(make_base)
     port = early.server.server_address[1]
@@ -340,9 +310,7 @@ def test_a_server_that_comes_late_is_waited_for(make_base: Any, make_policy: Any
 
 @pytest.mark.parametrize("path", [COMPLETE, LOAD, UNLOAD])
 @pytest.mark.parametrize("failure", ["drop", 503])
-def test_what_got_lost_is_sent_again(
-    server: StandIn, make_policy: Any, make_engine: Any, path: str, failure: Any
-) -> None:
+def test_what_got_lost_is_sent_again(server, make_policy, make_engine, path, failure):
     """One dropped connection in a hundred thousand must not end a run, nor leave a completion out."""
     model = make_policy()
     engine = make_engine(model)
@@ -354,9 +322,7 @@ def test_what_got_lost_is_sent_again(
     assert len(server.posted(path)) == {COMPLETE: 9, LOAD: 3, UNLOAD: 2}[path]
 
 
-def test_an_adapter_that_was_taken_before_the_answer_got_lost(
-    server: StandIn, make_policy: Any, make_engine: Any
-) -> None:
+def test_an_adapter_that_was_taken_before_the_answer_got_lost(server, make_policy, make_engine):
     """The second try finds the adapter there: that is what was wanted."""
     model = make_policy()
     load = server.load
@@ -373,9 +339,7 @@ def test_an_adapter_that_was_taken_before_the_answer_got_lost(
     assert len(server.posted(LOAD)) == 2 and len(server.ever_loaded) == 1
 
 
-def test_a_server_that_was_started_anew_gets_the_adapter_again(
-    server: StandIn, make_policy: Any, make_engine: Any
-) -> None:
+def test_a_server_that_was_started_anew_gets_the_adapter_again(server, make_policy, make_engine):
     """After a crash the server is back in a minute and knows no adapter: every completion would be refused."""
     model = make_policy()
     engine = make_engine(model)
@@ -395,9 +359,7 @@ def test_a_server_that_was_started_anew_gets_the_adapter_again(
     assert sum("handing it over again" in line for line in engine.said) >= 1
 
 
-def test_what_a_killed_process_left_is_cleared(
-    server: StandIn, make_policy: Any, make_engine: Any, tmp_path: Path
-) -> None:
+def test_what_a_killed_process_left_is_cleared(server, make_policy, make_engine, tmp_path):
     """Each crash would leave an adapter on the server and a folder on the disk; other runs' are left alone."""
     model = make_policy()
     killed = make_engine(model)
@@ -413,7 +375,7 @@ def test_what_a_killed_process_left_is_cleared(
     assert others.exists()
 
 
-def test_what_it_serves_is_compared(server: StandIn, make_policy: Any, make_engine: Any) -> None:
+def test_what_it_serves_is_compared(server, make_policy, make_engine):
     """A server of another model takes the adapter where the shapes agree, and samples nonsense."""
     model = make_policy()
     engine = make_engine(model)
@@ -425,9 +387,7 @@ def test_what_it_serves_is_compared(server: StandIn, make_policy: Any, make_engi
     assert any("serves somebody/other" in line and "org/tiny" in line for line in engine.said)
 
 
-def test_the_key_comes_from_the_environment(
-    server: StandIn, make_policy: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_comes_from_the_environment(server, make_policy, make_engine, monkeypatch):
     """A key in the run's file would end up in its outputs."""
     server.key = "secret"
     monkeypatch.setenv("VLLM_API_KEY", "secret")
@@ -435,7 +395,7 @@ def test_the_key_comes_from_the_environment(
     assert all(headers["Authorization"] == "Bearer secret" for headers in server.headers)
 
 
-def test_an_error_does_not_wait_for_the_others(server: StandIn, make_policy: Any, make_engine: Any) -> None:
+def test_an_error_does_not_wait_for_the_others(server, make_policy, make_engine):
     """Requests in flight may take an hour; the run that fails beside them should end at once."""
     release = threading.Event()
     complete = server.complete
@@ -456,34 +416,23 @@ def test_an_error_does_not_wait_for_the_others(server: StandIn, make_policy: Any
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "rollout")
 
 
-def test_outside_the_trainer_it_is_refused(make_policy: Any) -> None:
+def test_outside_the_trainer_it_is_refused(make_policy):
     """There is nobody who hands the adapter over."""
     with pytest.raises(BackendError, match="rollout.engine is server, which samples inside the trainer only"):
         build_engine(make_policy(), "server", temperature=1.0, end_ids=[TURN_END], pad_id=PAD)
 
 
-# ------------------------------------------------------------------------------------------------- a trainer
-
-
 @pytest.fixture
-def make_trainer(make_base: Any, tiny_tokenizer: Any, tmp_path: Path, server: StandIn) -> Callable[..., Any]:
+def make_trainer(make_trainer: Any, make_base: Any, server: StandIn) -> Callable[..., Any]:
     """`make_trainer(**options)`: our trainer on the server, K 4, two groups a step, two steps."""
+    settings = {
+        "max_completion_length": 12, "per_device_train_batch_size": 8, "max_steps": 2, "learning_rate": 1e-1,
+        "beta": 0.0, "rollout_engine": "server", "rollout_server_url": server.url, "sampler_correction": "token",
+    }  # fmt: skip
 
-    def build(lora: bool = True, **options: Any) -> Any:
-        settings = {
-            "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "report_to": "none",
-            "disable_tqdm": True, "max_completion_length": 12, "per_device_train_batch_size": 8, "num_generations": 4,
-            "max_steps": 2, "learning_rate": 1e-1, "logging_steps": 1, "save_strategy": "no", "beta": 0.0,
-            "rollout_engine": "server", "rollout_server_url": server.url, "sampler_correction": "token",
-        } | options  # fmt: skip
-        trainer = RLOOTrainer(
-            model=make_base(),
-            reward_funcs=lambda completion_ids, **_: [float(ids[0]) for ids in completion_ids],
-            args=RLOOConfig(**settings),
-            train_dataset=Dataset.from_dict({"prompt": [f"<|im_start|>user {n}<think>\n" for n in range(8)]}),
-            processing_class=tiny_tokenizer,
-            peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if lora else None,
-        )
+    def build(**options: Any) -> Any:
+        reward = lambda completion_ids, **_: [float(ids[0]) for ids in completion_ids]  # noqa: E731
+        trainer = make_trainer(reward, model=make_base(), **settings | options)
         trainer.rows = []
         trainer.rollout_listeners.append(trainer.rows.extend)
         return trainer
@@ -491,7 +440,7 @@ def make_trainer(make_base: Any, tiny_tokenizer: Any, tmp_path: Path, server: St
     return build
 
 
-def test_a_trainer_learns_through_it(server: StandIn, make_trainer: Any, tmp_path: Path) -> None:
+def test_a_trainer_learns_through_it(server, make_trainer, tmp_path):
     """On-policy: in every step the server samples from the weights of that step, so the trainer's log-probabilities are
     the sampler's and every weight of the correction is 1. An adapter of the step before would show in the second."""
     trainer = make_trainer()
@@ -509,27 +458,7 @@ def test_a_trainer_learns_through_it(server: StandIn, make_trainer: Any, tmp_pat
     assert len(server.posted(COMPLETE)) == 16
 
 
-def test_a_stale_adapter_would_be_seen(server: StandIn, make_trainer: Any) -> None:
-    """The test above is worth what it can see: with the first adapter handed over forever, the second step's gap is
-    large."""
-    trainer = make_trainer()
-    settings = trainer._engine._settings
-    kept: list[Path] = []
-
-    def first_forever(folder: Path) -> None:
-        if kept:
-            shutil.copytree(kept[0], folder)
-        else:
-            settings.hand_over(folder)
-            kept.append(Path(shutil.copytree(folder, folder.parent.parent / "first")))
-
-    trainer._engine._settings = type(settings)(settings.url, settings.folder, first_forever)
-    trainer.train()
-    gaps = [log["sampling/logp_difference_max"] for log in trainer.state.log_history[:2]]
-    assert gaps[0] < 1e-3 < 0.01 < gaps[1]
-
-
-def test_a_budget_through_the_trainer(server: StandIn, make_trainer: Any) -> None:
+def test_a_budget_through_the_trainer(server, make_trainer):
     """vLLM through TRL cannot close a thought; here it can, and what was forced carries no gradient."""
     trainer = make_trainer(thinking_budget=4, answer_budget=3, max_steps=1)
     trainer.train()
@@ -539,13 +468,13 @@ def test_a_budget_through_the_trainer(server: StandIn, make_trainer: Any) -> Non
     assert trainer.state.log_history[0]["sampling/logp_difference_max"] < 1e-3
 
 
-def test_what_cannot_be_handed_over_is_refused(make_trainer: Any) -> None:
+def test_what_cannot_be_handed_over_is_refused(make_trainer):
     """Full fine-tuning has no adapter; it should say so before the first rollout."""
     with pytest.raises(ConfigError, match="rollout.engine is server, which is handed an adapter"):
         make_trainer(lora=False)
 
 
-def test_the_reference_stays_at_home(make_trainer: Any, server: StandIn, tmp_path: Path) -> None:
+def test_the_reference_stays_at_home(make_trainer, server, tmp_path):
     """TRL keeps a copy of the starting adapter as "ref"; written along, it would be a folder in the adapter's."""
     trainer = make_trainer(beta=0.1, max_steps=1)
     trainer.model.add_adapter("ref", trainer.model.peft_config["default"])
@@ -556,9 +485,7 @@ def test_the_reference_stays_at_home(make_trainer: Any, server: StandIn, tmp_pat
 
 
 @pytest.mark.parametrize("url", [None, "http://node1:8000"])
-def test_vllm_with_an_address_is_trls_server_mode(
-    url: str | None, make_trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_with_an_address_is_trls_server_mode(url, make_trainer, monkeypatch):
     """`rollout.engine: vllm` with an address and without are two ways of TRL's; a run that was to use the server's
     GPUs loaded a second vLLM on its own."""
 
@@ -574,9 +501,6 @@ def test_vllm_with_an_address_is_trls_server_mode(
     with pytest.raises(Stopped) as found:
         make_trainer(rollout_engine="vllm", rollout_server_url=url)
     assert found.value.args == (True, "server" if url else "colocate", url)
-
-
-# ------------------------------------------------------------------------------------------------- several processes
 
 
 def run_processes(count: int, settings: dict[str, Any]) -> list[subprocess.CompletedProcess[str]]:
@@ -601,7 +525,7 @@ def run_processes(count: int, settings: dict[str, Any]) -> list[subprocess.Compl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", [False, True], ids=["replicas", "FSDP 2"])
-def test_two_processes_share_one_adapter(sharding: bool, tiny_folder: Path, tmp_path: Path) -> None:
+def test_two_processes_share_one_adapter(sharding, tiny_folder, tmp_path):
     """One process loads the adapter and both ask for it; where weights are sharded its file has to hold whole
     matrices. Each process sends its own half, with seeds of its own; the gap is none in either step."""
     stand_in = StandIn(lambda: AutoModelForCausalLM.from_pretrained(tiny_folder), name=str(tiny_folder))
@@ -627,7 +551,7 @@ def test_two_processes_share_one_adapter(sharding: bool, tiny_folder: Path, tmp_
 
 
 @pytest.mark.slow
-def test_a_refusal_ends_both_processes(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_refusal_ends_both_processes(tiny_folder, tmp_path):
     """The main process alone talks to the server about the adapter: what it is told has to reach the other one, which
     would wait for completions forever."""
     stand_in = StandIn(lambda: None)

@@ -1,18 +1,11 @@
 """Thinking that is closed at its budget: the rules for one completion, token by token and in stretches."""
 
-from collections.abc import Callable
 from math import isnan
-from typing import Any
 
 import pytest
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.rollout.thinking_budget import (
-    CLOSING_SENTENCE,
-    CompletionState,
-    close_ids_for,
-    make_limits,
-)
+from rloo_kit.rollout.thinking_budget import CLOSING_SENTENCE, CompletionState, close_ids_for, make_limits
 from rloo_kit.rollout.types import Limits
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
 
@@ -62,7 +55,7 @@ def in_stretches(text: list[int], limits: Limits) -> CompletionState:
 
 @pytest.mark.parametrize("run", [token_by_token, in_stretches])
 @pytest.mark.parametrize("name", CASES)
-def test_both_ways_keep_the_same_rules(name: str, run: Callable[..., CompletionState]) -> None:
+def test_both_ways_keep_the_same_rules(name, run):
     """Some engines force tokens between two of their own, a server is called twice; a run that changed its engine
     must not change what a budget means."""
     text, (ids, forced) = CASES[name]
@@ -74,7 +67,7 @@ def test_both_ways_keep_the_same_rules(name: str, run: Callable[..., CompletionS
 
 @pytest.mark.parametrize("run", [token_by_token, in_stretches])
 @pytest.mark.parametrize("cap", [2, 4, 5, 6, 7, 8])
-def test_the_cap_holds_in_any_case(cap: int, run: Callable[..., CompletionState]) -> None:
+def test_the_cap_holds_in_any_case(cap, run):
     """A sentence forced beyond `max_completion_length` would not fit into the positions that were planned for."""
     state = run([1, 1, 1, 1, 2, 2, 2, 2], Limits(cap, 4, 3, (7, CLOSE, 8), CLOSE))
     assert state.ids == [1, 1, 1, 1, 7, CLOSE, 8, 2][:cap]
@@ -82,13 +75,13 @@ def test_the_cap_holds_in_any_case(cap: int, run: Callable[..., CompletionState]
 
 
 @pytest.mark.parametrize("run", [token_by_token, in_stretches])
-def test_without_a_budget_nothing_is_forced(run: Callable[..., CompletionState]) -> None:
+def test_without_a_budget_nothing_is_forced(run):
     """The limits of a run without a budget pass through the same code."""
     text = [1, CLOSE, 1, 1, 1, 1]
     assert run(text, Limits(5)).ids == text[:5]
 
 
-def test_the_close_is_the_tag_or_the_reports_sentence(tiny_tokenizer: Any) -> None:
+def test_the_close_is_the_tag_or_the_reports_sentence(tiny_tokenizer):
     """The sentence is the one that Qwen3 was trained to answer after; another one is another distribution."""
     tags = bind_think_tags(tiny_tokenizer)
     assert close_ids_for(tiny_tokenizer, tags) == (CLOSE,)
@@ -97,7 +90,7 @@ def test_the_close_is_the_tag_or_the_reports_sentence(tiny_tokenizer: Any) -> No
     assert sentence.count(CLOSE) == 1 and CLOSING_SENTENCE.endswith("now.\n</think>\n\n")
 
 
-def test_limits_from_the_configuration(tiny_tokenizer: Any) -> None:
+def test_limits_from_the_configuration(tiny_tokenizer):
     """A budget that leaves no room for an answer would make every answer a truncated one, quietly."""
     tags = bind_think_tags(tiny_tokenizer)
     assert make_limits(tiny_tokenizer, tags, 100) == Limits(100)

@@ -2,60 +2,30 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from rloo_kit import build_rewards, load_config, load_data, load_policy, train
+import rewards
+from rloo_kit import load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError
-
-CONFIG = """
-run: {{output_dir: {output}, evaluate: false, progress_every_s: 0, sample_every_steps: 1, num_samples: 4}}
-model: {{name: {model}, lora: {{r: 2, alpha: 2, target_modules: [q_proj, v_proj]}}, max_seq_length: 128}}
-data: {{source: {data}, test_size: 2, max_prompt_length: 64}}
-rewards: [{{name: answer_reward}}]
-rloo:
-  max_steps: 2
-  learning_rate: 1e-2
-  lr_scheduler_type: constant
-  per_device_train_batch_size: 8
-  num_generations: 4
-  max_completion_length: 8
-  beta: 0.0
-"""
 
 
 @pytest.fixture
-def start(tmp_path: Path, tiny_folder: Path) -> Any:
-    """`start("rloo.max_steps=2", rewards=[...], resume=True)`: load everything afresh, train, return the result."""
-
-    def run(*overrides: str, rewards: Any = None, family: str | None = None, **options: Any) -> Any:
-        rows = [{"prompt": f"add {number}", "answer": str(number)} for number in range(16)]
-        (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        file = tmp_path / "tiny.yaml"
-        file.write_text(CONFIG.format(output=tmp_path / "outputs", model=tiny_folder, data=tmp_path / "prompts.jsonl"))
-        config = load_config(file, *overrides)
-        policy = load_policy(config)
-        rewards = rewards or build_rewards(config, policy.tokenizer)
-        data = load_data(config, policy.tokenizer)
-        if family is not None:  # as a model of that family, told not to think, would arrive here
-            policy, config.model.enable_thinking = replace(policy, family=family), False
-        return train(config, policy, data, rewards, **options)
-
-    return run
+def start(start):
+    """The loop's `start`, with room for an answer."""
+    words = ("rloo.max_steps=2", "rloo.max_completion_length=8", "run.sample_every_steps=1", "run.num_samples=4")
+    return partial(start, *words)
 
 
 def lines(result: Any, name: str = "rollouts.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (result.folder / name).read_text().splitlines()]
 
 
-# ------------------------------------------------------------------------------------------------- forced closes
-
-
-def test_a_forced_close_is_seen_by_rewards_and_kept(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_forced_close_is_seen_by_rewards_and_kept(start, capsys):
     """A random model never closes its thinking: without a budget each completion is a cut-off thought, with one each
     has an answer that is scored, and nobody is paid for the close."""
     seen: list[list[bool]] = []
@@ -64,8 +34,6 @@ def test_a_forced_close_is_seen_by_rewards_and_kept(start: Any, capsys: pytest.C
         assert "prompt" not in columns and len(thinking_forced) == len(completion_ids)
         seen.append(list(thinking_forced))
         return [float(sum(ids) % 5) for ids in completion_ids]
-
-    import rewards
 
     form = rewards.think_format_reward.with_(think_end_id=260, eos_token_ids=(258, 256))
     budget = ("rloo.thinking_budget=3", "rloo.answer_budget=4")
@@ -89,7 +57,7 @@ def test_a_forced_close_is_seen_by_rewards_and_kept(start: Any, capsys: pytest.C
     assert "closed by the budget" in capsys.readouterr().out, "in the table of samples"
 
 
-def test_without_a_budget_nothing_of_it_is_there(start: Any) -> None:
+def test_without_a_budget_nothing_of_it_is_there(start):
     """A column that is always false would be asked for by every reward of a user's own."""
     asked: set[str] = set()
 
@@ -103,16 +71,17 @@ def test_without_a_budget_nothing_of_it_is_there(start: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["instruct", "hybrid"])
-def test_a_budget_needs_a_model_that_thinks(family: str, start: Any, tmp_path: Path) -> None:
+def test_a_budget_needs_a_model_that_thinks(family, write_config, tmp_path):
     """Its answers have no `</think>` either: each that was longer than the budget had one forced into its middle."""
+    config = load_config(write_config(), "rloo.thinking_budget=3", "rloo.answer_budget=2")
+    policy = load_policy(config)
+    data = load_data(config, policy.tokenizer)
+    config.model.enable_thinking = False  # as a model of that family, told not to think, would arrive
     with pytest.raises(
         ConfigError, match=rf"rloo.thinking_budget is 3, but .* \(family {family}.*thinking_budget=null"
     ):
-        start("rloo.thinking_budget=3", "rloo.answer_budget=2", family=family)
+        train(config, replace(policy, family=family), data, [tied_for_even_prompts])
     assert not (tmp_path / "outputs").exists()
-
-
-# ------------------------------------------------------------------------------------------------- dynamic sampling
 
 
 def tied_for_even_prompts(prompts: Any, completion_ids: Any, **columns: Any) -> list[float]:
@@ -121,7 +90,7 @@ def tied_for_even_prompts(prompts: Any, completion_ids: Any, **columns: Any) -> 
     return [0.5 if tied else sum(ids) % 97 / 97 for tied, ids in zip(even, completion_ids, strict=True)]
 
 
-def test_groups_without_a_learning_signal_give_way_to_fresh_prompts(start: Any) -> None:
+def test_groups_without_a_learning_signal_give_way_to_fresh_prompts(start):
     """With enough rounds a batch holds groups that differ and nothing else, each of one prompt, and its own rewards."""
     result = start("rollout.resample_rounds=6", "rloo.max_steps=3", rewards=[tied_for_even_prompts])
     rows = lines(result)
@@ -138,9 +107,10 @@ def test_groups_without_a_learning_signal_give_way_to_fresh_prompts(start: Any) 
         assert len({row["reward"] for row in group}) > 1
     for metrics in result.metrics:
         assert metrics["frac_score_zero_std"] == 0.0
+        assert metrics["sampling/logp_difference_max"] < 1e-4, "another row's log-probabilities"
 
 
-def test_rounds_are_a_limit(start: Any) -> None:
+def test_rounds_are_a_limit(start):
     """Where every prompt is tied, drawing until the batch is full never ends."""
     calls: list[int] = []
 
@@ -153,7 +123,7 @@ def test_rounds_are_a_limit(start: Any) -> None:
     assert result.metrics[0]["rollout/resampled_groups"] == 0 and result.metrics[0]["frac_score_zero_std"] == 1.0
 
 
-def test_a_resumed_run_draws_what_the_whole_one_drew(start: Any) -> None:
+def test_a_resumed_run_draws_what_the_whole_one_drew(start):
     """The reservoir's place is part of the state: lost, a resumed run trains on other prompts than the uncut one."""
     options = ("rollout.resample_rounds=2",)
     whole = start("rloo.max_steps=4", "run.name=whole", *options, rewards=[tied_for_even_prompts])
