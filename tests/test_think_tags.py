@@ -22,12 +22,8 @@ def test_qwen3_has_its_tags_at_its_ids() -> None:
 @pytest.mark.parametrize(("tag", "true_id"), [("think", 151667), ("/think", 151668)])
 def test_a_qwen3_tokenizer_with_the_tag_elsewhere_is_refused(tag: str, true_id: int) -> None:
     """A tokenizer saved after `add_tokens(["</think>"])` has the tag at the end: no completion would ever close."""
-    with pytest.raises(TokenizerError) as caught:
+    with pytest.raises(TokenizerError, match=f"<{tag}> at id 151669; Qwen3 has it at {true_id}.*model.name"):
         bind_think_tags(tokenizer(**{tag: 151669}))
-    assert str(caught.value) == (
-        f"the tokenizer has Qwen3's chat tokens, but <{tag}> at id 151669; Qwen3 has it at {true_id}. Load the "
-        "tokenizer of the checkpoint itself (model.name), unedited."
-    )
 
 
 def test_any_other_tokenizer_says_itself_where_its_tags_are() -> None:

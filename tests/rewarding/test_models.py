@@ -48,7 +48,7 @@ def test_mathematics_is_compared_as_mathematics(math_reward: MathAnswerReward) -
 
 
 def test_it_works_outside_the_main_thread(math_reward: MathAnswerReward) -> None:
-    """Guards against math-verify's own limits, which use a POSIX signal: in a thread every answer was wrong, silently."""
+    """Guards against math-verify's own limits, which use a POSIX signal: in a thread every answer was wrong."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(judge(math_reward, (r"\boxed{\frac{1}{2}}", "0.5"))))
     thread.start()

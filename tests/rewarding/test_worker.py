@@ -57,14 +57,6 @@ def test_an_object_with_get_rewards_works_by_name(reward: WorkerReward) -> None:
     assert reward(prompts=["long prompt"], completions=["ab"], completion_ids=[[1]]) == [9.0]
 
 
-def test_parameters_are_bound() -> None:
-    """Guards against `params` of a config that never reach the function."""
-    reward = WorkerReward("reward_examples:by_length", params={"scale": 2.0}, folders=[HERE])
-    assert reward(**BATCH) == [6.0, 4.0]
-    assert reward.__name__ == "by_length"
-    reward.worker.close()
-
-
 @pytest.mark.parametrize("reward", ["logs"], indirect=True)
 def test_logging_comes_back(reward: WorkerReward) -> None:
     """Guards against a reward that logs metrics in a notebook and loses them when a config names it."""

@@ -13,50 +13,29 @@ def reward_of(text: str, answer: object, ids: tuple[int, ...] = (7, END, 19, 151
     return answer_reward.with_(**params)(completions=[text], completion_ids=[ids], answer=[answer])[0]
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("42", "42"),
-        ("\n\n42\n", " 42 "),
-        ("42.0", "42"),
-        ("42.", "42"),
-        ("+42", "42"),
-        ("-0.5", "\N{MINUS SIGN}1/2"),
-        ("1,234,567", "1234567"),
-        ("1e3", "1000"),
-        ("**$1,000$**", "1000.00"),
-        ("0.30", "3/10"),
-        ("Paris", "Paris"),
-        ("42", 42),
-        ("2.5", 2.5),
-    ],
-)
-def test_equal_as_text_or_as_numbers(given: str, expected: object) -> None:
-    """Guards against failing a right answer for its form."""
-    assert reward_of(f"so</think>{given}", expected) == 1.0
+EQUAL = [
+    ("42", "42"),
+    ("\n\n42\n", " 42 "),
+    ("42.0", "42"),
+    ("42.", "42"),
+    ("+42", "42"),
+    ("Paris", "Paris"),
+    ("42", 42),
+]
+EQUAL += [("-0.5", "\N{MINUS SIGN}1/2"), ("1,234,567", "1234567"), ("1e3", "1000"), ("**$1,000$**", "1000.00")]
+EQUAL += [("0.30", "3/10"), ("2.5", 2.5)]
+OTHER = [("43", "42"), ("4 2", "42"), ("12", "1,2"), ("1,2345", "12345"), ("0.3333333333", "1/3"), ("1/0", "0")]
+OTHER += [("paris", "Paris"), ("The answer is 42", "42"), ("", "42"), ("nan", "7"), ("inf", "7"), ("1_000", "1000")]
+OTHER += [("0.1" + "0" * 70 + "1", "0.1")]
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("43", "42"),
-        ("4 2", "42"),
-        ("12", "1,2"),
-        ("1,2345", "12345"),
-        ("0.3333333333", "1/3"),
-        ("1/0", "0"),
-        ("paris", "Paris"),
-        ("The answer is 42", "42"),
-        ("", "42"),
-        ("nan", "7"),
-        ("inf", "7"),
-        ("1_000", "1000"),
-        ("0.1" + "0" * 70 + "1", "0.1"),
-    ],
+    ("given", "expected", "reward"), [(*pair, 1.0) for pair in EQUAL] + [(*pair, 0.0) for pair in OTHER]
 )
-def test_other_answers_are_wrong(given: str, expected: object) -> None:
-    """Guards against a lenient comparison that pays for anything near: numbers are compared exactly."""
-    assert reward_of(f"so</think>{given}", expected) == 0.0
+def test_equal_as_text_or_as_numbers(given: str, expected: object, reward: float) -> None:
+    """Guards against failing a right answer for its form, and against paying for anything near: numbers are compared
+    exactly."""
+    assert reward_of(f"so</think>{given}", expected) == reward
 
 
 def test_huge_exponents_cost_no_time() -> None:
@@ -122,11 +101,7 @@ def test_finding_the_answer_in_a_sentence(find: str, text: str, reward: float) -
 
 
 @pytest.mark.parametrize(
-    ("params", "words"),
-    [
-        ({"find": "regex"}, "find is 'regex'; it must be one of whole, boxed, last_number"),
-        ({"thinking": 1}, "thinking is 1"),
-    ],
+    ("params", "words"), [({"find": "regex"}, "find is 'regex'.*whole, boxed"), ({"thinking": 1}, "thinking is 1")]
 )
 def test_impossible_parameters_are_refused(params: dict, words: str) -> None:
     """Guards against a typing error in a config that would silently compare the whole text."""
