@@ -18,7 +18,8 @@ from rloo_kit.errors import BackendError
 from rloo_kit.models import policy as policies
 from rloo_kit.models import unsloth
 from rloo_kit.models.checkpoint import find_source
-from rloo_kit.models.policy import keep_settings, load_policy, save_adapter
+from rloo_kit.models.policy import keep_settings, save_adapter
+from rloo_kit.models.policy import load_policy as load
 from rloo_kit.system import environment
 
 RUN = """\
@@ -39,10 +40,6 @@ def make_run(tmp_path: Path, tiny_folder: Path) -> Any:
         return load_config(file, *overrides)
 
     return build
-
-
-def load(run: Any) -> Any:
-    return load_policy(run)
 
 
 def logits(policy: Any) -> Any:
@@ -154,12 +151,8 @@ def test_saving_leaves_the_reference_copy_behind(make_run: Any, tmp_path: Path) 
 
 def test_the_same_seed_gives_the_same_adapter(make_run: Any) -> None:
     """Two runs of one configuration differed by their adapters' first weights."""
-    first, second, other = (
-        load(make_run(f"run.seed={seed}")).model.state_dict()[
-            "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
-        ]
-        for seed in (3, 3, 4)
-    )
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
+    first, second, other = (load(make_run(f"run.seed={seed}")).model.state_dict()[name] for seed in (3, 3, 4))
     assert torch.equal(first, second) and not torch.equal(first, other)
 
 
@@ -176,9 +169,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(make_run: Any) -> None:
         assert policy.model.get_base_model().is_gradient_checkpointing is (value != "false")
         policy.model.train()
         policy.model(input_ids=ids, labels=ids).loss.backward()
-        gradients.append(
-            policy.model.get_submodule("base_model.model.model.layers.0.mlp.up_proj.lora_B.default").weight.grad
-        )
+        layer = policy.model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
+        gradients.append(layer.lora_B.default.weight.grad)
     assert gradients[0].any()
     assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
 
@@ -247,55 +239,45 @@ def test_adapter_of_the_embedded_model_from_another_machine(make_run: Any, tmp_p
     assert (source.base, source.adapter) == (str(base), str(tmp_path))
 
 
-def save_small_adapter(make_run: Any, folder: Path) -> Path:
-    return save_adapter(load(make_run("model.lora.r=2")), folder)
+@pytest.fixture
+def adapter(make_run: Any, tmp_path: Path) -> Path:
+    """A small adapter of the tiny checkpoint."""
+    return save_adapter(load(make_run("model.lora.r=2")), tmp_path / "adapter")
 
 
-def test_what_contradicts_an_adapter_is_refused(make_run: Any, tmp_path: Path) -> None:
+def test_what_contradicts_an_adapter_is_refused(make_run: Any, adapter: Path, tmp_path: Path) -> None:
     """Two adapters for one model, or an adapter to continue where every parameter is to be trained."""
-    adapter = save_small_adapter(make_run, tmp_path / "adapter")
     text = refused(make_run(f"model.adapter={tmp_path}", name=adapter))
     assert str(adapter) in text and "names another" in text
     text = refused(make_run(f"model.adapter={adapter}", "model.lora=null"))
     assert "model.lora is null" in text and "model.lora={}" in text
 
 
-def test_adapter_of_another_base_is_refused(make_run: Any, tiny_folder: Path, tmp_path: Path) -> None:
-    """Sizes alone do not tell Qwen3-4B-Thinking from Qwen3-4B-Instruct: the adapter loads and the answers are noise."""
-    adapter = save_small_adapter(make_run, tmp_path / "adapter")
-    other = tmp_path / "another_model"
-    shutil.copytree(tiny_folder, other)
+def test_an_adapter_and_copies_of_its_base(
+    make_run: Any, make_tiny_model: Any, tiny_folder: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """Sizes alone do not tell Qwen3-4B-Thinking from Qwen3-4B-Instruct: the adapter loads and the answers are noise.
+    Unsloth's 4-bit copies carry the base's name and an ending, and an adapter fits both."""
+    other, copy, wider = (
+        Path(shutil.copytree(tiny_folder, tmp_path / name))
+        for name in ("another_model", f"{tiny_folder.name}-unsloth-bnb-4bit", tiny_folder.name)
+    )
     text = refused(make_run(f"model.adapter={adapter}", name=other))
     assert str(tiny_folder) in text and str(other) in text and "base_model_name_or_path" in text
-
-
-def test_4bit_copy_of_a_model_shares_its_adapters(make_run: Any, tiny_folder: Path, tmp_path: Path) -> None:
-    """Unsloth's 4-bit copies carry the base's name and an ending; an adapter fits both."""
-    adapter = save_small_adapter(make_run, tmp_path / "adapter")
-    copy = tmp_path / f"{tiny_folder.name}-unsloth-bnb-4bit"
-    shutil.copytree(tiny_folder, copy)
     assert load(make_run(f"model.adapter={adapter}", name=copy)).model.peft_config["default"].r == 2
-
-
-def test_adapter_that_does_not_fit_is_refused(
-    make_run: Any, make_tiny_model: Any, tiny_folder: Path, tmp_path: Path
-) -> None:
-    adapter = save_small_adapter(make_run, tmp_path / "adapter")
-    wider = tmp_path / tiny_folder.name  # the same name, other sizes
-    shutil.copytree(tiny_folder, wider)
-    make_tiny_model(hidden_size=48).save_pretrained(wider)
+    make_tiny_model(hidden_size=48).save_pretrained(wider)  # the same name, other sizes
     text = refused(make_run(f"model.adapter={adapter}", name=wider))
     assert "does not fit" in text and "size mismatch" in text
 
 
-def test_adapter_whose_base_has_moved(make_run: Any, tmp_path: Path) -> None:
+def test_adapter_whose_base_has_moved(make_run: Any, adapter: Path) -> None:
     """The adapter remembers a path; after a move the message has to say which keys bring the two together again."""
-    adapter = save_small_adapter(make_run, tmp_path / "adapter")
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "/gone/model"}))
+    file = adapter / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"base_model_name_or_path": "/gone/model"}))
     text = refused(make_run(name=adapter))
     assert "/gone/model" in text and "model.name" in text and f"model.adapter={adapter}" in text
-    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": None}))
+    file.write_text(json.dumps(settings | {"base_model_name_or_path": None}))
     assert "names no base model" in refused(make_run(name=adapter))
 
 

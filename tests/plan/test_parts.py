@@ -110,16 +110,28 @@ def test_the_adapter_is_that_of_peft() -> None:
     assert parts.reference_bytes(whole) == 4 * shape.num_weights
 
 
+def with_lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=16, target_modules=PROJECTIONS, task_type="CAUSAL_LM"))
+
+
+def make_groups(length: int) -> list[Any]:
+    """A prompt of four tokens with two completions."""
+    import torch
+
+    from rloo_kit.gradient.packing import Group
+
+    return [Group(torch.randint(0, 320, (4,)), [torch.randint(0, 320, (length,)) for _ in range(2)])]
+
+
 def count_saved_bytes(layers: int, half: bool) -> float:
     """Bytes that a packed pass saves for its backward pass, parameters apart, for each of its tokens."""
     import torch
-    from peft import LoraConfig, get_peft_model
 
-    from rloo_kit.gradient.packing import Group
     from rloo_kit.gradient.scorer import Scorer
 
-    model = make_model(num_hidden_layers=layers).to(torch.bfloat16 if half else torch.float32)
-    model = get_peft_model(model, LoraConfig(r=16, target_modules=PROJECTIONS, task_type="CAUSAL_LM"))
+    model = with_lora(make_model(num_hidden_layers=layers).to(torch.bfloat16 if half else torch.float32))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -130,7 +142,7 @@ def count_saved_bytes(layers: int, half: bool) -> float:
         held.append(tensor)
         return tensor
 
-    groups = [Group(torch.randint(0, 320, (4,)), [torch.randint(0, 320, (190,)) for _ in range(2)])]
+    groups = make_groups(190)
     mixed = torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext()
     scorer = Scorer(model, 1.0, 0)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), mixed:
@@ -154,12 +166,10 @@ def measure_peak(checkpointing: bool) -> tuple[float, Any, int]:
     """Bytes that are alive at once at the peak of a packed pass, forward and backward, the model's own apart; its
     config, and the tokens of a completion (there are two, and a prompt of four)."""
     import torch
-    from peft import LoraConfig, get_peft_model
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    from rloo_kit.gradient.packing import Group
     from rloo_kit.gradient.scorer import Scorer
 
     class Peak(TorchDispatchMode):
@@ -178,13 +188,12 @@ def measure_peak(checkpointing: bool) -> tuple[float, Any, int]:
             self.most = max(self.most, sum(size for _, size in self.live.values()))
             return made
 
-    model = make_model(num_hidden_layers=4)
-    model = get_peft_model(model, LoraConfig(r=16, target_modules=PROJECTIONS, task_type="CAUSAL_LM"))
+    model = with_lora(make_model(num_hidden_layers=4))
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     scorer, length = Scorer(model.train(), 1.0, 0), 300
-    groups = [Group(torch.randint(0, 320, (4,)), [torch.randint(0, 320, (length,)) for _ in range(2)])]
+    groups = make_groups(length)
     assert scorer.layout == "shared"
     peak = Peak({parameter.untyped_storage().data_ptr() for parameter in model.parameters()})
     with peak:

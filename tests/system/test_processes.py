@@ -277,21 +277,6 @@ def test_the_fsdp_file_means_fsdp_2(monkeypatch):
     assert not plugin.cpu_ram_efficient_loading and not isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
-def test_multi_cpu_starts_one_process(monkeypatch, tmp_path):
-    """The reason why cpu_two.yaml says MULTI_GPU. Should accelerate start all of them one day, it can be plainer."""
-    from accelerate.commands import launch
-
-    file = tmp_path / "cpu.yaml"
-    file.write_text("{distributed_type: MULTI_CPU, use_cpu: true, num_machines: 1, num_processes: 2}")
-    chosen = []
-    monkeypatch.setattr(launch, "simple_launcher", lambda args: chosen.append("one"))
-    monkeypatch.setattr(launch, "multi_gpu_launcher", lambda args: chosen.append("all"))
-    launch.launch_command(launch.launch_command_parser().parse_args(["--config_file", str(file), "x.py"]))
-    assert chosen == ["one"]
-    with pytest.raises(ConfigError, match="MULTI_CPU.*cpu_two.yaml"):
-        processes.launch_run(file, [])
-
-
 def test_the_cpu_file_hides_every_gpu(run_fresh):
     """On a machine with GPUs two processes for the CPU would both have taken one: the driver says what -1 leaves."""
     gpu = {"name": "a GPU", "memory_gib": 24, "capability": [8, 0]}
@@ -309,6 +294,7 @@ def test_the_cpu_file_hides_every_gpu(run_fresh):
         ("a: [", "it cannot be read"),
         ("- a list", "no launch file of accelerate.*distributed_type"),
         ("model: {name: x}", "no launch file of accelerate.*distributed_type"),
+        ("{distributed_type: MULTI_CPU, use_cpu: true, num_processes: 2}", "MULTI_CPU.*cpu_two.yaml"),  # starts one
     ],
 )
 def test_a_launch_file_that_cannot_be_used_is_refused(text, message, tmp_path):
