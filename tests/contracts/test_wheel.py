@@ -1,6 +1,7 @@
 """The wheel in an environment without the checkout: what `pip install` gives to somebody who has no clone."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,10 +26,16 @@ def run(*command: object, cwd: Path, **variables: str) -> str:
 
 @pytest.mark.slow
 def test_an_installed_wheel_trains_beside_a_rewards_module_of_the_user(repository: Path, tmp_path: Path) -> None:
-    """The user's `rewards.py` shadowed the package that the kit took its own rewards from, and a wheel that left the
-    link rloo_kit/rewards out could not name a reward."""
+    """The user's `rewards.py` shadowed the package that the kit took its own rewards from; and a wheel made from a
+    source distribution, which loses the link rloo_kit/rewards, could not name a reward."""
+    source = tmp_path / "source"  # what a source distribution holds: the files without the link
+    for name in ("rloo_kit", "rewards"):
+        shutil.copytree(repository / name, source / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
+    (source / "rloo_kit" / "rewards").unlink(missing_ok=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(repository / name, source / name)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "wheel", "-q", "--no-deps", "-w", tmp_path / "dist", repository, cwd=tmp_path)
+    run(*pip, "wheel", "-q", "--no-deps", "-w", tmp_path / "dist", source, cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     ask = ("-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
