@@ -70,19 +70,10 @@ def make_tiny_model() -> Callable[..., Any]:
 
         torch.set_num_threads(1)
         values = {
-            "vocab_size": 264,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": True,
-            "bos_token_id": None,
-            "eos_token_id": 258,
-            "pad_token_id": 256,
-        }
+            "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+            "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 258, "pad_token_id": 256,
+        }  # fmt: skip
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return Qwen3ForCausalLM(Qwen3Config(**values | config)).eval()

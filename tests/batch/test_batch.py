@@ -465,18 +465,3 @@ def test_the_exit_code_counts_the_runs_that_are_not_done(
     monkeypatch.setattr("rloo_kit.batch.runner.run_batch", lambda *_, **__: Path("/nowhere/at/all").read_text())
     code, _, said = call(folder / "configs" / "b.yaml")
     assert code == 125 and "/nowhere" in said, "Python ends with 1 on a bug, which would read as one failed run"
-
-
-def test_a_batch_loads_no_torch(folder: Path) -> None:
-    """The batch's own process lives for hours beside the runs: it must not hold a GPU or a gigabyte."""
-    code = f"""
-import sys
-from rloo_kit.cli import app
-import rloo_kit.batch.runner, rloo_kit.batch.process
-try:
-    app(["batch", {str(SHIPPED)!r}, "parameters.sied=1"])
-finally:
-    print("HEAVY", sorted({{"torch", "transformers", "trl", "datasets", "matplotlib"}} & set(sys.modules)))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 125 and "HEAVY []" in done.stdout, done.stdout + done.stderr

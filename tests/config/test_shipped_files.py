@@ -92,11 +92,3 @@ def test_what_is_sampled_is_what_is_scored(path: Path) -> None:
     """top_p, top_k, min_p and a repetition penalty sample from one distribution and score another: a silent bias."""
     run: RunConfig = load_config(path)
     assert (run.rloo.top_p, run.rloo.top_k, run.rloo.min_p, run.rloo.repetition_penalty) == (1.0, 0, None, 1.0)
-
-
-def test_the_demo_measures_enough_to_be_sure() -> None:
-    """With 100 prompts the interval of an accuracy is 20 points wide, and the demo would show noise."""
-    for name in ("arithmetic_thinking", "arithmetic_instruct"):
-        run = load_config(FOLDER / f"{name}.yaml")
-        assert run.data.test_size >= 1000 and run.eval.num_prompts is None and run.eval.temperature == 1.0
-        assert run.eval.greedy and run.model.lora is not None and run.model.is_embedded

@@ -149,26 +149,19 @@ def test_switches_are_understood(given: Any, meant: bool) -> None:
     ("name", "given", "wanted"),
     [
         ("max_steps", True, "it takes a whole number or null"),
-        ("max_steps", 2.5, "is 2.5; it takes a whole number or null"),
         ("max_steps", "many", "is 'many'; it takes a whole number or null"),
         ("max_steps", 0, "is 0; it must be at least 1"),
-        ("seed", None, "is None; it takes a whole number"),
-        ("learning_rate", False, "is False; it takes a number"),
         ("learning_rate", "fast", "is 'fast'; it takes a number"),
         ("learning_rate", ".nan", "is '.nan'; it must be a finite number"),
         pytest.param("learning_rate", 10**400, "...; it takes a number", id="huge"),
         ("run_name", False, "is False; it takes text (in quotes"),
-        ("run_name", 1.5, "is 1.5; it takes text"),
         ("config", RunConfig, "is a ModelMetaclass; it takes text"),
         ("output_dir", "", "is ''; it takes the folder that runs are written into"),
         ("config", "", "is ''; it takes a file"),
         ("overwrite", "perhaps", "is 'perhaps'; it takes True or False"),
-        ("overwrite", 2, "is 2; it takes True or False"),
-        ("overwrite", None, "is None; it takes True or False"),
         ("overrides", "rloo.temperature 0.9", "'rloo.temperature' in it is not section.key=value"),
         ("overrides", "eval.thinking_budgets=[4, 8]", "'8]' in it is not section.key=value; quote an item"),
         ("overrides", "run.name='x", 'it takes text such as "rloo.temperature=0.9'),
-        ("overrides", 3, "is 3; it takes text such as"),
     ],
 )
 def test_ill_typed_values_are_refused_by_name(name: str, given: Any, wanted: str) -> None:
@@ -181,7 +174,6 @@ def test_ill_typed_values_are_refused_by_name(name: str, given: Any, wanted: str
     ("name", "hint"),
     [
         ("max_step", "; did you mean max_steps?"),
-        ("num_generation", "; did you mean num_generations?"),
         ("rloo_k", "; it is an old TRL name of num_generations: set num_generations"),
         ("cliprange", '; it is an old TRL name of epsilon: it is a key of the configuration, so it goes into '
          'overrides: overrides = "rloo.epsilon=..."'),
@@ -260,13 +252,3 @@ def test_a_config_that_is_nowhere_names_every_place(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path / "deep")
     places = [tmp_path / "configs/x.yaml", tmp_path / "deep/configs/x.yaml", KIT_ROOT / "configs/x.yaml"]
     assert refusal(OWN, "# Parameters\nconfig = 'configs/x.yaml'").endswith(f"looked at {', '.join(map(str, places))}")
-
-
-def test_parameters_print_as_a_table() -> None:
-    """The first output of a run says what it runs with, in a terminal and in a saved notebook."""
-    text = str(read(OWN + "run_name = ''\noverwrite = 'yes'\noverrides = 'rloo.top_p=0.9 eval.greedy=false'\n"))
-    assert repr(read(OWN)) == str(read(OWN))
-    rows = {line.split("  ")[0]: line for line in text.splitlines()}
-    assert list(rows) == ["parameter", "config", "run_name", "max_steps", "overrides", "overwrite"]
-    assert str(KIT_ROOT / CONFIG) in rows["config"] and "(the file's name)" in rows["run_name"]
-    assert rows["max_steps"].endswith("rloo.max_steps") and "rloo.top_p=0.9 eval.greedy=false" in rows["overrides"]

@@ -42,19 +42,6 @@ def test_the_published_sizes_are_those_of_the_reports() -> None:
         assert shape.tied == (size in ("0.6b", "1.7b", "4b"))
 
 
-def test_qwen3_4b_in_4_bit() -> None:
-    """The figures that the configs and the skill's page were computed with: weights, adapter, cache."""
-    load = load_of(PUBLISHED["4b"])
-    assert parts.body_bytes(load) / GIB == pytest.approx(1.75, abs=0.005)
-    assert parts.table_bytes(load) / GIB == pytest.approx(0.72, abs=0.005)
-    assert parts.cache_bytes_per_token(load) == 144 * 1024
-    trained = parts.trained_weights(load)
-    assert trained == 33_030_144
-    whole = 4 * trained + parts.gradient_bytes(load) + parts.optimizer_bytes(load)
-    assert whole / GIB == pytest.approx(0.31, abs=0.005), "float32 masters and gradients, 8-bit moments"
-    assert parts.context_bytes(load) / GIB == pytest.approx(0.7)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_and_cache_are_those_of_the_model(tied: bool) -> None:
     """Norms of q and k are easily forgotten, and a tied table easily counted twice."""

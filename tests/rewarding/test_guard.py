@@ -144,16 +144,13 @@ def test_trl_sees_the_same() -> None:
         assert get_callable_name(guarded) == get_callable_name(reward)
 
 
-def test_guarding_twice_is_guarding_once() -> None:
-    """Guards against messages wrapped in messages."""
-    guarded = guard(thinking_reward)
-    assert guard(guarded) is guarded
-
-
 def test_models_are_left_to_trl() -> None:
-    """Guards against hiding a model behind a guard: TRL tells `nn.Module` and model ids apart by type."""
+    """Guards against hiding a model behind a guard: TRL tells `nn.Module` and model ids apart by type. And a guarded
+    reward is not guarded again: messages were wrapped in messages."""
     model = torch.nn.Linear(1, 1)
-    assert guard(model) is model
+    guarded = guard(thinking_reward)
+    assert guard(model) is model and guard(guarded) is guarded
+    assert guarded(["p"], ["a</think>b"], [[7, 151668]]) == [0.3], "by position too, as other loops call it"
     assert guard("folder/of/a/reward-model") == "folder/of/a/reward-model"
 
 
@@ -173,8 +170,3 @@ def test_what_cannot_be_called_is_refused() -> None:
     """Guards against a number in the list of rewards that fails only after the first rollout."""
     with pytest.raises(RewardError, match="3 is not a reward; it must be a function of"):
         guard(3)
-
-
-def test_positional_calls_work() -> None:
-    """Guards against a guard that knows keywords only: other loops follow the convention by position."""
-    assert guard(thinking_reward)(["p"], ["a</think>b"], [[7, 151668]]) == [0.3]

@@ -34,27 +34,16 @@ def reward(request: pytest.FixtureRequest) -> Iterator[WorkerReward]:
         ("sees", [2.0, 2.0]),
         ("slowly", [1.0, 1.0]),
         ("heavy_modules", [0.0, 0.0]),
+        ("reads_forced", [-1.0, 1.0]),
+        ("scorer", [-2.0, -1.0]),  # an object with get_rewards
     ],
     indirect=["reward"],
 )
 def test_a_good_reward_gives_what_it_gives_in_place(reward: WorkerReward, expected: list[float]) -> None:
     """Guards against a protocol that a print breaks, ids that arrive as tuples or arrays, columns that get lost, and a
-    worker that loads torch: gigabytes and ten seconds a reward.
-    """
-    assert reward(**BATCH, answer=["1", "2"], trainer_state=object()) == expected
-
-
-@pytest.mark.parametrize("reward", ["reads_forced"], indirect=True)
-def test_the_workers_function_sees_which_thoughts_were_closed_by_force(reward: WorkerReward) -> None:
-    """Guards against a reward of the user's own that pays for a close which the budget made."""
-    assert reward(**BATCH, thinking_forced=[True, False]) == [-1.0, 1.0]
-    assert reward(**BATCH) == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("reward", ["scorer"], indirect=True)
-def test_an_object_with_get_rewards_works_by_name(reward: WorkerReward) -> None:
-    """Guards against a config that can name functions but not the object of a reward server."""
-    assert reward(prompts=["long prompt"], completions=["ab"], completion_ids=[[1]]) == [9.0]
+    worker that loads torch: gigabytes and ten seconds a reward; and a reward that pays for a close of the budget's."""
+    columns = {"answer": ["1", "2"], "trainer_state": object(), "thinking_forced": [True, False]}
+    assert reward(**BATCH, **columns) == expected
 
 
 @pytest.mark.parametrize("reward", ["logs"], indirect=True)

@@ -19,26 +19,6 @@ def nothing_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saves, "_saved", {})
 
 
-def test_a_save_in_a_thread_is_waited_for(tmp_path: Path) -> None:
-    """A kernel that ended while the adapter was being written left half of it: it loads with an error, a day later."""
-    begun, finish = threading.Event(), threading.Event()
-
-    def save() -> None:
-        with saving(tmp_path / "adapter"):
-            begun.set()
-            finish.wait(30)
-
-    thread = threading.Thread(target=save)
-    thread.start()
-    assert begun.wait(30)
-    assert running_saves() == [tmp_path / "adapter"] and saved_paths() == []
-    assert wait_for_saves(0.05) is False
-    threading.Timer(0.05, finish.set).start()
-    assert wait_for_saves() is True
-    assert running_saves() == [] and saved_paths() == [tmp_path / "adapter"]
-    thread.join()
-
-
 def test_a_save_that_fails_is_over_and_did_not_save(tmp_path: Path) -> None:
     """A full disk would otherwise keep the kernel for ever, or be named as the place of the adapter."""
     with pytest.raises(OSError, match="full"), saving(tmp_path / "adapter"):
@@ -55,26 +35,8 @@ def test_what_is_saved_again_is_named_once_and_last(tmp_path: Path, monkeypatch:
     assert saved_paths() == [tmp_path / "b", tmp_path / "a"]
 
 
-def test_a_run_counts_as_open_while_its_thread_trains(tmp_path: Path) -> None:
-    """One that is over, or whose thread died, must not keep the kernel."""
-    begun, finish = threading.Event(), threading.Event()
-
-    def train() -> None:
-        with RunDir.create(Run(tmp_path / "one")) as opened:
-            begun.set()
-            finish.wait(30)
-            opened.set_status("finished")
-            seen.append(run_dir.open_runs())
-
-    seen: list[list[Path]] = []
-    thread = threading.Thread(target=train)
-    thread.start()
-    assert begun.wait(30)
-    assert run_dir.open_runs() == [tmp_path / "one"]
-    finish.set()
-    thread.join()
-    assert seen == [[]] and run_dir.open_runs() == []
-
+def test_a_run_whose_thread_died_is_not_open(tmp_path: Path) -> None:
+    """Nobody trains it any more, and it kept the kernel."""
     kept = []
     thread = threading.Thread(target=lambda: kept.append(RunDir.create(Run(tmp_path / "two"))))
     thread.start()

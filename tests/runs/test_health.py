@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo_kit.runs.health import LAST_ROWS, THRESHOLDS, SignalWatch, find_problems, judge
+from rloo_kit.runs.health import LAST_ROWS, THRESHOLDS, LearningSignalWatch, find_problems, judge
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 BY_NAME = {one.metrics[0]: one for one in THRESHOLDS}
@@ -18,7 +18,7 @@ HEALTHY = {"frac_reward_zero_std": 0.25, "reward_std": 0.4, "grad_norm": 0.3, "c
 
 def watch(rows, patience=3, **rloo):
     """Findings as (step, kind, message) over rows of consecutive steps."""
-    guard = SignalWatch(patience, RLOO | rloo)
+    guard = LearningSignalWatch(patience, RLOO | rloo)
     return [(n, f.kind, f.message) for n, row in enumerate(rows, start=1) for f in guard.observe(n, row)]
 
 
@@ -49,7 +49,7 @@ def test_steps_that_reuse_a_rollout_count_with_it():
 
 def test_a_logged_row_stands_for_the_steps_since_the_last_one():
     """With logging_steps=10 five steps without signal are less than one row."""
-    guard = SignalWatch(20, RLOO | {"logging_steps": 10})
+    guard = LearningSignalWatch(20, RLOO | {"logging_steps": 10})
     assert guard.observe(10, TIED) == []
     assert [finding.steps for finding in guard.observe(20, TIED)] == [20]
 

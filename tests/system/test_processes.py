@@ -233,14 +233,6 @@ def test_gpus_that_compute_in_different_types_are_refused(be, monkeypatch):
     backends._refuse_mixed_gpus(run)
 
 
-def test_the_table_says_how_many_processes(be, monkeypatch):
-    """It is printed once, of one process: without this line it would look like a run on one GPU."""
-    be(0, 8)
-    settled = environment.prepare_environment()
-    assert dict(settled.rows())["processes"].startswith("8;")
-    monkeypatch.setattr(environment, "_current", None)
-
-
 # ---- launch files
 
 
