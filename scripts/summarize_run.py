@@ -66,9 +66,9 @@ def judge_rows(rows: list[dict[str, Any]], run: Any, last: int) -> dict[str, Any
 
 def find_no_signal(rows: list[dict[str, Any]], rloo: dict[str, Any], patience: int) -> list[dict[str, Any]]:
     """What `rloo_kit.runs.health` says and what still holds at the last row."""
-    from rloo_kit.runs.health import SignalWatch, find_problems
+    from rloo_kit.runs.health import LearningSignalWatch, find_problems
 
-    watch, said = SignalWatch(patience, rloo), {}
+    watch, said = LearningSignalWatch(patience, rloo), {}
     for row in rows:
         for finding in watch.observe(row["step"], row):
             said[finding.kind] = vars(finding)

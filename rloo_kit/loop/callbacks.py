@@ -18,7 +18,7 @@ from transformers import ProgressCallback, TrainerCallback
 
 from rloo_kit.collective import any_of, gather_lists, share
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
-from rloo_kit.runs.health import Finding, SignalWatch
+from rloo_kit.runs.health import Finding, LearningSignalWatch
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import VARIABLE, format_seconds, picture_controls, plain_prompt, print_table
 from rloo_kit.system.processes import is_distributed, say
@@ -150,7 +150,7 @@ class LearningSignalGuard(TrainerCallback):
     """Warns of steps without a learning signal; where the run wants it, saves, stops and keeps what it found in
     `finding`."""
 
-    def __init__(self, watch: SignalWatch, stop: bool):
+    def __init__(self, watch: LearningSignalWatch, stop: bool):
         self.watch = watch
         self.stop = stop
         self.finding: Finding | None = None

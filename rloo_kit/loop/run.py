@@ -35,7 +35,7 @@ from rloo_kit.models.policy import Policy, save_adapter
 from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
 from rloo_kit.results.evaluation import Evaluation, compare
 from rloo_kit.rollout.engine import check_cache, choose_engine
-from rloo_kit.runs.health import SignalWatch
+from rloo_kit.runs.health import LearningSignalWatch
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system import environment
 from rloo_kit.system.processes import is_distributed, is_main_process, say
@@ -166,7 +166,7 @@ class _Training:
         self.rollouts = RolloutLog(run_dir)
         self.writer = MetricsWriter(run_dir)
         self.guard = LearningSignalGuard(
-            SignalWatch(run.run.no_signal_steps, run.rloo.model_dump()), stop=run.run.stop_when_no_signal
+            LearningSignalWatch(run.run.no_signal_steps, run.rloo.model_dump()), stop=run.run.stop_when_no_signal
         )
         self.interrupts = Interrupts()
         prompts = select_prompts(run, policy, data.train, run_dir)

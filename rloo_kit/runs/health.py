@@ -265,14 +265,14 @@ def _find_gradient(clipped: float, longer: str, rloo: Mapping[str, Any]) -> str:
     )
 
 
-class SignalWatch:
+class LearningSignalWatch:
     """Counts steps in a row without a learning signal; reports once a kind, and again each time the row has doubled.
 
     Args:
         patience: steps in a row before it reports (`run.no_signal_steps`).
         rloo: the values of the `rloo:` section, for the message.
 
-    >>> watch = SignalWatch(2, {"max_completion_length": 128, "num_generations": 4, "temperature": 1.0})
+    >>> watch = LearningSignalWatch(2, {"max_completion_length": 128, "num_generations": 4, "temperature": 1.0})
     >>> row = {"frac_reward_zero_std": 1.0, "completions/clipped_ratio": 1.0, "reward": -1.0}
     >>> watch.observe(1, row)
     []

@@ -10,7 +10,7 @@ import torch
 from rloo_kit.gradient.advantages import kl_charge
 from rloo_kit.loop.callbacks import LearningSignalGuard
 from rloo_kit.loop.metrics import find_answer_column, kl_share, kl_spread_ratio, thinking_metrics
-from rloo_kit.runs.health import Finding, SignalWatch
+from rloo_kit.runs.health import Finding, LearningSignalWatch
 
 NAN = float("nan")
 ROW = {"frac_score_zero_std": 0.0, "reward_std": 0.4, "grad_norm": 0.3, "completions/clipped_ratio": 0.0}
@@ -52,7 +52,7 @@ def test_spread_where_there_is_nothing_to_divide_by():
     assert kl_spread_ratio(tied, torch.tensor([1.0, NAN, NAN, NAN]), 0.1, 2) is None
 
 
-def observe(watch: SignalWatch, rows: list[dict[str, Any]]) -> list[tuple[int, Finding]]:
+def observe(watch: LearningSignalWatch, rows: list[dict[str, Any]]) -> list[tuple[int, Finding]]:
     return [(step, finding) for step, row in enumerate(rows, 1) for finding in watch.observe(step, row)]
 
 
@@ -60,19 +60,22 @@ def test_the_warning_comes_after_as_many_steps_as_the_others():
     """One odd step is no finding, and the message names the value, the key and what it stands at."""
     rloo = {"beta": 0.05, "kl_form": "sum"}
     high, low = ROW | {"kl/spread_ratio": 2.34}, ROW | {"kl/spread_ratio": 1.0}
-    found = observe(SignalWatch(3, rloo), [high, high, low, high, high, high, high])
+    found = observe(LearningSignalWatch(3, rloo), [high, high, low, high, high, high, high])
     assert [(step, finding.kind) for step, finding in found] == [(6, "kl_outweighs")]
     for words in ("2.3", "rloo.beta (currently 0.05)", "rloo.kl_form=length_normalized (currently sum)"):
         assert words in found[0][1].message
-    (other,) = observe(SignalWatch(1, rloo | {"kl_form": "length_normalized"}), [high])
+    (other,) = observe(LearningSignalWatch(1, rloo | {"kl_form": "length_normalized"}), [high])
     assert "kl_form" not in other[1].message
-    assert len(observe(SignalWatch(1, rloo), [ROW | {"kl/spread_ratio": math.inf}])) == 1
-    assert observe(SignalWatch(1, rloo), [ROW, ROW | {"kl/spread_ratio": NAN}, ROW | {"kl/spread_ratio": None}]) == []
+    assert len(observe(LearningSignalWatch(1, rloo), [ROW | {"kl/spread_ratio": math.inf}])) == 1
+    assert (
+        observe(LearningSignalWatch(1, rloo), [ROW, ROW | {"kl/spread_ratio": NAN}, ROW | {"kl/spread_ratio": None}])
+        == []
+    )
 
 
 def test_it_never_stops_a_run(capsys):
     """`run.stop_when_no_signal` is for runs that learn nothing; this one learns, if not what was meant."""
-    guard = LearningSignalGuard(SignalWatch(1, {"beta": 0.1}), stop=True)
+    guard = LearningSignalGuard(LearningSignalWatch(1, {"beta": 0.1}), stop=True)
     control = SimpleNamespace(should_save=False, should_training_stop=False)
     logs = ROW | {"kl/spread_ratio": 5.0, "loss": 0.0}
     guard.on_log(None, SimpleNamespace(global_step=1), control, logs=logs)
