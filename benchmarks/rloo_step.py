@@ -8,7 +8,7 @@
 Both sides get the same model, adapter, prompts, completions and rewards, and are driven through `trainer.train()` one
 optimizer step at a time. The first step of each is discarded; then they take turns, and each pair of steps gives a
 ratio: the median is reported, with the smallest and the largest. Everything runs on one thread, so the seconds are
-those of the processor: what the step takes on a core of its own, whoever else is on the machine (wall clock next to it).
+those of the processor: what the step takes on a core of its own, whoever else is on the machine (wall clock as well).
 
 - training: a step with canned completions and a trivial reward, less the time of both; the gradient of ours is held
   against stock's from the same first steps, in float32, as the relative error over all LoRA parameters.
