@@ -148,6 +148,7 @@ def test_standardised_tokens_count_the_scored_ones_only():
     mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
     found = standardize_tokens(advantages, mask, eps=0.0)
     wanted = standardize(torch.tensor([1.0, 2.0, 4.0]), eps=0.0)
+    assert standardize(torch.tensor([1.0, NAN, 3.0]), eps=0.0)[::2].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
     assert found[mask.bool() & ~advantages.isnan()].tolist() == pytest.approx(wanted.tolist())
     assert found.isnan().tolist() == [[False, False, True], [False, True, True]]
     flat = standardize_tokens(advantages.flatten(), mask.flatten(), 0.0, find_moments(torch.tensor([1.0, 2.0, 4.0])))
