@@ -32,7 +32,7 @@ from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.system.console import render_text
-from tests.notebooks.batch_notebooks import wait_for
+from tests.notebooks.batch_notebooks import wait_for, write_notebook
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "configs" / "batch_arithmetic.yaml"
@@ -44,22 +44,14 @@ KIT = (
 )
 
 
-def write_notebook(path: Path, parameters: str | None = PLAIN, body: str = "print(seed)") -> None:
-    def cell(source: str, *tags: str) -> dict:
-        return {"cell_type": "code", "source": source, "metadata": {"tags": list(tags)}, "outputs": []}
-
-    cells = [cell(body)] if parameters is None else [cell(parameters, "parameters"), cell(body)]
-    path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A project with a notebook of each kind."""
     (tmp_path / "configs").mkdir()
-    write_notebook(tmp_path / "plain.ipynb")
-    write_notebook(tmp_path / "trains.ipynb", TRAINS)
-    write_notebook(tmp_path / "kit.ipynb", KIT, "kit.read_parameters(globals())")
-    write_notebook(tmp_path / "bare.ipynb", None)
+    write_notebook(tmp_path / "plain.ipynb", "print(seed)", parameters=PLAIN)
+    write_notebook(tmp_path / "trains.ipynb", "print(seed)", parameters=TRAINS)
+    write_notebook(tmp_path / "kit.ipynb", "kit.read_parameters(globals())", parameters=KIT)
+    write_notebook(tmp_path / "bare.ipynb", "print(seed)", parameters=None)
     return tmp_path
 
 

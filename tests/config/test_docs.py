@@ -12,16 +12,8 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection, RewardSection, Section
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
-SECTIONS: dict[str, type[Section]] = {
-    "run": RunConfig.model_fields["run"].annotation,
-    "model": RunConfig.model_fields["model"].annotation,
-    "model.lora": LoraSection,
-    "data": RunConfig.model_fields["data"].annotation,
-    "rewards": RewardSection,
-    "rloo": RunConfig.model_fields["rloo"].annotation,
-    "rollout": RunConfig.model_fields["rollout"].annotation,
-    "eval": RunConfig.model_fields["eval"].annotation,
-}  # type: ignore[dict-item]
+FIELDS = {name: field.annotation for name, field in RunConfig.model_fields.items()}
+SECTIONS: dict[str, Any] = FIELDS | {"model.lora": LoraSection, "rewards": RewardSection}
 
 
 def show(value: Any) -> str:

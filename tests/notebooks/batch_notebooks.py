@@ -47,11 +47,12 @@ if mode == "sleep" and not behave:
 """
 
 
-def write_notebook(path: Path, *cells: str, parameters: str = PARAMETERS) -> Path:
-    """A notebook of code cells, the first one tagged `parameters`."""
+def write_notebook(path: Path, *cells: str, parameters: str | None = PARAMETERS) -> Path:
+    """A notebook of code cells, the first one tagged `parameters` where there are any."""
     new = nbformat.v4.new_code_cell
+    first = [] if parameters is None else [new(parameters, metadata={"tags": ["parameters"]})]
     notebook = nbformat.v4.new_notebook(
-        cells=[new(parameters, metadata={"tags": ["parameters"]}), *map(new, cells)],
+        cells=[*first, *map(new, cells)],
         metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
     )
     nbformat.write(notebook, path)

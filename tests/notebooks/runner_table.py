@@ -12,17 +12,8 @@ BEGIN, END = "<!-- runners: begin -->", "<!-- runners: end -->"
 COLUMNS = ("runner", "exit code", "outputs complete", "running save finished", "kernel gone", "memory released")
 REWRITE = "RUNNERS_TABLE=write .venv/bin/python -m pytest tests/notebooks/test_runners.py -m slow"
 
-
-ORDER = [
-    "papermill",
-    "nbclient",
-    "jupyter nbconvert --execute",
-    "jupyter execute",
-    "jupyter_client",
-    "JupyterLab's server",
-    "IPython in a terminal",
-    "script",
-]
+ORDER = ["papermill", "nbclient", "jupyter nbconvert --execute", "jupyter execute", "jupyter_client"]
+ORDER += ["JupyterLab's server", "IPython in a terminal", "script"]
 
 
 def rows() -> dict[str, str]:

@@ -78,17 +78,6 @@ def test_paired_difference_is_bonett_and_prices() -> None:
     )
 
 
-def test_paired_difference_is_narrower_where_prompts_decide() -> None:
-    """Hard prompts are hard before and after: compared as independent samples, a gain of 0.05 on 400 prompts that is
-    there beyond doubt drowns in the spread between prompts."""
-    before = [1.0] * 200 + [0.0] * 200
-    after = [1.0] * 220 + [0.0] * 180
-    paired = paired_difference(before, after)
-    unpaired = unpaired_difference(clustered(before, 1), clustered(after, 1))
-    assert paired.value == pytest.approx(unpaired.value) == pytest.approx(0.05)
-    assert paired.low > 0 > unpaired.low
-
-
 def test_no_change_on_few_prompts_is_not_certainty() -> None:
     """Ten prompts unchanged prove little: a standard error of 0 gave the interval [0, 0]."""
     estimate = paired_difference([1.0] * 10, [1.0] * 10)

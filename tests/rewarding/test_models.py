@@ -35,7 +35,8 @@ def judge(reward: MathAnswerReward, *pairs: tuple[str, Any]) -> list[float | Non
 
 
 def test_mathematics_is_compared_as_mathematics(math_reward: MathAnswerReward) -> None:
-    """Guards against comparing LaTeX as text, and against math-verify's zero outside the main thread."""
+    """Guards against comparing LaTeX as text, and against math-verify's own limits, which use a POSIX signal: in a
+    thread every answer was wrong."""
     pairs = [
         (r"It is \boxed{\frac{1}{2}}.", "0.5"),
         ("$1+x^2$", "x^2+1"),
@@ -44,16 +45,11 @@ def test_mathematics_is_compared_as_mathematics(math_reward: MathAnswerReward) -
         (r"\boxed{43}", "42"),
         ("", "42"),
     ]
-    assert judge(math_reward, *pairs) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
-
-
-def test_it_works_outside_the_main_thread(math_reward: MathAnswerReward) -> None:
-    """Guards against math-verify's own limits, which use a POSIX signal: in a thread every answer was wrong."""
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(judge(math_reward, (r"\boxed{\frac{1}{2}}", "0.5"))))
+    found = [judge(math_reward, *pairs)]
+    thread = threading.Thread(target=lambda: found.append(judge(math_reward, *pairs)))
     thread.start()
     thread.join()
-    assert results == [[1.0]]
+    assert found == [[1.0, 1.0, 1.0, 1.0, 0.0, 0.0]] * 2
 
 
 def test_an_answer_that_hangs_counts_as_wrong_and_the_rest_are_judged(math_reward: MathAnswerReward) -> None:
