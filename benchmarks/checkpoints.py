@@ -3,9 +3,9 @@
     python benchmarks/checkpoints.py 4b        makes it, and says where it is
 
 A step on one costs what it costs on trained weights, and its memory is the same; what it writes is noise, and it does
-not stop by itself. Tokenizer: single bytes with Qwen3's ids (`tiny_tokenizer`). "tiny" is for rehearsals on the CPU:
-two layers, of sizes that Unsloth's kernels take. One thing is unlike the shipped 4-bit copies: of those some layers are
-in 16 bit, of these none.
+not stop by itself. Tokenizer: single bytes with Qwen3's ids (`embedded/tokenizer.py`). "tiny" is for rehearsals on the
+CPU: two layers, of sizes that Unsloth's kernels take. One thing is unlike the shipped 4-bit copies: of those some
+layers are in 16 bit, of these none.
 """
 
 import os

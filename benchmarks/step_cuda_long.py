@@ -24,7 +24,7 @@ GB_IN_GIB = 1e9 / 2**30
 
 
 def measure_long(kind: Kind, gpu_gb: int, generations: int) -> None:
-    """Two steps under the cap; the peaks of rollout and training pass, beside what the plan computed.
+    """Two steps under the cap; the peaks of rollout and training pass, next to what the plan computed.
 
     Raises:
         AssertionError: it does not fit, or fewer rows fitted at once than the plan says.

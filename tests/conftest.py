@@ -1,7 +1,7 @@
 """What every test shares: an offline process, few threads, and a tiny Qwen3 with random weights.
 
-Nothing heavy is imported before a fixture is asked for, so tests of the light floors and of the import order start
-clean.
+Nothing heavy is imported before a fixture is asked for, so tests of the light packages and of the import order
+start clean.
 """
 
 import os

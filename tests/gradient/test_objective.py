@@ -1,4 +1,4 @@
-"""The objective against plain Python, and beside stock TRL's own `_compute_loss` where that one is wrong."""
+"""The objective against plain Python, and vs. stock TRL's own `_compute_loss` where that one is wrong."""
 
 import itertools
 import math

@@ -37,7 +37,7 @@ def test_what_is_in_the_batch_is_passed_over_and_small_data_ends():
 
 
 def test_a_resumed_reservoir_goes_on_where_it_was():
-    """A resume that starts the order anew trains other prompts than the run that was never cut."""
+    """A resume that starts the order over trains other prompts than the run that was never cut."""
     whole, cut = PromptReservoir(rows(7), seed=1), PromptReservoir(rows(7), seed=1)
     for reservoir in (whole, cut):
         reservoir.draw(5, rows(2))

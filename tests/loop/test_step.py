@@ -150,7 +150,7 @@ def test_a_masked_completion_leaves_the_baseline_by_choice(counts, make_trainer)
 
 
 def test_the_loop_remembers_its_rewards_across_a_resume(make_trainer, tmp_path):
-    """`normalize_rewards: running` started anew after a resume, and with it the scale of every advantage."""
+    """`normalize_rewards: running` started from zero after a resume, and with it the scale of every advantage."""
     options = {"normalize_rewards": "running", "resample_rounds": 1, "save_strategy": "steps", "save_steps": 1}
     first = make_trainer(first_id, **options)
     first.train()

@@ -68,7 +68,7 @@ def policy(load: Any, make_run: Any, checkpoint: Any) -> Any:
 
 
 def test_every_layout_scores_as_single_sequences(policy: Any, gpu: Any, interpreted: bool) -> None:
-    """Unsloth's training forward drops the mask of left-padded rows, silently: stock's answer stands beside ours."""
+    """Unsloth's training forward drops the mask of left-padded rows, silently: stock's answer is next to ours."""
     import torch
 
     from rloo_kit.gradient.scorer import Scorer

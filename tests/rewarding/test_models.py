@@ -20,7 +20,7 @@ END = 151668
 def math_reward() -> Any:
     """One reward, and so one process, for all tests here."""
     pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
-    reward = MathAnswerReward(answer_timeout_s=5.0)  # a worker that starts anew after a hang has to import first
+    reward = MathAnswerReward(answer_timeout_s=5.0)  # a worker that restarts after a hang has to import first
     yield reward
     reward.worker.close()
 

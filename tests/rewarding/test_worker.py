@@ -118,7 +118,7 @@ def test_an_exception_names_the_sample_and_the_line(reward: WorkerReward) -> Non
 
 @pytest.mark.parametrize("reward", ["process_id"], indirect=True)
 def test_one_process_serves_many_calls(reward: WorkerReward) -> None:
-    """Guards against an interpreter started anew for every batch."""
+    """Guards against a new interpreter for every batch."""
     assert reward(**BATCH) == reward(**BATCH)
     assert reward.worker.running
     reward.worker.close()

@@ -95,7 +95,7 @@ def test_without_yes_nothing_is_installed(make_person: Callable[..., Person]) ->
 def test_an_update_leaves_no_old_file(
     make_person: Callable[..., Person], tmp_path: Path, snapshot: tuple[Path, Tree]
 ) -> None:
-    """Files that a new version no longer has would be read on for ever. The folder is made anew, so whatever a person
+    """Files that a new version no longer has would be read on for ever. The folder is replaced, so whatever a person
     kept in it is gone too: environments and outputs belong into the project."""
     older = tmp_path / "older"
     older.mkdir()

@@ -1,4 +1,4 @@
-"""`backends/unsloth.py` and the kit's trainer on top of the RLOO trainer that Unsloth writes, without a GPU."""
+"""`models/unsloth.py` and the kit's trainer on top of the RLOO trainer that Unsloth writes, without a GPU."""
 
 from pathlib import Path
 from typing import Any
