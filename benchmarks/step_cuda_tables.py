@@ -119,7 +119,7 @@ def compare(results: Results, base: str, other: str, figure: str) -> float | Non
 # ------------------------------------------------------------------------------------------------------------ aims
 
 AIMS = (  # what, the cell to compare with, ours, the figure, at least this many times
-    ("whole step beside TRL under Unsloth", "whole-2k-stock-unsloth", "whole-2k-generate-unsloth", "whole_s", 3.0),
+    ("whole step vs. TRL under Unsloth", "whole-2k-stock-unsloth", "whole-2k-generate-unsloth", "whole_s", 3.0),
     ("the same, engine `native`", "whole-2k-stock-unsloth", "whole-2k-native", "whole_s", 3.0),
     ("training part, 4k", "training-4k-stock-unsloth", "training-4k-fast-unsloth", "training_s", 4.0),
     ("training part, 8k", "training-8k-stock-unsloth", "training-8k-fast-unsloth", "training_s", 4.0),

@@ -240,6 +240,7 @@ def test_a_batch_in_a_notebook_does_not_pass_that_notebook_on(tmp_path: Path, mo
 def test_what_was_told_to_be_ignored_stays_ignored() -> None:
     """`nohup rloo-kit batch ... &` has to live on after the terminal is closed."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     try:
         with Signals() as signals:
             os.kill(os.getpid(), signal.SIGHUP)
@@ -248,6 +249,7 @@ def test_what_was_told_to_be_ignored_stays_ignored() -> None:
         assert (signals.count, signals.name) == (2, "SIGTERM")
     finally:
         signal.signal(signal.SIGHUP, previous)
+        signal.signal(signal.SIGINT, ctrl_c)
 
 
 # ------------------------------------------------------------------------------------------------ the folder
