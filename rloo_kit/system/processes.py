@@ -156,16 +156,19 @@ def _refuse_too_few_gpus(file: Path, here: int, machines: int, settings: Mapping
 def exit_code(codes: Mapping[int, int]) -> tuple[int, str]:
     """Exit code of a run from those of its processes that failed, by rank, and what the run has not reported yet.
 
-    A process that ended by itself is the reason; the launcher then ends the others (SIGTERM).
+    The first in `codes` is the reason, unless it is one of those that the launcher then ends (SIGTERM).
+
+    Args:
+        codes: in the order in which the launcher found them; what follows may have lost the connection to the first.
 
     >>> exit_code({0: 2, 1: -15})
     (2, '')
     >>> exit_code({0: -15, 1: 1})
     (1, 'process 1 of the run ended with exit code 1; its error is above')
-    >>> exit_code({0: -15, 1: -9})[0]
-    137
+    >>> exit_code({0: -15, 1: -9})[0], exit_code({1: -9, 0: 1})[0], exit_code({0: 1, 1: -9})[0]
+    (137, 137, 1)
     """
-    rank, code = min(codes.items(), key=lambda item: (item[1] < 0, item[1] == -signal.SIGTERM, item[0]))
+    rank, code = min(codes.items(), key=lambda item: item[1] == -signal.SIGTERM)
     if code > 0:
         known = code in (REFUSED, INTERRUPTED)
         return code, "" if known else f"process {rank} of the run ended with exit code {code}; its error is above"
