@@ -8,8 +8,7 @@ Shapes: S sequences (prompt + completion), T tokens of the layout, N scored toke
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -247,19 +246,6 @@ def keywords(laid: Layout, _layout: str) -> dict[str, Any]:
         "attention_mask": torch.empty(1, 1, 1, 0, device=laid.input_ids.device),
         "packing": plan_attention(laid),
     }
-
-
-@contextmanager
-def plain_attention(model: torch.nn.Module) -> Iterator[None]:
-    """The model under its own attention's name, for code that decides by that name (continuous batching)."""
-    installed = model.config._attn_implementation == NAME
-    if installed:
-        model.set_attn_implementation(PLAIN)
-    try:
-        yield
-    finally:
-        if installed:
-            model.set_attn_implementation(NAME)
 
 
 def _attend(
