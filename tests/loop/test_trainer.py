@@ -401,3 +401,9 @@ def test_images_are_refused(make_trainer):
     trainer = make_trainer()
     with pytest.raises(DataError, match="image column"):
         trainer._generate_and_score_completions([{"prompt": "x", "image": object()}])
+
+
+def test_trls_continuous_batching_is_refused(make_trainer):
+    """TRL's own option would have been read and then ignored: the kit has no engine for it any more."""
+    with pytest.raises(ConfigError, match="use_transformers_continuous_batching .* rollout_engine=auto"):
+        make_trainer([lambda completions, **_: [0.0] * len(completions)], use_transformers_continuous_batching=True)
