@@ -1,4 +1,4 @@
-"""docs/plan.md: every figure of its tables is what the arithmetic says, and its examples are plans that fit."""
+"""docs/plan.md and docs/several-gpus.md: tables show what the arithmetic says, and examples are plans that fit."""
 
 import re
 import shlex
@@ -127,3 +127,27 @@ def test_the_examples_are_plans(page: str, repository: Path, monkeypatch: Any, t
 
 if __name__ == "__main__":  # prints the rows, to be put into the page
     print("\n".join(page_rows()))
+
+
+def test_the_table_of_32b_on_several_gpus(repository: Path) -> None:
+    """Somebody buys GPUs by this table: Qwen3-32B, whole on each GPU (4-bit, bf16), then its bf16 weights shared."""
+    in_4bit = load_of(
+        PUBLISHED["32b"], optim="adamw_torch", checkpointing="on", fused=False, prompt_tokens=512,
+        completion_tokens=8192,
+    )  # fmt: skip
+    in_bf16 = replace(in_4bit, four_bit=False)
+    columns = []
+    for load, gpus in ((in_4bit, 1), (in_bf16, 1), (in_bf16, 2), (in_bf16, 4), (in_bf16, 8)):
+        weights = parts.body_bytes(load) + parts.table_bytes(load)
+        trained = 4 * parts.trained_weights(load) + parts.gradient_bytes(load) + parts.optimizer_bytes(load)
+        layers = 2 * parts.body_bytes(load) / load.shape.num_layers + parts.table_bytes(load) if gpus > 1 else 0
+        gathered = weights if gpus > 1 else 0
+        passes = parts.activation_bytes(load) + parts.head_bytes(load)
+        cache = parts.cache_bytes(load, 8) + parts.decoding_bytes(load, 8) + parts.sampling_bytes(load, 8)
+        rest = (weights + trained) / gpus + parts.work_bytes(load) + parts.context_bytes(load)
+        sums = (rest + layers + passes, rest + gathered + cache)
+        columns.append((weights / gpus, trained / gpus, layers, passes, sums[0], gathered, cache, sums[1]))
+    table = [[f"{size / GIB:.1f}" if size else "0" for size in row] for row in zip(*columns, strict=True)]
+    text = (repository / "docs" / "several-gpus.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ")[1:] for line in text.partition("| a GPU holds |")[2].splitlines()[2:]]
+    assert rows[: len(table)] == table

@@ -9,6 +9,7 @@ import pytest
 from rloo_kit.config.schema import PROJECTIONS
 from rloo_kit.plan import parts
 from rloo_kit.plan.parts import GIB, Load
+from rloo_kit.plan.planner import rollout_gib, training_gib
 from rloo_kit.plan.shapes import EMBEDDED, EMBEDDED_ROWS, PUBLISHED, ModelShape, shape_of_config
 
 SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -40,6 +41,28 @@ def test_the_published_sizes_are_those_of_the_reports() -> None:
         assert shape.num_weights / 1e9 == pytest.approx(reported[size], rel=0.02), size
         assert shape.body_weights / 1e9 == pytest.approx(bodies[size], rel=0.02), size
         assert shape.tied == (size in ("0.6b", "1.7b", "4b"))
+
+
+def test_qwen3_4b_in_4_bit() -> None:
+    """The figures that the configs were chosen by, computed by hand: weights, adapter with its optimizer, peaks of
+    rollouts of K = 8 at full length, and of training one sequence at a time (Unsloth's kernels below, transformers'
+    around it)."""
+    load = load_of(PUBLISHED["4b"])
+    assert parts.body_bytes(load) / GIB == pytest.approx(1.75, abs=0.005)
+    assert parts.table_bytes(load) / GIB == pytest.approx(0.72, abs=0.005)
+    assert parts.cache_bytes_per_token(load) == 144 * 1024
+    trained = parts.trained_weights(load)
+    assert trained == 33_030_144
+    whole = 4 * trained + parts.gradient_bytes(load) + parts.optimizer_bytes(load)
+    assert whole / GIB == pytest.approx(0.31, abs=0.005), "float32 masters and gradients, 8-bit moments"
+    for tokens, rollout in ((4096, 8.2), (8192, 12.7), (16384, 21.7)):
+        long = replace(load, completion_tokens=tokens)
+        copied = parts.decoding_bytes(long, 8) / GIB  # the copy that attention makes: not in the figures by hand
+        assert rollout_gib(long, 8) - copied == pytest.approx(rollout, rel=0.025)
+    for tokens, training in ((4096, 4.9), (16384, 7.3)):
+        long = replace(load, completion_tokens=tokens)
+        fused, plain = training_gib(long), training_gib(replace(long, fused=False))
+        assert 0.88 * training < fused < training < 1.06 * plain and plain < 1.1 * training
 
 
 @pytest.mark.parametrize("tied", [True, False])
