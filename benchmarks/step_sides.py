@@ -22,6 +22,7 @@ from step_workload import Workload
 
 LEARNING_RATE = 1e-6  # TRL's default: the weights stay where they are, as far as time and gradients can tell
 MEMORY_SETTINGS = ("fast", "balanced", "low")
+_OUTPUTS = tempfile.TemporaryDirectory(prefix="rloo-step-")  # of all trainers; nothing is saved
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def wrap_model(name: str, workload: Workload, model: Any, tokenizer: Any, peft_c
 def trainer_arguments(workload: Workload) -> dict[str, Any]:
     """What both configs are given. Clipping is on, as by default, but at a norm that leaves the gradient as it is."""
     return {
-        "output_dir": tempfile.mkdtemp(prefix="rloo-step-"), "use_cpu": True, "bf16": False, "max_steps": 1,
+        "output_dir": _OUTPUTS.name, "use_cpu": True, "bf16": False, "max_steps": 1,
         "learning_rate": LEARNING_RATE, "max_grad_norm": 1e9,
         "per_device_train_batch_size": workload.micro_batch,
         "gradient_accumulation_steps": workload.completions // workload.micro_batch,
