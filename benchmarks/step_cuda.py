@@ -129,12 +129,12 @@ def list_cells(repeats: int = REPEATS) -> list[Cell]:
         twin = through.setdefault(lines, job.name)
         reason = "" if twin == job.name else f"{twin} goes through the same lines"
         other = None
-        if job.kind.backend == "unsloth" and job.part != "ceilings":
+        if job.kind.backend == "unsloth":
             other = unsloth_python
             if other is None and not reason:
                 reason = "Unsloth is not here: make test-unsloth, or RLOO_KIT_UNSLOTH_PYTHON names its Python"
         if job.kind.engine == "vllm":
-            reason = "vLLM needs CUDA; what it is told of lengths is tested with a stand-in"
+            reason = "vLLM needs CUDA; how lengths are imposed on it is tested with a stand-in"
         command, rehearsal = (sys.executable, *arguments), None if other is None else (other, *arguments)
         found.append(Cell(job.name, command, job.what, sources=SOURCES, rehearsed_by=rehearsal, not_rehearsed=reason))
     return found

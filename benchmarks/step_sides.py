@@ -21,7 +21,6 @@ from imposed_lengths import impose_lengths
 from step_workload import Workload
 
 LEARNING_RATE = 1e-6  # TRL's default: the weights stay where they are, as far as time and gradients can tell
-MEMORY_SETTINGS = ("fast", "balanced", "low")
 _OUTPUTS = tempfile.TemporaryDirectory(prefix="rloo-step-")  # of all trainers; nothing is saved
 
 
@@ -69,8 +68,8 @@ class Side:
     """A trainer on a workload.
 
     Args:
-        name: "stock", or the kit's memory setting: "fast", "balanced" or "low".
-        trainer: as made by `build_side`; its rollout and its rewards are wrapped here.
+        name: see `wrap_model`.
+        trainer: as made there; its rollout and its rewards are wrapped here.
     """
 
     def __init__(self, name: str, workload: Workload, trainer: Any, end_id: int):
@@ -158,7 +157,7 @@ def build_side(name: str, workload: Workload, **options: Any) -> Side:
     """A side on the small Qwen3; equal weights for equal workloads.
 
     Args:
-        name: "stock" or one of `MEMORY_SETTINGS`. options: more arguments of the config.
+        name: "stock", "fast", "balanced" or "low". options: more arguments of the config.
     """
     from peft import LoraConfig
 
@@ -171,7 +170,7 @@ def wrap_model(name: str, workload: Workload, model: Any, tokenizer: Any, peft_c
     """The trainer of one side around a model.
 
     Args:
-        name: "stock", "grpo" (TRL's GRPO trainer, or what Unsloth makes of it) or one of `MEMORY_SETTINGS`.
+        name: "stock", "grpo" (TRL's, or what Unsloth makes of it) or the kit's "fast", "balanced" or "low".
         peft_config: None where the model has its adapter. options: more arguments of the config.
     """
     import trl

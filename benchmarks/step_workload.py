@@ -3,7 +3,7 @@
 The lengths are the quantiles of a lognormal distribution between 64 and 889 tokens (mean 284 for 16 completions), dealt
 to the groups once, so that every run has the same: of a batch that is padded to its longest prompt and its longest
 completion 61 % is padding, as in the workload of a model that thinks. A reward is a completion's length, so no group
-ties unless it is told to. Left out: real text; the cost of a step does not depend on it.
+ties unless `tied` is set. Left out: real text; the cost of a step does not depend on it.
 """
 
 import itertools

@@ -14,7 +14,7 @@
 # # RLOO on a small model that answers at once
 #
 # This notebook trains a model with reinforcement learning, start to end: load it, measure it, train it, measure it
-# again, look at what changed, save it, use it. It runs anywhere. Two processor cores are enough: no graphics GPU,
+# again, look at what changed, save it, use it. It runs anywhere. Two processor cores are enough: no GPU,
 # nothing to download. The whole takes about two minutes, and a minute or two more the first time, when the model is
 # built.
 #
@@ -22,8 +22,8 @@
 # its head. It was taught from careless examples in which many a digit is wrong, so it is right in about one of ten
 # tries.
 #
-# **The training** is RLOO: REINFORCE with a leave-one-out baseline. Nobody shows the model how to add. It is only
-# told right or wrong, and learns from that to trust what it knows.
+# **The training** is RLOO: REINFORCE with a leave-one-out baseline. Nobody shows the model how to add. It only
+# gets 1 or 0 for each answer, and learns from that to trust what it knows.
 #
 # `arithmetic_thinking` is the twin that thinks first; `qwen3_instruct_rloo` does the same with a real model.
 
@@ -31,7 +31,7 @@
 # ## 1. Set up
 #
 # This cell comes before everything else, because the heavy libraries have to be imported in the right order. It reads
-# the project's `.env`, finds the graphics GPU if there is one, and chooses the number format to compute in.
+# the project's `.env`, finds the GPU if there is one, and chooses the number format to compute in.
 
 # %%
 import itertools
@@ -102,7 +102,7 @@ print(kit.plan_vram(run))
 #
 # The policy is the model that is trained. It gives each possible next token a probability; sampling from it token by
 # token makes a completion. Its own weights stay as they are. What is trained is an adapter (LoRA): small matrices
-# beside the large ones, at first without any effect.
+# next to the large ones, at first without any effect.
 
 # %%
 policy = kit.load_policy(run)
@@ -133,7 +133,7 @@ print("the right answer:", data.train[0]["answer"])
 # at the answer alone, so the model is free to think whatever helps. Several rewards are added up, each with its
 # weight.
 #
-# The reward is all that the model is told. It gets better at whatever raises that number, intended or not.
+# The reward is the only signal that the model gets. It gets better at whatever raises that number, intended or not.
 
 # %%
 reward_funcs = kit.build_rewards(run, policy.tokenizer)

@@ -14,15 +14,15 @@
 # # RLOO on a small model that thinks
 #
 # This notebook trains a model with reinforcement learning, start to end: load it, measure it, train it, measure it
-# again, look at what changed, save it, use it. It runs anywhere. Two processor cores are enough: no graphics GPU,
-# nothing to download. The whole takes about two minutes, and a minute more the first time, when the model is built.
+# again, look at what changed, save it, use it. It runs anywhere. Two processor cores are enough: no GPU, nothing to
+# download. The whole takes about two minutes, and a minute more the first time, when the model is built.
 #
 # **The model** is a tiny Qwen3 with half a million weights. Asked `47+385=`, it first thinks, column by column,
 # closes its thinking with `</think>`, and then writes the answer. It was taught from careless examples, so it
 # sometimes skips its thinking, makes slips in it, and is right in about one of four tries.
 #
-# **The training** is RLOO: REINFORCE with a leave-one-out baseline. Nobody shows the model how to add. It is only
-# told right or wrong, and learns from that to think each time and to be careful.
+# **The training** is RLOO: REINFORCE with a leave-one-out baseline. Nobody shows the model how to add. It only
+# gets 1 or 0 for each answer, and learns from that to think each time and to be careful.
 #
 # `arithmetic_instruct` is the twin without thinking; `qwen3_thinking_rloo` does the same with a real model.
 
@@ -30,7 +30,7 @@
 # ## 1. Set up
 #
 # This cell comes before everything else, because the heavy libraries have to be imported in the right order. It reads
-# the project's `.env`, finds the graphics GPU if there is one, and chooses the number format to compute in.
+# the project's `.env`, finds the GPU if there is one, and chooses the number format to compute in.
 
 # %%
 import itertools
@@ -101,7 +101,7 @@ print(kit.plan_vram(run))
 #
 # The policy is the model that is trained. It gives each possible next token a probability; sampling from it token by
 # token makes a completion. Its own weights stay as they are. What is trained is an adapter (LoRA): small matrices
-# beside the large ones, at first without any effect.
+# next to the large ones, at first without any effect.
 
 # %%
 policy = kit.load_policy(run)
@@ -132,7 +132,7 @@ print("the right answer:", data.train[0]["answer"])
 # at the answer alone, so the model is free to think whatever helps. Several rewards are added up, each with its
 # weight.
 #
-# The reward is all that the model is told. It gets better at whatever raises that number, intended or not.
+# The reward is the only signal that the model gets. It gets better at whatever raises that number, intended or not.
 
 # %%
 reward_funcs = kit.build_rewards(run, policy.tokenizer)

@@ -21,8 +21,7 @@
 # closes its thinking with `</think>`, and then writes the answer. The task is school mathematics (GSM8K).
 #
 # **The training** is RLOO: REINFORCE with a leave-one-out baseline. Nobody shows the model how to solve a problem. It
-# is told whether its answer is right, and, with a fifth of the weight, whether it closed its thinking and ended
-# properly.
+# is rewarded for a right answer and, with a fifth of the weight, for closing its thinking and ending properly.
 #
 # `qwen3_instruct_rloo` is the twin without thinking. How long a run takes on a GPU has not been measured yet.
 
@@ -30,7 +29,7 @@
 # ## 1. Set up
 #
 # This cell comes before everything else, because the heavy libraries have to be imported in the right order. It reads
-# the project's `.env`, finds the graphics GPU if there is one, and chooses the number format to compute in.
+# the project's `.env`, finds the GPU if there is one, and chooses the number format to compute in.
 
 # %%
 import itertools
@@ -106,7 +105,7 @@ print(kit.plan_vram(run))
 #
 # The policy is the model that is trained. It gives each possible next token a probability; sampling from it token by
 # token makes a completion. Its own weights stay as they are. What is trained is an adapter (LoRA): small matrices
-# beside the large ones, at first without any effect.
+# next to the large ones, at first without any effect.
 
 # %%
 policy = kit.load_policy(run)
@@ -137,7 +136,7 @@ print("the right answer:", data.train[0]["answer"])
 # at the answer alone, so the model is free to think whatever helps. Several rewards are added up, each with its
 # weight.
 #
-# The reward is all that the model is told. It gets better at whatever raises that number, intended or not.
+# The reward is the only signal that the model gets. It gets better at whatever raises that number, intended or not.
 
 # %%
 reward_funcs = kit.build_rewards(run, policy.tokenizer)

@@ -20,7 +20,7 @@ _EXPORTS = {
     "build_rewards": "rewarding.registry",
     "generate_completions": "rollout.engine",
     "evaluate": "evals.evaluate",
-    "compare": "evals.evaluate",
+    "compare": "results.evaluation",
     "train": "loop.run",
     "write_report": "results.report",
     "plot_training": "notebook.display",

@@ -20,7 +20,16 @@ from typer.core import TyperCommand
 
 from rloo_kit import __version__
 from rloo_kit.errors import ConfigError, RlooKitError, RunNotFoundError
-from rloo_kit.system.processes import count_processes, is_main_process, launch_run, process_index, resume_words, say
+from rloo_kit.system.processes import (
+    INTERRUPTED,
+    REFUSED,
+    count_processes,
+    is_main_process,
+    launch_run,
+    process_index,
+    resume_words,
+    say,
+)
 
 if TYPE_CHECKING:  # slow to import
     from rloo_kit.config.run import RunConfig
@@ -28,7 +37,6 @@ if TYPE_CHECKING:  # slow to import
     from rloo_kit.models.policy import Policy
     from rloo_kit.plan.result import VramPlan
 
-REFUSED, INTERRUPTED = 2, 130
 BATCH_REFUSED, MOST_COUNTED = 125, 100  # of `batch`, whose small codes count runs
 SECONDS_FOR_MAIN = 10.0
 
@@ -201,7 +209,7 @@ def evaluate(
 ) -> None:
     """Measure a run's model on its held-out prompts: as it starts, or with a trained adapter."""
     with _exit_codes():
-        run = _load_config(file, _with_adapter(file, overrides, adapter))
+        run = _load_config(file, _with_adapter(overrides, adapter))
         policy, data = _prepare(run)
         from rloo_kit.collective import end_processes
         from rloo_kit.evals.evaluate import evaluate as measure
@@ -226,8 +234,7 @@ def report(
         run = _load_config(file, overrides)
         if source.is_dir():  # wherever the folder has been moved to
             run.run.output_dir, run.run.name = str(source.resolve().parent), source.resolve().name
-        from rloo_kit.loop.run import load_evaluation, load_result
-        from rloo_kit.results.report import write_report
+        from rloo_kit.results.report import load_evaluation, load_result, write_report
 
         result = load_result(run)
         path = write_report(run, result, load_evaluation(run, "before"), load_evaluation(run, "after"))
@@ -290,7 +297,7 @@ def _load_config(file: Path, overrides: list[str] | None) -> "RunConfig":
                 print(f"rloo-kit: {warning.message}", file=sys.stderr)
 
 
-def _with_adapter(file: Path, overrides: list[str] | None, adapter: Path | None) -> list[str]:
+def _with_adapter(overrides: list[str] | None, adapter: Path | None) -> list[str]:
     """The overrides that load what was trained: an adapter, or a whole model where no adapter was."""
     words = list(overrides or [])
     if adapter is None:

@@ -16,27 +16,26 @@ from rloo_kit.system.processes import count_processes, is_distributed, is_main_p
 TIMEOUT = timedelta(hours=3)  # for a process that waits for another's long rollout; one that died ends all at once
 
 
-def start_processes(on_cpu: bool = False) -> None:
+def start_processes() -> None:
     """Join the processes of the run and take this one's device, before a model is loaded; harmless a second time.
 
-    NCCL and the GPU of LOCAL_RANK; gloo and the CPU without a GPU, with `on_cpu` or ACCELERATE_USE_CPU. Raises
+    NCCL and the GPU of LOCAL_RANK; gloo and the CPU without a GPU or with ACCELERATE_USE_CPU. Raises
     SetupError where there are more processes on this machine than GPUs.
     """
     if not is_distributed():
         return
     torch = load_stack().torch
     gpus = torch.cuda.device_count()
-    if gpus and local_index() >= gpus and not on_cpu:
+    if gpus and local_index() >= gpus:
         raise SetupError(
             f"process {local_index()} of this machine has no GPU of its own: {gpus} can be used, one per process; "
             "start fewer processes (num_processes of the launch file, --nproc_per_node of torchrun)"
         )
-    on_cpu = on_cpu or not gpus
-    if on_cpu:  # accelerate would name the device cpu:0, which torch.load refuses: no run could be resumed
+    if not gpus:  # accelerate would name the device cpu:0, which torch.load refuses: no run could be resumed
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     from accelerate import PartialState
 
-    PartialState(cpu=on_cpu, timeout=TIMEOUT)
+    PartialState(cpu=not gpus, timeout=TIMEOUT)
 
 
 def wait_for_all() -> None:

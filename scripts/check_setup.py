@@ -56,19 +56,19 @@ def check(skill: Path, project: Path) -> tuple[dict, int]:
     problems = []
     missing = [name for name in NEEDED if not (skill / name).exists()]
     if missing:
-        problems.append((3, tell_missing(skill)))
+        problems.append((3, describe_missing(skill)))
     python, command = find_python(), find_command(skill, project)
     if python is None and command is None:
         problems.append((4, f"install Python 3.11 or 3.12: none was found as {', '.join(PYTHONS)}"))
     wanted, found = read_version(skill), ask_version(command)
     if found is None:
-        problems.append((5, f"install rloo-kit: {tell_install(skill, python)}"))
+        problems.append((5, f"install rloo-kit: {install_command(skill, python)}"))
     elif wanted is not None and found != wanted:
-        told = f"the installed rloo-kit is {found} and this skill is {wanted}: {tell_install(skill, python)}"
-        problems.append((6, told))
+        message = f"the installed rloo-kit is {found} and this skill is {wanted}: {install_command(skill, python)}"
+        problems.append((6, message))
     report = {
         "ok": not problems,
-        "todo": [told for _, told in problems] or [f"run {command} doctor"],
+        "todo": [message for _, message in problems] or [f"run {command} doctor"],
         "command": command,
         "versions": {"skill": wanted, "rloo_kit": found},
         "python": python,
@@ -79,7 +79,7 @@ def check(skill: Path, project: Path) -> tuple[dict, int]:
     return report, problems[0][0] if problems else 0
 
 
-def tell_missing(skill: Path) -> str:
+def describe_missing(skill: Path) -> str:
     return (
         f"only a part of the skill is in {skill}: install it again with `npx skills@1.5.18 add ADDRESS -a "
         "claude-code -y` (-g for the user's folder), or clone the repository into that place; ADDRESS is where the "
@@ -87,7 +87,7 @@ def tell_missing(skill: Path) -> str:
     )
 
 
-def tell_install(skill: Path, python: str | None) -> str:
+def install_command(skill: Path, python: str | None) -> str:
     words = ["-m", "pip", "install", "-c", str(skill / "constraints.txt"), "-e", f"{skill}[notebook]"]
     make = shlex.join([python or "python3.12", "-m", "venv", ".venv-rloo"])
     install = shlex.join([".venv-rloo/bin/python", *words])

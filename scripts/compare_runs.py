@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         | {
             "difference": {"value": difference.difference, "low": difference.low, "high": difference.high},
             "same_prompts": difference.paired,
-            "better": tell_better(difference),
+            "better": find_better(difference),
             "keys_that_differ": find_changes(options.a, options.b),
         }
     )
@@ -61,7 +61,7 @@ def describe(run_dir: Any, after: Any) -> dict[str, Any]:
     }
 
 
-def tell_better(difference: Any) -> str | None:
+def find_better(difference: Any) -> str | None:
     if difference.low is None:
         return None
     return "b" if difference.low > 0 else "a" if difference.high < 0 else "neither"
@@ -72,7 +72,7 @@ def find_changes(a: Path, b: Path) -> dict[str, list[Any]]:
     values = [flatten(read_config(folder).model_dump()) for folder in (a, b)]
     keys = sorted(set(values[0]) | set(values[1]))
     found = {key: [one.get(key) for one in values] for key in keys if values[0].get(key) != values[1].get(key)}
-    return {key: pair for key, pair in found.items() if key not in ("run.name", "run.output_dir", "source")}
+    return {key: pair for key, pair in found.items() if key not in ("run.name", "run.output_dir")}
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -37,7 +37,7 @@ class RunProcess:
     """
 
     def __init__(self, command: list[str], folder: Path, log: Path, cwd: Path, batch_id: str):
-        self.folder, self.batch_id = folder, batch_id
+        self.folder = folder
         self.log_start = log.stat().st_size if log.exists() else 0
         environment = {name: value for name, value in os.environ.items() if name not in OF_A_KERNEL}
         environment |= {BATCH_MARK: batch_id, RUN_MARK: str(folder)}

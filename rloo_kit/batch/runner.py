@@ -24,8 +24,9 @@ from rloo_kit.batch.process import (
     papermill_command,
 )
 from rloo_kit.batch.progress import BatchDisplay, first_line
-from rloo_kit.batch.status import BatchDir, RunStatus, now
+from rloo_kit.batch.status import BatchDir, RunStatus
 from rloo_kit.errors import SetupError
+from rloo_kit.runs.files import now
 from rloo_kit.system.console import render_text
 
 POLL_S = 0.2
@@ -79,7 +80,7 @@ def run_batch(
     """
     check_packages()
     with Signals() as signals, BatchDir.create(batch, resume=resume, overwrite=overwrite) as place:
-        return _BatchRun(batch, place, signals, command).run_to_end()
+        return _BatchRun(place, signals, command).run_to_end()
 
 
 def check_packages() -> None:
@@ -130,8 +131,8 @@ class _Active:
 class _BatchRun:
     """One call of `run_batch` in an open folder."""
 
-    def __init__(self, batch: Batch, place: BatchDir, signals: Signals, command: str):
-        self.batch, self.place, self.signals, self.command = batch, place, signals, command
+    def __init__(self, place: BatchDir, signals: Signals, command: str):
+        self.batch, self.place, self.signals, self.command = place.batch, place, signals, command
         self.active: list[_Active] = []
         self.watchdog = Watchdog()
         self.progress = BatchDisplay(place)

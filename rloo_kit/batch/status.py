@@ -6,7 +6,6 @@ files of the folder.
 
 import os
 import shutil
-import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
@@ -15,7 +14,7 @@ from typing import IO, Any
 
 from rloo_kit.batch.file import FILES, Batch, BatchRun
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
-from rloo_kit.runs.files import lock_folder, read_json, write_json, write_text
+from rloo_kit.runs.files import lock_folder, now, read_json, write_json, write_text
 from rloo_kit.runs.run_dir import RunDir
 
 STATES = ("waiting", "running", "done", "failed", "killed", "interrupted")
@@ -234,8 +233,3 @@ def _difference(old: RunStatus, new: RunStatus) -> str:
         for name in names
         if old.parameters.get(name, ...) != new.parameters.get(name, ...)
     )
-
-
-def now() -> str:
-    """The time with its zone, as in every status."""
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -24,10 +24,9 @@ def detect_family(tokenizer: Any, name: str = "") -> str:
     """
     if not getattr(tokenizer, "chat_template", None):
         return "plain"
-    default = _apply(tokenizer, _PROBE)
     if _apply(tokenizer, _PROBE, enable_thinking=False) != _apply(tokenizer, _PROBE, enable_thinking=True):
         return "hybrid"
-    if default.rstrip().endswith(THINK_START):
+    if _opens_thinking(tokenizer):
         return "thinking"
     return "thinking" if "thinking" in name.lower() else "instruct"
 

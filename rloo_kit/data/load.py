@@ -9,13 +9,11 @@ from rloo_kit import _stack
 from rloo_kit.collective import main_first
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection
-from rloo_kit.data.chat import detect_family, refuse_surrogates, render_prompt, resolve_family, thinks
+from rloo_kit.data.chat import refuse_surrogates, render_prompt, resolve_family, thinks
 from rloo_kit.data.sources import Columns, DataSource, find_file, read_file, read_hub, read_rows, select_rows
 from rloo_kit.data.tasks import addition_rows
 from rloo_kit.errors import DataError
 from rloo_kit.system.processes import say
-
-__all__ = ["Data", "detect_family", "load_data", "render_prompt", "resolve_family"]
 
 EMBEDDED_SOURCE = "embedded/addition"
 EMBEDDED_PROMPTS = 10_000  # if data.num_prompts is null

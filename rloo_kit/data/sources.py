@@ -42,7 +42,7 @@ class Columns:
     """Which columns hold prompt and answer, and whether the answer's is required."""
 
     prompt: str = "prompt"
-    answer: str | None = "answer"
+    answer: str = "answer"
     answer_required: bool = False
 
 
@@ -271,11 +271,7 @@ def _require_columns(name: str, place: str, found: list[str], columns: Columns) 
 def _taken_columns(name: str, found: list[str], columns: Columns) -> tuple[list[str], tuple[str, ...]]:
     """Columns that are not passed on, and notes on those that the user may miss."""
     moved = [column for column in (columns.prompt, columns.answer) if column in found]
-    hidden = [
-        column
-        for column, renamed in (("prompt", columns.prompt), ("answer", columns.answer))
-        if column in found and column not in moved and renamed is not None
-    ]
+    hidden = [column for column in ("prompt", "answer") if column in found and column not in moved]
     refused = [column for column in (*TAKEN_COLUMNS, *IMAGE_COLUMNS) if column in found and column not in moved]
     notes = [
         f"{name}: column '{column}' is replaced by the column that data.{column}_column names" for column in hidden

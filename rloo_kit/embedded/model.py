@@ -21,7 +21,7 @@ import torch
 
 from rloo_kit.data.tasks import Noise
 from rloo_kit.embedded.cold_start import PLANS, ColdStart, train
-from rloo_kit.embedded.tokenizer import KINDS, ROWS, build_tokenizer
+from rloo_kit.embedded.tokenizer import build_tokenizer, check_names
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 
@@ -90,10 +90,7 @@ def rebuild(name: str) -> Path | None:
 
 def _recipe(kind: str, vocabulary: str, seed: int, steps: int | None) -> dict[str, Any]:
     """Everything that decides the weights, as JSON; refuses arguments that no model has."""
-    if kind not in KINDS:
-        raise ConfigError(f"there is no embedded model '{kind}': model.name is embedded/{' or embedded/'.join(KINDS)}")
-    if vocabulary not in ROWS:
-        raise ConfigError(f"model.vocabulary is '{vocabulary}'; the embedded model has {' and '.join(ROWS)}")
+    check_names(kind, vocabulary)
     if steps is not None and steps < 1:
         raise ConfigError(f"steps={steps}: the cold start takes at least 1 step")
     plan = PLANS[kind] if steps is None else dataclasses.replace(PLANS[kind], steps=steps)

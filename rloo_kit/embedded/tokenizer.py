@@ -37,11 +37,16 @@ def byte_symbols() -> list[str]:
     return [chr(point) for point in printable] + [chr(256 + shift) for shift in range(NUM_BYTES - len(printable))]
 
 
-def token_ids(vocabulary: str) -> dict[str, int]:
-    """Text of every token -> id: the bytes, then the chat tokens (`qwen3`: at Qwen3's ids, placeholders between).
-    Raises ConfigError for another vocabulary."""
+def check_names(kind: str, vocabulary: str) -> None:
+    """Raises ConfigError where there is no such embedded model or vocabulary."""
+    if kind not in KINDS:
+        raise ConfigError(f"there is no embedded model '{kind}': model.name is embedded/{' or embedded/'.join(KINDS)}")
     if vocabulary not in ROWS:
         raise ConfigError(f"model.vocabulary is '{vocabulary}'; the embedded model has {' and '.join(ROWS)}")
+
+
+def token_ids(vocabulary: str) -> dict[str, int]:
+    """Text of every token -> id: the bytes, then the chat tokens (`qwen3`: at Qwen3's ids, placeholders between)."""
     ids = {symbol: index for index, symbol in enumerate(byte_symbols())}
     if vocabulary == "compact":
         return ids | {token: NUM_BYTES + index for index, token in enumerate(CHAT_TOKENS)}
@@ -56,8 +61,7 @@ def build_tokenizer(kind: str = "thinking", vocabulary: str = "compact") -> Any:
 
     `<think>` and `</think>` are added tokens but not special, as in Qwen3: `skip_special_tokens=True` keeps them.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"there is no embedded model '{kind}': model.name is embedded/{' or embedded/'.join(KINDS)}")
+    check_names(kind, vocabulary)
     tokenizer = Qwen2Tokenizer(
         vocab=token_ids(vocabulary),
         merges=[],

@@ -14,7 +14,7 @@ import rloo_kit
 from rloo_kit.collective import gather_lists, gather_objects, share, share_of
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, DataError, SetupError
-from rloo_kit.evals.evaluate import AnswerJudge, engine_outside_training
+from rloo_kit.evals.evaluate import AnswerJudge, digest_prompts, engine_outside_training
 from rloo_kit.models.adapters import is_identity
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.engine import generate_completions
@@ -42,7 +42,7 @@ def select_prompts(run: RunConfig, policy: Policy, dataset: Any, run_dir: RunDir
     """
     if not run.rollout.difficulty_samples:
         return dataset
-    digest = _digest(dataset)
+    digest = digest_prompts(dataset)
     selection = share(run_dir.read_json(SELECTION) if run_dir.resumed else None)
     if selection is None:
         selection = {"digest": digest} | _choose(run, policy, dataset)
@@ -244,7 +244,3 @@ def _conditions(run: RunConfig, policy: Policy, judge: AnswerJudge) -> dict[str,
 def _seed(seed: int, prompt: str) -> int:
     """A seed for each chunk, so that two chunks draw independently; the same in each run."""
     return int.from_bytes(hashlib.sha256(f"{seed} {prompt}".encode()).digest()[:4], "big")
-
-
-def _digest(dataset: Any) -> str:
-    return hashlib.sha256("\0".join(dataset["prompt"]).encode()).hexdigest()[:16]

@@ -16,15 +16,13 @@ from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import REWARDS_WITH_ANSWERS
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.models.policy import Policy
-from rloo_kit.results.evaluation import Comparison, Evaluation, compare
+from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.intervals import clustered, pass_at_k
 from rloo_kit.rewarding.registry import build_reward
 from rloo_kit.rollout.engine import Completion, generate_completions
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.system.processes import is_distributed, is_main_process, process_index, say
 from rloo_kit.think_tags import split_thinking
-
-__all__ = ["Comparison", "Evaluation", "compare", "evaluate"]
 
 JUDGED_AT_ONCE = 32  # completions in one call of the answer reward, whose time limit is for a call
 
@@ -164,7 +162,7 @@ def _measure_sampled(
         mean_thinking_tokens=_mean(thinking) if thinking and is_thinking else None,
         mean_tokens=_mean([len(completion.ids) for completion in completions]),
         samples=_samples(run, policy, dataset, completions, verdicts),
-        prompts_digest=hashlib.sha256("\0".join(dataset["prompt"]).encode()).hexdigest()[:16],
+        prompts_digest=digest_prompts(dataset),
     )
     if verdicts is not None:
         measured.per_prompt = _per_prompt(verdicts, num_samples)
@@ -230,6 +228,11 @@ def _samples(
             }
         )
     return samples
+
+
+def digest_prompts(dataset: Any) -> str:
+    """16 hexadecimal digits of the rendered prompts, in their order."""
+    return hashlib.sha256("\0".join(dataset["prompt"]).encode()).hexdigest()[:16]
 
 
 def _first_prompts(dataset: Any, num_prompts: int | None) -> Any:

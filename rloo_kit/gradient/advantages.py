@@ -1,4 +1,4 @@
-"""From rewards to advantages: small pure functions on tensors, in the order in which the trainer applies them.
+"""From rewards to advantages: functions on tensors, and the running moments of `normalize_rewards`.
 
 NaN marks a completion that is not scored: it leaves its siblings' baseline and has advantage 0.
 
@@ -157,25 +157,6 @@ def truncated_weights(
     return spread(weights, lengths)
 
 
-def standardize_tokens(
-    advantages: torch.Tensor, mask: torch.Tensor, eps: float, moments: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Mean 0 and standard deviation 1 over all scored tokens, whatever the shape; masked tokens become NaN.
-
-    With the penalty paid token by token every token has its own advantage, and standardising the task's part alone
-    would leave the penalty's scale as it is. A completion of many tokens counts for as many.
-
-    Args:
-        advantages: NaN where a completion is not scored. mask: of the same shape.
-        moments: of the tokens of all processes (`merge_moments`); None for those given here.
-    """
-    present = advantages.masked_fill(~mask.bool(), torch.nan)
-    count, mean, squares = (find_moments(present) if moments is None else moments).tolist()
-    if count < 2:
-        return present
-    return (present - mean) / ((squares / (count - 1)) ** 0.5 + eps)
-
-
 def find_moments(values: torch.Tensor) -> torch.Tensor:
     """Number, mean and sum of squared deviations of the entries that are not NaN: (3,) float64 on the CPU."""
     present = values.detach()[~values.isnan()].cpu().double()
@@ -191,6 +172,18 @@ def merge_moments(rows: torch.Tensor) -> torch.Tensor:
     total = counts.sum()
     mean = (counts * means).sum() / total.clamp(min=1)
     return torch.stack([total, mean, (squares + counts * (means - mean) ** 2).sum()])
+
+
+def normalize_by(values: torch.Tensor, moments: torch.Tensor, eps: float) -> torch.Tensor:
+    """To mean 0 and standard deviation 1 of the set with these moments; unchanged where it has less than two entries.
+
+    Args:
+        values: of any shape; NaN stays. moments: (3,), of `find_moments` or `merge_moments`.
+    """
+    count, mean, squares = moments.tolist()
+    if count < 2:
+        return values
+    return (values - mean) / ((squares / (count - 1)) ** 0.5 + eps)
 
 
 class RunningMoments:
@@ -218,10 +211,7 @@ class RunningMoments:
 
     def normalize(self, values: torch.Tensor, eps: float) -> torch.Tensor:
         """To mean 0 and deviation 1 of all that was taken; unchanged while that is less than two rewards."""
-        count, mean, squares = self._moments.tolist()
-        if count < 2:
-            return values
-        return (values - mean) / ((squares / (count - 1)) ** 0.5 + eps)
+        return normalize_by(values, self._moments, eps)
 
     def to_dict(self) -> dict[str, float]:
         """The state, as JSON takes it."""

@@ -151,8 +151,8 @@ def spread(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     return values.repeat_interleave(torch.tensor(list(lengths), device=values.device), output_size=sum(lengths))
 
 
-def all_finite(*tensors: torch.Tensor | None, mask: torch.Tensor | None = None) -> bool:
-    """Whether every entry is a finite number; with a mask, every entry that it keeps. None counts as finite.
+def all_finite(*tensors: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
+    """Whether every entry is a finite number; with a mask, every entry that it keeps.
 
     >>> values = torch.tensor([1.0, torch.nan])
     >>> all_finite(values), all_finite(values, mask=torch.tensor([1, 0]))
@@ -164,8 +164,6 @@ def all_finite(*tensors: torch.Tensor | None, mask: torch.Tensor | None = None) 
     """
     flags = []
     for tensor in tensors:
-        if tensor is None:
-            continue
         finite = tensor.detach().isfinite()
         flags.append((finite if mask is None else finite | ~mask.bool()).all())
-    return bool(torch.stack([flag.cpu() for flag in flags]).all()) if flags else True
+    return bool(torch.stack([flag.cpu() for flag in flags]).all())

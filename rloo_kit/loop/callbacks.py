@@ -17,6 +17,7 @@ from rich.text import Text
 from transformers import ProgressCallback, TrainerCallback
 
 from rloo_kit.collective import any_of, gather_lists, share
+from rloo_kit.data.load import REWARDS_WITH_ANSWERS
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
 from rloo_kit.runs.health import Finding, LearningSignalWatch
 from rloo_kit.runs.run_dir import RunDir
@@ -25,7 +26,6 @@ from rloo_kit.system.processes import is_distributed, say
 from rloo_kit.think_tags import ThinkTags, split_thinking
 
 SECONDS_OF_ONE_SIGNAL = 1.0  # a terminal and a launcher may both pass the same Ctrl-C on to a process
-ACCURACY_REWARDS = ("answer_reward", "math_answer_reward")  # the mean of a 0/1 reward is the accuracy
 
 
 def is_step_row(logs: dict[str, Any] | None) -> bool:
@@ -135,7 +135,7 @@ def progress_line(step: int, steps: int, logs: dict[str, Any], tokens_per_s: flo
     parts = [f"step {step}/{steps}"]
     if logs.get("reward") is not None:
         parts.append(f"reward {logs['reward']:.3f}")
-    means = [logs.get(f"rewards/{name}/mean") for name in ACCURACY_REWARDS]
+    means = [logs.get(f"rewards/{name}/mean") for name in REWARDS_WITH_ANSWERS]  # of 0/1: the accuracy
     accuracy = next((value for value in means if value is not None), None)
     if accuracy is not None:
         parts.append(f"accuracy {accuracy:.3f}")

@@ -4,10 +4,11 @@
 """
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from rloo_kit.config.old_names import TRAINER_NAMES
 from rloo_kit.errors import ConfigError
@@ -61,7 +62,6 @@ def _refuse_other_reference(policy: Any, reference: Any) -> None:
     if isinstance(policy, str) or isinstance(reference, str):
         same = policy == reference
     else:
-        torch = sys.modules["torch"]
         own, other = dict(policy.named_parameters()), dict(reference.named_parameters())
         shared = [name for name in other if name in own]
         same = all(

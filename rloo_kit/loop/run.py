@@ -3,11 +3,9 @@
 However `train` ends, `status.json` has the state, and the checkpoint to resume from is there.
 """
 
-import json
 import os
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from rloo_kit.collective import gather_objects, share, wait_for_all
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
-from rloo_kit.errors import ConfigError, NoSignalError, RlooKitError, RunNotFoundError
+from rloo_kit.errors import ConfigError, NoSignalError, RlooKitError
 from rloo_kit.evals.difficulty import select_prompts
 from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.loop.callbacks import (
@@ -33,33 +31,14 @@ from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import NO_ADAPTER, gather_adapter
 from rloo_kit.models.policy import Policy, save_adapter
 from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
-from rloo_kit.results.evaluation import Evaluation, compare
+from rloo_kit.results.evaluation import compare
+from rloo_kit.results.report import TrainResult, load_evaluation, write_report
 from rloo_kit.rollout.engine import check_cache, choose_engine
 from rloo_kit.runs.health import LearningSignalWatch
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system import environment
 from rloo_kit.system.processes import is_distributed, is_main_process, say
 from rloo_kit.system.versions import check_trackers
-
-
-@dataclass
-class TrainResult:
-    """What became of a run.
-
-    Attributes:
-        folder: the run's. adapter_folder: the trained adapter (or the whole model, with `model.lora=null`).
-        steps: optimizer steps done, those before a resume included.
-        metrics: the rows of `metrics.jsonl`, one a logged step.
-        seconds: wall time of this call.
-        stopped: None when it ran to its end, else "interrupted" or "no signal".
-    """
-
-    folder: Path
-    adapter_folder: Path
-    steps: int
-    metrics: list[dict[str, Any]] = field(repr=False)
-    seconds: float
-    stopped: str | None = None
 
 
 def train(
@@ -138,19 +117,6 @@ def check_sampling(run: RunConfig, policy: Policy) -> None:
     check_cache(run.rollout.cache, name, policy.backend, on_cuda=policy.model.device.type == "cuda")
     if name == "server" and not hasattr(policy.model, "peft_config"):
         raise ConfigError(NO_ADAPTER)
-
-
-def load_result(run: RunConfig) -> TrainResult:
-    """The result of a run from what lies in its folder, finished or not. Raises RunNotFoundError where there is no
-    run."""
-    run_dir = RunDir(Path(run.folder))
-    status = run_dir.status()
-    if not status:
-        raise RunNotFoundError(f"there is no run in {run_dir.folder}; rloo-kit train makes one")
-    metrics = run_dir.read_jsonl("metrics.jsonl")
-    seconds = metrics[-1].get("seconds", 0.0) if metrics else 0.0
-    stopped = None if status.get("state") == "finished" else status.get("state")
-    return TrainResult(run_dir.folder, run_dir / "adapter", status.get("step", 0), metrics, seconds, stopped)
 
 
 class _Training:
@@ -360,17 +326,9 @@ def mixed_precision(run: RunConfig) -> dict[str, bool]:
     return {"bf16": bf16, "fp16": fp16}
 
 
-def load_evaluation(run: RunConfig, when: str) -> Evaluation | None:
-    """The evaluation "before" or "after" training from the run's folder; None where there is none."""
-    path = run.folder / f"{when}.json"
-    return Evaluation.from_dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
-
-
 def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir) -> bool:
     """All of `rloo-kit train` in an open folder: evaluate, train, evaluate again, report; returns whether it was
     interrupted. Raises NoSignalError where `run.stop_when_no_signal` stopped the run, else as `train`."""
-    from rloo_kit.results.report import write_report
-
     check_sampling(run, policy)
     before = after = None
     if run.run.evaluate:

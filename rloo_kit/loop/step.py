@@ -20,7 +20,7 @@ from rloo_kit.errors import DataError, RewardError
 from rloo_kit.gradient.advantages import combine_rewards, standardize
 from rloo_kit.loop.resample import find_tied_groups, replace_tied_groups
 from rloo_kit.loop.trainer_setup import TrainerParts
-from rloo_kit.rollout.engine import Rollout
+from rloo_kit.rollout.types import Rollout
 
 # fields of `Sampled` with the rows of one process
 OF_A_PROCESS = ("inputs", "prompts", "prompt_ids", "completion_ids", "completions", "truncated")
@@ -101,7 +101,7 @@ class TrainerRollout(TrainerParts):
         return self._rollout.completion_ids
 
     def _generate_elsewhere(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any) -> list[list[int]]:
-        """Completions by TRL's code; where that is vLLM, its log-probabilities, which TRL drops, are kept."""
+        """Completions by vLLM through TRL; its log-probabilities, which TRL drops, are kept where it returns them."""
         generation: Any = getattr(self, "vllm_generation", None)
         found_logps: list[Any] = []
         if not hasattr(generation, "logprobs"):

@@ -23,8 +23,8 @@ from rloo_kit.gradient.advantages import (
     kl_charge,
     kl_penalty,
     merge_moments,
+    normalize_by,
     standardize,
-    standardize_tokens,
     unscore_non_finite,
     zero_unscored,
 )
@@ -233,9 +233,9 @@ class RLOOTrainer(TrainerRollout, TrainerSetup, TrainerFiles, TrainerLog, trl.RL
         mine = self._local_rows(len(batch["lengths"]))
         if by_token:
             local = (advantages[mine][:, None] - self.beta * kl_penalty(kl, mask, form)).where(mask.bool(), torch.nan)
-            if self.normalize_advantages:
+            if self.normalize_advantages:  # the task's part alone would leave the penalty's scale as it is
                 moments = merge_moments(gather(find_moments(local)[None].to(local.device)).cpu())
-                local = standardize_tokens(local, mask, 1e-4, moments)
+                local = normalize_by(local, moments, eps=1e-4)
         else:
             if self.normalize_advantages:
                 advantages = standardize(advantages, eps=1e-4)

@@ -26,8 +26,9 @@ from rloo_kit.loop.resample import PromptReservoir
 from rloo_kit.models.adapters import NO_ADAPTER, is_identity, same_as_reference, write_adapter
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.plan.planner import TOKENS_PER_PASS
-from rloo_kit.rollout.engine import Engine, build_engine, check_cache, make_limits
-from rloo_kit.rollout.types import Limits, Rollout
+from rloo_kit.rollout.engine import build_engine, check_cache
+from rloo_kit.rollout.thinking_budget import make_limits
+from rloo_kit.rollout.types import Engine, Limits, Rollout
 from rloo_kit.runs.files import read_json, saving, write_json
 from rloo_kit.runs.watch import FailureWatch, FiniteWatch
 from rloo_kit.think_tags import ThinkTags

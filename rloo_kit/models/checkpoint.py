@@ -38,7 +38,7 @@ def find_source(run: RunConfig) -> ModelSource:
     """Resolve `model.name` and `model.adapter`, building the embedded model if need be; raises BackendError where a
     folder is missing or no checkpoint, or the adapter belongs to another model."""
     model = run.model
-    if model.name.startswith("embedded/"):
+    if model.is_embedded:
         from rloo_kit.embedded.model import build
 
         kind = model.name.removeprefix("embedded/")

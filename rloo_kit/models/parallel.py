@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
+from trl.models.utils import unwrap_model_for_generation
 
 from rloo_kit.errors import ConfigError
 
@@ -89,8 +90,6 @@ class Parallel:
         if self.kind != "shards":
             yield self.accelerator.unwrap_model(model)
         elif self._uses_deepspeed:
-            from trl.models.utils import unwrap_model_for_generation
-
             with unwrap_model_for_generation(model, self.accelerator) as whole:
                 yield whole
         else:

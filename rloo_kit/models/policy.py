@@ -1,6 +1,6 @@
 """The policy: one model with its tokenizer, loaded by Unsloth or by transformers and PEFT behind one protocol.
 
-A backend is a module with four functions: `unusable`, `load`, `inference_mode` and `config_arguments`.
+A backend is a module with three functions: `load`, `inference_mode` and `config_arguments`.
 """
 
 import os
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from rloo_kit._stack import load_stack
 from rloo_kit.collective import gather_objects, main_first, start_processes
@@ -104,7 +106,7 @@ def load_policy(run: RunConfig) -> Policy:
     model, tokenizer = _module(name).load(run, source, stack)
     _loaded.add(name)
     bind_padding(model, tokenizer)
-    _spare_threads(run, model, stack)
+    _spare_threads(run, model)
     return Policy(
         model=model,
         tokenizer=tokenizer,
@@ -230,11 +232,11 @@ def _refuse_mixed_gpus(run: RunConfig) -> None:
         )
 
 
-def _spare_threads(run: RunConfig, model: Any, stack: Any) -> None:
+def _spare_threads(run: RunConfig, model: Any) -> None:
     """One thread for an embedded model on the CPU, unless OMP_NUM_THREADS is set: its matrices are so small that a
     second one mostly waits (one is a fifth faster on two idle cores, seven times on busy ones, measured)."""
-    if run.model.name.startswith("embedded/") and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        stack.torch.set_num_threads(1)
+    if run.model.is_embedded and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def _unsloth_is_there() -> bool:

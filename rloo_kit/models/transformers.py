@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection
@@ -20,26 +21,20 @@ from rloo_kit.system import environment
 NON_REENTRANT = {"use_reentrant": False}
 
 
-def unusable(run: RunConfig, stack: Any) -> str | None:
-    """Why this backend cannot be used: never."""
-    return None
-
-
 def load(run: RunConfig, source: ModelSource, stack: Any) -> tuple[Any, Any]:
     """The model with its adapter in place, and its tokenizer. Raises BackendError where the checkpoint cannot be read
     or the settings contradict each other."""
-    transformers = stack.transformers
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        config = transformers.AutoConfig.from_pretrained(source.base)
+        config = AutoConfig.from_pretrained(source.base)
         usable_length(run, config)
         _check_quantised(run, config)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source.base)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(source.base)
+        model = AutoModelForCausalLM.from_pretrained(
             source.base,
             dtype=_dtype(run),
             device_map={"": str(device)},
-            quantization_config=_quantization(run, config, stack),
+            quantization_config=_quantization(run, config),
         )
     except (OSError, ValueError) as error:
         raise BackendError(f"cannot load model.name = {run.model.name}: {error}") from error
@@ -95,11 +90,11 @@ def _dtype(run: RunConfig) -> torch.dtype:
     return torch.float32 if run.model.lora is None else getattr(torch, environment.current().dtype_name)
 
 
-def _quantization(run: RunConfig, config: Any, stack: Any) -> Any:
+def _quantization(run: RunConfig, config: Any) -> Any:
     """NF4 with double quantisation; None for a plain model, and for a checkpoint that is quantised already."""
     if not run.model.load_in_4bit or getattr(config, "quantization_config", None) is not None:
         return None
-    return stack.transformers.BitsAndBytesConfig(
+    return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,

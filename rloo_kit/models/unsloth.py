@@ -14,7 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rloo_kit._stack import load_stack
+import torch
+from transformers import AutoConfig
+
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
@@ -61,11 +63,11 @@ def load(run: RunConfig, source: ModelSource, stack: Any) -> tuple[Any, Any]:
     os.environ.setdefault(OFFLOAD_VARIABLE, "exact")
     dtype_name = environment.current().dtype_name if run.model.dtype == "auto" else run.model.dtype
     try:
-        max_seq_length = usable_length(run, stack.transformers.AutoConfig.from_pretrained(source.base))
+        max_seq_length = usable_length(run, AutoConfig.from_pretrained(source.base))
         model, tokenizer = fast.from_pretrained(
             model_name=source.base,
             max_seq_length=max_seq_length,
-            dtype=getattr(stack.torch, dtype_name),
+            dtype=getattr(torch, dtype_name),
             load_in_4bit=run.model.load_in_4bit,
             use_gradient_checkpointing=run.model.gradient_checkpointing,
             **_vllm_arguments(run),
@@ -85,7 +87,6 @@ def load(run: RunConfig, source: ModelSource, stack: Any) -> tuple[Any, Any]:
 @contextmanager
 def inference_mode(model: Any) -> Iterator[None]:
     """Unsloth's fast generation without gradients; training mode with its checkpointing is back afterwards."""
-    torch = load_stack().torch
     was_training = model.training
     model.for_inference()
     try:
@@ -228,7 +229,6 @@ def _keep_padding_mask(model: Any) -> None:
 def packed_keywords(laid: Any, layout: str) -> dict[str, Any]:
     """What Unsloth's forward takes besides the ids of a packed row: lengths, or a table of segments for a shared
     prompt, whose compiled attention needs a GPU for its backward pass; `Scorer` checks it first."""
-    stack = load_stack()
     if layout == "shared":
         grouper = import_module("unsloth.utils.prefix_grouper_kernel")
         table, _ = grouper.build_seg_info_multigroup(laid.groups, laid.input_ids.device)
@@ -236,5 +236,5 @@ def packed_keywords(laid: Any, layout: str) -> dict[str, Any]:
     lengths = [end - start for ((start, end),) in laid.sequences]
     return {
         "position_ids": laid.position_ids,
-        "packed_seq_lengths": stack.torch.tensor(lengths, dtype=stack.torch.int32, device=laid.input_ids.device),
+        "packed_seq_lengths": torch.tensor(lengths, dtype=torch.int32, device=laid.input_ids.device),
     }

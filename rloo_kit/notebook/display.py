@@ -16,7 +16,8 @@ from rloo_kit.results.evaluation import (
     is_thinking,
     pair_samples,
 )
-from rloo_kit.results.figures import SMOOTH_FROM, Curve, draw_curves, is_number, mean_window, shown_width
+from rloo_kit.results.figures import SMOOTH_FROM, Curve, draw_curves, mean_window, shown_width
+from rloo_kit.runs.health import is_number
 from rloo_kit.system.console import picture_controls, plain_prompt
 
 # Metric, title, lower and upper end of the axis, and the format of a value in the text.

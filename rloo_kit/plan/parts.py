@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rloo_kit.plan.shapes import ModelShape
-
-GIB = 2**30
-MIB = 2**20
+from rloo_kit.system.gpu import GIB
 
 # A tile of logits, on a GPU and on the CPU: `gradient.logprobs`, which imports torch, has the same (a test compares).
 TILE_TOKENS, TILE_VOCABULARY = (1024, 512), (8192, 2048)

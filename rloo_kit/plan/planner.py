@@ -9,11 +9,11 @@ from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
 from rloo_kit.plan import parts
-from rloo_kit.plan.parts import ELSEWHERE, GIB, Load
+from rloo_kit.plan.parts import ELSEWHERE, Load
 from rloo_kit.plan.result import Machine, Part, Remedy, VramPlan
 from rloo_kit.plan.shapes import DYNAMIC_ENDING, find_shape, read_adapter, shape_of_config
 from rloo_kit.system.environment import BACKEND_VARIABLE
-from rloo_kit.system.gpu import find_gpus
+from rloo_kit.system.gpu import GIB, find_gpus
 from rloo_kit.system.memory import available_gib
 from rloo_kit.system.processes import count_processes
 from rloo_kit.system.versions import is_cpu_torch, is_importable

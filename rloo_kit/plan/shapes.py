@@ -13,6 +13,8 @@ from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
+from rloo_kit.runs.files import read_json
+from rloo_kit.system.env_file import huggingface_home
 
 SUPPORTED = ("qwen3", "qwen2", "llama", "mistral")  # the same layers, with or without norms of q and k, and biases
 QWEN3_ROWS = 151936
@@ -156,10 +158,7 @@ def _find_by_name(name: str, depth: int = 0) -> ModelShape:
 
 def read_adapter(folder: str | Path) -> dict[str, Any]:
     """`adapter_config.json` of an adapter's folder; empty where there is none that can be read."""
-    try:
-        found = json.loads((Path(folder).expanduser() / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    found = read_json(Path(folder).expanduser() / "adapter_config.json")
     return found if isinstance(found, dict) else {}
 
 
@@ -204,8 +203,7 @@ def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> M
 
 def _hub_cache() -> Path:
     """Where huggingface_hub keeps what it fetched."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    return Path(os.environ.get("HF_HUB_CACHE") or huggingface_home() / "hub").expanduser()
 
 
 def _find_in_cache(name: str) -> Path | None:

@@ -6,6 +6,8 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich.table import Table
+
 from rloo_kit.results.intervals import Estimate, paired_difference, unpaired_difference
 from rloo_kit.system.console import render_text
 
@@ -89,9 +91,7 @@ class Evaluation:
             rows.append(("could not be judged, counted as wrong", str(self.unscored)))
         return rows
 
-    def __rich__(self) -> Any:
-        from rich.table import Table
-
+    def __rich__(self) -> Table:
         count = f"{self.num_prompts} prompts" + (f" x {self.num_samples} completions" if self.num_samples > 1 else "")
         table = Table(title=f"Evaluation{f' {self.label}' if self.label else ''}: {count}", title_justify="left")
         table.add_column("measure")

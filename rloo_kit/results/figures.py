@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.runs.health import is_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -134,11 +135,6 @@ def _moving_mean(values: Sequence[float], window: int) -> list[float]:
     """The mean of each value and up to `window - 1` before it."""
     parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
     return [math.fsum(part) / len(part) for part in parts]
-
-
-def is_number(value: Any) -> bool:
-    """Whether a metric's value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def draw_accuracies(before: Evaluation | None, after: Evaluation | None) -> str | None:

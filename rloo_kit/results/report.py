@@ -6,10 +6,12 @@ Everything that comes from the model, the data or the configuration is escaped.
 import html
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
+from rloo_kit.errors import RunNotFoundError
 from rloo_kit.results.evaluation import (
     Comparison,
     Evaluation,
@@ -39,8 +41,47 @@ FILES = {
 }
 
 
+@dataclass
+class TrainResult:
+    """What became of a run.
+
+    Attributes:
+        folder: the run's. adapter_folder: the trained adapter (or the whole model, with `model.lora=null`).
+        steps: optimizer steps done, those before a resume included.
+        metrics: the rows of `metrics.jsonl`, one a logged step.
+        seconds: wall time of this call.
+        stopped: None when it ran to its end, else "interrupted" or "no signal".
+    """
+
+    folder: Path
+    adapter_folder: Path
+    steps: int
+    metrics: list[dict[str, Any]] = field(repr=False)
+    seconds: float
+    stopped: str | None = None
+
+
+def load_result(run: RunConfig) -> TrainResult:
+    """The result of a run from what lies in its folder, finished or not. Raises RunNotFoundError where there is no
+    run."""
+    run_dir = RunDir(Path(run.folder))
+    status = run_dir.status()
+    if not status:
+        raise RunNotFoundError(f"there is no run in {run_dir.folder}; rloo-kit train makes one")
+    metrics = run_dir.read_jsonl("metrics.jsonl")
+    seconds = metrics[-1].get("seconds", 0.0) if metrics else 0.0
+    stopped = None if status.get("state") == "finished" else status.get("state")
+    return TrainResult(run_dir.folder, run_dir / "adapter", status.get("step", 0), metrics, seconds, stopped)
+
+
+def load_evaluation(run: RunConfig, when: str) -> Evaluation | None:
+    """The evaluation "before" or "after" training from the run's folder; None where there is none."""
+    path = run.folder / f"{when}.json"
+    return Evaluation.from_dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
 def write_report(
-    run: RunConfig, result: Any, before: Evaluation | None = None, after: Evaluation | None = None
+    run: RunConfig, result: TrainResult, before: Evaluation | None = None, after: Evaluation | None = None
 ) -> Path:
     """Write `report.html` into the run's folder, and the evaluations it shows as `before.json` and `after.json`.
 
@@ -71,7 +112,11 @@ def write_report(
 
 
 def _headline(
-    run: RunConfig, result: Any, before: Evaluation | None, after: Evaluation | None, comparison: Comparison | None
+    run: RunConfig,
+    result: TrainResult,
+    before: Evaluation | None,
+    after: Evaluation | None,
+    comparison: Comparison | None,
 ) -> str:
     end = {None: "ran to its end", "interrupted": "was interrupted", "no signal": "stopped: no learning signal"}
     how = end.get(result.stopped, f"stopped: {result.stopped}")

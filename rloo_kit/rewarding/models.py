@@ -3,6 +3,7 @@
 math-verify can hang on a completion and returns 0 outside the main thread, so it runs in a `Worker` with a time limit.
 """
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -104,8 +105,6 @@ def verify_answer(expected: str, given: str) -> bool | None:
 
     Runs in the worker. math-verify's own time limits are off: they need the main thread and miss hangs in C code.
     """
-    import logging
-
     from math_verify import parse, verify
 
     for name in ("math_verify.parser", "math_verify.grader"):

@@ -14,13 +14,11 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.chat import resolve_family, thinks
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
-from rloo_kit.rewarding.guard import GuardedReward, NamedReward, guard
+from rloo_kit.rewarding.guard import NamedReward
 from rloo_kit.rewarding.models import MathAnswerReward, RewardModel
 from rloo_kit.rewarding.worker import WorkerReward
 from rloo_kit.system.processes import say
 from rloo_kit.think_tags import THINK_END, bind_think_tags
-
-__all__ = ["REGISTRY", "GuardedReward", "NamedReward", "build_rewards", "guard"]
 
 REGISTRY: dict[str, Callable[..., Any]] = {
     "thinking_reward": rewards.ThinkingReward,

@@ -76,7 +76,7 @@ class _StepCache:
 
 COPY_LIMIT_BYTES = 2**30
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the sequence's length
-MORE_THAN_ROOM = ("final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier")
+SCALING_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier")
 
 
 class NotPlainError(Exception):
@@ -223,7 +223,7 @@ def _check(model: Any, backbone: Any) -> None:
             raise NotPlainError("has attention of another kind")
         if not all(hasattr(getattr(layer, "mlp", None), part) for part in ("gate_proj", "up_proj", "down_proj")):
             raise NotPlainError("has an MLP of another kind")
-    if config.hidden_act != "silu" or any(getattr(config, key, None) not in (None, 1.0) for key in MORE_THAN_ROOM):
+    if config.hidden_act != "silu" or any(getattr(config, key, None) not in (None, 1.0) for key in SCALING_KEYS):
         raise NotPlainError("has another activation, or scales what it embeds or predicts")
     if getattr(getattr(backbone, "rotary_emb", None), "rope_type", None) not in FIXED_ROTATIONS:
         raise NotPlainError("has positions of another kind")

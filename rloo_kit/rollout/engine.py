@@ -5,7 +5,7 @@ Every engine samples from the policy's whole distribution, keeps the same budget
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -17,16 +17,11 @@ from rloo_kit.errors import BackendError, ConfigError, DataError
 from rloo_kit.models.policy import Policy, inference_mode
 from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.native import NativeEngine
-from rloo_kit.rollout.thinking_budget import close_ids_for, make_limits
-from rloo_kit.rollout.types import Engine, Limits, Progress, Rollout
+from rloo_kit.rollout.thinking_budget import close_ids_for
+from rloo_kit.rollout.types import Engine, Limits, Progress
 
 if TYPE_CHECKING:
     from rloo_kit.rollout.server import ServerSettings
-
-__all__ = [
-    "Completion", "Engine", "Limits", "Rollout", "build_engine", "check_cache", "choose_engine", "find_end_ids",
-    "generate_completions", "make_limits",
-]  # fmt: skip
 
 ALIBI = ("bloom", "mpt")
 MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # these take the native loop's 4-D mask
@@ -47,17 +42,21 @@ class Completion:
         ids: token ids, forced ones and the end token included.
         text: the ids decoded without special tokens; the thinking tags stay.
         ended: the model ended it itself; False if it was truncated.
-        closed: it holds `</think>`. forced: the thinking budget was spent and closed it.
         thinking_tokens: tokens before the first `</think>`; None if it is not closed.
+        forced: the thinking budget was spent and closed it.
     """
 
     prompt_index: int
     ids: list[int]
     text: str
     ended: bool
-    closed: bool
     thinking_tokens: int | None
     forced: bool = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it holds `</think>`."""
+        return self.thinking_tokens is not None
 
 
 def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
@@ -263,9 +262,9 @@ def _limits(
     if thinking_budget < 0:
         raise ConfigError(f"thinking_budget is {thinking_budget}; it has to be 0 or more tokens")
     close_ids = close_ids_for(policy.tokenizer, policy.tags, close)
-    answer = answer_budget or max(1, max_completion_length - thinking_budget - len(close_ids))
-    length = thinking_budget + len(close_ids) + answer
-    return Limits(length, thinking_budget, answer, close_ids, policy.tags.end_id)
+    asked = Limits(max_completion_length, thinking_budget, answer_budget, close_ids, policy.tags.end_id)
+    length = thinking_budget + len(close_ids) + asked.answer_limit
+    return replace(asked, max_completion_length=length, answer_budget=asked.answer_limit)
 
 
 def find_end_ids(policy: Policy) -> list[int]:
@@ -277,14 +276,12 @@ def find_end_ids(policy: Policy) -> list[int]:
 
 def _completion(policy: Policy, prompt_index: int, ids: list[int], end_ids: list[int], forced: bool) -> Completion:
     end_id = policy.tags.end_id
-    closed = end_id is not None and end_id in ids
     return Completion(
         prompt_index=prompt_index,
         ids=ids,
         text=policy.tokenizer.decode(ids, skip_special_tokens=True),
         ended=bool(ids) and ids[-1] in end_ids,
-        closed=closed,
-        thinking_tokens=ids.index(end_id) if closed and end_id is not None else None,
+        thinking_tokens=ids.index(end_id) if end_id is not None and end_id in ids else None,
         forced=forced,
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rloo_kit.rollout.thinking_budget import CompletionState
+from rloo_kit.rollout.thinking_budget import CompletionState, collect_rollout
 from rloo_kit.rollout.types import Limits, Progress, Rollout
 from rloo_kit.system.memory import is_out_of_memory
 
@@ -95,8 +95,7 @@ class GenerateEngine:
                 start += len(batch)
                 if on_progress is not None:
                     on_progress(start, len(order))
-        logps = None if self._temperature == 0 else [state.logps for state in states]
-        return Rollout([state.ids for state in states], [state.forced for state in states], logps)
+        return collect_rollout(states, self._temperature)
 
     def _begin(self, _row: int, limits: Limits) -> CompletionState:
         """A prompt's completion before its first token."""

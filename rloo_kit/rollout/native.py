@@ -20,7 +20,7 @@ import torch
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout.decoders import FusedDecoder, ModuleDecoder, NotPlainError
 from rloo_kit.rollout.kv_cache import SlotCache, make_cache
-from rloo_kit.rollout.thinking_budget import CompletionState
+from rloo_kit.rollout.thinking_budget import CompletionState, collect_rollout
 from rloo_kit.rollout.types import Limits, Progress, Rollout
 from rloo_kit.system.memory import is_out_of_memory
 
@@ -93,8 +93,7 @@ class NativeEngine:
             waiting = deque(rows)
             while waiting:
                 self._run(decoder, waiting, len(states), on_progress)
-        logps = None if self._temperature == 0 else [state.logps for state in states]
-        return Rollout([state.ids for state in states], [state.forced for state in states], logps)
+        return collect_rollout(states, self._temperature)
 
     def _run(self, decoder: ModuleDecoder, waiting: deque[_Row], total: int, on_progress: Progress | None) -> None:
         """Generate until nothing waits, or until memory runs out: unfinished rows then wait again."""

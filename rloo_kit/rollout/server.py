@@ -20,7 +20,7 @@ import torch
 
 from rloo_kit.collective import share, wait_for_all
 from rloo_kit.errors import RolloutServerError
-from rloo_kit.rollout.thinking_budget import CompletionState
+from rloo_kit.rollout.thinking_budget import CompletionState, collect_rollout
 from rloo_kit.rollout.types import Limits, Progress, Rollout
 from rloo_kit.rollout.vllm_client import AdapterLostError, Continuation, VllmClient
 from rloo_kit.system.processes import is_main_process
@@ -100,8 +100,7 @@ class ServerEngine:
 
         found = _run_all(sample_one, order, self.rows or IN_FLIGHT, on_progress)
         states = [found[number] for number in range(len(prompt_ids))]
-        logps = None if self._temperature == 0 else [state.logps for state in states]
-        return Rollout([state.ids for state in states], [state.forced for state in states], logps)
+        return collect_rollout(states, self._temperature)
 
     def close(self) -> None:
         """Unload the adapter and delete its folder; `sample` hands it over again."""

@@ -4,12 +4,12 @@ Forced tokens have a log-probability of NaN and a recorded span, so that the los
 ends inside its thinking is left as it is. Sources: docs/rollout.md.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from math import nan
 from typing import Any
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.rollout.types import Limits
+from rloo_kit.rollout.types import Limits, Rollout
 from rloo_kit.think_tags import THINK_END, ThinkTags
 
 # The Qwen3 report's instruction for a spent budget, with the blank line that its chat template puts before an answer.
@@ -151,3 +151,9 @@ class CompletionState:
         self.forced = (start, len(self.ids))
         if not self._pending:
             self._answer_ends = len(self.ids) + self._limits.answer_limit
+
+
+def collect_rollout(states: Sequence[CompletionState], temperature: float) -> Rollout:
+    """The finished completions as an engine returns them, without log-probabilities at temperature 0."""
+    logps = None if temperature == 0 else [state.logps for state in states]
+    return Rollout([state.ids for state in states], [state.forced for state in states], logps)

@@ -79,6 +79,11 @@ def write_json(path: Path, value: Any) -> Path:
     return write_text(path, json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n")
 
 
+def now() -> str:
+    """Local time with its zone, as status files have it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
 def read_json(path: Path) -> Any:
     """The value of a JSON file; None where there is none that can be read."""
     try:

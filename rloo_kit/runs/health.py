@@ -135,7 +135,7 @@ def judge(rows: Sequence[Row], on_policy: bool = True, last: int = LAST_ROWS) ->
         if threshold.on_policy and not on_policy:
             continue
         for metric in threshold.metrics:
-            values = [row[metric] for row in rows[-last:] if _is_number(row.get(metric))]
+            values = [row[metric] for row in rows[-last:] if is_number(row.get(metric))]
             if values:
                 value = sum(values) / len(values)
                 found.append(Judgement(metric, value, threshold.level(value), threshold.action(value)))
@@ -143,7 +143,8 @@ def judge(rows: Sequence[Row], on_policy: bool = True, last: int = LAST_ROWS) ->
     return found
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a metric's value is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from rloo_kit.config.resume import refuse_changes
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFoundError, SetupError
-from rloo_kit.runs.files import finite, git_revision, lock_folder, read_json, write_json, write_text
+from rloo_kit.runs.files import finite, git_revision, lock_folder, now, read_json, write_json, write_text
 from rloo_kit.system.processes import count_processes, is_main_process, process_index
 from rloo_kit.system.versions import installed_versions
 
@@ -80,7 +80,7 @@ class RunDir:
         return self
 
     def _open(self, run: RunConfig, resume: bool, overwrite: bool) -> None:
-        self.check(run, resume=resume, overwrite=overwrite)
+        self._check(run, resume, overwrite)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         self.resumed = resume
@@ -96,8 +96,8 @@ class RunDir:
         status = self.status()
         return status.get("state") == "failed" and not status.get("step")
 
-    def check(self, run: RunConfig, *, resume: bool = False, overwrite: bool = False) -> None:
-        """The refusals of `create`, without touching anything: for a check ahead of slow work."""
+    def _check(self, run: RunConfig, resume: bool, overwrite: bool) -> None:
+        """The refusals of `create`, before anything is touched."""
         if resume and overwrite:
             raise ConfigError("--resume and --overwrite were both given: one keeps the run, the other deletes it")
         state = self.status().get("state")
@@ -229,7 +229,7 @@ class RunDir:
         kept = self.status()
         if state in ("running", "finished"):  # what was wrong before is over
             kept = {key: value for key, value in kept.items() if key not in ("error", "resume")}
-        status = kept | {"state": state, "pid": os.getpid(), "updated": _now()} | fields
+        status = kept | {"state": state, "pid": os.getpid(), "updated": now()} | fields
         write_json(self.folder / "status.json", status)
 
     def last_checkpoint(self) -> tuple[Path, int] | None:
@@ -264,12 +264,8 @@ def open_runs() -> list[Path]:
 def describe_versions() -> dict[str, Any]:
     """Versions of Python and the libraries, git revision of the kit's checkout (None without one), processes."""
     found = {"versions": installed_versions(), "git": git_revision(Path(__file__)), "processes": count_processes()}
-    return found | {"written": _now()}
+    return found | {"written": now()}
 
 
 def _holds_nothing_but_a_run(folder: Path) -> bool:
     return all(entry.name in (*FILES, *FOLDERS, ".lock") for entry in folder.iterdir())
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

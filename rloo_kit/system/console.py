@@ -119,13 +119,13 @@ def render_text(renderable: Any, width: int = WIDTH) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def print_table(renderable: Any, width: int = WIDTH) -> None:
+def print_table(renderable: Any) -> None:
     """Print what rich renders, coloured in a terminal only. FORCE_COLOR of a kernel would make any file a terminal."""
     if sys.stdout.isatty():
         Console(force_jupyter=False).print(renderable)
     else:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        text = render_text(renderable, width) + "\n"
+        text = render_text(renderable) + "\n"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))  # a frame must not end a run
     sys.stdout.flush()
 

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.system.console import print_table, render_text
+from rloo_kit.system.env_file import huggingface_home
 from rloo_kit.system.environment import Environment, cache_folder, prepare_environment
 from rloo_kit.system.gpu import GIB, find_holders
 from rloo_kit.system.versions import TESTED, TESTED_EXTRAS, TESTED_PYTHON, in_range, is_importable
@@ -194,7 +195,7 @@ def _gpu_memory(settled: Environment) -> Check:
 
 def _disk() -> list[Check]:
     """Free space where runs are written and where models are cached; one check for each disk."""
-    hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    hub = os.environ.get("HF_HUB_CACHE") or huggingface_home()
     folders = {"runs": Path.cwd(), "kit's cache": cache_folder(), "hub's cache": Path(hub).expanduser()}
     disks: dict[int, tuple[Path, list[str]]] = {}
     for use, folder in folders.items():

@@ -92,13 +92,18 @@ def _read(path: Path) -> dict[str, str | None]:
         raise SetupError(f"{path} cannot be read ({error.strerror}): fix its permissions (chmod 600 .env)") from None
 
 
+def huggingface_home() -> Path:
+    """The folder of huggingface_hub's caches and its login: HF_HOME, or its place in XDG_CACHE_HOME or ~/.cache."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(os.environ.get("HF_HOME") or caches / "huggingface").expanduser()
+
+
 def find_token() -> str:
     """Where a Hugging Face token was found: in the environment, in the login's file, or nowhere. Never the token."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         if os.environ.get(name, "").strip():
             return f"found ({name})"
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    path = Path(os.environ.get("HF_TOKEN_PATH") or home / "token").expanduser()
+    path = Path(os.environ.get("HF_TOKEN_PATH") or huggingface_home() / "token").expanduser()
     with suppress(OSError):
         if path.read_bytes().strip():
             return "found (the file that the login wrote)"

@@ -97,8 +97,9 @@ class Environment:
     __repr__ = __str__
 
 
-def render_rows(rows: Sequence[tuple[str, str]], title: str, width: int = WIDTH) -> str:
-    """A two-column table as plain text, `width` columns at most and no wider than the terminal."""
+def render_rows(rows: Sequence[tuple[str, str]], title: str) -> str:
+    """A two-column table as plain text, no wider than `WIDTH` columns and the terminal."""
+    width = WIDTH
     if sys.stdout is not None and sys.stdout.isatty():
         width = min(width, shutil.get_terminal_size().columns)
     table = Table(title=title, show_header=False, title_justify="left")

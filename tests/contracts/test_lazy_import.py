@@ -31,6 +31,7 @@ def loaded_after(code: str) -> list[str]:
         "import rewards",
         "from rloo_kit.system import environment, doctor, versions; from rloo_kit.config import run, old_names",
         "from rloo_kit.runs import run_dir, health; from rloo_kit.notebook import kernel; import rloo_kit.think_tags",
+        "import rloo_kit; rloo_kit.compare; rloo_kit.write_report; rloo_kit.plan_vram; rloo_kit.build_rewards",
         "from rloo_kit.results import report; from rloo_kit.plan import planner; from rloo_kit.batch import runner",
     ],
 )

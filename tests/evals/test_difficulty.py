@@ -75,7 +75,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             for sample in range(num_samples):
                 answer = SEVEN if sample < rights else EIGHT
                 text = f"</think>{'7' if sample < rights else '8'}"
-                found.append(Completion(index, [THINK_END, answer, TURN_END], text, True, True, 0))
+                found.append(Completion(index, [THINK_END, answer, TURN_END], text, True, 0))
         on_batch(len(found), len(found))
         return found
 

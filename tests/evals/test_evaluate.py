@@ -13,9 +13,9 @@ from rloo_kit.config.checks import ENGINES
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evals import evaluate as answer_judge
-from rloo_kit.evals.evaluate import compare, engine_outside_training, evaluate
+from rloo_kit.evals.evaluate import engine_outside_training, evaluate
 from rloo_kit.models.policy import Policy
-from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.evaluation import Evaluation, compare
 from rloo_kit.results.intervals import wilson
 from rloo_kit.rollout.engine import generate_completions
 from rloo_kit.think_tags import bind_think_tags, split_thinking

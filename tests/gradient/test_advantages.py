@@ -18,8 +18,8 @@ from rloo_kit.gradient.advantages import (
     kl_penalty_rows,
     leave_one_out,
     merge_moments,
+    normalize_by,
     standardize,
-    standardize_tokens,
     tied_groups,
     zero_unscored,
 )
@@ -146,14 +146,13 @@ def test_standardised_tokens_count_the_scored_ones_only():
     rollout to rollout, and padding and forced tokens were zeros in the mean."""
     advantages = torch.tensor([[1.0, 2.0, 50.0], [4.0, NAN, NAN]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
-    found = standardize_tokens(advantages, mask, eps=0.0)
+    present = advantages.masked_fill(~mask.bool(), NAN)
+    found = normalize_by(present, find_moments(present), eps=0.0)
     wanted = standardize(torch.tensor([1.0, 2.0, 4.0]), eps=0.0)
     assert standardize(torch.tensor([1.0, NAN, 3.0]), eps=0.0)[::2].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
     assert found[mask.bool() & ~advantages.isnan()].tolist() == pytest.approx(wanted.tolist())
     assert found.isnan().tolist() == [[False, False, True], [False, True, True]]
-    flat = standardize_tokens(advantages.flatten(), mask.flatten(), 0.0, find_moments(torch.tensor([1.0, 2.0, 4.0])))
-    assert flat[:2].tolist() == pytest.approx(wanted[:2].tolist())
-    single = standardize_tokens(torch.tensor([3.0, 4.0]), torch.tensor([1, 0]), eps=0.0)
+    single = normalize_by(torch.tensor([3.0, NAN]), find_moments(torch.tensor([3.0, NAN])), eps=0.0)
     assert single[0] == 3.0 and single[1].isnan(), "one token has no deviation"
 
 
@@ -165,5 +164,5 @@ def test_plain_reinforce_plus_plus():
     advantages = task - beta * kl_penalty_rows(kl, mask, lengths, "per_token")
     assert advantages.tolist() == pytest.approx([0.7, 0.8, -0.3])
     mean, deviation = statistics.fmean([0.7, 0.8, -0.3]), statistics.stdev([0.7, 0.8, -0.3])
-    found = standardize_tokens(advantages, mask, eps=0.0)
+    found = normalize_by(advantages, find_moments(advantages), eps=0.0)
     assert found.tolist() == pytest.approx([(value - mean) / deviation for value in (0.7, 0.8, -0.3)], rel=1e-5)

@@ -60,7 +60,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         texts = ["1" if int(prompt.split()[-1]) % 2 else "0" for prompt in prompts]
         ids = [policy.tokenizer(f"</think>{text}<|im_end|>")["input_ids"] for text in texts]
         return [
-            Completion(number, ids[number], f"</think>{text}", True, True, 0, False)
+            Completion(number, ids[number], f"</think>{text}", True, 0, False)
             for number, text in enumerate(texts)
             for _ in range(num_samples)
         ]

@@ -22,8 +22,8 @@ import time
 import rloo_kit as kit
 print(kit.setup_environment())
 # %%
-from rloo_kit.system import console; from rloo_kit.embedded import model as tiny_model
-folder = tiny_model.build(steps=30)
+from rloo_kit.system import console; from rloo_kit.embedded.model import build
+folder = build(steps=30)
 # %%
 quick = ["rloo.max_steps=3", "rloo.per_device_train_batch_size=8", "run.sample_every_steps=2", "eval.greedy=false"]
 quick += ["data.num_prompts=48", "data.test_size=8", "eval.num_prompts=8", "run.output_dir=outputs"]

@@ -22,9 +22,9 @@ def test_it_learns_as_on_the_cpu(gpu: Any, memory: Any, load: Any, tmp_path: Pat
 
     overrides = [f"run.output_dir={tmp_path}"]
     if cells.rehearsing():
-        from rloo_kit.embedded import model as tiny_model
+        from rloo_kit.embedded.model import build
 
-        overrides += [*SMALL, f"model.name={tiny_model.build('thinking', steps=2)}"]
+        overrides += [*SMALL, f"model.name={build('thinking', steps=2)}"]
     run = rloo_kit.load_config(ROOT / "configs" / "arithmetic_thinking.yaml", *overrides)
     with memory.measure() as loading:
         policy = load(run)

@@ -113,7 +113,7 @@ def test_a_sample_without_what_the_reward_reads_is_not_judged() -> None:
 
 
 def test_only_the_standard_library_is_imported_and_no_regular_expressions(repository: Path) -> None:
-    """Guards against floor 0 growing dependencies, and against tags found by patterns instead of ids."""
+    """Guards against rewards growing dependencies, and against tags found by patterns instead of ids."""
     files = sorted((repository / "rewards").glob("**/*.py"))
     assert files
     for file in files:

@@ -14,9 +14,10 @@ from rloo_kit.config.checks import CACHES, ENGINES
 from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.plan import parts
 from rloo_kit.plan.shapes import ModelShape
-from rloo_kit.rollout.engine import Limits, check_cache
+from rloo_kit.rollout.engine import check_cache
 from rloo_kit.rollout.generate import generate_options
 from rloo_kit.rollout.kv_cache import LEVELS, SlotCache, make_cache, pack_8_bit, unpack_8_bit
+from rloo_kit.rollout.types import Limits
 from tests.rollout.models import (
     END_OF_TEXT,
     PROMPTS,

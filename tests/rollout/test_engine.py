@@ -91,7 +91,7 @@ def test_several_samples_come_prompt_by_prompt_and_progress_counts_them(make_pol
 def test_flags_are_told_by_ids(make_policy):
     """A completion that writes the letters of `</think>`, or whose text hides the end token, is told apart by ids."""
     ended = generate_completions(make_policy(bias={TURN_END: 100}), ["a"], max_completion_length=5)[0]
-    assert ended == Completion(0, [TURN_END], "", ended=True, closed=False, thinking_tokens=None)
+    assert ended == Completion(0, [TURN_END], "", ended=True, thinking_tokens=None)
     other_end = generate_completions(make_policy(bias={END_OF_TEXT: 100}), ["a"], max_completion_length=5)[0]
     assert other_end.ids == [END_OF_TEXT] and other_end.ended
     closing = generate_completions(make_policy(bias={THINK_END: 100}), ["a"], max_completion_length=3)[0]

@@ -12,8 +12,10 @@ from peft import LoraConfig, get_peft_model
 
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout import decoders, kv_cache
-from rloo_kit.rollout.engine import Limits, choose_engine, make_limits
+from rloo_kit.rollout.engine import choose_engine
 from rloo_kit.rollout.native import draw, make_decoder
+from rloo_kit.rollout.thinking_budget import make_limits
+from rloo_kit.rollout.types import Limits
 from rloo_kit.think_tags import bind_think_tags
 from tests.rollout.models import (
     END_OF_TEXT,

@@ -24,8 +24,10 @@ from transformers import AutoModelForCausalLM
 from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
 from rloo_kit.loop import trainer
 from rloo_kit.rollout import engine as rollout
-from rloo_kit.rollout.engine import Limits, build_engine, make_limits
+from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.server import ServerEngine, ServerSettings
+from rloo_kit.rollout.thinking_budget import make_limits
+from rloo_kit.rollout.types import Limits
 from rloo_kit.rollout.vllm_client import VllmClient
 from rloo_kit.think_tags import bind_think_tags
 from tests.rollout.models import (

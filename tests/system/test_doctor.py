@@ -1,6 +1,7 @@
 """The doctor: findings, what to do about them, exit code, and no secret in any form of output."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -125,6 +126,18 @@ def test_a_full_disk_fails_and_names_the_folder(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": GIB // 2}))
     (found,) = doctor._disk()
     assert (found.status, "0.5 GiB free at" in found.found, "hub's cache" in found.found) == ("fail", True, True)
+
+
+def test_the_hubs_folder_follows_the_cache_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With XDG_CACHE_HOME on another disk, the doctor measured the space of the wrong one."""
+    for name in ("HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    (tmp_path / "caches" / "huggingface").mkdir(parents=True)
+    looked_at: list[Path] = []
+    monkeypatch.setattr(Path, "stat", lambda path, **_: looked_at.append(path) or os.stat(path))
+    doctor._disk()
+    assert tmp_path / "caches" / "huggingface" in looked_at
 
 
 def test_the_kernel_spec_starts_this_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

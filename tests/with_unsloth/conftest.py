@@ -85,10 +85,11 @@ def model_folder(
 @pytest.fixture(scope="session")
 def embedded_folder(unsloth: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model in its own sizes after two steps of its cold start: it cannot add, and is there at once."""
-    from rloo_kit.embedded import model as tiny_model
+    from rloo_kit.embedded.model import build
+    from rloo_kit.system.environment import CACHE_VARIABLE
 
-    with mock.patch.dict(os.environ, {tiny_model.CACHE_VARIABLE: str(tmp_path_factory.mktemp("cache"))}):
-        return tiny_model.build("thinking", steps=2)
+    with mock.patch.dict(os.environ, {CACHE_VARIABLE: str(tmp_path_factory.mktemp("cache"))}):
+        return build("thinking", steps=2)
 
 
 @pytest.fixture(scope="session")

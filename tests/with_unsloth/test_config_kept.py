@@ -1,4 +1,4 @@
-"""What Unsloth changes in the config: told in one line, and set back to what the run says."""
+"""What Unsloth changes in the config: printed in one line, and set back to what the run says."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

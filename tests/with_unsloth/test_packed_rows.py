@@ -69,7 +69,7 @@ def test_shared_prompts_score_as_single_sequences(policy: Any, groups: Any) -> N
     assert (found - expected).abs().max() < 1e-5
 
 
-def test_the_scorer_chooses_what_this_machine_can_differentiate(policy: Any, groups: Any) -> None:
+def test_the_scorer_chooses_what_this_machine_can_differentiate(policy: Any) -> None:
     """Without a GPU shared prompts have no backward pass: the next layout is taken, and the reason is there."""
     from rloo_kit.gradient.scorer import Scorer
 
