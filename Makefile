@@ -7,9 +7,11 @@
 #            CELLS="life_0.6b"   which cells make test-gpu runs (NAME* for several); MINUTES=9 ends it in time;
 #                                REHEARSE=1 runs their code on the CPU, with tiny shapes
 #            BENCHMARKS="startup" which of benchmarks/ make bench runs (kl_forms and batch_arithmetic: only when named)
+#            HAVE=packages.txt   make gpu-bundle leaves out what that machine has (its `pip list --format=freeze`);
+#                                BUNDLE_PYTHON=3.12 and BUNDLE_CUDA=130 are that machine's, DEST=.gpu-bundle the folder
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo lint format test test-slow test-all test-unsloth test-gpu check notebooks bench clean
+.PHONY: help setup demo lint format test test-slow test-all test-unsloth test-gpu check notebooks bench gpu-bundle clean
 
 VENV := .venv
 VENV_UNSLOTH := .venv-unsloth
@@ -81,6 +83,10 @@ bench: $(STAMP) ## measure again: the step, the demo, rewards, start-up (an hour
 		HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/$$name.py || failed="$$failed $$name"; done; \
 	$(BIN)/python benchmarks/rloo_step.py --write-table; \
 	test -z "$$failed" || { echo "missed its bar, or failed:$$failed" >&2; exit 1; }
+
+gpu-bundle: $(STAMP) ## .gpu-bundle/: what a GPU machine without a network needs (there: source .gpu-bundle/use.sh)
+	$(BIN)/python benchmarks/gpu_bundle.py $(if $(DEST),--dest '$(DEST)') $(if $(HAVE),--have '$(HAVE)') \
+		$(if $(BUNDLE_PYTHON),--python $(BUNDLE_PYTHON)) $(if $(BUNDLE_CUDA),--cuda $(BUNDLE_CUDA))
 
 clean: ## remove caches and build products (environments and outputs stay)
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,273 @@
+"""Packs what a machine with torch for CUDA and without a network lacks: the kit's other packages, and the kit itself.
+
+    make gpu-bundle                        writes .gpu-bundle/, for Python 3.12 and CUDA 13.0
+    make gpu-bundle HAVE=packages.txt      smaller: without what that machine has (its `pip list --format=freeze`)
+    source .gpu-bundle/use.sh              on that machine, first in every shell
+
+Names come from pyproject.toml and the metadata of the wheels, versions from constraints.txt. Nothing is installed over
+the machine's torch: use.sh unpacks into a folder of its own and puts it on PYTHONPATH.
+"""
+
+import argparse
+import io
+import lzma
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterable
+from email.parser import HeaderParser
+from fnmatch import fnmatch
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name, parse_wheel_filename
+
+ROOT = Path(__file__).resolve().parents[1]
+MIB, LIMIT_MIB = 2**20, 55
+NOT_BUNDLED = {
+    **dict.fromkeys(["torch", "triton"], "the machine's own: they fit its driver and each other"),
+    **dict.fromkeys(["torchao", "torchvision", "xformers"], "built for one torch; Unsloth does without them"),
+    **dict.fromkeys(["diffusers", "einops", "protobuf", "sentencepiece"], "for models that the kit does not train"),
+    **dict.fromkeys(["nest-asyncio", "structlog", "tyro", "wheel"], "for Unsloth's own programs"),
+    **dict.fromkeys(["aiohttp", "hf-transfer", "hf-xet"], "for downloads, and there is no network"),
+    "fonttools": "for figures as PDF and PostScript; the kit's are PNG and SVG",
+}
+DROPPED = (
+    *("*/__pycache__/*", "*/tests/*", "*.pyi", "*.c", "*.h", "*.hpp", "*.pyx", "*.pxd", "*.a"),
+    *("studio/*", "unsloth_cli/*", "unsloth_zoo/mlx/*"),  # Unsloth's desktop program, 82 MB, and its port to Macs
+    *("pyarrow/include/*", "pyarrow/src/*", "pyarrow/*flight*", "pyarrow/*gandiva*", "pyarrow/*substrait*"),
+    *("pyarrow/*_s3*", "PIL/_avif*", "pillow.libs/libavif*", "matplotlib/mpl-data/sample_data/*"),
+    *("matplotlib/mpl-data/fonts/afm/*", "matplotlib/mpl-data/fonts/pdfcorefonts/*"),  # for PDF and PostScript
+)
+Versions = dict[str, str | None]
+Fetch = Callable[[Versions], dict[str, Path]]  # versions by name -> wheels by name
+
+
+def read_versions(text: str) -> Versions:
+    """Versions by canonical name, from lines `name==version`; None where a line is a bare name."""
+    found = re.findall(r"^([A-Za-z0-9][\w.-]*)[ \t]*(?:==[ \t]*(\S+))?", text, flags=re.M)
+    return {canonicalize_name(name): version or None for name, version in found}
+
+
+def target_environment(python: str) -> dict[str, str]:
+    """What markers are evaluated with: CPython of that version ("3.12") on Linux, x86_64."""
+    names = {"os_name": "posix", "sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
+    implementation = {"implementation_name": "cpython", "platform_python_implementation": "CPython"}
+    return names | implementation | {"python_version": python, "python_full_version": f"{python}.0"}
+
+
+def select(lines: Iterable[str], target: dict[str, str], extras: Iterable[str] = (), base: bool = True) -> list[str]:
+    """The requirements that hold on the target, without markers; `base=False`: only those that an extra asks for."""
+    selected = []
+    for requirement in map(Requirement, lines):
+        marker, requirement.marker = requirement.marker, None
+        if marker is None or marker.evaluate(target | {"extra": ""}):
+            selected += [str(requirement)] if base else []
+        elif any(marker.evaluate(target | {"extra": extra}) for extra in extras):
+            selected.append(str(requirement))
+    return selected
+
+
+def requirements_of(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return HeaderParser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []
+
+
+def close(wanted: list[str], pins: Versions, have: Versions, target: dict[str, str], fetch: Fetch) -> dict[str, Path]:
+    """The wheels to pack, by name: what is wanted and what that requires, less what the machine has.
+
+    Args:
+        have: the machine's versions; None satisfies every requirement.
+    Raises:
+        SystemExit: constraints.txt lacks a name, or has a version that a requirement refuses.
+    """
+    wheels: dict[str, Path] = {}
+    packed: set[str] = set()
+    seen: set[str] = set()
+    while wave := [Requirement(text) for text in dict.fromkeys(wanted) if text not in seen]:
+        seen.update(wanted)
+        named = [(canonicalize_name(found.name), found) for found in wave]
+        named = [(name, found) for name, found in named if name not in NOT_BUNDLED]
+        packed |= {name for name, found in named if not _satisfied(found, name in have, have.get(name))}
+        read = [(name, found) for name, found in named if name in packed or found.extras]
+        for name, found in read:
+            if name not in pins:
+                raise SystemExit(
+                    f"constraints.txt has no {name}, which the bundle needs ({found}): add the line {name}==VERSION "
+                    "with the version that `make setup` installs on a machine with a GPU"
+                )
+            if name in packed and not _satisfied(found, True, pins[name]):
+                raise SystemExit(
+                    f"constraints.txt has {name}=={pins[name]}, which {found} refuses: move one of the two"
+                )
+        wheels |= fetch({name: pins[name] for name, _ in read if name not in wheels})
+        wanted = [
+            text
+            for name, found in read
+            for text in select(requirements_of(wheels[name]), target, found.extras, base=name in packed)
+        ]
+    return {name: wheels[name] for name in sorted(packed)}
+
+
+def _satisfied(requirement: Requirement, there: bool, version: str | None) -> bool:
+    return there and (version is None or requirement.specifier.contains(version, prereleases=True))
+
+
+def torch_closure(target: dict[str, str]) -> Versions:
+    """What torch requires, and so brings to any machine that has it: read from the torch that is installed here."""
+    found: Versions = {}
+    wanted = ["torch"]
+    while wanted:
+        try:
+            lines = metadata.requires(wanted.pop()) or []
+        except metadata.PackageNotFoundError:
+            continue  # a CUDA library of another build
+        names = [canonicalize_name(Requirement(line).name) for line in select(lines, target)]
+        wanted += [name for name in names if name not in found]
+        found |= dict.fromkeys(names)
+    return found
+
+
+def download(folder: Path, python: str) -> Fetch:
+    """A Fetch by pip, from the index that pip is set up with; wheels for glibc 2.28 or older."""
+    platforms = [f"manylinux{tag}_x86_64" for tag in (*(f"_2_{minor}" for minor in range(28, 16, -1)), "2014", "1")]
+    options = [f"--platform={name}" for name in platforms] + [f"--python-version={python}", "--implementation=cp"]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary=:all:", *options, "-d", str(folder)]
+
+    def fetch(versions: Versions) -> dict[str, Path]:
+        if versions:
+            done = subprocess.run([*command, *(f"{name}=={version}" for name, version in versions.items())])
+            if done.returncode:
+                raise SystemExit(f"pip could not download all of {', '.join(versions)} for Python {python}: see above")
+        by_name = {parse_wheel_filename(wheel.name)[0]: wheel for wheel in folder.glob("*.whl")}
+        return {name: by_name[canonicalize_name(name)] for name in versions}
+
+    return fetch
+
+
+def pack_site(wheels: Iterable[Path], cuda: str, target: Path) -> dict[str, int]:
+    """Write the wheels' files as one .tar.xz, less what nothing imports. Returns: unpacked bytes by wheel."""
+    files: dict[str, tuple[zipfile.ZipFile, str]] = {}
+    sizes: dict[str, int] = {}
+    for wheel in wheels:
+        archive = zipfile.ZipFile(wheel)
+        for info in archive.infolist():
+            name = re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", info.filename)
+            if not info.is_dir() and not _is_dropped(name, cuda):
+                files[name] = (archive, info.filename)
+                sizes[wheel.name] = sizes.get(wheel.name, 0) + info.file_size
+        libraries = re.findall(r"libbitsandbytes_cuda(\d+)\.so", "\n".join(archive.namelist()))
+        if libraries and cuda not in libraries:
+            raise SystemExit(f"bitsandbytes has no library for CUDA {cuda}, only for {', '.join(libraries)}: --cuda")
+    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 2**26}]
+    with lzma.open(target, "wb", filters=filters) as stream, tarfile.open(fileobj=stream, mode="w|") as tar:
+        for name in sorted(files, key=lambda name: (Path(name).suffix, name)):  # alike files together: 3 % smaller
+            archive, inside = files[name]
+            _add(tar, name, archive.read(inside))
+    return sizes
+
+
+def _is_dropped(name: str, cuda: str) -> bool:
+    is_library = fnmatch(name, "bitsandbytes/libbitsandbytes_*.so") and not name.endswith(
+        (f"_cuda{cuda}.so", "_cpu.so")
+    )
+    return is_library or ".data/" in name or any(fnmatch(name, pattern) for pattern in DROPPED)
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    """Without owner and time: the same wheels make the same archive, which is unpacked once."""
+    entry = tarfile.TarInfo(name)
+    entry.size = len(content)
+    tar.addfile(entry, io.BytesIO(content))
+
+
+def git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"the bundle holds the kit of a commit, so make it in a git checkout: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+USE = r"""# Source this file: unpacks the packages beside it and puts them on PYTHONPATH, after the checkout that you are in.
+# Outside a checkout it unpacks the kit beside it and goes there. BUNDLE_ROOT: the folder for what is unpacked.
+_use_bundle() {
+  local here root=${BUNDLE_ROOT:-/tmp/rloo-kit-bundle} site kit=$PWD revision
+  here=$(cd "$(dirname "${BASH_SOURCE[0]:-$0}")" && pwd) || return 1
+  site=$(_unpack_bundle "$here/site.tar.xz" "$root") || return 1
+  read -r revision < "$here/REVISION"
+  if [ "${PWD#"$root"/kit-}" != "$PWD" ] || [ ! -f pyproject.toml ] || [ ! -d rloo_kit ]; then
+    kit=$(_unpack_bundle "$here/kit.tar.gz" "$root") && cd "$kit" || return 1
+    revision=${revision%-dirty} # the packed kit is the commit
+  fi
+  export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false UNSLOTH_DISABLE_STATISTICS=1
+  export PYTHONPATH=$kit:$site RLOO_KIT_REVISION=$revision
+  echo "rloo-kit $revision: the kit in $kit, its packages in $site, both on PYTHONPATH"
+}
+_unpack_bundle() { # ARCHIVE ROOT: prints the folder, which is named by the archive's content
+  PYTHONPATH= python3 - "$@" <<'PYTHON'
+import hashlib, os, pathlib, shutil, sys, tarfile, tempfile
+archive, root = map(pathlib.Path, sys.argv[1:])
+python = "%d.%d" % sys.version_info[:2]
+if python != "@PYTHON@":
+    sys.exit(f"this bundle is for Python @PYTHON@ and python3 is {python}: make gpu-bundle BUNDLE_PYTHON={python}")
+key = hashlib.sha256(archive.read_bytes()).hexdigest()[:12]
+folder = root.absolute() / f"{archive.name.partition('.')[0]}-{key}"
+if not folder.exists():
+    root.mkdir(parents=True, exist_ok=True)
+    unfinished = tempfile.mkdtemp(dir=root)
+    os.chmod(unfinished, 0o755)
+    with tarfile.open(archive) as files:
+        files.extractall(unfinished, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    try:
+        os.rename(unfinished, folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(unfinished)
+print(folder)
+PYTHON
+}
+_use_bundle
+"""
+
+
+def write_bundle(dest: Path, have: Versions, python: str, cuda: str) -> None:
+    """Write site.tar.xz, kit.tar.gz, REVISION and use.sh, and print what they hold."""
+    revision, target = git("rev-parse", "HEAD"), target_environment(python)
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "rloo_kit", "rewards", "configs", "benchmarks")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["gpu"], "pytest"]
+    pins = read_versions((ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    dest.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        fetch = download(Path(folder), python)
+        wheels = close(wanted, pins, torch_closure(target) | have, target, fetch)
+        sizes = pack_site(wheels.values(), cuda, dest / "site.tar.xz")
+    git("archive", "--format=tar.gz", f"--output={dest.resolve() / 'kit.tar.gz'}", "HEAD")
+    (dest / "REVISION").write_text(revision + ("-dirty" if changed else "") + "\n", encoding="utf-8")
+    (dest / "use.sh").write_text(USE.replace("@PYTHON@", python), encoding="utf-8")
+    mib = sum((dest / name).stat().st_size for name in ("site.tar.xz", "kit.tar.gz")) / MIB
+    print(f"{len(wheels)} packages: {' '.join(wheels)}")
+    print(f"{dest}: {mib:.1f} MiB, {sum(sizes.values()) / MIB:.0f} MiB unpacked. There: source {dest.name}/use.sh")
+    if mib > LIMIT_MIB:
+        largest = sorted(sizes, key=lambda name: -sizes[name])[:5]
+        raise SystemExit(
+            f"the bundle has {mib:.1f} MiB, its limit is {LIMIT_MIB}: leave out what the machine has (make gpu-bundle "
+            f"HAVE=FILE, with its `pip list --format=freeze`). The largest: {', '.join(largest)}"
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dest", type=Path, default=ROOT / ".gpu-bundle", help="folder, default .gpu-bundle")
+    parser.add_argument("--have", type=Path, help="file: packages of that machine, as name==version or name")
+    parser.add_argument("--python", default="3.12", help="its Python version, default 3.12")
+    parser.add_argument("--cuda", default="130", help="CUDA version of its torch, default 130 (13.0): for bitsandbytes")
+    given = parser.parse_args()
+    there = read_versions(given.have.read_text(encoding="utf-8")) if given.have else {}
+    write_bundle(given.dest, there, given.python, given.cuda)

@@ -1,0 +1,202 @@
+"""The bundle for a GPU machine without a network: what goes into it, and that the kit works after `source use.sh`."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.skill import installer
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu_bundle.py"
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+ROOTS = [*map(Requirement, [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["gpu"], "pytest"])]
+ALL = "\n".join(found.name for found in ROOTS)  # a machine that has these needs no download
+
+
+@pytest.fixture
+def bundle(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks/gpu_bundle.py; the folder lies last on the path: its rewards.py is not the package."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(SCRIPT.parent)])
+    return __import__("gpu_bundle")
+
+
+@pytest.fixture
+def revision() -> str:
+    """The commit of this checkout; the bundle is made from one."""
+    if not shutil.which("bash"):
+        pytest.skip("bash is not here")
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"not a git checkout: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def make_wheel(folder: Path, name: str, version: str, requires: list[str], *files: str) -> Path:
+    """A wheel with that metadata, an empty module and empty files."""
+    wheel, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {found}" for found in requires)]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\n" + "\n".join(lines) + "\n\nText: no header\n")
+        for path in (f"{name}.py", *files):
+            archive.writestr(path, "")
+    return wheel
+
+
+@pytest.fixture
+def close(bundle: Any, tmp_path: Path) -> Callable[..., set[str]]:
+    """`close(wanted, have)`: names of the wheels that would be packed, of a small index for Python 3.12 on Linux."""
+    index = {
+        "kit_a": ("2.0", ["kit_b[fast]>=1", "torch>=2", "kit_win; sys_platform == 'win32'", "kit_c"]),
+        "kit_b": ("1.5", ["kit_d; extra == 'fast'", "kit_e; extra == 'slow'", "kit_f; python_version >= '3.12'"]),
+        "kit_c": ("3.0", ["kit_b>=1.5", "kit_old; python_version < '3.12'"]),
+        "kit_d": ("1.0", []),
+        "kit_f": ("1.0", ["kit_a"]),  # a circle
+    }
+    pins = {canonicalize_name(name): version for name, (version, _) in index.items()}
+    wheels = {canonicalize_name(name): make_wheel(tmp_path, name, *found) for name, found in index.items()}
+
+    def names(wanted: list[str], have: str = "", **other: str) -> set[str]:
+        versions, target = bundle.read_versions(have), bundle.target_environment("3.12")
+        found = bundle.close(
+            wanted, pins | other, versions, target, lambda asked: {name: wheels[name] for name in asked}
+        )
+        return set(found)
+
+    return names
+
+
+def test_the_closure_is_what_the_wheels_require(close: Callable[..., set[str]]) -> None:
+    """A second list of packages, kept by hand, lacked ruamel.yaml, and the machine had been rented."""
+    assert close(["Kit.A"]) == {"kit-a", "kit-b", "kit-c", "kit-d", "kit-f"}
+    assert close(["kit_b"]) == {"kit-a", "kit-b", "kit-c", "kit-d", "kit-f"}
+    assert close(["kit_d", "torch<3"]) == {"kit-d"}
+
+
+def test_what_the_machine_has_is_left_out(close: Callable[..., set[str]]) -> None:
+    """A package that is there may be too old for another, or be there without the extra that is asked for."""
+    assert close(["kit_a"], "kit_a==1.0") == set()
+    assert close(["kit_a>=2"], "kit_a==1.0\nkit-c==2.0+cu130\nkit_f") == {"kit-a", "kit-b", "kit-d"}
+    assert close(["kit_a"], "kit_b\nkit_c\nkit_f") == {"kit-a", "kit-d"}, "kit_b[fast] needs kit_d"
+    assert close(["kit_a"], "kit_b==1.0\nkit_f") == {"kit-a", "kit-b", "kit-c", "kit-d"}, "kit_c needs kit_b 1.5"
+
+
+def test_versions_that_the_lock_cannot_give_are_named(close: Callable[..., set[str]]) -> None:
+    """pip would take the newest version on the day, or fail without saying which list to change."""
+    with pytest.raises(SystemExit, match=r"constraints.txt has no kit-x, .*\(kit_x>=4\): add the line kit-x==VERSION"):
+        close(["kit_d", "kit_x>=4"])
+    with pytest.raises(SystemExit, match="constraints.txt has kit-d==1.0, which kit_d>=2 refuses"):
+        close(["kit_d>=2"])
+
+
+def test_lists_of_packages_are_read(bundle: Any) -> None:
+    """pip freeze, pip list and a person write names differently."""
+    text = "# packages\n\nruamel.yaml==0.19.1\ntorch==2.11.0+cu130\n-e ../kit\nPyYAML\nDill == 0.4.1 \nkit @ file:kit\n"
+    versions = {"ruamel-yaml": "0.19.1", "torch": "2.11.0+cu130", "pyyaml": None, "dill": "0.4.1", "kit": None}
+    assert bundle.read_versions(text) == versions
+
+
+def test_the_lock_holds_the_roots_of_the_bundle(bundle: Any) -> None:
+    """The lock had no version of Unsloth's own requirements; the build of the bundle was the first to need them."""
+    pins = bundle.read_versions((ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    for found in ROOTS:
+        assert found.specifier.contains(pins[canonicalize_name(found.name)]), str(found)
+    assert {"sympy", "jinja2", "filelock"} <= bundle.torch_closure(bundle.target_environment("3.12")).keys()
+
+
+def test_only_what_is_imported_is_packed(bundle: Any, tmp_path: Path) -> None:
+    """bitsandbytes alone has 150 MB of libraries for other versions of CUDA."""
+    libraries = [f"bitsandbytes/libbitsandbytes_{name}.so" for name in ("cuda130", "cuda128", "rocm72", "cpu")]
+    other = ["kit/__init__.py", "kit/a.pyi", "kit/tests/test_a.py", "kit/testing.py", "studio/app.py"]
+    data = ["kit-1.0.data/purelib/inner.py", "kit-1.0.data/scripts/kit"]
+    wheel = make_wheel(tmp_path, "kit", "1.0", [], *libraries, *other, *data)
+    archives = [tmp_path / "one.tar.xz", tmp_path / "two.tar.xz"]
+    for archive in archives:
+        bundle.pack_site([wheel], "130", archive)
+    assert archives[0].read_bytes() == archives[1].read_bytes(), "use.sh would unpack the same packages again"
+    kept = {"kit.py", "kit-1.0.dist-info/METADATA", "kit/__init__.py", "kit/testing.py", "inner.py", libraries[0]}
+    with tarfile.open(archives[0]) as tar:
+        assert set(tar.getnames()) == kept | {libraries[3]}
+    with pytest.raises(SystemExit, match="no library for CUDA 129, .*130"):
+        bundle.pack_site([wheel], "129", archives[0])
+
+
+def build(dest: Path, have: str, python: str = PYTHON) -> str:
+    """Run the script with that list of packages. Returns what it printed."""
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    packages = dest.with_name("have.txt")
+    packages.write_text(have, encoding="utf-8")
+    command = [sys.executable, SCRIPT, "--dest", dest, "--have", packages, "--python", python]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=dest.parent, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def source(folder: Path, dest: Path, commands: str = "true") -> subprocess.CompletedProcess[str]:
+    """`source use.sh` in a new shell in `folder` with nothing but PATH, and then the commands."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    env = {"PATH": path, "BUNDLE_ROOT": str(folder / "unpacked")}
+    script = f"set -eu; source {dest}/use.sh; {commands}"
+    return subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_use_sh_finds_or_unpacks_the_kit(revision: str, tmp_path: Path) -> None:
+    """An archive has no .git, so results of such a machine had no revision; one without the link has no rewards."""
+    dest = tmp_path / "made" / "bundle"
+    assert build(dest, ALL).startswith("0 packages")
+    show = "echo $RLOO_KIT_REVISION; pwd; echo $PYTHONPATH; test -L rloo_kit/rewards; ls rloo_kit/rewards"
+    done = source(tmp_path, dest, f"source {dest}/use.sh; {show}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, _, shown, kit, path, *rewards = done.stdout.splitlines()
+    assert shown == revision and revision in first and "length.py" in rewards
+    assert Path(kit).parent == tmp_path / "unpacked" and path.startswith(f"{kit}:{tmp_path}/unpacked/site-")
+
+    checkout = tmp_path / "checkout"
+    (checkout / "rloo_kit").mkdir(parents=True)
+    (checkout / "pyproject.toml").touch()
+    done = source(checkout, dest, "pwd; echo $RLOO_KIT_REVISION")
+    assert done.stdout.splitlines()[1] == str(checkout), done.stderr
+    assert done.stdout.splitlines()[2] == (dest / "REVISION").read_text().strip()
+
+
+def test_another_python_is_named(revision: str, tmp_path: Path) -> None:
+    """Wheels for another Python fail at the first compiled module, deep in pandas."""
+    build(tmp_path / "bundle", ALL, "3.9")
+    done = source(tmp_path, tmp_path / "bundle", "echo went on")
+    assert done.returncode != 0 and "went on" not in done.stdout
+    assert f"python3 is {PYTHON}: make gpu-bundle BUNDLE_PYTHON={PYTHON}" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_packages_come_from_the_bundle(revision: str, tmp_path: Path) -> None:
+    """The real thing, with few packages: pip's download, the machine's older versions, imports in an empty shell."""
+    reason = installer.no_package_index(tmp_path / "probe")
+    if reason:
+        pytest.skip(reason)
+    missing = {"ruamel-yaml", "python-dotenv", "trl"}
+    versions = {canonicalize_name(found.metadata["Name"]): found.version for found in metadata.distributions()}
+    have = [f"{name}=={version}" for name, version in versions.items() if name not in missing]
+    dest = tmp_path / "made" / "bundle"
+    assert build(dest, "\n".join([*have, "unsloth", "unsloth_zoo", "annotated-doc==0.0.1"])).startswith("3 packages: ")
+    modules = "import json, dotenv, ruamel.yaml, trl, rloo_kit, rloo_kit.rewards as rewards"
+    files = "[module.__file__ for module in (dotenv, ruamel.yaml, trl, rloo_kit, rewards)]"
+    done = source(tmp_path, dest, f"source {dest}/use.sh; python -c '{modules}; print(json.dumps({files}))'")
+    assert done.returncode == 0, done.stdout + done.stderr
+    unpacked = tmp_path / "unpacked"
+    places = [
+        Path(file).relative_to(unpacked).parts[0].partition("-")[0] for file in json.loads(done.stdout.split("\n")[2])
+    ]
+    assert places == ["site"] * 3 + ["kit"] * 2
