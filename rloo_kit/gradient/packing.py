@@ -8,7 +8,9 @@ Shapes: S sequences (prompt + completion), T tokens of the layout, N scored toke
 
 import functools
 import inspect
+import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +29,9 @@ Span = tuple[int, int]  # first token and the one behind the last, in a flat row
 SPARED_CALL = 32**2  # padded attention scores that cost about as much as one further call (measured, one thread)
 NAME = "rloo_packed"
 PLAIN = "sdpa"  # what a call without a plan does, and the only setting that `install` replaces
-KERNEL_OPTIONS = {"scale", "window_size", "enable_gqa"}  # of torch's attention for varying lengths; younger than it is
+KERNEL_OPTIONS = {"scale", "window_size"}  # of torch's attention for varying lengths; younger than it is
 KERNEL_GPU = (8, 0)  # compute capability from which it runs (Ampere)
+KERNEL_TOLERANCE = 0.05  # between it and the buckets, of the size of the values or of a gradient; both are of 16 bits
 
 
 @dataclass(frozen=True)
@@ -275,8 +278,19 @@ def attend_by_plan(
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """Causal attention within each sequence of the plan: (T, A, D), (T, G, D), (T, G, D) in, (T, A, D) out."""
-    if dropout == 0.0 and _takes_one_call(query):
+    if dropout == 0.0 and _takes_one_call(query) and kernel_fault(query, key) is None:
         return _attend_in_one_call(query, key, value, plan, scaling)
+    return _attend_in_buckets(query, key, value, plan, scaling, dropout)
+
+
+def _attend_in_buckets(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: AttentionPlan,
+    scaling: float | None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
     out = []
     for bucket in plan.buckets:
         parts = [
@@ -294,12 +308,14 @@ def _takes_one_call(query: torch.Tensor) -> bool:
     """Whether torch and the GPU have the kernel for varying lengths; buckets do without it."""
     if _varlen_attention is None or not query.is_cuda or query.dtype.itemsize != 2:
         return False
-    return _knows_options(_varlen_attention) and torch.cuda.get_device_capability(query.device) >= KERNEL_GPU
+    return _options(_varlen_attention) >= KERNEL_OPTIONS and (
+        torch.cuda.get_device_capability(query.device) >= KERNEL_GPU
+    )
 
 
 @functools.cache
-def _knows_options(kernel: Any) -> bool:
-    return inspect.signature(kernel).parameters.keys() >= KERNEL_OPTIONS
+def _options(kernel: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(kernel).parameters)
 
 
 def _attend_in_one_call(
@@ -308,7 +324,54 @@ def _attend_in_one_call(
     """The same with the sequences end to end, none filled up. Not measured: it takes a GPU."""
     parts = [states.index_select(0, plan.flat_index) for states in (query, key, value)]  # (F, heads, D)
     bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
-    attended = _varlen_attention(
-        *parts, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1)
-    )  # a window of (-1, 0) is causal
-    return attended.index_select(0, plan.flat_inverse)
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}  # a window of (-1, 0) is causal
+    if "enable_gqa" in _options(_varlen_attention):  # a guard that torch 2.11 does not have; the kernel is the same
+        options["enable_gqa"] = query.size(1) != key.size(1)
+    return _varlen_attention(*parts, *bounds, **options).index_select(0, plan.flat_inverse)
+
+
+def kernel_fault(query: torch.Tensor, key: torch.Tensor) -> str | None:
+    """Why the kernel for varying lengths is not used for heads like these (T, A, D) and (T, G, D), found out by trying
+    it once, and given as a warning then; None where it serves."""
+    return _try_kernel(_varlen_attention, query.size(1), key.size(1), query.size(2), query.dtype, query.device)
+
+
+@functools.cache
+def _try_kernel(
+    _kernel: Any, heads: int, key_heads: int, size: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    # the hooks and modes of a checkpoint around the call are those of its thread
+    with ThreadPoolExecutor(1) as thread:
+        fault = thread.submit(_compare_with_buckets, heads, key_heads, size, dtype, device).result()
+    if fault is not None:
+        warnings.warn(
+            f"packed rows attend in buckets: torch's attention for varying lengths fails with {heads} query heads, "
+            f"{key_heads} key heads of {size} in {dtype} on {device}: {fault}",
+            stacklevel=2,
+        )
+    return fault
+
+
+def _compare_with_buckets(
+    heads: int, key_heads: int, size: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """What is wrong with the kernel's values or gradients on a tiny random row, or None."""
+    ids = torch.zeros(5, dtype=torch.long, device=device)
+    plan = plan_attention(lay_out([Group(ids, [ids, ids[:2]])], "shared"))  # T = 12
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = states = [
+        torch.randn(12, count, size, generator=generator).to(device, dtype).requires_grad_()
+        for count in (heads, key_heads, key_heads)
+    ]
+    weights = torch.randn(12, heads, size, generator=generator).to(device, dtype)
+    try:
+        outs = [attend(query, key, value, plan, None) for attend in (_attend_in_one_call, _attend_in_buckets)]
+        found, expected = ([out.detach(), *torch.autograd.grad((out * weights).sum(), states)] for out in outs)
+    except Exception as error:  # whatever a torch or a GPU makes of the heads, the buckets are there
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    names = ("values", "gradients of queries", "gradients of keys", "gradients of values")
+    for name, mine, other in zip(names, found, expected, strict=True):
+        off = ((mine.float() - other.float()).norm() / other.float().norm()).item()
+        if not off <= KERNEL_TOLERANCE:
+            return f"{name} off by {off:.2g} of their size"
+    return None

@@ -11,7 +11,7 @@ TESTED_PYTHON = ">=3.11,<3.13"
 
 # name of the distribution: tested range, as in a requirement
 TESTED = {
-    "torch": ">=2.11,<2.14",  # varlen_attn of 2.11 has no grouped heads: packed rows are computed in buckets
+    "torch": ">=2.11,<2.14",  # varlen_attn of 2.11 has no enable_gqa: gradient/packing.py leaves it out
     "transformers": ">=5.17,<5.18",
     "trl": ">=1.15,<1.16",
     "peft": ">=0.21,<0.22",

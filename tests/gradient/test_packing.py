@@ -1,15 +1,20 @@
 """Layouts, what a pass costs, buckets; the attention function, and that a model which has it is otherwise unchanged."""
 
+import functools
+import inspect
 import json
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from rloo_kit.gradient import packing
 from rloo_kit.gradient.packing import Group, count_tokens, lay_out, plan_attention
+from rloo_kit.gradient.scorer import Scorer
 
 
 def make_group(first: int, prompt: int, *completions: int) -> Group:
@@ -78,44 +83,155 @@ def test_attention_by_plan_is_that_of_each_sequence(layout, spared, monkeypatch)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_the_flat_form_for_a_gpu_is_the_same_attention(monkeypatch):
-    """The kernel for varying lengths takes a GPU; its arguments and the way back are checked with a stand-in."""
+def by_sequence(query, key, value, bounds, longest, scale):
+    """Attention of varying lengths in plain torch; fewer key heads are grouped heads."""
+    parts = []
+    for start, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
+        assert end - start <= longest
+        rows = [states[start:end].transpose(0, 1)[None] for states in (query, key, value)]
+        out = scaled_dot_product_attention(*rows, is_causal=True, scale=scale, enable_gqa=True)
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
 
-    def stand_in(query, key, value, first, second, longest, longest_key, *, scale, window_size, enable_gqa):
-        assert torch.equal(first, second) and longest == longest_key and window_size == (-1, 0)
-        parts = []
-        for start, end in zip(first.tolist(), first.tolist()[1:], strict=False):
-            assert end - start <= longest
-            rows = [states[start:end].transpose(0, 1)[None] for states in (query, key, value)]
-            out = scaled_dot_product_attention(*rows, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-            parts.append(out[0].transpose(0, 1))
-        return torch.cat(parts)
 
-    monkeypatch.setattr(packing, "_varlen_attention", stand_in)
-    laid, plan = make_plan()
+def kernel_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):  # fmt: skip
+    """The signature of `varlen_attn` in torch 2.11."""
+    assert torch.equal(cu_seq_q, cu_seq_k) and max_q == max_k and window_size == (-1, 0) and return_aux is None
+    return by_sequence(query, key, value, cu_seq_q, max_q, scale)
+
+
+def kernel_2_13(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+    enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+):  # fmt: skip
+    """The same in torch 2.13, with its guard."""
+    if not enable_gqa and query.size(1) != key.size(1):
+        raise ValueError("Expect query and key/value to have the same number of heads")
+    return kernel_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+@functools.wraps(kernel_2_11)  # with its signature
+def refuses_groups(query, key, *rest, **options):
+    if query.size(1) != key.size(1):
+        raise RuntimeError("Number of heads in key/value must equal query")
+    return kernel_2_11(query, key, *rest, **options)
+
+
+@functools.wraps(kernel_2_11)
+def groups_wrongly(query, key, value, *rest, **options):
+    """The key heads in another order than grouped heads have them."""
+    key, value = (states.repeat(1, query.size(1) // key.size(1), 1) for states in (key, value))
+    return kernel_2_11(query, key, value, *rest, **options)
+
+
+@functools.wraps(kernel_2_11)
+def loses_gradient(query, key, *rest, **options):
+    """Right values, and half of the keys' gradient where heads are grouped."""
+    key = key if query.size(1) == key.size(1) else (key + key.detach()) / 2
+    return kernel_2_11(query, key, *rest, **options)
+
+
+def use_kernel(monkeypatch: Any, kernel: Any) -> list[tuple[int, int]]:
+    """From here on the CPU counts as a GPU with that kernel; the list gets the query and key heads of its calls."""
+    calls = []
+
+    @functools.wraps(kernel)
+    def counted(query, key, *args, **options):
+        calls.append((query.size(1), key.size(1)))
+        return kernel(query, key, *args, **options)
+
+    monkeypatch.setattr(packing, "_varlen_attention", counted)
+    monkeypatch.setattr(packing, "_takes_one_call", lambda query: True)
+    return calls
+
+
+def random_states(tokens: int, heads: int, key_heads: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    states = [torch.randn(laid.input_ids.numel(), heads, 8) for heads in (4, 2, 2)]
-    found = packing._attend_in_one_call(*states, plan, 0.3)
-    torch.testing.assert_close(found, packing.attend_by_plan(*states, plan, 0.3))
+    return [torch.randn(tokens, count, 8, requires_grad=True) for count in (heads, key_heads, key_heads)]
 
 
-def test_a_gpu_without_the_kernel_takes_the_buckets(monkeypatch):
-    """On a T4, or with a torch whose kernel knows no grouped heads, the self-check met the kernel's error and padded
-    every row of the run; the buckets were there all the time."""
+def attend(states: list[torch.Tensor], plan: Any, checkpointed: bool = False) -> list[torch.Tensor]:
+    """The values and the three gradients."""
+    if checkpointed:
+        out = checkpoint(packing.attend_by_plan, *states, plan, 0.3, use_reentrant=False)
+    else:
+        out = packing.attend_by_plan(*states, plan, 0.3)
+    return [out, *torch.autograd.grad((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum(), states)]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("kernel", [kernel_2_11, kernel_2_13])
+def test_one_call_equals_the_buckets_with_every_torch(kernel, heads, checkpointed, monkeypatch):
+    """torch 2.11's kernel has no `enable_gqa`: it was never used there. The kernel takes a GPU; its arguments and the
+    way back are checked with stand-ins."""
+    laid, plan = make_plan()
+    states = random_states(laid.input_ids.numel(), *heads)
+    expected = attend(states, plan)
+    calls = use_kernel(monkeypatch, kernel)
+    found = attend(states, plan, checkpointed)
+    assert set(calls) == {heads}
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", [refuses_groups, groups_wrongly, loses_gradient])
+def test_a_kernel_that_fails_on_grouped_heads_gives_way_to_the_buckets(kernel, monkeypatch):
+    """Its error ended a run whose layout was given, and padded every row of another; the reason is a warning."""
+    laid, plan = make_plan()
+    states = random_states(laid.input_ids.numel(), 4, 2)
+    expected = attend(states, plan)
+    calls = use_kernel(monkeypatch, kernel)
+    with pytest.warns(UserWarning, match="4 query heads, 2 key heads") as warned:
+        found = attend(states, plan, checkpointed=True)
+    assert "buckets" in str(warned[0].message) and len(warned) == 1
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    tried = len(calls)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend(states, plan)
+        assert len(calls) == tried, "the kernel is tried once"
+        attend(random_states(laid.input_ids.numel(), 4, 4), plan)
+    assert calls[-1] == (4, 4), "heads that it takes still go through it"
+
+
+def test_a_scorer_keeps_shared_rows_where_the_kernel_fails(tiny_model, monkeypatch):
+    """The self-check met the kernel's error and padded the rows; the buckets were there all the time."""
+    use_kernel(monkeypatch, refuses_groups)
+    with pytest.warns(UserWarning, match="buckets"):
+        scorer = Scorer(tiny_model, 1.0, pad_id=256)
+    assert scorer.layout == "shared", scorer.reason
+
+
+def test_the_kernel_is_used_where_torch_and_the_gpu_have_it(monkeypatch):
+    """On a T4, or with a kernel without a scale or a window, the buckets serve."""
     half = SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda:0")
-    if torch.__version__ < "2.13":  # in 2.11 it knows neither grouped heads nor a scale
-        knowing = lambda query, *, scale, window_size, enable_gqa: query  # noqa: E731
-        monkeypatch.setattr(packing, "_varlen_attention", knowing)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert packing._takes_one_call(half)
-    assert not packing._takes_one_call(SimpleNamespace(**vars(half) | {"dtype": torch.float32}))
-    assert not packing._takes_one_call(torch.zeros(1, dtype=torch.float16))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert not packing._takes_one_call(half)
+    for kernel in (kernel_2_11, kernel_2_13):
+        monkeypatch.setattr(packing, "_varlen_attention", kernel)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+        assert packing._takes_one_call(half)
+        assert not packing._takes_one_call(SimpleNamespace(**vars(half) | {"dtype": torch.float32}))
+        assert not packing._takes_one_call(torch.zeros(1, dtype=torch.float16))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        assert not packing._takes_one_call(half)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for kernel in (None, lambda query, key, value, first, second, longest, longest_key, *, is_causal: query):
         monkeypatch.setattr(packing, "_varlen_attention", kernel)
         assert not packing._takes_one_call(half)
+
+
+def test_the_installed_torch_has_the_signature_of_a_stand_in():
+    """A further argument, or another name, is looked at here before a GPU meets it."""
+    signature = lambda kernel: {  # noqa: E731
+        one.name: (one.kind, one.default) for one in inspect.signature(kernel).parameters.values()
+    }
+    known = {"2.11": kernel_2_11, "2.13": kernel_2_13}
+    version = ".".join(torch.__version__.split(".")[:2])
+    if version not in known:
+        pytest.skip(f"no stand-in for torch {version}")
+    assert signature(packing._varlen_attention) == signature(known[version])
 
 
 def test_generation_with_left_padding_is_unchanged(make_tiny_model):
