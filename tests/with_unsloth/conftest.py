@@ -31,11 +31,9 @@ def _obstacle() -> str | None:
         return "Unsloth is not installed: make test-unsloth makes an environment that has it"
     if find_spec("triton") is None:
         return "triton is not installed; its interpreter runs Unsloth's kernels: make test-unsloth"
-    if find_spec("torchvision") is not None:
-        return "torchvision is installed, and Unsloth refuses one that does not fit: make test-unsloth"
     if "torch" in sys.modules and "unsloth" not in sys.modules:
         return "torch came before Unsloth in this process: make test-unsloth runs these tests alone"
-    return None
+    return interpreter.torchvision_fault()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,12 +9,15 @@ to the driver, in three places: what torch.cuda says about the GPU, the handle o
 on, and the device under which Unsloth files tensors of its own. Not covered: 4-bit weights (they load as plain layers
 here), bfloat16, flash attention, checkpoints moved to the host's memory (from 512 tokens on), compiled graphs, vLLM.
 
-It is written for the versions in `requirements-no-deps.txt` and needs an environment without torchvision.
+It is written for the versions in `requirements-no-deps.txt`, for Triton from 3.6 on, and for an environment without
+torchvision or with one whose operators load.
 """
 
 import os
+import subprocess
 import sys
 import types
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +82,22 @@ class _TorchOnCpu(types.ModuleType):
         return getattr(torch, name)
 
 
+def torchvision_fault() -> str | None:
+    """Why Unsloth would refuse the installed torchvision, and the fix; None without one, or where its operators load.
+    It is asked in another process: here torch must not come before Unsloth."""
+    if find_spec("torchvision") is None:
+        return None
+    code = "import torch, torchvision; torch.ops.torchvision.nms"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode == 0:
+        return None
+    error = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return (
+        f"Unsloth refuses the installed torchvision, whose operators do not load ({error}): pip uninstall torchvision, "
+        "or install the build for this torch from the index that torch came from"
+    )
+
+
 def import_unsloth(cache: Path) -> Any:
     """Import Unsloth and let it write its RLOO trainer into `cache`.
 
@@ -92,6 +111,7 @@ def import_unsloth(cache: Path) -> Any:
     import torch
 
     _describe_gpu(torch.cuda)
+    _index_by_one_element()
     import unsloth
 
     torch.cuda.device_count = lambda: 1  # 0 during the import, where a GPU would be asked for its driver
@@ -116,6 +136,23 @@ def _describe_gpu(cuda: Any) -> None:
     }
     for name, answer in answers.items():
         setattr(cuda, name, lambda *_args, _answer=answer, **_keywords: _answer)
+
+
+def _index_by_one_element() -> None:
+    """Let the interpreter of Triton before 3.9 make an index of an array of one element, which numpy refuses from 2.4
+    on: `int(data)`, where 3.9 has `int(data.squeeze())`. It sets the tensors' methods anew for every launch."""
+    import triton
+    from triton.runtime import interpreter
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9):
+        return
+    plain = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
 
 
 def keep_on_cpu() -> None:
