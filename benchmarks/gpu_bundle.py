@@ -11,7 +11,9 @@ the machine's torch: use.sh unpacks into a folder of its own and puts it on PYTH
 import argparse
 import io
 import lzma
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -19,6 +21,7 @@ import tempfile
 import tomllib
 import zipfile
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from email.parser import HeaderParser
 from fnmatch import fnmatch
 from importlib import metadata
@@ -29,22 +32,29 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB, LIMIT_MIB = 2**20, 55
+CHUNK = 32 * MIB  # compressed at a time
 NOT_BUNDLED = {
     **dict.fromkeys(["torch", "triton"], "the machine's own: they fit its driver and each other"),
     **dict.fromkeys(["torchao", "torchvision", "xformers"], "built for one torch; Unsloth does without them"),
     **dict.fromkeys(["diffusers", "einops", "protobuf", "sentencepiece"], "for models that the kit does not train"),
     **dict.fromkeys(["nest-asyncio", "structlog", "tyro", "wheel"], "for Unsloth's own programs"),
     **dict.fromkeys(["aiohttp", "hf-transfer", "hf-xet"], "for downloads, and there is no network"),
-    "fonttools": "for figures as PDF and PostScript; the kit's are PNG and SVG",
 }
 DROPPED = (
-    *("*/__pycache__/*", "*/tests/*", "*.pyi", "*.c", "*.h", "*.hpp", "*.pyx", "*.pxd", "*.a"),
-    *("studio/*", "unsloth_cli/*", "unsloth_zoo/mlx/*"),  # Unsloth's desktop program, 82 MB, and its port to Macs
-    *("pyarrow/include/*", "pyarrow/src/*", "pyarrow/*flight*", "pyarrow/*gandiva*", "pyarrow/*substrait*"),
-    *("pyarrow/*_s3*", "PIL/_avif*", "pillow.libs/libavif*", "matplotlib/mpl-data/sample_data/*"),
+    *("*/__pycache__/*", "*/tests/*", "*.pyi", "*.c", "*.h", "*.hpp", "*.pyx", "*.pxd", "*.pxi", "*.a"),
+    *("studio/*", "unsloth_cli/*"),  # Unsloth's desktop program: 82 MB
+    *("transformers/models/*/convert_*.py", "transformers/models/*/modular_*.py"),  # what the models were made from
+    *("pyarrow/include/*", "pyarrow/src/*", "pyarrow/*flight*", "pyarrow/*gandiva*", "pyarrow/*_s3*"),
+    *(f"pyarrow/_{name}.*.so" for name in ("azurefs", "gcsfs", "hdfs", "orc", "dataset_orc", "pyarrow_cpp_tests")),
+    *("matplotlib/mpl-data/sample_data/*", "matplotlib/mpl-data/images/*"),
     *("matplotlib/mpl-data/fonts/afm/*", "matplotlib/mpl-data/fonts/pdfcorefonts/*"),  # for PDF and PostScript
+    *("matplotlib/mpl-data/fonts/ttf/DejaVuSerif*", "fontTools/*.so"),  # the modules are there in Python too
+    *("PIL/_avif*", "PIL/_webp*", "PIL/_imagingcms*", "PIL/_imagingft*"),  # formats and fonts that figures do not use
+    *(f"pillow.libs/lib{name}*" for name in ("avif", "webp", "sharpyuv", "lcms2", "freetype", "harfbuzz", "brotli")),
 )
 Versions = dict[str, str | None]
+WITHOUT_LIST: Versions = {"numpy": None}  # 9 MB, and where torch is, it is
+NEWEST = "99999"  # what came with torch: pip took the newest, which a requirement with an upper bound refuses
 Fetch = Callable[[Versions], dict[str, Path]]  # versions by name -> wheels by name
 
 
@@ -130,7 +140,7 @@ def torch_closure(target: dict[str, str]) -> Versions:
             continue  # a CUDA library of another build
         names = [canonicalize_name(Requirement(line).name) for line in select(lines, target)]
         wanted += [name for name in names if name not in found]
-        found |= dict.fromkeys(names)
+        found |= dict.fromkeys(names, NEWEST)
     return found
 
 
@@ -155,30 +165,52 @@ def download(folder: Path, python: str) -> Fetch:
 def pack_site(wheels: Iterable[Path], cuda: str, target: Path) -> dict[str, int]:
     """Write the wheels' files as one .tar.xz, less what nothing imports. Returns: unpacked bytes by wheel."""
     files: dict[str, tuple[zipfile.ZipFile, str]] = {}
+    records: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
     for wheel in wheels:
-        archive = zipfile.ZipFile(wheel)
+        archive, kept = zipfile.ZipFile(wheel), {}
         for info in archive.infolist():
             name = re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", info.filename)
             if not info.is_dir() and not _is_dropped(name, cuda):
-                files[name] = (archive, info.filename)
+                kept[name] = (archive, info.filename)
                 sizes[wheel.name] = sizes.get(wheel.name, 0) + info.file_size
         libraries = re.findall(r"libbitsandbytes_cuda(\d+)\.so", "\n".join(archive.namelist()))
         if libraries and cuda not in libraries:
             raise SystemExit(f"bitsandbytes has no library for CUDA {cuda}, only for {', '.join(libraries)}: --cuda")
-    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 2**26}]
-    with lzma.open(target, "wb", filters=filters) as stream, tarfile.open(fileobj=stream, mode="w|") as tar:
-        for name in sorted(files, key=lambda name: (Path(name).suffix, name)):  # alike files together: 3 % smaller
+        listed = "".join(f"{name},,\n" for name in kept).encode()  # without hashes, which do not compress: 1 MB
+        records |= {name: listed for name in kept if name.endswith(".dist-info/RECORD")}
+        files |= kept
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w") as tar:
+        for name in sorted(files, key=lambda name: (Path(name).suffix, name)):  # smaller: alike files together
             archive, inside = files[name]
-            _add(tar, name, archive.read(inside))
+            _add(tar, name, records.get(name) or _without_symbols(name, archive.read(inside)))
+    content = written.getbuffer()
+    with ThreadPoolExecutor(os.cpu_count()) as pool, target.open("wb") as file:  # streams in a row are one .xz
+        file.writelines(pool.map(_compress, [content[at : at + CHUNK] for at in range(0, len(content), CHUNK)]))
     return sizes
 
 
 def _is_dropped(name: str, cuda: str) -> bool:
-    is_library = fnmatch(name, "bitsandbytes/libbitsandbytes_*.so") and not name.endswith(
-        (f"_cuda{cuda}.so", "_cpu.so")
-    )
-    return is_library or ".data/" in name or any(fnmatch(name, pattern) for pattern in DROPPED)
+    needed = (f"_cuda{cuda}.so", "_cpu.so")
+    is_other_cuda = fnmatch(name, "bitsandbytes/libbitsandbytes_*.so") and not name.endswith(needed)
+    return is_other_cuda or ".data/" in name or any(fnmatch(name, pattern) for pattern in DROPPED)
+
+
+def _without_symbols(name: str, content: bytes) -> bytes:
+    """Modules in C, without the symbols that a debugger needs (2 MB of kiwisolver, yaml, regex); by strip, if here."""
+    if not re.search(r"\.(cpython-[\w-]+|abi3)\.so$", name) or not shutil.which("strip"):
+        return content
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        done = subprocess.run(["strip", "--strip-debug", file.name], capture_output=True)
+        return content if done.returncode else Path(file.name).read_bytes()
+
+
+def _compress(chunk: memoryview) -> bytes:
+    settings = {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": CHUNK}
+    return lzma.compress(chunk, filters=[{"id": lzma.FILTER_X86}, settings])
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -195,8 +227,8 @@ def git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-USE = r"""# Source this file: unpacks the packages beside it and puts them on PYTHONPATH, after the checkout that you are in.
-# Outside a checkout it unpacks the kit beside it and goes there. BUNDLE_ROOT: the folder for what is unpacked.
+USE = r"""# Source this file: it unpacks the packages and puts them on PYTHONPATH, after the checkout that you are in.
+# Outside a checkout it unpacks the kit and goes there. BUNDLE_ROOT: the folder for what is unpacked.
 _use_bundle() {
   local here root=${BUNDLE_ROOT:-/tmp/rloo-kit-bundle} site kit=$PWD revision
   here=$(cd "$(dirname "${BASH_SOURCE[0]:-$0}")" && pwd) || return 1
@@ -208,6 +240,11 @@ _use_bundle() {
   fi
   export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false UNSLOTH_DISABLE_STATISTICS=1
   export PYTHONPATH=$kit:$site RLOO_KIT_REVISION=$revision
+  python3 -c 'if True:
+    import sys; from importlib.util import find_spec
+    lacks = " and ".join(name for name in ("torch", "numpy") if not find_spec(name))
+    hint = "install it, or name what this machine has: make gpu-bundle HAVE=FILE"
+    sys.exit(f"python3 has no {lacks}, which this bundle leaves out: {hint}" if lacks else 0)' || return 1
   echo "rloo-kit $revision: the kit in $kit, its packages in $site, both on PYTHONPATH"
 }
 _unpack_bundle() { # ARCHIVE ROOT: prints the folder, which is named by the archive's content
@@ -265,9 +302,9 @@ def write_bundle(dest: Path, have: Versions, python: str, cuda: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dest", type=Path, default=ROOT / ".gpu-bundle", help="folder, default .gpu-bundle")
-    parser.add_argument("--have", type=Path, help="file: packages of that machine, as name==version or name")
+    parser.add_argument("--have", type=Path, help="packages of that machine; default: torch's own and numpy")
     parser.add_argument("--python", default="3.12", help="its Python version, default 3.12")
     parser.add_argument("--cuda", default="130", help="CUDA version of its torch, default 130 (13.0): for bitsandbytes")
     given = parser.parse_args()
-    there = read_versions(given.have.read_text(encoding="utf-8")) if given.have else {}
+    there = read_versions(given.have.read_text(encoding="utf-8")) if given.have else WITHOUT_LIST
     write_bundle(given.dest, there, given.python, given.cuda)

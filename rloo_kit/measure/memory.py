@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,21 +43,32 @@ LOCAL_ENGINES = ("auto", "native", "generate")
 
 class Peak:
     """The most memory held inside the `with` block in GiB, torch's on a GPU, else resident; `reserved_gib` is what
-    torch's allocator held, 0 elsewhere."""
+    torch's allocator held, 0 elsewhere; `seconds` is how long the block took.
 
-    gib = reserved_gib = 0.0
+    Args:
+        settled: garbage and the allocator's cache are freed first; False leaves them as a run does.
+    """
+
+    gib = reserved_gib = seconds = 0.0
+
+    def __init__(self, settled: bool = True) -> None:
+        self._settled = settled
 
     def __enter__(self) -> "Peak":
-        gc.collect()
         self._cuda = torch.cuda if torch.cuda.is_available() else None
         self._watch: _Watch | None = None
+        if self._settled:
+            gc.collect()
         if self._cuda is not None:
             self._cuda.synchronize()
-            self._cuda.empty_cache()
+            if self._settled:
+                self._cuda.empty_cache()
             self._cuda.reset_peak_memory_stats()
         else:
-            trim_heap()
+            if self._settled:
+                trim_heap()
             self._watch = _Watch()
+        self._started = time.monotonic()
         return self
 
     def __exit__(self, *_error: Any) -> None:
@@ -67,6 +78,7 @@ class Peak:
             self._cuda.synchronize()
             self.gib = self._cuda.max_memory_allocated() / GIB
             self.reserved_gib = self._cuda.max_memory_reserved() / GIB
+        self.seconds = time.monotonic() - self._started
 
 
 class _Watch:
@@ -101,24 +113,32 @@ class _Watch:
 # ------------------------------------------------------------------------------------------------ the rollout
 
 
-def measure_rollout(policy: Policy, run: RunConfig, rows: int, tokens: int, cache: str | None = None) -> Peak:
-    """Decode the last 64 tokens of `rows` completions that are `tokens` long with their prompts.
+def measure_rollout(
+    policy: Policy, run: RunConfig, rows: int, tokens: int, cache: str | None = None, decoded: int = DECODED_TOKENS
+) -> Peak:
+    """Decode the last tokens of `rows` completions that are `tokens` long with their prompts.
 
     Args:
-        run: engine, cache and temperature are its own. rows: completions at once. tokens: more than 64.
-        cache: in place of `run.rollout.cache`.
+        run: engine, cache and temperature are its own. rows: completions at once. tokens: more than `decoded`.
+        cache: in place of `run.rollout.cache`. decoded: tokens that are decoded behind full caches, 1 or more.
 
     Raises:
         ConfigError, BackendError: the engine cannot be used here, or cannot keep this cache. Out of memory is raised as
             torch does: rows are not halved.
     """
-    if tokens <= DECODED_TOKENS:
-        raise BackendError(f"rows of {tokens} tokens were asked for; take more than the {DECODED_TOKENS} decoded")
     positions = getattr(policy.model.config, "max_position_embeddings", None)
     if positions is not None and tokens > positions:
         raise BackendError(f"rows of {tokens} tokens were asked for, and the model has {positions} positions")
+    engine = _full_engine(policy, run, rows, cache)
+    with Peak() as peak, _autocast(run, policy):
+        _decode_ends(engine, rows, tokens, decoded)
+    return peak
+
+
+def _full_engine(policy: Policy, run: RunConfig, rows: int, cache: str | None = None) -> Any:
+    """The run's engine with its prefill replaced by a cache that is full already, and without the halving of rows."""
     vocabulary = policy.model.get_input_embeddings().weight.shape[0]
-    engine = build_engine(
+    engine: Any = build_engine(
         policy.model,
         _engine_of(run),
         backend=policy.backend,
@@ -129,14 +149,22 @@ def measure_rollout(policy: Policy, run: RunConfig, rows: int, tokens: int, cach
         cache=run.rollout.cache if cache is None else cache,
         say=lambda line: None,
     )
-    engine = _filled(engine)
-    prompts = [[row % 200 + 1] * (tokens - DECODED_TOKENS) for row in range(rows)]  # unlike, as those of groups are not
-    with Peak() as peak, _autocast(run, policy):
-        done = engine.sample(prompts, Limits(DECODED_TOKENS))
-    lengths = {len(ids) for ids in done.completion_ids}
-    if lengths != {DECODED_TOKENS}:
-        raise BackendError(f"rows of {sorted(lengths)} tokens came back where {DECODED_TOKENS} were to be decoded")
-    return peak
+    engine._halve = _out_of_rows
+    if engine.name == "native":
+        engine._fill = fill_slots
+    elif engine.name == "generate":
+        engine._cache_options = lambda rows, width: {"past_key_values": fill_cache(engine, rows, width)}
+    return engine
+
+
+def _decode_ends(engine: Any, rows: int, tokens: int, decoded: int) -> None:
+    """The last `decoded` tokens of `rows` rows, behind full caches."""
+    if tokens <= decoded:
+        raise BackendError(f"rows of {tokens} tokens were asked for; take more than the {decoded} decoded")
+    prompts = [[row % 200 + 1] * (tokens - decoded) for row in range(rows)]  # unlike, as those of groups are not
+    lengths = {len(ids) for ids in engine.sample(prompts, Limits(decoded)).completion_ids}
+    if lengths != {decoded}:
+        raise BackendError(f"rows of {sorted(lengths)} tokens came back where {decoded} were to be decoded")
 
 
 def _autocast(run: RunConfig, policy: Policy) -> AbstractContextManager[Any]:
@@ -157,16 +185,6 @@ def _engine_of(run: RunConfig) -> str:
     return str(run.rollout.engine)
 
 
-def _filled(engine: Any) -> Any:
-    """The engine with its prefill replaced by a cache that is full already, and without the halving of rows."""
-    engine._halve = _out_of_rows
-    if engine.name == "native":
-        engine._fill = fill_slots
-    elif engine.name == "generate":
-        engine._cache_options = lambda rows, width: {"past_key_values": fill_cache(engine, rows, width)}
-    return engine
-
-
 def _out_of_rows(tried: int, _left: int) -> None:
     raise torch.OutOfMemoryError(f"out of memory with {tried} completions at once")
 
@@ -178,6 +196,27 @@ def measure_training(policy: Policy, run: RunConfig) -> Peak:
     """Take two optimizer steps on completions of full length, in passes as large as the run's largest; spoils the
     policy. Raises ConfigError where the run's keys contradict each other; out of memory as torch does."""
     load = _load_of(run, policy)
+    with Peak() as peak:
+        _take_steps(policy, run, load, _FullRows(load.row_tokens))
+    return peak
+
+
+def measure_steps(policy: Policy, run: RunConfig, rows: int) -> tuple[Peak, Peak]:
+    """The two steps of `measure_training` as a run takes them: each begins with the end of a rollout of `rows` full
+    rows by the run's engine, with gradients, optimizer and whatever else a run holds in place.
+
+    Returns:
+        the larger peak of the rollouts and of what lies around them; their seconds are those of the second step.
+    """
+    load = _load_of(run, policy)
+    engine = _FullRows(load.row_tokens, _full_engine(policy, run, rows), rows)
+    with engine.around:
+        _take_steps(policy, run, load, engine)
+    return engine.rollout, engine.training
+
+
+def _take_steps(policy: Policy, run: RunConfig, load: Load, engine: "_FullRows") -> None:
+    """Two optimizer steps on what the engine gives; the policy is left with another adapter and nothing else."""
     generations, rows = _rows_of_a_pass(load)
     prompt = "0" * load.prompt_tokens
     changed = {
@@ -196,17 +235,15 @@ def measure_training(policy: Policy, run: RunConfig) -> Peak:
             processing_class=policy.tokenizer,
         )
         trainer.remove_callback(PrinterCallback)
-        trainer._engine = _FullRows(load.row_tokens)
+        trainer._engine = engine
         try:
-            with Peak() as peak:
-                trainer.train()
+            trainer.train()
         finally:
             policy.model.zero_grad(set_to_none=True)
             if "ref" in getattr(policy.model, "peft_config", {}):
                 policy.model.delete_adapter("ref")
             policy.model.train(was_training)
             del trainer
-    return peak
 
 
 def _rows_of_a_pass(load: Load) -> tuple[int, int]:
@@ -223,17 +260,34 @@ def alternate(completions: Any, **_columns: Any) -> list[float]:
 
 
 class _FullRows:
-    """In the place of an engine: made-up completions that fill every row to `tokens`."""
+    """In the place of an engine: made-up completions that fill every row to `tokens`, behind the end of a rollout of
+    `rows` rows by a real engine where one is given."""
 
     name, reason = "synthetic", "to measure memory"
     rows: int | None = None
 
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
+    def __init__(self, tokens: int, engine: Any = None, rows: int = 0) -> None:
+        self._tokens, self._engine, self._rows = tokens, engine, rows
+        self.rollout, self.training = Peak(settled=False), Peak(settled=False)
+        self.around = ExitStack()
 
     def sample(self, prompt_ids: list[list[int]], *_more: Any, **_named: Any) -> Rollout:
+        if self._engine is not None:
+            self.around.close()
+            with self._watch("rollout"):
+                _decode_ends(self._engine, self._rows, self._tokens, DECODED_TOKENS)
+            self.around.enter_context(self._watch("training"))
         ids = [torch.randint(1, 200, (self._tokens - len(prompt),)).tolist() for prompt in prompt_ids]
         return Rollout(ids, [None] * len(ids), [[-1.0] * len(row) for row in ids])
+
+    @contextmanager
+    def _watch(self, part: str) -> Iterator[None]:
+        """Add what a block takes to the peak of its part."""
+        total: Peak = getattr(self, part)
+        with Peak(settled=False) as peak:
+            yield
+        total.gib, total.reserved_gib = max(total.gib, peak.gib), max(total.reserved_gib, peak.reserved_gib)
+        total.seconds = peak.seconds
 
 
 def _load_of(run: RunConfig, policy: Policy) -> Load:

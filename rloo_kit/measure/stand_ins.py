@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from rloo_kit.rollout.generate import HQQ_CONFIG
 
 SHARD_BYTES = 2**31
 BLOCK = 2**20  # random numbers that are made; tensors repeat them
-DEVIATION = 0.02
 POSITIONS = 40960  # of Qwen3
 
 
@@ -37,20 +36,26 @@ def save_random_checkpoint(run: RunConfig, folder: str | Path) -> Path:
     Raises:
         ConfigError: the shape is not known. BackendError: the disk has no room for the weights.
     """
-    folder, shape = Path(folder), find_shape(run)
+    kind = "instruct" if "instruct" in run.model.name.lower() else "thinking"
+    return save_random_model(find_shape(run), folder, kind, max(POSITIONS, run.model.max_seq_length))
+
+
+def save_random_model(
+    shape: ModelShape, folder: str | Path, kind: str = "thinking", positions: int = POSITIONS, **values: Any
+) -> Path:
+    """The same for a shape; `kind` is the tokenizer's, and `values` are more of the config's."""
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     needed, free = 2 * shape.num_weights, shutil.disk_usage(folder).free
     if needed > 0.95 * free:
         raise BackendError(
-            f"a random checkpoint of {run.model.name} takes {needed / 2**30:.1f} GiB, and {folder} has "
-            f"{free / 2**30:.1f} GiB free: set TMPDIR to a folder on a larger disk"
+            f"a random checkpoint of {shape.num_weights / 1e9:.3g} G weights takes {needed / 2**30:.1f} GiB, and "
+            f"{folder} has {free / 2**30:.1f} GiB free: set TMPDIR to a folder on a larger disk"
         )
-    config = make_config(shape, max(POSITIONS, run.model.max_seq_length))
+    config = make_config(shape, positions, **values)
     config.save_pretrained(folder)
     _save_weights(config, folder)
-    kind = "instruct" if "instruct" in run.model.name.lower() else "thinking"
-    vocabulary = "qwen3" if shape.vocab_size >= ROWS["qwen3"] else "compact"
-    build_tokenizer(kind, vocabulary).save_pretrained(folder)
+    build_tokenizer(kind, "qwen3" if shape.vocab_size >= ROWS["qwen3"] else "compact").save_pretrained(folder)
     return folder
 
 
@@ -74,23 +79,36 @@ def make_config(shape: ModelShape, positions: int = POSITIONS, **values: Any) ->
 
 
 def _save_weights(config: Any, folder: Path) -> None:
-    """Shards of at most SHARD_BYTES (or one tensor), and the index that says where each tensor is."""
-    numbers = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0)).mul_(DEVIATION).bfloat16()
+    """Shards of at most SHARD_BYTES (or one tensor), and the index that says where each tensor is; named as
+    transformers names them, since merging writes them anew under their names."""
+    draw = _random_numbers(config)
     places: dict[str, str] = {}
     total = 0
-    for number, names in enumerate(_cut(_list_tensors(config)), 1):
-        shard = f"model-{number:05d}.safetensors"
+    shards = list(_cut(_list_tensors(config)))
+    for number, names in enumerate(shards, 1):
+        shard = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         tensors = {}
         for name, size in names:
-            count = size.numel()
             is_norm = len(size) == 1 and name.endswith("norm.weight")
-            flat = torch.ones(count).bfloat16() if is_norm else numbers.repeat(-(-count // BLOCK))[:count]
+            flat = torch.ones(size.numel(), dtype=config.dtype) if is_norm else draw(size.numel())
             tensors[name] = flat.view(size).contiguous()
-            total += 2 * count
+            total += flat.nbytes
         save_file(tensors, folder / shard, metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, shard)
     index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    if len(shards) > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _random_numbers(config: Any) -> Callable[[int], torch.Tensor]:
+    """Normal numbers of the config's deviation: drawn on a GPU, else those of a block again and again."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    options = {"generator": generator, "device": device, "dtype": torch.float32}
+    if device == "cuda":
+        return lambda count: torch.randn(count, **options).mul_(config.initializer_range).to(config.dtype).cpu()
+    block = torch.randn(BLOCK, **options).mul_(config.initializer_range).to(config.dtype)
+    return lambda count: block.repeat(-(-count // BLOCK))[:count]
 
 
 def _list_tensors(config: Any) -> list[tuple[str, Any]]:

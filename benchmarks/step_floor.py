@@ -3,7 +3,7 @@
 A step's training part has to push every real token once forward and once backward through the matrices, the attention
 and the head, and with a KL penalty once more forward for the reference; operations over the GPU's rate give seconds.
 A rollout has to read every weight once a token of its longest completion, and the keys and values of the rows that are
-still going; bytes over the GPU's bandwidth give seconds. The cell `ceilings` measures both, rate and bandwidth.
+still going; bytes over the GPU's bandwidth give seconds. The first hour measures both, rate and bandwidth.
 
 Not counted, so that it is a floor: padding, recomputing for checkpoints, unpacking 4-bit weights, the adapter (rank 16:
 1 %), norms, the optimizer, launches, and the host. Nothing here imports torch.

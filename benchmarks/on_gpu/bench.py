@@ -1,0 +1,218 @@
+"""What the checks of one worker share: the backend, checkpoints with random weights, runs, loaded policies, figures.
+
+Weights are random and of true shape: a step costs what it costs on trained ones, and nothing is downloaded. Of the
+0.6B model the row of the end token is set so that a completion ends after some 24 tokens, which a reward can change.
+Rehearsed, a tiny model stands in, on the CPU: through transformers in 4-bit by bitsandbytes, through Unsloth's own code
+by Triton's interpreter in float32.
+"""
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import reporting
+
+from on_gpu import checks, memory
+
+RUN = """\
+run: {{output_dir: {outputs}, sample_every_steps: 0, progress_every_s: 0}}
+model: {{name: {name}, backend: {backend}, family: thinking, dtype: {dtype}, load_in_4bit: {four_bit},
+  max_seq_length: {length}, gradient_checkpointing: unsloth}}
+data: {{source: embedded/addition, num_prompts: 64, test_size: 16, max_prompt_length: 128}}
+rewards: [{{name: thinking_reward}}]
+rloo: {{max_steps: 5, per_device_train_batch_size: 8, gradient_accumulation_steps: 4, steps_per_generation: 4,
+  num_generations: 8, max_completion_length: 64, learning_rate: {rate}, lr_scheduler_type: constant, warmup_steps: 0,
+  beta: 0.0, report_to: [], save_steps: 1000}}
+"""
+SMALLER = (
+    "rloo.per_device_train_batch_size=4", "rloo.gradient_accumulation_steps=1", "rloo.steps_per_generation=1",
+    "rloo.num_generations=2", "rloo.max_completion_length=8", "data.max_prompt_length=32",
+)  # fmt: skip
+LEARNING_RATE, TINY_LEARNING_RATE = 3e-3, 1e-2
+USUAL_LENGTH, TINY_USUAL_LENGTH = 24, 6  # tokens after which a random 0.6B ends on average
+
+
+class Skipped(Exception):
+    """A check that does not apply on this machine; the text says why."""
+
+
+class Bench:
+    """What a check is handed.
+
+    Args:
+        backend: "unsloth" or "transformers", whose libraries are loaded. scratch: folder for checkpoints and what one
+            worker leaves to the next. lines: file of the part's lines. rehearsed: tiny, on the CPU.
+    """
+
+    def __init__(self, backend: str, scratch: Path, lines: Path, rehearsed: bool) -> None:
+        self.backend, self.scratch, self.lines, self.rehearsed = backend, scratch, lines, rehearsed
+        self.check: checks.Check | None = None
+        self.ends = math.inf  # of the check that runs, on time.monotonic
+        self.trained: Path | None = None  # the adapter of the run that was resumed
+        self._shared: dict[Any, Any] = {}
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether Unsloth's kernels are interpreted: float32, and no 4-bit weights."""
+        return self.rehearsed and self.backend == "unsloth"
+
+    @property
+    def cuda(self) -> Any:
+        """`torch.cuda`, whose `is_available` is False in a rehearsal."""
+        import torch
+
+        return torch.cuda
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that the check may still take."""
+        return self.ends - time.monotonic()
+
+    def report(self, **values: Any) -> None:
+        """Write figures down, at once."""
+        name = self.check.name if self.check else ""
+        checks.append(self.lines, "figure", check=name, values=values)
+        print(f"{name}: {json.dumps(values)}", flush=True)
+
+    # ------------------------------------------------------------------------------------------------- models and runs
+
+    def checkpoint(self, size: str) -> Path:
+        """The folder of the random "0.6b" or "4b"; the tiny one when rehearsing."""
+        return self.scratch / f"qwen3-{'tiny' if self.rehearsed else size}-random"
+
+    def make_run(self, size: str, *overrides: str, four_bit: bool = True, name: str = "") -> Any:
+        """A short run on the checkpoint of that size (or `name`), in the folder `name` of the scratch."""
+        from rloo_kit import load_config
+
+        file = self.scratch / f"run-{self.backend}.yaml"
+        text = RUN.format(
+            outputs=json.dumps(str(self.scratch / f"outputs-{self.backend}")),
+            name=json.dumps(name or str(self.checkpoint(size))),
+            backend=self.backend,
+            dtype="float32" if self.rehearsed else "auto",
+            four_bit=str(four_bit and not self.interpreted).lower(),
+            length=256 if self.rehearsed else 8192,
+            rate=TINY_LEARNING_RATE if self.rehearsed else LEARNING_RATE,
+        )
+        file.write_text(text, encoding="utf-8")
+        return load_config(file, *(SMALLER if self.rehearsed else ()), *overrides)
+
+    def load(self, run: Any) -> Any:
+        """The policy of a run."""
+        from rloo_kit import load_policy
+
+        self.keep_on_cpu()
+        policy = load_policy(run)
+        self.keep_on_cpu()
+        if policy.backend != self.backend:
+            raise AssertionError(f"the policy came through {policy.backend}: {policy.reason}")
+        return policy
+
+    def policy(self, size: str, four_bit: bool = True) -> Any:
+        """The policy that several checks use."""
+        return self.shared((size, four_bit), lambda: self.load(self.make_run(size, four_bit=four_bit)))
+
+    def shared(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` returns, kept for the next check; what had another key is let go first, so that one is held."""
+        if key not in self._shared:
+            self.release()
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def release(self) -> None:
+        """Let go of what is shared."""
+        self._shared.clear()
+        memory.settle(self.cuda)
+
+    def keep_on_cpu(self) -> None:
+        """Around a load in a rehearsal through Unsloth: it brings modules in that look for a GPU."""
+        if self.interpreted:
+            _interpreter().keep_on_cpu()
+
+
+def start(backend: str, rehearsed: bool, grpo: bool = False) -> None:
+    """Import the libraries in their order, Unsloth first where it is the backend; before torch.
+
+    Args:
+        grpo: a check needs Unsloth's GRPO trainer, which the interpreter's harness leaves out otherwise.
+
+    Raises:
+        rloo_kit.errors.RlooKitError, ImportError: the backend cannot be used here.
+    """
+    os.environ["RLOO_KIT_BACKEND"] = backend
+    if backend == "unsloth":
+        cache = Path(tempfile.mkdtemp(prefix="unsloth-compiled-"))
+        os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache))
+        if rehearsed:
+            os.environ["UNSLOTH_GRPO_PREFIX_GROUPER"] = "0"  # shared prompts have no backward pass on the CPU
+            _interpreter().import_unsloth(cache)
+            if grpo:
+                _write_grpo_trainer()
+    import rloo_kit
+    from rloo_kit._stack import load_stack
+
+    rloo_kit.setup_environment(backend)
+    load_stack()
+
+
+def _interpreter() -> Any:
+    return reporting.load_file("tests/with_unsloth/interpreter.py")
+
+
+def _write_grpo_trainer() -> None:
+    """Unsloth's own GRPO trainer; under UNSLOTH_ALLOW_CPU=1 Unsloth leaves TRL's trainers alone."""
+    from unsloth.models import rl
+
+    os.environ["UNSLOTH_ALLOW_CPU"] = "0"
+    try:
+        rl._patch_trl_rl_trainers("grpo_trainer")
+    finally:
+        os.environ["UNSLOTH_ALLOW_CPU"] = "1"
+
+
+# --------------------------------------------------------------------------------------------------- random checkpoints
+
+
+def make_checkpoint(bench: Bench, size: str) -> Path:
+    """Write the random model of a size where it is not there yet; by a process without Unsloth, whose patches it would
+    carry."""
+    from rloo_kit.measure.stand_ins import save_random_model
+    from rloo_kit.plan.shapes import EMBEDDED, PUBLISHED
+
+    folder = bench.checkpoint(size)
+    if (folder / "tokenizer_config.json").is_file():
+        return folder
+    if bench.rehearsed:
+        shape = replace(EMBEDDED, hidden_size=64, intermediate_size=128, num_layers=1, num_heads=2, num_kv_heads=1)
+        save_random_model(shape, folder, positions=2048, dtype="float32", initializer_range=0.1)
+        _teach_end(folder, TINY_USUAL_LENGTH)
+    else:
+        save_random_model(PUBLISHED[size], folder)
+        if size == "0.6b":
+            _teach_end(folder, USUAL_LENGTH)
+    return folder
+
+
+def _teach_end(folder: Path, length: int) -> None:
+    """Set the end token's row to what the states have in common, so that it comes every `length` tokens: random weights
+    draw it once in 151,936, and nothing that a completion's length depends on could be learned."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    end_id = AutoTokenizer.from_pretrained(folder).eos_token_id
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+    ids = torch.randint(0, 250, (4, 96), generator=torch.Generator().manual_seed(0)).to(device)
+    weight = model.get_input_embeddings().weight
+    with torch.no_grad():
+        states = model.model(input_ids=ids).last_hidden_state[:, 16:].flatten(0, 1).float()
+        others = (states @ weight.float().T).logsumexp(dim=1).mean()
+        mean = states.mean(dim=0)
+        weight[end_id] = (mean * (others - math.log(length)) / mean.square().sum()).to(weight)
+    model.save_pretrained(folder)

@@ -1,0 +1,147 @@
+"""The list of checks, and the lines of JSON in which a part of the first hour says what it found.
+
+A check is a function of a `Bench` with a budget of seconds; `check` puts it on the list, once for each backend. Nothing
+here imports torch: the command reads the list before any worker runs.
+
+A line is one of: header (machine, versions, revision), begin, figure, end (a check and its state), note, closed.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BACKENDS = ("unsloth", "transformers")
+STATES = ("passed", "failed", "out of memory", "over budget", "skipped", "not run")
+PARTS = {1: "smoke and correctness", 2: "figures", 3: "the shipped configs on small GPUs", 0: "not in the hour"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of one backend.
+
+    Attributes:
+        name: "BACKEND/FUNCTION". part: 1 to 3; 0 for one that runs only where it is named.
+        budget_s: after this it is interrupted. needs: the function that has to have passed in this worker.
+        stand_in: runs only where the other backend's worker cannot.
+        not_rehearsed: why it does not run on the CPU.
+    """
+
+    name: str
+    part: int
+    budget_s: int
+    run: Callable[[Any], None]
+    needs: str = ""
+    stand_in: bool = False
+    not_rehearsed: str = ""
+
+    @property
+    def backend(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def what(self) -> str:
+        """The first paragraph of the function's docstring."""
+        return " ".join((self.run.__doc__ or "").partition("\n\n")[0].split())
+
+
+_checks: dict[str, Check] = {}
+
+
+def check(
+    part: int, budget_s: int, backends: Iterable[str] = BACKENDS, *, either: bool = False, **more: Any
+) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Put a function on the list; `either`: it runs once, through Unsloth, else through transformers."""
+
+    def register(function: Callable[[Any], None]) -> Callable[[Any], None]:
+        for backend in backends:
+            name = f"{backend}/{function.__name__}"
+            stand_in = either and backend != "unsloth"
+            _checks[name] = Check(name, part, budget_s, function, stand_in=stand_in, **more)
+        return function
+
+    return register
+
+
+def list_checks() -> dict[str, Check]:
+    """All of them by name, in their order."""
+    from on_gpu import claim, correctness, extras, figures  # noqa: F401  each puts its own on the list
+
+    return _checks
+
+
+# ------------------------------------------------------------------------------------------------------- the lines
+
+
+def append(path: Path, kind: str, **values: Any) -> None:
+    """Add a line, at once on the disk: a machine may go at any time."""
+    line = {"kind": kind, "time": round(time.time(), 2)} | values
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+@dataclass
+class Found:
+    """What is known of a check: its state, its reason where it did not pass, seconds, and its figures."""
+
+    state: str = "not run"
+    reason: str = ""
+    seconds: float = 0.0
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Part:
+    """A part's lines, read back."""
+
+    header: dict[str, Any]
+    checks: dict[str, Found]
+    notes: list[str]
+
+    def value(self, name: str, *keys: str) -> Any:
+        """A figure of the check `name`, by its keys from the outside in; None where there is none."""
+        found: Any = self.checks[name].values if name in self.checks else None
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        return found
+
+
+def read_part(path: Path) -> Part | None:
+    """A file of lines; None where there is none. A line that was cut off is left out."""
+    if not path.is_file():
+        return None
+    part = Part({}, {}, [])
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        kind, name = line.pop("kind"), line.get("check", "")
+        if kind == "header":
+            part.header = line
+        elif kind == "note":
+            part.notes.append(line["text"])
+        elif kind in ("begin", "figure", "end"):
+            found = part.checks.setdefault(name, Found("interrupted", "its worker ended"))
+            if kind == "figure":
+                merge(found.values, line["values"])
+            elif kind == "end":
+                found.state, found.reason, found.seconds = line["state"], line["reason"], line["seconds"]
+    return part
+
+
+def merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+    """Dictionaries are merged at every depth, all else is replaced.
+
+    >>> found = {"a": {"b": 1}}
+    >>> merge(found, {"a": {"c": 2}, "d": 3})
+    >>> found
+    {'a': {'b': 1, 'c': 2}, 'd': 3}
+    """
+    for name, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            merge(into[name], value)
+        else:
+            into[name] = value

@@ -1,0 +1,185 @@
+"""What was expected of each figure, written before any was measured (2026-11-22), and floors under some of them.
+
+For an H200 (some 790 TFLOP/s in bf16 and 4.3 TB/s). Decoding is bound by launches: 36 layers x 7 4-bit matrices with
+their adapters are some 3,500 kernels a step. Floors follow from the rate and the bandwidth that part 1 measures.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from on_gpu.checks import Part
+from on_gpu.correctness import GRADIENT, LAYOUTS, MAX_NATS, MEAN_NATS
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A figure of a check, by its keys, and the range that it was expected in; `why` where it is no plain guess."""
+
+    what: str
+    check: str
+    keys: tuple[str, ...]
+    low: float
+    high: float
+    unit: str = ""
+    why: str = ""
+
+    @property
+    def part(self) -> int:
+        from on_gpu.checks import list_checks
+
+        return list_checks()[self.check].part
+
+    @property
+    def range(self) -> str:
+        """For people."""
+        return f"{self.low:g} to {self.high:g} {self.unit}".strip()
+
+
+@dataclass(frozen=True)
+class Row:
+    """An expectation beside what was found."""
+
+    what: str
+    expected: str
+    found: str
+    inside: bool
+    why: str
+
+
+def _correctness() -> Iterator[Expected]:
+    machine = "unsloth/knows_the_machine"
+    yield Expected("matrix products, bf16", machine, ("tflops",), 700, 850, "TFLOP/s")
+    yield Expected("copies within the GPU, read and written", machine, ("gb_per_s",), 4000, 4500, "GB/s")
+    for backend, layouts in LAYOUTS.items():
+        yield Expected(f"{backend}: 0.6B loads in", f"{backend}/loads_4bit", ("seconds",), 3, 20, "s")
+        for kind in ("4bit", "bf16"):
+            for name in layouts:
+                check = f"{backend}/scores_{kind}"
+                what = f"{backend}, {kind}, {name}"
+                yield Expected(
+                    f"{what}: mean", check, (name, "mean"), 0, MEAN_NATS, "nats", "rounding in another order"
+                )
+                yield Expected(f"{what}: largest", check, (name, "max"), 0, MAX_NATS, "nats")
+                yield Expected(f"{what}: gradient off by", check, (name, "gradient"), 0, GRADIENT, "of its size")
+    stock = ("left-padded, as stock", "mean")
+    yield Expected(
+        "left-padded rows as stock, Unsloth", "unsloth/scores_bf16", stock, 0.1, 10, "nats", "its mask is dropped"
+    )
+    yield Expected("left-padded rows as stock, transformers", "transformers/scores_bf16", stock, 0, MEAN_NATS, "nats")
+    for backend in LAYOUTS:
+        nats = ("nats_after_loading", "max")
+        yield Expected(f"{backend}: adapter loaded again, largest", f"{backend}/generates", nats, 0, 0.02, "nats")
+        merged = (backend, "merged", "max")
+        yield Expected(
+            f"{backend}: merged model, largest", "transformers/reads_what_was_merged", merged, 0, MAX_NATS, "nats"
+        )
+
+
+def _figures() -> Iterator[Expected]:
+    decoding = {"unsloth": ((25, 35), (25, 40), (30, 60)), "transformers": ((40, 60), (45, 75), (70, 150))}
+    whys = {"unsloth": "launches", "transformers": "launches; at 128 rows the cache is expanded to all query heads"}
+    for backend, ranges in decoding.items():
+        for rows, (low, high) in zip((8, 32, 128), ranges, strict=True):
+            what = f"decode step, 4B in 4-bit, {rows} rows, {'Unsloth' if backend == 'unsloth' else 'native'}"
+            yield Expected(what, f"{backend}/decodes", (f"rows {rows}", "ms_per_step"), low, high, "ms", whys[backend])
+    training = (
+        ("ours, Unsloth, fast", "unsloth/trains_4k", "fast", 2, 5),
+        ("ours, Unsloth, low", "unsloth/trains_4k", "low", 2.5, 7),
+        ("ours, Unsloth, prompts shared", "unsloth/trains_4k", "shared", 2, 6),
+        ("ours, Unsloth, prompts repeated", "unsloth/trains_4k", "repeated", 2, 5),
+        ("TRL under Unsloth", "unsloth/stock_trains_4k", "", 8, 20),
+        ("GRPO of Unsloth", "unsloth/grpo_trains_4k", "", 3, 8),
+        ("ours, transformers, fast", "transformers/trains_4k", "fast", 2.5, 6),
+        ("ours, transformers, low", "transformers/trains_4k", "low", 3, 8),
+        ("TRL, transformers", "transformers/stock_trains_4k", "", 8, 25),
+    )
+    for name, check, key, low, high in training:
+        keys = (*filter(None, [key]), "training_s")
+        yield Expected(
+            f"training part, 4k: {name}", check, keys, low, high, "s", "3 to 7 times the floor" if key else ""
+        )
+    for name, check, low, high in (
+        ("ours, Unsloth", "unsloth/whole_step_1k", 27, 42),
+        ("ours, native", "transformers/whole_step_1k", 42, 68),
+        ("TRL under Unsloth", "unsloth/stock_whole_step_1k", 30, 60),
+        ("TRL, transformers", "transformers/stock_whole_step_1k", 45, 90),
+    ):
+        yield Expected(f"whole step, 1k: {name}", check, ("whole_s",), low, high, "s", "1,024 decode steps")
+
+
+def _claim() -> Iterator[Expected]:
+    for gpu_gb, low, high in ((8, 400, 680), (12, 420, 700), (16, 640, 1050), (24, 1400, 2400)):
+        check = f"unsloth/trains_on_{gpu_gb}gb"
+        yield Expected(f"{gpu_gb} GB: seconds a step, all to their limit", check, ("step_s",), low, high, "s",
+                       "its rollouts' decode steps x 30 ms")  # fmt: skip
+
+
+EXPECTED = (*_correctness(), *_figures(), *_claim())
+
+RATIOS = (  # what, the figure that is compared with, ours, at least this many times
+    ("training part, 4k, vs. TRL under Unsloth", "unsloth/stock_trains_4k", "unsloth/trains_4k", ("training_s",), 4.0),
+    ("training part, 4k, vs. GRPO of Unsloth", "unsloth/grpo_trains_4k", "unsloth/trains_4k", ("training_s",), 1.0),
+    ("training part, 4k, vs. TRL, transformers", "transformers/stock_trains_4k", "transformers/trains_4k",
+     ("training_s",), 4.0),
+    ("its memory, vs. TRL under Unsloth", "unsloth/stock_trains_4k", "unsloth/trains_4k", ("above_held_gib",), 2.0),
+    ("whole step, 1k, vs. TRL under Unsloth", "unsloth/stock_whole_step_1k", "unsloth/whole_step_1k",
+     ("whole_s",), 1.0),
+    ("whole step, 1k, native vs. TRL, transformers", "transformers/stock_whole_step_1k", "transformers/whole_step_1k",
+     ("whole_s",), 1.0),
+)  # fmt: skip
+
+
+def compare(part: Part) -> Iterator[Row]:
+    """The expectations of a part's figures that were found; a stand-in's figure counts for Unsloth's check."""
+    for one in EXPECTED:
+        value = find(part, one.check, *one.keys)
+        if isinstance(value, int | float):
+            yield Row(one.what, one.range, f"{value:.4g} {one.unit}", one.low <= value <= one.high, one.why)
+
+
+def find(part: Part, check: str, *keys: str) -> Any:
+    """A figure; of a check that runs once it may come from either backend."""
+    value = part.value(check, *keys)
+    return (
+        part.value(check.replace("unsloth/", "transformers/"), *keys)
+        if value is None and part_is_either(check)
+        else value
+    )
+
+
+def part_is_either(check: str) -> bool:
+    """Whether the check's twin in transformers is a stand-in."""
+    from on_gpu.checks import list_checks
+
+    twin = list_checks().get(check.replace("unsloth/", "transformers/"))
+    return twin is not None and twin.stand_in
+
+
+# ---------------------------------------------------------------------------------------------------------- floors
+
+
+def floors(tflops: float, gb_per_s: float) -> dict[str, float]:
+    """Seconds below which no version gets on a GPU of that rate and bandwidth, by the figure's name."""
+    import step_floor
+    import step_workload
+    from step_workload import Workload
+
+    from rloo_kit.plan.shapes import PUBLISHED
+
+    shape = PUBLISHED["4b"]
+
+    def tokens(longest: int) -> tuple[list[int], list[list[int]]]:
+        workload = Workload(8, 151936, longest=longest)
+        lengths, size = step_workload.completion_lengths(workload), workload.num_generations
+        prompts = [len(row["prompt"]) for row in step_workload.prompt_rows(workload)]
+        return prompts, [lengths[size * group : size * (group + 1)] for group in range(workload.groups)]
+
+    found = {"training part, 4k": step_floor.training_flops(shape, *tokens(4096), beta=0.05) / (tflops * 1e12)}
+    found["whole step, 1k"] = step_floor.rollout_bytes(shape, *tokens(1024)) / (
+        gb_per_s * 1e9
+    ) + step_floor.training_flops(shape, *tokens(1024), beta=0.05) / (tflops * 1e12)
+    for rows in (8, 32, 128):
+        one: Callable[[int], float] = lambda length: step_floor.rollout_bytes(shape, [length] * rows, [[1]] * rows)  # noqa: E731,B023
+        found[f"decode step, 4B in 4-bit, {rows} rows"] = one(1056) / (gb_per_s * 1e9)
+    return found
