@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import step_cuda_tables as cuda
+import gpu_report as gpu
 from reporting import RESULTS, ROOT, startup_table, step_files_table, step_value, table
 
-PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "plan.md", ROOT / "README.md")
 
 
 def write_tables(pages: tuple[Path, ...] = PAGES, results: Path = RESULTS) -> None:
@@ -35,8 +35,8 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
         name = match.group(1)
         make, file = TABLES[name]
         path = results / file
-        if path.suffix != ".json":  # a folder of cells: what is missing is named there
-            lines = make({one.stem: json.loads(one.read_text(encoding="utf-8")) for one in sorted(path.glob("*.json"))})
+        if path.suffix != ".json":  # the parts of the first hour: what is missing is named there
+            lines = make(gpu.read_parts(path))
         else:
             lines = make(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ["Not measured yet."]
         return "\n".join([f"<!-- table: {name} -->", "", *lines, "", "<!-- end -->"])
@@ -139,7 +139,7 @@ def rewards_table(result: dict[str, Any]) -> list[str]:
     return table(["reward", "million tokens a second", "lower quartile", "upper"], rows)
 
 
-TABLES: dict[str, tuple[Callable[[dict[str, Any]], list[str]], str]] = {
+TABLES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
     "step": (step_table, "rloo_step.json"),
     "step-short": (short_step_table, "rloo_step.json"),
     "step-files": (step_files_table, "step_files.json"),
@@ -148,10 +148,13 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], list[str]], str]] = {
     "kl-training": (kl_training_table, "kl_forms.json"),
     "rewards": (rewards_table, "rewards.json"),
     "startup": (startup_table, "startup.json"),
-    "cuda-gpu": (cuda.gpu_line, "step_cuda"),
-    "cuda-aims": (cuda.aims_table, "step_cuda"),
-    "cuda-training": (cuda.training_table, "step_cuda"),
-    "cuda-whole": (cuda.whole_table, "step_cuda"),
-    "cuda-floor": (cuda.floor_table, "step_cuda"),
-    "cuda-profile": (cuda.profile_table, "step_cuda"),
+    "gpu-line": (gpu.gpu_line, "gpu"),
+    "gpu-short": (gpu.short_table, "gpu"),
+    "gpu-checks": (gpu.checks_table, "gpu"),
+    "gpu-scores": (gpu.scores_table, "gpu"),
+    "gpu-expected": (gpu.expected_table, "gpu"),
+    "gpu-decoding": (gpu.decoding_table, "gpu"),
+    "gpu-ratios": (gpu.ratios_table, "gpu"),
+    "gpu-configs": (gpu.configs_table, "gpu"),
+    "gpu-plan": (gpu.plan_table, "gpu"),
 }

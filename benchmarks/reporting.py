@@ -40,8 +40,8 @@ def header(script: str) -> dict[str, Any]:
     return {
         "command": " ".join(["python", script, *sys.argv[1:]]),
         "measured": time.strftime("%Y-%m-%d"),
-        "revision": git("rev-parse", "HEAD"),
-        "changed_files": bool(git("status", "--porcelain", "--", "rloo_kit", "rewards", "configs")),
+        "revision": git("rev-parse", "HEAD") or os.environ.get("RLOO_KIT_REVISION", ""),  # an archive has no .git
+        "changed_files": bool(git("status", "--porcelain", "--", "rloo_kit", "rewards", "configs", "benchmarks")),
         "machine": {
             "processor": processor(),
             "cores": os.cpu_count(),

@@ -9,6 +9,7 @@ from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
 from rloo_kit.plan import parts
+from rloo_kit.plan.corrections import correction, load_corrections
 from rloo_kit.plan.parts import ELSEWHERE, Load
 from rloo_kit.plan.result import Machine, Part, Remedy, VramPlan
 from rloo_kit.plan.shapes import DYNAMIC_ENDING, find_shape, read_adapter, shape_of_config
@@ -171,15 +172,31 @@ def _own_bytes(load: Load) -> int:
 
 def rollout_gib(load: Load, rows: int) -> float:
     """Peak of a rollout with `rows` completions at once, each at its full length, in GiB."""
-    if load.cache == ELSEWHERE:
-        return _resting_bytes(load) / GIB
-    cache = parts.cache_bytes(load, rows) + parts.decoding_bytes(load, rows) + parts.joined_bytes(load)
-    return (_resting_bytes(load) + cache + parts.sampling_bytes(load, rows)) / GIB
+    return _corrected(load, "rollout", _rollout_bytes(load, rows))
 
 
 def training_gib(load: Load) -> float:
     """Peak of the largest training pass, in GiB."""
-    return (_resting_bytes(load) + parts.activation_bytes(load) + parts.head_bytes(load)) / GIB
+    return _corrected(load, "training", _training_bytes(load))
+
+
+def _rollout_bytes(load: Load, rows: int) -> int:
+    if load.cache == ELSEWHERE:
+        return _resting_bytes(load)
+    cache = parts.cache_bytes(load, rows) + parts.decoding_bytes(load, rows) + parts.joined_bytes(load)
+    return _resting_bytes(load) + cache + parts.sampling_bytes(load, rows)
+
+
+def _training_bytes(load: Load) -> int:
+    return _resting_bytes(load) + parts.activation_bytes(load) + parts.head_bytes(load)
+
+
+def _corrected(load: Load, part: str, counted: int) -> float:
+    """GiB of what was counted; on a GPU what is torch's of it is multiplied by what measurements have shown."""
+    if not load.on_cuda:
+        return counted / GIB
+    context = parts.context_bytes(load)
+    return (context + (counted - context) * correction("unsloth" if load.fused else "transformers", part)) / GIB
 
 
 def largest_rows(load: Load, limit_gib: float) -> int:
@@ -299,6 +316,9 @@ def _list_parts(load: Load, rows: int) -> Iterator[Part]:
     detail = f"{load.pass_tokens} tokens in a pass, checkpointing {load.checkpointing}"
     yield Part("activations", 0.0, parts.activation_bytes(load) / GIB, detail)
     yield Part("head", 0.0, parts.head_bytes(load) / GIB, "scored states, one tile of logits")
+    more = rollout_gib(load, rows) - _rollout_bytes(load, rows) / GIB, training_gib(load) - _training_bytes(load) / GIB
+    if max(more) > 0:
+        yield Part("correction", *more, f"peaks measured on {load_corrections()['source']} were larger")
 
 
 def _list_rollout_parts(load: Load, rows: int) -> Iterator[Part]:

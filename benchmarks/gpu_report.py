@@ -1,0 +1,362 @@
+"""What a GPU measured, into the pages: README, docs, the configs' headers and the memory plan's corrections.
+
+    make gpu-report                                  # from benchmarks/results/gpu/part1.jsonl, part2.jsonl, part3.jsonl
+    python benchmarks/gpu_report.py --from DIR       # after copying or unpacking those of DIR there
+
+Without a file its figures read "not measured". A rehearsal's files are refused. The tables here are those of
+`doc_tables.py` whose source is the folder `gpu`; a ratio is of two figures of one part, so of one GPU.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+import tarfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import reporting
+from on_gpu import checks
+from on_gpu.checks import BACKENDS, Found, Part, list_checks, read_part
+from on_gpu.expected import EXPECTED, RATIOS, Expected, find, floors
+from reporting import table
+
+RESULTS = reporting.RESULTS / "gpu"
+CORRECTIONS = reporting.ROOT / "rloo_kit" / "plan" / "corrections.json"
+CONFIGS = reporting.ROOT / "configs"
+GPUS_GB = (8, 12, 16, 24)
+MISSING = "not measured"
+Parts = Mapping[int, Part]
+
+
+def read_parts(folder: Path) -> dict[int, Part]:
+    """The parts that were measured, by number."""
+    found = {number: read_part(folder / f"part{number}.jsonl") for number in (1, 2, 3)}
+    return {number: part for number, part in found.items() if part is not None and not part.header.get("rehearsed")}
+
+
+# ---------------------------------------------------------------------------------------------------------- tables
+
+
+def gpu_line(parts: Parts) -> list[str]:
+    """Which GPU and versions the figures are from."""
+    if not parts:
+        return ["Not measured: no GPU was at hand."]
+    lines = []
+    for number, part in sorted(parts.items()):
+        versions = part.header["versions"]
+        names = ", ".join(f"{name} {versions[name]}" for name in ("torch", "trl", "unsloth") if versions.get(name))
+        lines.append(
+            f"Part {number}: {part.header['machine']['gpu']}, {part.header['measured']}, revision "
+            f"`{part.header['revision'][:7]}`; {names}."
+        )
+        lines += [f"{note}." for note in part.notes]
+    return lines
+
+
+def checks_table(parts: Parts) -> list[str]:
+    """Part 1: what each check shows, and what became of it in each backend."""
+    functions = dict.fromkeys(name.partition("/")[2] for name, check in list_checks().items() if check.part == 1)
+    rows = []
+    for function in functions:
+        twins = [list_checks().get(f"{backend}/{function}") for backend in BACKENDS]
+        what = next(check.what for check in twins if check is not None)
+        rows.append([f"`{function}`", what.rstrip("."), *(_state(parts, check) for check in twins)])
+    return table(["check", "what it shows", *("Unsloth", "transformers")], rows)
+
+
+def _state(parts: Parts, check: checks.Check | None) -> str:
+    if check is None:
+        return ""
+    found = parts[check.part].checks.get(check.name, Found()) if check.part in parts else Found()
+    if found.state == "not run":
+        return "" if check.stand_in else MISSING
+    reason = f": {_short(found.reason)}" if found.state != "passed" else f", {found.seconds:.0f} s"
+    return (found.state if found.state == "passed" else f"**{found.state}**") + reason
+
+
+def _short(reason: str) -> str:
+    return reason.replace("|", "/").splitlines()[0][:120] if reason else ""
+
+
+def scores_table(parts: Parts) -> list[str]:
+    """Part 1: each layout off single sequences, mean and largest in nats, and the gradient."""
+    from on_gpu.correctness import LAYOUTS
+
+    rows = []
+    for backend, layouts in LAYOUTS.items():
+        for layout in (*layouts, "left-padded", "left-padded, as stock"):
+            rows.append(
+                [backend, layout, *(_score(parts, f"{backend}/scores_{kind}", layout) for kind in ("4bit", "bf16"))]
+            )
+    return table(["backend", "rows", "in 4-bit", "in 16 bit"], rows)
+
+
+def _score(parts: Parts, check: str, layout: str) -> str:
+    off = parts[1].value(check, layout) if 1 in parts else None
+    if not isinstance(off, dict) or "error" in off:
+        return MISSING if off is None else _short(off["error"] if isinstance(off, dict) else off)
+    gradient = f", gradient {off['gradient']:.2g}" if "gradient" in off else ""
+    return f"{off['mean']:.2g} / {off['max']:.2g}{gradient}"
+
+
+def expected_table(parts: Parts) -> list[str]:
+    """Each figure beside its expectation and its floor; the layouts' are in a table of their own."""
+    low = _floors(parts)
+    rows = []
+    for one in EXPECTED:
+        if "/scores_" in one.check and one.keys[0] != "left-padded, as stock":
+            continue
+        value = _value(parts, one)
+        floor = next((seconds for name, seconds in low.items() if one.what.startswith(name)), None)
+        unit = 1e3 if one.unit == "ms" else 1.0
+        rows.append([
+            one.what, one.range, "" if floor is None else f"{floor * unit:.2g} {one.unit}",
+            MISSING if value is None else f"{value:.3g} {one.unit}".strip(),
+            "" if value is None or one.low <= value <= one.high else "**outside**",
+        ])  # fmt: skip
+    return table(["figure", "expected", "floor", "found", ""], rows)
+
+
+def _floors(parts: Parts) -> dict[str, float]:
+    """From the rate and the bandwidth that part 1 measured, else from those of an H200."""
+    rate, bandwidth = (
+        find(parts[1], "unsloth/knows_the_machine", name) if 1 in parts else None for name in ("tflops", "gb_per_s")
+    )
+    return floors(rate or 790.0, bandwidth or 4300.0)
+
+
+def _value(parts: Parts, one: Expected) -> float | None:
+    found = find(parts[one.part], one.check, *one.keys) if one.part in parts else None
+    return found if isinstance(found, int | float) else None
+
+
+def ratios_table(parts: Parts) -> list[str]:
+    """What was aimed at of ratios, and what was found."""
+    rows = []
+    for what, base, ours, keys, least in RATIOS:
+        number = list_checks()[ours].part
+        pair = [_foreign(parts, number, base, keys), _foreign(parts, number, ours, ("fast", *keys))]
+        pair[1] = pair[1] or _foreign(parts, number, ours, keys)
+        ratio = pair[0] / pair[1] if all(pair) else None
+        held = "" if ratio is None else "reached" if ratio >= least else "**missed**"
+        rows.append([what, f"{least:g}x", MISSING if ratio is None else f"{ratio:.2f}x", held])
+    return table(["compared", "at least", "found", ""], rows)
+
+
+def _foreign(parts: Parts, number: int, check: str, keys: Iterable[str]) -> Any:
+    return parts[number].value(check, *keys) if number in parts else None
+
+
+def decoding_table(parts: Parts) -> list[str]:
+    """Decoding: milliseconds a step and tokens a second, by rows."""
+    from on_gpu.figures import ROWS
+
+    rows = []
+    for backend, name in (("unsloth", "Unsloth's `generate`"), ("transformers", "`native`, transformers")):
+        cells = []
+        for count in ROWS:
+            found = parts[2].value(f"{backend}/decodes", f"rows {count}") if 2 in parts else None
+            if found is None:
+                cells.append(MISSING)
+            elif not found.get("ms_per_step"):
+                cells.append("does not fit")
+            else:
+                cells.append(f"{found['ms_per_step']:.1f} ms, {found['tokens_per_s']} tokens/s")
+        rows.append([name, *cells])
+    return table(["engine", *(f"{count} rows" for count in ROWS)], rows)
+
+
+def configs_table(parts: Parts) -> list[str]:
+    """Part 3: what was computed and measured for each simulated GPU, seconds a step, and the longest thinking."""
+    rows = []
+    for gpu_gb in GPUS_GB:
+        found = claim_of(parts, gpu_gb)
+        longest = _longest(parts, gpu_gb)
+        if found is None:
+            rows.append([f"{gpu_gb} GB", *[MISSING] * 4, longest])
+            continue
+        computed = found["computed"]
+        rows.append([
+            f"{gpu_gb} GB", f"{computed['rollout_gib']:.2f} / {computed['training_gib']:.2f} GiB",
+            f"{found['rollout_gib']:.2f} / {found['training_gib']:.2f} GiB, through {found['backend']}",
+            f"{found['step_s']:.0f} s" if "step_s" in found else MISSING,
+            f"{found['hours_for_200_steps']:.0f} h" if "step_s" in found else MISSING, longest,
+        ])  # fmt: skip
+    head = [
+        "GPU",
+        "computed: rollout / training",
+        "measured",
+        "a step",
+        "200 steps",
+        "longest completions, one at a time",
+    ]
+    return table(head, rows)
+
+
+def claim_of(parts: Parts, gpu_gb: int) -> dict[str, Any] | None:
+    """The figures of a shipped config, and the backend that ran it; None where it did not train."""
+    for backend in BACKENDS:
+        found = parts[3].checks.get(f"{backend}/trains_on_{gpu_gb}gb") if 3 in parts else None
+        if found is not None and "rollout_gib" in found.values:
+            return found.values | {"backend": backend}
+    return None
+
+
+def _longest(parts: Parts, gpu_gb: int) -> str:
+    for backend in BACKENDS:
+        found = parts[3].value(f"{backend}/longest_thinking", f"{gpu_gb} GB") if 3 in parts else None
+        if found is not None:
+            tried = [f"{tokens} {'fits' if fits else 'does not fit'}" for tokens, fits in found["tried"].items()]
+            return f"planned {found['planned']}; {', '.join(tried)}"
+    return MISSING
+
+
+def short_table(parts: Parts) -> list[str]:
+    """For the README: a line each of correctness, speed and memory."""
+    rows = []
+    for backend, name in (("unsloth", "Unsloth"), ("transformers", "transformers")):
+        names = [one for one, check in list_checks().items() if check.part == 1 and check.backend == backend]
+        known = [parts[1].checks[one].state for one in names if one in parts[1].checks] if 1 in parts else []
+        known = [state for state in known if state not in ("not run", "skipped")]
+        passed = f"{known.count('passed')} of {len(known)} checks passed" if known else MISSING
+        rows.append([f"Qwen3-0.6B through {name}: loads, scores, learns, resumes, merges", passed])
+    for one in EXPECTED:
+        if "8 rows" in one.what and "128" not in one.what:
+            value = _value(parts, one)
+            rows.append([one.what, MISSING if value is None else f"{value:.0f} ms"])
+    rows += [[f"Qwen3-4B: {row[0]}", row[2]] for row in _body(ratios_table(parts))[:3]]
+    for gpu_gb in GPUS_GB:
+        found = claim_of(parts, gpu_gb)
+        took = "" if found is None or "step_s" not in found else f", {found['step_s']:.0f} s a step at most"
+        what = f"Qwen3-4B in 4-bit on {gpu_gb} GB, simulated by a cap"
+        rows.append([what, MISSING if found is None else f"trains, {_peak(found):.1f} GiB{took}"])
+    return table(["on a GPU", "found"], rows)
+
+
+def _body(lines: list[str]) -> list[list[str]]:
+    return [line.strip("| ").split(" | ") for line in lines[2:]]
+
+
+def _peak(found: Mapping[str, Any]) -> float:
+    return max(found["rollout_gib"], found["training_gib"])
+
+
+def plan_table(parts: Parts) -> list[str]:
+    """For the page of the memory plan: measured over computed, and the corrections that follow."""
+    rows = []
+    for gpu_gb in GPUS_GB:
+        found = claim_of(parts, gpu_gb)
+        cells = [MISSING] * 2
+        if found is not None:
+            cells = [f"{found[name]:.2f} / {found['computed'][name]:.2f} = {found[name] / found['computed'][name]:.2f}"
+                     for name in ("rollout_gib", "training_gib")]  # fmt: skip
+        rows.append([f"`qwen3_4b_thinking_{gpu_gb}gb.yaml`", *cells])
+    known = json.loads(CORRECTIONS.read_text(encoding="utf-8"))
+    factors = ", ".join(f"{name} {value:g}" for name, value in known["factors"].items())
+    source = f"From {known['source']}: {factors}." if known["source"] else "No correction yet: nothing was measured."
+    return [*table(["config", "rollout, GiB measured / computed", "training"], rows), "", source]
+
+
+# ------------------------------------------------------------------------------------- corrections and headers
+
+
+def corrections(parts: Parts) -> dict[str, Any]:
+    """By how much measured peaks exceed computed ones, the most of all configs, by backend and part; never below 1: a
+    plan that says too much costs rows, one that says too little costs the run."""
+    factors: dict[str, float] = {}
+    for gpu_gb in GPUS_GB:
+        found = claim_of(parts, gpu_gb)
+        for name in ("rollout", "training") if found else ():
+            ratio = found[f"{name}_gib"] / found["computed"][f"{name}_gib"]
+            key = f"{found['backend']} {name}"
+            factors[key] = max(factors.get(key, 1.0), math.ceil(100 * ratio) / 100)
+    header = parts[3].header if factors else {}
+    source = f"{header['machine']['gpu']}, {header['measured']}" if factors else ""
+    return {"source": source, "factors": factors}
+
+
+def with_header(text: str, run: Any, gpu_gb: float, found: Mapping[str, Any] | None, gpu: str) -> str:
+    """A config's text with the plan's figures and, where it was measured, a line that says so."""
+    from rloo_kit import plan_vram
+
+    plan = plan_vram(run, gpu_gb * 1e9 / 2**30)
+    state = "computed" if found else "computed, not measured"
+    memory = f"# Memory:  {plan.rollout_gib:.1f} GiB in a rollout, {plan.training_gib:.1f} GiB in training, of "
+    text = re.sub(r"# Memory: .*", f"{memory}{plan.machine.total_gib:.1f} GiB ({state}).", text)
+    text = re.sub(r"(# Rollout: .*= \d+ completions, )\d+ of them", rf"\g<1>{plan.rows} of them", text)
+    text = re.sub(r"# Measured: .*\n", "", text)
+    if found:
+        lasts = f"; {found['step_s']:.0f} s a step" if "step_s" in found else ""
+        line = (
+            f"# Measured: {found['rollout_gib']:.1f} and {found['training_gib']:.1f} GiB without CUDA's context, on an "
+            f"{gpu} capped to {gpu_gb:g} GB{lasts}.\n"
+        )
+        text = re.sub(r"(#          Another GPU\?.*\n)", lambda match: match.group(1) + line, text)
+    return text
+
+
+def write_headers(parts: Parts) -> None:
+    """Every config for a GPU: the plan's figures, and what was measured."""
+    from rloo_kit import load_config
+
+    for path in sorted(CONFIGS.glob("qwen3*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        needs = re.search(r"one NVIDIA GPU with (\d+) GB", text)
+        assert needs is not None, f"{path.name} does not say which GPU it needs"
+        named = re.search(r"thinking_(\d+)gb$", path.stem)
+        found = claim_of(parts, int(named[1])) if named else None
+        gpu = parts[3].header["machine"]["gpu"] if 3 in parts else ""
+        new = with_header(text, load_config(path), float(needs[1]), found, gpu)
+        if new != text:
+            path.write_text(new, encoding="utf-8")
+            print(f"{path.relative_to(reporting.ROOT)}: header written")
+
+
+def collect(source: Path, target: Path = RESULTS) -> None:
+    """Copy the parts of a folder, or unpack its archives, to where the report reads them.
+
+    Raises:
+        SystemExit: the folder has none, or they are a rehearsal's.
+    """
+    archives, lines = (sorted(source.glob(f"part[123].{ending}")) for ending in ("tar.gz", "jsonl"))
+    if not archives and not lines:
+        raise SystemExit(f"{source} has no part1.jsonl, part2.jsonl or part3.jsonl, nor their archives")
+    texts = {path.name: path.read_text(encoding="utf-8") for path in lines}
+    for archive in archives:
+        name = archive.name.replace(".tar.gz", ".jsonl")
+        with tarfile.open(archive) as file:
+            member = file.extractfile(name)
+            assert member is not None
+            texts.setdefault(name, member.read().decode())
+    for name, text in texts.items():
+        if json.loads(text.splitlines()[0]).get("rehearsed"):
+            raise SystemExit(f"{source / name} is a rehearsal's: nothing in it was measured")
+    target.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (target / name).write_text(text, encoding="utf-8")
+        print(f"{target / name}: copied")
+
+
+def main() -> int:
+    """Collect, and write everything that follows."""
+    reporting.settle()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="source", type=Path, help="folder of a part's JSON lines or archives")
+    options = parser.parse_args()
+    if options.source is not None and options.source.resolve() != RESULTS:
+        collect(options.source.resolve())
+    parts = read_parts(RESULTS)
+    CORRECTIONS.write_text(json.dumps(corrections(parts), indent=2) + "\n", encoding="utf-8")
+    write_headers(parts)
+    import doc_tables
+
+    doc_tables.write_tables()
+    print(f"parts that were measured: {', '.join(map(str, parts)) or 'none'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

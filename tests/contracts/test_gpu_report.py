@@ -1,0 +1,148 @@
+"""`make gpu-report`: what a GPU measured becomes documentation, and nothing else does.
+
+The lines are made up; that real ones have these names is shown by the rehearsal (`with_unsloth/test_first_hour.py`).
+"""
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = {
+    "measured": "2026-12-01", "revision": "0123456789abcdef", "rehearsed": False,
+    "machine": {"gpu": "NVIDIA Test"}, "versions": {"torch": "2.11.0", "trl": "1.15.0", "unsloth": None},
+}  # fmt: skip
+FIGURES: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "unsloth/knows_the_machine": {"tflops": 395.0, "gb_per_s": 2150.0},
+        "unsloth/scores_4bit": {
+            "flex, prompt shared": {"mean": 0.004, "max": 0.11, "gradient": 0.021},
+            "packed, prompt repeated": {"error": "RuntimeError: no | kernel"},
+        },
+        "transformers/loads_4bit": {"seconds": 31.0},
+    },
+    2: {
+        "unsloth/decodes": {"rows 8": {"ms_per_step": 30.2, "tokens_per_s": 265}, "rows 128": {"fits": False}},
+        "unsloth/trains_4k": {"fast": {"training_s": 4.0, "above_held_gib": 5.0}},
+        "unsloth/stock_trains_4k": {"rows": 8, "training_s": 20.0, "above_held_gib": 9.0},
+    },
+    3: {
+        "unsloth/trains_on_8gb": {
+            "computed": {"rollout_gib": 5.0, "training_gib": 4.0}, "rollout_gib": 5.402, "training_gib": 3.0,
+            "step_s": 512.4, "hours_for_200_steps": 28.5,
+        },
+        "unsloth/longest_thinking": {"8 GB": {"planned": 6144, "tried": {"6144": True, "7680": False}}},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """`module(name)` imports a file of benchmarks/, which lies last on the path."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    return importlib.import_module
+
+
+@pytest.fixture
+def measured(module: Any, tmp_path: Path) -> Path:
+    """A folder with the three parts."""
+    append = module("on_gpu.checks").append
+    folder = tmp_path / "gpu"
+    folder.mkdir()
+    for number, found in FIGURES.items():
+        file = folder / f"part{number}.jsonl"
+        append(file, "header", part=number, **HEADER)
+        for name, values in found.items():
+            append(file, "begin", check=name, budget_s=10)
+            append(file, "figure", check=name, values=values)
+            bad = any("error" in one for one in values.values() if isinstance(one, dict))
+            state, reason = ("failed", "off | single\nsequences") if bad else ("passed", "")
+            append(file, "end", check=name, state=state, reason=reason, seconds=7.0)
+    with (folder / "part3.jsonl").open("a") as file:
+        file.write('{"kind": "figure", "che')  # the machine went away here
+    return folder
+
+
+def test_figures_become_tables(module: Any, measured: Path) -> None:
+    """Figures that are copied by hand are the ones that get copied wrong."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    with_tables = module("doc_tables").with_tables
+    text = with_tables(page, measured.parent)
+    assert "Part 2: NVIDIA Test, 2026-12-01, revision `0123456`; torch 2.11.0, trl 1.15.0." in text
+    assert "| 0.004 / 0.11, gradient 0.021 |" in text and "RuntimeError: no / kernel" in text
+    assert "**failed**: off / single" in text and "| passed, 7 s |" in text
+    assert "| matrix products, bf16 | 700 to 850 TFLOP/s |  | 395 TFLOP/s | **outside** |" in text
+    assert "| decode step, 4B in 4-bit, 8 rows, Unsloth | 25 to 35 ms | 1.8 ms | 30.2 ms |  |" in text  # half an H200's
+    assert "| Unsloth's `generate` | 30.2 ms, 265 tokens/s | not measured | does not fit |" in text
+    assert "| training part, 4k, vs. TRL under Unsloth | 4x | 5.00x | reached |" in text
+    assert "| its memory, vs. TRL under Unsloth | 2x | 1.80x | **missed** |" in text
+    assert "planned 6144; 6144 fits, 7680 does not fit" in text
+    assert "| 8 GB | 5.00 / 4.00 GiB | 5.40 / 3.00 GiB, through unsloth | 512 s | 28 h |" in text
+    readme = with_tables((ROOT / "README.md").read_text(encoding="utf-8"), measured.parent)
+    assert "| Qwen3-4B in 4-bit on 8 GB, simulated by a cap | trains, 5.4 GiB, 512 s a step at most |" in readme
+    assert "| Qwen3-4B in 4-bit on 12 GB, simulated by a cap | not measured |" in readme
+    assert with_tables(page, measured.parent / "nowhere").count("not measured") > text.count("not measured")
+
+
+def test_measured_peaks_become_corrections_and_headers(module: Any, measured: Path) -> None:
+    """The plan that promised 5.0 GiB where 5.4 were taken promises it to the next person, too."""
+    report = module("gpu_report")
+    parts = report.read_parts(measured)
+    assert report.corrections(parts) == {
+        "source": "NVIDIA Test, 2026-12-01",
+        "factors": {"unsloth rollout": 1.09, "unsloth training": 1.0},
+    }
+    assert report.corrections({}) == {"source": "", "factors": {}}
+    path = ROOT / "configs" / "qwen3_4b_thinking_8gb.yaml"
+    before, run = path.read_text(encoding="utf-8"), load_config(path)
+    found = report.claim_of(parts, 8)
+    after = report.with_header(before, run, 8, found, "NVIDIA Test")
+    assert "(computed)." in after and "512 s a step" in after and after.count("# Measured: ") == 1
+    assert "5.4 and 3.0 GiB without CUDA's context, on an NVIDIA Test capped to 8 GB" in after
+    assert report.with_header(after, run, 8, found, "NVIDIA Test") == after
+    assert report.with_header(after, run, 8, None, "") == before
+    assert report.claim_of(parts, 12) is None
+
+
+def test_only_measurements_are_collected(module: Any, measured: Path, tmp_path: Path) -> None:
+    """A rehearsal's milliseconds on the CPU in the README would be quoted."""
+    report = module("gpu_report")
+    target = tmp_path / "target"
+    with pytest.raises(SystemExit, match="has no part1.jsonl"):
+        report.collect(tmp_path, target)
+    text = (measured / "part2.jsonl").read_text(encoding="utf-8")
+    (measured / "part2.jsonl").write_text(text.replace('"rehearsed": false', '"rehearsed": true'), encoding="utf-8")
+    with pytest.raises(SystemExit, match="part2.jsonl is a rehearsal's"):
+        report.collect(measured, target)
+    assert set(report.read_parts(measured)) == {1, 3}
+
+
+@pytest.mark.slow
+def test_the_command_writes_every_page(measured: Path, tmp_path: Path) -> None:
+    """One command; in a copy of the repository, from archives, and what it has written is what its tests expect."""
+    copy = tmp_path / "copy"
+    ignored = shutil.ignore_patterns(".git", ".venv*", "outputs", "__pycache__", ".mypy_cache", ".ruff_cache")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
+    import tarfile
+
+    with tarfile.open(measured / "part1.tar.gz", "w:gz") as archive:
+        archive.add(measured / "part1.jsonl", "part1.jsonl")
+    (measured / "part1.jsonl").unlink()
+    command = [sys.executable, "benchmarks/gpu_report.py", "--from", str(measured)]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "parts that were measured: 1, 2, 3" in done.stdout and "qwen3_4b_thinking_8gb.yaml: header" in done.stdout
+    corrections = json.loads((copy / "rloo_kit" / "plan" / "corrections.json").read_text(encoding="utf-8"))
+    assert corrections["factors"]["unsloth rollout"] == 1.09
+    assert "From NVIDIA Test, 2026-12-01: unsloth rollout 1.09" in (copy / "docs" / "plan.md").read_text("utf-8")
+    again = subprocess.run(command[:2], cwd=copy, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0 and "header written" not in again.stdout
