@@ -4,8 +4,6 @@
 #            NO_GPU=1            leave the gpu extra out although a GPU is there (in a fresh .venv)
 #            TORCH_INDEX=URL     install torch from that package index first (CPU builds, another CUDA version)
 #            JOBS=2              test processes side by side
-#            CELLS="life_0.6b"   which cells make test-gpu runs (NAME* for several); MINUTES=9 ends it in time;
-#                                REHEARSE=1 runs their code on the CPU, with tiny shapes
 #            BENCHMARKS="startup" which of benchmarks/ make bench runs (kl_forms and batch_arithmetic: only when named)
 #            HAVE=packages.txt   make gpu-bundle leaves out what that machine has (its `pip list --format=freeze`);
 #                                BUNDLE_PYTHON=3.12 and BUNDLE_CUDA=130 are that machine's, DEST=.gpu-bundle the folder
@@ -69,9 +67,8 @@ test-all: test test-slow ## the core tests and the slow ones
 test-unsloth: $(VENV_UNSLOTH)/.stamp ## the Unsloth path without a GPU, in an environment of its own
 	$(VENV_UNSLOTH)/bin/python -m pytest tests/with_unsloth
 
-test-gpu: $(STAMP_DEV) ## the checks that need a CUDA GPU, each in a process of its own (skipped without one)
-	$(BIN)/python tests/on_gpu/run.py $(if $(CELLS),--only $(patsubst %,'%',$(CELLS))) $(if $(MINUTES),--minutes $(MINUTES)) \
-		$(if $(REHEARSE),--rehearse)
+test-gpu: $(STAMP_DEV) ## the checks of benchmarks/first_hour.py that need a CUDA GPU (skipped without one)
+	$(BIN)/python -m pytest -s tests/on_gpu
 
 check: lint test ## lint and test
 

@@ -32,6 +32,7 @@ import reporting
 
 RESULTS = reporting.RESULTS / "gpu"
 REHEARSALS = reporting.ROOT / "outputs" / "rehearsal"
+WORKER = reporting.ROOT / "benchmarks" / "on_gpu" / "worker.py"
 MINUTES, CLOSING_S = 8.0, 12.0  # of a part; kept of them for the archive
 GRACE_S = 20.0  # behind a check's budget: then its process hangs, and is ended
 POLL_S = 0.2
@@ -41,10 +42,11 @@ KEPT_S = {1: 150.0, 2: 160.0}  # of a part's time for the transformers worker
 
 @dataclass
 class Worker:
-    """A process of `on_gpu/worker.py` and the checks that it has been given."""
+    """A process of `on_gpu/worker.py`, when its time is over, and the checks that it has been given."""
 
     backend: str
     process: "subprocess.Popen[str]"
+    ends: float
     names: list[str] = field(default_factory=list)
 
     def go(self, names: Sequence[str]) -> None:
@@ -150,7 +152,7 @@ class PartRun:
         """A process that imports its libraries and waits; `makes`: it makes the checkpoints first."""
         ends = self.ends - (KEPT_S.get(self.part, 0.0) if backend == "unsloth" and not self.rehearsed else 0.0)
         python = unsloth_python() if self.rehearsed and backend == "unsloth" else sys.executable
-        command = [str(python), "-u", str(reporting.ROOT / "benchmarks" / "on_gpu" / "worker.py"), "--backend", backend]
+        command = [str(python), "-u", str(WORKER), "--backend", backend]
         command += ["--lines", str(self.lines), "--scratch", str(self.scratch), "--ends", str(ends)]
         sizes = SIZES.get(self.part, ("0.6b", "4b"))
         command += ["--make", *(sizes[:1] if self.rehearsed else sizes)] * makes
@@ -164,12 +166,13 @@ class PartRun:
             command, cwd=self.scratch, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
             text=True, start_new_session=True,
         )  # fmt: skip
-        self._workers.append(Worker(backend, process))
+        self._workers.append(Worker(backend, process, ends))
         return self._workers[-1]
 
     def _wait_ready(self, worker: Worker) -> bool:
         while worker.backend not in self._ready:
-            if worker.process.poll() is not None or time.time() > self.ends:
+            if worker.process.poll() is not None or time.time() > worker.ends:
+                worker.end()
                 self._poll()
                 return worker.backend in self._ready
             time.sleep(POLL_S)
@@ -180,7 +183,7 @@ class PartRun:
         """Until each of them has ended; a process that died or hangs is replaced by one for the rest."""
         while True:
             worker.go(names)
-            while worker.process.poll() is None and time.time() < self.ends + 3 and not self._hangs():
+            while worker.process.poll() is None and time.time() < worker.ends + 3 and not self._hangs():
                 time.sleep(POLL_S)
                 self._poll()
             worker.end()
@@ -189,7 +192,7 @@ class PartRun:
                 self._note(f"{self._current[0]}: its process ended or hung, exit code {worker.process.returncode}")
                 self._close(self._current[0], "failed", f"its process ended with {worker.process.returncode}")
             names = [name for name in names if name not in self._ended]
-            if not names or time.time() > self.ends - 20:
+            if not names or time.time() > worker.ends - 20:
                 return
             self._ready.discard(worker.backend)
             worker = self._start(worker.backend, log)

@@ -6,17 +6,12 @@ given. Every engine is reached where it decides about an end:
 - `generate`, of whatever library: a logits processor sets the end token's score, impossible before a row's target and
   certain at it: one column a step (2 % of nothing at 16 x 2048).
 - the kit's native engine: the token is replaced once it is drawn, which costs a comparison a token.
-- vLLM: a limit of tokens for each request, and no end token; the last token becomes the end token afterwards. Likewise
-  on a vLLM server, by way of the kit's client of it.
 
 The model computes as many steps as ever. Rows of equal prompts get their targets in their order, whatever order an
-engine takes the prompts in; where requests run side by side, siblings may exchange theirs. Left out: TRL's client of a
-vLLM server.
+engine takes the prompts in. Left out: vLLM.
 """
 
 import contextlib
-import dataclasses
-import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,39 +29,23 @@ class Targets:
     """
 
     def __init__(self, prompt_ids: list[list[int]], lengths: list[int]):
-        self._lock = threading.Lock()
         self._waiting: dict[tuple[int, ...], deque[int]] = defaultdict(deque)
         for ids, length in zip(prompt_ids, lengths, strict=True):
             self._waiting[tuple(ids)].append(length)
 
     def take(self, prompt: list[int]) -> int:
         """The next row's length, in tokens with the end token."""
-        with self._lock:
-            waiting = self._waiting[tuple(prompt)]
-            waiting.rotate(-1)
-            return waiting[-1]
+        waiting = self._waiting[tuple(prompt)]
+        waiting.rotate(-1)
+        return waiting[-1]
 
 
 @contextlib.contextmanager
 def impose_lengths(trainer: Any, prompt_ids: list[list[int]], lengths: list[int], end_id: int) -> Iterator[None]:
     """Inside the block, row i of the trainer's rollout ends, with the end token, after `lengths[i]` tokens."""
     targets = Targets(prompt_ids, lengths)
-    with (
-        _end_in_generate(trainer.model, targets, end_id),
-        _end_in_native(lengths, end_id),
-        _end_in_vllm(getattr(trainer, "vllm_generation", None), targets, end_id),
-        _end_on_server(getattr(trainer, "_engine", None), targets, end_id),
-    ):
+    with _end_in_generate(trainer.model, targets, end_id), _end_in_native(lengths, end_id):
         yield
-
-
-def with_end(ids: list[int], end_id: int) -> list[int]:
-    """The ids with the end token in the last place and nowhere else.
-
-    >>> with_end([4, 9, 4], 9)
-    [4, 0, 9]
-    """
-    return [0 if token == end_id else token for token in ids[:-1]] + [end_id]
 
 
 # ---------------------------------------------------------------------------------------------------- the engines
@@ -118,46 +97,4 @@ def _end_in_native(lengths: list[int], end_id: int) -> Iterator[None]:
             super().take(end_id if due else 0 if token == end_id else token, logp)
 
     with mock.patch.object(rollout_native, "CompletionState", TargetedState):
-        yield
-
-
-@contextlib.contextmanager
-def _end_in_vllm(generation: Any, targets: Targets, end_id: int) -> Iterator[None]:
-    """TRL's vLLM in this process: one set of sampling parameters for all prompts becomes one for each."""
-    engine = getattr(generation, "llm", None)
-    if engine is None:
-        yield
-        return
-    original = engine.generate
-
-    def generate(prompts: list[dict[str, Any]], sampling_params: Any, **keywords: Any) -> Any:
-        each = []
-        for prompt in prompts:
-            own = sampling_params.clone()
-            own.ignore_eos, own.max_tokens = True, targets.take(list(prompt["prompt_token_ids"]))
-            own.min_tokens = own.max_tokens
-            each.append(own)
-        outputs = original(prompts, sampling_params=each, **keywords)
-        for output in outputs:
-            for answer in output.outputs:
-                answer.token_ids = with_end(list(answer.token_ids), end_id)
-        return outputs
-
-    with mock.patch.object(engine, "generate", generate):
-        yield
-
-
-@contextlib.contextmanager
-def _end_on_server(engine: Any, targets: Targets, end_id: int) -> Iterator[None]:
-    client = getattr(engine, "_client", None)
-    if client is None:
-        yield
-        return
-    original = client.complete
-
-    def complete(adapter: str, prompt_ids: list[int], limit: int, stop_ids: list[int], *rest: Any) -> Any:
-        found = original(adapter, prompt_ids, targets.take(prompt_ids), [], *rest)
-        return dataclasses.replace(found, ids=with_end(found.ids, end_id))
-
-    with mock.patch.object(client, "complete", complete):
         yield

@@ -73,7 +73,7 @@ def load_file(path: str) -> Any:
     """A Python file of this repository by its path, imported once; an installed package called `tests` is no obstacle.
 
     Args:
-        path: from the root folder, "tests/on_gpu/edge.py".
+        path: from the root folder, "tests/with_unsloth/interpreter.py".
     """
     name = "rloo_kit_file_" + re.sub(r"\W", "_", path)
     if name not in sys.modules:

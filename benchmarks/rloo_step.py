@@ -18,8 +18,7 @@ those of the processor: what the step takes on a core of its own, whoever else i
   process held before it, behind a short first step. malloc gives freed blocks back at once there.
 
 Stock TRL's head is a Triton kernel; here it gets the stand-in of `trl_head.py`. Exit code 1 where a row misses its "at
-least". On a GPU: `--device cuda`, which has cells and options of its own (`--device cuda --help`, `step_cuda.py`).
-Left out: several processes.
+least". Left out: several processes, and a GPU (`first_hour.py`).
 """
 
 import argparse
@@ -249,18 +248,6 @@ def describe() -> dict[str, Any]:
     }
 
 
-def behind_device(arguments: list[str]) -> list[str] | None:
-    """The arguments beside `--device cuda`; None where that is not asked for.
-
-    >>> behind_device(["--device", "cuda", "--list"]), behind_device(["--device=cuda"]), behind_device(["--full"])
-    (['--list'], [], None)
-    """
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--device")
-    known, rest = finder.parse_known_args(arguments)
-    return rest if known.device == "cuda" else None
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="every K, vocabulary, checkpointing and beta")
@@ -269,7 +256,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--side", nargs="+", choices=KIT_SIDES, help="our memory settings; default: what the row needs")
     parser.add_argument("--results", type=Path, default=RESULT)
     parser.add_argument("--write-table", action="store_true", help="only bring docs/benchmarks.md up to date")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the cells of step_cuda.py")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     parser.add_argument("--workload", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -278,10 +264,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Measure and write; the exit code says whether every "at least" holds."""
     reporting.settle()
-    if (rest := behind_device(sys.argv[1:])) is not None:
-        import step_cuda
-
-        return step_cuda.main(rest)
     options = parse()
     if options.write_table:
         import doc_tables

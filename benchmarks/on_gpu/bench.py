@@ -35,6 +35,7 @@ SMALLER = (
     "rloo.num_generations=2", "rloo.max_completion_length=8", "data.max_prompt_length=32",
 )  # fmt: skip
 LEARNING_RATE, TINY_LEARNING_RATE = 3e-3, 1e-2
+MAX_TOKENS = 8448  # completions of 8k and their prompts: Unsloth's training forward cuts longer rows of stock's off
 USUAL_LENGTH, TINY_USUAL_LENGTH = 24, 6  # tokens after which a random 0.6B ends on average
 
 
@@ -97,7 +98,7 @@ class Bench:
             backend=self.backend,
             dtype="float32" if self.rehearsed else "auto",
             four_bit=str(four_bit and not self.interpreted).lower(),
-            length=256 if self.rehearsed else 8192,
+            length=256 if self.rehearsed else MAX_TOKENS,
             rate=TINY_LEARNING_RATE if self.rehearsed else LEARNING_RATE,
         )
         file.write_text(text, encoding="utf-8")
@@ -114,9 +115,10 @@ class Bench:
             raise AssertionError(f"the policy came through {policy.backend}: {policy.reason}")
         return policy
 
-    def policy(self, size: str, four_bit: bool = True) -> Any:
+    def policy(self, size: str, four_bit: bool = True, overrides: tuple[str, ...] = ()) -> Any:
         """The policy that several checks use."""
-        return self.shared((size, four_bit), lambda: self.load(self.make_run(size, four_bit=four_bit)))
+        key = (size, four_bit, overrides)
+        return self.shared(key, lambda: self.load(self.make_run(size, *overrides, four_bit=four_bit)))
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` returns, kept for the next check; what had another key is let go first, so that one is held."""

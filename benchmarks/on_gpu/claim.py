@@ -36,13 +36,13 @@ def loads_on_8gb(bench: Bench) -> None:
             bench.report(limit_gib=round(limit, 2), peak_gib=round(bench.cuda.max_memory_allocated() / memory.GIB, 2))
 
 
-def train_on(bench: Bench, gpu_gb: int) -> None:
+def train_on(bench: Bench, gpu_gb: int, *overrides: str) -> None:
     """The shipped config of a GPU: two steps at full length under its cap, and what a step takes."""
     from rloo_kit.measure.memory import measure_steps
 
     with memory.capped(bench.cuda, gpu_gb) as limit:
-        policy = bench.policy("4b")
-        run, plan = load_shipped(bench, gpu_gb)
+        policy = bench.policy("4b", overrides=overrides)
+        run, plan = load_shipped(bench, gpu_gb, *overrides)
         planned = {"rollout_gib": round(plan.rollout_gib, 3), "training_gib": round(plan.training_gib, 3)}
         bench.report(limit_gib=round(limit, 3), planned=planned, rows=plan.rows, tokens_per_pass=plan.tokens_per_pass)
         rollout, training = measure_steps(policy, run, plan.rows)

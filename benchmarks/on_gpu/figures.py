@@ -19,7 +19,7 @@ import step_workload
 from step_workload import Workload
 
 from on_gpu import memory
-from on_gpu.bench import Bench
+from on_gpu.bench import MAX_TOKENS, Bench
 from on_gpu.checks import check
 
 ROWS, BEHIND, FEW, MANY = (8, 32, 128), 1024, 16, 64  # decoded rows, behind so many tokens; tokens of two measurements
@@ -275,7 +275,7 @@ def load_by_unsloth(bench: Bench, lora: dict[str, Any]) -> tuple[Any, Any]:
     bench.keep_on_cpu()
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(bench.checkpoint("4b")),
-        max_seq_length=128 if bench.rehearsed else 8192,
+        max_seq_length=128 if bench.rehearsed else MAX_TOKENS,
         dtype=torch.float32 if bench.rehearsed else getattr(torch, environment.current().dtype_name),
         load_in_4bit=not bench.rehearsed,
     )

@@ -32,13 +32,17 @@ def settle(cuda: Any) -> None:
         cuda.empty_cache()
 
 
+class TooSmall(ValueError):
+    """This GPU is no larger than the one that it is to be."""
+
+
 @contextmanager
 def capped(cuda: Any, gpu_gb: float) -> Iterator[float]:
     """A GPU of `gpu_gb` (1e9 bytes each) inside the block: what torch may take of it, in GiB, the context left out.
     Without a GPU nothing is capped.
 
     Raises:
-        ValueError: the GPU is no larger than that.
+        TooSmall: the GPU is no larger than that.
     """
     if not cuda.is_available():
         yield gpu_gb * GB / GIB
@@ -46,7 +50,7 @@ def capped(cuda: Any, gpu_gb: float) -> Iterator[float]:
     settle(cuda)
     limit, total = gpu_gb * GB / GIB - context_gib(cuda), cuda.mem_get_info()[1] / GIB
     if not 0 < limit < total:
-        raise ValueError(f"a GPU of {gpu_gb:g} GB cannot be simulated on one of {total:.1f} GiB")
+        raise TooSmall(f"a GPU of {gpu_gb:g} GB cannot be simulated on one of {total:.1f} GiB")
     cuda.set_per_process_memory_fraction(limit / total)
     try:
         yield limit

@@ -18,6 +18,7 @@ from typing import Any
 import reporting
 
 from on_gpu import bench as benches
+from on_gpu import memory
 from on_gpu.checks import Check, append, list_checks
 
 DRIVER_LOST = 4  # exit code
@@ -93,7 +94,7 @@ def run_one(bench: benches.Bench, check: Check, budget: float) -> tuple[str, str
     try:
         with interrupted_after(budget):
             check.run(bench)
-    except benches.Skipped as reason:
+    except (benches.Skipped, memory.TooSmall) as reason:
         return "skipped", str(reason), False
     except OverBudget:
         return "over budget", f"longer than {budget:.0f} s", False

@@ -86,7 +86,7 @@ class GenerateEngine:
         with self._mode(), torch.no_grad():
             while start < len(order):
                 batch = order[start : start + (self.rows or len(order))]
-                begun = [self._begin(row, limits) for row in batch]
+                begun = [CompletionState(limits, self._end_ids) for _ in batch]
                 if not self._generate([prompt_ids[row] for row in batch], begun):
                     self._halve(len(batch), len(order) - start)
                     continue
@@ -96,10 +96,6 @@ class GenerateEngine:
                 if on_progress is not None:
                     on_progress(start, len(order))
         return collect_rollout(states, self._temperature)
-
-    def _begin(self, _row: int, limits: Limits) -> CompletionState:
-        """A prompt's completion before its first token."""
-        return CompletionState(limits, self._end_ids)
 
     def _generate(self, prompts: list[list[int]], states: list[CompletionState]) -> bool:
         """Complete the states; False if memory ran out and they have to start over."""

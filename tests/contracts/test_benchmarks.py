@@ -1,6 +1,5 @@
-"""The benchmarks start, compare the same work, and the pages show what they measured; the GPU cells are rehearsed.
-
-The cells of the first tests are small programs, started by `benchmarks/cells.py` in a process of its own.
+"""The benchmarks start, compare the same work, and the pages show what they measured; the first hour on a GPU gets
+through checks that fail, hang and die, which `first_hour_worker.py` plays in the place of a worker.
 """
 
 import doctest
@@ -9,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.on_gpu.edge import GB, GIB, Memory
-
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if "argparse.ArgumentParser" in path.read_text("utf-8"))
-DOCTESTS = sorted(path.stem for path in FOLDER.glob("*.py") if ">>> " in path.read_text("utf-8"))
+DOCTESTS = sorted(
+    ".".join(path.relative_to(FOLDER).with_suffix("").parts)
+    for path in FOLDER.rglob("*.py") if ">>> " in path.read_text("utf-8")
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -104,55 +105,82 @@ def test_both_sides_take_the_same_step(name: str, module: Any, monkeypatch: pyte
     assert sides.gradient_error(built[1], built[0]) < 1e-5
 
 
-# --------------------------------------------------------------------------------------------------- cells on a GPU
-
-PROGRAM = """\
-import argparse, sys
-sys.path[:0] = [{root!r}]
-sys.path.append({benchmarks!r})
-from pathlib import Path
-import cells, reporting
-reporting.settle()
-begin = "import sys; sys.path.append({benchmarks!r}); import cells; "
-found = [cells.Cell(name, cells.python("-c", begin + text), "a test", limit_s=limit)
-         for name, (text, limit) in {programs!r}.items()]
-parser = argparse.ArgumentParser()
-cells.add_arguments(parser, Path({results!r}))
-sys.exit(cells.run_cells(found, parser.parse_args(), "the test's command"))
-"""
-CELLS = {
-    "good": ("cells.report(a=1, d={'x': 1}); cells.report(d={'y': 2})", 60),
-    "absent": ("cells.skip('vLLM is not installed')", 60),
-    "broken": ("cells.report(a=1); raise ValueError('no such kernel')", 60),
-    "hangs": ("import subprocess; p = subprocess.Popen(['sleep', '99']); cells.report(pid=p.pid); p.wait()", 1),
-}
+# ---------------------------------------------------------------------------------------- the first hour on a GPU
 
 
-def run_cells(folder: Path, *options: str) -> tuple[int, str, dict[str, Any]]:
-    """Exit code, what was printed, and each cell's result."""
-    results = folder / "results"
-    values = {"root": str(ROOT), "benchmarks": str(FOLDER), "programs": CELLS, "results": str(results)}
-    command = [sys.executable, "-c", PROGRAM.format(**values), *options]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120)
-    found = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in results.glob("*.json")}
-    return done.returncode, done.stdout + done.stderr, found
+@pytest.fixture
+def run_part(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, Any]]:
+    """`run_part(*names, minutes=1, kept_s=0, without_unsloth="")`: exit code and lines of a part with stand-ins for its
+    checks; `kept_s`: of its time for transformers."""
+    hour, checks = module("first_hour"), module("on_gpu.checks")
+    stand_in = module("tests.contracts.first_hour_worker")
+    monkeypatch.setattr(hour, "WORKER", Path(stand_in.__file__))
+    monkeypatch.setattr(checks, "list_checks", lambda: stand_in.CHECKS)
+    for name, value in {"CLOSING_S": 0.0, "GRACE_S": 0.5, "POLL_S": 0.05}.items():
+        monkeypatch.setattr(hour, name, value)
+
+    def run(*names: str, minutes: float = 1.0, kept_s: float = 0.0, without_unsloth: str = "") -> tuple[int, Any]:
+        monkeypatch.setattr(hour, "KEPT_S", {1: kept_s})
+        part = hour.PartRun(1, list(names), tmp_path / "out", minutes, False, tmp_path)
+        code = part.run({"machine": {"gpu": "none"}}, without_unsloth)
+        with tarfile.open(tmp_path / "out" / "part1.tar.gz") as archive:
+            assert archive.getnames() == ["part1.jsonl", "part1.log"]
+        return code, checks.read_part(tmp_path / "out" / "part1.jsonl")
+
+    return run
 
 
-def test_each_cell_says_what_became_of_it(tmp_path: Path) -> None:
+def states(part: Any) -> dict[str, str]:
+    return {name.partition("/")[2]: found.state for name, found in part.checks.items()}
+
+
+def test_each_check_says_what_became_of_it(run_part: Any) -> None:
     """One check that hung took the figures of all the others with it, and left its child on the GPU."""
-    code, printed, found = run_cells(tmp_path, "--rehearse")
-    assert code == 1 and "1 passed, 2 failed, 1 skipped" in printed
-    assert found["good"]["state"] == "passed" and found["good"]["values"] == {"a": 1, "d": {"x": 1, "y": 2}}
-    assert found["good"]["rehearsed"] is True
-    assert (found["absent"]["state"], found["absent"]["reason"]) == ("skipped", "vLLM is not installed")
-    assert "no such kernel" in found["broken"]["reason"] and found["broken"]["values"] == {"a": 1}
-    assert "limit of 4 s" in found["hangs"]["reason"]
-    orphan, deadline = found["hangs"]["values"]["pid"], time.monotonic() + 30
+    names = ["passes", "does_not_apply", "fails", "depends", "runs_out", "overruns", "dies", "hangs", "stands_in"]
+    code, part = run_part(*(f"transformers/{name}" for name in names))
+    assert code == 1 and states(part) == {
+        "passes": "passed", "does_not_apply": "skipped", "fails": "failed", "depends": "not run",
+        "runs_out": "out of memory", "overruns": "over budget", "dies": "failed", "hangs": "failed",
+        "stands_in": "passed",
+    }  # fmt: skip
+    found = {name.partition("/")[2]: one for name, one in part.checks.items()}
+    assert found["passes"].values == {"a": 1, "d": {"x": 1, "y": 2}} and found["fails"].values == {"a": 1}
+    assert "no such kernel" in found["fails"].reason and "fails has not passed" in found["depends"].reason
+    assert found["dies"].values == {"a": 1} and "ended with 5" in found["dies"].reason
+    orphan, deadline = found["hangs"].values["pid"], time.monotonic() + 30
     while psutil.pid_exists(orphan) and psutil.Process(orphan).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "the cell's child goes on"
+        assert time.monotonic() < deadline, "the check's child goes on"
         time.sleep(0.1)  # killed, and on a busy machine not gone or reaped yet
-    assert "good: passed before" in run_cells(tmp_path, "--rehearse", "--only", "good")[1]
-    assert "there are: good, absent" in run_cells(tmp_path, "--rehearse", "--only", "bad")[1]
+
+
+def test_a_lost_driver_ends_the_process_and_not_the_part(run_part: Any) -> None:
+    """After an error of the driver every later call of the process fails with the same words."""
+    code, part = run_part("unsloth/loses_the_driver", "unsloth/passes", "transformers/passes", "transformers/stands_in")
+    assert code == 1 and part.checks["unsloth/loses_the_driver"].state == "failed"
+    assert part.checks["unsloth/passes"].state == part.checks["transformers/passes"].state == "passed"
+    assert "transformers/stands_in" not in part.checks  # Unsloth has done it
+
+
+def test_a_part_ends_in_time(run_part: Any) -> None:
+    """The lease ends whether the list is done or not; what is not on the disk by then was not measured."""
+    code, part = run_part("transformers/passes", "transformers/is_long", "transformers/overruns", minutes=0.2)
+    assert code == 1 and part.checks["transformers/is_long"].reason == "no time left"
+    assert part.checks["transformers/passes"].values["a"] == 1 and part.checks["transformers/overruns"].state
+    assert run_part("transformers/passes", minutes=0.0)[0] == 1
+
+
+@pytest.mark.parametrize("how", ["is not there", "fails", "hangs"])
+def test_transformers_stands_in_for_unsloth(how: str, run_part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The claim about small GPUs does not wait for a library that this machine's driver is too old for."""
+    stand_in = sys.modules["tests.contracts.first_hour_worker"]
+    monkeypatch.setenv(stand_in.UNUSABLE, how)
+    reason = "it is not installed: pip install -e '.[gpu]'" if how == "is not there" else ""
+    names = ["unsloth/passes", "unsloth/stands_in", "transformers/passes", "transformers/stands_in"]
+    code, part = run_part(*names, kept_s=57, without_unsloth=reason)
+    assert code == 1 and set(part.checks) == {"transformers/passes", "transformers/stands_in"}
+    assert {found.state for found in part.checks.values()} == {"passed"}
+    said = {"is not there": "Unsloth is left out: it is not installed", "fails": "no module named triton", "hangs": ""}
+    assert any(said[how] in note for note in part.notes)
 
 
 def test_without_a_gpu_nothing_is_run_and_nothing_claimed(tmp_path: Path) -> None:
@@ -161,76 +189,57 @@ def test_without_a_gpu_nothing_is_run_and_nothing_claimed(tmp_path: Path) -> Non
 
     if find_gpus().gpu is not None:
         pytest.skip("this machine has a GPU")
-    code, printed, found = run_cells(tmp_path)
-    assert code == 0 and "no CUDA GPU: " in printed and not found
+    command = [sys.executable, str(FOLDER / "first_hour.py"), "--part", "1", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=60)
+    assert done.returncode == 2 and "no CUDA GPU: " in done.stdout and not (tmp_path / "out").exists()
 
 
-def test_every_check_of_tests_on_gpu_is_a_cell(module: Any) -> None:
-    """A check that no cell runs is never run: nobody calls pytest on a rented GPU."""
-    listed = list(module("tests.on_gpu.run").list_cells())
-    targets = {argument for cell in listed for argument in cell.command if argument.startswith("tests/on_gpu/")}
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/on_gpu"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
-    collected = {line for line in found.splitlines() if line.startswith("tests/on_gpu/")}
-    assert collected and {target for target in targets if "[" in target} <= collected
-    assert {test for test in collected if test in targets or test.partition("[")[0] in targets} == collected
-    jobs = module("step_cuda").list_cells()
-    assert len({cell.name for cell in [*listed, *jobs]}) == len(listed) + len(jobs)
-
-
-def test_results_of_a_gpu_are_of_a_gpu(module: Any) -> None:
+def test_results_of_a_gpu_are_of_a_gpu() -> None:
     """A rehearsal's figures in the folder of results would be quoted."""
-    folder = FOLDER / "results" / "gpu"
-    find = module("cells").results_folder
-    assert find(SimpleNamespace(rehearse=True, results=folder)) == ROOT / "outputs" / "rehearsal" / "gpu"
-    assert find(SimpleNamespace(rehearse=False, results=folder)) == folder
+    command = [sys.executable, str(FOLDER / "first_hour.py"), "--rehearse", "--out", str(FOLDER / "results" / "gpu")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "for what a GPU measured" in done.stderr and "--out" in done.stderr
 
 
-def test_a_gpu_is_played_by_a_cap() -> None:
+def test_a_gpu_is_simulated_by_a_cap(module: Any) -> None:
     """12 GB on the box are 11.2 GiB, and CUDA's context is none of torch's: a cap of 12 GiB shows nothing."""
-    fractions: list[float] = []
+    memory, fractions = module("on_gpu.memory"), []
+    gib = memory.GIB
     cuda = SimpleNamespace(
-        mem_get_info=lambda: (70 * GIB, 80 * GIB), memory_reserved=lambda: 9 * GIB, synchronize=lambda: None,
-        empty_cache=lambda: None, set_per_process_memory_fraction=fractions.append,
+        is_available=lambda: True, mem_get_info=lambda: (70 * gib, 80 * gib), memory_reserved=lambda: 9 * gib,
+        synchronize=lambda: None, empty_cache=lambda: None, set_per_process_memory_fraction=fractions.append,
     )  # fmt: skip
-    with Memory(cuda, "cuda").capped(12) as limit:
-        assert limit == pytest.approx(12 * GB / GIB - 1)  # 10 GiB are taken, 9 of them by torch
+    with memory.capped(cuda, 12) as limit:
+        assert limit == pytest.approx(12e9 / gib - 1)  # 10 GiB are taken, 9 of them by torch
     assert fractions == [pytest.approx(limit / 80), 1.0]
+    with pytest.raises(memory.TooSmall, match="96 GB .* 80.0 GiB"), memory.capped(cuda, 96):
+        pass
 
 
-def rehearse(folder: Path, program: str, *names: str) -> dict[str, Any]:
-    """The results of cells that are run on the CPU, tiny, through transformers."""
-    environment = os.environ | {"RLOO_KIT_UNSLOTH_PYTHON": str(folder / "none"), "OMP_NUM_THREADS": "1"}
-    environment |= {"RLOO_KIT_CELL_SCRATCH": str(folder / "scratch"), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *program.split(), "--rehearse", "--results", str(folder / "out"), "--only", *names]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+def test_the_list_is_whole(module: Any) -> None:
+    """An expectation of a check that was renamed is compared with nothing, and nobody misses it."""
+    known = module("on_gpu.checks").list_checks()
+    expected = module("on_gpu.expected")
+    assert all(check.what and check.budget_s > 0 for check in known.values())
+    assert {one.check for one in expected.EXPECTED} <= known.keys()
+    assert {name for _, *pair, _, _ in expected.RATIOS for name in pair} <= known.keys()
+    functions = {name.partition("/")[2] for name in known}
+    assert {check.needs for check in known.values() if check.needs} <= functions
+
+
+@pytest.mark.slow
+def test_what_lies_outside_the_hour_is_rehearsed(module: Any, tmp_path: Path) -> None:
+    """Code that runs for the first time on a rented GPU spends the lease on its typing errors. The hour itself is
+    rehearsed by `make test-unsloth`."""
+    checks = module("on_gpu.checks")
+    names = [name for name, check in checks.list_checks().items() if check.part == 0 and check.backend != "unsloth"]
+    command = [sys.executable, str(FOLDER / "first_hour.py"), "--rehearse", "--out", str(tmp_path), "--only", *names]
+    environment = os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    found = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in (folder / "out").glob("*.json")}
-    assert found.keys() == set(names) and {one["state"] for one in found.values()} == {"passed"}
-    return {name: one["values"] for name, one in found.items()}
-
-
-@pytest.mark.slow
-def test_the_checks_of_a_gpu_are_rehearsed(tmp_path: Path) -> None:
-    """Code that runs for the first time on a rented GPU spends the lease on its typing errors."""
-    names = [f"{name}_transformers" for name in ("log_probs", "ratio", "gradients", "gpu_8gb_bf16", "gpu_24gb_bf16")]
-    names += ["packed_kernel", "life_0.6b", "merge_0.6b", "embedded"]
-    values = rehearse(tmp_path, "tests/on_gpu/run.py", *names)
-    assert values["gpu_24gb_bf16_transformers"]["peaks_gib"].keys() == {"rollout", "training"}
-    assert values["life_0.6b"]["stages"].keys() >= {"load", "two steps", "resumed for two steps", "inference"}
-
-
-@pytest.mark.slow
-def test_the_step_on_a_gpu_is_rehearsed(tmp_path: Path) -> None:
-    """All of it runs here as on a GPU, but for its sizes; a typing mistake found on a rented GPU costs an hour."""
-    steps = ["training-4k-stock", "training-4k-fast", "training-4k-low", "training-4k-balanced"]
-    steps += ["whole-2k-native", *(f"whole-1k-{name}" for name in ("stock", "generate", "native-int8", "server"))]
-    others = ["ceilings", "profile-training-fast", "profile-decoding-native", "long-12gb-int8", "long-24gb-int8"]
-    values = rehearse(tmp_path, "benchmarks/rloo_step.py --device cuda", *steps, *others)
-    for name in steps:
-        (step,) = values[name]["steps"]
-        assert 0 < step["training_s"] <= step["whole_s"] and "peak_gib" in step
-        assert (step["generation_s"] > 0.001) == name.startswith("whole")
-    assert values["profile-training-fast"]["busy_s"] > 0 and values["ceilings"]["tflops"] > 0
-    for name in ("long-12gb-int8", "long-24gb-int8"):
-        assert values[name]["cache"] == "int8" and not values[name]["ran_out"] and values[name]["left_gib"] > 0
+    part = checks.read_part(tmp_path / "part0.jsonl")
+    assert part.checks.keys() == set(names) and {found.state for found in part.checks.values()} <= {"passed", "skipped"}
+    for length, name in (("8k", "trains_8k"), ("2k", "whole_step_2k")):
+        assert part.value(f"transformers/{name}", "fast", "training_s") > 0, length
+    assert part.value("transformers/profile_training", "stock", "busy_s") > 0
+    assert part.value("transformers/profile_decoding", "seconds_by_kind")

@@ -1,0 +1,104 @@
+"""A worker of `benchmarks/first_hour.py` whose checks are small stand-ins and whose backends are nothing; a program.
+
+Started in the place of `benchmarks/on_gpu/worker.py` by tests/contracts/test_benchmarks.py.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from on_gpu import bench as benches
+from on_gpu import worker
+from on_gpu.checks import BACKENDS, Check
+
+UNUSABLE = "RLOO_KIT_TEST_UNSLOTH"  # "fails": its start raises; "hangs": it never gets ready
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch's, which is known by its name."""
+
+
+def passes(bench: Any) -> None:
+    bench.report(a=1, d={"x": 1})
+    bench.report(d={"y": 2})
+
+
+def does_not_apply(bench: Any) -> None:
+    raise benches.Skipped("nothing to read")
+
+
+def fails(bench: Any) -> None:
+    bench.report(a=1)
+    raise ValueError("no such kernel")
+
+
+def runs_out(bench: Any) -> None:
+    raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def depends(bench: Any) -> None:
+    raise AssertionError("what it needs has failed")
+
+
+def overruns(bench: Any) -> None:
+    time.sleep(60)
+
+
+def hangs(bench: Any) -> None:
+    """As a kernel that never returns: no signal's handler runs."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    bench.report(pid=subprocess.Popen(["sleep", "99"]).pid)
+    time.sleep(60)
+
+
+def dies(bench: Any) -> None:
+    bench.report(a=1)
+    os._exit(5)
+
+
+def loses_the_driver(bench: Any) -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def is_long(bench: Any) -> None:
+    raise AssertionError("it was begun")
+
+
+def stands_in(bench: Any) -> None:
+    bench.report(a=1)
+
+
+def _list() -> dict[str, Check]:
+    budgets: dict[Callable[[Any], None], int] = dict.fromkeys(
+        (passes, does_not_apply, fails, runs_out, depends, dies, loses_the_driver, stands_in), 9
+    )
+    budgets |= {overruns: 1, hangs: 1, is_long: 999}
+    return {
+        f"{backend}/{run.__name__}": Check(
+            f"{backend}/{run.__name__}", 1, budget, run, needs="fails" if run is depends else "",
+            stand_in=run is stands_in and backend == "transformers",
+        )
+        for backend in BACKENDS for run, budget in budgets.items()
+    }  # fmt: skip
+
+
+CHECKS = _list()
+
+
+def start(backend: str, *_: Any) -> None:
+    """As `on_gpu.bench.start`."""
+    if backend == "unsloth" and os.environ.get(UNUSABLE) == "fails":
+        raise ImportError("no module named triton")
+    if backend == "unsloth" and os.environ.get(UNUSABLE) == "hangs":
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    benches.start, benches.make_checkpoint = start, lambda *_: None
+    benches.Bench.release = lambda *_: None  # without torch
+    worker.list_checks = lambda: CHECKS
+    sys.exit(worker.main())
