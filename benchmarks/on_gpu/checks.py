@@ -24,7 +24,7 @@ class Check:
 
     Attributes:
         name: "BACKEND/FUNCTION". part: 1 to 3; 0 for one that runs only where it is named.
-        budget_s: after this it is interrupted. needs: the function that has to have passed in this worker.
+        budget_s: after this it is interrupted. needs: the function that has to have passed by this backend.
         stand_in: runs only where the other backend's worker cannot.
         not_rehearsed: why it does not run on the CPU.
     """

@@ -368,6 +368,8 @@ def generates(bench: Bench) -> None:
     """The trained adapter is loaded from its folder with equal log-probabilities; greedy texts are equal twice."""
     from rloo_kit import generate_completions
 
+    if bench.trained is None:
+        raise Skipped("the process that trained has ended")
     policy = bench.policy("0.6b")
     expected, trained = logps_of(bench, policy), adapter_weights(policy)
     tokens = 4 if bench.rehearsed else 32
@@ -432,13 +434,16 @@ def reads_what_was_merged(bench: Bench) -> None:
     """Each merged model, in plain transformers, is the base in 16 bit with its adapter; in 4-bit the backends agree."""
     import torch
 
-    names = [name for name in ("unsloth", "transformers") if (bench.scratch / f"logps-{name}.pt").is_file()]
-    if not names:
+    files = {name: bench.scratch / f"logps-{name}.pt" for name in ("unsloth", "transformers")}
+    left = {name: torch.load(file) for name, file in files.items() if file.is_file()}
+    if not left:
         raise Skipped("nothing was merged")
+    for name in left:
+        files[name].unlink()  # the next run compares its own
     base = bench.checkpoint("0.6b")
     plain = logps_of(bench, bench.load(bench.make_run("0.6b", four_bit=False)))
     bad = {}
-    for name in names:
+    for name in left:
         adapter, merged = bench.scratch / f"adapter-{name}", bench.scratch / f"merged-{name}"
         expected = logps_of(bench, bench.load(bench.make_run("0.6b", f"model.adapter={adapter}", four_bit=False)))
         found = logps_of(bench, bench.load(bench.make_run("0.6b", four_bit=False, name=str(merged))))
@@ -447,9 +452,8 @@ def reads_what_was_merged(bench: Bench) -> None:
         if not is_close(off) or is_close(moved):
             bad[name] = off
         memory.settle(bench.cuda)
-    if len(names) == 2 and not bench.rehearsed:
-        both = [torch.load(bench.scratch / f"logps-{name}.pt") for name in names]
-        bench.report(nats_between_backends_in_4bit=nats(*both), checkpoint=base.name)
+    if len(left) == 2 and not bench.rehearsed:
+        bench.report(nats_between_backends_in_4bit=nats(*left.values()), checkpoint=base.name)
     assert not bad, f"merged models are off base and adapter: {bad}"
 
 

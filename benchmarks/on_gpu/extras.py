@@ -66,24 +66,23 @@ def gradients_against_float32(bench: Bench) -> None:
     gradient's size, and not its direction."""
     import torch
 
-    left = {name: bench.scratch / f"gradients-{name}.pt" for name in BACKENDS}
-    if not any(file.is_file() for file in left.values()):
+    files = {name: bench.scratch / f"gradients-{name}.pt" for name in BACKENDS}
+    left = {name: torch.load(file) for name, file in files.items() if file.is_file()}
+    if not left:
         raise Skipped("no gradients are here: leaves_gradients has not run")
     bad = {}
-    for name, file in left.items():
-        if not file.is_file():
-            continue
+    for name, layouts in left.items():
+        files[name].unlink()  # the next run compares its own
         words = ("model.dtype=float32", f"model.adapter={bench.scratch / f'moved-{name}'}")
         policy = bench.policy("0.6b", four_bit=False, overrides=words)
         groups = make_groups(bench, policy.model.device)
         expected = Scored.compute(policy, [[one] for one in one_by_one(groups)], "padded")
-        for layout, (logps, gradient) in torch.load(file).items():
+        for layout, (logps, gradient) in layouts.items():
             cosine = torch.nn.functional.cosine_similarity(gradient, expected.gradient, dim=0).item()
             off = Scored(logps, gradient).off(expected) | {"cosine": round(cosine, 6)}
             bench.report(**{name: {layout: off}})
             if not is_close(off) or cosine < 0.99:
                 bad[f"{name}, {layout}"] = off
-        file.unlink()  # the next run compares its own
     assert not bad, f"off float32: {bad}"
 
 

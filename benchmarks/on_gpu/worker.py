@@ -19,7 +19,7 @@ import reporting
 
 from on_gpu import bench as benches
 from on_gpu import memory
-from on_gpu.checks import Check, append, list_checks
+from on_gpu.checks import Check, append, list_checks, read_part
 
 DRIVER_LOST = 4  # exit code
 REHEARSAL_FACTOR = 4  # an interpreter on a shared machine takes its time
@@ -58,7 +58,10 @@ def main() -> int:
 
 def run_checks(bench: benches.Bench, chosen: list[Check], ends: float) -> int:
     """Run them in their order; the exit code is DRIVER_LOST where the rest needs another process."""
-    passed: set[str] = set()
+    part = read_part(bench.lines)  # a worker that was replaced has passed some before
+    before = part.checks.items() if part else ()
+    passed = {name.partition("/")[2] for name, found in before
+              if found.state == "passed" and name.startswith(bench.backend)}  # fmt: skip
     for check in chosen:
         left, budget = ends - time.time(), check.budget_s * (REHEARSAL_FACTOR if bench.rehearsed else 1)
         reason = ""
@@ -102,7 +105,8 @@ def run_one(bench: benches.Bench, check: Check, budget: float) -> tuple[str, str
         traceback.print_exc()
         sys.stderr.flush()
         is_lost = "CUDA error" in str(error) or "CUDA driver error" in str(error)
-        return ("out of memory" if is_out_of_memory(error) else "failed"), describe(error), is_lost
+        is_full = is_out_of_memory(error) or isinstance(error, MemoryError)
+        return ("out of memory" if is_full else "failed"), describe(error), is_lost
     finally:
         bench.check = None
     return "passed", "", False

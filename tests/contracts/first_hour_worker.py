@@ -44,6 +44,10 @@ def depends(bench: Any) -> None:
     raise AssertionError("what it needs has failed")
 
 
+def follows(bench: Any) -> None:
+    bench.report(a=1)
+
+
 def overruns(bench: Any) -> None:
     time.sleep(60)
 
@@ -74,12 +78,12 @@ def stands_in(bench: Any) -> None:
 
 def _list() -> dict[str, Check]:
     budgets: dict[Callable[[Any], None], int] = dict.fromkeys(
-        (passes, does_not_apply, fails, runs_out, depends, dies, loses_the_driver, stands_in), 9
+        (passes, does_not_apply, fails, runs_out, depends, follows, dies, loses_the_driver, stands_in), 9
     )
     budgets |= {overruns: 1, hangs: 1, is_long: 999}
     return {
         f"{backend}/{run.__name__}": Check(
-            f"{backend}/{run.__name__}", 1, budget, run, needs="fails" if run is depends else "",
+            f"{backend}/{run.__name__}", 1, budget, run, needs={depends: "fails", follows: "passes"}.get(run, ""),
             stand_in=run is stands_in and backend == "transformers",
         )
         for backend in BACKENDS for run, budget in budgets.items()
