@@ -70,6 +70,9 @@ test-unsloth: $(VENV_UNSLOTH)/.stamp ## the Unsloth path without a GPU, in an en
 test-gpu: $(STAMP_DEV) ## the checks of benchmarks/first_hour.py that need a CUDA GPU (skipped without one)
 	$(BIN)/python -m pytest -s tests/on_gpu
 
+gpu-report: $(STAMP) ## what a GPU measured into README, docs, config headers and the memory plan (FROM=DIR: copy it first)
+	$(BIN)/python benchmarks/gpu_report.py $(if $(FROM),--from '$(FROM)')
+
 check: lint test ## lint and test
 
 notebooks: $(STAMP_DEV) ## generate the notebooks from their sources

@@ -10,7 +10,7 @@
 Each part is one command for a machine without a network: models have random weights of true shape and are made there.
 A part has one process a backend, ends by itself, and writes a line of JSON to OUT/partN.jsonl as soon as a figure is
 known; OUT/partN.tar.gz holds that and the logs. Where Unsloth does not work, transformers goes on. `--only NAME` runs
-single checks, those outside the hour too (part 0).
+single checks and adds their lines to the part's, those outside the hour too (part 0).
 """
 
 import argparse
@@ -35,9 +35,10 @@ REHEARSALS = reporting.ROOT / "outputs" / "rehearsal"
 WORKER = reporting.ROOT / "benchmarks" / "on_gpu" / "worker.py"
 MINUTES, CLOSING_S = 8.0, 12.0  # of a part; kept of them for the archive
 GRACE_S = 20.0  # behind a check's budget: then its process hangs, and is ended
+BETWEEN_S = 60.0  # likewise between two checks
 POLL_S = 0.2
 SIZES = {1: ("0.6b",), 2: ("4b",), 3: ("4b",)}
-KEPT_S = {1: 150.0, 2: 160.0}  # of a part's time for the transformers worker
+KEPT_S = {1: 150.0, 2: 150.0}  # of a part's time for the transformers worker
 
 
 @dataclass
@@ -75,10 +76,20 @@ class PartRun:
     """One part from its start to its archive.
 
     Args:
-        part: 1 to 3, or 0 for named checks. names: of the checks. out: folder of the results. minutes: of the part.
+        part: 1 to 3, or 0 for checks of several. names: of the checks. out: folder of the results.
+        minutes: of the part. adds: to the results that are there, in the place of earlier ones of these checks.
     """
 
-    def __init__(self, part: int, names: list[str], out: Path, minutes: float, rehearsed: bool, scratch: Path) -> None:
+    def __init__(
+        self,
+        part: int,
+        names: list[str],
+        out: Path,
+        minutes: float,
+        rehearsed: bool,
+        scratch: Path,
+        adds: bool = False,
+    ) -> None:
         from on_gpu.checks import list_checks
 
         self.part, self.rehearsed, self.scratch = part, rehearsed, scratch
@@ -86,7 +97,9 @@ class PartRun:
         self.lines, self.log = out / f"part{part}.jsonl", out / f"part{part}.log"
         self.started = time.time()
         self.ends = self.started + 60 * minutes - CLOSING_S
+        self._adds = adds and self.lines.exists()
         self._read = 0
+        self._heard = self.started  # when a worker last wrote
         self._ready: set[str] = set()
         self._current: tuple[str, float] | None = None  # the check that runs, and when it has to have ended
         self._ended: dict[str, str] = {}
@@ -101,7 +114,12 @@ class PartRun:
         from on_gpu.checks import append
 
         self.lines.parent.mkdir(parents=True, exist_ok=True)
-        self.lines.unlink(missing_ok=True)
+        if self._adds:
+            with self.lines.open("a", encoding="utf-8") as file:
+                file.write("\n")  # behind a line that was cut off
+            self._read = self.lines.stat().st_size
+        else:
+            self.lines.unlink(missing_ok=True)
         append(self.lines, "header", part=self.part, **header)
         try:
             with self.log.open("w", encoding="utf-8") as log:
@@ -117,12 +135,16 @@ class PartRun:
                 for path in (self.lines, self.log):
                     file.add(path, path.name)
         print(f"part {self.part}: {seconds:.0f} s, {self.lines}, {archive.name}", flush=True)
-        states = [self._ended.get(name, "not run") for name, check in self.checks.items() if not check.stand_in]
+        due = [name for name, check in self.checks.items() if check.backend != "unsloth" or not without_unsloth]
+        due = [name for name in due if without_unsloth or not self.checks[name].stand_in]
+        states = [self._ended.get(name, "not run") for name in due]
         return 1 if {"failed", "out of memory", "over budget", "not run"} & set(states) else 0
 
     def _run_workers(self, log: Any, without_unsloth: str) -> None:
         maker = self._start("transformers", log, makes=True)
-        plain, unsloth = self._start("transformers", log), None  # its imports run beside the other's work
+        stands_in = all(check.stand_in for name, check in self.checks.items() if check.backend == "transformers")
+        plain = None if stands_in else self._start("transformers", log)  # its imports run beside the other's work
+        unsloth = None
         if without_unsloth:
             self._note(f"Unsloth is left out: {without_unsloth}")
         elif self._names("unsloth"):
@@ -142,8 +164,10 @@ class PartRun:
                 self._note("Unsloth passed no check: transformers goes on in its place")
         spared = by_unsloth and not self.rehearsed
         names = [name for name in self._names("transformers") if not (spared and self.checks[name].stand_in)]
-        if names and self._wait_ready(plain):
-            self._carry_through(plain, names, log)
+        if names:
+            plain = plain or self._start("transformers", log)
+            if self._wait_ready(plain):
+                self._carry_through(plain, names, log)
 
     def _names(self, backend: str) -> list[str]:
         return [name for name, check in self.checks.items() if check.backend == backend]
@@ -182,6 +206,7 @@ class PartRun:
     def _carry_through(self, worker: Worker, names: list[str], log: Any) -> None:
         """Until each of them has ended; a process that died or hangs is replaced by one for the rest."""
         while True:
+            self._heard, known = time.time(), len(self._ended)
             worker.go(names)
             while worker.process.poll() is None and time.time() < worker.ends + 3 and not self._hangs():
                 time.sleep(POLL_S)
@@ -192,7 +217,7 @@ class PartRun:
                 self._note(f"{self._current[0]}: its process ended or hung, exit code {worker.process.returncode}")
                 self._close(self._current[0], "failed", f"its process ended with {worker.process.returncode}")
             names = [name for name in names if name not in self._ended]
-            if not names or time.time() > worker.ends - 20:
+            if not names or len(self._ended) == known or time.time() > worker.ends - 20:
                 return
             self._ready.discard(worker.backend)
             worker = self._start(worker.backend, log)
@@ -200,14 +225,14 @@ class PartRun:
                 return
 
     def _hangs(self) -> bool:
-        return self._current is not None and time.time() > self._current[1]
+        return time.time() > (self._heard + BETWEEN_S if self._current is None else self._current[1])
 
     def _poll(self) -> None:
         """Read what the workers have written since, and print each check that has ended."""
         with self.lines.open(encoding="utf-8") as file:
             file.seek(self._read)
             while (text := file.readline()).endswith("\n"):
-                self._read = file.tell()
+                self._read, self._heard = file.tell(), time.time()
                 line = json.loads(text)
                 if line["kind"] == "ready":
                     self._ready.add(line["backend"])
@@ -307,10 +332,19 @@ def choose(options: argparse.Namespace) -> list[tuple[int, list[str]]]:
     return [(part, [name for name, check in known.items() if check.part == part]) for part in parts]
 
 
+def refuse_another_gpu(path: Path, gpu: str) -> None:
+    """End where single checks would be added to what another GPU measured."""
+    from on_gpu.checks import read_part
+
+    part = read_part(path)
+    if part is not None and part.header.get("machine", {}).get("gpu") != gpu:
+        raise SystemExit(f"{path} is of {part.header['machine']['gpu']} and this is {gpu}: name another folder (--out)")
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=int, choices=(1, 2, 3))
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these checks, as --list names them")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these checks, as --list names them; added to OUT")
     parser.add_argument("--out", type=Path, help="folder of the results (benchmarks/results/gpu)")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of a part, all included (%(default)g)")
     parser.add_argument("--list", action="store_true", help="name the checks and end")
@@ -337,12 +371,14 @@ def main() -> int:
         return 2
     header = reporting.header("benchmarks/first_hour.py") | {"rehearsed": options.rehearse}
     header["machine"] |= {"gpu": "none: rehearsed on the CPU"} if options.rehearse else machine
+    if options.only:
+        refuse_another_gpu(out / f"part{chosen[0][0]}.jsonl", header["machine"]["gpu"])
     print(f"GPU: {header['machine']['gpu']}; revision {header['revision'][:12]}; results in {out}", flush=True)
     codes = []
     for part, names in chosen:
         scratch = Path(tempfile.gettempdir()) / f"rloo-kit-first-hour-{os.getuid()}{'-tiny' * options.rehearse}"
         scratch.mkdir(parents=True, exist_ok=True)
-        run = PartRun(part, names, out, options.minutes, options.rehearse, scratch)
+        run = PartRun(part, names, out, options.minutes, options.rehearse, scratch, adds=bool(options.only))
         codes.append(run.run(header, why_without_unsloth(out, options.rehearse)))
         print_figures(out / f"part{part}.jsonl")
     return max(codes)
@@ -354,7 +390,9 @@ def print_figures(path: Path) -> None:
     from on_gpu.expected import compare
 
     part = read_part(path)
-    for row in compare(part) if part else []:
+    if part is None or part.header.get("rehearsed"):
+        return  # no measurement
+    for row in compare(part):
         print(f"  {row.what:58} {row.found:>14}  expected {row.expected}{'' if row.inside else '  <--'}", flush=True)
 
 

@@ -124,7 +124,9 @@ def read_part(path: Path) -> Part | None:
         elif kind == "note":
             part.notes.append(line["text"])
         elif kind in ("begin", "figure", "end"):
-            found = part.checks.setdefault(name, Found("interrupted", "its worker ended"))
+            if kind == "begin" or name not in part.checks:  # a check that ran again has its new figures alone
+                part.checks[name] = Found("interrupted", "its worker ended")
+            found = part.checks[name]
             if kind == "figure":
                 merge(found.values, line["values"])
             elif kind == "end":

@@ -86,8 +86,8 @@ def _figures() -> Iterator[Expected]:
     training = (
         ("ours, Unsloth, fast", "unsloth/trains_4k", "fast", 2, 5),
         ("ours, Unsloth, low", "unsloth/trains_4k", "low", 2.5, 7),
-        ("ours, Unsloth, prompts shared", "unsloth/trains_4k", "shared", 2, 6),
-        ("ours, Unsloth, prompts repeated", "unsloth/trains_4k", "repeated", 2, 5),
+        ("ours, Unsloth, fast, prompts shared", "unsloth/trains_4k", "fast, shared", 2, 6),
+        ("ours, Unsloth, fast, prompts repeated", "unsloth/trains_4k", "fast, repeated", 2, 5),
         ("TRL under Unsloth", "unsloth/stock_trains_4k", "", 8, 20),
         ("GRPO of Unsloth", "unsloth/grpo_trains_4k", "", 3, 8),
         ("ours, transformers, fast", "transformers/trains_4k", "fast", 2.5, 6),
@@ -100,12 +100,12 @@ def _figures() -> Iterator[Expected]:
             f"training part, 4k: {name}", check, keys, low, high, "s", "3 to 7 times the floor" if key else ""
         )
     for name, check, low, high in (
-        ("ours, Unsloth", "unsloth/whole_step_1k", 27, 42),
-        ("ours, native", "transformers/whole_step_1k", 42, 68),
-        ("TRL under Unsloth", "unsloth/stock_whole_step_1k", 30, 60),
-        ("TRL, transformers", "transformers/stock_whole_step_1k", 45, 90),
+        ("ours, Unsloth", "unsloth/whole_step_512", 14, 24),
+        ("ours, native", "transformers/whole_step_512", 22, 38),
+        ("TRL under Unsloth", "unsloth/stock_whole_step_512", 15, 35),
+        ("TRL, transformers", "transformers/stock_whole_step_512", 25, 50),
     ):
-        yield Expected(f"whole step, 1k: {name}", check, ("whole_s",), low, high, "s", "1,024 decode steps")
+        yield Expected(f"whole step, 512: {name}", check, ("whole_s",), low, high, "s", "512 decode steps")
 
 
 def _claim() -> Iterator[Expected]:
@@ -123,10 +123,10 @@ RATIOS = (  # what, the figure that is compared with, ours, at least this many t
     ("training part, 4k, vs. TRL, transformers", "transformers/stock_trains_4k", "transformers/trains_4k",
      ("training_s",), 4.0),
     ("its memory, vs. TRL under Unsloth", "unsloth/stock_trains_4k", "unsloth/trains_4k", ("above_held_gib",), 2.0),
-    ("whole step, 1k, vs. TRL under Unsloth", "unsloth/stock_whole_step_1k", "unsloth/whole_step_1k",
+    ("whole step, 512, vs. TRL under Unsloth", "unsloth/stock_whole_step_512", "unsloth/whole_step_512",
      ("whole_s",), 1.0),
-    ("whole step, 1k, native vs. TRL, transformers", "transformers/stock_whole_step_1k", "transformers/whole_step_1k",
-     ("whole_s",), 1.0),
+    ("whole step, 512, native vs. TRL, transformers", "transformers/stock_whole_step_512",
+     "transformers/whole_step_512", ("whole_s",), 1.0),
 )  # fmt: skip
 
 
@@ -176,9 +176,9 @@ def floors(tflops: float, gb_per_s: float) -> dict[str, float]:
         return prompts, [lengths[size * group : size * (group + 1)] for group in range(workload.groups)]
 
     found = {"training part, 4k": step_floor.training_flops(shape, *tokens(4096), beta=0.05) / (tflops * 1e12)}
-    found["whole step, 1k"] = step_floor.rollout_bytes(shape, *tokens(1024)) / (
+    found["whole step, 512"] = step_floor.rollout_bytes(shape, *tokens(512)) / (
         gb_per_s * 1e9
-    ) + step_floor.training_flops(shape, *tokens(1024), beta=0.05) / (tflops * 1e12)
+    ) + step_floor.training_flops(shape, *tokens(512), beta=0.05) / (tflops * 1e12)
     for rows in (8, 32, 128):
         one: Callable[[int], float] = lambda length: step_floor.rollout_bytes(shape, [length] * rows, [[1]] * rows)  # noqa: E731,B023
         found[f"decode step, 4B in 4-bit, {rows} rows"] = one(1056) / (gb_per_s * 1e9)

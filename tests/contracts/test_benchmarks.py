@@ -119,9 +119,11 @@ def run_part(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
     for name, value in {"CLOSING_S": 0.0, "GRACE_S": 0.5, "POLL_S": 0.05}.items():
         monkeypatch.setattr(hour, name, value)
 
-    def run(*names: str, minutes: float = 1.0, kept_s: float = 0.0, without_unsloth: str = "") -> tuple[int, Any]:
+    def run(
+        *names: str, minutes: float = 1.0, kept_s: float = 0.0, without_unsloth: str = "", adds: bool = False
+    ) -> tuple[int, Any]:
         monkeypatch.setattr(hour, "KEPT_S", {1: kept_s})
-        part = hour.PartRun(1, list(names), tmp_path / "out", minutes, False, tmp_path)
+        part = hour.PartRun(1, list(names), tmp_path / "out", minutes, False, tmp_path, adds)
         code = part.run({"machine": {"gpu": "none"}}, without_unsloth)
         with tarfile.open(tmp_path / "out" / "part1.tar.gz") as archive:
             assert archive.getnames() == ["part1.jsonl", "part1.log"]
@@ -178,10 +180,22 @@ def test_transformers_stands_in_for_unsloth(how: str, run_part: Any, monkeypatch
     reason = "it is not installed: pip install -e '.[gpu]'" if how == "is not there" else ""
     names = ["unsloth/passes", "unsloth/stands_in", "transformers/passes", "transformers/stands_in"]
     code, part = run_part(*names, kept_s=57, without_unsloth=reason)
-    assert code == 1 and set(part.checks) == {"transformers/passes", "transformers/stands_in"}
+    assert code == (how != "is not there"), "left out with its reason it is no failure"
+    assert set(part.checks) == {"transformers/passes", "transformers/stands_in"}
     assert {found.state for found in part.checks.values()} == {"passed"}
     said = {"is not there": "Unsloth is left out: it is not installed", "fails": "no module named triton", "hangs": ""}
     assert any(said[how] in note for note in part.notes)
+
+
+def test_single_checks_are_added_to_their_part(run_part: Any, module: Any, tmp_path: Path) -> None:
+    """Eight minutes of figures were gone after one check was run again; two GPUs in one file would be one table."""
+    run_part("transformers/fails", "transformers/passes")
+    code, part = run_part("transformers/fails", "transformers/follows", adds=True)
+    assert code == 1 and states(part) == {"fails": "failed", "passes": "passed", "follows": "passed"}
+    refuse = module("first_hour").refuse_another_gpu
+    refuse(tmp_path / "out" / "part1.jsonl", "none")
+    with pytest.raises(SystemExit, match="is of none and this is NVIDIA B: name another folder"):
+        refuse(tmp_path / "out" / "part1.jsonl", "NVIDIA B")
 
 
 def test_without_a_gpu_nothing_is_run_and_nothing_claimed(tmp_path: Path) -> None:
