@@ -18,9 +18,9 @@ from on_gpu.checks import check
 from on_gpu.figures import measure_decoding
 
 GPUS_GB = (8, 12, 16, 24)
-TAIL = 64  # tokens that are decoded behind full caches
+TAIL, TINY_TAIL = 64, 4  # tokens that are decoded behind full caches
 TINY = (
-    "data.max_prompt_length=8", "rloo.max_completion_length=110", "rloo.thinking_budget=100", "rloo.answer_budget=6",
+    "data.max_prompt_length=8", "rloo.max_completion_length=20", "rloo.thinking_budget=10", "rloo.answer_budget=6",
     "model.max_seq_length=128", "model.dtype=float32", "rloo.optim=adamw_torch",
 )  # fmt: skip
 SHIPPED_STEPS = 200
@@ -49,7 +49,7 @@ def train_on(bench: Bench, gpu_gb: int, *overrides: str) -> None:
             name: round(sum(getattr(part, name) for part in counted), 3) for name in ("rollout_gib", "training_gib")
         }
         bench.report(limit_gib=round(limit, 3), computed=computed, rows=plan.rows, tokens_per_pass=plan.tokens_per_pass)
-        rollout, training = measure_steps(policy, run, plan.rows)
+        rollout, training = measure_steps(policy, run, plan.rows, TINY_TAIL if bench.rehearsed else TAIL)
         outside = gpu_gb * memory.GB / memory.GIB - limit
         bench.report(
             context_gib=round(outside, 3), rollout_gib=round(rollout.gib, 3), training_gib=round(training.gib, 3),
@@ -146,7 +146,7 @@ def longest_thinking(bench: Bench) -> None:
                 tokens = int(planned * share) // 64 * 64
                 run, _ = load_shipped(bench, gpu_gb, *lengths_of(bench, tokens), "rollout.rows=1")
                 try:
-                    measure_steps(policy, run, 1)
+                    measure_steps(policy, run, 1, TINY_TAIL if bench.rehearsed else TAIL)
                     tried[str(tokens)] = True
                 except RuntimeError as error:
                     if not is_out_of_memory(error):
@@ -166,7 +166,7 @@ def longest_planned(bench: Bench, gpu_gb: int) -> int:
         middle = (low + high + 1) // 2
         _, plan = load_shipped(bench, gpu_gb, *lengths_of(bench, middle * 512), "rollout.rows=1")
         low, high = (middle, high) if plan.fits else (low, middle - 1)
-    return 110 if bench.rehearsed else low * 512
+    return 20 if bench.rehearsed else low * 512
 
 
 def lengths_of(bench: Bench, tokens: int) -> list[str]:

@@ -18,7 +18,7 @@ from on_gpu import memory
 from on_gpu.bench import Bench, Skipped
 from on_gpu.checks import check
 
-# Tokens of a prompt, and of its completions; rehearsed, a hundredth.
+# Tokens of a prompt, and of its completions; rehearsed, a two-hundredth.
 LENGTHS = ((301, (3700, 650, 31, 2000)), (40, (5, 400)), (7, (90,)))
 MEAN_NATS, MAX_NATS = 0.03, 0.5  # of bf16 against bf16 in another order; a dropped mask is off by one nat and more
 GRADIENT = 0.1  # of the gradient's size, likewise; a dropped mask is off by half
@@ -191,7 +191,7 @@ def make_groups(bench: Bench, device: Any) -> list[Any]:
     generator = torch.Generator().manual_seed(7)
 
     def draw(length: int) -> Any:
-        length = max(1, length // 100) if bench.rehearsed else length
+        length = max(1, length // 200) if bench.rehearsed else length
         return torch.randint(0, 250, (length,), generator=generator).to(device)
 
     return [Group(draw(prompt), [draw(length) for length in lengths]) for prompt, lengths in LENGTHS]

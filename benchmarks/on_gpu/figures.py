@@ -73,7 +73,7 @@ def measure_decoding(bench: Bench, policy: Any, run: Any, rows: int, behind: int
             raise
         memory.settle(bench.cuda)
         return {"fits": False}
-    step_s = (found[2].seconds - found[1].seconds) / (many - few)
+    step_s = max(found[2].seconds - found[1].seconds, 1e-6) / (many - few)
     return {
         "ms_per_step": round(1e3 * step_s, 2),
         "tokens_per_s": round(rows / step_s),

@@ -201,15 +201,15 @@ def measure_training(policy: Policy, run: RunConfig) -> Peak:
     return peak
 
 
-def measure_steps(policy: Policy, run: RunConfig, rows: int) -> tuple[Peak, Peak]:
-    """The two steps of `measure_training` as a run takes them: each begins with the end of a rollout of `rows` full
-    rows by the run's engine, with gradients, optimizer and whatever else a run holds in place.
+def measure_steps(policy: Policy, run: RunConfig, rows: int, decoded: int = DECODED_TOKENS) -> tuple[Peak, Peak]:
+    """The two steps of `measure_training` as a run takes them: each begins with the last `decoded` tokens of a rollout
+    of `rows` full rows by the run's engine, with optimizer and whatever else a run holds in place.
 
     Returns:
         the larger peak of the rollouts and of what lies around them; their seconds are those of the second step.
     """
     load = _load_of(run, policy)
-    engine = _FullRows(load.row_tokens, _full_engine(policy, run, rows), rows)
+    engine = _FullRows(load.row_tokens, _full_engine(policy, run, rows), rows, decoded)
     with engine.around:
         _take_steps(policy, run, load, engine)
     return engine.rollout, engine.training
@@ -266,8 +266,8 @@ class _FullRows:
     name, reason = "synthetic", "to measure memory"
     rows: int | None = None
 
-    def __init__(self, tokens: int, engine: Any = None, rows: int = 0) -> None:
-        self._tokens, self._engine, self._rows = tokens, engine, rows
+    def __init__(self, tokens: int, engine: Any = None, rows: int = 0, decoded: int = 0) -> None:
+        self._tokens, self._engine, self._rows, self._decoded = tokens, engine, rows, decoded
         self.rollout, self.training = Peak(settled=False), Peak(settled=False)
         self.around = ExitStack()
 
@@ -275,7 +275,7 @@ class _FullRows:
         if self._engine is not None:
             self.around.close()
             with self._watch("rollout"):
-                _decode_ends(self._engine, self._rows, self._tokens, DECODED_TOKENS)
+                _decode_ends(self._engine, self._rows, self._tokens, self._decoded)
             self.around.enter_context(self._watch("training"))
         ids = [torch.randint(1, 200, (self._tokens - len(prompt),)).tolist() for prompt in prompt_ids]
         return Rollout(ids, [None] * len(ids), [[-1.0] * len(row) for row in ids])

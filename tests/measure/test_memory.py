@@ -15,7 +15,15 @@ from rloo_kit import load_config, load_policy, plan_vram
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import BackendError
 from rloo_kit.measure import memory, stand_ins
-from rloo_kit.measure.memory import Peak, _load_of, _rows_of_a_pass, measure_plan, measure_rollout, measure_training
+from rloo_kit.measure.memory import (
+    Peak,
+    _load_of,
+    _rows_of_a_pass,
+    measure_plan,
+    measure_rollout,
+    measure_steps,
+    measure_training,
+)
 from rloo_kit.measure.stand_ins import fill_cache
 from rloo_kit.plan.result import Machine
 from rloo_kit.plan.shapes import find_shape
@@ -154,6 +162,23 @@ def test_training_is_measured_in_its_largest_pass(run, policy, calls, beta):
     ]
     assert moved and not policy.model.training
     assert all(value.grad is None for value in policy.model.parameters())
+    assert list(policy.model.peft_config) == ["default"]
+
+
+@pytest.mark.parametrize("engine", ["native", "generate"])
+def test_steps_are_measured_as_a_run_takes_them(run, policy, calls, engine):
+    """Rollout and gradient fit one by one, and not with the optimizer's state in place: found out after three hours."""
+    run.rollout.engine, run.rloo.tokens_per_pass = engine, 300
+    before = {name: value.detach().clone() for name, value in policy.model.named_parameters() if value.requires_grad}
+    calls.clear()
+    rollout, training = measure_steps(policy, run, rows=5, decoded=7)
+    assert rollout.gib > 0 and training.gib > 0 and 0 < rollout.seconds and 0 < training.seconds
+    kinds = ["decoded" if width == 1 else "scored" for _, width in calls if width == 1 or width > 100]
+    order = [kind for place, kind in enumerate(kinds) if place == 0 or kinds[place - 1] != kind]
+    assert order == ["decoded", "scored", "decoded", "scored"]
+    assert engine == "native" or calls.count((5, 1)) == 2 * 7  # native decodes past the backbone
+    now = dict(policy.model.named_parameters())
+    assert any(not now[name].equal(value) for name, value in before.items())
     assert list(policy.model.peft_config) == ["default"]
 
 
