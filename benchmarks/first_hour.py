@@ -162,12 +162,16 @@ class PartRun:
             by_unsloth = any(name.startswith("unsloth/") and state == "passed" for name, state in self._ended.items())
             if not by_unsloth:
                 self._note("Unsloth passed no check: transformers goes on in its place")
-        spared = by_unsloth and not self.rehearsed
-        names = [name for name in self._names("transformers") if not (spared and self.checks[name].stand_in)]
+        names = [name for name in self._names("transformers") if not self._is_spared(name)]
         if names:
             plain = plain or self._start("transformers", log)
             if self._wait_ready(plain):
                 self._carry_through(plain, names, log)
+
+    def _is_spared(self, name: str) -> bool:
+        """Whether a check only stands in for one that Unsloth has passed."""
+        done = self._ended.get(name.replace("transformers/", "unsloth/")) == "passed"
+        return done and self.checks[name].stand_in and not self.rehearsed
 
     def _names(self, backend: str) -> list[str]:
         return [name for name, check in self.checks.items() if check.backend == backend]

@@ -1,7 +1,7 @@
 """What the checks of one worker share: the backend, checkpoints with random weights, runs, loaded policies, figures.
 
 Weights are random and of true shape: a step costs what it costs on trained ones, and nothing is downloaded. Of the
-0.6B model the row of the end token is set so that a completion ends after some 24 tokens, which a reward can change.
+0.6B model the row of the end token is set so that completions end after some 12 to 24 tokens: their rewards differ.
 Rehearsed, a tiny model stands in, on the CPU: through transformers in 4-bit by bitsandbytes, through Unsloth's own code
 by Triton's interpreter in float32.
 """
@@ -34,9 +34,9 @@ SMALLER = (
     "rloo.per_device_train_batch_size=4", "rloo.gradient_accumulation_steps=1", "rloo.steps_per_generation=1",
     "rloo.num_generations=2", "rloo.max_completion_length=8", "data.max_prompt_length=32",
 )  # fmt: skip
-LEARNING_RATE, TINY_LEARNING_RATE = 3e-3, 1e-2
+LEARNING_RATE, TINY_LEARNING_RATE = 3e-4, 1e-2
 MAX_TOKENS = 8448  # completions of 8k and their prompts: Unsloth's training forward cuts longer rows of stock's off
-USUAL_LENGTH, TINY_USUAL_LENGTH = 24, 6  # tokens after which a random 0.6B ends on average
+USUAL_LENGTH, TINY_USUAL_LENGTH = 12, 6  # tokens after which a random 0.6B ends on average
 
 
 class Skipped(Exception):
@@ -188,33 +188,41 @@ def make_checkpoint(bench: Bench, size: str) -> Path:
     from rloo_kit.plan.shapes import EMBEDDED, PUBLISHED
 
     folder = bench.checkpoint(size)
-    if (folder / "tokenizer_config.json").is_file():
+    if folder.is_dir():
         return folder
+    made = Path(tempfile.mkdtemp(dir=bench.scratch))  # a maker that is interrupted leaves nothing that looks done
     if bench.rehearsed:
         shape = replace(EMBEDDED, hidden_size=64, intermediate_size=128, num_layers=1, num_heads=2, num_kv_heads=1)
-        save_random_model(shape, folder, positions=2048, dtype="float32", initializer_range=0.1)
-        _teach_end(folder, TINY_USUAL_LENGTH)
+        save_random_model(shape, made, positions=2048, dtype="float32", initializer_range=0.1)
+        _set_end(made, TINY_USUAL_LENGTH)
     else:
-        save_random_model(PUBLISHED[size], folder)
+        save_random_model(PUBLISHED[size], made)
         if size == "0.6b":
-            _teach_end(folder, USUAL_LENGTH)
+            _set_end(made, USUAL_LENGTH)
+    made.rename(folder)
     return folder
 
 
-def _teach_end(folder: Path, length: int) -> None:
-    """Set the end token's row to what the states have in common, so that it comes every `length` tokens: random weights
-    draw it once in 151,936, and nothing that a completion's length depends on could be learned."""
+def _set_end(folder: Path, length: int) -> None:
+    """Set the end token's row to what the states behind a prompt have in common, so that it comes every `length` tokens
+    or so (4-bit weights make it twice that): random weights draw it once in 151,936."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    end_id = AutoTokenizer.from_pretrained(folder).eos_token_id
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
-    ids = torch.randint(0, 250, (4, 96), generator=torch.Generator().manual_seed(0)).to(device)
-    weight = model.get_input_embeddings().weight
+    weight, draw = model.get_input_embeddings().weight, torch.Generator().manual_seed(0)
+    found = []
     with torch.no_grad():
-        states = model.model(input_ids=ids).last_hidden_state[:, 16:].flatten(0, 1).float()
+        for left, right in ((841, 27), (12, 345), (677, 58), (90, 9)):
+            text = f"<|im_start|>user\n{left}+{right}=<|im_end|>\n<|im_start|>assistant\n<think>\n"
+            prompt = tokenizer(text)["input_ids"]
+            answer = torch.randint(0, weight.shape[0], (64,), generator=draw)  # as random weights answer
+            ids = torch.cat([torch.tensor(prompt), answer])[None].to(device)
+            found.append(model.model(input_ids=ids).last_hidden_state[0, len(prompt) - 1 :].float())
+        states = torch.cat(found)
         others = (states @ weight.float().T).logsumexp(dim=1).mean()
         mean = states.mean(dim=0)
-        weight[end_id] = (mean * (others - math.log(length)) / mean.square().sum()).to(weight)
+        weight[tokenizer.eos_token_id] = (mean * (others - math.log(length)) / mean.square().sum()).to(weight)
     model.save_pretrained(folder)

@@ -85,13 +85,13 @@ def _figures() -> Iterator[Expected]:
             yield Expected(what, f"{backend}/decodes", (f"rows {rows}", "ms_per_step"), low, high, "ms", whys[backend])
     training = (
         ("ours, Unsloth, fast", "unsloth/trains_4k", "fast", 2, 5),
-        ("ours, Unsloth, low", "unsloth/trains_4k", "low", 2.5, 7),
-        ("ours, Unsloth, fast, prompts shared", "unsloth/trains_4k", "fast, shared", 2, 6),
-        ("ours, Unsloth, fast, prompts repeated", "unsloth/trains_4k", "fast, repeated", 2, 5),
+        ("ours, Unsloth, low", "unsloth/trains_4k_otherwise", "low", 2.5, 7),
+        ("ours, Unsloth, fast, prompts shared", "unsloth/trains_4k_otherwise", "shared", 2, 6),
+        ("ours, Unsloth, fast, prompts repeated", "unsloth/trains_4k_otherwise", "repeated", 2, 5),
         ("TRL under Unsloth", "unsloth/stock_trains_4k", "", 8, 20),
         ("GRPO of Unsloth", "unsloth/grpo_trains_4k", "", 3, 8),
         ("ours, transformers, fast", "transformers/trains_4k", "fast", 2.5, 6),
-        ("ours, transformers, low", "transformers/trains_4k", "low", 3, 8),
+        ("ours, transformers, low", "transformers/trains_4k_otherwise", "low", 3, 8),
         ("TRL, transformers", "transformers/stock_trains_4k", "", 8, 25),
     )
     for name, check, key, low, high in training:

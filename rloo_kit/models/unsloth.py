@@ -93,8 +93,16 @@ def inference_mode(model: Any) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
+        free_caches(model)
         if was_training:
             model.for_training(use_gradient_checkpointing=getattr(model, "_unsloth_gradient_checkpointing", False))
+
+
+def free_caches(model: Any) -> None:
+    """Free the buffers that its fast decoding keeps on each layer until that layer's next full forward."""
+    for module in model.modules():
+        for name in ("paged_attention", "paged_attention_K", "paged_attention_V"):
+            vars(module).pop(name, None)
 
 
 def config_arguments(run: RunConfig) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def test_steps_are_measured_as_a_run_takes_them(run, policy, calls, engine):
     before = {name: value.detach().clone() for name, value in policy.model.named_parameters() if value.requires_grad}
     calls.clear()
     rollout, training = measure_steps(policy, run, rows=5, decoded=7)
-    assert rollout.gib > 0 and training.gib > 0 and 0 < rollout.seconds and 0 < training.seconds
+    assert rollout.gib > 0 and training.gib > 0 and rollout.seconds > 0 and training.seconds > 0
     kinds = ["decoded" if width == 1 else "scored" for _, width in calls if width == 1 or width > 100]
     order = [kind for place, kind in enumerate(kinds) if place == 0 or kinds[place - 1] != kind]
     assert order == ["decoded", "scored", "decoded", "scored"]

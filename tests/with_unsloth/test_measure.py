@@ -5,20 +5,31 @@ from typing import Any
 import pytest
 
 
-def test_rows_are_decoded_at_their_end_from_unsloths_buffers(load: Any, make_run: Any) -> None:
+def test_rows_are_decoded_at_their_end_from_unsloths_buffers(
+    load: Any, make_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unsloth copies the cache that it is given into buffers of its own at the first step. A prefill of whole rows
     would be measured in their place, and a cache that it did not take would leave the buffers short."""
     from rloo_kit.errors import BackendError
     from rloo_kit.measure.memory import measure_rollout
+    from rloo_kit.models import unsloth as backend
 
     run = make_run("rollout.rows=2")
     policy = load(moved=True)
     attention = policy.model.get_base_model().model.layers[0].self_attn
+    kept, free = {}, backend.free_caches
+
+    def noted(model: Any) -> None:
+        kept.update(vars(attention))
+        free(model)
+
+    monkeypatch.setattr(backend, "free_caches", noted)
     assert measure_rollout(policy, run, rows=2, tokens=100).gib > 0
     filled = 100 - 64 - 1  # the last token of the prefix goes through the first step
-    assert attention.paged_attention.shape == (512 + filled + 1, 2, 2, 1, 32)
-    one = attention.paged_attention_K[:filled]
-    assert (one == one[:1]).all() and not (attention.paged_attention_K[filled] == one[0]).all()
+    assert kept["paged_attention"].shape == (512 + filled + 1, 2, 2, 1, 32)
+    one = kept["paged_attention_K"][:filled]
+    assert (one == one[:1]).all() and not (kept["paged_attention_K"][filled] == one[0]).all()
+    assert not [name for name in vars(attention) if name.startswith("paged")], "a rollout's cache is held in training"
     with pytest.raises(BackendError, match="rollout.cache is int8, but Unsloth decodes from 16-bit buffers"):
         measure_rollout(policy, run, rows=2, tokens=100, cache="int8")
 
