@@ -158,7 +158,8 @@ def test_each_check_says_what_became_of_it(run_part: Any) -> None:
 
 def test_a_lost_driver_ends_the_process_and_not_the_part(run_part: Any) -> None:
     """After an error of the driver every later call of the process fails with the same words."""
-    code, part = run_part("unsloth/loses_the_driver", "unsloth/passes", "transformers/passes", "transformers/stands_in")
+    names = ["loses_the_driver", "passes", "stands_in"]
+    code, part = run_part(*(f"unsloth/{name}" for name in names), "transformers/passes", "transformers/stands_in")
     assert code == 1 and part.checks["unsloth/loses_the_driver"].state == "failed"
     assert part.checks["unsloth/passes"].state == part.checks["transformers/passes"].state == "passed"
     assert "transformers/stands_in" not in part.checks  # Unsloth has done it
