@@ -9,7 +9,7 @@
 #                                BUNDLE_PYTHON=3.12 and BUNDLE_CUDA=130 are that machine's, DEST=.gpu-bundle the folder
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo lint format test test-slow test-all test-unsloth test-gpu check notebooks bench gpu-bundle clean
+.PHONY: help setup demo lint format test test-slow test-all test-unsloth test-gpu gpu-report check notebooks bench gpu-bundle clean
 
 VENV := .venv
 VENV_UNSLOTH := .venv-unsloth

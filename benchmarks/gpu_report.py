@@ -222,7 +222,7 @@ def short_table(parts: Parts) -> list[str]:
         known = [parts[1].checks[one].state for one in names if one in parts[1].checks] if 1 in parts else []
         known = [state for state in known if state not in ("not run", "skipped")]
         passed = f"{known.count('passed')} of {len(known)} checks passed" if known else MISSING
-        rows.append([f"Qwen3-0.6B through {name}: loads, scores, learns, resumes, merges", passed])
+        rows.append([f"Qwen3-0.6B through {name}: loads, scores, trains, resumes, merges", passed])
     for one in EXPECTED:
         if "8 rows" in one.what and "128" not in one.what:
             value = _value(parts, one)

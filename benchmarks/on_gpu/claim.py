@@ -92,11 +92,8 @@ def time_step(bench: Bench, policy: Any, run: Any, plan: Any, training_s: float)
 
     rloo, prompt = run.rloo, run.data.max_prompt_length
     length = rloo.max_completion_length
-    places = (
-        [prompt + length - TAIL]
-        if bench.rehearsed
-        else [prompt + int(share * (length - TAIL)) for share in (0, 0.5, 1)]
-    )
+    shares = (1,) if bench.rehearsed else (0, 0.5, 1)
+    places = [prompt + int(share * (length - TAIL)) for share in shares]
     steps_ms = [measure_decoding(bench, policy, run, plan.rows, place)["ms_per_step"] for place in places]
     completions = rloo.per_device_train_batch_size * rloo.gradient_accumulation_steps
     rollout_s = statistics.mean(steps_ms) / 1e3 * length * -(-completions // plan.rows)

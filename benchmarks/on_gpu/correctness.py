@@ -338,7 +338,7 @@ def train(bench: Bench, policy: Any, *overrides: str, **keywords: Any) -> Any:
 
 
 @check(1, 60, needs="loads_4bit")
-def learns(bench: Bench) -> None:
+def trains(bench: Bench) -> None:
     """Three steps of random weights in 4-bit, and a checkpoint; on-policy the ratio is exactly 1."""
     bench.release()
     policy = bench.policy("0.6b")
@@ -350,7 +350,7 @@ def learns(bench: Bench) -> None:
     bench.release()
 
 
-@check(1, 70, needs="learns")
+@check(1, 70, needs="trains")
 def resumes(bench: Bench) -> None:
     """Two more steps from the checkpoint, in a model that was loaded again."""
     policy = bench.policy("0.6b")

@@ -80,7 +80,7 @@ def make_config(shape: ModelShape, positions: int = POSITIONS, **values: Any) ->
 
 def _save_weights(config: Any, folder: Path) -> None:
     """Shards of at most SHARD_BYTES (or one tensor), and the index that says where each tensor is; named as
-    transformers names them, since merging writes them anew under their names."""
+    transformers names them, since merging writes them again under their names."""
     draw = _random_numbers(config)
     places: dict[str, str] = {}
     total = 0

@@ -140,7 +140,7 @@ def _describe_gpu(cuda: Any) -> None:
 
 def _index_by_one_element() -> None:
     """Let the interpreter of Triton before 3.9 make an index of an array of one element, which numpy refuses from 2.4
-    on: `int(data)`, where 3.9 has `int(data.squeeze())`. It sets the tensors' methods anew for every launch."""
+    on: `int(data)`, where 3.9 has `int(data.squeeze())`. It sets the tensors' methods again for every launch."""
     import triton
     from triton.runtime import interpreter
 
