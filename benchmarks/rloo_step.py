@@ -131,7 +131,7 @@ def measure_whole(workload: Workload, sides: list[str], repeats: int) -> Iterato
         bars = (GENERATION_BAR, WHOLE_BAR) if side.name == "fast" else (NO_BAR, NO_BAR)
         for what, part, bar in (("generation", "generation", bars[0]), ("whole step", "whole", bars[1])):
             row = compare(what, workload, side.name, times[side.name], times["stock"], part, bar)
-            yield row | {"engine": getattr(getattr(side.trainer, "_engine", None), "name", None)}
+            yield row | {"engine": getattr(side.engine, "name", None)}
 
 
 # ------------------------------------------------------------------------------------------------------- memory

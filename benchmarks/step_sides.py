@@ -85,6 +85,12 @@ class Side:
         self._wrap_rewards()
         trainer.add_callback(_step_clock(self))
 
+    @property
+    def engine(self) -> Any:
+        """What the kit's trainer samples with; None on the other sides, and where TRL's vLLM does."""
+        rloo = getattr(self.trainer, "rloo", None)
+        return None if rloo is None else rloo.sampler.engine
+
     def step(self, canned: bool = True) -> StepTime:
         """One optimizer step through `trainer.train()`."""
         self.canned = canned

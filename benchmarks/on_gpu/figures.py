@@ -124,7 +124,7 @@ def trains_4k_otherwise(bench: Bench) -> None:
         raise Skipped("rehearsed through transformers: the interpreter takes its time")
     with built_side(bench, "low", make_workload(bench, "4k")) as side:
         bench.report(low=measure_training(bench, side, most=1))
-        chosen = side.trainer._scorer.layout
+        chosen = side.trainer.rloo.scorer.scorer.layout
     if chosen in OTHER_LAYOUT:
         with built_side(bench, "fast", make_workload(bench, "4k"), OTHER_LAYOUT[chosen]) as side:
             bench.report(**{OTHER_LAYOUT[chosen]: measure_training(bench, side, most=1)})
@@ -163,7 +163,7 @@ def measure_whole(bench: Bench, side: Any) -> dict[str, Any]:
         side.step(canned=True)  # compiles what the gradient of this length needs
         roll_out_briefly(side)
     found = take_steps(bench, side, canned=False, most=1)
-    engine = getattr(side.trainer, "_engine", None)
+    engine = side.engine
     if side.completion_lengths != side.targets:
         raise AssertionError(f"other lengths than imposed: {side.completion_lengths}")
     return found | {"engine": "generate" if engine is None else engine.name}
@@ -218,7 +218,7 @@ def built_side(bench: Bench, name: str, workload: Workload, layout: str = "") ->
     with head(bench), environment_kept(bench, is_stock):
         side = wrap_model(name, workload, model, tokenizer, peft_config, **options)
         if layout:
-            side.trainer._scorer.layout = layout
+            side.trainer.rloo.scorer.scorer.layout = layout
         try:
             yield side
         finally:

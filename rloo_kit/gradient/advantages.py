@@ -1,18 +1,115 @@
-"""From rewards to advantages: functions on tensors, and the running moments of `normalize_rewards`.
+"""From rewards to advantages: `make_advantages`, what it is made of, and the running moments of `normalize_rewards`.
 
 NaN marks a completion that is not scored: it leaves its siblings' baseline and has advantage 0.
 
-Shapes: B = prompts x K completions, K generations a prompt, F reward functions, C padded completion tokens; R rows, N
-their tokens end to end. Sources: RLOO, arXiv 2402.14740; the penalty as k1 in the reward, 2510.01555; REINFORCE++,
-2501.03262.
+Shapes: B completions of this process, A of all processes, K generations a prompt, F reward functions; R completions of
+one call, N their tokens end to end. Sources: RLOO, arXiv 2402.14740; the penalty as k1 in the reward, 2510.01555;
+REINFORCE++, 2501.03262.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from rloo_kit.config.checks import BASELINES, KL_FORMS
 from rloo_kit.gradient.objective import spread, sum_rows
+
+
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """The keys of `rloo` by which rewards become advantages; `beta` 0 for no KL penalty."""
+
+    beta: float = 0.0
+    kl_form: str = "sum"
+    baseline: str = "leave_one_out"
+    normalize: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("kl_form", KL_FORMS), ("baseline", BASELINES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """What a completion's reward is worth next to its siblings'.
+
+    Attributes:
+        rewards: (A,), scores less what the whole completion is charged for its KL; NaN where it is not scored.
+        per_row: (A,), of each completion, for the log; the mean over its tokens where each token has its own. 0 for one
+            that is not scored.
+        trained: what the loss multiplies, of this process's rows: (B,), or (N,) with `per_token`. Finite.
+        lengths: tokens of this process's rows. per_token: each token has its own advantage.
+    """
+
+    rewards: torch.Tensor
+    per_row: torch.Tensor
+    trained: torch.Tensor
+    lengths: Sequence[int]
+    per_token: bool
+
+    def of(self, rows: list[int]) -> torch.Tensor:
+        """What the loss multiplies, of some rows: (R,), or (N,) with `per_token`."""
+        if not self.per_token:
+            return self.trained[rows]
+        parts = self.trained.split(list(self.lengths))
+        return torch.cat([parts[row] for row in rows])
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any completion's is not 0, in any process; all of them get the same answer."""
+        return bool((self.per_row != 0).any())
+
+
+def _alone(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+def make_advantages(
+    scores: torch.Tensor,
+    kl: torch.Tensor | None,
+    mask: torch.Tensor,
+    lengths: Sequence[int],
+    group_size: int,
+    settings: AdvantageSettings,
+    gather: Callable[[torch.Tensor], torch.Tensor] = _alone,
+    mine: slice = slice(None),
+) -> Advantages:
+    """The one place where penalty, baseline and normalisation meet.
+
+    >>> scores, tokens = torch.tensor([1.0, 0.0]), torch.ones(3)
+    >>> make_advantages(scores, torch.tensor([0.1, 0.1, 0.4]), tokens, [2, 1], 2, AdvantageSettings(beta=0.5)).trained
+    tensor([ 1.1000, -1.1000])
+
+    Args:
+        scores: (A,), whole groups; NaN where a completion is not scored. group_size: K; with 1 there is no baseline.
+        kl: (N,), log-ratio of the policy to the reference, of this process's rows; None without a penalty.
+        mask: (N,), 0 where a token has no part in the loss. lengths: tokens of this process's completions.
+        gather: from a tensor of this process's rows to one of all. mine: where this process's rows lie among all.
+    """
+    by_token = kl is not None and settings.kl_form == "per_token"
+    rewards = scores
+    if kl is not None:
+        charged = scores - settings.beta * gather(kl_charge(kl, mask, lengths, settings.kl_form))
+        rewards = charged.masked_fill(~charged.isfinite(), torch.nan)  # one infinity must not reach the siblings
+    compared = scores.masked_fill(rewards.isnan(), torch.nan) if by_token else rewards
+    if group_size > 1:
+        per_row = subtract_baseline(compared, group_size, settings.baseline)  # (A,)
+    else:
+        per_row = torch.full_like(compared, torch.nan)
+    if not by_token:
+        per_row = zero_unscored(standardize(per_row, eps=1e-4) if settings.normalize else per_row)
+        return Advantages(rewards, per_row, per_row[mine], lengths, per_token=False)
+    assert kl is not None
+    tokens = spread(per_row[mine], lengths) - settings.beta * kl_to_go(kl, mask, lengths)  # (N,)
+    tokens = tokens.masked_fill(~mask.bool(), torch.nan)
+    if settings.normalize:  # the task's part alone would leave the penalty's scale as it is
+        moments = merge_moments(gather(find_moments(tokens)[None].to(tokens.device)).cpu())
+        tokens = normalize_by(tokens, moments, eps=1e-4)
+    trained = zero_unscored(tokens)
+    means = sum_rows(trained, lengths) / sum_rows(mask.float(), lengths).clamp(min=1)  # (B,)
+    return Advantages(rewards, gather(means.to(scores.dtype)), trained, lengths, per_token=True)
 
 
 def combine_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -24,67 +121,40 @@ def combine_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> to
     return combined.masked_fill(rewards_per_func.isnan().all(dim=1), torch.nan)
 
 
-def unscore_non_finite(rewards: torch.Tensor) -> torch.Tensor:
-    """NaN in place of an infinity, so that one broken log-probability cannot reach the siblings' baseline."""
-    return rewards.masked_fill(~rewards.isfinite(), torch.nan)
-
-
 def zero_unscored(advantages: torch.Tensor) -> torch.Tensor:
     """0 in place of NaN, whatever the shape: a completion that is not scored does not move the policy."""
     return advantages.masked_fill(advantages.isnan(), 0.0)
 
 
-def standardize(values: torch.Tensor, eps: float) -> torch.Tensor:
-    """Mean 0 and standard deviation 1 over the entries that are not NaN, whatever the shape."""
-    present = values[~values.isnan()]
-    if present.numel() < 2:
-        return values
-    return (values - present.mean()) / (present.std() + eps)
+def kl_charge(kl: torch.Tensor, mask: torch.Tensor, lengths: Sequence[int], form: str) -> torch.Tensor:
+    """What each completion is charged, before beta: (N,), (N,) -> (R,). A KL that is not finite stays so.
 
-
-def kl_penalty(per_token_kl: torch.Tensor, mask: torch.Tensor, form: str) -> torch.Tensor:
-    """What beta is multiplied with: (B, C), (B, C) -> (B,) for the sequence forms, (B, C) for `per_token`.
-
-    `sum`: the whole completion's log-ratio (the paper, TRL). `length_normalized`: its mean over the tokens, so that a
-    long thought costs no more than a short one. `per_token`: the reward-to-go, what is still to be paid from each
-    token on (arXiv 2501.03262).
+    Args:
+        kl: log-ratio of the policy to the reference at each token, in nats. mask: 0 where a token is not charged.
+        lengths: tokens of each completion, R of them.
+        form: "sum" over the completion (the paper, TRL) and "per_token": its sum. "length_normalized": its mean over
+            the tokens, so that a long thought costs no more than a short one.
     """
-    kl = per_token_kl * mask
-    if form == "sum":
-        return kl.sum(dim=1)
-    if form == "length_normalized":
-        return kl.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-    if form == "per_token":
-        return kl.flip(dims=(1,)).cumsum(dim=1).flip(dims=(1,)) * mask
-    raise ValueError(f"kl_form must be one of {', '.join(KL_FORMS)}, got {form!r}")
-
-
-def kl_charge(per_token_kl: torch.Tensor, mask: torch.Tensor, form: str) -> torch.Tensor:
-    """What a whole completion is charged, before beta: (B, C), (B, C) -> (B,). As `kl_penalty`; with `per_token` the
-    sum."""
-    return kl_penalty(per_token_kl, mask, "sum" if form == "per_token" else form)
-
-
-def kl_penalty_rows(per_token_kl: torch.Tensor, mask: torch.Tensor, lengths: Sequence[int], form: str) -> torch.Tensor:
-    """What beta is multiplied with, for rows laid end to end: (N,), (N,) -> (R,), or (N,) for `per_token`.
-
-    As `kl_penalty`; sums are float64, the result is of the KL's dtype. A KL that is not finite stays so.
-    """
-    kept = mask.bool()
-    kl = per_token_kl.masked_fill(~kept, 0.0)
-    if form == "per_token":
-        rows = kl.double().split(list(lengths)) if kl.device.type != "mps" else kl.split(list(lengths))
-        to_go = [row.flip(0).cumsum(0).flip(0) for row in rows]
-        return torch.cat(to_go).to(kl.dtype).masked_fill(~kept, 0.0) if to_go else kl
     if form not in KL_FORMS:
         raise ValueError(f"kl_form must be one of {', '.join(KL_FORMS)}, got {form!r}")
-    total = sum_rows(kl, lengths)
+    kept = mask.bool()
+    total = sum_rows(kl.masked_fill(~kept, 0.0), lengths)
     if form == "length_normalized":
         total = total / sum_rows(kept.to(kl.dtype), lengths).clamp(min=1)
     return total.to(kl.dtype)
 
 
-def baseline_advantages(rewards: torch.Tensor, num_generations: int, baseline: str) -> torch.Tensor:
+def kl_to_go(kl: torch.Tensor, mask: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """What is still to be paid from each token on, for `per_token`: (N,), (N,) -> (N,), 0 where masked (arXiv
+    2501.03262)."""
+    kept = mask.bool()
+    wide = kl.masked_fill(~kept, 0.0)
+    rows = (wide if kl.device.type == "mps" else wide.double()).split(list(lengths))
+    to_go = [row.flip(0).cumsum(0).flip(0) for row in rows]
+    return torch.cat(to_go).to(kl.dtype).masked_fill(~kept, 0.0) if to_go else wide
+
+
+def subtract_baseline(rewards: torch.Tensor, num_generations: int, baseline: str) -> torch.Tensor:
     """Reward minus its baseline: (B,) -> (B,); NaN where there is no reward or nothing to compare it with.
 
     `leave_one_out`: the mean of the scored siblings. `group_mean`: that of all scored completions of the prompt, its
@@ -98,63 +168,6 @@ def baseline_advantages(rewards: torch.Tensor, num_generations: int, baseline: s
     if baseline == "none":
         return rewards
     raise ValueError(f"baseline must be one of {', '.join(BASELINES)}, got {baseline!r}")
-
-
-def affine_kl(baseline: str, scored: torch.Tensor, num_generations: int) -> tuple[float, float]:
-    """How an advantage depends on its group's KL: A_i = A^R_i - beta * (own * kl_i - others * sum of scored kl_j).
-
-    `A^R` are the advantages of the task rewards alone. Exact where `kl_i` is one number a completion (`sum`,
-    `length_normalized`) and nothing is normalised or clipped after the penalty.
-
-    >>> affine_kl("leave_one_out", torch.tensor([True, True, False, True]), 4)
-    (1.5, 0.5)
-
-    Args:
-        scored: (K,) bool, the rows of one group that have a reward. num_generations: K.
-
-    Returns:
-        (own, others); (0.0, 0.0) where no row of the group has an advantage.
-    """
-    if len(scored) != num_generations:
-        raise ValueError(f"{len(scored)} rows are not one group of {num_generations}")
-    count = int(scored.sum())
-    if baseline == "leave_one_out":
-        return (count / (count - 1), 1 / (count - 1)) if count > 1 else (0.0, 0.0)
-    if count == 0:
-        return 0.0, 0.0
-    if baseline == "group_mean":
-        return 1.0, 1 / count
-    if baseline == "none":
-        return 1.0, 0.0
-    raise ValueError(f"baseline must be one of {', '.join(BASELINES)}, got {baseline!r}")
-
-
-def truncated_weights(
-    logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor, lengths: Sequence[int], form: str, cap: float
-) -> torch.Tensor:
-    """Importance weights of the trainer's policy over the sampler's, cut off at `cap`: (N,) -> (N,), without a graph.
-
-    The two are one policy computed by two programs (4-bit kernels, vLLM, bf16), so the weight is near 1 and corrects
-    what their rounding biases. Cutting it off bounds the variance at the price of a small bias (Ionides 2008,
-    "Truncated Importance Sampling"). TRL has it for GRPO (`vllm_importance_sampling_correction`), not for RLOO.
-
-    Args:
-        logps: (N,) under the trainer's policy when the completions were sampled. sampler_logps: (N,), NaN for tokens
-            that were not sampled (a forced close). mask: (N,), scored tokens.
-        form: "token", each its own; "sequence", the product over the completion for all of its tokens.
-        cap: 1 or more.
-
-    Returns:
-        weights; 1 where a token is masked or was not sampled (with "token").
-    """
-    known = mask.bool() & ~sampler_logps.isnan()
-    difference = (logps.detach() - sampler_logps).masked_fill(~known, 0.0)
-    if form == "token":
-        return difference.exp().clamp(max=cap)
-    if form != "sequence":
-        raise ValueError(f"sampler_correction must be token or sequence here, got {form!r}")
-    weights = sum_rows(difference, lengths).exp().clamp(max=cap).to(difference.dtype)  # (R,)
-    return spread(weights, lengths)
 
 
 def find_moments(values: torch.Tensor) -> torch.Tensor:
@@ -184,6 +197,11 @@ def normalize_by(values: torch.Tensor, moments: torch.Tensor, eps: float) -> tor
     if count < 2:
         return values
     return (values - mean) / ((squares / (count - 1)) ** 0.5 + eps)
+
+
+def standardize(values: torch.Tensor, eps: float) -> torch.Tensor:
+    """Mean 0 and standard deviation 1 over the entries that are not NaN, whatever the shape."""
+    return normalize_by(values, find_moments(values), eps)
 
 
 class RunningMoments:

@@ -14,6 +14,8 @@ import torch
 
 from rloo_kit.config.checks import RATIO_FORMS
 
+RATIO_STATISTICS = ("ratio", "clipped_low", "clipped_high", "bounded")
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -83,7 +85,7 @@ def policy_loss(
         lengths: tokens of each of the R completions, 0 allowed.
         mask: (N,), bool or 0 and 1; tokens with 0 have no part in the ratio, the loss or the gradient.
         advantages: (R,), or (N,) with `per_token`, where (R,) is spread over the tokens. Finite.
-        weights: (N,), constants that the gradient of each token is multiplied with (`truncated_weights`); the ratio
+        weights: (N,), constants that the gradient of each token is multiplied with (`sampler_correction`); the ratio
             that is clipped does not contain them.
 
     Returns:

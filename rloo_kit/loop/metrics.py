@@ -1,43 +1,25 @@
-"""Metrics of a rollout and of a step by name, the rows of `rollouts.jsonl`, and the mixin that records them.
+"""Metrics of a rollout and of a step by name, the rows of `rollouts.jsonl`, and what records them.
 
 Names are TRL's where TRL has one (`kl`, `entropy`, `clip_ratio/*`), those of its older trainer for `objective/*`,
-`val/*` and `eps`, and the kit's own for `thinking/*`; docs/metrics.md explains each.
+`policy/*`, `val/*`, `eps`, `lr` and `episode`, and the kit's own for `thinking/*`; docs/metrics.md explains each.
 
-Shapes: B completions of this process, A of all processes, C completion tokens, F reward functions.
+Shapes: B completions of this process, A of all processes, F reward functions.
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import gather, gather_object
 
 from rloo_kit.data.load import REWARDS_WITH_ANSWERS
-from rloo_kit.gradient.advantages import kl_charge, tied_groups
-from rloo_kit.gradient.passes import RATIO_STATISTICS, RowStatistics
-from rloo_kit.loop.step import Sampled
-from rloo_kit.loop.trainer_setup import TrainerParts
+from rloo_kit.gradient.advantages import Advantages, kl_charge, tied_groups
+from rloo_kit.gradient.objective import sum_rows
+from rloo_kit.loop.records import RolloutBatch, StepStats, pick
+from rloo_kit.models.parallel import Parallel
 from rloo_kit.think_tags import ThinkTags
 
-COLUMNS = ("tokens", "eos_tokens", "thinks", "closed", "thinking_tokens", "kl", "kl_tokens", "penalty", "forced")
-
-
-@dataclass
-class GenerationBatch:
-    """One rollout of this process and what became of it; what the metrics and the listeners read.
-
-    Attributes:
-        sampled: the completions and their rewards. tensors: made of them, see `TrainerRollout._tensors`.
-        scores: (A,), after the penalty for a missing end, normalisation and clipping; NaN where not scored.
-        rewards: (A,), scores less the KL penalty. advantages: (A,), 0 where there is no baseline.
-    """
-
-    sampled: Sampled
-    tensors: dict[str, Any]
-    scores: torch.Tensor
-    rewards: torch.Tensor
-    advantages: torch.Tensor
+COLUMNS = ("tokens", "eos_tokens", "thinks", "closed", "thinking_tokens", "forced", "kl", "kl_tokens", "penalty")
 
 
 def mean(values: torch.Tensor) -> float:
@@ -53,72 +35,62 @@ def std(values: torch.Tensor) -> float:
     return present.std().item() if present.numel() > 1 else 0.0
 
 
-def sample_statistics(
-    batch: dict[str, Any],
-    tags: ThinkTags,
-    eos_token_ids: list[int],
-    per_token_kl: torch.Tensor | None,
-    kl_form: str = "sum",
-) -> torch.Tensor:
+def sample_statistics(batch: RolloutBatch, tags: ThinkTags, end_ids: set[int], kl_form: str) -> torch.Tensor:
     """One row of numbers per completion, (B, len(COLUMNS)) float32, ready to be gathered across processes.
 
     `thinking_tokens` are those before the first `</think>`; a completion that never closes has spent all of its tokens
     on thinking, so that truncation does not make thoughts look short. `thinks` is 0 for a model that was not asked to.
     `penalty` is what the whole completion is charged, before beta.
     """
-    ids, mask = batch["completion_ids"], batch["completion_mask"].bool()
-    tokens = mask.sum(dim=1)
-    eos = torch.isin(ids, torch.tensor(eos_token_ids, device=ids.device)) & mask
-    thinks = closed = torch.zeros_like(tokens)
-    thinking_tokens = tokens
-    if tags.end_id is not None:
-        is_end = (ids == tags.end_id) & mask
-        closed = is_end.any(dim=1)
-        thinking_tokens = torch.where(closed, is_end.int().argmax(dim=1), tokens)
-        thinks = closed
-        if tags.start_id is not None:
-            opened = (ids == tags.start_id) & mask
-            asked = batch["prompt_ids"][:, -3:] == tags.start_id  # the template may end the prompt with "<think>\n"
-            thinks = closed | opened.any(dim=1) | asked.any(dim=1)
-    columns = [tokens, eos.sum(dim=1), thinks, closed, thinking_tokens]
-    if per_token_kl is None:
-        columns += [torch.zeros_like(tokens)] * 3
-    else:
-        mask = batch["loss_mask"]
-        charged = kl_charge(per_token_kl, mask, kl_form)
-        columns += [(per_token_kl * mask).sum(dim=1), mask.sum(dim=1), charged]
-    columns.append(batch["thinking_forced"])
-    return torch.stack([column.float() for column in columns], dim=1)
+    found = batch.judged.completions
+    columns = []
+    for prompt, ids, span in zip(found.prompt_ids, found.completion_ids, found.forced, strict=True):
+        closed = tags.end_id is not None and tags.end_id in ids
+        asked = tags.start_id is not None and tags.start_id in prompt[-3:]  # templates may end in "<think>\n"
+        thinks = closed or (tags.end_id is not None and (asked or (tags.start_id is not None and tags.start_id in ids)))
+        thinking = ids.index(tags.end_id) if closed else len(ids)
+        ends = sum(token in end_ids for token in ids)
+        columns.append([len(ids), ends, thinks, closed, thinking, span is not None])
+    rows = torch.tensor(columns, dtype=torch.float32, device=batch.scores.device)
+    if batch.kl is None:
+        return torch.cat([rows, rows.new_zeros(len(rows), 3)], dim=1)
+    kl, mask, lengths = pick(batch.kl), pick(batch.mask), batch.lengths
+    charged = [sum_rows(kl, lengths), sum_rows(mask.float(), lengths), kl_charge(kl, mask, lengths, kl_form)]
+    return torch.cat([rows, torch.stack([column.float() for column in charged], dim=1)], dim=1)
 
 
 def rollout_metrics(
-    rollout: GenerationBatch, statistics: torch.Tensor, names: list[str], group: int, beta: float
+    batch: RolloutBatch, advantages: Advantages, statistics: torch.Tensor, names: Sequence[str], beta: float
 ) -> dict[str, float]:
     """Metrics by name of one generation batch, over all processes.
 
     Args:
-        statistics: gathered, (A, len(COLUMNS)). names: of the F reward functions. group: K. beta: the KL coefficient.
+        statistics: gathered, (A, len(COLUMNS)). names: of the F reward functions. beta: the KL coefficient.
     """
     column = dict(zip(COLUMNS, statistics.T, strict=True))
+    judged, rewards = batch.judged, advantages.rewards
     metrics = {}
     for index, name in enumerate(names):
-        metrics[f"rewards/{name}/mean"] = mean(rollout.sampled.rewards_per_func[:, index])
-        metrics[f"rewards/{name}/std"] = std(rollout.sampled.rewards_per_func[:, index])
+        metrics[f"rewards/{name}/mean"] = mean(judged.rewards_per_func[:, index])
+        metrics[f"rewards/{name}/std"] = std(judged.rewards_per_func[:, index])
     metrics |= {
-        "reward": mean(rollout.sampled.raw_scores),
-        "reward_std": std(rollout.sampled.raw_scores),
-        "frac_reward_zero_std": tied_groups(rollout.rewards, group).float().mean().item(),
+        "reward": mean(judged.raw_scores),
+        "reward_std": std(judged.raw_scores),
+        "frac_reward_zero_std": tied_groups(rewards, batch.group_size).float().mean().item(),
         # before the KL penalty, which alone keeps the rewards of a group from being equal
-        "frac_score_zero_std": tied_groups(rollout.scores, group).float().mean().item(),
-        "rewards/unscored_ratio": rollout.sampled.raw_scores.isnan().float().mean().item(),
-        "objective/scores": mean(rollout.scores),
-        "objective/rlhf_reward": mean(rollout.rewards),
-        "objective/non_score_reward": mean(rollout.rewards - rollout.scores),
+        "frac_score_zero_std": tied_groups(batch.scores, batch.group_size).float().mean().item(),
+        "rewards/unscored_ratio": judged.raw_scores.isnan().float().mean().item(),
+        "objective/scores": mean(batch.scores),
+        "objective/rlhf_reward": mean(rewards),
+        "objective/non_score_reward": mean(rewards - batch.scores),
         "val/num_eos_tokens": column["eos_tokens"].sum().item(),
     }
     if beta != 0.0:
         metrics["kl"] = (column["kl"].sum() / column["kl_tokens"].sum().clamp(min=1)).item()
         metrics["objective/kl"] = column["kl"].mean().item()
+        metrics["kl/share_of_reward"] = kl_share(column["penalty"], batch.scores, beta)
+        ratio = kl_spread_ratio(column["penalty"], batch.scores, beta, batch.group_size)
+        metrics |= {} if ratio is None else {"kl/spread_ratio": ratio}
     thinks = column["thinks"].bool()
     if thinks.any():
         metrics["thinking/mean_length"] = column["thinking_tokens"][thinks].mean().item()
@@ -126,27 +98,29 @@ def rollout_metrics(
     return metrics
 
 
-def loss_metrics(
+def step_metrics(
     rows: torch.Tensor, sums: torch.Tensor, largest_gap: torch.Tensor, on_policy: bool
 ) -> dict[str, float]:
-    """Entropy, ratio, clip shares and the gap to the sampler of the passes of one step, over all processes.
+    """Loss, entropy, ratio, clip shares and the gap to the sampler of one step, over all processes.
 
     Args:
-        rows: (A, 4), ratio, clipped below, clipped above and bounded by `delta` of each completion; NaN for one that
-            was not computed (its advantage is 0).
-        sums: (6,), of the entropies and their tokens, of the gaps to the sampler and their tokens, of the importance
-            weights and theirs. largest_gap: of one token.
+        rows: (A, 5), `StepStats.PER_ROW` of each completion; NaN for one that was not computed (its advantage is 0).
+        sums: (9,), the loss, and sum and number of the entropies, the squared log-ratios, the gaps to the sampler and
+            the importance weights. largest_gap: of one token.
         on_policy: a ratio that was not computed is 1 then, by definition.
 
     Returns:
         metrics by name; what nothing was computed for is left out.
     """
+    loss, entropy, tokens, approx_kl, compared, gap, gap_tokens, weight, weight_tokens = sums.tolist()
     computed = rows[~rows[:, 0].isnan()]
+    surprise = rows[~rows[:, 4].isnan(), 4]
     metrics = {"rollout/skipped_rows_ratio": 1 - len(computed) / max(len(rows), 1)}
+    metrics["loss/policy_avg"] = loss / max(len(rows), 1)
     if on_policy and not len(computed):
-        computed = rows.new_tensor([[1.0, 0.0, 0.0, 0.0]])
+        computed = rows.new_tensor([[1.0, 0.0, 0.0, 0.0, 0.0]])
     if len(computed):
-        ratios, lows, highs, bounded = computed.unbind(dim=1)
+        ratios, lows, highs, bounded, _ = computed.unbind(dim=1)
         metrics |= {
             "clip_ratio/low_mean": lows.mean().item(),
             "clip_ratio/low_min": lows.min().item(),
@@ -154,12 +128,14 @@ def loss_metrics(
             "clip_ratio/high_max": highs.max().item(),
             "clip_ratio/region_mean": (lows + highs).mean().item(),
             "clip_ratio/delta_mean": bounded.mean().item(),
+            "policy/clipfrac_avg": (lows + highs).mean().item(),
+            "policy/approxkl_avg": approx_kl / max(compared, 1),
             "val/ratio": ratios.mean().item(),
             "val/ratio_var": ratios.var(unbiased=False).item(),
         }
-    entropy, tokens, gap, gap_tokens, weight, weight_tokens = sums.tolist()
     if tokens:
-        metrics["entropy"] = entropy / tokens
+        metrics["entropy"] = metrics["policy/entropy_avg"] = entropy / tokens
+        metrics["objective/entropy"] = surprise.mean().item()
     if gap_tokens:
         metrics["sampling/logp_difference_mean"] = gap / gap_tokens
         metrics["sampling/logp_difference_max"] = largest_gap.item()
@@ -169,36 +145,36 @@ def loss_metrics(
 
 
 def rollout_rows(
-    rollout: GenerationBatch, statistics: torch.Tensor, names: list[str], first: int, step: int
+    batch: RolloutBatch, advantages: Advantages, statistics: torch.Tensor, names: Sequence[str], step: int
 ) -> list[dict[str, Any]]:
     """One plain dict per completion of this process, in the order of the rollout; unscored values are None.
 
     Args:
         statistics: of this process, (B, len(COLUMNS)). names: of the F reward functions.
-        first: where this process's rows begin among all (A). step: optimizer steps done when they were sampled.
+        step: optimizer steps done when they were sampled.
     """
-    rows = []
+    found, rows = batch.judged.completions, []
     for index, numbers in enumerate(statistics.tolist()):
         column = dict(zip(COLUMNS, numbers, strict=True))
-        closed = bool(column["closed"])
-        rewards = rollout.sampled.rewards_per_func[first + index].tolist()
+        closed, among_all = bool(column["closed"]), batch.first + index
+        rewards = batch.judged.rewards_per_func[among_all].tolist()
         rows.append(
             {
                 "step": step,
-                "prompt": rollout.sampled.prompts[index],
-                "completion": rollout.sampled.completions[index],
-                "completion_ids": rollout.sampled.completion_ids[index],
-                "prompt_tokens": int(rollout.tensors["prompt_mask"][index].sum()),
+                "prompt": found.prompts[index],
+                "completion": found.texts[index],
+                "completion_ids": found.completion_ids[index],
+                "prompt_tokens": len(found.prompt_ids[index]),
                 "completion_tokens": int(column["tokens"]),
                 "thinking_tokens": int(column["thinking_tokens"]) if closed else None,
                 "closed": closed,
-                "truncated": bool(rollout.tensors["truncated"][index]),
-                "forced": bool(rollout.tensors["thinking_forced"][index]),
+                "truncated": found.truncated[index],
+                "forced": bool(column["forced"]),
                 "kl": column["kl"],
                 "rewards": {name: _or_none(value) for name, value in zip(names, rewards, strict=True)},
-                "reward": _or_none(rollout.sampled.raw_scores[first + index].item()),
-                "advantage": rollout.advantages[first + index].item(),
-                "columns": {name: value for name, value in rollout.sampled.inputs[index].items() if name != "prompt"},
+                "reward": _or_none(batch.judged.raw_scores[among_all].item()),
+                "advantage": advantages.per_row[among_all].item(),
+                "columns": {name: value for name, value in found.rows[index].items() if name != "prompt"},
             }
         )
     return rows
@@ -287,85 +263,107 @@ def thinking_metrics(forced: torch.Tensor, answers: torch.Tensor | None) -> dict
     return metrics
 
 
-class TrainerLog(TrainerParts):
-    """What `RLOOTrainer` records about its steps."""
+class Recorder:
+    """Writes what a step did into the log of TRL's trainer, which averages it, and tells the listeners.
 
-    def _record_rollout(
+    Args:
+        trainer: TRL's, with the books that its `log` reads. tags: of the model's thinking. end_ids: of a completion.
+        kl_form, beta: of the penalty. has_budget: whether thinking may be closed by force.
+
+    Attributes:
+        listeners: called once a generation batch with one dict for each completion of this process.
+        episodes: completions so far, of all processes.
+    """
+
+    def __init__(
         self,
-        sampled: Sampled,
-        batch: dict[str, Any],
-        scores: torch.Tensor,
-        rewards: torch.Tensor,
-        advantages: torch.Tensor,
-    ) -> None:
-        """Metrics, TRL's table of completions, and the rows for the listeners.
+        trainer: Any,
+        parallel: Parallel,
+        tags: ThinkTags,
+        end_ids: set[int],
+        kl_form: str,
+        beta: float,
+        has_budget: bool,
+    ):
+        self.trainer, self.parallel = trainer, parallel
+        self.tags, self.end_ids = tags, end_ids
+        self.kl_form, self.beta, self.has_budget = kl_form, beta, has_budget
+        self.listeners: list[Callable[[list[dict[str, Any]]], None]] = []
+        self.episodes = 0
+        self._started_at: float | None = None
 
-        Args:
-            scores: (A,), after normalising and clipping. rewards: (A,), less the KL penalty. advantages: (A,), 0 where
-                there is none.
-        """
-        mode = "train" if self.model.training else "eval"
-        names = self.reward_func_names
-        rollout = GenerationBatch(sampled, batch, scores, rewards, advantages)
-        kl = batch.get("per_token_kl")
-        statistics = sample_statistics(batch, self.think_tags, self.eos_token_ids, kl, self._option("kl_form"))
-        gathered = gather(statistics)  # (A, columns)
-        metrics = rollout_metrics(rollout, gathered, names, self._group_size, self.beta)
-        if kl is not None:
-            penalty = gathered[:, COLUMNS.index("penalty")]
-            metrics["kl/share_of_reward"] = kl_share(penalty, scores, self.beta)
-            ratio = kl_spread_ratio(penalty, scores, self.beta, self._group_size)
-            metrics |= {} if ratio is None else {"kl/spread_ratio": ratio}
-        if self._limits.thinking_budget is not None:
-            answers = find_answer_column(sampled.rewards_per_func, names)
-            metrics |= thinking_metrics(gather(batch["thinking_forced"]), answers)
+    @property
+    def _is_training(self) -> bool:
+        return bool(self.trainer.model.training)
+
+    @property
+    def _metrics(self) -> Any:
+        return self.trainer._metrics["train" if self._is_training else "eval"]
+
+    def begin(self) -> None:
+        """The first rollout begins: from here completions a second count."""
+        self._started_at = self._started_at or time.monotonic()
+
+    def count(self, name: str, value: float) -> None:
+        """Record one number of a step."""
+        self._metrics[name].append(float(value))
+
+    def rollout(self, batch: RolloutBatch) -> None:
+        """Metrics, TRL's table of completions, and the rows for the listeners."""
+        assert batch.advantages is not None
+        names = self.trainer.reward_func_names
+        statistics = sample_statistics(batch, self.tags, self.end_ids, self.kl_form)
+        gathered = self.parallel.gather(statistics)  # (A, columns)
+        metrics = rollout_metrics(batch, batch.advantages, gathered, names, self.beta)
+        if self.has_budget:
+            answers = find_answer_column(batch.judged.rewards_per_func, names)
+            metrics |= thinking_metrics(gathered[:, COLUMNS.index("forced")], answers)
         for name, value in metrics.items():
-            self._metrics[mode][name].append(value)
-        self._log_completions(rollout, mode)
-        if mode == "train":
-            self._episodes += len(gathered)
-            if self.rollout_listeners:
-                first = self._local_rows(len(sampled.prompts)).start
-                rows = rollout_rows(rollout, statistics, names, first, self.state.global_step)
-                for listener in self.rollout_listeners:
+            self._metrics[name].append(value)
+        self._table(batch, batch.advantages)
+        if self._is_training:
+            self.episodes += len(gathered)
+            if self.listeners:
+                rows = rollout_rows(batch, batch.advantages, statistics, names, self.trainer.state.global_step)
+                for listener in self.listeners:
                     listener(rows)
 
-    def _log_completions(self, rollout: GenerationBatch, mode: str) -> None:
+    def _table(self, batch: RolloutBatch, advantages: Advantages) -> None:
         """Fill TRL's table of completions and flush what rewards logged themselves, in one order on all processes."""
-        sampled = rollout.sampled
-        self._logs["prompt"].extend(gather_object(sampled.prompts))
-        self._logs["completion"].extend(gather_object(sampled.completions))
-        for index, name in enumerate(self.reward_func_names):
-            self._logs["rewards"][name].extend(sampled.rewards_per_func[:, index].tolist())
-        self._logs["advantages"].extend(rollout.advantages.tolist())
-        for column in sorted(set(gather_object(list(self._pending_extra_logs)))):
-            self._logs["extra"][column].extend(
-                gather_object(self._pending_extra_logs.get(column, [None] * len(sampled.prompts)))
-            )
-        self._pending_extra_logs.clear()
-        for name in sorted(set(gather_object(list(self._pending_metrics)))):
-            values = gather_object(self._pending_metrics.get(name, []))
-            self._metrics[mode][name].append(sum(values) / len(values))
-        self._pending_metrics.clear()
+        trainer, found, gather_list = self.trainer, batch.judged.completions, self.parallel.gather_list
+        logs = trainer._logs
+        logs["prompt"].extend(gather_list(found.prompts))
+        logs["completion"].extend(gather_list(found.texts))
+        for index, name in enumerate(trainer.reward_func_names):
+            logs["rewards"][name].extend(batch.judged.rewards_per_func[:, index].tolist())
+        logs["advantages"].extend(advantages.per_row.tolist())
+        for column in sorted(set(gather_list(list(trainer._pending_extra_logs)))):
+            mine = trainer._pending_extra_logs.get(column, [None] * len(found.rows))
+            logs["extra"][column].extend(gather_list(mine))
+        trainer._pending_extra_logs.clear()
+        for name in sorted(set(gather_list(list(trainer._pending_metrics)))):
+            values = gather_list(trainer._pending_metrics.get(name, []))
+            self._metrics[name].append(sum(values) / len(values))
+        trainer._pending_metrics.clear()
 
-    def _record_loss(self, found: RowStatistics) -> None:
-        """Entropy, ratios, clip shares and the gap to the sampler of one step's passes, over all processes."""
-        mode = "train" if self.model.training else "eval"
-        columns = torch.stack([getattr(found, name) for name in RATIO_STATISTICS], dim=1)  # (B, 4)
-        rows = self.accelerator.pad_across_processes(columns, dim=0, pad_index=torch.nan)
-        sums = torch.cat([found.entropy, found.gap[:2], found.weight])
-        sums = self.accelerator.reduce(sums, reduction="sum")
-        largest = gather(found.gap[2:]).max()
-        on_policy = self._on_policy or not self.model.training
-        for name, value in loss_metrics(gather(rows), sums, largest, on_policy).items():
-            self._metrics[mode][name].append(value)
+    def step(self, stats: StepStats, on_policy: bool) -> None:
+        """Loss, entropy, ratios, clip shares and the gap to the sampler of one step's passes, over all processes."""
+        accelerator = self.parallel.accelerator
+        rows = accelerator.pad_across_processes(stats.per_row(), dim=0, pad_index=torch.nan)
+        sums = [stats.loss.detach()[None], stats.entropy, stats.approx_kl, stats.gap[:2], stats.weight]
+        summed = accelerator.reduce(torch.cat(sums), reduction="sum")
+        largest = self.parallel.gather(stats.gap[2:]).max()
+        for name, value in step_metrics(self.parallel.gather(rows), summed, largest, on_policy).items():
+            self._metrics[name].append(value)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's, with completions a second; a gradient norm that is not finite is left out (the step was skipped)."""
-        if self.model.training and self._started_at is not None and self._metrics["train"]:
+    def log(self, logs: dict[str, float]) -> dict[str, float]:
+        """What TRL is about to log, with episodes and episodes a second, and the names of the older trainer; a gradient
+        norm that is not finite is left out (the step was skipped)."""
+        if self._is_training and self._started_at is not None and self._metrics:
             elapsed = max(time.monotonic() - self._started_at, 1e-9)
-            self._metrics["train"]["eps"] = [self._episodes / elapsed]
+            self._metrics["eps"] = [self.episodes / elapsed]
+            self._metrics["episode"] = [float(self.episodes)]
         norm = logs.get("grad_norm")
         if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
             logs = {name: value for name, value in logs.items() if name != "grad_norm"}
-        super().log(logs, start_time)
+        return logs | {"lr": logs["learning_rate"]} if "learning_rate" in logs else logs

@@ -163,7 +163,7 @@ class _Training:
             else:
                 self._train()
             stopped = self._why_stopped()
-            self.policy.sharding = _Sharding(self.trainer) if self.trainer._parallel.kind == "shards" else None
+            self.policy.sharding = _Sharding(self.trainer) if self.trainer.rloo.parallel.kind == "shards" else None
             adapter = save_adapter(self.policy, self.run_dir / "adapter")
         finally:
             self._drop_reference()
@@ -253,7 +253,7 @@ class _Sharding:
         self.trainer = trainer
 
     def whole_weights(self) -> AbstractContextManager[Any]:
-        return self.trainer._parallel.whole_weights(self.trainer.model_wrapped)
+        return self.trainer.rloo.parallel.whole_weights(self.trainer.model_wrapped)
 
     def state_dict(self) -> dict[str, Any]:
         """The adapter, or every parameter where there is none: 32B in bf16 are 61 GiB of the main process's memory."""

@@ -1,269 +1,323 @@
-"""The first half of a step: what is sampled for a batch of prompts, what it earns, and the tensors made of it.
+"""One optimizer step of RLOO, top to bottom, with nothing of TRL in it.
 
-A mixin of `RLOOTrainer`, because TRL's rewards, counters and vLLM path are methods of the trainer.
+    sample -> judge -> replace tied groups -> lay out -> score -> advantages -> loss, pass by pass -> record
 
-Shapes: B completions of this process, A of all processes, P prompt, C completion tokens, F reward functions.
+`trainer` calls it: `roll_out` for prompts, `loss` for the gradient of rows that were rolled out, `close` before the
+optimizer's step. What samples, judges, scores and records are attributes; what they hand over is in `records`.
+
+On-policy the policy is scored once, with its graph: the log-ratio to the policy that sampled is 0, its gradient is not.
+With a KL penalty the advantages then follow from the same pass (`memory: fast`). Everything else is scored first.
+
+Shapes: B completions of this process, A of all processes, K a group, R of a pass, N their tokens end to end.
 """
 
-import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from accelerate.utils import gather, gather_object
-from trl.trainer.utils import pad
 
-from rloo_kit.errors import DataError, RewardError
-from rloo_kit.gradient.advantages import combine_rewards, standardize
-from rloo_kit.loop.resample import find_tied_groups, replace_tied_groups
-from rloo_kit.loop.trainer_setup import TrainerParts
-from rloo_kit.rollout.types import Rollout
+from rloo_kit.gradient.advantages import AdvantageSettings, make_advantages
+from rloo_kit.gradient.objective import Objective, all_finite, policy_loss, spread
+from rloo_kit.gradient.passes import cut_passes
+from rloo_kit.gradient.policy_scorer import PolicyScorer
+from rloo_kit.gradient.sampler_correction import correction_weights
+from rloo_kit.loop.metrics import Recorder
+from rloo_kit.loop.records import Completions, Judged, RolloutBatch, StepStats, pick, put
+from rloo_kit.loop.resample import PromptReservoir, find_tied_groups, replace_tied_groups
+from rloo_kit.loop.rewarder import Rewarder
+from rloo_kit.loop.sampler import Sampler
+from rloo_kit.models.parallel import Parallel, local_tensor
+from rloo_kit.runs.watch import FiniteWatch
 
-# fields of `Sampled` with the rows of one process
-OF_A_PROCESS = ("inputs", "prompts", "prompt_ids", "completion_ids", "completions", "truncated")
+Backward = Callable[[torch.Tensor], None]
 
 
-@dataclass
-class Sampled:
-    """Completions of some prompts and what they earned; the fields of this process have B entries.
+@dataclass(frozen=True)
+class StepSettings:
+    """The keys of `RLOOConfig` that the step reads.
 
     Attributes:
-        inputs: the data set's rows. prompts: their prompts, as TRL has them.
-        prompt_ids, completion_ids: without padding. completions: decoded.
-        rollout: what the engine returned; None where TRL sampled.
-        truncated: whether a completion was cut off.
-        rewards_per_func: (A, F), NaN where a reward does not apply or any failed. failed: (A,) bool, any reward did.
-        raw_scores: (A,), the weighted sum, NaN where a completion is not scored.
-        scores: (A,), the same less the penalty for a missing end.
+        num_generations, num_generations_eval: K, in training and in evaluation.
+        on_policy: every completion is used before the weights that sampled it change.
+        scores_first: why advantages cannot follow from the pass that trains, one line; None if they can.
     """
 
-    inputs: list[dict[str, Any]]
-    prompts: list[Any]
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
-    completions: list[Any]
-    rollout: Rollout | None
-    truncated: list[bool]
-    rewards_per_func: torch.Tensor
-    failed: torch.Tensor
-    raw_scores: torch.Tensor
-    scores: torch.Tensor
-
-    @property
-    def thinking_forced(self) -> list[bool]:
-        """Whether the thinking of each completion was closed for it."""
-        return [False] * len(self.inputs) if self.rollout is None else self.rollout.thinking_forced
-
-    def of_all(self) -> "Sampled":
-        """The same with the rows of all processes; called by all of them at once."""
-        rows = {name: gather_object(getattr(self, name)) for name in OF_A_PROCESS}
-        rollout = self.rollout
-        if rollout is not None:
-            logps = rollout.sampler_logps
-            logps = None if logps is None else gather_object(logps)
-            rollout = Rollout(gather_object(rollout.completion_ids), gather_object(rollout.forced), logps)
-        return replace(self, **rows, rollout=rollout)
-
-    def part(self, rows: slice) -> "Sampled":
-        """The same with some of the rows; what is of all processes stays so."""
-        rollout = self.rollout
-        if rollout is not None:
-            logps = None if rollout.sampler_logps is None else rollout.sampler_logps[rows]
-            rollout = Rollout(rollout.completion_ids[rows], rollout.forced[rows], logps)
-        return replace(self, **{name: getattr(self, name)[rows] for name in OF_A_PROCESS}, rollout=rollout)
+    num_generations: int
+    num_generations_eval: int
+    on_policy: bool
+    scores_first: str | None
+    advantage: AdvantageSettings
+    objective: Objective
+    memory: str
+    tokens_per_pass: int
+    resample_rounds: int
+    mask_truncated: bool
+    baseline_includes_masked: bool
+    sampler_correction: str
+    sampler_correction_floor: float
+    sampler_correction_cap: float
 
 
-class TrainerRollout(TrainerParts):
-    """Sampling and scoring of `RLOOTrainer`."""
+class RLOOStep:
+    """The step. Its collaborators are typed attributes; `broken` says what was NaN or infinite in this step."""
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any) -> Any:
-        """Completions by the kit's engine, or by TRL's code (vLLM). Where not all rows fit at once, those of prompts
-        that took long before start first: the tail gets shorter."""
-        if not all(prompt_ids):
-            raise DataError(f"prompt {prompt_ids.index([])} of a rollout has no tokens; there is nothing to continue")
-        if self._engine is None:
-            return self._generate_elsewhere(prompt_ids, images, multimodal_fields)
-        waits = self._engine.rows is not None and self._engine.rows < len(prompt_ids)
-        keys = [hash(tuple(ids)) for ids in prompt_ids]
-        usual = sum(self._lengths.values()) / max(len(self._lengths), 1)
-        expected = [self._lengths.get(key, usual) for key in keys] if waits else None
-        is_here = self._engine.name != "server"  # which gets the adapter alone, and samples elsewhere
-        with (
-            self._parallel.whole_weights(self.model_wrapped) if is_here else nullcontext(),
-            self.accelerator.autocast(),
-        ):
-            self._rollout = self._engine.sample(prompt_ids, self._limits, expected)
-        for key, ids in zip(keys, self._rollout.completion_ids, strict=True):
-            self._lengths[key] = (self._lengths.get(key, len(ids)) + len(ids)) / 2
-        return self._rollout.completion_ids
-
-    def _generate_elsewhere(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any) -> list[list[int]]:
-        """Completions by vLLM through TRL; its log-probabilities, which TRL drops, are kept where it returns them."""
-        generation: Any = getattr(self, "vllm_generation", None)
-        found_logps: list[Any] = []
-        if not hasattr(generation, "logprobs"):
-            return super()._generate_single_turn(prompt_ids, images, multimodal_fields)
-        plain = generation.generate
-
-        def generate(*arguments: Any, **keywords: Any) -> Any:
-            found = plain(*arguments, **keywords)
-            found_logps.extend(found[2] or [])
-            return found
-
-        generation.generate = generate
-        try:
-            completion_ids = super()._generate_single_turn(prompt_ids, images, multimodal_fields)
-        finally:
-            generation.generate = plain
-        if [len(row) for row in found_logps] == [len(ids) for ids in completion_ids]:
-            logps = [[math.nan if token[0] is None else token[0] for token in row] for row in found_logps]
-            self._rollout = Rollout(completion_ids, [None] * len(completion_ids), logps)
-        return completion_ids
-
-    def _sample(self, inputs: list[dict[str, Any]]) -> Sampled:
-        """Completions of the prompts, their rewards and scores."""
-        if any(column in inputs[0] for column in ("image", "images")):
-            raise DataError("the data set has an image column; the kit trains text models only: drop the column")
-        prompts = [row["prompt"] for row in inputs]
-        self._rollout = None
-        prompt_ids, completion_ids, completions = self._generate(prompts)
-        rollout = self._rollout
-        seen = inputs
-        if self._limits.thinking_budget is not None:
-            forced = [False] * len(inputs) if rollout is None else rollout.thinking_forced
-            seen = [row | {"thinking_forced": flag} for row, flag in zip(inputs, forced, strict=True)]
-        rewards_per_func = self._calculate_rewards(seen, prompts, completions, completion_ids)  # (A, F)
-        ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        truncated = [not row or row[-1] not in ends for row in completion_ids]
-        raw_scores = combine_rewards(rewards_per_func, self.reward_weights.to(rewards_per_func.device))
-        scores, penalty = raw_scores, self._option("missing_eos_penalty")
-        if penalty is not None:
-            cut = torch.tensor(truncated, device=self.accelerator.device)
-            scores = raw_scores - penalty * gather(cut).float()
-        return Sampled(
-            inputs, prompts, prompt_ids, completion_ids, completions, rollout, truncated,
-            rewards_per_func, self._failed, raw_scores, scores,
-        )  # fmt: skip
-
-    def _resample(self, sampled: Sampled) -> Sampled:
-        """Dynamic sampling: groups without a learning signal give way to groups of fresh prompts, for a few rounds."""
-        rounds = self._option("resample_rounds") if self.model.training else 0
-        replaced = 0
-        for _ in range(rounds):
-            tied = find_tied_groups(sampled.scores, self._group_size)
-            inputs = self._draw_again(len(tied), sampled.prompts) if tied else []
-            if not inputs:
-                break
-            everywhere, fresh = sampled.of_all(), self._sample(inputs).of_all()
-            exchanged, groups = replace_tied_groups(everywhere, fresh, self._group_size)
-            sampled = exchanged.part(self._local_rows(len(sampled.inputs)))
-            replaced += len(groups)
-        if rounds:
-            self._metrics["train"]["rollout/resampled_groups"].append(float(replaced))
-        return sampled
-
-    def _draw_again(self, groups: int, prompts: list[Any]) -> list[dict[str, Any]]:
-        """This process's rows of fresh prompts for so many groups of all: each draws the same, from the same seed, and
-        takes its share. Each process gets equally many, or none does."""
-        processes = self.accelerator.num_processes
-        in_use = [{"prompt": prompt} for prompt in gather_object(prompts)]
-        assert self._reservoir is not None  # there is one wherever there are rounds
-        drawn = self._reservoir.draw(math.ceil(groups / processes) * processes, in_use)
-        share = len(drawn) // processes
-        first = self.accelerator.process_index * share
-        return [row for row in drawn[first : first + share] for _ in range(self._group_size)]
-
-    def _calculate_rewards(
+    def __init__(
         self,
-        inputs: list[dict[str, Any]],
-        prompts: list[Any],
-        completions: list[Any],
-        completion_ids_list: list[list[int]],
-    ) -> torch.Tensor:
-        """TRL's rewards (A, F); a sample for which any reward failed is NaN throughout, so it is not scored."""
-        with _mute("All reward functions returned None", super()._calculate_rewards.__module__):
-            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        flags = [guarded.failed for guarded in self.reward_funcs if hasattr(guarded, "failed")]
-        local = torch.tensor([any(row) for row in zip(*flags, strict=True)] if flags else [False] * len(prompts))
-        self._failed = gather(local.to(rewards.device)) | rewards.isinf().any(dim=1)  # (A,)
-        return rewards.masked_fill(self._failed[:, None], torch.nan)
+        settings: StepSettings,
+        sampler: Sampler,
+        rewarder: Rewarder,
+        scorer: PolicyScorer,
+        recorder: Recorder,
+        parallel: Parallel,
+        finite: FiniteWatch,
+        reservoir: PromptReservoir | None = None,
+    ):
+        self.settings, self.sampler, self.rewarder = settings, sampler, rewarder
+        self.scorer, self.recorder, self.parallel = scorer, recorder, parallel
+        self.finite, self.reservoir = finite, reservoir
+        self.broken: str | None = None
 
-    def _watch_failures(self, failed: torch.Tensor) -> None:
-        share = failed.float().mean().item()
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode]["rewards/failed_ratio"].append(share)
-        if mode == "eval":
-            return
-        messages = [message for guarded in self.reward_funcs for message in getattr(guarded, "failures", [])[:1]]
-        if failed.any() and not messages:
-            messages = ["a reward model returned infinity, or a reward failed in another process"]
-        self._failures.observe(share, messages)
-        if not self._failures.exceeded:
-            return
-        self._save_checkpoint(self.model, trial=None)
-        limit, steps = self._failures.limit, self._failures.patience
-        raise RewardError(
-            f"rewards failed for {share:.0%} of the samples, more than max_reward_failure_share = {limit:.0%} in "
-            f"{steps} generation batches in a row, so training stopped. The state is saved in {self.args.output_dir}; "
-            f"fix the reward and resume. A failure: {' | '.join(messages)}"
-        )
+    # ------------------------------------------------------------------------------------------------ the rollout
 
-    def _normalized(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores (A,) after `normalize_rewards` and `reward_clip_range`."""
-        form = self._option("normalize_rewards")
-        if form == "running":
-            if self.model.training:
-                self._running.update(scores)
-            scores = self._running.normalize(scores, eps=1e-8)
-        elif form:
-            scores = standardize(scores, eps=1e-8)
-        return scores.clamp(*self.reward_clip_range) if self.reward_clip_range else scores
+    def roll_out(self, model: torch.nn.Module, rows: list[dict[str, Any]], leave_open: bool = False) -> RolloutBatch:
+        """Completions of prompts with their rewards and, unless they are left open, their advantages.
 
-    def _tensors(self, sampled: Sampled) -> dict[str, Any]:
-        """Prompts padded on the left and completions on the right, as TRL has them; lengths and groups as lists.
-        `loss_mask` (B, C) leaves out forced tokens, and truncated completions by choice."""
-        pad_id = self._tokenizer.pad_token_id
-        batch: dict[str, Any] = {}
-        parts = (("prompt", sampled.prompt_ids, "left"), ("completion", sampled.completion_ids, "right"))
-        for name, rows, side in parts:
-            tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-            masks = [torch.ones_like(row) for row in tensors]
-            batch[f"{name}_ids"] = pad(tensors, padding_value=pad_id, padding_side=side)
-            batch[f"{name}_mask"] = pad(masks, padding_value=0, padding_side=side)
-        batch["truncated"] = torch.tensor(sampled.truncated)
-        batch["thinking_forced"] = torch.tensor(sampled.thinking_forced)
-        keep = ~batch["truncated"] if self.mask_truncated_completions else torch.ones_like(batch["truncated"])
-        batch["loss_mask"] = batch["completion_mask"] * keep[:, None]  # (B, C)
-        rollout = sampled.rollout
-        if rollout is not None:
-            for row, span in enumerate(rollout.forced):
-                if span is not None:
-                    batch["loss_mask"][row, slice(*span)] = 0
-            if rollout.sampler_logps is not None:
-                known = [torch.tensor(row, dtype=torch.float32) for row in rollout.sampler_logps]
-                batch["sampler_logps"] = pad(known, padding_value=torch.nan, padding_side="right")
-        batch = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
-        batch["lengths"] = [len(row) for row in sampled.completion_ids]
-        batch["prompt_lengths"] = [len(row) for row in sampled.prompt_ids]
-        mine = self._local_rows(len(sampled.inputs))
-        batch["group"] = [row // self._group_size for row in range(mine.start, mine.stop)]
+        Args:
+            model: the policy; its mode says whether this is training. rows: B rows of the data set, K times each.
+            leave_open: KL and advantages may wait for the pass that scores the policy, see `StepSettings.scores_first`.
+        """
+        self.recorder.begin()
+        judged = self.judge(rows)
+        if model.training and self.settings.resample_rounds:
+            judged = self.replace_tied(judged)
+        self.recorder.count("rewards/failed_ratio", judged.failed.float().mean().item())
+        if model.training:
+            self.rewarder.watch(judged)
+        batch = self.lay_out(judged, model.training)
+        if leave_open and model.training and self.settings.advantage.beta and self.settings.scores_first is None:
+            batch.kl = batch.zeros()
+            return batch
+        self.score(model, batch)
+        self.settle(batch)
         return batch
 
+    def judge(self, rows: list[dict[str, Any]]) -> Judged:
+        """Sample a completion for each row, and score them."""
+        return self.rewarder.judge(self.sampler.sample(rows))
 
-@contextmanager
-def _mute(beginning: str, logger_name: str) -> Iterator[None]:
-    """Drop TRL's warning about unscored samples, which prints a whole completion each rollout; `rewards/unscored_ratio`
-    counts them, and failures have a line of their own."""
-    logger = logging.getLogger(logger_name)
+    def replace_tied(self, judged: Judged) -> Judged:
+        """Dynamic sampling: groups whose scores are equal, so without a signal, give way to groups of fresh prompts."""
+        size, replaced = self.settings.num_generations, 0
+        mine = self.parallel.rows(len(judged.completions.rows))
+        for _ in range(self.settings.resample_rounds):
+            tied = find_tied_groups(judged.scores, size)
+            rows = self._draw_fresh(len(tied), judged.completions) if tied else []
+            if not rows:
+                break
+            everywhere, fresh = self._of_all(judged), self._of_all(self.judge(rows))
+            everywhere, groups = replace_tied_groups(everywhere, fresh, size)
+            judged = replace(everywhere, completions=everywhere.completions.map(lambda values: values[mine]))
+            replaced += len(groups)
+        self.recorder.count("rollout/resampled_groups", replaced)
+        return judged
 
-    def keep(record: logging.LogRecord) -> bool:
-        return beginning not in record.getMessage()
+    def _of_all(self, judged: Judged) -> Judged:
+        return replace(judged, completions=judged.completions.map(self.parallel.gather_list))
 
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)
+    def _draw_fresh(self, groups: int, in_use: Completions) -> list[dict[str, Any]]:
+        """This process's share of fresh prompts for so many groups, K times each; every process draws the same."""
+        assert self.reservoir is not None  # there is one wherever there are rounds
+        processes = self.parallel.accelerator.num_processes
+        prompts = [{"prompt": prompt} for prompt in self.parallel.gather_list(in_use.prompts)]
+        drawn = self.reservoir.draw(math.ceil(groups / processes) * processes, prompts)
+        mine = self.parallel.rows(len(drawn) // processes)
+        return [row for row in drawn[mine] for _ in range(self.settings.num_generations)]
+
+    def lay_out(self, judged: Judged, training: bool) -> RolloutBatch:
+        """Token ids and masks on the device, and the scores that are compared."""
+        found, device = judged.completions, self.parallel.accelerator.device
+
+        def ragged(rows: Iterable[list[Any]], dtype: torch.dtype) -> list[torch.Tensor]:
+            rows = list(rows)
+            flat = torch.tensor([value for row in rows for value in row], dtype=dtype)
+            return list(flat.to(device).split([len(row) for row in rows]))
+
+        masks = [
+            [not (cut and self.settings.mask_truncated)] * len(ids)
+            for cut, ids in zip(found.truncated, found.completion_ids, strict=True)
+        ]
+        for mask, span in zip(masks, found.forced, strict=True):
+            if span is not None:
+                mask[slice(*span)] = [False] * (span[1] - span[0])
+        scores = self.rewarder.normalize(judged.scores, training)
+        if not self.settings.baseline_includes_masked:
+            is_masked = torch.tensor([not any(mask) for mask in masks], device=device)
+            scores = scores.masked_fill(self.parallel.gather(is_masked), torch.nan)
+        logps = None if found.sampler_logps is None else ragged(found.sampler_logps, torch.float32)
+        return RolloutBatch(
+            judged=judged,
+            group_size=self.settings.num_generations if training else self.settings.num_generations_eval,
+            first=self.parallel.rows(len(masks)).start,
+            prompts=ragged(found.prompt_ids, torch.long),
+            completions=ragged(found.completion_ids, torch.long),
+            mask=ragged(masks, torch.bool),
+            scores=scores,
+            sampler_logps=logps,
+        )
+
+    def score(self, model: torch.nn.Module, batch: RolloutBatch) -> None:
+        """Log-probabilities under the policy and, with a KL penalty, the reference, without a graph, where needed."""
+        stale = model.training and not self.settings.on_policy
+        beta = self.settings.advantage.beta
+        if not stale and not beta:
+            return
+        batch.old_logps, batch.kl = batch.zeros(), batch.zeros()
+        with torch.no_grad():
+            passes = self.cut(batch, range(len(batch)), whole_groups=False)
+            for rows in passes + passes[-1:] * (self.parallel.equalize(len(passes)) - len(passes)):
+                groups = batch.groups(rows)
+                logps = self.scorer.score(model, groups, need_entropy=False).logps
+                put(batch.old_logps, rows, logps)
+                put(batch.kl, rows, self._log_ratio(batch, rows, logps, self.scorer.reference(model, groups)))
+        if model.training and not all_finite(*batch.kl):
+            self.broken = "the KL"
+        batch.old_logps = batch.old_logps if stale else None
+        batch.kl = batch.kl if beta else None
+
+    def settle(self, batch: RolloutBatch) -> None:
+        """The advantages of the whole batch and the rollout's record: what is trained is what is logged."""
+        kl = None if batch.kl is None else pick(batch.kl)
+        together = (self.parallel.gather, self.parallel.rows(len(batch)))
+        settings = self.settings.advantage
+        batch.advantages = make_advantages(
+            batch.scores, kl, pick(batch.mask), batch.lengths, batch.group_size, settings, *together
+        )
+        self.recorder.rollout(batch)
+
+    # ------------------------------------------------------------------------------------------------ the gradient
+
+    def loss(self, model: torch.nn.Module, batch: RolloutBatch, rows: list[int], backward: Backward) -> torch.Tensor:
+        """Minus the objective, summed over the rows, with the graph of the last pass.
+
+        Passes before the last one go through `backward` here, so that one graph is alive at a time.
+
+        Args:
+            rows: of the batch, ascending; all of them where its advantages are open.
+            backward: takes a loss that is summed over rows to the gradients.
+        """
+        is_open = batch.advantages is None
+        stats = StepStats(len(batch), rows, self.parallel.accelerator.device)
+        passes = self.cut(batch, rows if is_open else batch.with_signal(rows), whole_groups=is_open)
+        count = self.parallel.equalize(len(passes))  # where weights are sharded, processes make equally many
+        for number, chosen in enumerate([*[[]] * (count - len(passes)), *passes], 1):
+            part = self._pass(model, batch, chosen, stats) if chosen else self._empty_pass(model, batch)
+            if number < count and part.requires_grad:
+                backward(part)
+                part = part.detach()
+            stats.loss = stats.loss + part
+        if is_open:
+            self.settle(batch)
+        if not count:
+            self._observe(model, batch, stats)
+        if model.training and not stats.is_finite:  # an evaluation's concerns no step
+            self.broken = "the log-probabilities or the KL"
+        self.recorder.step(stats, on_policy=self.settings.on_policy or not model.training)
+        return stats.loss if stats.loss.requires_grad or not torch.is_grad_enabled() else stats.loss.requires_grad_()
+
+    def cut(self, batch: RolloutBatch, rows: Iterable[int], whole_groups: bool) -> list[list[int]]:
+        """The rows of each pass: up to `tokens_per_pass` tokens, one sequence with `memory: low`."""
+        limit = 0 if self.settings.memory == "low" else self.settings.tokens_per_pass
+        return cut_passes(
+            batch.by_group(rows), lambda some: self.scorer.tokens(batch.groups(some)), limit, whole_groups
+        )
+
+    def _pass(self, model: torch.nn.Module, batch: RolloutBatch, rows: list[int], stats: StepStats) -> torch.Tensor:
+        """The loss of some rows from one scoring pass with its graph; advantages that are open are made on the way."""
+        lengths, mask, groups = [len(batch.mask[row]) for row in rows], pick(batch.mask, rows), batch.groups(rows)
+        if batch.advantages is None:
+            reference = self.scorer.reference(model, groups)  # before the graph takes its memory
+            scores = self.scorer.score(model, groups)
+            kl = self._log_ratio(batch, rows, scores.logps.detach(), reference)
+            assert batch.kl is not None
+            put(batch.kl, rows, kl)
+            stats.is_finite &= all_finite(kl)
+            own = batch.scores[[batch.first + row for row in rows]]
+            made = make_advantages(own, kl, mask, lengths, batch.group_size, self.settings.advantage)
+            advantages, per_token = made.trained, made.per_token
+        else:
+            scores = self.scorer.score(model, groups)
+            advantages, per_token = batch.advantages.of(rows), batch.advantages.per_token
+        if self.settings.objective.ratio_form == "per_token" and not per_token:
+            advantages = spread(advantages, lengths)
+        old = scores.logps.detach() if batch.old_logps is None else pick(batch.old_logps, rows)
+        weights = self._correct(batch, rows, old, mask, stats)
+        parts = policy_loss(scores.logps, old, lengths, mask, advantages, self.settings.objective, weights)
+        stats.add(rows, lengths, mask, scores, old, parts)
+        return parts.per_row.sum()
+
+    def _empty_pass(self, model: torch.nn.Module, batch: RolloutBatch) -> torch.Tensor:
+        """A loss of 0 with a graph, computed as the other processes compute theirs."""
+        groups = batch.groups([0])
+        if batch.advantages is None:
+            self.scorer.reference(model, groups)
+        return self.scorer.score(model, groups).logps.sum() * 0.0
+
+    def _log_ratio(
+        self, batch: RolloutBatch, rows: list[int], logps: torch.Tensor, reference: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Log-ratio of policy and reference at each token, (N,), 0 where masked, or where the two are one."""
+        ratio = torch.zeros_like(logps) if reference is None else logps - reference
+        return ratio.where(pick(batch.mask, rows), 0.0)
+
+    def _correct(
+        self, batch: RolloutBatch, rows: list[int], old: torch.Tensor, mask: torch.Tensor, stats: StepStats
+    ) -> torch.Tensor | None:
+        """Importance weights of the trainer over the sampler, (N,), where they are asked for; the gap is recorded."""
+        if batch.sampler_logps is None:
+            return None
+        sampled = pick(batch.sampler_logps, rows)
+        stats.add_gap(old, sampled, mask)
+        settings = self.settings
+        if settings.sampler_correction == "none":
+            return None
+        lengths = [len(batch.mask[row]) for row in rows]
+        band = settings.sampler_correction_floor, settings.sampler_correction_cap
+        weights = correction_weights(old, sampled, mask, lengths, settings.sampler_correction, *band)
+        stats.weight += torch.stack([(weights * mask).sum(), mask.sum().float()])
+        return weights
+
+    def _observe(self, model: torch.nn.Module, batch: RolloutBatch, stats: StepStats) -> None:
+        """The entropy of a step without any learning signal: it says whether the policy has collapsed."""
+        if batch.advantages is None or batch.advantages.has_signal:
+            return  # other rows of the rollout have some
+        with torch.no_grad():
+            for rows in self.cut(batch, stats.rows, whole_groups=False):
+                lengths = [len(batch.mask[row]) for row in rows]
+                scores = self.scorer.score(model, batch.groups(rows))
+                stats.add_entropy(rows, lengths, pick(batch.mask, rows), scores)
+
+    # ------------------------------------------------------------------------------------------------ its end
+
+    def close(self, parameters: list[torch.nn.Parameter], number: int) -> None:
+        """Before the optimizer's step: drop the gradients of a step with a NaN or an infinity in it, and count it.
+
+        A step without a learning signal has gradients of 0, not none, as in TRL: Adam's momentum still moves.
+
+        Args:
+            parameters: those that are trained. number: of the optimizer step, from 1.
+        """
+        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        scales_itself = self.parallel.accelerator.scaler is not None  # float16: skips steps of its own, and goes on
+        if gradients and not scales_itself and not all_finite(*torch._foreach_norm(gradients)):
+            self.broken = self.broken or "the gradient"
+        is_broken = self.parallel.any(self.broken is not None)
+        self.finite.observe(number, (self.broken or "another process") if is_broken else None)
+        self.broken = None
+        for parameter in parameters:
+            if is_broken:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.recorder.count("steps/skipped", self.finite.skipped)

@@ -235,7 +235,7 @@ def _take_steps(policy: Policy, run: RunConfig, load: Load, engine: "_FullRows")
             processing_class=policy.tokenizer,
         )
         trainer.remove_callback(PrinterCallback)
-        trainer._engine = engine
+        trainer.rloo.sampler.engine = engine
         try:
             trainer.train()
         finally:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather, gather_object
 from torch.distributed.fsdp import FSDPModule
 from trl.models.utils import unwrap_model_for_generation
 
@@ -45,6 +45,23 @@ class Parallel:
             return f"{count} with a copy of the model each; gradients are averaged once a step"
         how = "DeepSpeed ZeRO" if self._uses_deepspeed else "FSDP 2"
         return f"{count} with a share of the model each ({how}); whole weights are gathered to sample"
+
+    def rows(self, count: int) -> slice:
+        """Where this process's rows lie among those of all, if each process has `count`."""
+        first = self.accelerator.process_index * count
+        return slice(first, first + count)
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """(B, ...) of this process -> (A, ...) of all, in their order; called by all of them at once."""
+        return gather(values)
+
+    def gather_list(self, values: list[Any]) -> list[Any]:
+        """The same for a list of anything that pickles."""
+        return gather_object(values)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in any process."""
+        return bool(self.gather(torch.tensor([flag], device=self.accelerator.device)).any())
 
     def model_of_passes(self, model: torch.nn.Module) -> torch.nn.Module:
         """What the passes call: the bare model of a replica, the wrapped one of a shard."""

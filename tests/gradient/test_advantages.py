@@ -1,4 +1,4 @@
-"""Advantages against plain Python: penalties, baselines, normalising, and the KL as an affine part of them."""
+"""Advantages against plain Python: penalties, baselines, normalising, and the three together."""
 
 import itertools
 import json
@@ -10,16 +10,17 @@ import torch
 
 from rloo_kit.config.checks import BASELINES, KL_FORMS
 from rloo_kit.gradient.advantages import (
+    AdvantageSettings,
     RunningMoments,
-    affine_kl,
-    baseline_advantages,
     find_moments,
-    kl_penalty,
-    kl_penalty_rows,
+    kl_charge,
+    kl_to_go,
     leave_one_out,
+    make_advantages,
     merge_moments,
     normalize_by,
     standardize,
+    subtract_baseline,
     tied_groups,
     zero_unscored,
 )
@@ -46,28 +47,36 @@ def test_tied_groups():
 
 
 @pytest.mark.parametrize("form", KL_FORMS)
-def test_flat_penalties_equal_padded_ones(form):
-    """Two ways to lay out the same tokens are two chances to charge the wrong ones."""
-    generator = torch.Generator().manual_seed(0)
-    lengths, width = [5, 0, 1, 8, 3], 8
-    kl = torch.randn(len(lengths), width, generator=generator)
-    filled = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
-    mask = filled & (torch.rand(kl.shape, generator=generator) > 0.3)
-    mask[4] = False  # a wholly masked completion
-    padded = kl_penalty(kl * filled, mask.float(), form)
-    flat = kl_penalty_rows(kl[filled], mask[filled], lengths, form)
-    assert flat.dtype == kl.dtype
-    assert flat.tolist() == pytest.approx((padded[filled] if form == "per_token" else padded).tolist(), abs=1e-6)
-    assert kl_penalty_rows(kl[filled][:0], mask[filled][:0], [], form).shape == (0,)
+def test_penalties_equal_plain_python(form):
+    """A masked token, an empty completion and a wholly masked one are three chances to charge the wrong tokens."""
+    generator = random.Random(0)
+    lengths = [5, 0, 1, 8, 3]
+    rows = [[(generator.gauss(0, 1), generator.random() > 0.3) for _ in range(length)] for length in lengths]
+    rows[4] = [(value, False) for value, _ in rows[4]]
+    kl, mask = (torch.tensor([float(token[part]) for row in rows for token in row]) for part in (0, 1))
+    wanted = [sum(value for value, kept in row if kept) for row in rows]
+    if form == "length_normalized":
+        counts = [max(sum(kept for _, kept in row), 1) for row in rows]
+        wanted = [total / count for total, count in zip(wanted, counts, strict=True)]
+    found = kl_charge(kl, mask, lengths, form)
+    assert found.dtype == kl.dtype
+    assert found.tolist() == pytest.approx(wanted, abs=1e-6)
+    to_go = [
+        sum(value for value, kept in row[place:] if kept) if row[place][1] else 0.0
+        for row in rows
+        for place in range(len(row))
+    ]
+    assert kl_to_go(kl, mask, lengths).tolist() == pytest.approx(to_go, abs=1e-6)
+    assert kl_charge(kl[:0], mask[:0], [], form).shape == kl_to_go(kl[:0], mask[:0], []).shape == (0,)
     with pytest.raises(ValueError, match="kl_form must be one of"):
-        kl_penalty_rows(kl[filled], mask[filled], lengths, "k3")
+        kl_charge(kl, mask, lengths, "k3")
 
 
 def test_penalties_of_long_thoughts_keep_their_digits():
     """Adding 5e-3 nats 100,000 times in float32 is off in the fourth digit; the spread of a group is smaller."""
     kl = torch.full((100_000,), 5e-3)
-    assert kl_penalty_rows(kl, torch.ones_like(kl), [100_000], "sum").item() == pytest.approx(500.0, rel=1e-6)
-    to_go = kl_penalty_rows(kl, torch.ones_like(kl), [100_000], "per_token")
+    assert kl_charge(kl, torch.ones_like(kl), [100_000], "sum").item() == pytest.approx(500.0, rel=1e-6)
+    to_go = kl_to_go(kl, torch.ones_like(kl), [100_000])
     assert to_go[0].item() == pytest.approx(500.0, rel=1e-6) and to_go[-1].item() == pytest.approx(5e-3)
 
 
@@ -91,28 +100,82 @@ def test_baselines_equal_plain_python(baseline):
     for _ in range(100):
         group = generator.choice([2, 3, 8])
         rewards = [generator.choice([NAN, generator.gauss(0, 2)]) for _ in range(3 * group)]
-        ours = zero_unscored(baseline_advantages(torch.tensor(rewards, dtype=torch.float64), group, baseline))
+        ours = zero_unscored(subtract_baseline(torch.tensor(rewards, dtype=torch.float64), group, baseline))
         assert ours.tolist() == pytest.approx(oracle_baseline(rewards, group, baseline), abs=1e-12)
     with pytest.raises(ValueError, match="baseline must be one of"):
-        baseline_advantages(torch.zeros(2), 2, "mean")
+        subtract_baseline(torch.zeros(2), 2, "mean")
 
 
-@pytest.mark.parametrize(("baseline", "group"), list(itertools.product(BASELINES, [2, 3, 5])))
-def test_advantages_are_affine_in_the_kl(baseline, group):
-    """One sequence at a time there is no sum over siblings yet; wrong coefficients would be a wrong gradient in `low`
-    alone, on the GPUs that cannot run the other modes to compare."""
+@pytest.mark.parametrize(("baseline", "form", "normalize"), itertools.product(BASELINES, KL_FORMS, [False, True]))
+def test_advantages_equal_plain_python(baseline, form, normalize):
+    """Penalty, baseline and normalising meet in one place, which trains and is logged; each alone is easily right."""
     generator = random.Random(2)
-    for _ in range(50):
-        task = torch.tensor([generator.choice([NAN, generator.gauss(0, 1), 1.0]) for _ in range(group)])
-        kl = torch.tensor([generator.gauss(0.5, 1) for _ in range(group)])
-        beta, scored = 0.3, ~task.isnan()
-        own, others = affine_kl(baseline, scored, group)
-        direct = zero_unscored(baseline_advantages(task - beta * kl, group, baseline))
-        parts = zero_unscored(baseline_advantages(task, group, baseline))
-        parts = parts - beta * (own * kl - others * kl[scored].sum()) * scored
-        assert parts.tolist() == pytest.approx(direct.tolist(), abs=1e-5)
-    with pytest.raises(ValueError, match="not one group"):
-        affine_kl(baseline, torch.ones(2 * group, dtype=torch.bool), group)
+    for _ in range(20):
+        group, beta = generator.choice([2, 3, 5]), 0.3
+        scores = [generator.choice([NAN, generator.gauss(0, 1), 1.0]) for _ in range(2 * group)]
+        rows = [[(generator.gauss(0.1, 0.5), True) for _ in range(generator.randint(1, 4))] for _ in scores]
+        rows[1] = [(value, False) for value, _ in rows[1]]
+        kl, mask = (torch.tensor([float(token[part]) for row in rows for token in row]) for part in (0, 1))
+        charge = [sum(value for value, kept in row if kept) for row in rows]
+        if form == "length_normalized":
+            charge = [total / max(sum(kept for _, kept in row), 1) for total, row in zip(charge, rows, strict=True)]
+        rewards = [score - beta * total for score, total in zip(scores, charge, strict=True)]
+        settings = AdvantageSettings(beta, form, baseline, normalize)
+        found = make_advantages(torch.tensor(scores), kl, mask, [len(row) for row in rows], group, settings)
+        assert found.rewards.tolist() == pytest.approx(rewards, abs=1e-5, nan_ok=True)
+        compared = rewards if form != "per_token" else scores
+        has_baseline = [
+            value if found == found else NAN
+            for value, found in zip(
+                oracle_baseline(compared, group, baseline), _present(compared, group, baseline), strict=True
+            )
+        ]
+        if form != "per_token":
+            wanted = _standardised(has_baseline) if normalize else has_baseline
+            wanted = [0.0 if value != value else value for value in wanted]
+            assert found.trained.tolist() == pytest.approx(wanted, abs=1e-4)
+            assert torch.equal(found.per_row, found.trained) and not found.per_token
+            continue
+        tokens = [
+            task - beta * sum(value for value, kept in row[place:] if kept) if row[place][1] else NAN
+            for task, row in zip(has_baseline, rows, strict=True)
+            for place in range(len(row))
+        ]
+        wanted = [0.0 if value != value else value for value in (_standardised(tokens) if normalize else tokens)]
+        assert found.per_token and found.trained.tolist() == pytest.approx(wanted, abs=1e-4)
+        means = [
+            part.sum().item() / max(sum(kept for _, kept in row), 1)
+            for part, row in zip(found.trained.split([len(row) for row in rows]), rows, strict=True)
+        ]
+        assert found.per_row.tolist() == pytest.approx(means, abs=1e-5)
+
+
+def _present(values, group, baseline):
+    """NaN where a reward has nothing to be compared with."""
+    found = []
+    for start in range(0, len(values), group):
+        rows = values[start : start + group]
+        scored = sum(value == value for value in rows)
+        found += [value if baseline != "leave_one_out" or scored > 1 else NAN for value in rows]
+    return found
+
+
+def _standardised(values):
+    present = [value for value in values if value == value]
+    if len(present) < 2:
+        return values
+    mean, deviation = statistics.fmean(present), statistics.stdev(present)
+    return [(value - mean) / (deviation + 1e-4) for value in values]
+
+
+def test_an_infinite_kl_does_not_reach_the_siblings():
+    """One token that the reference rules out gave its whole group infinite advantages."""
+    kl = torch.tensor([0.1, float("inf"), 0.2, 0.3])
+    for form in KL_FORMS:
+        settings = AdvantageSettings(beta=0.5, kl_form=form)
+        found = make_advantages(torch.tensor([1.0, 0.0, 0.0]), kl, torch.ones(4), [1, 1, 2], 3, settings)
+        assert found.rewards.isnan().tolist() == [False, True, False]
+        assert found.of([1]).tolist() == [0.0] and found.trained.isfinite().all() and found.has_signal
 
 
 def test_running_moments_are_those_of_all_rewards_so_far():
@@ -160,8 +223,8 @@ def test_plain_reinforce_plus_plus():
     """baseline none, the penalty a token, advantages over all tokens: the estimator of arXiv 2501.03262 by hand."""
     rewards, beta, lengths = torch.tensor([1.0, 0.0]), 0.5, [2, 1]
     kl, mask = torch.tensor([0.2, 0.4, 0.6]), torch.ones(3)
-    task = baseline_advantages(rewards, 2, "none").repeat_interleave(torch.tensor(lengths))
-    advantages = task - beta * kl_penalty_rows(kl, mask, lengths, "per_token")
+    task = subtract_baseline(rewards, 2, "none").repeat_interleave(torch.tensor(lengths))
+    advantages = task - beta * kl_to_go(kl, mask, lengths)
     assert advantages.tolist() == pytest.approx([0.7, 0.8, -0.3])
     mean, deviation = statistics.fmean([0.7, 0.8, -0.3]), statistics.stdev([0.7, 0.8, -0.3])
     found = normalize_by(advantages, find_moments(advantages), eps=0.0)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rloo_kit.config.checks import BASELINES, KL_FORMS, RATIO_FORMS
-from rloo_kit.gradient.advantages import baseline_advantages, kl_penalty_rows, truncated_weights, zero_unscored
-from rloo_kit.gradient.objective import Objective, choose_ratio_form, policy_loss, spread, sum_rows
+from rloo_kit.gradient.advantages import AdvantageSettings, make_advantages
+from rloo_kit.gradient.objective import Objective, choose_ratio_form, policy_loss, sum_rows
 
 # Two prompts with three completions each: one is empty, one wholly masked, one has forced tokens in its middle, one is
 # not scored. (reward, [(log-probability, reference's, kept)])
@@ -59,11 +59,9 @@ def flat():
 
 
 def our_advantages(logps, reference, mask, lengths, baseline, kl_form):
-    penalty = BETA * kl_penalty_rows((logps - reference).detach(), mask, lengths, kl_form)
     rewards = torch.tensor([reward for reward, _ in ROWS])
-    if kl_form == "per_token":
-        return zero_unscored(spread(baseline_advantages(rewards, K, baseline), lengths) - penalty)
-    return zero_unscored(baseline_advantages(rewards - penalty, K, baseline))
+    settings = AdvantageSettings(BETA, kl_form, baseline)
+    return make_advantages(rewards, (logps - reference).detach(), mask, lengths, K, settings).trained
 
 
 FORMS = [
@@ -220,23 +218,6 @@ def test_weights_scale_the_gradient_of_their_token(ratio_form):
     share = 0.5 if ratio_form == "length_normalized" else 1.0
     assert logps.grad.tolist() == pytest.approx([-0.5 * share, -2.0 * share, 1.0])
     assert (loss.ratio == 1.0).all()
-
-
-def test_truncated_weights_by_hand():
-    """A token that the sampler's kernels thought unlikely gets at most the cap; forced tokens have no sampler."""
-    logps = torch.tensor([-1.0, -1.0, -1.0, -2.0])
-    sampled = torch.tensor([-1.5, -3.0, NAN, -1.0])
-    mask, lengths = torch.ones(4), [3, 1]
-    by_token = truncated_weights(logps, sampled, mask, lengths, "token", 2.0)
-    assert by_token.tolist() == pytest.approx([math.exp(0.5), 2.0, 1.0, math.exp(-1)])
-    whole = truncated_weights(logps, sampled, mask, lengths, "sequence", 20.0)
-    assert whole.tolist() == pytest.approx([math.exp(2.5)] * 3 + [math.exp(-1)], rel=1e-6)
-    masked = truncated_weights(logps, sampled, torch.tensor([1, 0, 1, 1]), lengths, "sequence", 20.0)
-    assert masked[0].item() == pytest.approx(math.exp(0.5))
-    never = truncated_weights(logps[:1], torch.tensor([-torch.inf]), mask[:1], [1], "sequence", 2.0)
-    assert never.tolist() == [2.0]
-    with pytest.raises(ValueError, match="must be token or sequence"):
-        truncated_weights(logps, sampled, mask, lengths, "none", 2.0)
 
 
 def test_advantages_a_token_need_a_ratio_a_token():

@@ -62,13 +62,13 @@ def step(make_tiny_model, tiny_tokenizer, tmp_path):
         )  # fmt: skip
         trainer._generate_single_turn = lambda prompt_ids, *_: [list(ids) for ids in completions[: len(prompt_ids)]]
         trainer.passes_seen = []
-        plain = trainer._passes.score
+        plain = trainer.rloo.scorer.score
 
         def score(model, groups, need_entropy=True):
             trainer.passes_seen.append((sum(len(group.completions) for group in groups), torch.is_grad_enabled()))
             return plain(model, groups, need_entropy)
 
-        trainer._passes.score = score
+        trainer.rloo.scorer.score = score
         gradients = []
         close = trainer._close_step
 
@@ -119,7 +119,7 @@ def test_checkpoints_and_the_fall_back_to_padded_rows_make_the_same_gradient(mem
     for checkpoints in (False, True):
         options = {"gradient_checkpointing": checkpoints, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
         found, trainer = step(memory=memory, attention=attention, tokens_per_pass=40, **options)
-        assert trainer._scorer.layout == layout
+        assert trainer.rloo.scorer.scorer.layout == layout
         assert off(found, expected) < TOLERANCE
 
 
@@ -170,9 +170,19 @@ def test_without_a_penalty_tied_groups_are_not_computed(step):
 def test_a_step_without_any_signal_still_lets_momentum_move(step):
     """TRL has gradients of 0 there, and Adam goes on; with none at all the optimizer would leave the weights."""
     found, trainer = step(lambda completion_ids, **_: [1.0] * len(completion_ids), beta=0.0)
-    assert trainer.passes_seen == []
+    assert all(not graph for _, graph in trainer.passes_seen), "nothing is trained"
     assert found.numel() > 0
     assert found.abs().sum() == 0.0
+
+
+def test_a_step_without_any_signal_still_says_how_sure_the_policy_is(step):
+    """Where every group is tied a collapsed policy is the likeliest reason, and its entropy was not in the log."""
+    _, tied_everywhere = step(lambda completion_ids, **_: [1.0] * len(completion_ids), beta=0.0)
+    _, all_rows = step(lambda completion_ids, **_: [1.0] * len(completion_ids), beta=1e-12)
+    found, wanted = (trainer.state.log_history[0] for trainer in (tied_everywhere, all_rows))
+    for name in ("entropy", "policy/entropy_avg", "objective/entropy"):
+        assert found[name] == pytest.approx(wanted[name], rel=1e-5) and found[name] > 1.0, name
+    assert found["rollout/skipped_rows_ratio"] == 1.0
 
 
 def test_off_policy_steps_keep_what_the_rollout_was_scored_with(step):
@@ -187,12 +197,12 @@ def test_off_policy_steps_keep_what_the_rollout_was_scored_with(step):
         assert ratios[-1] != 1.0
 
 
-def test_low_says_when_it_falls_back(step, capsys):
-    """One sequence at a time cannot know the rollout's deviation; who asks for `low` has to know what it then costs."""
+def test_fast_says_when_it_falls_back(step, capsys):
+    """The deviation of a rollout is not known before all of it is scored; who asks for `fast` has to know the cost."""
     expected, _ = step(memory="balanced", normalize_advantages=True)
-    found, _ = step(memory="low", normalize_advantages=True)
+    found, _ = step(memory="fast", normalize_advantages=True)
     assert off(found, expected) < TOLERANCE
-    assert "memory: low, which falls back to balanced: normalize_advantages" in capsys.readouterr().out
+    assert "memory: fast, which falls back to balanced: normalize_advantages" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("share", ["lora_dropout", "attention_dropout"])
@@ -216,4 +226,4 @@ def test_dropout_is_off_while_scoring(share, make_tiny_model, step):
 
     assert spread(Scorer(model, 1.0, pad_id=256)) > 1e-3, "as TRL leaves it"
     _, trainer = step(model=model)
-    assert spread(trainer._scorer) == 0.0
+    assert spread(trainer.rloo.scorer.scorer) == 0.0

@@ -139,7 +139,7 @@ def train(settings: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     return {
         "gradients": gradients, "weights": weights, "logs": trainer.state.log_history, "rows": rows,
         "describe": trainer.describe(), "rank": accelerator.process_index, "world": accelerator.num_processes,
-        "kind": trainer._parallel.kind, "sharded": sharded,
+        "kind": trainer.rloo.parallel.kind, "sharded": sharded,
     }  # fmt: skip
 
 

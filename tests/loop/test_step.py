@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rloo_kit.errors import ConfigError
+from rloo_kit.loop.build import build_sampler
 
 THINK_END, EOS = 260, 258
 
@@ -31,28 +32,28 @@ def first_id(completion_ids, **_):
 def test_the_budget_closes_thoughts_and_its_tokens_carry_nothing(make_trainer):
     """A step whose thoughts were all cut off had no answer to score; and closing them must not be learnt as the model's
     own doing."""
-    seen, masks = [], []
+    seen, batches = [], []
 
     def reward(completion_ids, thinking_forced, **_):
         seen.append(list(thinking_forced))
         return [float(ids[0]) for ids in completion_ids]
 
     trainer = make_trainer(reward, thinking_budget=5, answer_budget=3)
-    plain = trainer._passes.objective
-    trainer._passes.objective = lambda work, *rest: (masks.append(work.batch), plain(work, *rest))[1]
+    plain = trainer.rloo.settle
+    trainer.rloo.settle = lambda batch: (plain(batch), batches.append(batch))
     trainer.train()
     assert len(trainer.rows) == 8
     forced = [row["forced"] for row in trainer.rows]
     assert seen == [forced]
     assert sum(forced) >= 4, "random weights seldom close by themselves"
-    batch = masks[0]
+    batch = batches[0]
     for index, row in enumerate(trainer.rows):
-        kept = batch["loss_mask"][index, : len(row["completion_ids"])].tolist()
+        kept = batch.mask[index].int().tolist()
         if row["forced"]:
             assert row["completion_ids"][5] == THINK_END
             assert len(row["completion_ids"]) <= 5 + 1 + 3
             assert kept == [1] * 5 + [0] + [1] * (len(kept) - 6)
-            assert math.isnan(batch["sampler_logps"][index, 5])
+            assert math.isnan(batch.sampler_logps[index][5])
         else:
             assert all(kept)
     logs = trainer.state.log_history[0]
@@ -75,14 +76,14 @@ def test_the_correction_weighs_gradients_by_the_gap(form, make_trainer):
     for correction in ("none", form):
         torch.manual_seed(0)
         trainer = make_trainer(first_id, sampler_correction=correction, sampler_correction_cap=1.5, max_grad_norm=0.0)
-        sample = trainer._engine.sample
+        sample = trainer.rloo.sampler.engine.sample
 
         def shifted(prompt_ids, limits, expected, sample=sample):
             rollout = sample(prompt_ids, limits, expected)
             lower = [[logp - 10.0 for logp in row] for row in rollout.sampler_logps]  # far below: every weight is cut
             return type(rollout)(rollout.completion_ids, rollout.forced, lower)
 
-        trainer._engine.sample = shifted
+        trainer.rloo.sampler.engine.sample = shifted
         close = trainer._close_step
         kept = []
         trainer._close_step = lambda close=close, kept=kept, trainer=trainer: (
@@ -116,11 +117,11 @@ def test_vllm_is_asked_how_likely_its_tokens_were(make_trainer):
     nothing without a word."""
     trainer = make_trainer(first_id, sampler_correction="token")
     trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, FakeVllm(), -1
-    trainer._build_engine()
-    batches, plain = [], trainer._roll_out
-    trainer._roll_out = lambda *rest, **named: (batches.append(plain(*rest, **named)), batches[-1])[1]
+    trainer.rloo.sampler = build_sampler(trainer, trainer.think_tags, trainer.rloo.parallel)
+    batches, plain = [], trainer.rloo.roll_out
+    trainer.rloo.roll_out = lambda *rest, **named: (batches.append(plain(*rest, **named)), batches[-1])[1]
     trainer.train()
-    found = batches[0]["sampler_logps"][0]
+    found = batches[0].sampler_logps[0]
     assert found[[0, 2]].tolist() == [-1.5, -2.0] and math.isnan(found[1])
     logs = trainer.state.log_history[0]
     assert logs["sampling/logp_difference_mean"] > 1.0, "random weights are not what the fake says"
@@ -134,7 +135,7 @@ def test_what_trls_own_sampling_cannot_do_is_refused(make_trainer):
         trainer = make_trainer(first_id, **{option: value})
         trainer.use_vllm = True
         with pytest.raises(ConfigError, match=f"{option} is {value}"):
-            trainer._build_engine()
+            build_sampler(trainer, trainer.think_tags, trainer.rloo.parallel)
 
 
 @pytest.mark.parametrize("counts", [True, False])
@@ -154,21 +155,21 @@ def test_the_loop_remembers_its_rewards_across_a_resume(make_trainer, tmp_path):
     options = {"normalize_rewards": "running", "resample_rounds": 1, "save_strategy": "steps", "save_steps": 1}
     first = make_trainer(first_id, **options)
     first.train()
-    state = first._running.to_dict()
+    state = first.rloo.rewarder.moments.to_dict()
     assert state["count"] == 8
     resumed = make_trainer(first_id, **options | {"max_steps": 2})
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
-    assert resumed._running.to_dict()["count"] == 16
+    assert resumed.rloo.rewarder.moments.to_dict()["count"] == 16
     ids = [row["completion_ids"][0] for row in first.rows + resumed.rows]
-    assert resumed._running.to_dict()["mean"] == pytest.approx(sum(ids) / 16)
+    assert resumed.rloo.rewarder.moments.to_dict()["mean"] == pytest.approx(sum(ids) / 16)
 
 
 def test_prompts_that_took_long_start_first_the_next_time(make_trainer):
     """With fewer slots than rows the longest completion should not be the last to begin."""
     trainer = make_trainer(first_id, rollout_rows=3, max_steps=2, prompts=2)
     seen = []
-    sample = trainer._engine.sample
-    trainer._engine.sample = lambda prompt_ids, limits, expected_lengths: (
+    sample = trainer.rloo.sampler.engine.sample
+    trainer.rloo.sampler.engine.sample = lambda prompt_ids, limits, expected_lengths: (
         seen.append((prompt_ids, expected_lengths)),
         sample(prompt_ids, limits, expected_lengths),
     )[1]

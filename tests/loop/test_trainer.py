@@ -235,16 +235,16 @@ def test_unscored_samples_do_not_fill_the_terminal(make_trainer, caplog, capsys)
 def test_an_infinite_kl_token_moves_nothing(form, memory, make_trainer, capsys):
     """A token that the reference rules out gave an infinite advantage and a loss of NaN, or a gradient of 3.4e38."""
     trainer = make_trainer(kl_form=form, beta=0.5, memory=memory, max_steps=2)
-    plain, calls = trainer._passes.reference, []
+    calls = []
 
     def broken_once(model, groups):
         calls.append(groups)
-        logps = trainer._score(model, groups, need_entropy=False).logps.detach()
+        logps = trainer.rloo.scorer.score(model, groups, need_entropy=False).logps.detach()
         if len(calls) == 1:
             logps[0] = -torch.inf
         return logps
 
-    trainer._passes.reference = broken_once
+    trainer.rloo.scorer.reference = broken_once
     seen = []
     plain = trainer._close_step
     trainer._close_step = lambda: (plain(), seen.append([p.grad for p in trainer.model.parameters()]))
@@ -262,20 +262,21 @@ def test_a_broken_token_costs_one_step_of_those_that_use_its_rollout(value, form
     """One infinity in a rollout that four steps use gave its siblings infinite advantages in each: the run was stopped
     for a policy that had blown up. A NaN in its place was left out without a word from the second step on."""
     trainer = make_trainer(kl_form=form, beta=0.5, num_iterations=4, max_steps=4)
-    plain, batches = trainer._passes.score_all, []
+    plain, batches = trainer.rloo.scorer.reference, []
 
-    def broken(model, batch):
-        logps, reference = plain(model, batch)
-        reference[0, 0] = value
-        batches.append(batch)
-        return logps, reference
+    def broken(model, groups):
+        logps = trainer.rloo.scorer.score(model, groups, need_entropy=False).logps.detach()
+        logps[0] = value
+        return logps
 
-    trainer._passes.score_all = broken
+    trainer.rloo.scorer.reference = broken
+    plain = trainer.rloo.settle
+    trainer.rloo.settle = lambda batch: (plain(batch), batches.append(batch))
     trainer.train()
     assert [logs["steps/skipped"] for logs in trainer.state.log_history if "steps/skipped" in logs] == [1.0] * 4
-    advantages = batches[0]["advantages"]
-    assert (advantages[0] == 0).all() and advantages.isfinite().all()
-    assert (advantages[1:4] != 0).any(), "its siblings are compared with each other"
+    made = batches[0].advantages
+    assert (made.of([0]) == 0).all() and made.trained.isfinite().all()
+    assert (made.of([1, 2, 3]) != 0).any(), "its siblings are compared with each other"
 
 
 def test_steps_that_stay_broken_stop_the_run_with_a_saved_state(make_trainer, tmp_path):
@@ -283,10 +284,10 @@ def test_steps_that_stay_broken_stop_the_run_with_a_saved_state(make_trainer, tm
     trainer = make_trainer(beta=0.5, max_steps=9, max_skipped_steps=2)
 
     def broken(model, groups):
-        logps = trainer._score(model, groups, need_entropy=False).logps.detach()
+        logps = trainer.rloo.scorer.score(model, groups, need_entropy=False).logps.detach()
         return logps.fill_(torch.nan)
 
-    trainer._passes.reference = broken
+    trainer.rloo.scorer.reference = broken
     with pytest.raises(NonFiniteError, match="2 steps in a row"):
         trainer.train()
     assert trainer.state.global_step == 1
@@ -312,8 +313,8 @@ def test_resume_knows_that_a_pass_over_the_prompts_ends_with_a_short_step(make_t
     options |= {"generation_batch_size": None, "max_steps": 8}
 
     def sampled_at(trainer, **keywords):
-        places, plain = [], trainer._roll_out
-        trainer._roll_out = lambda *a, **k: (places.append(trainer.state.global_step), plain(*a, **k))[1]
+        places, plain = [], trainer.rloo.roll_out
+        trainer.rloo.roll_out = lambda *a, **k: (places.append(trainer.state.global_step), plain(*a, **k))[1]
         trainer.train_dataset = trainer.train_dataset.select(range(5))  # a window of 3 prompts, and 2 left over
         trainer.train(**keywords)
         return places
@@ -339,9 +340,7 @@ def test_training_again_in_the_process_it_was_cut_in_starts_clean(make_trainer):
         trainer.train()
     trainer.training_step = micro_step
     plain = trainer._compute_loss
-    trainer._compute_loss = lambda model, rows: (sizes.append(len(rows["lengths"]) if rows else 0), plain(model, rows))[
-        1
-    ]
+    trainer._compute_loss = lambda model, rows: (sizes.append(len(rows["rows"]) if rows else 0), plain(model, rows))[1]
     trainer.train()
     assert sizes == [0, 0, 0, 16]
 
@@ -349,13 +348,13 @@ def test_training_again_in_the_process_it_was_cut_in_starts_clean(make_trainer):
 def test_a_broken_evaluation_skips_no_step(make_trainer):
     """A NaN on a held-out prompt was charged to the training step after it, which was sound."""
     trainer = make_trainer(beta=0.1, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
-    plain = trainer._passes.score_all
+    plain = trainer.rloo.scorer.score
 
-    def broken(model, batch):
-        logps, reference = plain(model, batch)
-        return (logps if model.training else logps * torch.nan), reference
+    def broken(model, groups, need_entropy=True):
+        found = plain(model, groups, need_entropy)
+        return found if model.training else type(found)(found.logps * torch.nan, found.entropies)
 
-    trainer._passes.score_all = broken
+    trainer.rloo.scorer.score = broken
     trainer.train()
     skipped = [logs["steps/skipped"] for logs in trainer.state.log_history if "steps/skipped" in logs]
     assert skipped == [0.0, 0.0]
@@ -393,7 +392,7 @@ def test_a_prompt_without_tokens_is_refused(engine, make_trainer):
     """The engine met it as an index that is out of range, with nothing about the data set."""
     trainer = make_trainer(rollout_engine=engine)
     with pytest.raises(DataError, match="prompt 1 .* no tokens"):
-        trainer._roll_out([{"prompt": "1+1"}, {"prompt": ""}] * 4)
+        trainer._generate_and_score_completions([{"prompt": "1+1"}, {"prompt": ""}] * 4)
 
 
 def test_images_are_refused(make_trainer):

@@ -255,7 +255,7 @@ def test_training_corrects_for_8_bits(make_tiny_model, make_trainer):
             model=make_tiny_model(initializer_range=0.15), max_steps=2, max_completion_length=24,
             per_device_train_batch_size=8, sampler_correction="token", rollout_cache=cache,
         )  # fmt: skip
-        assert trainer._engine.cache == cache
+        assert trainer.rloo.sampler.engine.cache == cache
         trainer.train()
         logs[cache] = trainer.state.log_history[1]
     plain, small = logs.values()

@@ -481,7 +481,7 @@ def test_the_reference_stays_at_home(make_trainer, server, tmp_path):
     trainer = make_trainer(beta=0.1, max_steps=1)
     trainer.model.add_adapter("ref", trainer.model.peft_config["default"])
     target = tmp_path / "handed"
-    trainer._engine._settings.hand_over(target)
+    trainer.rloo.sampler.engine._settings.hand_over(target)
     assert {path.name for path in target.iterdir()} <= {"adapter_model.safetensors", "adapter_config.json", "README.md"}
     assert json.loads((target / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/tiny"
 

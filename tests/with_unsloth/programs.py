@@ -106,7 +106,7 @@ def steps(policy: Any) -> dict[str, Any]:
             processing_class=policy.tokenizer,
             callbacks=[Recorder()],
         )
-        trainer._engine = Recorded(policy.tokenizer)
+        trainer.rloo.sampler.engine = Recorded(policy.tokenizer)
         trainer.train()
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     names = ("kl", "entropy", "reward", "val/ratio", "completions/mean_length")
@@ -114,7 +114,7 @@ def steps(policy: Any) -> dict[str, Any]:
         "gradients": gradients,
         "adapter": {name: value.detach().clone() for name, value in trained(policy.model).items()},
         "logs": [{name: entry[name] for name in names} for entry in logs],
-        "scoring": trainer._scorer.layout,
+        "scoring": trainer.rloo.scorer.scorer.layout,
     }
 
 

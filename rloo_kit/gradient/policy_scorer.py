@@ -1,0 +1,78 @@
+"""Log-probabilities under the policy and under the reference of its KL penalty.
+
+The reference is a model of its own, the adapter "ref", or the base without an adapter. While the policy is still its
+own reference (a fresh adapter, the first step), its pass is spared.
+
+Shapes: N completion tokens of a pass, end to end.
+"""
+
+from typing import Any
+
+import torch
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
+
+from rloo_kit.gradient.packing import Group
+from rloo_kit.gradient.scorer import Scorer, Scores
+from rloo_kit.models.adapters import same_as_reference
+from rloo_kit.models.parallel import Parallel
+
+
+class PolicyScorer:
+    """Scores groups under the policy and its reference, in the trainer's precision.
+
+    Args:
+        policy: the bare model. scorer: of its completions. parallel: the run's processes.
+        beta: of the KL penalty; 0: no reference.
+        reference: "start" of training, or the "base" model without an adapter.
+        reference_model: where the reference is a model of its own, else None; it is scored by a scorer like the
+            policy's.
+        checkpointing: keywords of gradient checkpointing, which is off in a reference pass.
+    """
+
+    def __init__(
+        self,
+        policy: torch.nn.Module,
+        scorer: Scorer,
+        parallel: Parallel,
+        beta: float = 0.0,
+        reference: str = "start",
+        reference_model: Any = None,
+        checkpointing: dict[str, Any] | None = None,
+    ):
+        self.policy, self.scorer, self.parallel = policy, scorer, parallel
+        self.beta, self.kind, self.checkpointing = beta, reference, checkpointing
+        self.reference_model = reference_model
+        if reference_model is not None:
+            self.reference_scorer = Scorer(reference_model, scorer.temperature, scorer.pad_id, scorer.layout)
+        # no process of a sharded model has the tensors to compare
+        self._may_be_reference = reference_model is None and parallel.kind != "shards"
+
+    def score(self, model: torch.nn.Module, groups: list[Group], need_entropy: bool = True) -> Scores:
+        """Log-probabilities and entropies of the groups' completions, (N,); `model` is the policy, however wrapped."""
+        with self.parallel.accelerator.autocast():
+            return self.scorer.score(model, groups, need_entropy)
+
+    def reference(self, model: torch.nn.Module, groups: list[Group]) -> torch.Tensor | None:
+        """(N,) under the reference, without a graph; None while the policy is its own reference, or without a KL."""
+        if self.beta == 0.0 or self.is_reference():
+            return None
+        with torch.no_grad(), self.parallel.accelerator.autocast():
+            if self.reference_model is not None:
+                return self.reference_scorer.score(self.reference_model, groups, need_entropy=False).logps
+            adapters = getattr(self.policy, "peft_config", {})
+            with (
+                disable_gradient_checkpointing(self.policy, self.checkpointing),
+                use_adapter(self.policy, adapter_name="ref" if "ref" in adapters else None),
+            ):
+                return self.scorer.score(model, groups, need_entropy=False).logps
+
+    def is_reference(self) -> bool:
+        """Whether the policy's weights are still those of the reference; asked until they have moved once."""
+        if self._may_be_reference:
+            self._may_be_reference = same_as_reference(self.policy, self.kind)
+        return self._may_be_reference
+
+    def tokens(self, groups: list[Group]) -> int:
+        """Tokens that a pass over these groups computes."""
+        return self.scorer.tokens(groups)

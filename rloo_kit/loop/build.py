@@ -1,0 +1,253 @@
+"""The parts of a trainer's step, chosen from its arguments, its model and its backend when it is built."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import is_peft_model
+from trl.trainer.utils import disable_dropout_in_model
+
+from rloo_kit._stack import load_stack
+from rloo_kit.errors import ConfigError
+from rloo_kit.gradient.advantages import AdvantageSettings
+from rloo_kit.gradient.objective import Objective, choose_ratio_form
+from rloo_kit.gradient.policy_scorer import PolicyScorer
+from rloo_kit.gradient.scorer import Scorer
+from rloo_kit.loop.metrics import Recorder
+from rloo_kit.loop.options import option
+from rloo_kit.loop.resample import PromptReservoir
+from rloo_kit.loop.rewarder import Rewarder
+from rloo_kit.loop.sampler import Sampler
+from rloo_kit.loop.step import RLOOStep, StepSettings
+from rloo_kit.models.adapters import NO_ADAPTER, is_identity, write_adapter
+from rloo_kit.models.parallel import Parallel
+from rloo_kit.plan.planner import TOKENS_PER_PASS
+from rloo_kit.rollout.engine import build_engine, check_cache
+from rloo_kit.rollout.thinking_budget import make_limits
+from rloo_kit.rollout.types import Engine, Limits
+from rloo_kit.runs.watch import FailureWatch, FiniteWatch
+from rloo_kit.think_tags import ThinkTags
+
+if TYPE_CHECKING:
+    from trl import RLOOTrainer as StockTrainer
+
+    from rloo_kit.rollout.server import ServerSettings
+
+
+def build_step(trainer: "StockTrainer", tags: ThinkTags) -> RLOOStep:
+    """The step of a trainer that TRL has built; ConfigError or BackendError for options that cannot work here."""
+    args = trainer.args
+    parallel = Parallel(trainer.accelerator)
+    settings = choose_settings(trainer, parallel)
+    for model in (trainer.model, trainer.ref_model):
+        if model is not None:
+            disable_dropout(model)  # the ratio compares one policy with itself, not two random parts of it
+    ends = set(trainer.eos_token_ids)
+    sampler = build_sampler(trainer, tags, parallel)
+    has_budget = sampler.limits.thinking_budget is not None
+
+    def save() -> str:
+        trainer._save_checkpoint(trainer.model, trial=None)
+        return str(args.output_dir)
+
+    rewarder = Rewarder(
+        lambda *parts: trainer._calculate_rewards(*parts),
+        trainer.reward_funcs,
+        trainer.reward_func_names,
+        trainer.reward_weights.to(trainer.accelerator.device),
+        parallel,
+        FailureWatch(option(args, "max_reward_failure_share"), option(args, "reward_failure_steps")),
+        save,
+        missing_eos_penalty=option(args, "missing_eos_penalty"),
+        normalize=option(args, "normalize_rewards"),
+        clip=trainer.reward_clip_range,
+        tells_forced=has_budget,
+    )
+    kl = settings.advantage.kl_form, settings.advantage.beta
+    return RLOOStep(
+        settings,
+        sampler,
+        rewarder,
+        build_scorer(trainer, parallel),
+        Recorder(trainer, parallel, tags, ends, *kl, has_budget),
+        parallel,
+        FiniteWatch(option(args, "max_skipped_steps")),
+        PromptReservoir(trainer.train_dataset, args.seed) if settings.resample_rounds else None,
+    )
+
+
+def describe(step: RLOOStep) -> str:
+    """A line each: what samples, how completions are scored, how the gradient is made, and why; the processes."""
+    engine, settings = step.sampler.engine, step.settings
+    memory = settings.memory
+    if memory == "fast" and settings.advantage.beta and settings.scores_first is not None:
+        memory = f"fast, which falls back to balanced: {settings.scores_first}"
+    lines = [
+        f"rollout: {'vllm, through TRL' if engine is None else f'{engine.name}, {engine.reason}'}",
+        f"scoring: {step.scorer.scorer.reason}",
+        f"memory: {memory}",
+    ]
+    if step.parallel.kind != "single":
+        lines.append(f"processes: {step.parallel.describe()}")
+    return "\n".join(lines)
+
+
+def choose_settings(trainer: "StockTrainer", parallel: Parallel) -> StepSettings:
+    """What the step reads of the trainer's arguments, and how it may go about it."""
+    args = trainer.args
+    on_policy = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
+    is_cpu = trainer.accelerator.device.type == "cpu"
+    advantage = AdvantageSettings(
+        beta=trainer.beta,
+        kl_form=option(args, "kl_form"),
+        baseline=option(args, "baseline"),
+        normalize=trainer.normalize_advantages,
+    )
+    form = choose_ratio_form(option(args, "ratio_form"), advantage.kl_form)
+    return StepSettings(
+        num_generations=trainer.num_generations,
+        num_generations_eval=trainer.num_generations_eval,
+        on_policy=on_policy,
+        scores_first=_why_scores_first(trainer, on_policy),
+        advantage=advantage,
+        objective=Objective(trainer.epsilon_low, trainer.epsilon_high, option(args, "delta"), form),
+        memory=option(args, "memory"),
+        tokens_per_pass=option(args, "tokens_per_pass") or TOKENS_PER_PASS[is_cpu],
+        resample_rounds=option(args, "resample_rounds"),
+        mask_truncated=trainer.mask_truncated_completions,
+        baseline_includes_masked=option(args, "baseline_includes_masked"),
+        sampler_correction=option(args, "sampler_correction"),
+        sampler_correction_floor=option(args, "sampler_correction_floor"),
+        sampler_correction_cap=option(args, "sampler_correction_cap"),
+    )
+
+
+def _why_scores_first(trainer: "StockTrainer", on_policy: bool) -> str | None:
+    """Why advantages cannot follow from the pass that scores the policy; None if they can."""
+    memory = option(trainer.args, "memory")
+    if not on_policy:
+        return "the step is off-policy, so log-probabilities of the rollout are needed first"
+    if trainer.normalize_advantages:
+        return "normalize_advantages needs the advantages of the whole rollout first"
+    rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+    if rows % trainer.num_generations:
+        return f"a process holds {rows} completions, which are no whole groups of {trainer.num_generations}"
+    return None if memory == "fast" else f"rloo.memory is {memory}"
+
+
+def build_sampler(trainer: "StockTrainer", tags: ThinkTags, parallel: Parallel) -> Sampler:
+    """The engine that `rollout_engine` names, or TRL's vLLM, and the limits of completions."""
+    args, tokenizer = trainer.args, trainer._tokenizer
+    budgets = (option(args, name) for name in ("thinking_budget", "answer_budget", "thinking_close"))
+    limits = make_limits(tokenizer, tags, trainer.max_completion_length, *budgets)
+    engine = _build_engine(trainer, limits)
+
+    @contextmanager
+    def weights() -> Iterator[None]:
+        with trainer.accelerator.autocast():
+            if engine is not None and engine.name == "server":  # gets the adapter alone, and samples elsewhere
+                yield
+            else:
+                with parallel.whole_weights(trainer.model_wrapped):
+                    yield
+
+    ends = {*trainer.eos_token_ids, tokenizer.pad_token_id}
+    return Sampler(engine, limits, lambda prompts: trainer._generate(prompts), weights, ends)
+
+
+def _build_engine(trainer: "StockTrainer", limits: Limits) -> Engine | None:
+    args = trainer.args
+    wanted, cache = option(args, "rollout_engine"), option(args, "rollout_cache")
+    if trainer.use_transformers_continuous_batching:
+        raise ConfigError(
+            "use_transformers_continuous_batching is set, but the kit samples with its own engines: leave it out "
+            "and set rollout_engine=auto"
+        )
+    if trainer.use_vllm:
+        check_cache(cache, "vllm", backend_name(), on_cuda=True)
+        _prepare_vllm(trainer, limits)
+        return None  # TRL's own code syncs the weights
+    return build_engine(
+        trainer.accelerator.unwrap_model(trainer.model),
+        wanted,
+        backend=backend_name(),
+        temperature=trainer.temperature,
+        end_ids=list(trainer.eos_token_ids),
+        pad_id=trainer._tokenizer.pad_token_id,
+        rows=option(args, "rollout_rows"),
+        cache=cache,
+        server=_server_settings(trainer) if wanted == "server" else None,
+    )
+
+
+def _server_settings(trainer: "StockTrainer") -> "ServerSettings":
+    """Where the engine "server" samples, and how the policy's adapter gets there."""
+    from rloo_kit.rollout.server import ServerSettings  # loads an HTTP client
+
+    args = trainer.args
+    if not is_peft_model(trainer.accelerator.unwrap_model(trainer.model)):
+        raise ConfigError(NO_ADAPTER)
+    folder = option(args, "rollout_server_adapters") or f"{args.output_dir}/server_adapters"
+
+    def hand_over(target: Path) -> None:
+        write_adapter(trainer.accelerator, trainer.model_wrapped, target)
+
+    return ServerSettings(option(args, "rollout_server_url"), Path(folder), hand_over)
+
+
+def _prepare_vllm(trainer: "StockTrainer", limits: Limits) -> None:
+    """Have vLLM return log-probabilities, which TRL's RLOO does not ask for; refuse what TRL's code cannot do."""
+    generation: Any = getattr(trainer, "vllm_generation", None)
+    has_logps = hasattr(generation, "logprobs")
+    if has_logps:
+        generation.logprobs = 0  # of the sampled token alone
+    correction = option(trainer.args, "sampler_correction")
+    if limits.thinking_budget is not None:
+        raise ConfigError(
+            f"thinking_budget is {limits.thinking_budget}, but completions come from vLLM through TRL here, which "
+            "cannot close a thought: set thinking_budget to null"
+        )
+    if correction != "none" and not has_logps:
+        raise ConfigError(
+            f"sampler_correction is {correction}, but vLLM through TRL returns no log-probabilities here: set "
+            "sampler_correction to none"
+        )
+
+
+def build_scorer(trainer: "StockTrainer", parallel: Parallel) -> PolicyScorer:
+    """What scores the policy and its reference."""
+    args, policy = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    return PolicyScorer(
+        policy,
+        Scorer(trainer.model, trainer.temperature, trainer._tokenizer.pad_token_id),
+        parallel,
+        beta=trainer.beta,
+        reference=option(args, "reference"),
+        reference_model=trainer.ref_model,
+        checkpointing=args.gradient_checkpointing_kwargs,
+    )
+
+
+def drop_redundant_reference(trainer: "StockTrainer") -> None:
+    """TRL copies every adapter as "ref"; one that is the identity, or not wanted, is only memory and time."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if not is_peft_model(model) or "ref" not in model.peft_config:
+        return
+    if option(trainer.args, "reference") == "base" or is_identity(model):
+        model.delete_adapter("ref")
+
+
+def disable_dropout(model: torch.nn.Module) -> None:
+    """TRL's own knows modules only; most attentions keep their share as a number (`attention_dropout`)."""
+    disable_dropout_in_model(model)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if name.endswith("dropout") and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def backend_name() -> str:
+    """The backend whose model a trainer of this process gets."""
+    return "transformers" if load_stack().unsloth is None else "unsloth"

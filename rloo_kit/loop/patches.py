@@ -1,0 +1,22 @@
+"""What the kit replaces in the libraries that it stands on."""
+
+# Every attribute of a library's class, module or model that the kit replaces, by the place that does it, with the
+# reason; tests/contracts/test_patched_attributes.py holds the list whole. Settings that a library documents as such
+# (`padding_side`, `requires_grad`, `should_save`, ...) are no patches.
+PATCHED_ATTRIBUTES = {
+    "embedded/cold_start.py: full.generation_config._from_model_config": "else loading drops the second end token",
+    "gradient/logprobs.py: model.forward": "one model instance takes calls for scores; others pass through unchanged",
+    "gradient/logprobs.py: head.forward": "for one call: the head scores states where it would make all logits",
+    "gradient/packing.py: AttentionInterface.register": "transformers' registry: attention that takes a packing plan",
+    "gradient/packing.py: AttentionMaskInterface.register": "transformers' registry: the mask of that attention",
+    "gradient/scorer.py: setattr(module, name)": "for the self-check: no dropout, no gradient checkpointing",
+    "loop/sampler.py: generation.generate": "for one rollout: keeps vLLM's log-probabilities, which TRL's RLOO drops",
+    "loop/rewarder.py: logger.addFilter": "for one call: TRL would print a whole completion for each unscored sample",
+    "loop/trainer.py: self.trainer._step": "TRL counts micro-steps from 0 in every process, also in a resumed run",
+    "loop/build.py: generation.logprobs": "vLLM returns the log-probability of the sampled token",
+    "loop/build.py: setattr(module, name)": "dropout that attentions keep as a number, which TRL leaves on",
+    "models/transformers.py: module.support_avx512bf16_for_cpu": "else bitsandbytes changes 4-bit weights in eval mode",
+    "models/unsloth.py: model.get_base_model().model._unsloth_keep_padding_mask": "else training ignores padding",
+    "system/console.py: sys.modules[_NOTEBOOK_BARS]": "text bars in notebooks (TQDM_NOTEBOOK=false)",
+    "system/processes.py: logger.addFilter": "one message for the run in place of one a process",
+}

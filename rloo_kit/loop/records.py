@@ -1,0 +1,205 @@
+"""What is handed from stage to stage of a step: completions, what they earned, the batch for the gradient, its record.
+
+Nothing is padded: what belongs to tokens is one tensor for each completion, (C_i,), or all of them end to end, (N,).
+
+Shapes: B completions of this process, A of all processes, P_i and C_i tokens of one, N of all, F reward functions.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from rloo_kit.gradient.advantages import Advantages
+from rloo_kit.gradient.objective import RATIO_STATISTICS, LossParts, all_finite, spread, sum_rows
+from rloo_kit.gradient.packing import Group
+from rloo_kit.gradient.scorer import Scores
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Completions of some prompts, one entry each.
+
+    Attributes:
+        rows: the data set's rows. prompts: their prompts, as TRL has them. texts: completions as rewards get them.
+        prompt_ids, completion_ids: token ids, the end token included if there is one.
+        truncated: whether it was cut off. forced: (start, end) of the tokens that closed its thinking, None for none.
+        sampler_logps: of each token when it was drawn, in nats, NaN if forced; None where what sampled does not say.
+    """
+
+    rows: list[dict[str, Any]]
+    prompts: list[Any]
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    texts: list[Any]
+    truncated: list[bool]
+    forced: list[tuple[int, int] | None]
+    sampler_logps: list[list[float]] | None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each completion."""
+        return [len(ids) for ids in self.completion_ids]
+
+    def map(self, change: Callable[[list[Any]], list[Any]]) -> "Completions":
+        """The same with every list changed (gathered from all processes, cut to some rows)."""
+        lists = {one.name: getattr(self, one.name) for one in fields(self)}
+        return replace(self, **{name: change(value) for name, value in lists.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Completions of this process, and what those of all processes earned.
+
+    Attributes:
+        rewards_per_func: (A, F), NaN where a reward does not apply, or where any of the sample's failed.
+        failed: (A,) bool, whether any did. raw_scores: (A,), the weighted sum; NaN where a completion is not scored.
+        scores: (A,), the same less the penalty for a missing end.
+    """
+
+    completions: Completions
+    rewards_per_func: torch.Tensor
+    failed: torch.Tensor
+    raw_scores: torch.Tensor
+    scores: torch.Tensor
+
+
+@dataclass
+class RolloutBatch:
+    """One rollout of this process, ready for its gradient.
+
+    Attributes:
+        judged: completions and rewards. group_size: K. first: where this process's rows begin among all (A).
+        prompts, completions: token ids on the device, B times (P_i,) and (C_i,).
+        mask: B times (C_i,) bool, the tokens that are trained: not those of a forced close, nor masked completions.
+        scores: (A,), what is compared with siblings: after normalising and clipping, before the KL penalty; NaN where a
+            completion is not scored.
+        sampler_logps: B times (C_i,), log-probabilities under what sampled; None where unknown.
+        old_logps: the same under the policy before it moved; None on-policy, where each pass is its own.
+        kl: B times (C_i,), log-ratio of policy and reference, 0 where masked; None without a penalty. While advantages
+            are open, the passes fill it.
+        advantages: None until they are made: at once, or by the passes that score the policy (`memory: fast`).
+    """
+
+    judged: Judged
+    group_size: int
+    first: int
+    prompts: list[torch.Tensor]
+    completions: list[torch.Tensor]
+    mask: list[torch.Tensor]
+    scores: torch.Tensor
+    sampler_logps: list[torch.Tensor] | None = None
+    old_logps: list[torch.Tensor] | None = None
+    kl: list[torch.Tensor] | None = None
+    advantages: Advantages | None = None
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each completion."""
+        return [len(ids) for ids in self.completions]
+
+    def zeros(self) -> list[torch.Tensor]:
+        """B times (C_i,) float32, for what passes find out."""
+        return [torch.zeros_like(mask, dtype=torch.float32) for mask in self.mask]
+
+    def by_group(self, rows: Iterable[int]) -> list[list[int]]:
+        """The rows, neighbours of one group together."""
+        parts: list[list[int]] = []
+        for row in rows:
+            if not parts or self._group(row) != self._group(parts[-1][-1]):
+                parts.append([])
+            parts[-1].append(row)
+        return parts
+
+    def _group(self, row: int) -> int:
+        return (self.first + row) // self.group_size
+
+    def groups(self, rows: Iterable[int]) -> list[Group]:
+        """The rows as prompts with their completions."""
+        return [Group(self.prompts[part[0]], [self.completions[row] for row in part]) for part in self.by_group(rows)]
+
+    def with_signal(self, rows: list[int]) -> list[int]:
+        """Those of the rows that can move the policy: an advantage that is not 0 and a token that is trained."""
+        assert self.advantages is not None
+        moving = self.advantages.trained != 0
+        if not self.advantages.per_token:
+            moving = spread(moving, self.lengths)
+        flags = [bool(part.any()) for part in (moving & pick(self.mask)).cpu().split(self.lengths)]
+        return [row for row in rows if flags[row]]
+
+
+class StepStats:
+    """What the passes of one optimizer step found; of each row (B,), NaN where it was not computed.
+
+    Attributes:
+        loss: sum over the rows. rows: those of the step, whose gradient was due.
+        ratio, clipped_low, clipped_high, bounded: see `objective.LossParts`; of each token's, the completion's mean.
+        surprise: minus the log-probability of the completion, in nats.
+        entropy: (2,), the sum over the trained tokens, in nats, and their number.
+        approx_kl: (2,), the sum of half the squared log-ratio to the policy that sampled, and the tokens.
+        gap: (3,), of |log-probability of the trainer less that of the sampler|: sum, tokens, largest.
+        weight: (2,), sum and number of the importance weights. is_finite: of every log-probability and KL.
+    """
+
+    PER_ROW = ("ratio", "clipped_low", "clipped_high", "bounded", "surprise")
+
+    def __init__(self, size: int, rows: Sequence[int], device: torch.device):
+        self.rows = list(rows)
+        self.loss = torch.zeros((), device=device)
+        for name in self.PER_ROW:
+            setattr(self, name, torch.full((size,), torch.nan, device=device))
+        self.entropy, self.approx_kl, self.weight = (torch.zeros(2, device=device) for _ in range(3))
+        self.gap = torch.zeros(3, device=device)
+        self.is_finite = True
+
+    def add(
+        self,
+        rows: list[int],
+        lengths: list[int],
+        mask: torch.Tensor,
+        scores: Scores,
+        old: torch.Tensor,
+        parts: LossParts,
+    ) -> None:
+        """What one pass over some rows found; `scores`, `old` and `mask` are of its tokens, (N,)."""
+        now = scores.logps.detach()
+        self.is_finite &= all_finite(now, mask=mask)
+        self.add_entropy(rows, lengths, mask, scores)
+        self.approx_kl += torch.stack([((now - old) * mask).square().sum() / 2, mask.sum()])
+        for name in RATIO_STATISTICS:
+            values = getattr(parts, name)
+            if not parts.is_per_row:
+                values = sum_rows(values * mask, lengths) / sum_rows(mask.float(), lengths).clamp(min=1)
+            getattr(self, name)[rows] = values.float()
+
+    def add_entropy(self, rows: list[int], lengths: list[int], mask: torch.Tensor, scores: Scores) -> None:
+        """How uncertain the policy was about the tokens that the mask keeps, (N,)."""
+        assert scores.entropies is not None
+        self.entropy += torch.stack([(scores.entropies * mask).sum(), mask.sum()])
+        self.surprise[rows] = -sum_rows(scores.logps.detach() * mask, lengths).float()
+
+    def add_gap(self, logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> None:
+        """How far the trainer's log-probabilities are from the sampler's, (N,), NaN where it drew nothing."""
+        known = mask & ~sampled.isnan()
+        gap = (logps - sampled).abs().where(known, 0.0)
+        self.gap[:2] += torch.stack([gap.sum(), known.sum()])
+        self.gap[2] = torch.maximum(self.gap[2], gap.max() if len(gap) else self.gap[2])
+
+    def per_row(self) -> torch.Tensor:
+        """(rows, 5), the columns of `PER_ROW`."""
+        return torch.stack([getattr(self, name) for name in self.PER_ROW], dim=1)[self.rows]
+
+
+def pick(values: list[torch.Tensor], rows: Iterable[int] | None = None) -> torch.Tensor:
+    """Some rows' tensors end to end, or all: B times (C_i,) -> (N,)."""
+    return torch.cat(values if rows is None else [values[row] for row in rows])
+
+
+def put(values: list[torch.Tensor], rows: Sequence[int], new: torch.Tensor) -> None:
+    """The reverse of `pick`, in place."""
+    for row, part in zip(rows, new.split([len(values[row]) for row in rows]), strict=True):
+        values[row] = part

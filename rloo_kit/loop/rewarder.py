@@ -1,0 +1,129 @@
+"""What completions earn: rewards, their weighted sum, what is subtracted and normalised, and rewards that fail.
+
+Shapes: B completions of this process, A of all processes, F reward functions.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import trl
+
+from rloo_kit.errors import RewardError
+from rloo_kit.gradient.advantages import RunningMoments, combine_rewards, standardize
+from rloo_kit.loop.records import Completions, Judged
+from rloo_kit.models.parallel import Parallel
+from rloo_kit.runs.watch import FailureWatch
+
+Calculate = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], torch.Tensor]
+
+
+class Rewarder:
+    """Scores completions.
+
+    Args:
+        calculate: TRL's `_calculate_rewards`: rows, prompts, texts and ids of this process -> (A, F), NaN for None.
+        reward_funcs: behind their guards. names: as they are logged. weights: (F,).
+        missing_eos_penalty: subtracted from the score of a truncated completion; None for none.
+        normalize: True by the deviation of the rollout, "running" of all so far. clip: (lowest, highest) score or None.
+        tells_forced: whether rewards get the column `thinking_forced`.
+        failures: counts rollouts with failed rewards. save: writes a checkpoint, before they stop the run, and returns
+            its folder.
+    """
+
+    def __init__(
+        self,
+        calculate: Calculate,
+        reward_funcs: Sequence[Any],
+        names: Sequence[str],
+        weights: torch.Tensor,
+        parallel: Parallel,
+        failures: FailureWatch,
+        save: Callable[[], str],
+        *,
+        missing_eos_penalty: float | None = None,
+        normalize: Any = False,
+        clip: Sequence[float] | None = None,
+        tells_forced: bool = False,
+    ):
+        self.calculate, self.reward_funcs, self.names, self.weights = calculate, reward_funcs, names, weights
+        self.parallel, self.failures, self.save = parallel, failures, save
+        self.missing_eos_penalty, self.form, self.clip = missing_eos_penalty, normalize, clip
+        self.tells_forced = tells_forced
+        self.moments = RunningMoments()  # of `normalize_rewards: running`; part of a checkpoint
+        self._messages: list[str] = []
+
+    def judge(self, found: Completions) -> Judged:
+        """Rewards and scores; a sample for which any reward failed is not scored."""
+        rows = found.rows
+        if self.tells_forced:
+            rows = [row | {"thinking_forced": span is not None} for row, span in zip(rows, found.forced, strict=True)]
+        with _mute("All reward functions returned None"):
+            rewards = self.calculate(rows, found.prompts, found.texts, found.completion_ids)  # (A, F)
+        flags = [guarded.failed for guarded in self.reward_funcs if hasattr(guarded, "failed")]
+        mine = torch.tensor([any(row) for row in zip(*flags, strict=True)] if flags else [False] * len(rows))
+        failed = self.parallel.gather(mine.to(rewards.device)) | rewards.isinf().any(dim=1)  # (A,)
+        self._messages = [text for guarded in self.reward_funcs for text in getattr(guarded, "failures", [])[:1]]
+        rewards = rewards.masked_fill(failed[:, None], torch.nan)
+        raw_scores = combine_rewards(rewards, self.weights)  # (A,)
+        over = ~raw_scores.isfinite() & ~rewards.isnan().all(dim=1)
+        if over.any():
+            self._messages.append(self._explain_overflow(rewards[over][0]))
+            failed, rewards = failed | over, rewards.masked_fill(over[:, None], torch.nan)
+        raw_scores = scores = raw_scores.masked_fill(failed, torch.nan)
+        if self.missing_eos_penalty is not None:
+            cut = torch.tensor(found.truncated, device=scores.device)
+            scores = raw_scores - self.missing_eos_penalty * self.parallel.gather(cut).float()
+        return Judged(found, rewards, failed, raw_scores, scores)
+
+    def _explain_overflow(self, rewards: torch.Tensor) -> str:
+        """The reward that is largest in a sum that leaves float32; `rewards` are one sample's, (F,)."""
+        largest = int((rewards.double() * self.weights.double()).abs().nan_to_num(nan=0.0).argmax())
+        return (
+            f"the sum of a sample's rewards overflows: reward '{self.names[largest]}' returned "
+            f"{rewards[largest].item():g}, which is multiplied by its weight {self.weights[largest].item():g}"
+        )
+
+    def normalize(self, scores: torch.Tensor, training: bool) -> torch.Tensor:
+        """Scores (A,) after `normalize_rewards` and `reward_clip_range`."""
+        if self.form == "running":
+            if training:
+                self.moments.update(scores)
+            scores = self.moments.normalize(scores, eps=1e-8)
+        elif self.form:
+            scores = standardize(scores, eps=1e-8)
+        return scores.clamp(*self.clip) if self.clip else scores
+
+    def watch(self, judged: Judged) -> None:
+        """Report rewards that failed in a rollout of training; raises RewardError, behind a checkpoint, when they did
+        so in too many rollouts in a row."""
+        share = judged.failed.float().mean().item()
+        messages = self._messages
+        if share and not messages:
+            messages = ["a reward model returned infinity, or a reward failed in another process"]
+        self.failures.observe(share, messages)
+        if self.failures.exceeded:
+            raise RewardError(
+                f"rewards failed for {share:.0%} of the samples, more than max_reward_failure_share = "
+                f"{self.failures.limit:.0%} in {self.failures.patience} generation batches in a row, so training "
+                f"stopped. The state is saved in {self.save()}; fix the reward and resume. A failure: "
+                f"{' | '.join(messages)}"
+            )
+
+
+@contextmanager
+def _mute(beginning: str) -> Iterator[None]:
+    """Drop TRL's warning about unscored samples, which prints a whole completion each rollout; `rewards/unscored_ratio`
+    counts them, and failures have a line of their own."""
+    logger = logging.getLogger(trl.RLOOTrainer._calculate_rewards.__module__)
+
+    def keep(record: logging.LogRecord) -> bool:
+        return beginning not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)

@@ -1,0 +1,101 @@
+"""What samples a rollout: the kit's engine, or vLLM through TRL's own code."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from rloo_kit.errors import DataError
+from rloo_kit.loop.records import Completions
+from rloo_kit.rollout.types import Engine, Limits, Rollout
+
+Generate = Callable[[list[Any]], tuple[list[list[int]], list[list[int]], list[Any]]]
+
+
+class Sampler:
+    """Completions of prompts.
+
+    Args:
+        engine: what samples; None where TRL's code does (vLLM). limits: of a completion's length.
+        generate: from prompts, as the data set has them, to prompt ids, completion ids and texts. TRL's, which renders
+            templates, decodes and counts, and comes back for the ids alone: to `complete`.
+        weights: a context in which the engine may read the policy's weights, in the trainer's precision.
+        end_ids: ids that end a completion; one without is truncated.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | None,
+        limits: Limits,
+        generate: Generate,
+        weights: Callable[[], AbstractContextManager[Any]],
+        end_ids: set[int],
+    ):
+        self.engine, self.limits, self.end_ids = engine, limits, end_ids
+        self._generate, self._weights = generate, weights
+        self._found: Rollout | None = None
+        self._lengths: dict[int, float] = {}  # of completions, by their prompt's hash: what is expected the next time
+
+    def sample(self, rows: list[dict[str, Any]]) -> Completions:
+        """A completion for each row of the data set; neighbours with equal prompts are a group."""
+        if any(column in rows[0] for column in ("image", "images")):
+            raise DataError("the data set has an image column; the kit trains text models only: drop the column")
+        prompts = [row["prompt"] for row in rows]
+        self._found = None
+        prompt_ids, completion_ids, texts = self._generate(prompts)
+        return Completions(
+            rows=rows,
+            prompts=prompts,
+            prompt_ids=prompt_ids,
+            completion_ids=completion_ids,
+            texts=texts,
+            truncated=[not ids or ids[-1] not in self.end_ids for ids in completion_ids],
+            forced=[None] * len(rows) if self._found is None else self._found.forced,
+            sampler_logps=None if self._found is None else self._found.sampler_logps,
+        )
+
+    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """Completion ids by the engine. Where not all rows fit at once, those of prompts that took long before start
+        first: the tail gets shorter."""
+        assert self.engine is not None
+        check_prompts(prompt_ids)
+        waits = self.engine.rows is not None and self.engine.rows < len(prompt_ids)
+        keys = [hash(tuple(ids)) for ids in prompt_ids]
+        usual = sum(self._lengths.values()) / max(len(self._lengths), 1)
+        expected = [self._lengths.get(key, usual) for key in keys] if waits else None
+        with self._weights():
+            self._found = self.engine.sample(prompt_ids, self.limits, expected)
+        for key, ids in zip(keys, self._found.completion_ids, strict=True):
+            self._lengths[key] = (self._lengths.get(key, len(ids)) + len(ids)) / 2
+        return self._found.completion_ids
+
+    def listen(self, generation: Any, generate: Callable[[], list[list[int]]]) -> list[list[int]]:
+        """Completion ids by `generate`, TRL's code around vLLM; its log-probabilities, which TRL drops, are kept.
+
+        Args:
+            generation: TRL's `VLLMGeneration`, or what stands in its place and may have no `logprobs`.
+        """
+        if not hasattr(generation, "logprobs"):
+            return generate()
+        plain, logps = generation.generate, []
+
+        def listening(*arguments: Any, **keywords: Any) -> Any:
+            found = plain(*arguments, **keywords)
+            logps.extend(found[2] or [])
+            return found
+
+        generation.generate = listening
+        try:
+            completion_ids = generate()
+        finally:
+            generation.generate = plain
+        if [len(row) for row in logps] == [len(ids) for ids in completion_ids]:
+            known = [[math.nan if token[0] is None else token[0] for token in row] for row in logps]
+            self._found = Rollout(completion_ids, [None] * len(completion_ids), known)
+        return completion_ids
+
+
+def check_prompts(prompt_ids: list[list[int]]) -> None:
+    """Raise DataError for a prompt without tokens."""
+    if not all(prompt_ids):
+        raise DataError(f"prompt {prompt_ids.index([])} of a rollout has no tokens; there is nothing to continue")
