@@ -8,16 +8,6 @@ from urllib.parse import urlsplit
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.processes import count_processes
 
-KL_FORMS = ("sum", "length_normalized", "per_token")
-RATIO_FORMS = ("sum", "length_normalized", "per_token")
-BASELINES = ("leave_one_out", "group_mean", "none")
-SAMPLER_CORRECTIONS = ("none", "sequence", "token")
-MEMORY_MODES = ("fast", "balanced", "low")
-THINKING_CLOSES = ("tag", "sentence")
-ENGINES = ("auto", "native", "generate", "vllm", "server")
-CACHES = ("plain", "int8", "offloaded")
-REFERENCES = ("start", "base")
-
 # Values that leave the sampled distribution as the model gives it; -1 is how vLLM writes "all tokens".
 SAMPLING_FILTERS: dict[str, tuple[Any, ...]] = {
     "top_p": (1.0, None),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rloo_kit.config.checks import BASELINES, KL_FORMS
+from rloo_kit.config.schema import BASELINES, KL_FORMS
 from rloo_kit.gradient.objective import spread, sum_rows
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rloo_kit.config.checks import RATIO_FORMS
+from rloo_kit.config.schema import RATIO_FORMS
 
 
 @dataclass(frozen=True)

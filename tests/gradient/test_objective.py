@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rloo_kit.config.checks import BASELINES, KL_FORMS, RATIO_FORMS
+from rloo_kit.config.schema import BASELINES, KL_FORMS, RATIO_FORMS
 from rloo_kit.gradient.advantages import baseline_advantages, kl_penalty_rows, truncated_weights, zero_unscored
 from rloo_kit.gradient.objective import Objective, choose_ratio_form, policy_loss, spread, sum_rows
 
