@@ -286,10 +286,11 @@ class RLOOSection(Section):
     baseline_includes_masked: bool = key(
         True, "false: what mask_truncated_completions masks leaves the siblings' baseline too"
     )
-    sampler_correction: Literal["none", "sequence", "token"] = key(
-        "none", "weigh by the trainer's over the sampler's probability, whole or token by token"
-    )
-    sampler_correction_cap: float = key(2.0, "such a weight is cut off here", ge=1)
+    sampler_correction: Literal["none", "sequence", "token", "sequence_mask", "token_mask"] = key(
+        "none", "weigh completions or tokens by the trainer's over the sampler's probability, cut off at the cap or, "
+        "with _mask, 0 above it",
+    )  # fmt: skip
+    sampler_correction_cap: float = key(2.0, "largest such weight", ge=1)
     temperature: float = key(1.0, "of sampling and of scoring alike", gt=0)
     top_p: float = key(1.0, "only 1: a filter is not part of what is scored", gt=0, le=1)
     top_k: int = key(0, "only 0, for the same reason", ge=0)
