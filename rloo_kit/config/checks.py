@@ -119,6 +119,7 @@ def find_loop_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]
     return [
         *find_sampling_problems(values, prefix),
         *_find_ratio_problems(values, prefix),
+        *_find_correction_problems(values, prefix),
         *_find_thinking_problems(values, prefix),
     ]
 
@@ -158,6 +159,16 @@ def _find_ratio_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
             f"{prefix}kl_form"
         )
     return problems
+
+
+def _find_correction_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
+    form, floor = values.get("sampler_correction"), values.get("sampler_correction_floor")
+    if not floor or form not in ("sequence", "token"):
+        return []
+    return [
+        f"{prefix}sampler_correction_floor is {floor}, but {prefix}sampler_correction is {form}, which has no lower "
+        f"bound; set {prefix}sampler_correction={form}_mask or {prefix}sampler_correction_floor=0"
+    ]
 
 
 def _find_thinking_problems(values: Mapping[str, Any], prefix: str) -> list[str]:

@@ -291,6 +291,7 @@ class RLOOSection(Section):
         "with _mask, 0 above it",
     )  # fmt: skip
     sampler_correction_cap: float = key(2.0, "largest such weight", ge=1)
+    sampler_correction_floor: float = key(0.0, "with _mask, the weight is 0 below it too; 0: no such bound", ge=0, lt=1)
     temperature: float = key(1.0, "of sampling and of scoring alike", gt=0)
     top_p: float = key(1.0, "only 1: a filter is not part of what is scored", gt=0, le=1)
     top_k: int = key(0, "only 0, for the same reason", ge=0)

@@ -45,6 +45,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "engine": ({"rollout_engine": "sglang"}, "rollout_engine is 'sglang'; it takes 'auto', 'native', 'gene"),
     "rewards": ({"normalize_rewards": "always"}, "normalize_rewards is 'always'; it takes true or false or 'running'"),
     "cap": ({"sampler_correction_cap": 0.0}, "sampler_correction_cap is 0.0; it must be at least 1"),
+    "floor": ({"sampler_correction_floor": 1.0}, "sampler_correction_floor is 1.0; it must be below 1"),
+    "floor of a cap": (
+        {"sampler_correction": "sequence", "sampler_correction_floor": 0.5},
+        "set sampler_correction=sequence_mask or",
+    ),
     "skips": ({"max_skipped_steps": 0}, "max_skipped_steps is 0; it must be at least 1"),
     "tokens": ({"tokens_per_pass": 0}, "tokens_per_pass is 0; it must be at least 1"),
 }
@@ -80,9 +85,9 @@ def test_every_key_of_a_file_arrives(tmp_path):
     """A key that the file takes and the loop never sees is a setting that does nothing."""
     chosen: dict[str, Any] = {
         "kl_form": "length_normalized", "ratio_form": "per_token", "delta": 4.0, "baseline": "group_mean",
-        "baseline_includes_masked": False, "normalize_rewards": "running", "sampler_correction": "token",
-        "sampler_correction_cap": 3.0, "memory": "balanced", "tokens_per_pass": 4096, "thinking_budget": 64,
-        "answer_budget": 32, "thinking_close": "sentence",
+        "baseline_includes_masked": False, "normalize_rewards": "running", "sampler_correction": "token_mask",
+        "sampler_correction_cap": 5.0, "sampler_correction_floor": 0.5, "memory": "balanced", "tokens_per_pass": 4096,
+        "thinking_budget": 64, "answer_budget": 32, "thinking_close": "sentence",
     }  # fmt: skip
     server = {"server_url": "https://node1:8000", "server_adapters": "/shared/adapters"}
     run = RunConfig.model_validate(
