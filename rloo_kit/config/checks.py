@@ -8,16 +8,6 @@ from urllib.parse import urlsplit
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.processes import count_processes
 
-KL_FORMS = ("sum", "length_normalized", "per_token")
-RATIO_FORMS = ("sum", "length_normalized", "per_token")
-BASELINES = ("leave_one_out", "group_mean", "none")
-SAMPLER_CORRECTIONS = ("none", "sequence", "token")
-MEMORY_MODES = ("fast", "balanced", "low")
-THINKING_CLOSES = ("tag", "sentence")
-ENGINES = ("auto", "native", "generate", "vllm", "server")
-CACHES = ("plain", "int8", "offloaded")
-REFERENCES = ("start", "base")
-
 # Values that leave the sampled distribution as the model gives it; -1 is how vLLM writes "all tokens".
 SAMPLING_FILTERS: dict[str, tuple[Any, ...]] = {
     "top_p": (1.0, None),
@@ -129,6 +119,7 @@ def find_loop_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]
     return [
         *find_sampling_problems(values, prefix),
         *_find_ratio_problems(values, prefix),
+        *_find_correction_problems(values, prefix),
         *_find_thinking_problems(values, prefix),
     ]
 
@@ -168,6 +159,16 @@ def _find_ratio_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
             f"{prefix}kl_form"
         )
     return problems
+
+
+def _find_correction_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
+    form, floor = values.get("sampler_correction"), values.get("sampler_correction_floor")
+    if not floor or form not in ("sequence", "token"):
+        return []
+    return [
+        f"{prefix}sampler_correction_floor is {floor}, but {prefix}sampler_correction is {form}, which has no lower "
+        f"bound; set {prefix}sampler_correction={form}_mask or {prefix}sampler_correction_floor=0"
+    ]
 
 
 def _find_thinking_problems(values: Mapping[str, Any], prefix: str) -> list[str]:

@@ -6,6 +6,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.yaml_files import Key, Lines
@@ -50,6 +51,23 @@ def describe_type(annotation: Any) -> str:
     if origin is tuple:
         return f"a list of {len(arguments)} ({', '.join(describe_type(argument) for argument in arguments)})"
     return "a list" if origin is list else "a mapping"
+
+
+def describe_field(field: FieldInfo) -> str:
+    """A field's type and bounds in words: "a whole number or null, at least 1"; bounds of 2**31 and more are left
+    out."""
+    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    metadata = list(field.metadata)
+    if get_origin(field.annotation) in (Union, UnionType):  # Annotated[int, Field(ge=1)] | None
+        parts = [get_args(part)[1:] for part in get_args(field.annotation) if get_origin(part) is Annotated]
+        metadata += [item for inner in parts for info in inner for item in info.metadata]
+    found = [
+        f"{word} {value:g}"
+        for item in metadata
+        for sign, word in signs.items()
+        if (value := getattr(item, sign, None)) is not None and value < 2**31
+    ]
+    return describe_type(field.annotation) + (f", {' and '.join(found)}" if found else "")
 
 
 def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:

@@ -1,11 +1,14 @@
-"""The sections of a run's configuration: strict pydantic models with every key's type, default and bounds.
+"""The sections of a run's configuration: strict pydantic models with every key's type, default, bounds and description.
 
-The keys of `rloo:` are TRL's names and reach `RLOOConfig` unchanged; a test compares their defaults with TRL's.
+A key is declared here and nowhere else. Those that the loop reads are arguments of `RLOOConfig` too (`OPTIONS`): its
+fields, their defaults, bounds and help come from here. A test compares the defaults with TRL's.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from rloo_kit.config.checks import check_generation_batch, find_loop_problems, find_server_problems
 from rloo_kit.config.messages import accepts_bool, describe_type, explain_error
@@ -13,12 +16,6 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.system.processes import count_processes
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-RLOO_DEFAULTS_OF_OURS = {
-    "disable_dropout": "the reference and the policy must score the same tokens alike",
-    "learning_rate": "TRL's 1e-6 is for full fine-tuning; a LoRA adapter kept in bf16 does not move at that size",
-    "logging_steps": "one line of metrics a step: the health rules read them",
-    "report_to": "a list, so that adding a tracker is adding an item",
-}
 
 Tracker = Literal[
     "tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "swanlab", "clearml", "neptune", "dvclive", "dagshub",
@@ -28,9 +25,30 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
-def key(default: Any, description: str, **bounds: Any) -> Any:
-    """A key with a default; `bounds` are those of pydantic's `Field`."""
-    return Field(default=default, description=description, **bounds)
+class TrlDefault(NamedTuple):
+    """TRL's default where it is not the kit's, and why; `RLOOConfig` keeps it, because it is a drop-in."""
+
+    value: Any
+    reason: str
+
+
+def key(
+    default: Any, description: str, *, argument: str | None = None, trl: TrlDefault | None = None, **bounds: Any
+) -> Any:
+    """A key with a default.
+
+    Args:
+        argument: its name in `RLOOConfig`; a key of `rloo:` has its own name there.
+        trl: the default in `RLOOConfig` where that is another one.
+        bounds: those of pydantic's `Field`.
+    """
+    extra: dict[str, Any] = {"argument": argument, "trl": trl}
+    return Field(default=default, description=description, json_schema_extra=extra, **bounds)
+
+
+def declared(field: FieldInfo, name: str) -> Any:
+    """`argument` or `trl` of a key; None where it has none."""
+    return field.json_schema_extra.get(name) if isinstance(field.json_schema_extra, dict) else None
 
 
 class Section(BaseModel):
@@ -38,6 +56,20 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=())
     prefix: ClassVar[str] = ""  # of its keys, for the errors of an assignment
+    all_are_arguments: ClassVar[bool] = False  # of `RLOOConfig`, under their own names
+
+    @classmethod
+    def arguments(cls) -> dict[str, str]:
+        """The keys that are arguments of `RLOOConfig`, by their names there."""
+        named = {key: declared(field, "argument") for key, field in cls.model_fields.items()}
+        return {name or key: key for key, name in named.items() if name or cls.all_are_arguments}
+
+    def to_arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `RLOOConfig` from the keys that are set, of this section and of those in it."""
+        found = {name: value for name, key in self.arguments().items() if (value := getattr(self, key)) is not None}
+        for _, value in self:
+            found |= value.to_arguments() if isinstance(value, Section) else {}
+        return found
 
     @model_validator(mode="before")
     @classmethod
@@ -70,7 +102,10 @@ class RunSection(Section):
 
     name: str | None = key(None, "name of the run's folder; the config file's stem unless given")
     output_dir: str = key("outputs", "the run's folder is output_dir/name", min_length=1)
-    seed: int = key(0, "seed of sampling, shuffling and new adapters", ge=0, lt=2**32)
+    seed: int = key(
+        0, "seed of sampling, shuffling and new adapters", ge=0, lt=2**32, argument="seed",
+        trl=TrlDefault(42, "every seed of a file is 0 unless it is set"),
+    )  # fmt: skip
     evaluate: bool = key(True, "measure held-out accuracy before and after training")
     report: bool = key(True, "write report.html at the end")
     stop_when_no_signal: bool = key(False, "stop, instead of warning, when steps carry no learning signal")
@@ -79,10 +114,16 @@ class RunSection(Section):
     sample_every_steps: int = key(25, "steps between two tables of sample completions; 0 for none", ge=0)
     num_samples: int = key(2, "completions in such a table", ge=0)
     max_reward_failure_share: Share = key(
-        0.5, "share of samples with a failed reward above which a step counts as failed"
+        0.5, "share of samples with a failed reward above which a step counts as failed",
+        argument="max_reward_failure_share",
+    )  # fmt: skip
+    reward_failure_steps: Count = key(
+        3, "failed steps in a row after which the run saves and stops", argument="reward_failure_steps"
     )
-    reward_failure_steps: Count = key(3, "failed steps in a row after which the run saves and stops")
-    max_skipped_steps: Count = key(3, "steps in a row skipped for NaN or infinity, after which the run saves and stops")
+    max_skipped_steps: Count = key(
+        3, "steps in a row skipped for NaN or infinity, after which the run saves and stops",
+        argument="max_skipped_steps",
+    )  # fmt: skip
 
     @model_validator(mode="after")
     def _check_name(self) -> "RunSection":
@@ -195,9 +236,18 @@ class RLOOSection(Section):
     """The loop, passed to `RLOOConfig` under the same names: TRL's own, and the kit's where TRL has none."""
 
     prefix: ClassVar[str] = "rloo."
-    max_steps: Count | None = key(None, "optimizer steps; wins over num_train_epochs")
-    num_train_epochs: float | None = key(None, "passes over the prompts, when max_steps is null", gt=0)
-    learning_rate: float = key(1e-5, "peak learning rate", ge=0)
+    all_are_arguments: ClassVar[bool] = True
+    max_steps: Count | None = key(
+        None, "optimizer steps; wins over num_train_epochs", trl=TrlDefault(-1, "null is how a file says: not set")
+    )
+    num_train_epochs: float | None = key(
+        None, "passes over the prompts, when max_steps is null", gt=0,
+        trl=TrlDefault(3.0, "a file says how long it trains"),
+    )  # fmt: skip
+    learning_rate: float = key(
+        1e-5, "peak learning rate", ge=0,
+        trl=TrlDefault(1e-6, "1e-6 is for full fine-tuning; a LoRA adapter in bf16 does not move at that size"),
+    )  # fmt: skip
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"] = key(
         "linear", "shape of the learning rate over the run"
     )
@@ -236,10 +286,12 @@ class RLOOSection(Section):
     baseline_includes_masked: bool = key(
         True, "false: what mask_truncated_completions masks leaves the siblings' baseline too"
     )
-    sampler_correction: Literal["none", "sequence", "token"] = key(
-        "none", "weigh by the trainer's over the sampler's probability, whole or token by token"
-    )
-    sampler_correction_cap: float = key(2.0, "such a weight is cut off here", ge=1)
+    sampler_correction: Literal["none", "sequence", "token", "sequence_mask", "token_mask"] = key(
+        "none", "weigh completions or tokens by the trainer's over the sampler's probability, cut off at the cap or, "
+        "with _mask, 0 above it",
+    )  # fmt: skip
+    sampler_correction_cap: float = key(2.0, "largest such weight", ge=1)
+    sampler_correction_floor: float = key(0.0, "with _mask, the weight is 0 below it too; 0: no such bound", ge=0, lt=1)
     temperature: float = key(1.0, "of sampling and of scoring alike", gt=0)
     top_p: float = key(1.0, "only 1: a filter is not part of what is scored", gt=0, le=1)
     top_k: int = key(0, "only 0, for the same reason", ge=0)
@@ -258,16 +310,24 @@ class RLOOSection(Section):
         False, "rewards to mean 0 and deviation 1, of their rollout or of all so far"
     )
     normalize_advantages: bool = key(False, "advantages of a generation batch likewise")
-    disable_dropout: bool = key(True, "dropout off in the policy; false is refused")
+    disable_dropout: bool = key(
+        True, "dropout off in the policy; false is refused",
+        trl=TrlDefault(False, "reference and policy must score the same tokens alike"),
+    )  # fmt: skip
     shuffle_dataset: bool = key(True, "draw the prompts in random order")
     bf16: bool | None = key(None, "null: decided by the machine")
-    fp16: bool | None = key(None, "null: decided by the machine")
-    logging_steps: Count = key(1, "optimizer steps between two rows of metrics.jsonl")
+    fp16: bool | None = key(
+        None, "null: decided by the machine", trl=TrlDefault(False, "TRL asks the machine about bf16 alone")
+    )
+    logging_steps: Count = key(
+        1, "optimizer steps between two rows of metrics.jsonl", trl=TrlDefault(10, "the health rules read every step")
+    )
     save_steps: Count = key(500, "optimizer steps between two checkpoints")
     save_total_limit: Count | None = key(None, "checkpoints kept; null keeps all")
     report_to: Annotated[list[Tracker], BeforeValidator(_read_report_to)] = key(
-        [], "trackers besides metrics.jsonl: tensorboard, trackio, wandb"
-    )
+        [], "trackers besides metrics.jsonl: tensorboard, trackio, wandb",
+        trl=TrlDefault("none", "with a list, adding a tracker is adding an item"),
+    )  # fmt: skip
 
     @property
     def generation_batch_size(self) -> int:
@@ -281,10 +341,8 @@ class RLOOSection(Section):
         return self.generation_batch_size // self.num_generations
 
     def to_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `RLOOConfig`: the keys that are set, under the names they have here."""
-        values = self.model_dump(exclude_none=True)
-        values["report_to"] = values["report_to"] or "none"
-        return values
+        """As every section's; no tracker is "none" in TRL."""
+        return super().to_arguments() | {"report_to": self.report_to or "none"}
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "RLOOSection":
@@ -324,32 +382,28 @@ class RolloutSection(Section):
     prefix: ClassVar[str] = "rollout."
     engine: Annotated[
         Literal["auto", "native", "generate", "vllm", "server"], BeforeValidator(_refuse_removed_engine)
-    ] = key("auto", "what samples; auto: the fastest that the backend and the machine offer")
-    rows: Count | None = key(None, "completions generated at once; null: planned by the memory")
-    server_url: str | None = key(None, "http://host:port of a vLLM server, for the engines server and vllm")
+    ] = key("auto", "what samples; auto: the fastest that the backend and the machine offer", argument="rollout_engine")
+    rows: Count | None = key(
+        None, "completions generated at once; null: planned by the memory", argument="rollout_rows"
+    )
+    server_url: str | None = key(
+        None, "http://host:port of a vLLM server, for the engines server and vllm", argument="rollout_server_url"
+    )
     server_adapters: str | None = key(
-        None, "folder that trainer and server both see, for the engine server; null: one in the run's folder"
-    )
+        None, "folder that trainer and server both see, for the engine server; null: one in the run's folder",
+        argument="rollout_server_adapters",
+    )  # fmt: skip
     cache: Literal["plain", "int8", "offloaded"] = key(
-        "plain", "keys and values of a rollout: as the model's, in 8 bits, or in host memory"
+        "plain", "keys and values of a rollout: as the model's, in 8 bits, or in host memory", argument="rollout_cache"
     )
-    resample_rounds: int = key(0, "times a rollout's groups without signal get fresh prompts; 0: never", ge=0)
+    resample_rounds: int = key(
+        0, "times a rollout's groups without signal get fresh prompts; 0: never", ge=0, argument="resample_rounds"
+    )
     difficulty_samples: int = key(
         0, "completions of each prompt that measure its pass rate before training; 0: none", ge=0
     )
     min_pass_rate: Share = key(0.0, "prompts with a pass rate of at most this are skipped")
     max_pass_rate: Share = key(1.0, "and those with one of at least this")
-
-    def to_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `RLOOConfig`; what chooses prompts before training is not among them."""
-        return {
-            "rollout_engine": self.engine,
-            "rollout_rows": self.rows,
-            "rollout_cache": self.cache,
-            "rollout_server_url": self.server_url,
-            "rollout_server_adapters": self.server_adapters,
-            "resample_rounds": self.resample_rounds,
-        }
 
     @model_validator(mode="after")
     def _check_server(self) -> "RolloutSection":
@@ -396,3 +450,50 @@ class EvalSection(Section):
                 f"{self.num_samples}; set eval.num_samples={max(self.pass_at_k)}"
             )
         return self
+
+
+@dataclass(frozen=True)
+class Option:
+    """A key that is an argument of `RLOOConfig`: `key` of `section`."""
+
+    section: type[Section]
+    key: str
+
+    @property
+    def field(self) -> FieldInfo:
+        """The declaration: annotation with bounds, default, description."""
+        return self.section.model_fields[self.key]
+
+    @property
+    def type(self) -> Any:
+        """The annotation without bounds: `int | None`."""
+        return get_type_hints(self.section)[self.key]
+
+    @property
+    def default(self) -> Any:
+        """What `RLOOConfig` has unless it is given: TRL's default where that is not the kit's."""
+        trl = declared(self.field, "trl")
+        return self.field.default if trl is None else trl.value
+
+
+# By its name in `RLOOConfig`.
+OPTIONS = {
+    name: Option(section, key)
+    for section in (RLOOSection, RolloutSection, RunSection)
+    for name, key in section.arguments().items()
+}
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The words that an option of `OPTIONS` takes.
+
+    >>> choices("ratio_form")
+    ('sum', 'length_normalized', 'per_token')
+    """
+    annotation = OPTIONS[name].type
+    parts = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
+    return tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
+
+
+KL_FORMS, RATIO_FORMS, BASELINES = choices("kl_form"), choices("ratio_form"), choices("baseline")
+ENGINES, CACHES = choices("rollout_engine"), choices("rollout_cache")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rloo_kit.config.checks import BASELINES, KL_FORMS
+from rloo_kit.config.schema import BASELINES, KL_FORMS
 from rloo_kit.gradient.objective import spread, sum_rows
 
 

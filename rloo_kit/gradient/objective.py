@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rloo_kit.config.checks import RATIO_FORMS
+from rloo_kit.config.schema import RATIO_FORMS
 
 RATIO_STATISTICS = ("ratio", "clipped_low", "clipped_high", "bounded")
 
@@ -150,7 +150,9 @@ def sum_rows(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 def spread(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Each row's value for each of its tokens: (R,) -> (N,)."""
-    return values.repeat_interleave(torch.tensor(list(lengths), device=values.device), output_size=sum(lengths))
+    return values.repeat_interleave(
+        torch.tensor(list(lengths), dtype=torch.long, device=values.device), output_size=sum(lengths)
+    )
 
 
 def all_finite(*tensors: torch.Tensor, mask: torch.Tensor | None = None) -> bool:

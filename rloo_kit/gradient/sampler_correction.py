@@ -1,37 +1,71 @@
+"""Importance weights that correct for a sampler that is another program than the trainer: truncated or masked.
+
+Sampler and trainer compute the same policy with different kernels, quantisation or precision, so the ratio of their
+probabilities is near 1. A ratio far from 1 says that the two disagree about the token or the completion.
+
+Sources:
+    Truncated: Ionides 2008, "Truncated Importance Sampling".
+    Masked, per token with a band (IcePop): Ling Team 2025, "Every Step Evolves", arXiv 2510.18855.
+    Masked, per sequence (MIS): Liu, Li et al. 2025, "When Speed Kills Stability", https://richardli.xyz/rl-collapse.
+
+TRL has the four forms for GRPO (`vllm_importance_sampling_mode`), not for RLOO.
+"""
+
 from collections.abc import Sequence
 
 import torch
 
+from rloo_kit.config.schema import choices
 from rloo_kit.gradient.objective import spread, sum_rows
 
+FORMS = tuple(form for form in choices("sampler_correction") if form != "none")
 
-def truncated_weights(
-    logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor, lengths: Sequence[int], form: str, cap: float
+
+def correction_weights(
+    logps: torch.Tensor,
+    sampler_logps: torch.Tensor,
+    mask: torch.Tensor,
+    lengths: Sequence[int],
+    form: str,
+    floor: float,
+    cap: float,
 ) -> torch.Tensor:
-    """Importance weights of the trainer's policy over the sampler's, cut off at `cap`: (N,) -> (N,), without a graph.
+    """Importance weights of the trainer's policy over the sampler's: (N,) -> (N,), without a graph.
 
-    The two are one policy computed by two programs (4-bit kernels, vLLM, bf16), so the weight is near 1 and corrects
-    what their rounding biases. Cutting it off bounds the variance at the price of a small bias (Ionides 2008,
-    "Truncated Importance Sampling"). TRL has it for GRPO (`vllm_importance_sampling_correction`), not for RLOO.
+    Truncation bounds the variance at the price of a small bias. Masking removes tokens or completions with a ratio out
+    of bounds from the gradient; what is left is not scaled up for it.
+
+    >>> logps, sampled = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -3.0, torch.nan])
+    >>> correction_weights(logps, sampled, torch.ones(3), [3], "token", 0.0, 2.0).tolist()
+    [1.0, 2.0, 1.0]
+    >>> correction_weights(logps, sampled, torch.ones(3), [3], "sequence_mask", 0.0, 2.0).tolist()
+    [0.0, 0.0, 0.0]
 
     Args:
-        logps: (N,) under the trainer's policy when the completions were sampled. sampler_logps: (N,), NaN for tokens
-            that were not sampled (a forced close). mask: (N,), scored tokens.
-        form: "token", each its own; "sequence", the product over the completion for all of its tokens.
+        logps: (N,) nats, under the trainer's policy when the completions were sampled.
+        sampler_logps: (N,) nats, NaN for tokens that were not sampled (a forced close).
+        mask: (N,), bool or 0 and 1, the scored tokens.
+        lengths: tokens of each completion, 0 allowed; their sum is N.
+        form: "token", each token's own ratio; "sequence", the product of those of a completion's sampled and scored
+            tokens, for all of its tokens. At most `cap`. With "_mask" a ratio outside [floor, cap] gives weight 0.
+        floor: 0 or more, below 1; only the masked forms read it.
         cap: 1 or more.
 
     Returns:
-        weights; 1 where a token is masked or was not sampled (with "token").
+        The weights, 0 to `cap`. With the token forms 1 for a token that is masked or was not sampled; with the sequence
+        forms 1 for a completion without a sampled token. NaN where `logps` is NaN, so that a broken one stays visible.
+
+    Raises:
+        ValueError: another form.
     """
+    if form not in FORMS:
+        raise ValueError(f"sampler_correction must be one of {', '.join(FORMS)} here, got {form!r}")
     known = mask.bool() & ~sampler_logps.isnan()
-    difference = (logps.detach() - sampler_logps).masked_fill(~known, 0.0)
-    if form == "token":
-        return difference.exp().clamp(max=cap)
-    if form != "sequence":
-        raise ValueError(f"sampler_correction must be token or sequence here, got {form!r}")
-    weights = sum_rows(difference, lengths).exp().clamp(max=cap).to(difference.dtype)  # (R,)
-    return spread(weights, lengths)
-
-
-def correction_weights(logps, sampler_logps, mask, lengths, form, floor, cap):
-    return truncated_weights(logps, sampler_logps, mask, lengths, form, cap)
+    difference = (logps.detach() - sampler_logps.detach()).masked_fill(~known, 0.0)  # (N,)
+    by_token = form.startswith("token")
+    ratio = difference.exp() if by_token else sum_rows(difference, lengths).exp()  # (N,) or (R,)
+    if form.endswith("_mask"):
+        weights = ratio.masked_fill((ratio < floor) | (ratio > cap), 0.0)
+    else:
+        weights = ratio.clamp(max=cap)
+    return weights if by_token else spread(weights.to(difference.dtype), lengths)

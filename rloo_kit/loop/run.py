@@ -264,24 +264,18 @@ class _Sharding:
 
 
 def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
-    """Keyword arguments of `RLOOConfig`: the `rloo:` section, what machine and backend decide, and checkpoints in
-    `folder`."""
+    """Keyword arguments of `RLOOConfig`: the file's, what machine and backend decide, and checkpoints in `folder`."""
     on_cpu = policy.model.device.type == "cpu"
     shared = run.rollout.server_adapters  # by several runs, and a run deletes what it left there: so it gets a folder
     own_folder = {} if shared is None else {"rollout_server_adapters": str(Path(shared) / run.name)}
     return (
         {
             "output_dir": str(folder),
-            "seed": run.run.seed,
             "disable_tqdm": True,
             "use_cpu": on_cpu,
             "dataloader_pin_memory": not on_cpu,
-            "max_reward_failure_share": run.run.max_reward_failure_share,
-            "reward_failure_steps": run.run.reward_failure_steps,
-            "max_skipped_steps": run.run.max_skipped_steps,
         }
-        | run.rloo.to_arguments()
-        | run.rollout.to_arguments()
+        | run.to_arguments()
         | own_folder
         | planned_limits(run, policy)
         | mixed_precision(run)

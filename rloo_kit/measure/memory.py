@@ -21,8 +21,8 @@ from rich.table import Table
 from transformers.trainer_callback import PrinterCallback
 
 from rloo_kit._stack import load_stack
-from rloo_kit.config.checks import CACHES
 from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import CACHES
 from rloo_kit.errors import BackendError, RlooKitError
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.run import mixed_precision, training_arguments

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rloo_kit.config.checks import CACHES, ENGINES
+from rloo_kit.config.schema import CACHES, ENGINES
 from rloo_kit.errors import BackendError, ConfigError, DataError
 from rloo_kit.models.policy import Policy, inference_mode
 from rloo_kit.rollout.generate import GenerateEngine

@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from rloo_kit.config.messages import describe_type
+from rloo_kit.config.messages import describe_field
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import LoraSection, RewardSection, Section
+from rloo_kit.config.schema import LoraSection, RewardSection, Section, declared
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 FIELDS = {name: field.annotation for name, field in RunConfig.model_fields.items()}
@@ -28,20 +28,15 @@ def show(value: Any) -> str:
     return f"`{value}`"
 
 
-def limits(field: Any) -> str:
-    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    found = [f"{word} {value:g}" for item in field.metadata for sign, word in signs.items()
-             if (value := getattr(item, sign, None)) is not None and value < 2**31]  # fmt: skip
-    return f", {' and '.join(found)}" if found else ""
-
-
 def table(section: type[Section]) -> str:
     rows = ["| key | takes | default | what it is |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
         assert field.description, name
         default = field.default_factory() if field.default_factory else field.default  # type: ignore[call-arg]
-        takes = describe_type(field.annotation) + limits(field)
-        rows.append(f"| `{name}` | {takes} | {show(default)} | {field.description} |")
+        shown, what = show(default), field.description
+        if trl := declared(field, "trl"):
+            shown, what = f"{shown} (TRL: {show(trl.value)})", f"{what} (why not TRL's: {trl.reason})"
+        rows.append(f"| `{name}` | {describe_field(field)} | {shown} | {what} |")
     return "\n".join(rows)
 
 

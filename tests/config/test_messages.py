@@ -61,6 +61,9 @@ WRONG = {
     "rloo={max_steps: 1, delta: 1.2}": "rloo.delta is 1.2|above 1 + rloo.epsilon = 1.2",
     "rloo={max_steps: 1, delta: 1.3, epsilon_high: 0.4}": "above 1 + rloo.epsilon_high = 1.4",
     "rloo={max_steps: 1, kl_form: per_token, ratio_form: sum}": "rloo.ratio_form is sum|set rloo.ratio_form=per_token",
+    "rloo.sampler_correction_floor=1": "rloo.sampler_correction_floor: is 1|below 1",
+    "rloo={max_steps: 1, sampler_correction: token, sampler_correction_floor: 0.5}": "sampler_correction_floor is 0.5|"
+    "rloo.sampler_correction is token|rloo.sampler_correction=token_mask or rloo.sampler_correction_floor=0",
     "rloo.answer_budget=8": "rloo.answer_budget is 8|rloo.thinking_budget is null|rloo.answer_budget=null",
     "rloo={max_steps: 1, max_completion_length: 64, thinking_budget: 60, answer_budget: 8}": "thinking_budget (60)|"
     "closing (1)|rloo.answer_budget (8) = 69 tokens|rloo.max_completion_length (64)|raise it to 69",

@@ -9,8 +9,8 @@ import datasets
 import pytest
 import torch
 
-from rloo_kit.config.checks import ENGINES
 from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import ENGINES
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evals import evaluate as answer_judge
 from rloo_kit.evals.evaluate import engine_outside_training, evaluate

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from rloo_kit.config.checks import BASELINES, KL_FORMS
+from rloo_kit.config.schema import BASELINES, KL_FORMS
 from rloo_kit.gradient.advantages import (
     AdvantageSettings,
     RunningMoments,

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rloo_kit.config.checks import BASELINES, KL_FORMS, RATIO_FORMS
+from rloo_kit.config.schema import BASELINES, KL_FORMS, RATIO_FORMS
 from rloo_kit.gradient.advantages import AdvantageSettings, make_advantages
-from rloo_kit.gradient.objective import Objective, choose_ratio_form, policy_loss, sum_rows
+from rloo_kit.gradient.objective import Objective, choose_ratio_form, policy_loss, spread, sum_rows
 
 # Two prompts with three completions each: one is empty, one wholly masked, one has forced tokens in its middle, one is
 # not scored. (reward, [(log-probability, reference's, kept)])
@@ -234,5 +234,6 @@ def test_no_rows_and_sums_of_rows():
     """A pass whose rows were all skipped must not fail on an empty stack."""
     nothing = torch.zeros(0)
     assert policy_loss(nothing, nothing, [], nothing, nothing, Objective()).per_row.shape == (0,)
+    assert spread(nothing, []).shape == (0,), "of no rows at all there is nothing to repeat"
     assert sum_rows(torch.tensor([1.0, 2.0, 3.0]), [2, 0, 1]).tolist() == [3.0, 0.0, 3.0]
     assert sum_rows(torch.full((100_000,), 0.1), [100_000]).item() == pytest.approx(10_000.000149, abs=1e-4)

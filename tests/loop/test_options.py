@@ -1,14 +1,20 @@
 """The options of the loop as keywords of `RLOOConfig`: what is refused there, and that a file's keys arrive."""
 
+import dataclasses
+import importlib.util
+import inspect
+import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from pydantic import create_model
 
 from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import OPTIONS, Option, Section, TrlDefault, choices, key
 from rloo_kit.errors import ConfigError
 from rloo_kit.loop import options
-from rloo_kit.loop.options import RLOOConfig, refuse_sampling_filters
+from rloo_kit.loop.options import RLOOConfig, option, refuse_sampling_filters
 from rloo_kit.loop.run import training_arguments
 
 MINIMAL: dict[str, Any] = {
@@ -34,11 +40,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ratio": ({"kl_form": "per_token", "ratio_form": "sum"}, "set ratio_form=per_token"),
     "budget": ({"thinking_budget": 256, "max_completion_length": 256}, "= 258 tokens, more than max_completion_length"),
     "answer": ({"answer_budget": 8}, "thinking_budget is null"),
-    "baseline": ({"baseline": "mean"}, "baseline is 'mean'; it must be one of leave_one_out, group_mean, none"),
-    "memory": ({"memory": "tiny"}, "it must be one of fast, balanced, low"),
-    "engine": ({"rollout_engine": "sglang"}, "it must be one of auto, native, generate, vllm, server"),
-    "rewards": ({"normalize_rewards": "always"}, "it must be one of False, True, running"),
+    "baseline": ({"baseline": "mean"}, "baseline is 'mean'; it takes 'leave_one_out', 'group_mean', 'none'"),
+    "memory": ({"memory": "tiny"}, "memory is 'tiny'; it takes 'fast', 'balanced', 'low'"),
+    "engine": ({"rollout_engine": "sglang"}, "rollout_engine is 'sglang'; it takes 'auto', 'native', 'gene"),
+    "rewards": ({"normalize_rewards": "always"}, "normalize_rewards is 'always'; it takes true or false or 'running'"),
     "cap": ({"sampler_correction_cap": 0.0}, "sampler_correction_cap is 0.0; it must be at least 1"),
+    "floor": ({"sampler_correction_floor": 1.0}, "sampler_correction_floor is 1.0; it must be below 1"),
+    "floor of a cap": (
+        {"sampler_correction": "sequence", "sampler_correction_floor": 0.5},
+        "set sampler_correction=sequence_mask or",
+    ),
     "skips": ({"max_skipped_steps": 0}, "max_skipped_steps is 0; it must be at least 1"),
     "tokens": ({"tokens_per_pass": 0}, "tokens_per_pass is 0; it must be at least 1"),
 }
@@ -74,9 +85,9 @@ def test_every_key_of_a_file_arrives(tmp_path):
     """A key that the file takes and the loop never sees is a setting that does nothing."""
     chosen: dict[str, Any] = {
         "kl_form": "length_normalized", "ratio_form": "per_token", "delta": 4.0, "baseline": "group_mean",
-        "baseline_includes_masked": False, "normalize_rewards": "running", "sampler_correction": "token",
-        "sampler_correction_cap": 3.0, "memory": "balanced", "tokens_per_pass": 4096, "thinking_budget": 64,
-        "answer_budget": 32, "thinking_close": "sentence",
+        "baseline_includes_masked": False, "normalize_rewards": "running", "sampler_correction": "token_mask",
+        "sampler_correction_cap": 5.0, "sampler_correction_floor": 0.5, "memory": "balanced", "tokens_per_pass": 4096,
+        "thinking_budget": 64, "answer_budget": 32, "thinking_close": "sentence",
     }  # fmt: skip
     server = {"server_url": "https://node1:8000", "server_adapters": "/shared/adapters"}
     run = RunConfig.model_validate(
@@ -96,16 +107,55 @@ def test_every_key_of_a_file_arrives(tmp_path):
 def test_both_sides_have_the_same_defaults_and_choices(tmp_path):
     """A notebook that builds `RLOOConfig` itself and a file that says nothing are the same run."""
     run, config = RunConfig.model_validate(MINIMAL), RLOOConfig(str(tmp_path))
-    sides = dict(run.rloo) | {f"rollout_{name}": value for name, value in run.rollout}
-    sides |= dict(run.run) | {"resample_rounds": run.rollout.resample_rounds}
-    for name, default in options._OWN_DEFAULTS.items():
-        assert getattr(config, name) == default == sides[name], name
-    for name, choices in options._CHOICES.items():
-        section, key = ("rollout", name[8:]) if name.startswith("rollout_") else ("rloo", name)
-        for choice in choices:
-            extra = {"kl_form": "length_normalized"} if name == "ratio_form" else {}
-            extra |= {"server_url": "http://localhost:8000"} if choice == "server" else {}
-            RunConfig.model_validate(MINIMAL | {section: MINIMAL.get(section, {}) | extra | {key: choice}})
+    for name, entry in options._OWN.items():
+        assert getattr(config, name) == entry.default == getattr(getattr(run, entry.section.prefix[:-1]), entry.key)
+        for choice in choices(name):
+            extra: dict[str, Any] = {"kl_form": "length_normalized"} if name == "ratio_form" else {}
+            url = {"server_url": "http://localhost:8000"} if choice == "server" else {}
+            rollout = {f"rollout_{key}": value for key, value in url.items()}
+            assert getattr(RLOOConfig(str(tmp_path), **extra, **rollout, **{name: choice}), name) == choice
+            section = entry.section.prefix[:-1]
+            RunConfig.model_validate(MINIMAL | {section: MINIMAL.get(section, {}) | extra | url | {entry.key: choice}})
+
+
+def test_an_option_is_declared_once(tmp_path, monkeypatch):
+    """Default, bounds, choices, help and TRL's other default were written four times, and drifted apart."""
+    declaration = key("a", "what it does; null: nothing", argument="probe", trl=TrlDefault("b", "TRL has b"))
+    section = create_model("Probe", __base__=Section, one=(Literal["a", "b"] | None, declaration))
+    probe = Option(section, "one")
+    assert section.arguments() == {"probe": "one"} and section().to_arguments() == {"probe": "a"}
+    assert (probe.default, probe.field.default, probe.type) == ("b", "a", Literal["a", "b"] | None)
+    monkeypatch.setitem(OPTIONS, "probe", probe)
+    module = importlib.util.spec_from_file_location("options_with_a_probe", options.__file__)
+    again = importlib.util.module_from_spec(module)
+    monkeypatch.setitem(sys.modules, module.name, again)
+    module.loader.exec_module(again)
+    config = again.RLOOConfig(str(tmp_path))
+    assert config.probe == option(config, "probe") == "b" and option(SimpleNamespace(), "probe") == "b"
+    assert "probe: what it does; None: nothing ('a', 'b' or None). Default: 'b'.\n" in again.RLOOConfig.__doc__
+    assert inspect.signature(again.RLOOConfig).parameters["probe"].default == "b"
+    assert again.RLOOConfig(str(tmp_path), probe="a").to_dict()["probe"] == "a"
+    with pytest.raises(ConfigError, match="probe is 'c'; it takes 'a', 'b' or null"):
+        again.RLOOConfig(str(tmp_path), probe="c")
+
+
+def test_values_are_read_as_a_files_are(tmp_path):
+    """`parse_yaml_file` hands 1e-1 over as text, and true was a count of 1."""
+    config = RLOOConfig(str(tmp_path), tokens_per_pass="4096", max_reward_failure_share="1e-1")
+    assert (config.tokens_per_pass, config.max_reward_failure_share) == (4096, 0.1)
+    for wrong in ({"max_skipped_steps": True}, {"resample_rounds": 1.5}, {"delta": float("nan")}, {"baseline": None}):
+        (name,) = wrong
+        with pytest.raises(ConfigError, match=f"^{name} is .*; it (takes|must be) .*"):
+            RLOOConfig(str(tmp_path), **wrong)
+
+
+def test_copies_with_a_change(tmp_path):
+    """Sweeps write `dataclasses.replace(config, ...)`; the copy has the rest of the options and is checked too."""
+    config = RLOOConfig(str(tmp_path), kl_form="per_token", thinking_budget=9)
+    again = dataclasses.replace(config, thinking_budget=8, generation_batch_size=None)  # TRL computed it
+    assert (again.kl_form, again.thinking_budget) == ("per_token", 8)
+    with pytest.raises(ConfigError, match="set ratio_form=per_token"):
+        dataclasses.replace(config, ratio_form="sum", generation_batch_size=None)
 
 
 @pytest.mark.parametrize(
@@ -117,3 +167,18 @@ def test_flags_of_scripts(tmp_path, flags, found):
 
     (config,) = HfArgumentParser(RLOOConfig).parse_args_into_dataclasses(["--output_dir", str(tmp_path), *flags])
     assert config.normalize_rewards is found or config.normalize_rewards == found
+
+
+def test_flags_of_the_options(tmp_path, capsys):
+    """Types of the schema become flags: choices, numbers that may be unset, a switch that is on by default."""
+    from transformers import HfArgumentParser
+
+    flags = ["--ratio_form", "per_token", "--rollout_rows", "5", "--no_baseline_includes_masked", "--delta", "4"]
+    parser = HfArgumentParser(RLOOConfig)
+    (config,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), *flags])
+    found = config.ratio_form, config.rollout_rows, config.baseline_includes_masked, config.delta
+    assert found == ("per_token", 5, False, 4.0)
+    assert "completions generated at once; None: planned by the memory" in " ".join(parser.format_help().split())
+    with pytest.raises(SystemExit):
+        parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--ratio_form", "token"])
+    assert "per_token" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.cache_utils import HQQQuantizedLayer, QuantizedCache
 
-from rloo_kit.config.checks import CACHES, ENGINES
+from rloo_kit.config.schema import CACHES, ENGINES
 from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.plan import parts
 from rloo_kit.plan.shapes import ModelShape
