@@ -122,8 +122,8 @@ CONFIG_NAMES: dict[str, OldName] = {
     "token_level_kl": OldName(
         bool,
         None,
-        "both of its forms summed the KL over the completion before the baseline; what it promised is "
-        "kl_form='per_token'",
+        "both of its forms summed the KL over the completion before the baseline. What people expect from it is "
+        "kl_form='per_token' (in a run's file rloo.kl_form: per_token)",
     ),
     "whiten_rewards": OldName(
         bool, None, "RLOO never whitened anything; today's way to do so is normalize_rewards=True (or 'running')"

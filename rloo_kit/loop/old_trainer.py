@@ -12,6 +12,7 @@ import torch
 
 from rloo_kit.config.old_names import TRAINER_NAMES
 from rloo_kit.errors import ConfigError
+from rloo_kit.rewarding.signature import CONVENTION
 
 
 def translate_trainer_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,11 +79,14 @@ def _refuse_other_reference(policy: Any, reference: Any) -> None:
 
 def _adapt_reward_model(values: dict[str, Any]) -> None:
     """Make what old code passed as reward_model= a list of today's rewards: a checkpoint scores with the policy's
-    tokenizer, a function of one argument gets the texts of prompt and completion together."""
+    tokenizer, a function of texts gets those of prompt and completion together."""
     rewards = values["reward_funcs"]
     rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
     tokenizer = values.get("processing_class")
-    values["reward_funcs"] = [_take_texts(reward, tokenizer) if _wants_texts(reward) else reward for reward in rewards]
+    columns = _column_names(values.get("train_dataset"))
+    values["reward_funcs"] = [
+        _take_texts(reward, tokenizer) if _wants_texts(reward, columns) else reward for reward in rewards
+    ]
     if all(_is_module(reward) for reward in rewards):
         values.setdefault("reward_processing_classes", [tokenizer] * len(rewards))
 
@@ -91,28 +95,36 @@ def _is_module(value: Any) -> bool:
     return hasattr(value, "named_parameters")
 
 
-def _wants_texts(reward: Any) -> bool:
-    """True for a function of exactly one argument that is not one of today's names."""
-    if _is_module(reward) or not callable(reward):
+def _column_names(dataset: Any) -> set[str]:
+    """Of a data set or a dict of them; empty where they are not known."""
+    if isinstance(dataset, dict):
+        return set().union(*map(_column_names, dataset.values()))
+    return set(getattr(dataset, "column_names", None) or ())
+
+
+def _wants_texts(reward: Any, columns: set[str]) -> bool:
+    """True for a function with one argument to be given, which is neither one of today's names nor a column."""
+    if _is_module(reward) or isinstance(reward, type) or not callable(reward):
         return False
     try:
         parameters = list(inspect.signature(reward).parameters.values())
     except (TypeError, ValueError):
         return False
-    today = {"prompts", "completions", "completion_ids", "kwargs"}
-    return (
-        len(parameters) == 1 and parameters[0].kind is not parameters[0].VAR_KEYWORD and parameters[0].name not in today
-    )
+    if not parameters or any(p.kind is p.VAR_KEYWORD or p.name in CONVENTION for p in parameters):
+        return False
+    first, *others = parameters
+    needed = [p for p in others if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    return first.kind is not first.KEYWORD_ONLY and first.name not in columns and not needed
 
 
-def _take_texts(reward: Callable[[list[str]], Any], tokenizer: Any) -> Callable[..., list[float]]:
+def _take_texts(reward: Callable[[list[str]], Any], tokenizer: Any) -> Callable[..., Any]:
     """Today's convention around a function of texts, which had no special tokens in them."""
 
-    def score(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    def score(prompts: list[Any], completions: list[Any], **columns: Any) -> Any:
         plain = [
             _text_of(prompt, tokenizer) + _text_of(c, None) for prompt, c in zip(prompts, completions, strict=True)
         ]
-        return [float(value) for value in reward(plain)]
+        return reward(plain)
 
     score.__name__ = str(getattr(reward, "__name__", type(reward).__name__))
     return score

@@ -5,35 +5,61 @@ After a failed batch each sample is scored alone. The worker process imports thi
 
 import functools
 import inspect
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rloo_kit.errors import RewardError, WholeBatchError
+from rloo_kit.rewarding.signature import (
+    CONVENTION,
+    Signature,
+    check_signature,
+    find_problem,
+    read_signature,
+    takes_two,
+)
+from rloo_kit.rewarding.values import EXCERPT, read_number, read_result
 from rloo_kit.rewards.text import as_text
 
-EXCERPT = 60  # characters of a prompt or a completion in a message
 
-
-def guard(reward: Any) -> Any:
+def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
     """`reward` behind a guard; unchanged if it has one, or if TRL loads and calls it itself (ids, `nn.Module`s).
 
-    An object with `get_rewards(prompts, completions)` is wrapped as a reward. TRL decides by inspection whether a
-    reward is async, so an async reward gets an async guard.
+    A guarded reward is called with the arguments that its signature accepts. An object with
+    `get_rewards(prompts, completions)` is wrapped as a reward. TRL decides by inspection whether a reward is async, so
+    an async reward gets an async guard.
+
+    Args:
+        columns: the data set's columns, with `thinking_forced` where the run has a thinking budget; None: not known.
 
     Raises:
-        RewardError: `reward` cannot be called.
+        RewardError: `reward` cannot be called, or not with TRL's arguments and these columns.
     """
-    if hasattr(reward, "get_rewards") and not isinstance(reward, GuardedReward):
-        return GuardedReward(RewardsObject(reward))
-    if isinstance(reward, (str, GuardedReward)) or _is_module(reward):
+    check_no_class(reward)
+    if isinstance(reward, GuardedReward):
+        guarded = reward
+    elif hasattr(reward, "get_rewards"):
+        wrapped = RewardsObject(reward)
+        guarded = GuardedAsyncReward(wrapped) if is_async(reward.get_rewards) else GuardedReward(wrapped)
+    elif isinstance(reward, str) or _is_module(reward):
         return reward
-    if not callable(reward):
+    elif not callable(reward):
         raise RewardError(
             f"{reward!r} is not a reward; it must be a function of (prompts, completions, completion_ids, **columns), "
             "an object with get_rewards(prompts, completions), a model, or the id of one"
         )
-    return GuardedAsyncReward(reward) if is_async(reward) else GuardedReward(reward)
+    else:
+        guarded = GuardedAsyncReward(reward) if is_async(reward) else GuardedReward(reward)
+    check_signature(guarded.__name__, guarded.signature, columns)
+    return guarded
+
+
+def check_no_class(reward: Any, name: str | None = None) -> None:
+    """Raise RewardError for a class in place of an object of it; calling it would make an object, not rewards."""
+    if isinstance(reward, type):
+        raise RewardError(
+            f"{name or reward.__name__} is a class; a reward is a function or an object: {reward.__name__}(...)"
+        )
 
 
 def is_async(reward: Any) -> bool:
@@ -47,20 +73,58 @@ def reward_name(reward: Any) -> str:
     """The name that TRL logs a reward under."""
     while isinstance(reward, functools.partial):
         reward = reward.func
-    return str(getattr(reward, "__name__", type(reward).__name__))
+    return str(getattr(reward, "__name__", "") or type(reward).__name__)
+
+
+def log_names(names: Sequence[str], rewards: Sequence[Any]) -> list[str]:
+    """Names to log rewards under, none empty and no two alike: TRL has no name for a model that was built in memory,
+    and rewards of one name share a column.
+
+    >>> log_names(["length", "length"], [len, len])
+    ['length', 'length_2']
+    """
+    given = [name or _model_name(reward) for name, reward in zip(names, rewards, strict=True)]
+    made: list[str] = []
+    for name in given:
+        free, count = name, 2
+        while free in made or (free != name and free in given):
+            free, count = f"{name}_{count}", count + 1
+        made.append(free)
+    return made
+
+
+def _model_name(model: Any) -> str:
+    path = getattr(getattr(model, "config", None), "_name_or_path", None) or ""
+    return str(path).rstrip("/").rpartition("/")[2] or type(model).__name__
 
 
 class RewardsObject:
-    """An object with `get_rewards(prompts, completions)` as a reward; prompts and completions are passed unchanged."""
+    """An object with `get_rewards(prompts, completions)` as a reward; prompts and completions are passed unchanged.
+
+    They are passed by position, so any names will do; a method that names `completions` or `completion_ids` gets all
+    that it names.
+
+    Raises:
+        RewardError: the method takes neither.
+    """
 
     def __init__(self, scorer: Any) -> None:
         self.scorer = scorer
-        self.__name__ = str(getattr(scorer, "__name__", type(scorer).__name__))
+        self.__name__ = reward_name(scorer)
+        found = read_signature(scorer.get_rewards)
+        self.by_name = not found.by_position and any(name in CONVENTION[1:] for name in found.names)
+        if not self.by_name and not takes_two(scorer.get_rewards):
+            raise RewardError(
+                f"reward '{self.__name__}' cannot be called: its get_rewards takes {', '.join(found.names)}; it must "
+                "be get_rewards(prompts, completions)"
+            )
+        self.signature = replace(found, anything=False) if self.by_name else Signature(required=CONVENTION[:2])
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        rewards = self.scorer.get_rewards(prompts, completions)
-        to_list = getattr(rewards, "tolist", None)
-        return list(rewards if to_list is None else to_list())
+    def __call__(self, *args: Any, **columns: Any) -> Any:
+        batch = read_call(args, columns)
+        if self.by_name:
+            return self.scorer.get_rewards(**self.signature.select(batch))
+        return self.scorer.get_rewards(batch["prompts"], batch["completions"])
 
 
 class NamedReward:
@@ -74,6 +138,11 @@ class NamedReward:
     def __repr__(self) -> str:
         return f"{self.__name__} x{self.weight:g} = {self.reward!r}"
 
+    @property
+    def signature(self) -> Signature:
+        """The inner reward's."""
+        return read_signature(self.reward)
+
     def __call__(self, *args: Any, **columns: Any) -> list[float | None]:
         return self.reward(*args, **columns)
 
@@ -82,6 +151,7 @@ class GuardedReward:
     """A reward that returns None for a sample that it failed on, and records why.
 
     Attributes:
+        signature: what the reward accepts; it is handed nothing else.
         weight: factor of this reward in the sum.
         failed: whether the last call failed, per sample.
         failures: one message per failure of the last call, with the reward's name and the sample's excerpt.
@@ -90,6 +160,7 @@ class GuardedReward:
     def __init__(self, reward: Callable[..., Any]) -> None:
         self.reward = reward
         self.__name__ = reward_name(reward)
+        self.signature = read_signature(reward)
         self.weight: float = getattr(reward, "weight", 1.0)
         self.failed: list[bool] = []
         self.failures: list[str] = []
@@ -104,22 +175,29 @@ class GuardedReward:
             return self._judge_singles([self._attempt(single) for single in _singles(batch)], batch)
         return self._judge(outcome, batch)
 
+    def _arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """What the reward is called with; its columns may not have been known when it was built."""
+        problem = find_problem(self.signature, batch)
+        if problem is not None:
+            raise WholeBatchError(problem)
+        return self.signature.select(batch)
+
     def _attempt(self, batch: dict[str, Any]) -> Any:
         try:
-            return self.reward(**batch)
+            return self.reward(**self._arguments(batch))
         except Exception as error:
             return error
 
     def _judge_singles(self, outcomes: list[Any], batch: dict[str, Any]) -> list[float | None]:
-        problems = [_problem_of_result(outcome, 1) for outcome in outcomes]
-        values = [None if bad else list(outcome)[0] for bad, outcome in zip(problems, outcomes, strict=True)]
-        return self._settle(values, problems, batch)
+        read = [_read_outcome(outcome, 1) for outcome in outcomes]
+        values = [None if problem else found[0] for found, problem in read]
+        return self._settle(values, [problem for _, problem in read], batch)
 
     def _judge(self, outcome: Any, batch: dict[str, Any]) -> list[float | None]:
         size = _size(batch)
-        problem = _problem_of_result(outcome, size)
+        values, problem = _read_outcome(outcome, size)
         if problem is None:
-            return self._settle(list(outcome), [None] * size, batch)
+            return self._settle(values, [None] * size, batch)
         self.failed = [True] * size
         where = "sample 0" if size == 1 else f"samples 0 to {size - 1}"
         self.failures = [f"reward '{self.__name__}' failed on {where}: {problem}"]
@@ -129,7 +207,7 @@ class GuardedReward:
         rewards: list[float | None] = []
         self.failed, self.failures = [], []
         for index, (value, problem) in enumerate(zip(values, problems, strict=True)):
-            number, problem = (None, problem) if problem else _read_number(value)
+            number, problem = (None, problem) if problem else read_number(value)
             rewards.append(number)
             self.failed.append(problem is not None)
             if problem is not None:
@@ -151,7 +229,7 @@ class GuardedAsyncReward(GuardedReward):
 
     async def _attempt_async(self, batch: dict[str, Any]) -> Any:
         try:
-            return await self.reward(**batch)
+            return await self.reward(**self._arguments(batch))
         except Exception as error:
             return error
 
@@ -162,7 +240,7 @@ def _is_module(reward: Any) -> bool:
 
 def read_call(args: tuple[Any, ...], columns: dict[str, Any]) -> dict[str, Any]:
     """A call in TRL's convention as keywords."""
-    return dict(zip(("prompts", "completions", "completion_ids"), args, strict=False)) | columns
+    return dict(zip(CONVENTION, args, strict=False)) | columns
 
 
 def _size(batch: dict[str, Any]) -> int:
@@ -190,29 +268,10 @@ def _is_column(value: Any, size: int) -> bool:
     return len(value) == size
 
 
-def _problem_of_result(outcome: Any, size: int) -> str | None:
+def _read_outcome(outcome: Any, size: int) -> tuple[list[Any], str | None]:
     if isinstance(outcome, Exception):
-        return str(outcome) if isinstance(outcome, RewardError) else f"{type(outcome).__name__}: {outcome}"
-    try:
-        count = len(outcome)
-    except TypeError:
-        return f"it returned {type(outcome).__name__}; it must return a list of {size} rewards, one per completion"
-    if count != size:
-        return f"it returned {count} rewards for {size} completions; it must return one per completion"
-    return None
-
-
-def _read_number(value: Any) -> tuple[float | None, str | None]:
-    """The reward as a float, or None, and the problem if there is one."""
-    if value is None:
-        return None, None
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None, f"it returned {value!r}; a reward is a number or None"
-    if not math.isfinite(number):
-        return None, f"it returned {number}; a reward is finite, or None where it does not apply"
-    return number, None
+        return [], str(outcome) if isinstance(outcome, RewardError) else f"{type(outcome).__name__}: {outcome}"
+    return read_result(outcome, size)
 
 
 def _excerpt(batch: dict[str, Any], key: str, index: int) -> str:

@@ -1,10 +1,8 @@
 """From a config's `rewards:` to reward functions: names, parameters, weights, and what the run binds (the tokenizer's
 ids)."""
 
-import difflib
 import functools
 import inspect
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,9 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.chat import resolve_family, thinks
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
-from rloo_kit.rewarding.guard import NamedReward
+from rloo_kit.rewarding.guard import NamedReward, log_names
 from rloo_kit.rewarding.models import MathAnswerReward, RewardModel
+from rloo_kit.rewarding.signature import PASSED, check_signature, nearest
 from rloo_kit.rewarding.worker import WorkerReward
 from rloo_kit.system.processes import say
 from rloo_kit.think_tags import THINK_END, bind_think_tags
@@ -46,16 +45,16 @@ def build_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
         Rewards for `train()` or for a bare TRL trainer, each with `__name__` and `.weight`.
 
     Raises:
-        ConfigError: no reward, an unknown name or parameter, a value out of range, a module without the function.
+        ConfigError: no reward, an unknown name or parameter, a value out of range, a module without the function, a
+            function that cannot be called as rewards are.
         TokenizerError: a reward decides by `</think>` and the tokenizer has none, or at another id.
     """
     if not run.rewards:
         raise ConfigError("rewards is empty; a run needs at least one, for example - {name: answer_reward}")
-    built: list[NamedReward] = []
-    for index, entry in enumerate(run.rewards):
-        reward = build_reward(run, tokenizer, entry, f"rewards.{index}")
-        name = _free_name(reward.__name__, [other.__name__ for other in built])
-        built.append(NamedReward(reward, name, entry.weight))
+    made = [build_reward(run, tokenizer, entry, f"rewards.{index}") for index, entry in enumerate(run.rewards)]
+    names = log_names([reward.__name__ for reward in made], made)
+    weights = [entry.weight for entry in run.rewards]
+    built = [NamedReward(*parts) for parts in zip(made, names, weights, strict=True)]
     say(_describe(built, bind_think_tags(tokenizer).end_id))
     return built
 
@@ -68,11 +67,7 @@ def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str 
     _check_name(key, entry.name)
     factory = REGISTRY[entry.name]
     takes = [name for name in inspect.signature(factory).parameters if name not in BOUND_ONLY]
-    for name in entry.params:
-        if name not in takes:
-            offered = f"it takes {', '.join(takes)}" if takes else "it takes none"
-            hint = "; set timeout_s next to params" if name == "timeout_s" else _nearest(name, takes)
-            raise ConfigError(f"{key}.params.{name}: {entry.name} has no parameter of that name{hint}; {offered}")
+    _check_params(key, entry, takes)
     return _call_factory(key, entry, factory, _bind(run, tokenizer))
 
 
@@ -84,10 +79,18 @@ def check_reward_names(run: RunConfig) -> None:
             _check_name(f"rewards.{index}", entry.name)
 
 
+def _check_params(key: str, entry: RewardSection, takes: list[str]) -> None:
+    for name in entry.params:
+        if name not in takes:
+            offered = f"it takes {', '.join(takes)}" if takes else "it takes none"
+            hint = "; set timeout_s next to params" if name == "timeout_s" else nearest(name, takes)
+            raise ConfigError(f"{key}.params.{name}: {entry.name} has no parameter of that name{hint}; {offered}")
+
+
 def _check_name(key: str, name: str) -> None:
     if name not in REGISTRY:
         raise ConfigError(
-            f"{key}.name: there is no reward '{name}'{_nearest(name, REGISTRY)}. Known: {', '.join(REGISTRY)}; a "
+            f"{key}.name: there is no reward '{name}'{nearest(name, REGISTRY)}. Known: {', '.join(REGISTRY)}; a "
             "function of your own is module:function"
         )
 
@@ -142,20 +145,14 @@ def _build_worker(key: str, entry: RewardSection, run: RunConfig) -> WorkerRewar
     reward = WorkerReward(entry.name, params=entry.params, folders=folders, timeout_s=entry.timeout_s)
     try:
         reward.worker.start()
+        accepted = reward.worker.signature
+        if accepted is not None and not accepted.anything:
+            _check_params(key, entry, [name for name in accepted.names if name not in PASSED])
+        check_signature(reward.__name__, reward.signature)
     except RewardError as error:
+        reward.worker.close()
         raise ConfigError(f"{key}.name '{entry.name}': {error}") from None
     return reward
-
-
-def _nearest(name: str, known: Any) -> str:
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean '{found[0]}'?" if found else ""
-
-
-def _free_name(name: str, taken: list[str]) -> str:
-    """`name`, with a number if the run has that reward already: each is logged under its own name."""
-    numbered = (f"{name}_{count}" for count in itertools.count(2))
-    return name if name not in taken else next(free for free in numbered if free not in taken)
 
 
 def _describe(built: list[NamedReward], think_end_id: int | None) -> str:

@@ -13,11 +13,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import RewardError, WholeBatchError
 from rloo_kit.rewarding.guard import read_call
+from rloo_kit.rewarding.signature import Signature
 from rloo_kit.rewarding.worker_main import GRACE_S
 from rloo_kit.rewards.text import as_ids
 
@@ -33,12 +35,16 @@ class Worker:
     Args:
         target: `module:function`, searched in `folders` first, then on this process's module path.
         folders: put in front of the module path. timeout_s: limit for one call, in seconds.
+
+    Attributes:
+        signature: what the function accepts, once the process is up; None for a function of the kit.
     """
 
     def __init__(self, target: str, *, folders: Sequence[Path | str] = (), timeout_s: float = 30.0) -> None:
         self.target = target
         self.folders = [str(folder) for folder in folders]
         self.timeout_s = timeout_s
+        self.signature: Signature | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize | None = None
 
@@ -65,6 +71,7 @@ class Worker:
         if kind == "error":
             self.close()
             raise WholeBatchError(content)
+        self.signature = content
 
     def call(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """What the function returns for these arguments, within `timeout_s` (by default the worker's).
@@ -143,9 +150,20 @@ class WorkerReward:
     def __repr__(self) -> str:
         return f"WorkerReward({self.worker.target!r}, timeout_s={self.worker.timeout_s:g})"
 
+    @property
+    def signature(self) -> Signature:
+        """What the function accepts besides `params`; starts the process, which alone imports its module."""
+        if self.worker.signature is None:
+            self.worker.start()
+        found = self.worker.signature or Signature(anything=True)
+        required, optional = (
+            tuple(name for name in names if name not in self.params) for names in (found.required, found.optional)
+        )
+        return replace(found, required=required, optional=optional, in_worker=True)
+
     def __call__(self, *args: Any, **columns: Any) -> Any:
         """The function's rewards; see `Worker.call` for what it raises."""
-        batch = read_call(args, columns)
+        batch = self.signature.select(read_call(args, columns))
         sent = {key: value for key, value in batch.items() if key not in NOT_SENT} | self.params
         if batch.get("completion_ids") is not None:
             sent["completion_ids"] = [None if ids is None else as_ids(ids) for ids in batch["completion_ids"]]

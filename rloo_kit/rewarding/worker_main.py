@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rloo_kit.errors import RewardError
-from rloo_kit.rewarding.guard import RewardsObject
+from rloo_kit.rewarding.guard import RewardsObject, check_no_class
+from rloo_kit.rewarding.signature import read_signature
+from rloo_kit.rewarding.values import make_sendable
 
 GRACE_S = 5.0  # a worker whose parent is gone ends itself so long after its limit
 
@@ -35,7 +37,7 @@ def serve() -> None:
     except RewardError as error:
         _reply(replies, "error", str(error))
         return
-    _reply(replies, "ready", None)
+    _reply(replies, "ready", getattr(function, "signature", None))
     while True:
         try:
             args, kwargs, limit_s = pickle.load(requests)
@@ -78,37 +80,32 @@ def resolve(target: str) -> Callable[..., Any]:
         raise RewardError(f"module '{module_name}' has no '{name}'; it offers {', '.join(names) or 'nothing to call'}")
     if module_name.startswith("rloo_kit.") and not module_name.startswith("rloo_kit.rewards"):
         return function
+    check_no_class(function, f"'{target}'")
     if not callable(function) and hasattr(function, "get_rewards"):
         function = RewardsObject(function)
     if not callable(function):
         raise RewardError(f"'{target}' is {type(function).__name__}; a reward is a function")
-    return _as_reward(function)
+    return _Reward(function)
 
 
-def _as_reward(function: Callable[..., Any]) -> Callable[..., Any]:
-    def reward(sent: dict[str, Any], logged: list[str]) -> tuple[Any, list[Any]]:
+class _Reward:
+    """A reward for a worker's request: `sent` are its arguments, `logged` the log functions that it is handed."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.signature = read_signature(function)
+
+    def __call__(self, sent: dict[str, Any], logged: list[str]) -> tuple[Any, list[Any]]:
         records: list[Any] = []
         recorders = {key: lambda *args, _key=key, **kwargs: records.append((_key, args, kwargs)) for key in logged}
-        result = function(**sent, **recorders)
+        result = self.function(**sent, **recorders)
         if inspect.isawaitable(result):
             result = asyncio.run(_await(result))
-        return _plain(result), records
-
-    return reward
+        return make_sendable(result), records
 
 
 async def _await(result: Any) -> Any:
     return await result
-
-
-def _plain(result: Any) -> Any:
-    """Rewards as plain floats and None where possible; the guard judges the rest."""
-    to_list = getattr(result, "tolist", None)
-    if to_list is not None:
-        result = to_list()
-    if not isinstance(result, (list, tuple)):
-        return result
-    return [value if value is None or isinstance(value, str) else float(value) for value in result]
 
 
 def _describe(error: BaseException) -> str:

@@ -325,6 +325,7 @@ def test_old_names_in_a_file(tmp_path: Path) -> None:
         ("rloo.kl_coef", "rloo.beta=0.5"),
         ("rloo.rloo_k", "rloo.num_generations=4"),
         ("rloo.token_level_kl", "no effect"),
+        ("rloo.token_level_kl", "rloo.kl_form: per_token"),
         ("rloo.sft_model_path", "model.name=embedded/thinking"),
         ("reward_model", "rewards: [{'name': 'reward_model'"),
     ):

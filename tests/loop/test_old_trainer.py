@@ -11,6 +11,7 @@ import rewards
 from rloo_kit.config.old_names import TRAINER_NAMES
 from rloo_kit.errors import ConfigError
 from rloo_kit.loop.old_trainer import prepare_old_dataset, translate_trainer_arguments
+from rloo_kit.rewarding.guard import guard
 
 # RLOOTrainer.__init__ of TRL 0.20, and `tokenizer` of 0.9 to 0.11.
 OLD_ARGUMENTS = """
@@ -109,9 +110,34 @@ def test_a_function_of_texts_still_gets_texts(tiny_tokenizer):
     (adapted,) = values["reward_funcs"]
     prompts = ["<|im_start|>user\nhi<|im_end|>\n", [{"role": "user", "content": "so"}]]
     completions = [" you", [{"role": "assistant", "content": "!"}]]
-    scores = adapted(prompts=prompts, completions=completions, completion_ids=[[1], [2]], trainer_state=None)
+    scores = guard(adapted)(prompts=prompts, completions=completions, completion_ids=[[1], [2]], trainer_state=None)
     assert seen == [["user\nhi\n you", "so!"]] and scores == [12.0, 3.0]
     assert all(isinstance(score, float) for score in scores) and adapted.__name__ == "count"
+
+
+def test_a_function_of_texts_may_have_options_and_is_judged_by_the_guard():
+    """Its options kept it from being recognised, and a dict that it returned was trained on its keys."""
+
+    def count(texts: list[str], scale: float = 2.0) -> Any:
+        return dict.fromkeys(texts, scale)
+
+    values, _ = translate(model="a", reward_model=count, train_dataset=Dataset.from_dict({"prompt": ["a"]}))
+    guarded = guard(values["reward_funcs"][0], columns=["prompt"])
+    assert guarded(prompts=["a"], completions=["b"], completion_ids=[[1]]) == [None]
+    assert "reward 'count' failed" in guarded.failures[0] and "it returned dict" in guarded.failures[0]
+
+
+def test_a_function_of_a_column_is_no_function_of_texts():
+    """A reward of today's convention that reads one column alone was handed the texts of all completions."""
+
+    def by_answer(answer: list[str]) -> list[float]:
+        return [float(gold) for gold in answer]
+
+    data = Dataset.from_dict({"prompt": ["a"], "answer": ["4"]})
+    for given in (data, {"train": data}):
+        values, _ = translate(model="a", reward_model=by_answer, train_dataset=given)
+        assert values["reward_funcs"] == [by_answer]
+    assert guard(by_answer, columns=["prompt", "answer"])(completions=["b"], answer=["4"]) == [4.0]
 
 
 def test_rewards_of_todays_convention_stay_as_they_are(tiny_model):

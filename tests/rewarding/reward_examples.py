@@ -70,6 +70,83 @@ def heavy_modules(completions, **columns):
     return [float(sum(name in sys.modules for name in ("torch", "transformers", "trl", "numpy")))] * len(completions)
 
 
+def published(completions):
+    return [float(len(text)) for text in completions]
+
+
+def with_answer(completions, *, answer):
+    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+async def slow_ids(completion_ids, log_metric):
+    log_metric("ids", 1.0)
+    return [len(ids) for ids in completion_ids]
+
+
+def limited(completions, limit):
+    return [float(len(text) <= limit) for text in completions]
+
+
+def by_position(completions, /):
+    return [1.0 for _ in completions]
+
+
+def singular(completion):
+    return [1.0 for _ in completion]
+
+
+def wants_state(completions, trainer_state):
+    return [1.0 for _ in completions]
+
+
+def a_dict(completions):
+    return dict.fromkeys(completions, 0.5)
+
+
+def a_text(completions):
+    return "1" * len(completions)
+
+
+def a_set(completions):
+    return {float(len(text)) for text in completions}
+
+
+def texts(completions):
+    return [0.5 if index == 0 else "1" for index, _ in enumerate(completions)]
+
+
+def huge(completions):
+    return [0.5 if index == 0 else 10**400 for index, _ in enumerate(completions)]
+
+
+class Verdict(str):
+    """A text of a class that only the worker's process knows."""
+
+
+def verdicts(completions):
+    return [0.5 if index == 0 else Verdict("1") for index, _ in enumerate(completions)]
+
+
+def tensors(completions):
+    import torch
+
+    return torch.tensor([[float(len(text))] for text in completions])
+
+
+def decimals(completions):
+    import decimal
+
+    return tuple(decimal.Decimal(len(text)) for text in completions)
+
+
+class AsyncScorer:
+    async def get_rewards(self, prompts, completions):
+        return [float(len(text)) for text in completions]
+
+
+async_scorer = AsyncScorer()
+
+
 def too_few(completions, **columns):
     return [1.0]
 

@@ -4,15 +4,20 @@ import asyncio
 import functools
 import inspect
 import math
+from collections import deque
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from rewards import thinking_reward
 from rloo_kit.errors import RewardError
-from rloo_kit.rewarding.guard import GuardedReward, guard, is_async
+from rloo_kit.rewarding.guard import GuardedReward, guard, is_async, log_names
+from rloo_kit.rewarding.values import overflowing
 
 BATCH: dict[str, Any] = {
     "prompts": ["2+2=", "3+3=", "4+4="],
@@ -46,6 +51,149 @@ def test_what_is_no_finite_number_fails_its_sample(value: Any) -> None:
     assert guarded(**BATCH) == [0.5, None, 1.5]
     assert guarded.failed == [False, True, False]
     assert f"it returned {value!r}; a reward is" in guarded.failures[0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "1",
+        b"1",
+        numpy.str_("1"),
+        numpy.array(["1"]),
+        1 + 0j,
+        [0.5],
+        torch.tensor([1.0, 2.0]),
+        object(),
+        Decimal("sNaN"),
+    ],
+)
+def test_a_text_or_a_structure_is_no_number(value: Any) -> None:
+    """Guards against float("1"), which trained on texts, and against values whose conversion raises anything."""
+    guarded = guard(lambda **batch: [0.5, value, 1.5])
+    assert guarded(**BATCH) == [0.5, None, 1.5]
+    assert guarded.failed == [False, True, False]
+    assert "sample 1" in guarded.failures[0] and "a reward is a number or None" in guarded.failures[0]
+
+
+@pytest.mark.parametrize(
+    "value", [1e39, -1e39, 10**400, Decimal("1e39"), numpy.float64(3.5e38), torch.tensor(1e200).double() * 1e200]
+)
+def test_what_overflows_float32_is_refused_like_infinity(value: Any) -> None:
+    """Rewards are float32 in the loop: 1e39 was infinity there, and no message named the reward."""
+    guarded = guard(lambda **batch: [3.4e38, value, None])
+    assert guarded(**BATCH) == [3.4e38, None, None]
+    assert guarded.failed == [False, True, False]
+    assert "reward '<lambda>' failed on sample 1" in guarded.failures[0] and "it returned " in guarded.failures[0]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        (True, False, None),
+        numpy.array([1.0, 0.0, 0.0]),
+        [torch.tensor([1.0]), torch.tensor(False), numpy.float16(0)],
+        torch.tensor([[1], [0], [0]], dtype=torch.bfloat16, requires_grad=False),
+        torch.tensor([1.0, 0.0, 0.0], requires_grad=True),
+        deque([Fraction(1), Decimal(0), numpy.bool_(False)]),
+        {"a": 1, "b": 0, "c": 0}.values(),
+    ],
+)
+def test_ordered_numbers_of_any_kind_are_rewards(result: Any) -> None:
+    """Guards against a check that refuses what works: arrays, tensors with one number a row, truth values."""
+    guarded = guard(lambda **batch: result)
+    assert [value or 0.0 for value in guarded(**BATCH)] == [1.0, 0.0, 0.0]
+    assert guarded.failures == []
+
+
+class Odd:
+    """As long as its batch, and iterates over something else, as a table iterates over its columns."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Any:
+        return iter(["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ({"a": 0.1, "b": 0.2, "c": 0.3}, "it returned dict"),
+        ({0: 0.1, 1: 0.2, 2: 0.3}, "it returned dict"),
+        ({0.1, 0.2, 0.3}, "it returned set"),
+        (frozenset({0.1, 0.2, 0.3}), "it returned frozenset"),
+        ({0: 1, 1: 1, 2: 1}.keys(), "it returned dict_keys"),
+        ("111", "it returned the text '111'"),
+        (b"111", "it returned the text b'111'"),
+        (bytearray(b"111"), "it returned the text"),
+        (Odd(), "it returned 2 rewards for 3 completions"),
+    ],
+)
+def test_what_is_no_list_fails_the_batch(result: Any, words: str) -> None:
+    """A dict was trained on its keys, "11111111" counted as eight ones, and a set has no order."""
+    guarded = guard(lambda **batch: result)
+    assert guarded(**BATCH) == [None] * 3 and guarded.failed == [True] * 3
+    (failure,) = guarded.failures
+    assert failure.startswith("reward '<lambda>' failed on samples 0 to 2: ") and words in failure
+    assert "one per completion" in failure
+
+
+def test_a_scorers_dict_or_text_fails_the_batch() -> None:
+    """`get_rewards` was read on its own, before the guard could see what came."""
+
+    class Server:
+        def __init__(self, result: Any) -> None:
+            self.result = result
+
+        def get_rewards(self, prompts: list[str], completions: list[str]) -> Any:
+            return self.result
+
+    for result, words in (({"a": 1, "b": 2, "c": 3}, "dict"), ("111", "the text '111'"), ({1, 2, 3}, "set")):
+        guarded = guard(Server(result))
+        assert guarded(**BATCH) == [None] * 3 and f"it returned {words}" in guarded.failures[0]
+    assert guard(Server(torch.tensor([1, 2, 3])))(**BATCH) == [1.0, 2.0, 3.0]
+
+
+def test_async_results_are_read_the_same() -> None:
+    """Guards against a second path for async rewards; and a coroutine from a sync function is named as such."""
+
+    async def counted(completions: list[str]) -> Any:
+        return dict.fromkeys(completions, 1.0)
+
+    guarded = guard(counted)
+    assert asyncio.run(guarded(**BATCH)) == [None] * 3 and "it returned dict" in guarded.failures[0]
+    guarded = guard(lambda completions: judge(completions))
+    assert guarded(**BATCH) == [None] * 3
+    assert "it returned a coroutine" in guarded.failures[0] and "async def" in guarded.failures[0]
+
+
+class Model(torch.nn.Module):
+    def __init__(self, path: str | None) -> None:
+        super().__init__()
+        if path is not None:
+            self.config = type("Config", (), {"_name_or_path": path})()
+
+
+def test_names_in_the_log_are_there_and_differ() -> None:
+    """A model built in memory was logged as `rewards//mean`, and two rewards of one name shared one column."""
+    models = [Model(""), Model("outputs/my_judge/"), Model(None)]
+    assert log_names(["", "", ""], models) == ["Model", "my_judge", "Model_2"]
+    a, b = guard(lambda **batch: []), guard(lambda **batch: [])
+    assert log_names([a.__name__, b.__name__], [a, b]) == ["<lambda>", "<lambda>_2"]
+    assert log_names(["a", "a", "a_2", "a", "b"], [a] * 5) == ["a", "a_3", "a_2", "a_4", "b"]
+    assert log_names(["Model", ""], [a, Model("")]) == ["Model", "Model_2"]
+    assert log_names([], []) == []
+
+
+def test_a_sum_beyond_float32_is_named() -> None:
+    """Two rewards that fit may have a sum that does not: the loop's float32 turned it into infinity."""
+    rows = [[1.0, 2.0], [3e38, 3e38], [3e38, math.nan], [math.nan, math.nan], [-1e38, 0.0], [math.inf, 1.0]]
+    assert overflowing(rows, [1.0, 0.1], ["a", "b"]) == [
+        "the weighted sum of the rewards of sample 5 is beyond float32 (3.4e38): a inf x 1, b 1 x 0.1"
+    ]
+    found = overflowing(rows, [10.0, 1.0], ["a", "b"])
+    assert [message.split(" is beyond")[0][-8:] for message in found] == [f"sample {i}" for i in (1, 2, 4, 5)]
+    assert found[1].endswith(": a 3e+38 x 10")
 
 
 @pytest.mark.parametrize(

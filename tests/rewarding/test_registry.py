@@ -129,6 +129,23 @@ def test_what_a_config_gets_wrong_is_said_with_its_key(
         build_rewards(make_run(entry), tiny_tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("function", "params", "words"),
+    [
+        ("by_position", {}, "rewards.0.name 'reward_examples:by_position': .*by position"),
+        ("singular", {}, "rewards.0.name .*'completion'.*did you mean 'completions'?"),
+        ("limited", {"limitt": 3}, r"rewards.0.params.limitt: reward_examples:limited .*'limit'\?; it takes limit"),
+    ],
+)
+def test_a_function_that_can_never_work_is_refused_when_it_is_built(
+    function: str, params: dict, words: str, make_run: Make, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """Guards against a signature that fails in step 1, and a typing error in `params` that trains with the default."""
+    shutil.copy(Path(__file__).with_name("reward_examples.py"), tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        build_rewards(make_run({"name": f"reward_examples:{function}", "params": params}), tiny_tokenizer)
+
+
 @pytest.mark.parametrize("beside_the_config", [True, False])
 def test_a_function_of_ones_own_is_found(
     make_run: Make, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: Any, beside_the_config: bool

@@ -36,6 +36,10 @@ def reward(request: pytest.FixtureRequest) -> Iterator[WorkerReward]:
         ("heavy_modules", [0.0, 0.0]),
         ("reads_forced", [-1.0, 1.0]),
         ("scorer", [-2.0, -1.0]),  # an object with get_rewards
+        ("async_scorer", [3.0, 2.0]),
+        ("published", [3.0, 2.0]),
+        ("with_answer", [0.0, 0.0]),
+        ("decimals", [3.0, 2.0]),
     ],
     indirect=["reward"],
 )
@@ -52,6 +56,73 @@ def test_logging_comes_back(reward: WorkerReward) -> None:
     seen: list[Any] = []
     reward(**BATCH, log_metric=lambda *args: seen.append(args), log_extra=lambda *args: seen.append(args))
     assert seen == [("lengths/mean", 2.0), ("first", ["a", "a"])]
+
+
+@pytest.mark.parametrize("reward", ["slow_ids"], indirect=True)
+def test_only_what_the_function_accepts_is_sent(reward: WorkerReward) -> None:
+    """A function without `**columns` failed on every sample; what it cannot take need not even pickle."""
+    seen: list[Any] = []
+    guarded = guard(reward, columns=["odd"])
+    batch = BATCH | {"odd": [lambda: 1, lambda: 2], "log_metric": lambda *args: seen.append(args), "log_extra": print}
+    assert guarded(**batch) == [2.0, 1.0] and guarded.failures == []
+    assert seen == [("ids", 1.0)]
+
+
+def test_params_count_as_given() -> None:
+    """Guards against refusing a required parameter that the config's `params` set."""
+    reward = WorkerReward("reward_examples:limited", params={"limit": 2}, folders=[HERE])
+    assert guard(reward, columns=[])(**BATCH) == [0.0, 1.0]
+    reward.worker.close()
+
+
+@pytest.mark.parametrize(
+    ("reward", "columns", "words"),
+    [
+        ("by_position", None, "reward 'by_position'.*by position"),
+        ("singular", None, "'completion'.*did you mean 'completions'?"),
+        ("wants_state", None, "'trainer_state'.*worker"),
+        ("with_answer", ["level"], r"reward 'with_answer'.*'answer'.*columns \(level\)"),
+        ("limited", ["answer"], "'limit'.*params"),
+    ],
+    indirect=["reward"],
+)
+def test_a_signature_that_cannot_work_is_refused(reward: WorkerReward, columns: list[str] | None, words: str) -> None:
+    """The signature is the one in the worker's process: the module is never imported in this one."""
+    with pytest.raises(RewardError, match=words):
+        guard(reward, columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ("a_dict", "it returned dict"),
+        ("a_text", "it returned the text '11'"),
+        ("a_set", "it returned set"),
+        ("too_few", "it returned 1 rewards for 2 completions"),
+    ],
+    indirect=["reward"],
+)
+def test_results_that_are_no_list_fail_the_batch(reward: WorkerReward, words: str) -> None:
+    """Guards against a worker that makes a list of what the guard would refuse."""
+    guarded = guard(reward)
+    assert guarded(**BATCH) == [None, None] and guarded.failed == [True, True]
+    assert len(guarded.failures) == 1 and words in guarded.failures[0]
+
+
+@pytest.mark.parametrize("reward", ["texts", "huge", "verdicts"], indirect=True)
+def test_values_that_are_no_number_cost_their_own_sample(reward: WorkerReward) -> None:
+    """Guards against float("1") in the worker, and against an object that this process cannot unpickle."""
+    guarded = guard(reward)
+    assert guarded(**BATCH) == [0.5, None] and guarded.failed == [False, True]
+    assert len(guarded.failures) == 1 and "sample 1" in guarded.failures[0] and "it returned" in guarded.failures[0]
+    assert reward.worker.running
+
+
+def test_a_column_of_a_matrix_comes_over() -> None:
+    """A tensor with one number a row is what a classifier's logits are; in place it works as well."""
+    reward = WorkerReward("reward_examples:tensors", folders=[HERE], timeout_s=60)
+    assert reward(**BATCH) == [3.0, 2.0]
+    reward.worker.close()
 
 
 @pytest.mark.parametrize("reward", ["hangs"], indirect=True)
@@ -139,6 +210,7 @@ def test_what_does_not_pickle_is_said_and_the_worker_lives(reward: WorkerReward)
         ("no_such_module:f", "there is no module 'no_such_module'; it was looked for in "),
         ("reward_examples:by_lenght", "module 'reward_examples' has no 'by_lenght'; it offers by_length"),
         ("reward_examples:NUMBER", "'reward_examples:NUMBER' is int; a reward is a function"),
+        ("reward_examples:Scorer", r"'reward_examples:Scorer' is a class; .* Scorer\(...\)"),
         ("broken:f", r"importing 'broken' failed: ZeroDivisionError: division by zero \(broken.py, line 1\)"),
     ],
 )

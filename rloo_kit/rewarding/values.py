@@ -1,0 +1,112 @@
+"""What a reward returned, read: one number or None per completion, within float32. The worker imports this module."""
+
+import inspect
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+FLOAT32_MAX = 3.4028234663852886e38  # rewards are float32 in the loop; beyond it a number is infinity there
+BEYOND = "beyond float32 (3.4e38)"
+TEXTS = (str, bytes, bytearray)
+EXCERPT = 60  # characters of a value, a prompt or a completion in a message
+
+
+def read_result(result: Any, size: int) -> tuple[list[Any], str | None]:
+    """The values that a reward returned for `size` completions, and the problem if they are no list of as many."""
+    wanted = f"it must return a list of {size} rewards, one per completion"
+    if isinstance(result, TEXTS):
+        return [], f"it returned the text {_show(result)}; {wanted}"
+    if inspect.iscoroutine(result):
+        result.close()
+        return [], f"it returned a coroutine; {wanted}. Write the reward itself as async def, then it is awaited"
+    found = f"it returned {type(result).__name__}; {wanted}"
+    if isinstance(result, (Mapping, Set)) or not hasattr(result, "__len__"):
+        return [], found
+    try:
+        values = list(result)
+    except Exception:  # a tensor without dimensions, an object that cannot be iterated
+        return [], found
+    if len(values) != size:
+        return [], f"it returned {len(values)} rewards for {size} completions; it must return one per completion"
+    return values, None
+
+
+def read_number(value: Any) -> tuple[float | None, str | None]:
+    """A reward as a float, or None, and the problem if there is one. A tensor or an array of one element is a number, a
+    text never is."""
+    beyond = f"it returned {_show(value)}, which is {BEYOND}; a reward is finite, or None where it does not apply"
+    try:
+        number = _as_float(value)
+    except OverflowError:
+        return None, beyond
+    except Exception:  # a conversion may raise anything
+        return None, f"it returned {_show(value)}; a reward is a number or None"
+    if number is None or abs(number) <= FLOAT32_MAX:
+        return number, None
+    if number - number != 0.0:  # NaN or infinity
+        return None, f"it returned {number}; a reward is finite, or None where it does not apply"
+    return None, beyond
+
+
+def _as_float(value: Any) -> float | None:
+    item = getattr(value, "item", None)
+    plain = item() if callable(item) else value
+    if isinstance(plain, TEXTS):
+        raise TypeError("a text is no number")
+    return None if plain is None else float(plain)
+
+
+def make_sendable(result: Any) -> Any:
+    """`result` in built-in types, for the process that judges it: it can load none of the classes of the reward's
+    module. Numbers become floats, what is none of them text."""
+    if isinstance(result, Mapping):
+        return dict.fromkeys(map(str, result))
+    if isinstance(result, Set):
+        return set(map(str, result))
+    if isinstance(result, str):
+        return str(result)
+    if isinstance(result, TEXTS) or not hasattr(result, "__len__"):
+        return result
+    try:
+        values = list(result)
+    except Exception:
+        return result
+    return [_make_value_sendable(value) for value in values]
+
+
+def _make_value_sendable(value: Any) -> Any:
+    try:
+        return _as_float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+    except Exception:
+        return str(value) if isinstance(value, str) else _show(value)
+
+
+def overflowing(
+    rewards_per_func: Sequence[Sequence[float]], weights: Sequence[float], names: Sequence[str]
+) -> list[str]:
+    """A message for each sample whose weighted sum is beyond float32, with the rewards and weights in it.
+
+    Args:
+        rewards_per_func: (samples, rewards), NaN where a reward does not apply. weights, names: (rewards,).
+    """
+    messages = []
+    for index, row in enumerate(rewards_per_func):
+        terms = [term for term in zip(names, row, weights, strict=True) if term[1] == term[1]]
+        total, fits = 0.0, True
+        for _, reward, weight in terms:
+            total += reward * weight
+            fits = fits and abs(total) <= FLOAT32_MAX
+        if not fits:
+            listed = ", ".join(f"{name} {reward:g} x {weight:g}" for name, reward, weight in terms)
+            where = f"the weighted sum of the rewards of sample {index}"
+            messages.append(f"{where} is {BEYOND}: {listed}")
+    return messages
+
+
+def _show(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, a repr of the user's own
+        text = type(value).__name__
+    return text if len(text) <= EXCERPT else text[:EXCERPT] + "..."

@@ -1,0 +1,66 @@
+"""Rewards as published recipes write them, through the trainer: TRL calls the guard, the guard calls the reward."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.rewarding.guard import NamedReward
+from rloo_kit.rewarding.worker import WorkerReward
+
+COMPLETIONS = [[70, 260, 71, 258], [70, 71, 258], [260, 258], [90, 258]] * 2
+
+
+def length_reward(completions):
+    return [float(len(text)) for text in completions]
+
+
+def both(prompts, completions):
+    return [float(len(prompt) + len(text)) for prompt, text in zip(prompts, completions, strict=True)]
+
+
+def scaled(scale, *, completion_ids):
+    return [scale * len(ids) for ids in completion_ids]
+
+
+async def slowly(completions):
+    return [float(len(text)) for text in completions]
+
+
+class Judge:
+    def get_rewards(self, prompts, completions):
+        return [1.0] * len(completions)
+
+
+def test_published_rewards_train(make_trainer: Callable[..., Any]) -> None:
+    """`def length_reward(completions)` failed on every sample: TRL passes all it has, whatever the signature."""
+    worker = WorkerReward(
+        "reward_examples:published", folders=[Path(__file__).parents[1] / "rewarding"], timeout_s=30.0
+    )
+    rewards = [
+        length_reward, both, functools.partial(scaled, 0.5), slowly, Judge(), NamedReward(worker, "worker", 2.0),
+    ]  # fmt: skip
+    trainer = make_trainer(rewards, completions=COMPLETIONS, max_steps=1, per_device_train_batch_size=8)
+    trainer.train()
+    worker.worker.close()
+    logs = trainer.state.log_history[0]
+    assert logs["rewards/failed_ratio"] == 0.0
+    assert logs["rewards/scaled/mean"] == 0.5 * sum(map(len, COMPLETIONS)) / 8
+    assert logs["rewards/length_reward/mean"] == logs["rewards/slowly/mean"] == logs["rewards/worker/mean"] > 0
+    assert logs["rewards/Judge/mean"] == 1.0
+
+
+def test_old_and_odd_results_in_the_loop(make_trainer: Callable[..., Any]) -> None:
+    """A dict was trained on its keys; now nobody is scored, and the run says so."""
+    seen: list[Any] = []
+
+    def keyed(completion_ids):
+        seen.append(completion_ids)
+        return {index: 1.0 for index, _ in enumerate(completion_ids)}
+
+    trainer = make_trainer(
+        keyed, completions=COMPLETIONS, max_steps=1, per_device_train_batch_size=8, reward_failure_steps=5
+    )
+    trainer.train()
+    assert len(seen) == 1 and trainer.state.log_history[0]["rewards/failed_ratio"] == 1.0
+    assert "it returned dict" in trainer.reward_funcs[0].failures[0]
