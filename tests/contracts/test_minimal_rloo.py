@@ -1,0 +1,240 @@
+"""scripts/minimal_rloo.py: the step of the kit's trainer in plain torch, a script that runs and learns, its page."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "minimal_rloo.py"
+PAGE = ROOT / "docs" / "minimal.md"
+RELATIVE = 1e-5
+K = 4
+# Two groups of unequal lengths: closed and open thinking, with and without the end token.
+COMPLETIONS = [
+    [72, 260, 70, 258], [72, 73, 74, 75, 76, 77], [260, 258], [65, 66, 67, 260, 68, 258],
+    [90, 258], [91, 92, 93], [94, 95, 96, 97, 98, 258], [99, 260, 258],
+]  # fmt: skip
+PROMPTS = ["What is 1+1?", "A much longer prompt than the other"]
+
+
+@pytest.fixture(scope="module")
+def script() -> SimpleNamespace:
+    """The script's functions."""
+    return SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+
+
+def rewards_of(completion_ids: list[list[int]]) -> list[float]:
+    """Anything that differs from completion to completion."""
+    return [len(ids) / 3 - 0.7 * ids[0] / 90 for ids in completion_ids]
+
+
+def make_policy(make_tiny_model: Callable[..., Any]) -> Any:
+    """A policy that has left its reference: in a fresh adapter B is 0, and so are KL and most gradients."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    policy = get_peft_model(make_tiny_model(), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return policy
+
+
+def drift(policy: Any) -> None:
+    """Move the weights as an optimizer step between rollout and loss would."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.2 * torch.sin(torch.arange(parameter.numel()).view_as(parameter) * 1.7))
+
+
+def read_gradient(policy: Any) -> Any:
+    """Of all LoRA parameters together: (N,)."""
+    import torch
+
+    found = {name: p.grad for name, p in policy.named_parameters() if p.requires_grad and p.grad is not None}
+    return torch.cat([found[name].flatten() for name in sorted(found)])
+
+
+def step_of_the_kit(policy: Any, tokenizer: Any, folder: Path, is_moved: bool, **options: Any) -> tuple[Any, Any, Any]:
+    """Advantages, loss and gradient of RLOOTrainer, by the methods that TRL calls."""
+    from datasets import Dataset
+
+    from rloo_kit.loop.options import RLOOConfig
+    from rloo_kit.loop.trainer import RLOOTrainer
+
+    config = RLOOConfig(
+        output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, num_generations=K,
+        per_device_train_batch_size=len(COMPLETIONS), gradient_checkpointing=False, max_completion_length=6,
+        reference="base", **options,
+    )  # fmt: skip
+    trainer = RLOOTrainer(
+        model=policy,
+        reward_funcs=[lambda completion_ids, **_: rewards_of(completion_ids)],
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=tokenizer,
+    )
+    trainer._generate_single_turn = lambda prompt_ids, *_: [list(ids) for ids in COMPLETIONS]
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions([{"prompt": prompt} for prompt in PROMPTS for _ in range(K)])
+    if is_moved:
+        drift(trainer.model)
+    trainer.model.zero_grad()
+    loss = trainer._compute_loss(trainer.model, batch)
+    loss.backward()
+    return batch["advantages"], loss.detach(), read_gradient(trainer.model)
+
+
+def step_of_the_script(
+    script: SimpleNamespace, policy: Any, tokenizer: Any, is_moved: bool, beta: float, epsilon: float
+) -> tuple[Any, Any, Any]:
+    """The same three, by the lines of the script's loop."""
+    import torch
+
+    prompts = [ids for ids in tokenizer(PROMPTS)["input_ids"] for _ in range(K)]
+    rewards = torch.tensor(rewards_of(COMPLETIONS))
+    logps = script.token_logps(policy, prompts, COMPLETIONS)
+    old_logps = logps.detach()
+    charged = script.charge_kl(rewards, policy, old_logps, prompts, COMPLETIONS, beta)
+    advantages = script.leave_one_out(charged, K)
+    if is_moved:
+        drift(policy)
+        logps = script.token_logps(policy, prompts, COMPLETIONS)
+    loss = script.clipped_loss(logps, old_logps, advantages, epsilon)
+    loss.backward()
+    return advantages, loss.detach(), read_gradient(policy)
+
+
+@pytest.mark.parametrize("is_moved", [False, True], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_the_step_is_the_trainers(
+    beta: float,
+    is_moved: bool,
+    script: SimpleNamespace,
+    make_tiny_model: Callable[..., Any],
+    tiny_tokenizer: Any,
+    tmp_path: Path,
+) -> None:
+    """A script that is read to understand the kit would teach another algorithm once one of the two drifts."""
+    epsilon = 0.05
+    options = {"beta": beta, "epsilon": epsilon, "epsilon_high": epsilon} | ({"num_iterations": 2} if is_moved else {})
+    kit = step_of_the_kit(make_policy(make_tiny_model), tiny_tokenizer, tmp_path, is_moved, **options)
+    plain = step_of_the_script(script, make_policy(make_tiny_model), tiny_tokenizer, is_moved, beta, epsilon)
+    assert plain[0].abs().max() > 0.05 and plain[2].norm() > 1e-3, "the case carries no signal"
+    assert (plain[0] - kit[0]).norm() <= RELATIVE * kit[0].norm()
+    assert abs(plain[1] - kit[1]) <= RELATIVE * max(1.0, abs(kit[1]))
+    assert plain[2].shape == kit[2].shape
+    assert (plain[2] - kit[2]).norm() <= RELATIVE * kit[2].norm()
+
+
+def test_the_penalty_and_the_clip_act(
+    script: SimpleNamespace, make_tiny_model: Callable[..., Any], tiny_tokenizer: Any
+) -> None:
+    """With B at 0, or a clip that nothing meets, the comparison above would hold for any penalty and any bound."""
+    free, charged = (
+        step_of_the_script(script, make_policy(make_tiny_model), tiny_tokenizer, False, beta, 0.05)[0]
+        for beta in (0.0, 0.3)
+    )
+    assert (free - charged).abs().max() > 0.05
+    tight, wide = (
+        step_of_the_script(script, make_policy(make_tiny_model), tiny_tokenizer, True, 0.0, epsilon)[2]
+        for epsilon in (0.05, 0.9)
+    )
+    assert (tight - wide).norm() > 0.01 * wide.norm()
+
+
+def test_leave_one_out(script: SimpleNamespace) -> None:
+    """Groups that lie transposed give a baseline out of other prompts' rewards."""
+    import torch
+
+    advantages = script.leave_one_out(torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0]), 3)
+    assert advantages.tolist() == [1.0, -0.5, -0.5, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([17, 260, 198, 198, 22, 18, 258], 1.0),  # </think>, two line ends, 73
+        ([22, 18, 258], 0.0),  # never closed
+        ([260, 22, 18, 260, 20, 258], 0.0),  # the answer is behind the last one
+        ([260, 258], 0.0),
+        ([], 0.0),
+    ],
+)
+def test_the_reward_reads_ids(ids: list[int], expected: float, script: SimpleNamespace, tiny_tokenizer: Any) -> None:
+    """A reward that looks for the spelling pays for a tag in ordinary tokens."""
+    assert script.answer_reward(ids, "73", tiny_tokenizer) == expected
+
+
+def test_sampling_is_not_touched_by_padding_and_cache(
+    script: SimpleNamespace, make_tiny_model: Callable[..., Any], tiny_tokenizer: Any
+) -> None:
+    """A wrong position or mask samples from another policy than the one that is scored. With sharpened logits the draw
+    is the most likely token, which each prompt alone, without a cache, has to give too."""
+    import torch
+
+    model, ends = make_tiny_model(tie_word_embeddings=False, initializer_range=0.3), [256, 258, *range(20)]
+
+    def sharpened(tokens: Any, **options: Any) -> Any:
+        out = model(tokens, **options)
+        out.logits = out.logits * 1e5
+        return out
+
+    prompts = tiny_tokenizer(["a", "a longer one", "b", "the longest of all"])["input_ids"]
+    rows = script.sample(sharpened, prompts, ends)
+    assert len({len(row) for row in rows}) > 1 and any(row[-1] in ends for row in rows), "all rows end alike"
+    for prompt, row in zip(prompts, rows, strict=True):
+        alone: list[int] = []
+        while len(alone) < script.MAX_TOKENS and not set(alone) & set(ends):
+            with torch.no_grad():
+                alone.append(int(model(torch.tensor([prompt + alone])).logits[0, -1].argmax()))
+        assert row == alone
+
+
+def run_script(*words: Any) -> list[float]:
+    """Run it as a user does; the accuracies that it printed."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(found) for found in re.findall(r"^(?:before|after): accuracy (\S+) on", done.stdout, flags=re.M)]
+
+
+def test_it_runs(tiny_folder: Path) -> None:
+    """A script that only its functions' tests call breaks in its last lines. A random model has nothing right."""
+    assert run_script("--model", tiny_folder, "--steps", 2, "--held-out", 8, "--beta", 0.1) == [0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_it_learns() -> None:
+    """Its page promises that it does; a sign that is wrong in the loss shows here alone."""
+    before, after = run_script("--steps", 25, "--held-out", 300)
+    assert after > before + 0.3, (before, after)
+
+
+def test_the_page_quotes_the_script() -> None:
+    """A page that explains lines which are no longer there explains nothing."""
+    text = SCRIPT.read_text(encoding="utf-8")
+    quoted = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
+    assert len(quoted) >= 4
+    for code in quoted:
+        assert code in text, code
+    body = text.partition('"""\n\nimport argparse')[2]
+    assert sum(bool(line.strip()) for line in body.splitlines()) <= 150, "the page says 150 lines"
