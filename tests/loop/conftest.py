@@ -1,6 +1,8 @@
 """Trainers and whole runs on a tiny random Qwen3, for tests of a few real steps."""
 
 import json
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -86,3 +88,51 @@ def make_trainer(make_tiny_model, tiny_tokenizer, tmp_path):
         return trainer
 
     return build
+
+
+@dataclass
+class Trained:
+    """A trainer after `train()`.
+
+    Attributes:
+        steps: the log of each optimizer step. rows: what `rollout_listeners` were handed, a dict a completion.
+        moved, kept: names of the policy's parameters that changed, and of those that did not.
+    """
+
+    trainer: Any
+    steps: list[dict[str, Any]]
+    rows: list[dict[str, Any]]
+    moved: set[str]
+    kept: set[str]
+
+
+@pytest.fixture
+def trl_train(tiny_folder, tiny_tokenizer, tmp_path):
+    """`trl_train(reward, completions=..., arguments={"peft_config": ...}, max_steps=1, ...)`: the call of TRL's own
+    examples, from a model's folder and with every parameter trained; it may be given other arguments and options."""
+
+    def run(reward=by_ids, completions=None, arguments=None, before=None, **options):
+        from rloo_kit import RLOOConfig, RLOOTrainer
+
+        settings = {
+            "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "report_to": "none",
+            "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "learning_rate": 0.1, "max_steps": 2,
+            "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6,
+        } | options  # fmt: skip
+        given = {"model": str(tiny_folder), "processing_class": tiny_tokenizer, "reward_funcs": reward}
+        given |= {"train_dataset": Dataset.from_dict({"prompt": [f"{n}+1=" for n in range(6)]})} | (arguments or {})
+        trainer = RLOOTrainer(**{"args": RLOOConfig(**settings)} | given)
+        if completions is not None:
+            rounds = [list(ids) for ids in completions]
+            trainer._generate_single_turn = lambda ids, *_: [rounds[row % len(rounds)] for row in range(len(ids))]
+        rows = []
+        trainer.rollout_listeners.append(rows.extend)
+        if before is not None:
+            before(trainer)
+        old = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+        trainer.train()
+        moved = {name for name, parameter in trainer.model.named_parameters() if not old[name].equal(parameter)}
+        steps = [logs for logs in trainer.state.log_history if "loss" in logs]
+        return Trained(trainer, steps, rows, moved, old.keys() - moved)
+
+    return run
