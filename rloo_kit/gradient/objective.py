@@ -42,11 +42,10 @@ class LossParts:
     """The loss of some completions, and what there is to log about it.
 
     Attributes:
-        per_row: (R,) float32 with its graph, minus each completion's objective; 0 for one without a scored token.
-        ratio: without a graph; (R,), or (N,) where the ratio is each token's.
-        clipped_low, clipped_high, bounded: of the ratio's shape, 1.0 where the bound below, the bound above or `delta`
-            stopped it, else 0.0.
-        is_per_row: whether those four are (R,).
+        per_row: (R,) float32 with its graph, minus each completion's objective; 0 for one without a trained token.
+        ratio: (R,), without a graph; of each token's, the mean over its completion. 1 without a trained token.
+        clipped_low, clipped_high, bounded: (R,), 1.0 where the bound below, the bound above or `delta` stopped the
+            ratio, else 0.0; of each token's, the share.
     """
 
     per_row: torch.Tensor
@@ -54,7 +53,6 @@ class LossParts:
     clipped_low: torch.Tensor
     clipped_high: torch.Tensor
     bounded: torch.Tensor
-    is_per_row: bool
 
 
 def choose_ratio_form(ratio_form: str | None, kl_form: str) -> str:
@@ -102,8 +100,10 @@ def policy_loss(
         gain, parts = _bounded_gain(difference, per_token, settings)
         gain = gain if weights is None else gain * weights
         per_row = sum_rows(gain.masked_fill(~kept, 0.0), lengths)
-        parts = {name: part.masked_fill(~kept, float(name == "ratio")) for name, part in parts.items()}
-        return LossParts(-per_row.float(), **parts, is_per_row=False)
+        tokens = sum_rows(kept.to(difference.dtype), lengths)
+        parts = {n: sum_rows(part * kept, lengths) / tokens.clamp(min=1) for n, part in parts.items()}
+        parts["ratio"] = parts["ratio"].masked_fill(tokens == 0, 1.0)
+        return LossParts(-per_row.float(), **{n: part.float() for n, part in parts.items()})
     if advantages.numel() != len(lengths):
         raise ValueError(
             f"{advantages.numel()} advantages for {len(lengths)} completions: advantages a token need ratio_form="
@@ -118,7 +118,7 @@ def policy_loss(
         log_ratio = log_ratio / tokens.clamp(min=1)
     gain, parts = _bounded_gain(log_ratio, advantages.to(log_ratio.dtype), settings)
     per_row = gain.masked_fill(tokens == 0, 0.0)
-    return LossParts(-per_row.float(), **{n: part.float() for n, part in parts.items()}, is_per_row=True)
+    return LossParts(-per_row.float(), **{n: part.float() for n, part in parts.items()})
 
 
 def _bounded_gain(

@@ -22,10 +22,11 @@ def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
     rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
     args = _with_reward_weights(arguments.get("args") or _default_config(arguments["model"]), rewards)
     arguments["args"] = args
-    arguments["reward_funcs"] = [guard(reward) for reward in rewards]
     for name in ("train_dataset", "eval_dataset"):
         if arguments.get(name) is not None:
             arguments[name] = prepare_old_dataset(arguments[name], arguments.get("processing_class"))
+    columns = _columns(arguments.get("train_dataset"), args)
+    arguments["reward_funcs"] = [guard(reward, columns) for reward in rewards]
     arguments = wrap_for_unsloth(arguments)
     check_reference(arguments)
     if option(args, "rollout_engine") == "vllm":
@@ -34,6 +35,14 @@ def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
         if url := option(args, "rollout_server_url"):
             args.vllm_mode, args.vllm_server_base_url = "server", url
     return arguments
+
+
+def _columns(dataset: Any, args: Any) -> list[str] | None:
+    """What rewards get of the data set by name; None where it does not say."""
+    names = getattr(dataset, "column_names", None)
+    if names is None:
+        return None
+    return [*names, *(["thinking_forced"] if option(args, "thinking_budget") is not None else [])]
 
 
 def _default_config(model: Any) -> RLOOConfig:

@@ -45,10 +45,10 @@ def sample_statistics(batch: RolloutBatch, tags: ThinkTags, end_ids: set[int], k
     found = batch.judged.completions
     columns = []
     for prompt, ids, span in zip(found.prompt_ids, found.completion_ids, found.forced, strict=True):
-        closed = tags.end_id is not None and tags.end_id in ids
+        closed = tags.end_id in ids
         asked = tags.start_id is not None and tags.start_id in prompt[-3:]  # templates may end in "<think>\n"
         thinks = closed or (tags.end_id is not None and (asked or (tags.start_id is not None and tags.start_id in ids)))
-        thinking = ids.index(tags.end_id) if closed else len(ids)
+        thinking = ids.index(tags.end_id) if tags.end_id is not None and closed else len(ids)
         ends = sum(token in end_ids for token in ids)
         columns.append([len(ids), ends, thinks, closed, thinking, span is not None])
     rows = torch.tensor(columns, dtype=torch.float32, device=batch.scores.device)
@@ -104,7 +104,7 @@ def step_metrics(
     """Loss, entropy, ratio, clip shares and the gap to the sampler of one step, over all processes.
 
     Args:
-        rows: (A, 5), `StepStats.PER_ROW` of each completion; NaN for one that was not computed (its advantage is 0).
+        rows: (A, 5), `StepStats.per_row` of each completion; NaN for one that was not computed (its advantage is 0).
         sums: (9,), the loss, and sum and number of the entropies, the squared log-ratios, the gaps to the sampler and
             the importance weights. largest_gap: of one token.
         on_policy: a ratio that was not computed is 1 then, by definition.
@@ -349,7 +349,7 @@ class Recorder:
     def step(self, stats: StepStats, on_policy: bool) -> None:
         """Loss, entropy, ratios, clip shares and the gap to the sampler of one step's passes, over all processes."""
         accelerator = self.parallel.accelerator
-        rows = accelerator.pad_across_processes(stats.per_row(), dim=0, pad_index=torch.nan)
+        rows = accelerator.pad_across_processes(stats.per_row[stats.rows], dim=0, pad_index=torch.nan)
         sums = [stats.loss.detach()[None], stats.entropy, stats.approx_kl, stats.gap[:2], stats.weight]
         summed = accelerator.reduce(torch.cat(sums), reduction="sum")
         largest = self.parallel.gather(stats.gap[2:]).max()

@@ -133,54 +133,38 @@ class RolloutBatch:
 
 
 class StepStats:
-    """What the passes of one optimizer step found; of each row (B,), NaN where it was not computed.
+    """What the passes of one optimizer step found.
 
     Attributes:
         loss: sum over the rows. rows: those of the step, whose gradient was due.
-        ratio, clipped_low, clipped_high, bounded: see `objective.LossParts`; of each token's, the completion's mean.
-        surprise: minus the log-probability of the completion, in nats.
+        per_row: (B, 5), of each completion the `RATIO_STATISTICS` (of each token's ratio, the mean) and minus its
+            log-probability, in nats; NaN where it was not computed.
         entropy: (2,), the sum over the trained tokens, in nats, and their number.
         approx_kl: (2,), the sum of half the squared log-ratio to the policy that sampled, and the tokens.
         gap: (3,), of |log-probability of the trainer less that of the sampler|: sum, tokens, largest.
         weight: (2,), sum and number of the importance weights. is_finite: of every log-probability and KL.
     """
 
-    PER_ROW = ("ratio", "clipped_low", "clipped_high", "bounded", "surprise")
-
-    def __init__(self, size: int, rows: Sequence[int], device: torch.device):
-        self.rows = list(rows)
+    def __init__(self, size: int, rows: list[int], device: torch.device):
+        self.rows = rows
         self.loss = torch.zeros((), device=device)
-        for name in self.PER_ROW:
-            setattr(self, name, torch.full((size,), torch.nan, device=device))
+        self.per_row = torch.full((size, len(RATIO_STATISTICS) + 1), torch.nan, device=device)
         self.entropy, self.approx_kl, self.weight = (torch.zeros(2, device=device) for _ in range(3))
         self.gap = torch.zeros(3, device=device)
         self.is_finite = True
 
-    def add(
-        self,
-        rows: list[int],
-        lengths: list[int],
-        mask: torch.Tensor,
-        scores: Scores,
-        old: torch.Tensor,
-        parts: LossParts,
-    ) -> None:
-        """What one pass over some rows found; `scores`, `old` and `mask` are of its tokens, (N,)."""
+    def add(self, rows: list[int], mask: torch.Tensor, scores: Scores, old: torch.Tensor, parts: LossParts) -> None:
+        """What one pass over some rows found; `mask`, `scores` and `old` are of its tokens, (N,)."""
         now = scores.logps.detach()
         self.is_finite &= all_finite(now, mask=mask)
-        self.add_entropy(rows, lengths, mask, scores)
         self.approx_kl += torch.stack([((now - old) * mask).square().sum() / 2, mask.sum()])
-        for name in RATIO_STATISTICS:
-            values = getattr(parts, name)
-            if not parts.is_per_row:
-                values = sum_rows(values * mask, lengths) / sum_rows(mask.float(), lengths).clamp(min=1)
-            getattr(self, name)[rows] = values.float()
+        self.per_row[rows, :-1] = torch.stack([getattr(parts, name).float() for name in RATIO_STATISTICS], dim=1)
 
     def add_entropy(self, rows: list[int], lengths: list[int], mask: torch.Tensor, scores: Scores) -> None:
         """How uncertain the policy was about the tokens that the mask keeps, (N,)."""
         assert scores.entropies is not None
         self.entropy += torch.stack([(scores.entropies * mask).sum(), mask.sum()])
-        self.surprise[rows] = -sum_rows(scores.logps.detach() * mask, lengths).float()
+        self.per_row[rows, -1] = -sum_rows(scores.logps.detach() * mask, lengths).float()
 
     def add_gap(self, logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> None:
         """How far the trainer's log-probabilities are from the sampler's, (N,), NaN where it drew nothing."""
@@ -188,10 +172,6 @@ class StepStats:
         gap = (logps - sampled).abs().where(known, 0.0)
         self.gap[:2] += torch.stack([gap.sum(), known.sum()])
         self.gap[2] = torch.maximum(self.gap[2], gap.max() if len(gap) else self.gap[2])
-
-    def per_row(self) -> torch.Tensor:
-        """(rows, 5), the columns of `PER_ROW`."""
-        return torch.stack([getattr(self, name) for name in self.PER_ROW], dim=1)[self.rows]
 
 
 def pick(values: list[torch.Tensor], rows: Iterable[int] | None = None) -> torch.Tensor:

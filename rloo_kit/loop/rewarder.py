@@ -15,6 +15,7 @@ from rloo_kit.errors import RewardError
 from rloo_kit.gradient.advantages import RunningMoments, combine_rewards, standardize
 from rloo_kit.loop.records import Completions, Judged
 from rloo_kit.models.parallel import Parallel
+from rloo_kit.rewarding.values import overflowing
 from rloo_kit.runs.watch import FailureWatch
 
 Calculate = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], torch.Tensor]
@@ -70,21 +71,13 @@ class Rewarder:
         raw_scores = combine_rewards(rewards, self.weights)  # (A,)
         over = ~raw_scores.isfinite() & ~rewards.isnan().all(dim=1)
         if over.any():
-            self._messages.append(self._explain_overflow(rewards[over][0]))
+            self._messages += overflowing(rewards.tolist(), self.weights.tolist(), self.names)[:1]
             failed, rewards = failed | over, rewards.masked_fill(over[:, None], torch.nan)
         raw_scores = scores = raw_scores.masked_fill(failed, torch.nan)
         if self.missing_eos_penalty is not None:
             cut = torch.tensor(found.truncated, device=scores.device)
             scores = raw_scores - self.missing_eos_penalty * self.parallel.gather(cut).float()
         return Judged(found, rewards, failed, raw_scores, scores)
-
-    def _explain_overflow(self, rewards: torch.Tensor) -> str:
-        """The reward that is largest in a sum that leaves float32; `rewards` are one sample's, (F,)."""
-        largest = int((rewards.double() * self.weights.double()).abs().nan_to_num(nan=0.0).argmax())
-        return (
-            f"the sum of a sample's rewards overflows: reward '{self.names[largest]}' returned "
-            f"{rewards[largest].item():g}, which is multiplied by its weight {self.weights[largest].item():g}"
-        )
 
     def normalize(self, scores: torch.Tensor, training: bool) -> torch.Tensor:
         """Scores (A,) after `normalize_rewards` and `reward_clip_range`."""

@@ -77,7 +77,8 @@ class Sampler:
         """
         if not hasattr(generation, "logprobs"):
             return generate()
-        plain, logps = generation.generate, []
+        plain = generation.generate
+        logps: list[Any] = []
 
         def listening(*arguments: Any, **keywords: Any) -> Any:
             found = plain(*arguments, **keywords)

@@ -254,7 +254,8 @@ class RLOOStep:
         old = scores.logps.detach() if batch.old_logps is None else pick(batch.old_logps, rows)
         weights = self._correct(batch, rows, old, mask, stats)
         parts = policy_loss(scores.logps, old, lengths, mask, advantages, self.settings.objective, weights)
-        stats.add(rows, lengths, mask, scores, old, parts)
+        stats.add(rows, mask, scores, old, parts)
+        stats.add_entropy(rows, lengths, mask, scores)
         return parts.per_row.sum()
 
     def _empty_pass(self, model: torch.nn.Module, batch: RolloutBatch) -> torch.Tensor:

@@ -30,6 +30,7 @@ from rloo_kit.loop.step import RLOOStep
 from rloo_kit.models.adapters import restore_precision, trainable_tensors
 from rloo_kit.models.policy import keep_settings
 from rloo_kit.models.transformers import keep_4bit_weights
+from rloo_kit.rewarding.guard import log_names
 from rloo_kit.runs.files import read_json, saving, write_json
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
 
@@ -85,6 +86,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         refuse_sampling_filters(self.args)
         restore_precision(self.model, masters)
         keep_4bit_weights(self.model)
+        self.reward_func_names: list[str] = log_names(self.reward_func_names, self.reward_funcs)
         drop_redundant_reference(self)
         self.think_tags = bind_think_tags(self._tokenizer)
         self.rloo = build_step(self, self.think_tags)

@@ -83,12 +83,12 @@ def patches_of(tree: ast.AST, own: set[str]) -> Iterator[str]:
 def test_the_list_is_whole() -> None:
     """CONTRIBUTING said that no library attribute is patched while four were: whoever debugs a library's behaviour in a
     run has to find in one place what of it is not the library's own."""
-    from rloo_kit.loop.trainer import PATCHED_ATTRIBUTES
+    from rloo_kit.loop.patches import PATCHED_ATTRIBUTES
 
     trees = {path.relative_to(KIT).as_posix(): ast.parse(path.read_text("utf-8")) for path in KIT.rglob("*.py")}
     own = own_names(list(trees.values()))
     found = {f"{name}: {patch}" for name, tree in trees.items() for patch in patches_of(tree, own)} - OWN
-    assert found - set(PATCHED_ATTRIBUTES) == set(), "name it in PATCHED_ATTRIBUTES (rloo_kit/loop/trainer.py) with why"
+    assert found - set(PATCHED_ATTRIBUTES) == set(), "name it in PATCHED_ATTRIBUTES (rloo_kit/loop/patches.py) with why"
     assert set(PATCHED_ATTRIBUTES) - found == set(), "no longer patched: take it out of PATCHED_ATTRIBUTES"
     assert all(reason.strip() for reason in PATCHED_ATTRIBUTES.values())
 

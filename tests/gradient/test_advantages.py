@@ -106,7 +106,7 @@ def test_baselines_equal_plain_python(baseline):
         subtract_baseline(torch.zeros(2), 2, "mean")
 
 
-@pytest.mark.parametrize(("baseline", "form", "normalize"), itertools.product(BASELINES, KL_FORMS, [False, True]))
+@pytest.mark.parametrize(("baseline", "form", "normalize"), list(itertools.product(BASELINES, KL_FORMS, [False, True])))
 def test_advantages_equal_plain_python(baseline, form, normalize):
     """Penalty, baseline and normalising meet in one place, which trains and is logged; each alone is easily right."""
     generator = random.Random(2)

@@ -8,7 +8,7 @@ from datasets import Dataset
 
 import rewards
 from rloo_kit import RLOOConfig, RLOOTrainer
-from rloo_kit.loop.trainer import FURTHER_ARGUMENTS
+from rloo_kit.loop.arguments import FURTHER_ARGUMENTS
 
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
 
