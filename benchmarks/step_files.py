@@ -2,12 +2,20 @@
 
     python benchmarks/step_files.py                              # this checkout
     python benchmarks/step_files.py --checkout ../before         # another revision as well, side by side
+    python benchmarks/step_files.py --pairs                      # and between which files a step switches most often
 
 The step is the second of `configs/arithmetic_thinking.yaml` with a KL penalty and a table of samples, on an embedded
 model of two training steps, through `rloo_kit.train`: from the trainer's `on_step_begin` to the next one, so rollout,
 rewards, loss, optimizer, record and log are in it. `sys.setprofile` sees each Python call and return; a switch is one
-after which another file of `rloo_kit/` or `rewards/` runs than before. `rewards/` and the `__init__` files are not
-counted as modules. Left out: other threads, C functions, and the files of the libraries.
+after which another file of `rloo_kit/` or `rewards/` runs than before. Not seen: other threads, C functions, and the
+files of the libraries.
+
+It is counted twice. With everything: `entered_all`, `switches_all`. The step proper, sampling to optimizer: `entered`,
+`switches`, `files`; from a call into a file that `LEFT_OUT` names (reward functions, logging, the run folder) until it
+returns nothing counts, neither that file nor what it calls, wherever that lies. The list goes by file and holds for
+revisions from d78a95a on.
+
+`rewards/` and the `__init__` files are not counted as modules.
 """
 
 import argparse
@@ -17,17 +25,33 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import reporting
 
 RESULT = reporting.RESULTS / "step_files.json"
+LEFT_OUT = (
+    "rewards/",
+    "rloo_kit/rewards/",
+    "rloo_kit/loop/metrics.py",
+    "rloo_kit/loop/callbacks.py",
+    "rloo_kit/results/",
+    "rloo_kit/runs/",
+    "rloo_kit/system/console.py",
+    "rloo_kit/system/processes.py",
+)
+TOP_PAIRS = 15
 # Runs with either tree's package, so it uses what both have.
 PROGRAM = """
 import json, os, sys
-root = os.path.realpath(".") + os.sep
+sys.path.append(sys.argv[2])  # last: this folder's rewards.py is not the package
+from step_files import StepTrace
+trace = StepTrace(os.path.realpath("."))
 import rloo_kit as kit
 kit.setup_environment("transformers")
 from importlib.util import find_spec
@@ -42,41 +66,72 @@ def mean_id(completion_ids, **_):  # the model cannot add, and where all rewards
     return [sum(ids) / len(ids) / 320 for ids in completion_ids]
 rewards = [*kit.build_rewards(run, policy.tokenizer), mean_id]
 from transformers.trainer_callback import CallbackHandler
-entered, last, switches, steps = set(), None, 0, 0
-
-def enter(path):
-    global last, switches
-    if path.startswith((root + "rloo_kit", root + "rewards")):
-        switches += last is not None and last != path
-        last = path
-        entered.add(path[len(root):])
-
-def profile(frame, event, _):
-    if event == "call":
-        enter(frame.f_code.co_filename)
-    elif event == "return" and frame.f_back is not None:
-        enter(frame.f_back.f_code.co_filename)
+steps = 0
 
 plain = CallbackHandler.on_step_begin
 def on_step_begin(*arguments):
     global steps
     steps += 1
-    sys.setprofile(profile if steps == 2 else None)
+    sys.setprofile(trace if steps == 2 else None)
     return plain(*arguments)
 
 CallbackHandler.on_step_begin = on_step_begin
 kit.train(run, policy, data, rewards)
 sys.setprofile(None)
-assert steps == 3, steps
-print("figures: " + json.dumps({"files": sorted(entered), "switches": switches}))
+assert steps == 3 and trace.depth == 0, (steps, trace.depth)
+print("figures: " + json.dumps(trace.figures()))
 """
 
 
+class StepTrace:
+    """For `sys.setprofile`: the files of a tree's package that run, all of them and those of the step proper."""
+
+    def __init__(self, tree: str):
+        self.root = tree + os.sep
+        self.counted = tuple(self.root + name for name in ("rloo_kit/", "rewards/"))
+        self.left_out = tuple(self.root + name for name in LEFT_OUT)
+        self.depth = 0  # calls into left-out files that have not returned
+        self.proper: list[str] = []  # one entry for each stretch in a file
+        self.everything: list[str] = []
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        """A generator's `yield` is a return and its resumption a call; an exception that leaves a frame returns too."""
+        left_out = frame.f_code.co_filename.startswith(self.left_out)
+        if event == "call":
+            self.depth += left_out
+            self._enter(frame)
+        elif event == "return":
+            self.depth -= left_out
+            if frame.f_back is not None:
+                self._enter(frame.f_back)
+
+    def _enter(self, frame: FrameType) -> None:
+        path = frame.f_code.co_filename
+        if path.startswith(self.counted):
+            for walk in (self.everything,) if self.depth else (self.everything, self.proper):
+                if not walk or walk[-1] != path:
+                    walk.append(path)
+
+    def figures(self) -> dict[str, Any]:
+        """Files and switches of both counts; `pairs`: (from, to, switches) of the step proper, the most first."""
+        walks = (self.proper, self.everything)
+        proper, everything = ([path.removeprefix(self.root) for path in walk] for walk in walks)
+        pairs = Counter(pairwise(proper))
+        return {
+            "entered": len(set(proper)),
+            "switches": max(len(proper) - 1, 0),
+            "entered_all": len(set(everything)),
+            "switches_all": max(len(everything) - 1, 0),
+            "files": sorted(set(proper)),
+            "pairs": [(*pair, count) for pair, count in pairs.most_common()],
+        }
+
+
 def trace_step(tree: Path) -> dict[str, Any]:
-    """Files that the second step enters, and the switches between them, in a fresh process with that tree's package."""
+    """`StepTrace.figures` of the second step, in a fresh process with that tree's package."""
     environment = os.environ | {"PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "RLOO_KIT_BACKEND": "transformers"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", PROGRAM, folder]
+        command = [sys.executable, "-c", PROGRAM, folder, str(Path(__file__).resolve().parent)]
         done = subprocess.run(command, env=environment, cwd=tree, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("figures: ")]
     if done.returncode or not lines:
@@ -146,6 +201,7 @@ def main() -> int:
     reporting.settle()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkout", type=Path, help="folder of another revision, to stand before this one")
+    parser.add_argument("--pairs", action="store_true", help="print between which files a step switches most often")
     parser.add_argument("--results", type=Path, default=RESULT)
     options = parser.parse_args()
     trees = {"before": options.checkout.resolve()} if options.checkout else {}
@@ -153,9 +209,13 @@ def main() -> int:
     for name, tree in (trees | {"now": reporting.ROOT}).items():
         step = trace_step(tree)
         revision = reporting.git("rev-parse", "HEAD", folder=tree)
-        rows.append({"tree": name, "revision": revision, **read_sources(tree), "entered": len(step["files"]), **step})
-    print("\n".join(reporting.step_files_table({"rows": rows})))
-    reporting.write(reporting.header("benchmarks/step_files.py") | {"rows": rows}, options.results)
+        rows.append({"tree": name, "revision": revision, **read_sources(tree), **step})
+        pairs = rows[-1].pop("pairs")[: TOP_PAIRS if options.pairs else 0]
+        print("\n".join([f"{name}: one step enters", *(f"  {file}" for file in step["files"])]))
+        print("".join(f"{count:6d} {start} -> {end}\n" for start, end, count in pairs))
+    result = {"left_out": LEFT_OUT, "rows": rows}
+    print("\n".join(reporting.step_files_table(result)))
+    reporting.write(reporting.header("benchmarks/step_files.py") | result, options.results)
     return 0
 
 

@@ -4,6 +4,7 @@ through checks that fail, hang and die, which `first_hour_worker.py` plays in th
 
 import doctest
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -103,6 +104,27 @@ def test_both_sides_take_the_same_step(name: str, module: Any, monkeypatch: pyte
             assert canned.generation_s < 0.1 * canned.whole_s and real.generation_s > canned.generation_s
             assert side.completion_lengths == workload.completion_lengths(load)
     assert sides.gradient_error(built[1], built[0]) < 1e-5
+
+
+def test_the_step_proper_ends_where_it_calls_what_is_left_out(module: Any) -> None:
+    """What logging calls counted as the step's, or nothing counted any more after a generator or an exception."""
+    trace, space = module("step_files").StepTrace("/tree"), dict[str, Any]()
+    for name, source in {
+        "gradient/a.py": "def helper(back=None):\n    return back() if back else 1",
+        "runs/b.py": "def rows():\n    yield helper()\n    yield helper(lambda: 2)\ndef fail(): helper(1 / 0)",
+        "loop/callbacks.py": "def show():\n    for _ in rows(): helper(rows)",
+        "loop/c.py": "def step():\n    for _ in rows(): pass\n    show()\n    try: fail()\n    except OSError: pass",
+        "loop/d.py": "def train():\n    try: step()\n    except ZeroDivisionError: helper()",
+    }.items():
+        exec(compile(source, f"/tree/rloo_kit/{name}", "exec"), space)
+    sys.setprofile(trace)
+    space["train"]()
+    sys.setprofile(None)
+    found = trace.figures()
+    assert found["files"] == ["rloo_kit/gradient/a.py", "rloo_kit/loop/c.py", "rloo_kit/loop/d.py"]
+    steps = ["loop/d.py", "loop/c.py", "loop/d.py", "gradient/a.py", "loop/d.py"]
+    assert sorted(found["pairs"]) == sorted((f"rloo_kit/{a}", f"rloo_kit/{b}", 1) for a, b in itertools.pairwise(steps))
+    assert (found["switches"], found["entered_all"], trace.depth) == (4, 5, 0) and found["switches_all"] > 10
 
 
 # ---------------------------------------------------------------------------------------- the first hour on a GPU
