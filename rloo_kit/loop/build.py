@@ -1,7 +1,5 @@
 """The parts of a trainer's step, chosen from its arguments, its model and its backend when it is built."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,18 +46,10 @@ def build_step(trainer: "StockTrainer", tags: ThinkTags) -> RLOOStep:
     sampler = build_sampler(trainer, tags, parallel)
     has_budget = sampler.limits.thinking_budget is not None
 
-    def save() -> str:
-        trainer._save_checkpoint(trainer.model, trial=None)
-        return str(args.output_dir)
-
     rewarder = Rewarder(
-        lambda *parts: trainer._calculate_rewards(*parts),
-        trainer.reward_funcs,
-        trainer.reward_func_names,
-        trainer.reward_weights.to(trainer.accelerator.device),
+        trainer,
         parallel,
         FailureWatch(option(args, "max_reward_failure_share"), option(args, "reward_failure_steps")),
-        save,
         missing_eos_penalty=option(args, "missing_eos_penalty"),
         normalize=option(args, "normalize_rewards"),
         clip=trainer.reward_clip_range,
@@ -142,19 +132,8 @@ def build_sampler(trainer: "StockTrainer", tags: ThinkTags, parallel: Parallel) 
     args, tokenizer = trainer.args, trainer._tokenizer
     budgets = (option(args, name) for name in ("thinking_budget", "answer_budget", "thinking_close"))
     limits = make_limits(tokenizer, tags, trainer.max_completion_length, *budgets)
-    engine = _build_engine(trainer, limits)
-
-    @contextmanager
-    def weights() -> Iterator[None]:
-        with trainer.accelerator.autocast():
-            if engine is not None and engine.name == "server":  # gets the adapter alone, and samples elsewhere
-                yield
-            else:
-                with parallel.whole_weights(trainer.model_wrapped):
-                    yield
-
     ends = {*trainer.eos_token_ids, tokenizer.pad_token_id}
-    return Sampler(engine, limits, lambda prompts: trainer._generate(prompts), weights, ends)
+    return Sampler(trainer, _build_engine(trainer, limits), limits, parallel, ends)
 
 
 def _build_engine(trainer: "StockTrainer", limits: Limits) -> Engine | None:

@@ -122,6 +122,25 @@ class RolloutBatch:
         """The rows as prompts with their completions."""
         return [Group(self.prompts[part[0]], [self.completions[row] for row in part]) for part in self.by_group(rows)]
 
+    def passes(
+        self, rows: Iterable[int], tokens: Callable[[list[Group]], int], limit: int, whole_groups: bool
+    ) -> list[list[int]]:
+        """The rows of each pass: groups together up to `limit` tokens, and a group that exceeds it row by row.
+
+        Args:
+            tokens: what a pass over some groups computes. limit: below the tokens of any row, each row is a pass.
+            whole_groups: a group is never cut.
+        """
+        found: list[list[int]] = []
+        for part in self.by_group(rows):
+            stays_whole = whole_groups or tokens(self.groups(part)) <= limit
+            for unit in [part] if stays_whole else [[row] for row in part]:
+                if found and tokens(self.groups(found[-1] + unit)) <= limit:
+                    found[-1] = found[-1] + unit
+                else:
+                    found.append(unit)
+        return found
+
     def with_signal(self, rows: list[int]) -> list[int]:
         """Those of the rows that can move the policy: an advantage that is not 0 and a token that is trained."""
         assert self.advantages is not None

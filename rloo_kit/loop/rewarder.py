@@ -4,7 +4,7 @@ Shapes: B completions of this process, A of all processes, F reward functions.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,39 +18,31 @@ from rloo_kit.models.parallel import Parallel
 from rloo_kit.rewarding.values import overflowing
 from rloo_kit.runs.watch import FailureWatch
 
-Calculate = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], torch.Tensor]
-
 
 class Rewarder:
     """Scores completions.
 
     Args:
-        calculate: TRL's `_calculate_rewards`: rows, prompts, texts and ids of this process -> (A, F), NaN for None.
-        reward_funcs: behind their guards. names: as they are logged. weights: (F,).
+        trainer: TRL's, with its reward functions behind guards, their names and weights. Its `_calculate_rewards` calls
+            them, models and async ones too.
+        failures: counts rollouts with failed rewards.
         missing_eos_penalty: subtracted from the score of a truncated completion; None for none.
         normalize: True by the deviation of the rollout, "running" of all so far. clip: (lowest, highest) score or None.
         tells_forced: whether rewards get the column `thinking_forced`.
-        failures: counts rollouts with failed rewards. save: writes a checkpoint, before they stop the run, and returns
-            its folder.
     """
 
     def __init__(
         self,
-        calculate: Calculate,
-        reward_funcs: Sequence[Any],
-        names: Sequence[str],
-        weights: torch.Tensor,
+        trainer: Any,
         parallel: Parallel,
         failures: FailureWatch,
-        save: Callable[[], str],
         *,
         missing_eos_penalty: float | None = None,
         normalize: Any = False,
         clip: Sequence[float] | None = None,
         tells_forced: bool = False,
     ):
-        self.calculate, self.reward_funcs, self.names, self.weights = calculate, reward_funcs, names, weights
-        self.parallel, self.failures, self.save = parallel, failures, save
+        self.trainer, self.parallel, self.failures = trainer, parallel, failures
         self.missing_eos_penalty, self.form, self.clip = missing_eos_penalty, normalize, clip
         self.tells_forced = tells_forced
         self.moments = RunningMoments()  # of `normalize_rewards: running`; part of a checkpoint
@@ -62,16 +54,19 @@ class Rewarder:
         if self.tells_forced:
             rows = [row | {"thinking_forced": span is not None} for row, span in zip(rows, found.forced, strict=True)]
         with _mute("All reward functions returned None"):
-            rewards = self.calculate(rows, found.prompts, found.texts, found.completion_ids)  # (A, F)
-        flags = [guarded.failed for guarded in self.reward_funcs if hasattr(guarded, "failed")]
+            rewards = self.trainer._calculate_rewards(rows, found.prompts, found.texts, found.completion_ids)  # (A, F)
+        flags = [guarded.failed for guarded in self.trainer.reward_funcs if hasattr(guarded, "failed")]
         mine = torch.tensor([any(row) for row in zip(*flags, strict=True)] if flags else [False] * len(rows))
         failed = self.parallel.gather(mine.to(rewards.device)) | rewards.isinf().any(dim=1)  # (A,)
-        self._messages = [text for guarded in self.reward_funcs for text in getattr(guarded, "failures", [])[:1]]
+        self._messages = [
+            text for guarded in self.trainer.reward_funcs for text in getattr(guarded, "failures", [])[:1]
+        ]
         rewards = rewards.masked_fill(failed[:, None], torch.nan)
-        raw_scores = combine_rewards(rewards, self.weights)  # (A,)
+        weights = self.trainer.reward_weights.to(rewards.device)
+        raw_scores = combine_rewards(rewards, weights)  # (A,)
         over = ~raw_scores.isfinite() & ~rewards.isnan().all(dim=1)
         if over.any():
-            self._messages += overflowing(rewards.tolist(), self.weights.tolist(), self.names)[:1]
+            self._messages += overflowing(rewards.tolist(), weights.tolist(), self.trainer.reward_func_names)[:1]
             failed, rewards = failed | over, rewards.masked_fill(over[:, None], torch.nan)
         raw_scores = scores = raw_scores.masked_fill(failed, torch.nan)
         if self.missing_eos_penalty is not None:
@@ -98,10 +93,11 @@ class Rewarder:
             messages = ["a reward model returned infinity, or a reward failed in another process"]
         self.failures.observe(share, messages)
         if self.failures.exceeded:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
             raise RewardError(
                 f"rewards failed for {share:.0%} of the samples, more than max_reward_failure_share = "
                 f"{self.failures.limit:.0%} in {self.failures.patience} generation batches in a row, so training "
-                f"stopped. The state is saved in {self.save()}; fix the reward and resume. A failure: "
+                f"stopped. The state is saved in {self.trainer.args.output_dir}; fix the reward and resume. A failure: "
                 f"{' | '.join(messages)}"
             )
 

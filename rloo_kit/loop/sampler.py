@@ -2,37 +2,28 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from typing import Any
 
 from rloo_kit.errors import DataError
 from rloo_kit.loop.records import Completions
+from rloo_kit.models.parallel import Parallel
 from rloo_kit.rollout.types import Engine, Limits, Rollout
-
-Generate = Callable[[list[Any]], tuple[list[list[int]], list[list[int]], list[Any]]]
 
 
 class Sampler:
     """Completions of prompts.
 
     Args:
+        trainer: TRL's. Its `_generate` renders templates, decodes and counts, and comes back for the ids alone: to
+            `complete`.
         engine: what samples; None where TRL's code does (vLLM). limits: of a completion's length.
-        generate: from prompts, as the data set has them, to prompt ids, completion ids and texts. TRL's, which renders
-            templates, decodes and counts, and comes back for the ids alone: to `complete`.
-        weights: a context in which the engine may read the policy's weights, in the trainer's precision.
-        end_ids: ids that end a completion; one without is truncated.
+        parallel: gathers sharded weights to sample from. end_ids: of a completion; one without is truncated.
     """
 
-    def __init__(
-        self,
-        engine: Engine | None,
-        limits: Limits,
-        generate: Generate,
-        weights: Callable[[], AbstractContextManager[Any]],
-        end_ids: set[int],
-    ):
-        self.engine, self.limits, self.end_ids = engine, limits, end_ids
-        self._generate, self._weights = generate, weights
+    def __init__(self, trainer: Any, engine: Engine | None, limits: Limits, parallel: Parallel, end_ids: set[int]):
+        self.trainer, self.engine, self.limits = trainer, engine, limits
+        self.parallel, self.end_ids = parallel, end_ids
         self._found: Rollout | None = None
         self._lengths: dict[int, float] = {}  # of completions, by their prompt's hash: what is expected the next time
 
@@ -42,7 +33,7 @@ class Sampler:
             raise DataError("the data set has an image column; the kit trains text models only: drop the column")
         prompts = [row["prompt"] for row in rows]
         self._found = None
-        prompt_ids, completion_ids, texts = self._generate(prompts)
+        prompt_ids, completion_ids, texts = self.trainer._generate(prompts)
         return Completions(
             rows=rows,
             prompts=prompts,
@@ -63,7 +54,9 @@ class Sampler:
         keys = [hash(tuple(ids)) for ids in prompt_ids]
         usual = sum(self._lengths.values()) / max(len(self._lengths), 1)
         expected = [self._lengths.get(key, usual) for key in keys] if waits else None
-        with self._weights():
+        is_here = self.engine.name != "server"  # which gets the adapter alone, and samples elsewhere
+        weights = self.parallel.whole_weights(self.trainer.model_wrapped) if is_here else nullcontext()
+        with weights, self.parallel.accelerator.autocast():
             self._found = self.engine.sample(prompt_ids, self.limits, expected)
         for key, ids in zip(keys, self._found.completion_ids, strict=True):
             self._lengths[key] = (self._lengths.get(key, len(ids)) + len(ids)) / 2

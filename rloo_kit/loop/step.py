@@ -20,7 +20,6 @@ import torch
 
 from rloo_kit.gradient.advantages import AdvantageSettings, make_advantages
 from rloo_kit.gradient.objective import Objective, all_finite, policy_loss, spread
-from rloo_kit.gradient.passes import cut_passes
 from rloo_kit.gradient.policy_scorer import PolicyScorer
 from rloo_kit.gradient.sampler_correction import correction_weights
 from rloo_kit.loop.metrics import Recorder
@@ -28,7 +27,7 @@ from rloo_kit.loop.records import Completions, Judged, RolloutBatch, StepStats, 
 from rloo_kit.loop.resample import PromptReservoir, find_tied_groups, replace_tied_groups
 from rloo_kit.loop.rewarder import Rewarder
 from rloo_kit.loop.sampler import Sampler
-from rloo_kit.models.parallel import Parallel, local_tensor
+from rloo_kit.models.parallel import Parallel, local_parts
 from rloo_kit.runs.watch import FiniteWatch
 
 Backward = Callable[[torch.Tensor], None]
@@ -175,8 +174,7 @@ class RLOOStep:
             return
         batch.old_logps, batch.kl = batch.zeros(), batch.zeros()
         with torch.no_grad():
-            passes = self.cut(batch, range(len(batch)), whole_groups=False)
-            for rows in passes + passes[-1:] * (self.parallel.equalize(len(passes)) - len(passes)):
+            for rows in self._cut_together(batch, range(len(batch))):
                 groups = batch.groups(rows)
                 logps = self.scorer.score(model, groups, need_entropy=False).logps
                 put(batch.old_logps, rows, logps)
@@ -229,9 +227,12 @@ class RLOOStep:
     def cut(self, batch: RolloutBatch, rows: Iterable[int], whole_groups: bool) -> list[list[int]]:
         """The rows of each pass: up to `tokens_per_pass` tokens, one sequence with `memory: low`."""
         limit = 0 if self.settings.memory == "low" else self.settings.tokens_per_pass
-        return cut_passes(
-            batch.by_group(rows), lambda some: self.scorer.tokens(batch.groups(some)), limit, whole_groups
-        )
+        return batch.passes(rows, self.scorer.tokens, limit, whole_groups)
+
+    def _cut_together(self, batch: RolloutBatch, rows: Iterable[int]) -> list[list[int]]:
+        """Passes without a gradient; where weights are sharded, the last one is repeated until all have as many."""
+        passes = self.cut(batch, rows, whole_groups=False)
+        return passes + passes[-1:] * (self.parallel.equalize(len(passes)) - len(passes))
 
     def _pass(self, model: torch.nn.Module, batch: RolloutBatch, rows: list[int], stats: StepStats) -> torch.Tensor:
         """The loss of some rows from one scoring pass with its graph; advantages that are open are made on the way."""
@@ -294,7 +295,7 @@ class RLOOStep:
         if batch.advantages is None or batch.advantages.has_signal:
             return  # other rows of the rollout have some
         with torch.no_grad():
-            for rows in self.cut(batch, stats.rows, whole_groups=False):
+            for rows in self._cut_together(batch, stats.rows):
                 lengths = [len(batch.mask[row]) for row in rows]
                 scores = self.scorer.score(model, batch.groups(rows))
                 stats.add_entropy(rows, lengths, pick(batch.mask, rows), scores)
@@ -309,7 +310,7 @@ class RLOOStep:
         Args:
             parameters: those that are trained. number: of the optimizer step, from 1.
         """
-        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        gradients = local_parts([parameter.grad for parameter in parameters if parameter.grad is not None])
         scales_itself = self.parallel.accelerator.scaler is not None  # float16: skips steps of its own, and goes on
         if gradients and not scales_itself and not all_finite(*torch._foreach_norm(gradients)):
             self.broken = self.broken or "the gradient"

@@ -118,9 +118,9 @@ class Parallel:
                 yield model
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a sharded tensor that this process holds; any other tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+def local_parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What this process holds of each tensor: a part of a sharded one, any other as it is."""
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
 def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

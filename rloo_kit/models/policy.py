@@ -5,7 +5,7 @@ A backend is a module with three functions: `load`, `inference_mode` and `config
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -72,7 +72,7 @@ class Policy:
 
     def inference_mode(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients, for generation; the mode before it is back afterwards."""
-        return inference_mode(self.backend, self.model)
+        return inference_mode_of(self.backend)(self.model)
 
     def describe(self) -> str:
         """One line: model, size, what is trained, where it lies, which backend and why."""
@@ -118,9 +118,9 @@ def load_policy(run: RunConfig) -> Policy:
     )
 
 
-def inference_mode(backend: str, model: Any) -> AbstractContextManager[None]:
-    """Evaluation mode of a model that `backend` loaded, without gradients; the mode before it is back afterwards."""
-    return _module(backend).inference_mode(model)
+def inference_mode_of(backend: str) -> Callable[[Any], AbstractContextManager[None]]:
+    """What takes a model that `backend` loaded into evaluation mode, without gradients, and back afterwards."""
+    return _module(backend).inference_mode
 
 
 def save_adapter(policy: Policy, folder: str | Path) -> Path:

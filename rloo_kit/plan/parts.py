@@ -11,7 +11,7 @@ from rloo_kit.plan.shapes import ModelShape
 from rloo_kit.system.gpu import GIB
 
 # A tile of logits, on a GPU and on the CPU: `gradient.logprobs`, which imports torch, has the same (a test compares).
-TILE_TOKENS, TILE_VOCABULARY = (1024, 512), (8192, 2048)
+TILE_TOKENS, TILE_VOCABULARY = (1024, 512), (8192, 1024)
 CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries
 PROCESS_GIB = 0.7  # without a GPU: Python with torch, transformers and trl
 BLOCK, NESTED_BLOCK = 64, 256  # weights to an absmax of 8 bit, and of those to an absmax of 32 bit (bitsandbytes)

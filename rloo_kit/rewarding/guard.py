@@ -5,7 +5,7 @@ After a failed batch each sample is scored alone. The worker process imports thi
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from rloo_kit.rewarding.signature import (
     read_signature,
     takes_two,
 )
-from rloo_kit.rewarding.values import EXCERPT, read_number, read_result
+from rloo_kit.rewarding.values import EXCERPT, read_numbers, read_result
 from rloo_kit.rewards.text import as_text
 
 
@@ -164,6 +164,8 @@ class GuardedReward:
         self.weight: float = getattr(reward, "weight", 1.0)
         self.failed: list[bool] = []
         self.failures: list[str] = []
+        self._passed: Collection[str] = ()  # names of the last call, and those of them that the reward accepts
+        self._accepted: Collection[str] = ()
 
     def __repr__(self) -> str:
         return f"guard({self.reward!r})"
@@ -177,10 +179,12 @@ class GuardedReward:
 
     def _arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
         """What the reward is called with; its columns may not have been known when it was built."""
-        problem = find_problem(self.signature, batch)
-        if problem is not None:
-            raise WholeBatchError(problem)
-        return self.signature.select(batch)
+        if batch.keys() != self._passed:
+            problem = find_problem(self.signature, batch)
+            if problem is not None:
+                raise WholeBatchError(problem)
+            self._passed, self._accepted = batch.keys(), self.signature.select(batch).keys()
+        return {name: value for name, value in batch.items() if name in self._accepted}
 
     def _attempt(self, batch: dict[str, Any]) -> Any:
         try:
@@ -206,8 +210,8 @@ class GuardedReward:
     def _settle(self, values: list[Any], problems: list[str | None], batch: dict[str, Any]) -> list[float | None]:
         rewards: list[float | None] = []
         self.failed, self.failures = [], []
-        for index, (value, problem) in enumerate(zip(values, problems, strict=True)):
-            number, problem = (None, problem) if problem else read_number(value)
+        for index, (found, known) in enumerate(zip(read_numbers(values), problems, strict=True)):
+            number, problem = (None, known) if known else found
             rewards.append(number)
             self.failed.append(problem is not None)
             if problem is not None:

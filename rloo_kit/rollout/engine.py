@@ -14,7 +14,7 @@ import torch
 
 from rloo_kit.config.schema import CACHES, ENGINES
 from rloo_kit.errors import BackendError, ConfigError, DataError
-from rloo_kit.models.policy import Policy, inference_mode
+from rloo_kit.models.policy import Policy, inference_mode_of
 from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.native import NativeEngine
 from rloo_kit.rollout.thinking_budget import close_ids_for
@@ -173,7 +173,7 @@ def build_engine(
     check_cache(cache, name, backend, on_cuda=model.device.type == "cuda")
     if cache != "plain":
         reason = f"{reason}; its cache is {cache} (rollout.cache)"
-    mode = partial(inference_mode, backend, model)
+    mode = partial(inference_mode_of(backend), model)
     if name == "native":
         return NativeEngine(model, mode, reason, temperature, end_ids, rows, say, cache)
     if name == "generate":

@@ -20,7 +20,7 @@ import torch
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout.decoders import FusedDecoder, ModuleDecoder, NotPlainError
 from rloo_kit.rollout.kv_cache import SlotCache, make_cache
-from rloo_kit.rollout.thinking_budget import CompletionState, collect_rollout
+from rloo_kit.rollout.thinking_budget import CompletionState, begin_completions, collect_rollout, take_tokens
 from rloo_kit.rollout.types import Limits, Progress, Rollout
 from rloo_kit.system.memory import is_out_of_memory
 
@@ -83,7 +83,7 @@ class NativeEngine:
         on_progress: Progress | None = None,
     ) -> Rollout:
         """See `types.Engine`."""
-        states = [CompletionState(limits, self._end_ids) for _ in prompt_ids]
+        states = begin_completions(limits, self._end_ids, len(prompt_ids))
         rows = [_Row(number, prompt_ids[number], state) for number, state in enumerate(states) if not state.finished]
         if expected_lengths is not None:
             rows.sort(key=lambda row: -expected_lengths[row.number])  # stable: siblings stay neighbours
@@ -152,11 +152,7 @@ class NativeEngine:
                 "the model's logits hold a NaN or an infinity: its weights are broken (a learning rate too high?); "
                 "resume from an earlier checkpoint with a lower rloo.learning_rate"
             )
-        ended = False
-        for row, token, logp in zip(live, new, scores, strict=True):
-            row.state.take(int(token), logp)
-            ended = ended or row.state.finished
-        return ended
+        return take_tokens([row.state for row in live], new, scores)
 
     def _halve(self, tried: int, left: int) -> None:
         self.rows = max(1, tried // 2)

@@ -153,6 +153,18 @@ class CompletionState:
             self._answer_ends = len(self.ids) + self._limits.answer_limit
 
 
+def begin_completions(limits: Limits, end_ids: Collection[int], count: int) -> list[CompletionState]:
+    """So many completions without a token."""
+    return [CompletionState(limits, end_ids) for _ in range(count)]
+
+
+def take_tokens(states: Sequence[CompletionState], tokens: Sequence[float], logps: Sequence[float]) -> bool:
+    """One token for each completion, with its log-probability; whether any of them has ended with it."""
+    for state, token, logp in zip(states, tokens, logps, strict=True):
+        state.take(int(token), logp)
+    return any(state.finished for state in states)
+
+
 def collect_rollout(states: Sequence[CompletionState], temperature: float) -> Rollout:
     """The finished completions as an engine returns them, without log-probabilities at temperature 0."""
     logps = None if temperature == 0 else [state.logps for state in states]

@@ -100,7 +100,7 @@ def test_entropy_is_made_only_on_demand(small_tiles):
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_never_holds_tokens_times_vocabulary(trained, monkeypatch):
-    """3,000 tokens of Qwen3's 151936 rows would be 1.8 GB of logits in one piece; a tile is 4 MiB."""
+    """3,000 tokens of Qwen3's 151936 rows would be 1.8 GB of logits in one piece; a tile is 2 MiB."""
     largest, calls = 0, 0
     plain = logprobs._tile_logits
 
@@ -114,8 +114,8 @@ def test_never_holds_tokens_times_vocabulary(trained, monkeypatch):
     hidden, weight = torch.randn(100, 2, requires_grad=True), torch.randn(151936, 2, requires_grad=trained)
     logps, _ = logprobs.score_tokens(hidden, weight, None, torch.randint(0, 151936, (100,)), 1.0)
     logps.sum().backward()
-    assert 0 < largest <= 2**20
-    assert calls == 75 * (2 if trained else 1)  # a frozen head is passed through once, forward and backward together
+    assert 0 < largest <= 2**19
+    assert calls == 149 * (2 if trained else 1)  # a frozen head is passed through once, forward and backward together
     assert hidden.grad.abs().sum() > 0
 
 
