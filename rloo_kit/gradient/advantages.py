@@ -56,11 +56,6 @@ class Advantages:
         parts = self.trained.split(list(self.lengths))
         return torch.cat([parts[row] for row in rows])
 
-    @property
-    def has_signal(self) -> bool:
-        """Whether any completion's is not 0, in any process; all of them get the same answer."""
-        return bool((self.per_row != 0).any())
-
 
 def _alone(values: torch.Tensor) -> torch.Tensor:
     return values

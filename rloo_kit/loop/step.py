@@ -292,8 +292,6 @@ class RLOOStep:
 
     def _observe(self, model: torch.nn.Module, batch: RolloutBatch, stats: StepStats) -> None:
         """The entropy of a step without any learning signal: it says whether the policy has collapsed."""
-        if batch.advantages is None or batch.advantages.has_signal:
-            return  # other rows of the rollout have some
         with torch.no_grad():
             for rows in self._cut_together(batch, stats.rows):
                 lengths = [len(batch.mask[row]) for row in rows]

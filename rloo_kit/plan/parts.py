@@ -33,7 +33,6 @@ class Load:
         fused: Unsloth's kernels, which save less, and its packing, which repeats the prompt for each completion.
         tokens_per_pass: tokens that a training pass may hold; it holds one row at least, or one group (whole_groups).
         reference: what beta needs besides the policy: "none", "adapter" (a frozen copy) or "model".
-        streams: `memory: low` with a KL penalty, which keeps two more buffers of the size of the gradients.
         completions: of one rollout in this process. cache: of the rollout: "plain", "int8" or "offloaded"; or
             "elsewhere", on a server's GPUs.
     """
@@ -50,7 +49,6 @@ class Load:
     tokens_per_pass: int
     whole_groups: bool
     reference: str
-    streams: bool
     prompt_tokens: int
     completion_tokens: int
     num_generations: int
@@ -139,7 +137,7 @@ def optimizer_bytes(load: Load) -> int:
 
 def gradient_bytes(load: Load) -> int:
     """Gradients in float32, and the sums that streaming keeps with them."""
-    return FLOAT * trained_weights(load) * (3 if load.streams else 1)
+    return FLOAT * trained_weights(load)
 
 
 def reference_bytes(load: Load) -> int:

@@ -99,7 +99,6 @@ def read_load(run: RunConfig, machine: Machine, config: Mapping[str, Any] | None
         tokens_per_pass=1 if rloo.memory == "low" else rloo.tokens_per_pass or TOKENS_PER_PASS[not machine.on_cuda],
         whole_groups=rloo.memory == "fast" and rloo.beta > 0,
         reference=reference,
-        streams=rloo.memory == "low" and rloo.beta > 0,
         prompt_tokens=run.data.max_prompt_length,
         completion_tokens=_completion_tokens(run),
         num_generations=rloo.num_generations,
@@ -241,7 +240,7 @@ def _candidates(run: RunConfig, load: Load, limit: float) -> Iterator[tuple[str,
     if run.rollout.rows is not None:
         yield "rollout.rows", 1, load
     if run.rloo.memory != "low":
-        load = replace(load, tokens_per_pass=1, whole_groups=False, streams=run.rloo.beta > 0)
+        load = replace(load, tokens_per_pass=1, whole_groups=False)
         yield "rloo.memory", "low", load
     if load.checkpointing == "off" or (load.checkpointing == "on" and load.fused):
         load = replace(load, checkpointing="offloaded" if load.fused else "on")
@@ -304,8 +303,7 @@ def _list_parts(load: Load, rows: int) -> Iterator[Part]:
     trained = parts.trained_weights(load)
     if load.lora_rank is not None:
         yield both("adapter", _own_bytes(load), f"{trained / 1e6:,.4g} M in float32, r = {load.lora_rank}")
-    streamed = ", and two sums (memory: low, beta > 0)" if load.streams else ""
-    yield both("gradients", parts.gradient_bytes(load), f"float32{streamed}")
+    yield both("gradients", parts.gradient_bytes(load), "float32")
     yield both("optimizer", parts.optimizer_bytes(load), load.optim)
     if load.reference != "none":
         yield both("reference", parts.reference_bytes(load), f"a copy of the {load.reference}")

@@ -96,7 +96,8 @@ def off(found, expected):
     + [(tied, "leave_one_out", "sum"), (by_length, "none", "per_token")],
 )
 def test_memory_modes_make_one_gradient(form, baseline, reward, step):
-    """`low` takes the advantage apart (own KL and siblings' KL); a slip there trains something else at long lengths."""
+    """What is scored first, and how many rows at once, is a matter of memory; the small GPUs that need `low` cannot run
+    the other modes to compare."""
     options = {"kl_form": form, "baseline": baseline, "tokens_per_pass": 40}
     expected, trainer = step(reward, memory="balanced", **options)
     rows = trainer.state.log_history[0]

@@ -18,11 +18,10 @@ ROW = {"frac_score_zero_std": 0.0, "reward_std": 0.4, "grad_norm": 0.3, "complet
 
 def test_penalties_of_whole_completions():
     """Paid token by token a completion is charged its sum; comparing the first token's share would flatter it."""
-    kl = torch.tensor([[0.1, 0.3, 5.0], [0.2, 7.0, 7.0]])
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    assert kl_charge(kl, mask, "sum").tolist() == pytest.approx([0.4, 0.2])
-    assert kl_charge(kl, mask, "per_token").tolist() == pytest.approx([0.4, 0.2])
-    assert kl_charge(kl, mask, "length_normalized").tolist() == pytest.approx([0.2, 0.2])
+    kl, mask = torch.tensor([0.1, 0.3, 5.0, 0.2]), torch.tensor([1, 1, 0, 1])
+    assert kl_charge(kl, mask, [3, 1], "sum").tolist() == pytest.approx([0.4, 0.2])
+    assert kl_charge(kl, mask, [3, 1], "per_token").tolist() == pytest.approx([0.4, 0.2])
+    assert kl_charge(kl, mask, [3, 1], "length_normalized").tolist() == pytest.approx([0.2, 0.2])
 
 
 def test_share_of_the_reward():

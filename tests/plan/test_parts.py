@@ -21,7 +21,7 @@ def load_of(shape: ModelShape, **changes: Any) -> Load:
     given = Load(
         shape=shape, four_bit=True, weight_bytes=2, compute_bytes=2, lora_rank=16, lora_targets=tuple(PROJECTIONS),
         optim="adamw_8bit", checkpointing="offloaded", fused=True, tokens_per_pass=1, whole_groups=False,
-        reference="none", streams=False, prompt_tokens=0, completion_tokens=4096, num_generations=8, completions=8,
+        reference="none", prompt_tokens=0, completion_tokens=4096, num_generations=8, completions=8,
         on_cuda=True,
     )  # fmt: skip
     return replace(given, **changes)
@@ -261,7 +261,6 @@ def test_each_setting_moves_its_part() -> None:
     assert replace(load, tokens_per_pass=10**9).pass_tokens == 8 * 4608
     sizes = [parts.activation_bytes(replace(load, checkpointing=kind)) for kind in ("offloaded", "on", "off")]
     assert sizes == sorted(sizes) and sizes[2] > 5 * sizes[1]
-    assert parts.gradient_bytes(replace(load, streams=True)) == 3 * parts.gradient_bytes(load)
     assert parts.optimizer_bytes(replace(load, optim="sgd")) == 0
     assert parts.optimizer_bytes(replace(load, optim="adafactor")) < parts.optimizer_bytes(load)
     assert parts.work_bytes(replace(load, four_bit=False)) == 0 < parts.work_bytes(load)
