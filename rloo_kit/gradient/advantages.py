@@ -23,7 +23,7 @@ class AdvantageSettings:
     beta: float = 0.0
     kl_form: str = "sum"
     baseline: str = "leave_one_out"
-    normalize: bool = False
+    normalize_advantages: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("kl_form", KL_FORMS), ("baseline", BASELINES)):
@@ -94,12 +94,12 @@ def make_advantages(
     else:
         per_row = torch.full_like(compared, torch.nan)
     if not by_token:
-        per_row = zero_unscored(standardize(per_row, eps=1e-4) if settings.normalize else per_row)
+        per_row = zero_unscored(standardize(per_row, eps=1e-4) if settings.normalize_advantages else per_row)
         return Advantages(rewards, per_row, per_row[mine], lengths, per_token=False)
     assert kl is not None
     tokens = spread(per_row[mine], lengths) - settings.beta * kl_to_go(kl, mask, lengths)  # (N,)
     tokens = tokens.masked_fill(~mask.bool(), torch.nan)
-    if settings.normalize:  # the task's part alone would leave the penalty's scale as it is
+    if settings.normalize_advantages:  # the task's part alone would leave the penalty's scale as it is
         moments = merge_moments(gather(find_moments(tokens)[None].to(tokens.device)).cpu())
         tokens = normalize_by(tokens, moments, eps=1e-4)
     trained = zero_unscored(tokens)

@@ -1,7 +1,8 @@
 """The parts of a trainer's step, chosen from its arguments, its model and its backend when it is built."""
 
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.utils import is_peft_model
@@ -27,6 +28,8 @@ from rloo_kit.rollout.thinking_budget import make_limits
 from rloo_kit.rollout.types import Engine, Limits
 from rloo_kit.runs.watch import FailureWatch, FiniteWatch
 from rloo_kit.think_tags import ThinkTags
+
+Settings = TypeVar("Settings")
 
 if TYPE_CHECKING:
     from trl import RLOOTrainer as StockTrainer
@@ -89,29 +92,25 @@ def choose_settings(trainer: "StockTrainer", parallel: Parallel) -> StepSettings
     args = trainer.args
     on_policy = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
     is_cpu = trainer.accelerator.device.type == "cpu"
-    advantage = AdvantageSettings(
-        beta=trainer.beta,
-        kl_form=option(args, "kl_form"),
-        baseline=option(args, "baseline"),
-        normalize=trainer.normalize_advantages,
-    )
-    form = choose_ratio_form(option(args, "ratio_form"), advantage.kl_form)
-    return StepSettings(
-        num_generations=trainer.num_generations,
+    advantage = _read(AdvantageSettings, args)
+    ratio_form = choose_ratio_form(option(args, "ratio_form"), advantage.kl_form)
+    bounds = {"epsilon_low": trainer.epsilon_low, "epsilon_high": trainer.epsilon_high}
+    return _read(
+        StepSettings,
+        args,
         num_generations_eval=trainer.num_generations_eval,
         on_policy=on_policy,
         scores_first=_why_scores_first(trainer, on_policy),
         advantage=advantage,
-        objective=Objective(trainer.epsilon_low, trainer.epsilon_high, option(args, "delta"), form),
-        memory=option(args, "memory"),
+        objective=_read(Objective, args, ratio_form=ratio_form, **bounds),
         tokens_per_pass=option(args, "tokens_per_pass") or TOKENS_PER_PASS[is_cpu],
-        resample_rounds=option(args, "resample_rounds"),
-        mask_truncated=trainer.mask_truncated_completions,
-        baseline_includes_masked=option(args, "baseline_includes_masked"),
-        sampler_correction=option(args, "sampler_correction"),
-        sampler_correction_floor=option(args, "sampler_correction_floor"),
-        sampler_correction_cap=option(args, "sampler_correction_cap"),
     )
+
+
+def _read(settings: type[Settings], args: Any, **chosen: Any) -> Settings:
+    """A dataclass of options, each read from the arguments under its field's name, but those that are `chosen`."""
+    names = [one.name for one in fields(settings) if one.name not in chosen]  # type: ignore[arg-type]
+    return settings(**{name: option(args, name) for name in names}, **chosen)
 
 
 def _why_scores_first(trainer: "StockTrainer", on_policy: bool) -> str | None:

@@ -35,7 +35,7 @@ Backward = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The keys of `RLOOConfig` that the step reads.
+    """The options that the step reads, under their names in `RLOOConfig`, and what follows from them.
 
     Attributes:
         num_generations, num_generations_eval: K, in training and in evaluation.
@@ -52,7 +52,7 @@ class StepSettings:
     memory: str
     tokens_per_pass: int
     resample_rounds: int
-    mask_truncated: bool
+    mask_truncated_completions: bool
     baseline_includes_masked: bool
     sampler_correction: str
     sampler_correction_floor: float
@@ -144,7 +144,7 @@ class RLOOStep:
             return list(flat.to(device).split([len(row) for row in rows]))
 
         masks = [
-            [not (cut and self.settings.mask_truncated)] * len(ids)
+            [not (cut and self.settings.mask_truncated_completions)] * len(ids)
             for cut, ids in zip(found.truncated, found.completion_ids, strict=True)
         ]
         for mask, span in zip(masks, found.forced, strict=True):
