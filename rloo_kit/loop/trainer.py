@@ -6,7 +6,6 @@ Here is what TRL calls; what a step does is in `step`, and what it is made of is
 Shapes: B completions of this process, P prompt, C completion tokens.
 """
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 import trl
 from accelerate.utils import is_peft_model
-from transformers import TrainerCallback
 from trl.trainer.utils import pad
 
 from rloo_kit.errors import ConfigError
@@ -22,7 +20,7 @@ from rloo_kit.gradient.advantages import RunningMoments
 from rloo_kit.gradient.packing import Group
 from rloo_kit.loop.arguments import FURTHER_ARGUMENTS, prepare_arguments
 from rloo_kit.loop.build import build_step, describe, drop_redundant_reference
-from rloo_kit.loop.callbacks import use_text_progress
+from rloo_kit.loop.callbacks import LoopCallback, use_text_progress
 from rloo_kit.loop.options import refuse_sampling_filters
 from rloo_kit.loop.records import RolloutBatch
 from rloo_kit.loop.sampler import check_prompts
@@ -94,7 +92,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         self._order: list[int] = []  # in which its rows are taken
         self._due: list[int] = []  # rows whose gradient this step still has to make
         self._drawn: Any = None  # the sampler of the training prompts
-        self.add_callback(_LoopCallback(self))
+        self.add_callback(LoopCallback(self))
         use_text_progress(self)
         if self.accelerator.is_main_process:
             print(self.describe(), flush=True)
@@ -270,31 +268,3 @@ class RLOOTrainer(trl.RLOOTrainer):
         """TRL's; whoever ends the process waits for it (`rloo_kit.runs.files`)."""
         with saving(output_dir or self.args.output_dir):
             super().save_model(output_dir, _internal_call)
-
-
-class _LoopCallback(TrainerCallback):
-    """What the loop does at points of transformers' training loop: TRL restarts its micro-steps and its sampler's order
-    in every process, so a resumed run restores both and drops what the interrupted process left over."""
-
-    def __init__(self, trainer: RLOOTrainer):
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_more: Any) -> None:
-        self.trainer._forget_window()
-        accumulation, steps = args.gradient_accumulation_steps, state.global_step
-        pass_length = 0 if train_dataloader is None else len(train_dataloader)  # micro-steps; a stream has none
-        steps_a_pass = max(math.ceil(pass_length / accumulation), 1)  # the last one may be of fewer micro-steps
-        passes, rest = divmod(steps, steps_a_pass) if pass_length else (0, steps)
-        self.trainer._step = passes * pass_length + rest * accumulation
-        sampler = self.trainer._drawn
-        if sampler is not None and sampler.shuffle:
-            for _ in range(int(state.epoch or 0)):  # passes that are over
-                torch.randperm(sampler.num_samples, generator=sampler.generator)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        self.trainer._close_step()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        close = getattr(self.trainer.rloo.sampler.engine, "close", None)
-        if close is not None:  # a server gives the adapter up
-            close()

@@ -60,10 +60,6 @@ def test_chat_template_kwargs_reach_the_prompt(thinks, trl_train, tiny_tokenizer
     assert ends == {"" if thinks else "</think>"}
 
 
-ITERABLE = "on_train_begin calls len() of the loader, which raises TypeError for a data set without a length"
-
-
-@pytest.mark.xfail(raises=TypeError, strict=True, reason=ITERABLE)
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_accumulation_steps": 2, "num_iterations": 2}], ids=["plain", "reused"]
 )
