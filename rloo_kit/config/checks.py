@@ -24,9 +24,29 @@ _OTHER_FILTERS: dict[str, tuple[Any, ...]] = {
     "bad_words_ids bad_words suppress_tokens begin_suppress_tokens": (None, []),
     "sequence_bias logit_bias": (None, {}),
     "do_sample": (True, None),
-    "num_beams": (1, None),
+    "num_beams num_beam_groups": (1, None),
+    "remove_invalid_values": (False, None),
+    "forced_bos_token_id forced_eos_token_id prefix_allowed_tokens_fn constraints force_words_ids": (None,),
+    "allowed_token_ids structured_outputs": (None,),
+    "logits_processors": (None, []),
 }
 HIDDEN_FILTERS = SAMPLING_FILTERS | {name: _OTHER_FILTERS[names] for names in _OTHER_FILTERS for name in names.split()}
+# Arguments of `generate` that change neither what is sampled nor where it ends, as the kit samples.
+_HARMLESS = frozenset({
+    "use_cache", "disable_compile", "compile_config", "low_memory", "return_dict_in_generate", "output_scores",
+    "output_logits", "output_attentions", "output_hidden_states", "pad_token_id", "bos_token_id",
+    "renormalize_logits", "length_penalty", "early_stopping",
+})  # fmt: skip
+# What to set in place of an argument that is not followed.
+_INSTEAD = {
+    "max_new_tokens max_tokens": "Set max_completion_length={value} instead",
+    "max_length": "Set max_completion_length instead, which does not count the prompt",
+    "num_return_sequences n": "Set num_generations={value} instead",
+    "seed": "Set seed={value} instead",
+    "eos_token_id stop stop_strings stop_token_ids": "Set tokenizer.eos_token instead, where completions end",
+    "cache_implementation": "Set rollout_cache instead",
+}
+_ADVICE = {name: _INSTEAD[names] for names in _INSTEAD for name in names.split()}
 # Tokens that close a thought in Qwen3's vocabulary: the tag; or the sentence of its report, the tag, a blank line.
 CLOSE_TOKENS = {"tag": 1, "sentence": 24}
 
@@ -95,19 +115,44 @@ def find_sampling_problems(values: Mapping[str, Any], prefix: str = "") -> list[
         for name, neutral in SAMPLING_FILTERS.items()
         if name in values and values[name] not in neutral
     ]
+    return [*problems, *_find_hidden_problems(values, prefix)]
+
+
+def _find_hidden_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
+    """Keys of `generation_kwargs` that filter the distribution, and those that would be dropped without a word."""
     hidden = values.get("generation_kwargs")
+    problems = []
     for name, value in hidden.items() if isinstance(hidden, Mapping) else ():
-        if name in HIDDEN_FILTERS and value not in HIDDEN_FILTERS[name]:
-            problems.append(
-                f"{prefix}generation_kwargs has {name}={value}: {_WHY_REFUSED}. Remove it; {prefix}temperature is "
-                "scored too and may be set"
-            )
-        if name == "temperature" and value != values.get("temperature", 1.0):
-            problems.append(
-                f"{prefix}generation_kwargs has temperature={value}, but {prefix}temperature, which is scored, is "
-                f"{values.get('temperature', 1.0)}; set {prefix}temperature={value} instead"
-            )
+        found = f"{prefix}generation_kwargs has {name}={value}"
+        if name == "temperature":
+            if value not in (None, values.get("temperature", 1.0)):
+                problems.append(
+                    f"{found}, but {prefix}temperature, which is scored, is {values.get('temperature', 1.0)}; set "
+                    f"{prefix}temperature={value} instead"
+                )
+        elif name in HIDDEN_FILTERS:
+            if value not in HIDDEN_FILTERS[name]:
+                problems.append(f"{found}: {_WHY_REFUSED}. Remove it; {prefix}temperature is scored too and may be set")
+        elif not _is_followed(name, value, values):
+            advice = _ADVICE.get(name, "Remove it").format(value=value)
+            problems.append(f"{found}, which the sampling does not follow. {advice}")
     return problems
+
+
+def _is_followed(name: str, value: Any, values: Mapping[str, Any]) -> bool:
+    """Whether an argument of `generate` that filters nothing is followed, or says what holds anyway."""
+    if value is None or name in _HARMLESS:
+        return True
+    if name in ("n", "num_return_sequences"):  # more would not fit: a prompt is repeated for each of its completions
+        return bool(value == 1)
+    if name == "seed":  # vLLM's is one of each request: all completions of a group would be the same
+        return False
+    if name in ("max_new_tokens", "max_tokens") and value == values.get("max_completion_length"):
+        return True
+    # The kit's engines read none of them. TRL hands all of them to vLLM, on top of its own, where those of transformers
+    # have other names: vLLM in the same process raises for them, a server may not.
+    with_vllm = values.get("use_vllm") or values.get("rollout_engine") == "vllm"
+    return bool(with_vllm) and (name not in _ADVICE or name in ("max_tokens", "stop", "stop_token_ids"))
 
 
 def find_loop_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]:

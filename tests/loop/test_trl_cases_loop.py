@@ -138,10 +138,6 @@ def test_neutral_generation_kwargs_are_taken(trl_train):
     assert trl_train(generation_kwargs={"do_sample": True, "use_cache": True, "top_p": 1.0}).kept == set()
 
 
-IGNORED = "the kit's engines do not read generation_kwargs: what is no filter is dropped without a word"
-
-
-@pytest.mark.xfail(strict=True, reason=IGNORED)
 @pytest.mark.parametrize(
     "given", [{"max_new_tokens": 3}, {"eos_token_id": list(range(256))}], ids=lambda given: next(iter(given))
 )
