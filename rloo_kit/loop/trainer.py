@@ -15,6 +15,7 @@ import trl
 from accelerate.utils import is_peft_model
 from trl.trainer.utils import pad
 
+from rloo_kit.config.batches import check_eval_batch, check_prompt_count
 from rloo_kit.errors import ConfigError
 from rloo_kit.gradient.advantages import RunningMoments
 from rloo_kit.gradient.packing import Group
@@ -224,11 +225,27 @@ class RLOOTrainer(trl.RLOOTrainer):
         entropies = empty.masked_scatter(scored, scores.entropies) if compute_entropy else None
         return empty.masked_scatter(scored, scores.logps), entropies, None
 
-    # ------------------------------------------------------------------------------------------------ checkpoints
+    # ------------------------------------------------------------------------------------------------ the data sets
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """TRL's; it looks at the batch only where evaluations are part of training."""
+        check_eval_batch(self.args.per_device_eval_batch_size, self.num_generations_eval)
+        return super().get_eval_dataloader(eval_dataset)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
+        args = self.args
+        by_step = args.steps_per_generation == args.gradient_accumulation_steps
+        check_prompt_count(
+            len(self.train_dataset if dataset is None else dataset),
+            args.per_device_train_batch_size,
+            args.steps_per_generation,
+            self.num_generations,
+            "gradient_accumulation_steps" if by_step else "steps_per_generation",
+        )
         self._drawn = super()._get_train_sampler(dataset)
         return self._drawn
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the adapter and its reference as they were.
