@@ -20,13 +20,13 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.gradient.advantages import RunningMoments
 from rloo_kit.gradient.packing import Group
 from rloo_kit.loop.arguments import FURTHER_ARGUMENTS, prepare_arguments
-from rloo_kit.loop.build import build_step, describe, drop_redundant_reference
+from rloo_kit.loop.build import build_step, describe, settle_reference
 from rloo_kit.loop.callbacks import LoopCallback, use_text_progress
 from rloo_kit.loop.options import refuse_sampling_filters
 from rloo_kit.loop.records import RolloutBatch
 from rloo_kit.loop.sampler import check_prompts
 from rloo_kit.loop.step import RLOOStep
-from rloo_kit.models.adapters import restore_precision, trainable_tensors
+from rloo_kit.models.adapters import keep_base, restore_precision, trainable_tensors
 from rloo_kit.models.policy import keep_settings
 from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.rewarding.guard import log_names
@@ -78,7 +78,10 @@ class RLOOTrainer(trl.RLOOTrainer):
         named |= dict(zip(FURTHER_ARGUMENTS[: len(more)], more, strict=True))
         arguments = prepare_arguments({name: value for name, value in named.items() if value is not None} | keywords)
         masters = trainable_tensors(arguments.get("model"))
-        with keep_settings(arguments.get("args"), arguments.get("processing_class")):
+        with (
+            keep_settings(arguments.get("args"), arguments.get("processing_class")),
+            keep_base(arguments.get("model")),
+        ):
             super().__init__(**arguments)
         if self.aux_loss_enabled:
             raise ConfigError("mixture-of-experts auxiliary losses are not scored here: set router_aux_loss_coef=0.0")
@@ -86,7 +89,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         restore_precision(self.model, masters)
         keep_4bit_weights(self.model)
         self.reward_func_names: list[str] = log_names(self.reward_func_names, self.reward_funcs)
-        drop_redundant_reference(self)
+        settle_reference(self)
         self.think_tags = bind_think_tags(self._tokenizer)
         self.rloo = build_step(self, self.think_tags)
         self._window: RolloutBatch | None = None  # the rollout in use
