@@ -81,7 +81,7 @@ def is_identity(model: torch.nn.Module) -> bool:
 def keep_base(model: Any) -> Iterator[None]:
     """Around TRL's constructor, which adds a second adapter like the one of `model`: PiSSA, OLoRA and their kind take
     what they start with out of the base's weights, and would do so twice."""
-    config = getattr(model, "peft_config", {}).get("default")
+    config: Any = getattr(model, "peft_config", {}).get("default")
     init = getattr(config, "init_lora_weights", None)
     if not isinstance(init, str):
         yield
