@@ -174,11 +174,13 @@ def train(
             raise typer.Exit(launch_run(launch, ["train", str(file), *(overrides or []), *flags], processes))
         if processes is not None:
             raise ConfigError(f"--processes {processes} says how many --launch starts, which is not given")
+        from rloo_kit.config.batches import check_prompts
         from rloo_kit.runs.run_dir import RunDir
         from rloo_kit.system.versions import check_trackers
 
         run = _load_config(file, overrides)
         check_trackers(run.rloo.report_to)
+        check_prompts(run)
         with RunDir.create(run, resume=resume, overwrite=overwrite) as run_dir:
             words = ["rloo-kit", "train", str(file), *(overrides or []), *resume_words(), "--resume"]
             run_dir.resume_command = shlex.join(words)

@@ -1,12 +1,8 @@
 """Checks between the keys of the loop, shared by a run's file and `RLOOConfig`; each fault names the key to change."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
-
-from rloo_kit.errors import ConfigError
-from rloo_kit.system.processes import count_processes
 
 # Values that leave the sampled distribution as the model gives it; -1 is how vLLM writes "all tokens".
 SAMPLING_FILTERS: dict[str, tuple[Any, ...]] = {
@@ -24,9 +20,29 @@ _OTHER_FILTERS: dict[str, tuple[Any, ...]] = {
     "bad_words_ids bad_words suppress_tokens begin_suppress_tokens": (None, []),
     "sequence_bias logit_bias": (None, {}),
     "do_sample": (True, None),
-    "num_beams": (1, None),
+    "num_beams num_beam_groups": (1, None),
+    "remove_invalid_values": (False, None),
+    "forced_bos_token_id forced_eos_token_id prefix_allowed_tokens_fn constraints force_words_ids": (None,),
+    "allowed_token_ids structured_outputs": (None,),
+    "logits_processors": (None, []),
 }
 HIDDEN_FILTERS = SAMPLING_FILTERS | {name: _OTHER_FILTERS[names] for names in _OTHER_FILTERS for name in names.split()}
+# Arguments of `generate` that change neither what is sampled nor where it ends, as the kit samples.
+_HARMLESS = frozenset({
+    "use_cache", "disable_compile", "compile_config", "low_memory", "return_dict_in_generate", "output_scores",
+    "output_logits", "output_attentions", "output_hidden_states", "pad_token_id", "bos_token_id",
+    "renormalize_logits", "length_penalty", "early_stopping",
+})  # fmt: skip
+# What to set in place of an argument that is not followed.
+_INSTEAD = {
+    "max_new_tokens max_tokens": "Set max_completion_length={value} instead",
+    "max_length": "Set max_completion_length instead, which does not count the prompt",
+    "num_return_sequences n": "Set num_generations={value} instead",
+    "seed": "Set seed={value} instead",
+    "eos_token_id stop stop_strings stop_token_ids": "Set tokenizer.eos_token instead, where completions end",
+    "cache_implementation": "Set rollout_cache instead",
+}
+_ADVICE = {name: _INSTEAD[names] for names in _INSTEAD for name in names.split()}
 # Tokens that close a thought in Qwen3's vocabulary: the tag; or the sentence of its report, the tag, a blank line.
 CLOSE_TOKENS = {"tag": 1, "sentence": 24}
 
@@ -34,48 +50,6 @@ _WHY_REFUSED = (
     "tokens would be drawn from a filtered distribution, but scored under the whole one, so the gradient would be that "
     "of another policy"
 )
-_SEARCHED = 10_000  # group sizes on either side of the wanted one
-
-
-def check_generation_batch(
-    per_device: int, passes: int, num_generations: int, passes_key: str = "steps_per_generation"
-) -> None:
-    """Refuse a rollout that does not hold whole groups, and name the nearest numbers that work.
-
-    >>> check_generation_batch(8, 1, 4)
-
-    Raises:
-        ConfigError: per_device x processes x passes is not a multiple of num_generations.
-    """
-    processes = count_processes()
-    total = per_device * processes * passes
-    if total % num_generations == 0:
-        return
-    fitting = [f"num_generations={k}" for k in _nearest_divisors(total, num_generations)]
-    fitting += [f"{passes_key}={p}" for p in _nearest_multiples(per_device * processes, num_generations, passes)]
-    fitting += [
-        f"per_device_train_batch_size={b}" for b in _nearest_multiples(processes * passes, num_generations, per_device)
-    ]
-    raise ConfigError(
-        f"a rollout has {per_device} completions a pass (per_device_train_batch_size) x {processes} "
-        f"process{'es' if processes > 1 else ''} x {passes} pass{'es' if passes > 1 else ''} ({passes_key}) = {total} "
-        f"completions, which does not divide into whole groups of {num_generations} (num_generations). The nearest "
-        f"that work: {' or '.join(fitting)}"
-    )
-
-
-def _nearest_divisors(total: int, wanted: int) -> list[int]:
-    """The divisors of `total` next to `wanted` on either side, 2 or more, within `_SEARCHED`."""
-    below = range(min(wanted - 1, total), max(1, min(wanted - 1, total) - _SEARCHED), -1)
-    above = range(wanted + 1, min(total, wanted + _SEARCHED) + 1)
-    found = [next((k for k in side if total % k == 0), None) for side in (below, above)]
-    return [k for k in found if k is not None]
-
-
-def _nearest_multiples(unit: int, group: int, wanted: int) -> list[int]:
-    """Values next to `wanted` for which value x unit is a multiple of `group`."""
-    step = group // math.gcd(unit, group)
-    return [value for value in (wanted // step * step, (wanted // step + 1) * step) if value >= 1]
 
 
 def find_sampling_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -95,19 +69,44 @@ def find_sampling_problems(values: Mapping[str, Any], prefix: str = "") -> list[
         for name, neutral in SAMPLING_FILTERS.items()
         if name in values and values[name] not in neutral
     ]
+    return [*problems, *_find_hidden_problems(values, prefix)]
+
+
+def _find_hidden_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
+    """Keys of `generation_kwargs` that filter the distribution, and those that would be dropped without a word."""
     hidden = values.get("generation_kwargs")
+    problems = []
     for name, value in hidden.items() if isinstance(hidden, Mapping) else ():
-        if name in HIDDEN_FILTERS and value not in HIDDEN_FILTERS[name]:
-            problems.append(
-                f"{prefix}generation_kwargs has {name}={value}: {_WHY_REFUSED}. Remove it; {prefix}temperature is "
-                "scored too and may be set"
-            )
-        if name == "temperature" and value != values.get("temperature", 1.0):
-            problems.append(
-                f"{prefix}generation_kwargs has temperature={value}, but {prefix}temperature, which is scored, is "
-                f"{values.get('temperature', 1.0)}; set {prefix}temperature={value} instead"
-            )
+        found = f"{prefix}generation_kwargs has {name}={value}"
+        if name == "temperature":
+            if value not in (None, values.get("temperature", 1.0)):
+                problems.append(
+                    f"{found}, but {prefix}temperature, which is scored, is {values.get('temperature', 1.0)}; set "
+                    f"{prefix}temperature={value} instead"
+                )
+        elif name in HIDDEN_FILTERS:
+            if value not in HIDDEN_FILTERS[name]:
+                problems.append(f"{found}: {_WHY_REFUSED}. Remove it; {prefix}temperature is scored too and may be set")
+        elif not _is_followed(name, value, values):
+            advice = _ADVICE.get(name, "Remove it").format(value=value)
+            problems.append(f"{found}, which the sampling does not follow. {advice}")
     return problems
+
+
+def _is_followed(name: str, value: Any, values: Mapping[str, Any]) -> bool:
+    """Whether an argument of `generate` that filters nothing is followed, or says what holds anyway."""
+    if value is None or name in _HARMLESS:
+        return True
+    if name in ("n", "num_return_sequences"):  # more would not fit: a prompt is repeated for each of its completions
+        return bool(value == 1)
+    if name == "seed":  # vLLM's is one of each request: all completions of a group would be the same
+        return False
+    if name in ("max_new_tokens", "max_tokens") and value == values.get("max_completion_length"):
+        return True
+    # The kit's engines read none of them. TRL hands all of them to vLLM, on top of its own, where those of transformers
+    # have other names: vLLM in the same process raises for them, a server may not.
+    with_vllm = values.get("use_vllm") or values.get("rollout_engine") == "vllm"
+    return bool(with_vllm) and (name not in _ADVICE or name in ("max_tokens", "stop", "stop_token_ids"))
 
 
 def find_loop_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]:

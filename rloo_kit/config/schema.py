@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from rloo_kit.config.checks import check_generation_batch, find_loop_problems, find_server_problems
+from rloo_kit.config.batches import check_generation_batch
+from rloo_kit.config.checks import find_loop_problems, find_server_problems
 from rloo_kit.config.messages import accepts_bool, describe_type, explain_error
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.processes import count_processes

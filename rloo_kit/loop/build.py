@@ -20,7 +20,7 @@ from rloo_kit.loop.resample import PromptReservoir
 from rloo_kit.loop.rewarder import Rewarder
 from rloo_kit.loop.sampler import Sampler
 from rloo_kit.loop.step import RLOOStep, StepSettings
-from rloo_kit.models.adapters import NO_ADAPTER, is_identity, write_adapter
+from rloo_kit.models.adapters import NO_ADAPTER, copy_as_reference, is_identity, write_adapter
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.plan.planner import TOKENS_PER_PASS
 from rloo_kit.rollout.engine import build_engine, check_cache
@@ -208,13 +208,17 @@ def build_scorer(trainer: "StockTrainer", parallel: Parallel) -> PolicyScorer:
     )
 
 
-def drop_redundant_reference(trainer: "StockTrainer") -> None:
-    """TRL copies every adapter as "ref"; one that is the identity, or not wanted, is only memory and time."""
+def settle_reference(trainer: "StockTrainer") -> None:
+    """A copy "ref" of an adapter that starts anywhere but at the base, where the KL is measured from the start. A copy
+    of one that is the identity, or that is not wanted, is only memory and time."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if not is_peft_model(model) or "ref" not in model.peft_config:
+    if not is_peft_model(model):
         return
     if option(trainer.args, "reference") == "base" or is_identity(model):
-        model.delete_adapter("ref")
+        if "ref" in model.peft_config:
+            model.delete_adapter("ref")
+    elif trainer.beta:
+        copy_as_reference(model)
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

@@ -17,12 +17,8 @@ import torch
 import trl
 from pydantic import ValidationError, create_model
 
-from rloo_kit.config.checks import (
-    check_generation_batch,
-    find_loop_problems,
-    find_sampling_problems,
-    find_server_problems,
-)
+from rloo_kit.config.batches import check_eval_batch, check_generation_batch, check_generation_batch_size
+from rloo_kit.config.checks import find_loop_problems, find_sampling_problems, find_server_problems
 from rloo_kit.config.messages import describe_field, explain_error, suggest
 from rloo_kit.config.old_names import CONFIG_NAMES, translate_config
 from rloo_kit.config.schema import OPTIONS, Option, Section
@@ -162,24 +158,23 @@ def _choose_device(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"bf16": chosen == "bf16", "fp16": chosen == "fp16"} if chosen else values
 
 
-def _check_batch(values: dict[str, Any]) -> None:
+def _check_batch(given: dict[str, Any]) -> None:
     """Before TRL does, in plain words; and before Unsloth quietly changes the batch."""
-    generations = values.get("num_generations", _STOCK_FIELDS["num_generations"].default)
+    values = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()} | given
+    per_device, generations = values["per_device_train_batch_size"], values["num_generations"]
     if generations < 2:
         raise ConfigError(
             f"num_generations is {generations}; it must be at least 2, because a completion's baseline is the mean "
             "reward of its siblings"
         )
-    if values.get("generation_batch_size") is not None:
-        return
-    accumulation = values.get("gradient_accumulation_steps", 1)
-    passes = values.get("steps_per_generation")
-    check_generation_batch(
-        values.get("per_device_train_batch_size", _STOCK_FIELDS["per_device_train_batch_size"].default),
-        passes or accumulation,
-        generations,
-        passes_key="steps_per_generation" if passes else "gradient_accumulation_steps",
-    )
+    passes, size = values["steps_per_generation"], values["generation_batch_size"]
+    if size is None:
+        passes_key = "steps_per_generation" if passes else "gradient_accumulation_steps"
+        check_generation_batch(per_device, passes or values["gradient_accumulation_steps"], generations, passes_key)
+    elif passes is None:  # TRL refuses both
+        check_generation_batch_size(size, per_device, generations)
+    if values["eval_strategy"] != "no":
+        check_eval_batch(values["per_device_eval_batch_size"], values["num_generations_eval"] or generations)
 
 
 def refuse_sampling_filters(args: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from transformers.trainer_callback import PrinterCallback
 
 from rloo_kit.collective import gather_objects, share, wait_for_all
+from rloo_kit.config.batches import check_prompts
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
@@ -64,11 +65,12 @@ def train(
 
     Raises:
         RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create`; or a tracker's library is missing, or see
-            `check_sampling`.
+            `check_sampling`, or there are fewer prompts than a rollout needs.
         RewardError: rewards failed too often (`run.max_reward_failure_share`); the state is saved.
     """
     check_trackers(run.rloo.report_to)
     check_sampling(run, policy)
+    check_prompts(run, len(data.train))
     owned = run_dir is None
     opened = _open_together(run, resume, overwrite) if run_dir is None else run_dir
     with opened if owned else nullcontext():
@@ -324,6 +326,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
     """All of `rloo-kit train` in an open folder: evaluate, train, evaluate again, report; returns whether it was
     interrupted. Raises NoSignalError where `run.stop_when_no_signal` stopped the run, else as `train`."""
     check_sampling(run, policy)
+    check_prompts(run, len(data.train))  # before an evaluation that takes an hour
     before = after = None
     if run.run.evaluate:
         before = share(load_evaluation(run, "before") if run_dir.resumed else None)

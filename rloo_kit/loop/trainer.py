@@ -6,7 +6,6 @@ Here is what TRL calls; what a step does is in `step`, and what it is made of is
 Shapes: B completions of this process, P prompt, C completion tokens.
 """
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,20 @@ from typing import Any
 import torch
 import trl
 from accelerate.utils import is_peft_model
-from transformers import TrainerCallback
 from trl.trainer.utils import pad
 
+from rloo_kit.config.batches import check_eval_batch, check_prompt_count
 from rloo_kit.errors import ConfigError
 from rloo_kit.gradient.advantages import RunningMoments
 from rloo_kit.gradient.packing import Group
 from rloo_kit.loop.arguments import FURTHER_ARGUMENTS, prepare_arguments
-from rloo_kit.loop.build import build_step, describe, drop_redundant_reference
-from rloo_kit.loop.callbacks import use_text_progress
+from rloo_kit.loop.build import build_step, describe, settle_reference
+from rloo_kit.loop.callbacks import LoopCallback, use_text_progress
 from rloo_kit.loop.options import refuse_sampling_filters
 from rloo_kit.loop.records import RolloutBatch
 from rloo_kit.loop.sampler import check_prompts
 from rloo_kit.loop.step import RLOOStep
-from rloo_kit.models.adapters import restore_precision, trainable_tensors
+from rloo_kit.models.adapters import keep_base, restore_precision, trainable_tensors
 from rloo_kit.models.policy import keep_settings
 from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.rewarding.guard import log_names
@@ -79,7 +78,10 @@ class RLOOTrainer(trl.RLOOTrainer):
         named |= dict(zip(FURTHER_ARGUMENTS[: len(more)], more, strict=True))
         arguments = prepare_arguments({name: value for name, value in named.items() if value is not None} | keywords)
         masters = trainable_tensors(arguments.get("model"))
-        with keep_settings(arguments.get("args"), arguments.get("processing_class")):
+        with (
+            keep_settings(arguments.get("args"), arguments.get("processing_class")),
+            keep_base(arguments.get("model")),
+        ):
             super().__init__(**arguments)
         if self.aux_loss_enabled:
             raise ConfigError("mixture-of-experts auxiliary losses are not scored here: set router_aux_loss_coef=0.0")
@@ -87,14 +89,14 @@ class RLOOTrainer(trl.RLOOTrainer):
         restore_precision(self.model, masters)
         keep_4bit_weights(self.model)
         self.reward_func_names: list[str] = log_names(self.reward_func_names, self.reward_funcs)
-        drop_redundant_reference(self)
+        settle_reference(self)
         self.think_tags = bind_think_tags(self._tokenizer)
         self.rloo = build_step(self, self.think_tags)
         self._window: RolloutBatch | None = None  # the rollout in use
         self._order: list[int] = []  # in which its rows are taken
         self._due: list[int] = []  # rows whose gradient this step still has to make
         self._drawn: Any = None  # the sampler of the training prompts
-        self.add_callback(_LoopCallback(self))
+        self.add_callback(LoopCallback(self))
         use_text_progress(self)
         if self.accelerator.is_main_process:
             print(self.describe(), flush=True)
@@ -226,11 +228,27 @@ class RLOOTrainer(trl.RLOOTrainer):
         entropies = empty.masked_scatter(scored, scores.entropies) if compute_entropy else None
         return empty.masked_scatter(scored, scores.logps), entropies, None
 
-    # ------------------------------------------------------------------------------------------------ checkpoints
+    # ------------------------------------------------------------------------------------------------ the data sets
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """TRL's; it looks at the batch only where evaluations are part of training."""
+        check_eval_batch(self.args.per_device_eval_batch_size, self.num_generations_eval)
+        return super().get_eval_dataloader(eval_dataset)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
+        args = self.args
+        by_step = args.steps_per_generation == args.gradient_accumulation_steps
+        check_prompt_count(
+            len(self.train_dataset if dataset is None else dataset),
+            args.per_device_train_batch_size,
+            args.steps_per_generation,
+            self.num_generations,
+            "gradient_accumulation_steps" if by_step else "steps_per_generation",
+        )
         self._drawn = super()._get_train_sampler(dataset)
         return self._drawn
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the adapter and its reference as they were.
@@ -270,31 +288,3 @@ class RLOOTrainer(trl.RLOOTrainer):
         """TRL's; whoever ends the process waits for it (`rloo_kit.runs.files`)."""
         with saving(output_dir or self.args.output_dir):
             super().save_model(output_dir, _internal_call)
-
-
-class _LoopCallback(TrainerCallback):
-    """What the loop does at points of transformers' training loop: TRL restarts its micro-steps and its sampler's order
-    in every process, so a resumed run restores both and drops what the interrupted process left over."""
-
-    def __init__(self, trainer: RLOOTrainer):
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_more: Any) -> None:
-        self.trainer._forget_window()
-        accumulation, steps = args.gradient_accumulation_steps, state.global_step
-        pass_length = 0 if train_dataloader is None else len(train_dataloader)  # micro-steps; a stream has none
-        steps_a_pass = max(math.ceil(pass_length / accumulation), 1)  # the last one may be of fewer micro-steps
-        passes, rest = divmod(steps, steps_a_pass) if pass_length else (0, steps)
-        self.trainer._step = passes * pass_length + rest * accumulation
-        sampler = self.trainer._drawn
-        if sampler is not None and sampler.shuffle:
-            for _ in range(int(state.epoch or 0)):  # passes that are over
-                torch.randperm(sampler.num_samples, generator=sampler.generator)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        self.trainer._close_step()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        close = getattr(self.trainer.rloo.sampler.engine, "close", None)
-        if close is not None:  # a server gives the adapter up
-            close()

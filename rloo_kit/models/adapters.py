@@ -1,5 +1,8 @@
 """LoRA adapters around TRL's trainer: wrapped as the backend needs, kept in their precision, compared, written out."""
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +64,60 @@ def restore_precision(model: torch.nn.Module, masters: dict[str, torch.Tensor]) 
 
 
 def is_identity(model: torch.nn.Module) -> bool:
-    """Whether the "default" LoRA adapter changes nothing yet: every B matrix is zero."""
+    """Whether the "default" LoRA adapter changes nothing yet: of each pair of matrices one is zero. That is B of a
+    linear layer, and A of an embedding."""
+    named = dict(model.named_parameters())
     endings = ("lora_B.default", "lora_embedding_B.default")
-    matrices = [matrix for name, matrix in model.named_parameters() if any(ending in name for ending in endings)]
-    return bool(matrices) and not any(matrix.any() for matrix in matrices)
+    of_b = [name for name in named if any(ending in name for ending in endings)]  # matrices, and biases without an A
+
+    def is_idle(name: str) -> bool:
+        partner = named.get(name.replace("_B.default", "_A.default"))
+        return not named[name].any() or (partner is not None and not partner.any())
+
+    return bool(of_b) and all(map(is_idle, of_b))
+
+
+@contextmanager
+def keep_base(model: Any) -> Iterator[None]:
+    """Around TRL's constructor, which adds a second adapter like the one of `model`: PiSSA, OLoRA and their kind take
+    what they start with out of the base's weights, and would do so twice."""
+    config: Any = getattr(model, "peft_config", {}).get("default")
+    init = getattr(config, "init_lora_weights", None)
+    if not isinstance(init, str):
+        yield
+        return
+    config.init_lora_weights = False  # the copy gets its values afterwards
+    try:
+        yield
+    finally:
+        config.init_lora_weights = init
+
+
+def copy_as_reference(model: Any) -> None:
+    """Keep the adapter as it is now in the frozen copy "ref", the reference of the KL.
+
+    TRL makes one where the model came with its adapter, but does not copy the matrices of embeddings. Where TRL made
+    the adapter itself there is none; then one is added, of a LoRA adapter only.
+    """
+    if "ref" not in model.peft_config:
+        config = model.peft_config["default"]
+        if config.peft_type != "LORA":
+            return
+        if config.bias != "none":
+            raise ConfigError(
+                f"the adapter does not start as the identity (init_lora_weights={config.init_lora_weights}), so the "
+                f"KL needs a frozen copy of it, which PEFT refuses with bias={config.bias!r}: set bias='none' or "
+                "init_lora_weights=True in the LoraConfig, or beta=0.0"
+            )
+        config = copy.deepcopy(config)
+        config.init_lora_weights = False  # see `keep_base`
+        model.add_adapter("ref", config)
+    named = dict(model.named_parameters())
+    for name, value in named.items():
+        frozen = named.get(name.replace(".default", ".ref")) if ".default" in name else None
+        if frozen is not None:
+            frozen.data = value.data.clone()
+            frozen.requires_grad_(False)
 
 
 def same_as_reference(model: torch.nn.Module, reference: str) -> bool:

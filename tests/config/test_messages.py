@@ -1,10 +1,17 @@
 """Refusals of a wrong configuration: the key, what was found, the limit and the fix."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rloo_kit.config.checks import check_generation_batch
+from rloo_kit.config.batches import (
+    check_eval_batch,
+    check_generation_batch,
+    check_generation_batch_size,
+    check_prompt_count,
+    check_prompts,
+)
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError
 
@@ -160,6 +167,68 @@ def test_every_number_that_the_refusal_names_works() -> None:
                         fixed = start | {key: int(value)}
                         check_generation_batch(*fixed.values())
                         assert fixed["num_generations"] >= 2
+
+
+def follow(check: Callable[..., None], advice: str, **numbers: int) -> None:
+    """What the refusal of `check(**numbers)` advises has to be taken, each piece for itself."""
+    try:
+        check(**numbers)
+    except ConfigError as error:
+        found = str(error).partition(advice)[2]
+        assert found
+        for piece in found.split(" or "):
+            key, value = piece.split("=")
+            assert int(value) >= (2 if key == "num_generations" else 1)
+            check(**numbers | {key: int(value)})
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_every_number_that_works_for_batches_of_other_kinds(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL names no number for a generation batch or an evaluation's, and for too few prompts it has no message."""
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+
+    def size(generation_batch_size: int, per_device: int, num_generations: int) -> None:
+        check_generation_batch_size(generation_batch_size, per_device, num_generations)
+
+    def evaluation(per_device_eval_batch_size: int, num_generations_eval: int) -> None:
+        check_eval_batch(per_device_eval_batch_size, num_generations_eval)
+
+    def prompts(
+        number: int, per_device_train_batch_size: int, gradient_accumulation_steps: int, num_generations: int
+    ) -> None:
+        check_generation_batch(per_device_train_batch_size, gradient_accumulation_steps, num_generations)
+        check_prompt_count(number, per_device_train_batch_size, gradient_accumulation_steps, num_generations)
+
+    for per_device in range(1, 9):
+        for generations in range(2, 9):
+            follow(evaluation, "that work: ", per_device_eval_batch_size=per_device, num_generations_eval=generations)
+            for number in range(1, 30):
+                batch = {"per_device": per_device, "num_generations": generations}
+                follow(size, "that work: ", generation_batch_size=number, **batch)
+            for passes in range(1, 5):
+                if per_device * passes * processes % generations:
+                    continue
+                for number in range(1, 9):
+                    batch = {"per_device_train_batch_size": per_device, "num_generations": generations}
+                    follow(prompts, "or set ", number=number, gradient_accumulation_steps=passes, **batch)
+
+
+def test_too_few_prompts_are_seen_before_the_model_is_loaded(path: Path) -> None:
+    """A run of fewer prompts than a rollout needs loaded the model, evaluated it, and ended after no step."""
+    numbers = ["rloo.per_device_train_batch_size=8", "rloo.num_generations=4", "rloo.gradient_accumulation_steps=2"]
+    with pytest.raises(ConfigError) as caught:
+        check_prompts(load_config(path, *numbers, "data.num_prompts=5", "data.test_size=3"))
+    assert str(caught.value) == (
+        "the training set has 2 prompts, but a rollout needs 4: it has 8 completions a pass "
+        "(per_device_train_batch_size) x 1 process x 2 passes (gradient_accumulation_steps) = 16 completions, in "
+        "groups of 4 (num_generations), one for each prompt. Train on more prompts, or set "
+        "per_device_train_batch_size=4 or gradient_accumulation_steps=1 or num_generations=8"
+    )
+    run = load_config(path, *numbers, "data.num_prompts=7", "data.test_size=3")
+    check_prompts(run)
+    check_prompts(load_config(path, *numbers))
+    with pytest.raises(ConfigError, match="the training set has 0 prompts.*Train on more prompts$"):
+        check_prompts(run, 0)
 
 
 @pytest.mark.parametrize("numbers", [(128, 1, 10**9), (10**9 + 7, 1, 8), (2**31 - 1, 2**31 - 1, 2**31 - 2)])

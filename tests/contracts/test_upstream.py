@@ -27,6 +27,7 @@ LEANED_ON = {
     "training_step": "96c133253ca1",
     "prediction_step": "b62f3bb0d975",
     "_get_train_sampler": "1b25d1c0176a",
+    "get_eval_dataloader": "aace8e5c13fa",
 }
 
 

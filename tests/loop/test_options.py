@@ -36,6 +36,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs has num_beams=4"),
     "no early end": ({"generation_kwargs": {"min_new_tokens": 9}}, "generation_kwargs has min_new_tokens=9"),
     "two temperatures": ({"generation_kwargs": {"temperature": 0.6}}, "set temperature=0.6 instead"),
+    "a length": ({"generation_kwargs": {"max_new_tokens": 3}}, "max_new_tokens=3.*Set max_completion_length=3"),
+    "a whole length": ({"generation_kwargs": {"max_length": 9}}, "max_length=9.*Set max_completion_length instead"),
+    "stops": ({"generation_kwargs": {"stop_strings": ["x"]}}, "stop_strings=.*Set tokenizer.eos_token instead"),
+    "a seed": ({"generation_kwargs": {"seed": 1}}, "seed=1.*Set seed=1 instead"),
+    "a seed of each request": ({"generation_kwargs": {"seed": 1}, "use_vllm": True}, "Set seed=1 instead"),
+    "two samples": ({"generation_kwargs": {"n": 2}, "rollout_engine": "vllm"}, "n=2.*Set num_generations=2"),
+    "not vLLM's name": ({"generation_kwargs": {"max_new_tokens": 3}, "use_vllm": True}, "max_completion_length=3"),
+    "its cache": ({"generation_kwargs": {"cache_implementation": "static"}}, "Set rollout_cache instead"),
+    "of the server": ({"generation_kwargs": {"allowed_token_ids": [1]}, "use_vllm": True}, "filtered distribution"),
+    "a time": ({"generation_kwargs": {"max_time": 1.0}}, "max_time=1.0, which the sampling does not follow. Remove it"),
     "delta": ({"delta": 1.1}, "it must be above 1 \\+ epsilon = 1.2"),
     "ratio": ({"kl_form": "per_token", "ratio_form": "sum"}, "set ratio_form=per_token"),
     "budget": ({"thinking_budget": 256, "max_completion_length": 256}, "= 258 tokens, more than max_completion_length"),
@@ -70,6 +80,21 @@ def test_neutral_values_and_temperature_are_taken(tmp_path):
         generation_kwargs={"temperature": 0.6, "top_p": 1.0, "use_cache": True}, normalize_rewards="running",
     )  # fmt: skip
     assert config.temperature == 0.6 and config.normalize_rewards == "running"
+
+
+@pytest.mark.parametrize(
+    ("given", "more"),
+    [
+        ({"max_new_tokens": 6, "max_tokens": 6, "num_return_sequences": 1}, {"max_completion_length": 6}),
+        ({"eos_token_id": None, "output_scores": True, "pad_token_id": 3}, {}),
+        ({"max_tokens": 3, "stop_token_ids": [3], "n": 1}, {"use_vllm": True}),
+        ({"stop": ["x"]}, {"rollout_engine": "vllm"}),
+    ],
+    ids=str,
+)
+def test_generation_kwargs_that_are_followed(given, more, tmp_path):
+    """What says what holds anyway is no fault; and vLLM gets the rest from TRL, so refusing it would take it away."""
+    assert RLOOConfig(str(tmp_path), generation_kwargs=given, **more).generation_kwargs == given
 
 
 def test_trls_own_config_is_asked_too(tmp_path):

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rloo_kit.rewarding.guard import NamedReward
 from rloo_kit.rewarding.worker import WorkerReward
 
@@ -64,3 +66,44 @@ def test_old_and_odd_results_in_the_loop(make_trainer: Callable[..., Any]) -> No
     trainer.train()
     assert len(seen) == 1 and trainer.state.log_history[0]["rewards/failed_ratio"] == 1.0
     assert "it returned dict" in trainer.reward_funcs[0].failures[0]
+
+
+def test_rewards_of_one_name_are_both_logged(make_trainer: Callable[..., Any]) -> None:
+    """Under one name the second reward's figures were those of the first, in the log and beside each completion."""
+    rewards = [functools.partial(scaled, 1.0), functools.partial(scaled, 3.0)]
+    trainer = make_trainer(rewards, completions=COMPLETIONS, max_steps=1, per_device_train_batch_size=8)
+    rows: list[dict[str, Any]] = []
+    trainer.rollout_listeners.append(rows.extend)
+    trainer.train()
+    logs, mean = trainer.state.log_history[0], sum(map(len, COMPLETIONS)) / 8
+    assert logs["rewards/scaled/mean"] == mean and logs["rewards/scaled_2/mean"] == 3 * mean
+    assert logs["rewards/scaled_2/std"] == pytest.approx(3 * logs["rewards/scaled/std"]) and logs["reward"] == 4 * mean
+    lengths = [len(row["completion_ids"]) for row in rows]
+    assert [row["rewards"] for row in rows] == [{"scaled": n, "scaled_2": 3 * n} for n in lengths]
+
+
+def test_a_sum_that_overflows_leaves_its_sample_unscored(
+    make_trainer: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two finite rewards had an infinite sum: every advantage of the group was NaN, and no message named a reward."""
+
+    def large(completions):
+        return [1e38, *range(1, 8)]
+
+    def larger(completions):
+        return [1.5e38, *range(1, 8)]
+
+    trainer = make_trainer(
+        [large, larger], completions=COMPLETIONS, max_steps=1, per_device_train_batch_size=8, beta=0.0,
+        reward_weights=[1.0, 2.0],
+    )  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    trainer.rollout_listeners.append(rows.extend)
+    trainer.train()
+    assert "the weighted sum of the rewards of sample 0 is beyond float32" in (printed := capsys.readouterr().out)
+    assert "large 1e+38 x 1, larger 1.5e+38 x 2 (12% of the samples" in printed
+    logs = trainer.state.log_history[0]
+    assert logs["rewards/failed_ratio"] == logs["rewards/unscored_ratio"] == 1 / 8
+    assert [row["reward"] for row in rows] == [None, *(3.0 * n for n in range(1, 8))]
+    advantages = [row["advantage"] for row in rows]
+    assert advantages[:4] == pytest.approx([0.0, 3 - 7.5, 6 - 6.0, 9 - 4.5]), "siblings are compared with each other"

@@ -68,6 +68,13 @@ def test_a_run_leaves_everything_in_its_folder(start, capsys):
     assert "Completions of step 1" in printed and "thinking" in printed
 
 
+def test_fewer_prompts_than_a_rollout_needs_leave_no_run_behind(start, tmp_path):
+    """Such a run ended at once, as finished, with the adapter that it started from."""
+    with pytest.raises(ConfigError, match="1 prompt, but a rollout needs 2.*per_device_train_batch_size=4"):
+        start("data.num_prompts=3")
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_every_metric_is_explained(start, repository):
     """A number that nobody can read is not looked at on the day it would have warned."""
     page = (repository / "docs" / "metrics.md").read_text()

@@ -98,6 +98,67 @@ def test_the_correction_weighs_gradients_by_the_gap(form, make_trainer):
     assert torch.allclose(gradients[1], 1.5 * gradients[0], rtol=1e-4, atol=1e-6)
 
 
+@pytest.fixture
+def corrected_gradient(make_trainer):
+    """`corrected_gradient(form, shift)`: a step's gradient and its log where the sampler's log-probabilities are lower
+    than the trainer's by `shift` (nats): one number, or one for each of the 8 completions."""
+
+    def run(form, shift, **options):
+        shifts = shift if isinstance(shift, list) else [shift] * 8
+        torch.manual_seed(0)
+        trainer = make_trainer(
+            first_id, sampler_correction=form, sampler_correction_cap=2.0, max_grad_norm=0.0, **options
+        )
+        sample, close, kept = trainer.rloo.sampler.engine.sample, trainer._close_step, []
+
+        def shifted(prompt_ids, limits, expected):
+            rollout = sample(prompt_ids, limits, expected)
+            rows = zip(rollout.sampler_logps, shifts, strict=True)
+            return type(rollout)(rollout.completion_ids, rollout.forced, [[p - by for p in row] for row, by in rows])
+
+        def keep():
+            close()
+            kept.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.requires_grad]))
+
+        trainer.rloo.sampler.engine.sample, trainer._close_step = shifted, keep
+        trainer.train()
+        return kept[0], trainer.state.log_history[0], trainer.rows
+
+    return run
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.5])
+@pytest.mark.parametrize("form", ["token_mask", "sequence_mask"])
+def test_a_masked_correction_keeps_what_the_sampler_agrees_with(form, floor, corrected_gradient):
+    """A mask that takes tokens off at ratio 1, or leaves those in that sampler and trainer disagree about, is worse
+    than none: the gap is largest where the rollout is least the policy's."""
+    named = {"sampler_correction_floor": floor} if floor else {}
+    plain, _, _ = corrected_gradient("none", 0.0)
+    inside, logs, _ = corrected_gradient(form, 0.0, **named)
+    assert plain.abs().max() > 1e-3 and torch.allclose(inside, plain, rtol=1e-3, atol=1e-6)
+    assert logs["sampling/importance_weight_mean"] == pytest.approx(1.0, abs=1e-4)
+    for shift in (10.0, -10.0) if floor else (10.0,):  # ratios of e^10, above the cap, and of e^-10, below the floor
+        outside, logs, _ = corrected_gradient(form, shift, **named)
+        assert logs["sampling/logp_difference_mean"] == pytest.approx(10.0, abs=1e-3)
+        assert logs["sampling/importance_weight_mean"] == 0.0 and not outside.any()
+
+
+@pytest.mark.parametrize("form", ["token_mask", "sequence_mask"])
+def test_a_masked_correction_drops_a_completion_alone(form, corrected_gradient):
+    """Its siblings go on being compared with it: the advantages stay, and only its own part leaves the gradient."""
+    plain, _, _ = corrected_gradient("none", 0.0)
+    alone, rest = 5, [row for row in range(8) if row != 5]
+    without, logs, rows = corrected_gradient(form, [10.0 * (row == alone) for row in range(8)])
+    only, _, others = corrected_gradient(form, [10.0 * (row != alone) for row in range(8)])
+    assert [row["advantage"] for row in rows] == [row["advantage"] for row in others]
+    assert rows[alone]["advantage"] != 0 and without.any() and only.any()
+    assert torch.allclose(without + only, plain, rtol=1e-3, atol=1e-6)
+    assert not torch.allclose(without, plain, rtol=1e-3, atol=1e-6)
+    lengths = [len(row["completion_ids"]) for row in rows]
+    kept = sum(lengths[row] for row in rest) / sum(lengths)
+    assert logs["sampling/importance_weight_mean"] == pytest.approx(kept, abs=1e-4)
+
+
 class FakeVllm:
     """What TRL 1.15's trainer reads of its `VLLMGeneration`; here the completions are given."""
 

@@ -60,10 +60,6 @@ def test_chat_template_kwargs_reach_the_prompt(thinks, trl_train, tiny_tokenizer
     assert ends == {"" if thinks else "</think>"}
 
 
-ITERABLE = "on_train_begin calls len() of the loader, which raises TypeError for a data set without a length"
-
-
-@pytest.mark.xfail(raises=TypeError, strict=True, reason=ITERABLE)
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_accumulation_steps": 2, "num_iterations": 2}], ids=["plain", "reused"]
 )
@@ -86,7 +82,6 @@ def test_every_prompt_comes_once_an_epoch(trl_train):
     assert prompts[:6] != sorted(prompts[:6]), "shuffled"
 
 
-@pytest.mark.xfail(strict=True, reason="as in TRL no step is made, and only transformers' logger says so")
 def test_fewer_prompts_than_a_batch_are_refused(trl_train):
     """A rollout of two prompts from a data set of one is never full: the run ends at step 0 as if it were done."""
     data = Dataset.from_dict({"prompt": ["0+1="]})

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, VeraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -150,23 +150,92 @@ def test_adapters(kind, wrapped, trl_train, make_tiny_model):
         assert value.equal(base.get(f"base_model.model.{name}", value)), f"{name} of the base has moved"
 
 
-NOT_ZERO = "as in TRL the reference is the model with the adapter off, which is not where such an adapter starts"
-
-
-@pytest.mark.parametrize("init", ["pissa", False], ids=str)
-@pytest.mark.parametrize(
-    "wrapped",
-    [pytest.param(False, marks=pytest.mark.xfail(strict=True, reason=NOT_ZERO)), True],
-    ids=["config", "model"],
-)
+@pytest.mark.parametrize("init", ["pissa", "olora", False], ids=str)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["config", "model"])
 def test_an_adapter_that_does_not_start_at_zero(wrapped, init, trl_train, make_tiny_model):
     """PiSSA moves a part of the base into the adapter: switched off, what is left is no model that anybody started
-    from, and the KL pulls towards it."""
+    from, and the KL pulls towards it; moved out twice, as TRL's copy does it, the policy starts as another one."""
     model, config = make_tiny_model(), lora(init_lora_weights=init)
     arguments = {"model": get_peft_model(model, config)} if wrapped else {"model": model, "peft_config": config}
-    run = trl_train(completions=COMPLETIONS, arguments=arguments, beta=0.1)
+    ids, started = torch.arange(60, 80)[None], []
+
+    def look(trainer):
+        with torch.no_grad():
+            started.append(trainer.model(input_ids=ids).logits)
+
+    run = trl_train(completions=COMPLETIONS, arguments=arguments, beta=0.1, before=look)
     assert run.moved == {name for name, value in parameters_of(run).items() if value.requires_grad}
     assert run.steps[0]["kl"] == pytest.approx(0.0, abs=1e-5) and abs(run.steps[1]["kl"]) > 1e-5
+    if init:
+        with torch.no_grad():
+            assert torch.allclose(started[0], make_tiny_model()(input_ids=ids).logits, atol=1e-4)
+        assert run.trainer.model.peft_config["default"].init_lora_weights == init, "it says how to load the adapter"
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["config", "model"])
+@pytest.mark.parametrize("kind", ["embeddings", "DoRA", "head saved", "some tokens"])
+def test_every_part_of_an_adapter_is_in_its_copy(kind, wrapped, trl_train, make_tiny_model):
+    """TRL copies modules only: matrices of embeddings, which are bare parameters, were those of another adapter."""
+    model = make_tiny_model(tie_word_embeddings=False)
+    config = lora(init_lora_weights=False, **ADAPTERS[kind])
+    arguments = {"model": get_peft_model(model, config)} if wrapped else {"model": model, "peft_config": config}
+    run = trl_train(completions=COMPLETIONS, arguments=arguments, beta=0.1)
+    assert run.steps[0]["kl"] == pytest.approx(0.0, abs=1e-5) and abs(run.steps[1]["kl"]) > 1e-5
+    assert len([name for name in run.kept if ".ref" in name]) == len(run.moved)
+    assert not any(value.requires_grad for name, value in parameters_of(run).items() if ".ref" in name)
+
+
+def test_a_fresh_adapter_is_its_own_reference(trl_train, make_tiny_model):
+    """A copy of an adapter that changes nothing is memory, and a reference pass of the first step time."""
+    embeddings = lora(**ADAPTERS["embeddings"])
+    untied = make_tiny_model(tie_word_embeddings=False)
+    for model in (untied, get_peft_model(copy.deepcopy(untied), embeddings)):
+        arguments = {"model": model} | ({} if hasattr(model, "peft_type") else {"peft_config": embeddings})
+        states = []
+        run = trl_train(
+            arguments=arguments, beta=0.1, before=lambda t, states=states: states.append(t.rloo.scorer.is_reference())
+        )
+        assert states == [True] and not run.trainer.rloo.scorer.is_reference()
+        assert list(run.trainer.model.peft_config) == ["default"]
+
+
+def test_a_copy_with_biases_is_refused(trl_train, make_tiny_model):
+    """PEFT keeps one adapter with biases; without its copy the KL would be measured from somewhere else."""
+    arguments = {"model": make_tiny_model(), "peft_config": lora(bias="lora_only", init_lora_weights=False)}
+    with pytest.raises(ConfigError, match="bias='none' or init_lora_weights=True"):
+        trl_train(arguments=arguments, beta=0.1)
+    assert trl_train(arguments=arguments | {"model": make_tiny_model()}, beta=0.0).moved
+
+
+@pytest.mark.parametrize("config", [IA3Config, VeraConfig, AdaLoraConfig], ids=lambda kind: kind.__name__)
+def test_other_kinds_of_adapters(config, trl_train, make_tiny_model):
+    """What is no LoRA starts as the identity, and is measured against the model without it."""
+    options = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    options |= {"feedforward_modules": []} if config is IA3Config else {}
+    options |= {"total_step": 9} if config is AdaLoraConfig else {}
+    arguments = {"model": make_tiny_model(), "peft_config": config(**options)}
+    run = trl_train(completions=COMPLETIONS, arguments=arguments, beta=0.1)
+    assert run.moved and list(run.trainer.model.peft_config) == ["default"]
+    assert run.steps[0]["kl"] == pytest.approx(0.0, abs=1e-5) and abs(run.steps[1]["kl"]) > 1e-5
+
+
+def test_a_resumed_run_has_the_reference_that_it_started_from(trl_train, make_tiny_model, tmp_path):
+    """Random matrices are drawn anew on a resume: the copy has to come from the checkpoint."""
+
+    def resume(trainer):
+        plain = trainer.train
+        trainer.train = lambda: plain(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+
+    options = {"beta": 0.1, "save_strategy": "steps", "save_steps": 1}
+    found = []
+    for seed, more in ((0, {"max_steps": 1}), (1, {"max_steps": 2, "before": resume})):
+        torch.manual_seed(seed)
+        arguments = {"model": get_peft_model(make_tiny_model(), lora(init_lora_weights=False))}
+        if not seed:
+            arguments = {"model": make_tiny_model(), "peft_config": lora(init_lora_weights=False)}
+        run = trl_train(arguments=arguments, **options, **more)
+        found.append({name: value for name, value in parameters_of(run).items() if ".ref" in name})
+    assert found[0] and all(value.equal(found[1][name]) for name, value in found[0].items())
 
 
 def test_biases_beside_the_adapter(trl_train, make_tiny_model):
