@@ -4,7 +4,6 @@ callbacks, and one listener for its rollouts.
 With several processes the main one prints and writes, and what stops one of them stops all after the same step.
 """
 
-import math
 import os
 import signal
 import sys
@@ -12,13 +11,11 @@ import threading
 import time
 from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from rich.table import Table
 from rich.text import Text
 from transformers import ProgressCallback, TrainerCallback
-from transformers.trainer_utils import has_length
 
 from rloo_kit.collective import any_of, gather_lists, share
 from rloo_kit.data.load import REWARDS_WITH_ANSWERS
@@ -29,8 +26,6 @@ from rloo_kit.system.console import VARIABLE, format_seconds, picture_controls, 
 from rloo_kit.system.processes import is_distributed, say
 from rloo_kit.think_tags import ThinkTags, split_thinking
 
-if TYPE_CHECKING:
-    from rloo_kit.loop.trainer import RLOOTrainer
 
 SECONDS_OF_ONE_SIGNAL = 1.0  # a terminal and a launcher may both pass the same Ctrl-C on to a process
 
@@ -47,34 +42,6 @@ def use_text_progress(trainer: Any) -> None:
         return
     if trainer.pop_callback(notebook.NotebookProgressCallback) is not None:
         trainer.add_callback(ProgressCallback)
-
-
-class LoopCallback(TrainerCallback):
-    """What the loop does at points of transformers' training loop: TRL restarts its micro-steps and its sampler's order
-    in every process, so a resumed run restores both and drops what the interrupted process left over."""
-
-    def __init__(self, trainer: "RLOOTrainer"):
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_more: Any) -> None:
-        self.trainer._forget_window()
-        accumulation, steps = args.gradient_accumulation_steps, state.global_step
-        pass_length = len(train_dataloader) if has_length(train_dataloader) else 0  # micro-steps; a stream has none
-        steps_a_pass = max(math.ceil(pass_length / accumulation), 1)  # the last one may be of fewer micro-steps
-        passes, rest = divmod(steps, steps_a_pass) if pass_length else (0, steps)
-        self.trainer._step = passes * pass_length + rest * accumulation
-        sampler = self.trainer._drawn
-        if sampler is not None and sampler.shuffle:
-            for _ in range(int(state.epoch or 0)):  # passes that are over
-                torch.randperm(sampler.num_samples, generator=sampler.generator)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        self.trainer._close_step()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        close = getattr(self.trainer.rloo.sampler.engine, "close", None)
-        if close is not None:  # a server gives the adapter up
-            close()
 
 
 class RolloutLog:

@@ -290,7 +290,7 @@ class Recorder:
         self.kl_form, self.beta, self.has_budget = kl_form, beta, has_budget
         self.listeners: list[Callable[[list[dict[str, Any]]], None]] = []
         self.episodes = 0
-        self._started_at: float | None = None
+        self._begun: tuple[float, int] | None = None  # when, and episodes by then (of a run that was resumed)
 
     @property
     def _is_training(self) -> bool:
@@ -302,7 +302,8 @@ class Recorder:
 
     def begin(self) -> None:
         """The first rollout begins: from here completions a second count."""
-        self._started_at = self._started_at or time.monotonic()
+        if self._begun is None:
+            self._begun = time.monotonic(), self.episodes
 
     def count(self, name: str, value: float) -> None:
         """Record one number of a step."""
@@ -359,9 +360,9 @@ class Recorder:
     def log(self, logs: dict[str, float]) -> dict[str, float]:
         """What TRL is about to log, with episodes and episodes a second, and the names of the older trainer; a gradient
         norm that is not finite is left out (the step was skipped)."""
-        if self._is_training and self._started_at is not None and self._metrics:
-            elapsed = max(time.monotonic() - self._started_at, 1e-9)
-            self._metrics["eps"] = [self.episodes / elapsed]
+        if self._is_training and self._begun is not None and self._metrics:
+            elapsed = max(time.monotonic() - self._begun[0], 1e-9)
+            self._metrics["eps"] = [(self.episodes - self._begun[1]) / elapsed]
             self._metrics["episode"] = [float(self.episodes)]
         norm = logs.get("grad_norm")
         if norm is not None and not torch.isfinite(torch.as_tensor(norm)):

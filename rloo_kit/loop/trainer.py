@@ -6,6 +6,7 @@ Here is what TRL calls; what a step does is in `step`, and what it is made of is
 Shapes: B completions of this process, P prompt, C completion tokens.
 """
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,16 @@ from typing import Any
 import torch
 import trl
 from accelerate.utils import is_peft_model
+from transformers import TrainerCallback
+from transformers.trainer_utils import has_length
 from trl.trainer.utils import pad
 
 from rloo_kit.config.batches import check_eval_batch, check_prompt_count
 from rloo_kit.errors import ConfigError
 from rloo_kit.gradient.advantages import RunningMoments
-from rloo_kit.gradient.packing import Group
 from rloo_kit.loop.arguments import FURTHER_ARGUMENTS, prepare_arguments
 from rloo_kit.loop.build import build_step, describe, settle_reference
-from rloo_kit.loop.callbacks import LoopCallback, use_text_progress
+from rloo_kit.loop.callbacks import use_text_progress
 from rloo_kit.loop.options import refuse_sampling_filters
 from rloo_kit.loop.records import RolloutBatch
 from rloo_kit.loop.sampler import check_prompts
@@ -96,7 +98,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         self._order: list[int] = []  # in which its rows are taken
         self._due: list[int] = []  # rows whose gradient this step still has to make
         self._drawn: Any = None  # the sampler of the training prompts
-        self.add_callback(LoopCallback(self))
+        self.add_callback(_LoopCallback(self))
         use_text_progress(self)
         if self.accelerator.is_main_process:
             print(self.describe(), flush=True)
@@ -206,28 +208,6 @@ class RLOOTrainer(trl.RLOOTrainer):
         """TRL's, with what the recorder adds."""
         super().log(self.rloo.recorder.log(logs), start_time)
 
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: torch.nn.Module,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        **_unused: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """TRL's interface to the scoring: (B, P + C) in, log-probabilities and entropies (B, C) out."""
-        masks = attention_mask.bool()
-        groups = [
-            Group(ids[:-logits_to_keep][kept[:-logits_to_keep]], [ids[-logits_to_keep:][kept[-logits_to_keep:]]])
-            for ids, kept in zip(input_ids, masks, strict=True)
-        ]
-        scores = self.rloo.scorer.score(model, groups, compute_entropy)
-        scored = masks[:, -logits_to_keep:]
-        empty = torch.zeros(scored.shape, device=input_ids.device)
-        entropies = empty.masked_scatter(scored, scores.entropies) if compute_entropy else None
-        return empty.masked_scatter(scored, scores.logps), entropies, None
-
     # ------------------------------------------------------------------------------------------------ the data sets
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -272,6 +252,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         if state is None:
             return  # written by TRL's trainer, or by the kit before its loop had a state
         self.rloo.rewarder.moments = RunningMoments.from_dict(state["rewards"])
+        self.rloo.recorder.episodes = state.get("episodes", 0)
         if self.rloo.reservoir is not None and state["reservoir"] is not None:
             self.rloo.reservoir.load_state_dict(state["reservoir"])
 
@@ -281,10 +262,38 @@ class RLOOTrainer(trl.RLOOTrainer):
             super()._save_checkpoint(model, trial)
             if self.args.should_save:
                 reservoir = None if self.rloo.reservoir is None else self.rloo.reservoir.state_dict()
-                rewards = self.rloo.rewarder.moments.to_dict()
-                write_json(folder / LOOP_STATE, {"rewards": rewards, "reservoir": reservoir})
+                state = {"rewards": self.rloo.rewarder.moments.to_dict(), "reservoir": reservoir}
+                write_json(folder / LOOP_STATE, state | {"episodes": self.rloo.recorder.episodes})
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """TRL's; whoever ends the process waits for it (`rloo_kit.runs.files`)."""
         with saving(output_dir or self.args.output_dir):
             super().save_model(output_dir, _internal_call)
+
+
+class _LoopCallback(TrainerCallback):
+    """What the loop does at points of transformers' training loop: TRL restarts its micro-steps and its sampler's order
+    in every process, so a resumed run restores both and drops what the interrupted process left over."""
+
+    def __init__(self, trainer: RLOOTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_more: Any) -> None:
+        self.trainer._forget_window()
+        accumulation, steps = args.gradient_accumulation_steps, state.global_step
+        pass_length = len(train_dataloader) if has_length(train_dataloader) else 0  # micro-steps; a stream has none
+        steps_a_pass = max(math.ceil(pass_length / accumulation), 1)  # the last one may be of fewer micro-steps
+        passes, rest = divmod(steps, steps_a_pass) if pass_length else (0, steps)
+        self.trainer._step = passes * pass_length + rest * accumulation
+        sampler = self.trainer._drawn
+        if sampler is not None and sampler.shuffle:
+            for _ in range(int(state.epoch or 0)):  # passes that are over
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        self.trainer._close_step()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        close = getattr(self.trainer.rloo.sampler.engine, "close", None)
+        if close is not None:  # a server gives the adapter up
+            close()

@@ -14,7 +14,6 @@ import pytest
 STOOD_IN_FOR = {
     "_generate_and_score_completions": "305e4f754722",
     "_compute_loss": "786faa03f5e7",
-    "_get_per_token_logps_and_entropies": "31bbe58ca8ba",
     "_generate_single_turn": "c68cc95ac91c",
     "_prepare_inputs": "b6f38f7a05aa",
     "log": "777a11a6b926",
