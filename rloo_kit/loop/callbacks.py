@@ -26,7 +26,6 @@ from rloo_kit.system.console import VARIABLE, format_seconds, picture_controls, 
 from rloo_kit.system.processes import is_distributed, say
 from rloo_kit.think_tags import ThinkTags, split_thinking
 
-
 SECONDS_OF_ONE_SIGNAL = 1.0  # a terminal and a launcher may both pass the same Ctrl-C on to a process
 
 

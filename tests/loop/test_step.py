@@ -221,6 +221,7 @@ def test_the_loop_remembers_its_rewards_across_a_resume(make_trainer, tmp_path):
     resumed = make_trainer(first_id, **options | {"max_steps": 2})
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert resumed.rloo.rewarder.moments.to_dict()["count"] == 16
+    assert [log["episode"] for log in resumed.state.log_history if "episode" in log] == [8.0, 16.0], "of the whole run"
     ids = [row["completion_ids"][0] for row in first.rows + resumed.rows]
     assert resumed.rloo.rewarder.moments.to_dict()["mean"] == pytest.approx(sum(ids) / 16)
 

@@ -17,7 +17,8 @@ TRL_METRICS = {
     "clip_ratio/region_mean", "frac_reward_zero_std", "rewards/by_length/mean", "rewards/by_length/std",
 }  # fmt: skip
 OLD_METRICS = {
-    "eps", "objective/scores", "objective/rlhf_reward", "objective/non_score_reward",
+    "eps", "episode", "lr", "objective/scores", "objective/rlhf_reward", "objective/non_score_reward",
+    "objective/entropy", "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg",
     "val/ratio", "val/ratio_var", "val/num_eos_tokens",
 }  # fmt: skip
 THINKING_METRICS = {"thinking/mean_length", "thinking/closed_ratio"}
@@ -53,6 +54,32 @@ def test_training_logs_every_metric_and_moves_only_the_adapter(make_trainer):
     moved = {name for name, value in trainer.model.named_parameters() if not torch.equal(before[name], value)}
     assert moved
     assert all("lora_" in name for name in moved)
+
+
+def test_older_metric_names_have_the_values_of_their_formulas(make_trainer):
+    """Dashboards of TRL's older trainer stayed empty: the names were known, the numbers were not. Off-policy the second
+    step looks back on the policy that sampled; the first one is that policy."""
+    trainer = make_trainer(num_iterations=2, max_steps=2, learning_rate=0.05, beta=0.0, gradient_accumulation_steps=1)
+    parts, plain = [], trainer.rloo.recorder.step
+    trainer.rloo.recorder.step = lambda stats, on_policy: (parts.append(stats), plain(stats, on_policy))
+    batches, settle = [], trainer.rloo.settle
+    trainer.rloo.settle = lambda batch: (settle(batch), batches.append(batch))
+    scored, score = [], trainer.rloo.scorer.score
+    trainer.rloo.scorer.score = lambda *rest, **named: (scored.append(score(*rest, **named)), scored[-1])[1]
+    trainer.train()
+    first, second = (row for row in trainer.state.log_history if "loss/policy_avg" in row)
+    old = torch.cat(batches[0].old_logps)
+    assert first["policy/approxkl_avg"] == pytest.approx(0.0, abs=1e-9)
+    for row, found in zip((first, second), scored[-2:], strict=True):
+        logps = found.logps.detach()
+        assert row["policy/approxkl_avg"] == pytest.approx((logps - old).square().mean().item() / 2, rel=1e-4, abs=1e-9)
+        assert row["objective/entropy"] == pytest.approx(-logps.sum().item() / 4, rel=1e-5)
+        assert row["policy/entropy_avg"] == row["entropy"] == pytest.approx(found.entropies.mean().item(), rel=1e-5)
+        assert row["policy/clipfrac_avg"] == row["clip_ratio/region_mean"]
+        assert row["lr"] == row["learning_rate"] and row["episode"] == 4.0
+    assert second["policy/approxkl_avg"] > 1e-6
+    assert [row["loss/policy_avg"] for row in (first, second)] == pytest.approx([one.loss.item() / 4 for one in parts])
+    assert not any("val/clipfrac_avg" in row for row in trainer.state.log_history), "there is no value function"
 
 
 def test_full_training_keeps_a_reference_model(make_trainer, tiny_folder):

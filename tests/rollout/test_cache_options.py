@@ -96,7 +96,7 @@ def test_what_a_cache_holds_is_what_the_plan_counts(kind, dtype, width):
     """A cache that is called 8-bit and keeps a full copy saves nothing; bytes are counted in real tensors."""
     shape = ModelShape(32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=320, tied=True)
     load = parts.Load(
-        shape, False, width, width, 16, ("q_proj",), "sgd", "off", False, 1, False, "none", False, prompt_tokens=10,
+        shape, False, width, width, 16, ("q_proj",), "sgd", "off", False, 1, False, "none", prompt_tokens=10,
         completion_tokens=90, num_generations=3, completions=3, on_cuda=False, cache=kind,
     )  # fmt: skip
     assert fill(kind, 100, dtype).nbytes == parts.cache_bytes(load, rows=3)

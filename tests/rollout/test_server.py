@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
-from rloo_kit.loop import trainer
+from rloo_kit.loop import arguments as trainer_arguments
 from rloo_kit.rollout import engine as rollout
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.server import ServerEngine, ServerSettings
@@ -497,9 +497,9 @@ def test_vllm_with_an_address_is_trls_server_mode(url, make_trainer, monkeypatch
     def stop(self: Any, *_: Any, **arguments: Any) -> None:
         raise Stopped(arguments["args"].use_vllm, arguments["args"].vllm_mode, arguments["args"].vllm_server_base_url)
 
-    monkeypatch.setattr(trainer, "choose_engine", lambda *_: ("vllm", ""))
+    monkeypatch.setattr(trainer_arguments, "choose_engine", lambda *_: ("vllm", ""))
     monkeypatch.setattr(trl.RLOOTrainer, "__init__", stop)
-    assert rollout.choose_engine is not trainer.choose_engine
+    assert rollout.choose_engine is not trainer_arguments.choose_engine
     with pytest.raises(Stopped) as found:
         make_trainer(rollout_engine="vllm", rollout_server_url=url)
     assert found.value.args == (True, "server" if url else "colocate", url)
