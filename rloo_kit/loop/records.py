@@ -37,11 +37,6 @@ class Completions:
     forced: list[tuple[int, int] | None]
     sampler_logps: list[list[float]] | None
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each completion."""
-        return [len(ids) for ids in self.completion_ids]
-
     def map(self, change: Callable[[list[Any]], list[Any]]) -> "Completions":
         """The same with every list changed (gathered from all processes, cut to some rows)."""
         lists = {one.name: getattr(self, one.name) for one in fields(self)}

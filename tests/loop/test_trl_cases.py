@@ -191,7 +191,7 @@ def test_unused_columns_are_removed_where_asked(trl_train):
 
 
 def test_what_rewards_log_themselves(trl_train, capsys):
-    """A figure of one micro-batch must be averaged over the step, and a column stay beside its completions."""
+    """A figure of one micro-batch must be averaged over the step, and a column stay with its completions."""
     calls = []
 
     def reward(completion_ids, log_metric, log_extra, **_):

@@ -220,7 +220,7 @@ def test_other_kinds_of_adapters(config, trl_train, make_tiny_model):
 
 
 def test_a_resumed_run_has_the_reference_that_it_started_from(trl_train, make_tiny_model, tmp_path):
-    """Random matrices are drawn anew on a resume: the copy has to come from the checkpoint."""
+    """Random matrices are drawn again on a resume: the copy has to come from the checkpoint."""
 
     def resume(trainer):
         plain = trainer.train
