@@ -129,7 +129,6 @@ _COIN = random.Random(0)
 def weigh_forms(run: Any, policy: Any, held_out: Any, prompts: int, samples: int) -> dict[str, Any]:
     """What a thinking token costs under each form, on real completions with their real KL."""
     completions, rewards, kl = answer(run, policy, held_out.select(range(prompts)), samples)
-    mask, padded = _padded([[1.0] * len(row) for row in kl]), _padded(kl)
     thinking = [float(one.thinking_tokens or 0) for one in completions]
     reward_spread = _within_spread(rewards, samples)
     result = {
@@ -145,7 +144,7 @@ def weigh_forms(run: Any, policy: Any, held_out: Any, prompts: int, samples: int
         "task_reward_slope": slope(rewards, thinking, samples),
         "forms": [],
     }
-    for name, advantages in penalty_advantages(padded, mask, samples).items():
+    for name, advantages in penalty_advantages(kl, samples).items():
         spread = _within_spread(advantages, samples)
         scaled = [value * reward_spread / spread for value in advantages]
         result["forms"].append(
@@ -192,25 +191,26 @@ def _logps(logits: Any, tokens: Any, prompt_tokens: int) -> Any:
     return scores.gather(1, tokens[0, prompt_tokens:, None]).squeeze(1)
 
 
-def penalty_advantages(per_token_kl: Any, mask: Any, samples: int) -> dict[str, list[float]]:
-    """The advantage of each completion at beta 1 where the task reward is 0, form by form, by the kit's own code."""
-    from rloo_kit.gradient.advantages import kl_penalty, leave_one_out
-
-    found = {
-        form: leave_one_out(-kl_penalty(per_token_kl, mask, form), samples).tolist()
-        for form in ("sum", "length_normalized")
-    }
-    to_go = -kl_penalty(per_token_kl, mask, "per_token")  # no baseline: the task reward alone has one
-    found["per_token, first token"] = to_go[:, 0].tolist()
-    found["per_token, mean over the tokens"] = (to_go.sum(dim=1) / mask.sum(dim=1)).tolist()
-    return found
-
-
-def _padded(rows: list[list[float]]) -> Any:
+def penalty_advantages(kl: list[list[float]], samples: int) -> dict[str, list[float]]:
+    """The advantage of each completion at beta 1 where the task reward is 0, form by form, by the kit's own code;
+    `kl` is each completion's, token by token."""
     import torch
 
-    width = max(map(len, rows))
-    return torch.tensor([row + [0.0] * (width - len(row)) for row in rows], dtype=torch.float64)
+    from rloo_kit.gradient.advantages import AdvantageSettings, make_advantages
+
+    lengths = [len(row) for row in kl]
+    flat = torch.tensor([value for row in kl for value in row], dtype=torch.float64)
+    nothing = torch.zeros(len(kl), dtype=torch.float64)
+
+    def make(form: str, baseline: str = "leave_one_out") -> Any:
+        settings = AdvantageSettings(beta=1.0, kl_form=form, baseline=baseline)
+        return make_advantages(nothing, flat, torch.ones_like(flat), lengths, samples, settings)
+
+    found = {form: make(form).per_row.tolist() for form in ("sum", "length_normalized")}
+    by_token = make("per_token", baseline="none")  # the task reward alone has one, and is 0
+    found["per_token, first token"] = [part[0].item() for part in by_token.trained.split(lengths)]
+    found["per_token, mean over the tokens"] = by_token.per_row.tolist()
+    return found
 
 
 def _centred(values: Sequence[float], samples: int) -> list[float]:
