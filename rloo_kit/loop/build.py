@@ -45,7 +45,6 @@ def build_step(trainer: "StockTrainer", tags: ThinkTags) -> RLOOStep:
     for model in (trainer.model, trainer.ref_model):
         if model is not None:
             disable_dropout(model)  # the ratio compares one policy with itself, not two random parts of it
-    ends = set(trainer.eos_token_ids)
     sampler = build_sampler(trainer, tags, parallel)
     has_budget = sampler.limits.thinking_budget is not None
 
@@ -58,13 +57,12 @@ def build_step(trainer: "StockTrainer", tags: ThinkTags) -> RLOOStep:
         clip=trainer.reward_clip_range,
         tells_forced=has_budget,
     )
-    kl = settings.advantage.kl_form, settings.advantage.beta
     return RLOOStep(
         settings,
         sampler,
         rewarder,
         build_scorer(trainer, parallel),
-        Recorder(trainer, parallel, tags, ends, *kl, has_budget),
+        Recorder(trainer, parallel, tags, set(trainer.eos_token_ids), settings.advantage, has_budget),
         parallel,
         FiniteWatch(option(args, "max_skipped_steps")),
         PromptReservoir(trainer.train_dataset, args.seed) if settings.resample_rounds else None,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rloo_kit.data.load import REWARDS_WITH_ANSWERS
-from rloo_kit.gradient.advantages import Advantages, kl_charge, tied_groups
+from rloo_kit.gradient.advantages import Advantages, AdvantageSettings, kl_charge, tied_groups
 from rloo_kit.gradient.objective import sum_rows
 from rloo_kit.loop.records import RolloutBatch, StepStats, pick
 from rloo_kit.models.parallel import Parallel
@@ -268,7 +268,7 @@ class Recorder:
 
     Args:
         trainer: TRL's, with the books that its `log` reads. tags: of the model's thinking. end_ids: of a completion.
-        kl_form, beta: of the penalty. has_budget: whether thinking may be closed by force.
+        settings: of the penalty. has_budget: whether thinking may be closed by force.
 
     Attributes:
         listeners: called once a generation batch with one dict for each completion of this process.
@@ -281,13 +281,11 @@ class Recorder:
         parallel: Parallel,
         tags: ThinkTags,
         end_ids: set[int],
-        kl_form: str,
-        beta: float,
+        settings: AdvantageSettings,
         has_budget: bool,
     ):
-        self.trainer, self.parallel = trainer, parallel
-        self.tags, self.end_ids = tags, end_ids
-        self.kl_form, self.beta, self.has_budget = kl_form, beta, has_budget
+        self.trainer, self.parallel, self.settings = trainer, parallel, settings
+        self.tags, self.end_ids, self.has_budget = tags, end_ids, has_budget
         self.listeners: list[Callable[[list[dict[str, Any]]], None]] = []
         self.episodes = 0
         self._begun: tuple[float, int] | None = None  # when, and episodes by then (of a run that was resumed)
@@ -313,9 +311,9 @@ class Recorder:
         """Metrics, TRL's table of completions, and the rows for the listeners."""
         assert batch.advantages is not None
         names = self.trainer.reward_func_names
-        statistics = sample_statistics(batch, self.tags, self.end_ids, self.kl_form)
+        statistics = sample_statistics(batch, self.tags, self.end_ids, self.settings.kl_form)
         gathered = self.parallel.gather(statistics)  # (A, columns)
-        metrics = rollout_metrics(batch, batch.advantages, gathered, names, self.beta)
+        metrics = rollout_metrics(batch, batch.advantages, gathered, names, self.settings.beta)
         if self.has_budget:
             answers = find_answer_column(batch.judged.rewards_per_func, names)
             metrics |= thinking_metrics(gathered[:, COLUMNS.index("forced")], answers)

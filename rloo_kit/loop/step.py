@@ -12,7 +12,7 @@ Shapes: B completions of this process, A of all processes, K a group, R of a pas
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,7 +174,7 @@ class RLOOStep:
             return
         batch.old_logps, batch.kl = batch.zeros(), batch.zeros()
         with torch.no_grad():
-            for rows in self._cut_together(batch, range(len(batch))):
+            for rows in self._cut_without_graph(batch, range(len(batch))):
                 groups = batch.groups(rows)
                 logps = self.scorer.score(model, groups, need_entropy=False).logps
                 put(batch.old_logps, rows, logps)
@@ -225,13 +225,17 @@ class RLOOStep:
         return stats.loss if stats.loss.requires_grad or not torch.is_grad_enabled() else stats.loss.requires_grad_()
 
     def cut(self, batch: RolloutBatch, rows: Iterable[int], whole_groups: bool) -> list[list[int]]:
-        """The rows of each pass: up to `tokens_per_pass` tokens, one sequence with `memory: low`."""
+        """The rows of each pass with a gradient: up to `tokens_per_pass` tokens, one sequence with `memory: low`."""
         limit = 0 if self.settings.memory == "low" else self.settings.tokens_per_pass
         return batch.passes(rows, self.scorer.tokens, limit, whole_groups)
 
-    def _cut_together(self, batch: RolloutBatch, rows: Iterable[int]) -> list[list[int]]:
-        """Passes without a gradient; where weights are sharded, the last one is repeated until all have as many."""
-        passes = self.cut(batch, rows, whole_groups=False)
+    def _cut_without_graph(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[int]]:
+        """The rows of each pass without one: with `memory: low` as many tokens as the longest sequence has. Where
+        weights are sharded, the last pass is repeated until all processes have as many."""
+        limit = self.settings.tokens_per_pass
+        if self.settings.memory == "low":
+            limit = max(self.scorer.tokens(batch.groups([row])) for row in rows)
+        passes = batch.passes(rows, self.scorer.tokens, limit, whole_groups=False)
         return passes + passes[-1:] * (self.parallel.equalize(len(passes)) - len(passes))
 
     def _pass(self, model: torch.nn.Module, batch: RolloutBatch, rows: list[int], stats: StepStats) -> torch.Tensor:
@@ -293,7 +297,7 @@ class RLOOStep:
     def _observe(self, model: torch.nn.Module, batch: RolloutBatch, stats: StepStats) -> None:
         """The entropy of a step without any learning signal: it says whether the policy has collapsed."""
         with torch.no_grad():
-            for rows in self._cut_together(batch, stats.rows):
+            for rows in self._cut_without_graph(batch, stats.rows):
                 lengths = [len(batch.mask[row]) for row in rows]
                 scores = self.scorer.score(model, batch.groups(rows))
                 stats.add_entropy(rows, lengths, pick(batch.mask, rows), scores)
