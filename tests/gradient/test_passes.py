@@ -109,6 +109,8 @@ def test_memory_modes_make_one_gradient(form, baseline, reward, step):
             assert logs[name] == pytest.approx(rows[name], abs=1e-5), f"{memory}: {name}"
     assert any(not graph for _, graph in trainer.passes_seen), "balanced scores the policy before its training passes"
     assert max(rows for rows, graph in other.passes_seen if graph) == 1, "low: one sequence at a time"
+    without_graph = [rows for rows, graph in other.passes_seen if not graph]
+    assert sum(without_graph) == 8 and len(without_graph) < 8, "short ones are scored together first"
 
 
 @pytest.mark.parametrize(("attention", "layout"), [("sdpa", "shared"), ("eager", "padded")])
