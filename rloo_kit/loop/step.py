@@ -217,7 +217,7 @@ class RLOOStep:
             stats.loss = stats.loss + part
         if is_open:
             self.settle(batch)
-        if not count:
+        if not self.parallel.any(count > 0):
             self._observe(model, batch, stats)
         if model.training and not stats.is_finite:  # an evaluation's concerns no step
             self.broken = "the log-probabilities or the KL"
