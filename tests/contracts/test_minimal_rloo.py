@@ -27,8 +27,10 @@ PROMPTS = ["What is 1+1?", "A much longer prompt than the other"]
 
 @pytest.fixture(scope="module")
 def script() -> SimpleNamespace:
-    """The script's functions."""
-    return SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+    """The script's functions; the backend that it chooses for its process is not that of the tests after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLOO_KIT_BACKEND", "transformers")
+        return SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 
 
 def rewards_of(completion_ids: list[list[int]]) -> list[float]:

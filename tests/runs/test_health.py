@@ -158,7 +158,7 @@ def test_the_page_of_metrics_has_the_same_limits() -> None:
     text = PAGE.read_text(encoding="utf-8")
     for name in ("completions/clipped_ratio", "frac_reward_zero_std", "entropy", "kl", "grad_norm"):
         one = next(one for one in THRESHOLDS if name in one.metrics)
-        row = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{name}`"))
         numbers = set(re.findall(r"\d+(?:\.\d+)?", row))
         limits = {f"{limit:g}" for limit in (one.low, one.high, one.alarm_low, one.alarm_high) if limit is not None}
         assert limits <= numbers, (name, limits - numbers)
