@@ -1,5 +1,4 @@
-"""What the loop does at points of transformers' training loop, and what a run prints and writes while it trains:
-callbacks, and one listener for its rollouts.
+"""What a run prints and writes while it trains: trainer callbacks, and one listener for its rollouts.
 
 With several processes the main one prints and writes, and what stops one of them stops all after the same step.
 """

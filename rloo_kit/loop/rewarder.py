@@ -84,10 +84,15 @@ class Rewarder:
             scores = standardize(scores, eps=1e-8)
         return scores.clamp(*self.clip) if self.clip else scores
 
-    def watch(self, judged: Judged) -> None:
-        """Report rewards that failed in a rollout of training; raises RewardError, behind a checkpoint, when they did
-        so in too many rollouts in a row."""
-        share = judged.failed.float().mean().item()
+    def watch(self, share: float) -> None:
+        """Report rewards that failed in a rollout of training.
+
+        Args:
+            share: of the samples of all processes for which one failed, 0 to 1.
+
+        Raises:
+            RewardError: too many failed in too many rollouts in a row; a checkpoint is saved first.
+        """
         messages = self._messages
         if share and not messages:
             messages = ["a reward model returned infinity, or a reward failed in another process"]

@@ -49,7 +49,6 @@ class Sampler:
         """Completion ids by the engine. Where not all rows fit at once, those of prompts that took long before start
         first: the tail gets shorter."""
         assert self.engine is not None
-        check_prompts(prompt_ids)
         waits = self.engine.rows is not None and self.engine.rows < len(prompt_ids)
         keys = [hash(tuple(ids)) for ids in prompt_ids]
         usual = sum(self._lengths.values()) / max(len(self._lengths), 1)

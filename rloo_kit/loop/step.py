@@ -91,9 +91,10 @@ class RLOOStep:
         judged = self.judge(rows)
         if model.training and self.settings.resample_rounds:
             judged = self.replace_tied(judged)
-        self.recorder.count("rewards/failed_ratio", judged.failed.float().mean().item())
+        failed_share = judged.failed.float().mean().item()
+        self.recorder.count("rewards/failed_ratio", failed_share)
         if model.training:
-            self.rewarder.watch(judged)
+            self.rewarder.watch(failed_share)
         batch = self.lay_out(judged, model.training)
         if leave_open and model.training and self.settings.advantage.beta and self.settings.scores_first is None:
             batch.kl = batch.zeros()

@@ -61,6 +61,8 @@ class Parallel:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
+        if self.kind == "single":
+            return flag
         return bool(self.gather(torch.tensor([flag], device=self.accelerator.device)).any())
 
     def model_of_passes(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -5,7 +5,7 @@ After a failed batch each sample is scored alone. The worker process imports thi
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -164,8 +164,8 @@ class GuardedReward:
         self.weight: float = getattr(reward, "weight", 1.0)
         self.failed: list[bool] = []
         self.failures: list[str] = []
-        self._passed: Collection[str] = ()  # names of the last call, and those of them that the reward accepts
-        self._accepted: Collection[str] = ()
+        self._passed: frozenset[str] | None = None  # names of the last call, and those that the reward accepts
+        self._accepted: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         return f"guard({self.reward!r})"
@@ -183,7 +183,7 @@ class GuardedReward:
             problem = find_problem(self.signature, batch)
             if problem is not None:
                 raise WholeBatchError(problem)
-            self._passed, self._accepted = batch.keys(), self.signature.select(batch).keys()
+            self._passed, self._accepted = frozenset(batch), frozenset(self.signature.select(batch))
         return {name: value for name, value in batch.items() if name in self._accepted}
 
     def _attempt(self, batch: dict[str, Any]) -> Any:

@@ -2,8 +2,10 @@
 
 import asyncio
 import functools
+import gc
 import inspect
 import math
+import weakref
 from collections import deque
 from decimal import Decimal
 from fractions import Fraction
@@ -318,3 +320,18 @@ def test_what_cannot_be_called_is_refused() -> None:
     """Guards against a number in the list of rewards that fails only after the first rollout."""
     with pytest.raises(RewardError, match="3 is not a reward; it must be a function of"):
         guard(3)
+
+
+def test_a_batch_is_not_kept_after_its_call():
+    """The names of the last call were a view of its dict, which held its prompts and completions until the next one."""
+
+    class Text(str):
+        pass
+
+    completion = Text("4")
+    kept = weakref.ref(completion)
+    guarded = guard(lambda completions: [float(len(text)) for text in completions])
+    assert guarded(prompts=["2+2"], completions=[completion], completion_ids=[[1]]) == [1.0]
+    del completion
+    gc.collect()
+    assert kept() is None
