@@ -4,6 +4,7 @@ All processes call a function at the same place, or the run hangs; with one proc
 """
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,7 @@ from rloo_kit.errors import SetupError
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, local_index, process_index
 
 TIMEOUT = timedelta(hours=3)  # for a process that waits for another's long rollout; one that died ends all at once
+RELEASE_S = 0.5  # for gloo's threads to drop the tensors of a call that has returned; microseconds on an idle machine
 
 
 def start_processes() -> None:
@@ -95,13 +97,21 @@ def share_of(values: Sequence[Any]) -> range:
 
 
 def end_processes() -> None:
-    """Wait for all and leave the group at the end of a run: NCCL warns of a process that ends inside one."""
+    """Wait for all and leave the group, as the last thing a process of a run does.
+
+    NCCL warns of a process that ends inside its group. gloo's threads live on behind a group that torch itself still
+    refers to (DDP's reducer, a device mesh), and one that drops a tensor while the interpreter ends aborts the process
+    (https://github.com/pytorch/pytorch/issues/190489): they get the time to drop it before.
+    """
     if not is_distributed():
         return
     distributed = load_stack().torch.distributed
     if distributed.is_initialized():
         wait_for_all()
+        has_gloo = "gloo" in str(distributed.get_backend())
         distributed.destroy_process_group()
+        if has_gloo:
+            time.sleep(RELEASE_S)
 
 
 def _has_group() -> bool:

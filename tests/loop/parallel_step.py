@@ -151,9 +151,9 @@ def main(settings: dict[str, Any]) -> None:
     for name, case in settings["cases"].items():
         found = train(settings, case)
         torch.save(found, f"{settings['out']}.{name}.{found['rank']}")
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+    from rloo_kit.collective import end_processes
+
+    end_processes()
 
 
 if __name__ == "__main__":

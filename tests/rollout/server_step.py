@@ -45,8 +45,9 @@ def main(settings: dict[str, Any]) -> None:
         "sharded": any(hasattr(value, "to_local") for value in trainer.model.parameters()),
     }
     Path(f"{settings['out']}.{trainer.accelerator.process_index}").write_text(json.dumps(found))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    from rloo_kit.collective import end_processes
+
+    end_processes()
 
 
 if __name__ == "__main__":
