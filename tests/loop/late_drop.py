@@ -36,7 +36,8 @@ def main() -> None:
                 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
                 return leave(torch, collective, write)
             children.append(child)
-        print(*[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(*codes, flush=True)  # or a forked process would print it again
         try:
             os.read(read, 1)
         except BlockingIOError:
