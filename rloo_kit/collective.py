@@ -15,7 +15,7 @@ from rloo_kit.errors import SetupError
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, local_index, process_index
 
 TIMEOUT = timedelta(hours=3)  # for a process that waits for another's long rollout; one that died ends all at once
-RELEASE_S = 0.5  # for gloo's threads to drop the tensors of a call that has returned; microseconds on an idle machine
+RELEASE_S = 0.5  # for gloo's threads to drop the tensors of a call that has returned
 
 
 def start_processes() -> None:
