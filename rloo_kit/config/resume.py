@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.yaml_files import read_file, read_yaml
+from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.errors import ConfigError
 
 # What is written, and how and where the same gradient is computed.
@@ -31,22 +31,20 @@ def changed_keys(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[
     return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
 
 
-def refuse_changes(saved_config: Path, resolved: str) -> None:
-    """Refuse, with a ConfigError that lists both values, to resume a run with a configuration that would train
-    differently.
+def refuse_changes(trained: str, resolved: str, folder: Path) -> None:
+    """Refuse, with a ConfigError that lists both values, to resume the run in `folder`, which trained with one
+    configuration, with another that would train differently.
 
     `run.*` and `eval.*` may differ, and so may the keys in FREE_ON_RESUME; those in MAY_GROW_ON_RESUME only upwards.
     """
-    if not saved_config.exists():
-        return
-    saved, now = _fill_in(read_file(saved_config)[0], read_yaml(resolved)[0])
+    saved, now = _fill_in(read_yaml(trained, f"the configuration of {folder}")[0], read_yaml(resolved)[0])
     sections = [{name: values.get(name) for name in COMPARED_ON_RESUME} for values in (saved, now)]
     changed = changed_keys(*sections)
     refused = {key: pair for key, pair in changed.items() if key not in FREE_ON_RESUME and not _grew(key, *pair)}
     if refused:
         lines = [f"  {key}: {old!r} then, {new!r} now" for key, (old, new) in refused.items()]
         raise ConfigError(
-            f"the run in {saved_config.parent} cannot be resumed with another configuration. These keys differ:\n"
+            f"the run in {folder} cannot be resumed with another configuration. These keys differ:\n"
             + "\n".join(lines)
             + "\nput them back (rloo.max_steps may grow, run.* may change), or start again: --overwrite or run.name=..."
         )

@@ -114,6 +114,9 @@ class RunSection(Section):
     progress_every_s: float = key(5.0, "seconds between two progress lines", ge=0.0)
     sample_every_steps: int = key(25, "steps between two tables of sample completions; 0 for none", ge=0)
     num_samples: int = key(2, "completions in such a table", ge=0)
+    save_every_minutes: float | None = key(
+        15.0, "minutes after which a checkpoint is saved, whatever rloo.save_steps says; null for never", gt=0.0
+    )
     max_reward_failure_share: Share = key(
         0.5, "share of samples with a failed reward above which a step counts as failed",
         argument="max_reward_failure_share",
@@ -324,7 +327,10 @@ class RLOOSection(Section):
         1, "optimizer steps between two rows of metrics.jsonl", trl=TrlDefault(10, "the health rules read every step")
     )
     save_steps: Count = key(500, "optimizer steps between two checkpoints")
-    save_total_limit: Count | None = key(None, "checkpoints kept; null keeps all")
+    save_total_limit: Count | None = key(
+        3, "checkpoints kept, the newest; null keeps all",
+        trl=TrlDefault(None, "with one every 15 minutes a night would fill the disk"),
+    )  # fmt: skip
     report_to: Annotated[list[Tracker], BeforeValidator(_read_report_to)] = key(
         [], "trackers besides metrics.jsonl: tensorboard, trackio, wandb",
         trl=TrlDefault("none", "with a list, adding a tracker is adding an item"),

@@ -3,13 +3,12 @@
 With several processes the main one prints and writes, and what stops one of them stops all after the same step.
 """
 
+import math
 import os
 import signal
 import sys
-import threading
 import time
-from contextlib import suppress
-from types import FrameType
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from rich.table import Table
@@ -23,6 +22,7 @@ from rloo_kit.runs.health import Finding, LearningSignalWatch
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import VARIABLE, format_seconds, picture_controls, plain_prompt, print_table
 from rloo_kit.system.processes import is_distributed, say
+from rloo_kit.system.signals import ENDING, handle_signals
 from rloo_kit.think_tags import ThinkTags, split_thinking
 
 SECONDS_OF_ONE_SIGNAL = 1.0  # a terminal and a launcher may both pass the same Ctrl-C on to a process
@@ -64,25 +64,56 @@ class RolloutLog:
 
 
 class MetricsWriter(TrainerCallback):
-    """One line of `metrics.jsonl` a logged step, and the step in `status.json`; `rows` are the lines of the whole run,
-    those from before a resume included."""
+    """One line of `metrics.jsonl` a logged step, with the run's id, and `status.json` after every step; `rows` are the
+    lines of the whole run, those from before a resume included."""
 
     def __init__(self, run_dir: RunDir):
         self.run_dir = run_dir
-        self.rows = run_dir.read_jsonl("metrics.jsonl")
+        self.rows = run_dir.read_metrics()
         self.started = time.monotonic()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.started = time.monotonic()
         self.run_dir.set_status("running", step=state.global_step, max_steps=state.max_steps)
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        restored = self.run_dir.restored
+        self.run_dir.keep_folder()
+        if self.run_dir.restored > restored:
+            self.run_dir.append_jsonl("metrics.jsonl", self.rows)
+        self.run_dir.set_status("running", step=state.global_step, max_steps=state.max_steps)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not is_step_row(logs):
             return
-        row = {"step": state.global_step, **logs, "seconds": round(time.monotonic() - self.started, 3)}
+        seconds = round(time.monotonic() - self.started, 3)
+        row = {"step": state.global_step, **logs, "seconds": seconds, "run": self.run_dir.id}
         self.rows.append(row)
         self.run_dir.append_jsonl("metrics.jsonl", [row])
-        self.run_dir.set_status("running", step=state.global_step, max_steps=state.max_steps)
+
+
+class TimedSaves(TrainerCallback):
+    """A checkpoint whenever `minutes` (None: never) have passed since the last one, and at once where the run's folder
+    was removed; `rloo.save_steps` holds as well."""
+
+    def __init__(self, run_dir: RunDir, minutes: float | None):
+        self.run_dir = run_dir
+        self.every_s = math.inf if minutes is None else minutes * 60
+        self._saved_at = 0.0
+        self._restored = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._saved_at = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        restored = self.run_dir.restored > self._restored
+        self._restored = self.run_dir.restored
+        if share(restored or time.monotonic() - self._saved_at >= self.every_s):
+            control.should_save = True
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._saved_at = time.monotonic()
 
 
 class ProgressLine(TrainerCallback):
@@ -167,7 +198,8 @@ class LearningSignalGuard(TrainerCallback):
 
 
 class Interrupts(TrainerCallback):
-    """Ctrl-C (SIGINT) and SIGTERM end the run after the step it is in, with a checkpoint; a second one ends it at once.
+    """Ctrl-C (SIGINT), SIGTERM and SIGHUP end the run after the step it is in, with a checkpoint; a second signal ends
+    it at once.
 
     A context manager that holds the signals while it is entered, in the main thread; elsewhere it leaves them alone.
     A signal to one of several processes stops all of them after the same step.
@@ -181,26 +213,22 @@ class Interrupts(TrainerCallback):
         self.requested = False
         self.between_steps = True
         self._came_at = 0.0
-        self._previous: dict[signal.Signals, Any] = {}
+        self._signals = ExitStack()
 
     def __enter__(self) -> "Interrupts":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._handle)
+        self._signals.enter_context(handle_signals(ENDING, self._handle))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
+        self._signals.close()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: signal.Signals) -> None:
         if self.requested:
             if is_distributed() and time.monotonic() - self._came_at < SECONDS_OF_ONE_SIGNAL:
                 return
             raise KeyboardInterrupt
         self.requested, self._came_at = True, time.monotonic()
-        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        name = "Ctrl-C" if number == signal.SIGINT else number.name
         with suppress(RuntimeError):  # the signal came in the middle of another print
             say(f"{name}: stopping after this step, with a checkpoint; once more stops at once")
 

@@ -26,6 +26,7 @@ from rloo_kit.loop.callbacks import (
     ProgressLine,
     RolloutLog,
     SampleTable,
+    TimedSaves,
 )
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
@@ -35,6 +36,7 @@ from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
 from rloo_kit.results.evaluation import compare
 from rloo_kit.results.report import TrainResult, load_evaluation, write_report
 from rloo_kit.rollout.engine import check_cache, choose_engine
+from rloo_kit.runs.files import read_object
 from rloo_kit.runs.health import LearningSignalWatch
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system import environment
@@ -128,9 +130,9 @@ class _Training:
         self.run, self.policy, self.run_dir = run, policy, run_dir
         self.was_training = policy.model.training
         _check_shared_folder(run_dir)
-        self.checkpoint = share(run_dir.last_checkpoint() if run_dir.resumed else None)
+        self.checkpoint = share(run_dir.resumes_from)
         if run_dir.resumed:
-            run_dir.rewind(self.checkpoint[1] if self.checkpoint else 0)
+            run_dir.rewind(self.checkpoint.step if self.checkpoint else 0)
         self.rollouts = RolloutLog(run_dir)
         self.writer = MetricsWriter(run_dir)
         self.guard = LearningSignalGuard(
@@ -144,7 +146,8 @@ class _Training:
         run, policy = self.run, self.policy
         progress = ProgressLine(self.rollouts, run.run.progress_every_s)
         shown = policy.tokenizer, policy.tags, policy.family, run.run.sample_every_steps, run.run.num_samples
-        callbacks = [self.writer, progress, SampleTable(self.rollouts, *shown), self.guard, self.interrupts]
+        saves = TimedSaves(self.run_dir, run.run.save_every_minutes)
+        callbacks = [self.writer, progress, SampleTable(self.rollouts, *shown), self.guard, self.interrupts, saves]
         trainer = RLOOTrainer(
             model=policy.model,
             reward_funcs=reward_funcs,
@@ -153,6 +156,7 @@ class _Training:
             processing_class=policy.tokenizer,
             callbacks=callbacks,
         )
+        trainer.checkpoint_record = self.run_dir.checkpoint_record
         trainer.remove_callback(PrinterCallback)
         trainer.rollout_listeners.append(self.rollouts)
         return trainer
@@ -181,25 +185,25 @@ class _Training:
         """Whether the resumed run has nothing left to do; the trainer would go one step too far."""
         if self.checkpoint is None:
             return False
-        folder, step = self.checkpoint
-        state = self.run_dir.read_json(f"checkpoints/{folder.name}/trainer_state.json")
+        state = read_object(self.checkpoint.folder / "trainer_state.json")
         epochs = self.run.rloo.num_train_epochs
         total = self.run.rloo.max_steps or (state["max_steps"] if state["num_train_epochs"] == epochs else None)
-        return total is not None and step >= total
+        return total is not None and self.checkpoint.step >= total
 
     def _load_weights(self) -> None:
-        folder, step = self.checkpoint
-        self.trainer._load_from_checkpoint(str(folder))
+        step = self.checkpoint.step
+        self.trainer._load_from_checkpoint(str(self.checkpoint.folder))
         self.trainer.state.global_step = self.trainer.state.max_steps = step
         say(f"the run is finished already (step {step}); its weights are loaded")
 
     def _train(self) -> None:
         if self.run_dir.resumed:
-            where = f"step {self.checkpoint[1]}" if self.checkpoint else "the start: it has no checkpoint yet"
+            where = f"step {self.checkpoint.step}" if self.checkpoint else "the start: it has no checkpoint yet"
             say(f"resuming {self.run_dir.folder} from {where}")
         with self.interrupts:
             try:
-                self.trainer.train(resume_from_checkpoint=str(self.checkpoint[0]) if self.checkpoint else None)
+                place = str(self.checkpoint.folder) if self.checkpoint else None
+                self.trainer.train(resume_from_checkpoint=place)
             except KeyboardInterrupt:
                 if is_distributed():  # the processes are not at the same place: nothing that takes all of them
                     raise
@@ -210,7 +214,7 @@ class _Training:
         """A checkpoint after a hard stop, unless it came in the middle of an update of the weights."""
         step = self.trainer.state.global_step
         last = self.run_dir.last_checkpoint()
-        if step > 0 and self.interrupts.between_steps and (last is None or last[1] < step):
+        if step > 0 and self.interrupts.between_steps and (last is None or last.step < step):
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
     def _why_stopped(self) -> str | None:
@@ -232,7 +236,7 @@ class _Training:
         where = f"at step {state.global_step} of {state.max_steps}"
         if stopped == "interrupted":
             last = self.run_dir.last_checkpoint()
-            saved = f"the checkpoint of step {last[1]}" if last else "no checkpoint yet (no step was finished)"
+            saved = f"the checkpoint of step {last.step}" if last else "no checkpoint yet (no step was finished)"
             self.run_dir.set_status("interrupted", resume=resume, **progress)
             say(f"interrupted {where}; {folder} has {saved}, and the adapter. To go on: {resume}")
             return

@@ -8,6 +8,8 @@ Shapes: B completions of this process, P prompt, C completion tokens.
 
 import math
 import os
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,10 @@ from trl.trainer.utils import pad
 
 from rloo_kit.config.batches import check_eval_batch, check_prompt_count
 from rloo_kit.errors import ConfigError
-from rloo_kit.gradient.advantages import RunningMoments
 from rloo_kit.loop.arguments import FURTHER_ARGUMENTS, prepare_arguments
 from rloo_kit.loop.build import build_step, describe, settle_reference
 from rloo_kit.loop.callbacks import use_text_progress
+from rloo_kit.loop.checkpoints import load_loop_state, save_checkpoint
 from rloo_kit.loop.options import refuse_sampling_filters
 from rloo_kit.loop.records import RolloutBatch
 from rloo_kit.loop.sampler import check_prompts
@@ -32,10 +34,8 @@ from rloo_kit.models.adapters import keep_base, restore_precision, trainable_ten
 from rloo_kit.models.policy import keep_settings
 from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.rewarding.guard import log_names
-from rloo_kit.runs.files import read_json, saving, write_json
+from rloo_kit.runs.files import saving
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
-
-LOOP_STATE = "loop_state.json"  # in a checkpoint
 
 
 class RLOOTrainer(trl.RLOOTrainer):
@@ -52,6 +52,7 @@ class RLOOTrainer(trl.RLOOTrainer):
     Attributes:
         rloo: the step, with its collaborators: sampler, rewarder, scorer, recorder, parallel.
         think_tags: ids of the model's thinking tags.
+        checkpoint_record: what the manifest of each checkpoint says about the run.
 
     Raises:
         ConfigError: an argument has no meaning today, or names something that the loop does not do.
@@ -64,6 +65,8 @@ class RLOOTrainer(trl.RLOOTrainer):
 
     rloo: RLOOStep
     think_tags: ThinkTags
+    checkpoint_record: Mapping[str, Any] = {}
+    _staging: Path | None = None  # where a checkpoint is being written
 
     def __init__(
         self,
@@ -237,7 +240,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         is resumed in the process it was cut in has a trained adapter, which TRL has just copied as the reference.
         """
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._load_loop_state(resume_from_checkpoint)
+        load_loop_state(self.rloo, Path(resume_from_checkpoint))
         policy = self.accelerator.unwrap_model(self.model)
         if not is_peft_model(policy):
             return
@@ -247,27 +250,24 @@ class RLOOTrainer(trl.RLOOTrainer):
         elif "ref" in policy.peft_config:
             policy.delete_adapter("ref")
 
-    def _load_loop_state(self, folder: str) -> None:
-        state = read_json(Path(folder) / LOOP_STATE)
-        if state is None:
-            return  # written by TRL's trainer, or by the kit before its loop had a state
-        self.rloo.rewarder.moments = RunningMoments.from_dict(state["rewards"])
-        self.rloo.recorder.episodes = state.get("episodes", 0)
-        if self.rloo.reservoir is not None and state["reservoir"] is not None:
-            self.rloo.reservoir.load_state_dict(state["reservoir"])
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        with saving(folder):
-            super()._save_checkpoint(model, trial)
-            if self.args.should_save:
-                reservoir = None if self.rloo.reservoir is None else self.rloo.reservoir.state_dict()
-                state = {"rewards": self.rloo.rewarder.moments.to_dict(), "reservoir": reservoir}
-                write_json(folder / LOOP_STATE, state | {"episodes": self.rloo.recorder.episodes})
+        write = super()._save_checkpoint
+
+        def write_into(folder: Path) -> None:
+            self._staging = folder
+            try:
+                write(model, trial)
+            finally:
+                self._staging = None
+
+        save_checkpoint(self, Path(self._get_output_dir(trial)), write_into)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staging or super()._get_output_dir(trial))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """TRL's; whoever ends the process waits for it (`rloo_kit.runs.files`)."""
-        with saving(output_dir or self.args.output_dir):
+        with saving(output_dir or self.args.output_dir) if self._staging is None else nullcontext():
             super().save_model(output_dir, _internal_call)
 
 

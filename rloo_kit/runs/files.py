@@ -1,5 +1,6 @@
 """Writing files safely: in one piece, under a lock, and with a record of the saves that are still running."""
 
+import errno
 import json
 import math
 import os
@@ -9,8 +10,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SIGNS_OF_A_FULL_DISK = (os.strerror(errno.ENOSPC), os.strerror(errno.EFBIG), "PytorchStreamWriter failed writing")
 _changed = threading.Condition()
 _running: list[Path] = []
 _saved: dict[Path, None] = {}  # an ordered set
@@ -87,9 +90,41 @@ def now() -> str:
 def read_json(path: Path) -> Any:
     """The value of a JSON file; None where there is none that can be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
         return None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none that can be read."""
+    value = read_json(path)
+    return value if isinstance(value, dict) else {}
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error, or what it came from, is a disk, a quota or a file size limit that is used up.
+
+    safetensors and torch raise errors of their own, torch without the reason.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        if any(sign in str(error) for sign in _SIGNS_OF_A_FULL_DISK):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value of a file is a whole number, 0 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def shorten(text: str, limit: int = 2000) -> str:
+    """`text` without what exceeds `limit` characters."""
+    return text if len(text) <= limit else f"{text[:limit]} ... ({len(text)} characters)"
 
 
 def lock_folder(folder: Path) -> IO[str] | None:

@@ -6,19 +6,36 @@ not.
 
 import json
 import os
+import re
 import shutil
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
+from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 from rloo_kit.config.resume import refuse_changes
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFoundError, SetupError
-from rloo_kit.runs.files import finite, git_revision, lock_folder, now, read_json, write_json, write_text
-from rloo_kit.system.processes import count_processes, is_main_process, process_index
+from rloo_kit.runs.checkpoints import MANIFEST, Checkpoint, list_checkpoints, set_aside, strays
+from rloo_kit.runs.files import (
+    finite,
+    git_revision,
+    is_count,
+    is_disk_full,
+    lock_folder,
+    now,
+    read_json,
+    read_object,
+    shorten,
+    write_json,
+    write_text,
+)
+from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
+from rloo_kit.system.signals import FROM_OUTSIDE, handle_signals, interrupt
 from rloo_kit.system.versions import installed_versions
 
 FILES = (
@@ -26,40 +43,53 @@ FILES = (
     "after.json", "report.html",
 )  # fmt: skip
 FOLDERS = ("checkpoints", "adapter")
+ID_LINE = b"# rloo-kit run "  # the start of config.yaml's first line; the run's id follows
 SECONDS_FOR_MAIN = 3.0  # that another process waits with an error: the main one may raise the same
 STATES = ("running", "finished", "interrupted", "failed")
+
+_COUNTS = ("step", "max_steps", "pid")  # fields of status.json that are whole numbers
+_ID = re.compile(rb"[0-9a-f]{12}")
 
 _open: "WeakKeyDictionary[RunDir, threading.Thread]" = WeakKeyDictionary()  # each with the thread that opened it
 
 
 class RunDir:
-    """The open folder of one run; a context manager that releases it at the end and records how the run ended.
+    """The open folder of one run; a context manager that releases it at the end and records how the run ended. SIGTERM
+    and SIGHUP end it like Ctrl-C.
 
     Attributes:
+        id: of the run that the folder holds, carried by its files; "" before there is one.
         writes: whether this process writes; the main one does.
         resumed: whether it holds an earlier part of the run, which is continued.
+        resumes_from: the checkpoint that it is continued from; None for the start.
+        restored: how often the folder was removed under the run and made again.
         resume_command: how to resume the run, for people; the command line sets its own.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.id = read_run_id(folder)
         self.writes = is_main_process()
         self.resumed = False
+        self.resumes_from: Checkpoint | None = None
+        self.restored = 0
         self.resume_command = "train(run, policy, data, reward_funcs, resume=True)"
+        self._config = ""
         self._lock: IO[str] | None = None
+        self._signals = ExitStack()
 
     @classmethod
     def create(cls, run: RunConfig, *, resume: bool = False, overwrite: bool = False) -> "RunDir":
         """Open the folder of `run` for writing, and record its configuration and versions.
 
         Args:
-            resume: continue the run in it.
+            resume: continue the run in it, from its newest checkpoint that is whole.
             overwrite: delete the files of the run in it, and nothing else, and start again.
 
         Raises:
             RunExistsError: it holds a run and neither flag is given, another process is writing it, or it holds
-                something else than a run. A run that failed before its first step does not count.
-            RunNotFoundError: `resume`, and there is no run.
+                something else than a run of this kit. A run that failed before its first step does not count.
+            RunNotFoundError: `resume`, and there is no run, or none of its checkpoints is whole.
             ConfigError: both flags; or `resume` with a configuration that would train something else.
             SetupError: the folder cannot be made or written.
         """
@@ -70,6 +100,7 @@ class RunDir:
         try:
             self._open(run, resume, overwrite)
         except RlooKitError:  # some of them are an OSError too
+            self.close()
             raise
         except OSError as error:
             self.close()
@@ -80,55 +111,104 @@ class RunDir:
         return self
 
     def _open(self, run: RunConfig, resume: bool, overwrite: bool) -> None:
-        self._check(run, resume, overwrite)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._check(resume, overwrite)
+        self._config = run.to_yaml()
+        if not resume:
+            self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
+        self.id = read_run_id(self.folder)
+        self._check(resume, overwrite)  # again: until now another process may have written
         self.resumed = resume
-        if overwrite or self._never_began():
+        if resume:
+            self._find_place()
+        else:
             self._delete_run()
-        self.write_text("config.yaml", run.to_yaml())
-        self.write_json("versions.json", describe_versions())
-        self.set_status("running", **({} if resume else {"step": 0}))
+            self.id = uuid4().hex[:12]
+        self._describe_run()
+        self.set_status("running", step=self.resumes_from.step if self.resumes_from else 0)
         _open[self] = threading.current_thread()
+
+    def _describe_run(self) -> None:
+        self.write_text("config.yaml", f"{ID_LINE.decode()}{self.id}: what it trains with\n{self._config}")
+        self.write_json("versions.json", {"run": self.id} | describe_versions())
 
     def _never_began(self) -> bool:
         """Whether the run failed before its first step (a mistyped model): there is nothing to resume."""
+        began = (*self.folder.glob("checkpoints/*"), *self.folder.glob("metrics.jsonl"), *self.folder.glob("rollouts*"))
         status = self.status()
-        return status.get("state") == "failed" and not status.get("step")
+        return bool(self.id) and status.get("state") == "failed" and not status.get("step") and not began
 
-    def _check(self, run: RunConfig, resume: bool, overwrite: bool) -> None:
-        """The refusals of `create`, before anything is touched."""
+    def _check(self, resume: bool, overwrite: bool) -> None:
+        """The refusals of `create` that need no lock, before anything is touched."""
         if resume and overwrite:
             raise ConfigError("--resume and --overwrite were both given: one keeps the run, the other deletes it")
-        state = self.status().get("state")
-        if resume:
-            if state is None:
-                raise RunNotFoundError(f"there is no run to resume in {self.folder}; start it without --resume")
-            refuse_changes(self.folder / "config.yaml", run.to_yaml())
-            self._refuse_other_number()
-        elif state is not None and not overwrite and not self._never_began():
-            step = self.status().get("step")
+        there = sorted(path.name for path in self.folder.glob("*") if path.name != ".lock")
+        carriers = "config.yaml, versions.json, status.json or a checkpoint's manifest"
+        if resume and not self.id:
+            unknown = f": nothing in it carries a run's id ({carriers})" if there else ""
+            raise RunNotFoundError(f"there is no run to resume in {self.folder}{unknown}; start it without --resume")
+        if resume or not there:
+            return
+        if not self.id:
             raise RunExistsError(
-                f"{self.folder} holds a run already ({state}{f' at step {step}' if step else ''}): go on with it with "
-                "--resume (resume=True in Python), delete it and start again with --overwrite (overwrite=True), or "
-                "give this one another name with run.name=..."
+                f"{self.folder} is not empty ({', '.join(there[:3])}) and not the folder of a run of this kit (none of "
+                f"{carriers} carries an id), so nothing in it is touched: choose another place with run.name=... or "
+                "run.output_dir=..."
             )
-        elif state is None and self.folder.is_dir() and not _holds_nothing_but_a_run(self.folder):
+        if not overwrite and not self._never_began():
+            status = self.status()
+            step = f" at step {status['step']}" if status.get("step") else ""
             raise RunExistsError(
-                f"{self.folder} is not empty and not the folder of a run (it has no status.json): choose another "
-                "place with run.name=... or run.output_dir=..."
+                f"{self.folder} holds a run already ({status.get('state')}{step}): go on with it with --resume "
+                "(resume=True in Python), delete it and start again with --overwrite (overwrite=True), or give this "
+                "one another name with run.name=..."
             )
 
-    def _refuse_other_number(self) -> None:
-        """Another number of processes makes rollouts of another size: the place in the data would not be the same."""
-        now = count_processes()
-        before = (self.read_json("versions.json") or {}).get("processes", now)
-        if before != now:
+    def _find_place(self) -> None:
+        """Choose the checkpoint to go on from and refuse what it does not fit; damaged ones are set aside."""
+        folder = self.folder / "checkpoints"
+        damaged: dict[Path, str] = {}
+        for found in list_checkpoints(folder, self.id):
+            damage = found.find_damage()
+            if not damage:
+                self.resumes_from = found
+                break
+            damaged[found.folder] = damage
+        step = self.resumes_from.step if self.resumes_from else 0
+        for path in strays(folder, self.id):
+            damaged[path] = f"it has no {MANIFEST} of this run"
+        if self.resumes_from is None and damaged:
+            reasons = "".join(f"\n  {path.name}: {damage}" for path, damage in damaged.items())
+            raise RunNotFoundError(
+                f"none of the checkpoints in {folder} is whole:{reasons}\nput one back from a copy, or start again: "
+                "--overwrite or run.name=..."
+            )
+        self._refuse_changes()
+        for path, damage in damaged.items():
+            number = path.name.rpartition("-")[2]
+            if number.isdigit() and int(number) > step:  # else the run does not come to it again
+                say(f"WARNING: {path} is not used: {damage}. It is kept as {set_aside(path).name}")
+
+    def _refuse_changes(self) -> None:
+        """The configuration and the number of processes are those that trained, as the checkpoint has them."""
+        saved, now = self.resumes_from, count_processes()
+        if saved is None:  # nothing is trained yet
+            with suppress(OSError, UnicodeDecodeError):
+                refuse_changes((self.folder / "config.yaml").read_text(encoding="utf-8"), self._config, self.folder)
+            return
+        refuse_changes(saved.config, self._config, self.folder)
+        if saved.processes != now:  # rollouts of another size: the place in the data would not be the same
+            before = saved.processes
             how = "without --launch" if before == 1 else f"with as many (--launch FILE --processes {before})"
             raise ConfigError(
                 f"the run in {self.folder} was trained in {before} process{'es' if before > 1 else ''} and would go on "
                 f"in {now}: start it {how}, or start again: --overwrite or run.name=..."
             )
+
+    @property
+    def checkpoint_record(self) -> dict[str, Any]:
+        """What the manifest of a checkpoint says about the run; see `checkpoints.seal`."""
+        return {"run": self.id, "config": self._config, "processes": count_processes()}
 
     def _take_lock(self) -> None:
         try:
@@ -140,27 +220,48 @@ class RunDir:
             ) from None
 
     def _delete_run(self) -> None:
-        for name in FILES:
-            (self.folder / name).unlink(missing_ok=True)
+        """Delete the old run's files. Its configuration, with the id, stays until the new one replaces it, so that a
+        deletion that was cut off can be repeated."""
         for name in FOLDERS:
-            shutil.rmtree(self.folder / name, ignore_errors=True)
+            folder = self.folder / name
+            if folder.is_symlink():  # to a larger disk: what it holds goes
+                for path in folder.iterdir():
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            elif folder.is_dir():
+                shutil.rmtree(folder)
+        for name in FILES:
+            if name != "config.yaml":
+                (self.folder / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the folder; a second call does nothing."""
         _open.pop(self, None)
+        self._signals.close()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def __enter__(self) -> "RunDir":
+        self._signals.enter_context(handle_signals(() if is_distributed() else FROM_OUTSIDE, interrupt))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         try:
             if error is not None:
-                self._record_error(error)
+                with suppress(OSError):  # of a full disk; the error itself matters more
+                    self._record_error(error)
         finally:
             self.close()
+        if error is not None and not isinstance(error, RlooKitError) and is_disk_full(error):
+            raise SetupError(self._explain_full_disk(error)) from error
+
+    def _explain_full_disk(self, error: BaseException) -> str:
+        last = self.last_checkpoint()
+        kept = f"the checkpoint of step {last.step}" if last else "no checkpoint yet"
+        return (
+            f"the disk is full, or a quota is used up ({type(error).__name__}: {shorten(str(error))}). {self.folder} "
+            f"has {kept}; make room, then go on: {self.resume_command}"
+        )
 
     def _record_error(self, error: BaseException) -> None:
         """Record how the run ended; a process that failed alone does so if the main one, which hangs then, has not."""
@@ -170,9 +271,34 @@ class RunDir:
                 return
             time.sleep(SECONDS_FOR_MAIN)
         if self.status().get("state") == "running":
-            text = f"{type(error).__name__}: {error}".removesuffix(": ")
+            text = shorten(f"{type(error).__name__}: {error}".removesuffix(": "))
             text = text if self.writes else f"process {process_index()} of {count_processes()}: {text}"
             self._set_status("interrupted" if interrupted else "failed", error=text, resume=self.resume_command)
+
+    # ------------------------------------------------------------------------------------------------ its files
+
+    def keep_folder(self) -> None:
+        """Make the folder again if it was removed since it was opened, and count it in `restored`.
+
+        Raises RunExistsError where another process has taken its place.
+        """
+        if not self.writes or self._is_there():
+            return
+        if read_run_id(self.folder) != self.id:  # else the lock's file alone
+            self.restored += 1
+            say(f"WARNING: {self.folder} was removed while the run goes on: it is made again, what it held is lost")
+        if self._lock is not None:
+            self._lock.close()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        self._describe_run()
+
+    def _is_there(self) -> bool:
+        if self._lock is None:  # a system without locks, or a folder that is not open
+            return self.folder.is_dir()
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.folder / ".lock"))
+        return False
 
     def __truediv__(self, name: str) -> Path:
         return self.folder / name
@@ -194,8 +320,20 @@ class RunDir:
         if not self.writes:
             return
         text = "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows)
+        try:
+            self._append(name, text)
+        except FileNotFoundError:
+            self.keep_folder()
+            self._append(name, text)
+
+    def _append(self, name: str, text: str) -> None:
         with open(self.folder / name, "a", encoding="utf-8") as file:
             file.write(text)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The rows of `metrics.jsonl` that this run wrote, in the order of their steps."""
+        rows = [row for row in self.read_jsonl("metrics.jsonl") if is_count(row.get("step"))]
+        return sorted((row for row in rows if row.get("run") == self.id), key=lambda row: row["step"])
 
     def read_jsonl(self, name: str) -> list[dict[str, Any]]:
         """The rows of a JSONL file, without a last line that a crash cut off."""
@@ -212,8 +350,19 @@ class RunDir:
         return rows
 
     def status(self) -> dict[str, Any]:
-        """`status.json`; empty where there is no run."""
-        return self.read_json("status.json") or {}
+        """`status.json`; empty where there is no run. Where the file is lost or damaged, what the newest checkpoint
+        says: "interrupted", and its step."""
+        found = self._read_status()
+        if found or not self.id:
+            return found
+        last = self.last_checkpoint()
+        return {"run": self.id, "state": "interrupted", "step": last.step if last else 0}
+
+    def _read_status(self) -> dict[str, Any]:
+        found = read_object(self.folder / "status.json")
+        if found.get("state") not in STATES:
+            return {}
+        return {name: value for name, value in found.items() if name not in _COUNTS or is_count(value)}
 
     def set_status(self, state: str, **fields: Any) -> None:
         """Write `status.json`: the state (one of STATES), the process, the time, and `fields` over the ones it had.
@@ -226,23 +375,15 @@ class RunDir:
             self._set_status(state, **fields)
 
     def _set_status(self, state: str, **fields: Any) -> None:
-        kept = self.status()
+        kept = self._read_status()
         if state in ("running", "finished"):  # what was wrong before is over
             kept = {key: value for key, value in kept.items() if key not in ("error", "resume")}
-        status = kept | {"state": state, "pid": os.getpid(), "updated": now()} | fields
+        status = kept | {"run": self.id, "state": state, "pid": os.getpid(), "updated": now()} | fields
         write_json(self.folder / "status.json", status)
 
-    def last_checkpoint(self) -> tuple[Path, int] | None:
-        """The newest complete checkpoint and its step: one whose `trainer_state.json`, written last, is readable."""
-        found = []
-        for folder in (self.folder / "checkpoints").glob("checkpoint-*"):
-            step = folder.name.rpartition("-")[2]
-            if step.isdigit() and self.read_json(f"checkpoints/{folder.name}/trainer_state.json") is not None:
-                found.append((int(step), folder))
-        if not found:
-            return None
-        newest, path = max(found)
-        return path, newest
+    def last_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint of this run; its files are checked where the run is resumed."""
+        return next(iter(list_checkpoints(self.folder / "checkpoints", self.id)), None) if self.id else None
 
     def rewind(self, step: int) -> None:
         """Drop what came after `step` from `metrics.jsonl` and `rollouts.jsonl`: a resumed run repeats it."""
@@ -267,5 +408,14 @@ def describe_versions() -> dict[str, Any]:
     return found | {"written": now()}
 
 
-def _holds_nothing_but_a_run(folder: Path) -> bool:
-    return all(entry.name in (*FILES, *FOLDERS, ".lock") for entry in folder.iterdir())
+def read_run_id(folder: Path) -> str:
+    """The id of the run in a folder, from the first of its files that carries one; "" if none does."""
+    with suppress(OSError), open(folder / "config.yaml", "rb") as file:
+        line = file.readline(100)
+        if line.startswith(ID_LINE) and (found := _ID.match(line.removeprefix(ID_LINE))):
+            return found[0].decode()
+    for name in ("versions.json", "status.json"):
+        value = read_object(folder / name).get("run")
+        if isinstance(value, str) and _ID.fullmatch(value.encode(errors="replace")):
+            return value
+    return next((one.run for one in list_checkpoints(folder / "checkpoints") if one.run), "")

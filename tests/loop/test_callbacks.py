@@ -95,6 +95,7 @@ def test_metrics_are_written_as_they_come(tmp_path, clock):
     clock.now += 2.5
     writer.on_log(None, state(2), None, logs=LOGS | {"reward": float("nan")})
     writer.on_log(None, state(2), None, logs={"train_runtime": 3.0})
+    writer.on_step_end(None, state(2), None)
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(entry["step"], entry["reward"], entry["seconds"]) for entry in written] == [(1, 0.25, 0.0), (2, None, 2.5)]
     assert run_dir.status()["step"] == 2 and run_dir.status()["max_steps"] == 20

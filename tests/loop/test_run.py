@@ -22,7 +22,7 @@ from rloo_kit.runs.run_dir import open_runs
 from rloo_kit.system import environment
 from tests.loop.conftest import by_ids
 
-CLOCKS = {"seconds", "step_time", "eps"}
+CLOCKS = {"seconds", "step_time", "eps", "run"}  # and the id: what differs between two equal runs
 
 
 def all_equal(completion_ids, **_):

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import re
+import resource
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -13,8 +15,13 @@ import pytest
 
 from rloo_kit.config.resume import changed_keys
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
+from rloo_kit.runs.checkpoints import MANIFEST, seal
 from rloo_kit.runs.run_dir import RunDir
 
+CHECKPOINT_FILES = (
+    "adapter_model.safetensors", "adapter_config.json", "optimizer.pt", "scheduler.pt", "rng_state.pth",
+    "trainer_state.json", "loop_state.json",
+)  # fmt: skip
 SECTIONS = {
     "run": {"seed": 0},
     "model": {"name": "m"},
@@ -38,21 +45,44 @@ def run(tmp_path):
     return Run(tmp_path / "outputs" / "x")
 
 
-def with_checkpoint(run, step, complete=True):
+def with_checkpoint(run, step, run_id=None):
+    """A sealed checkpoint as training leaves it, of the run in the folder unless another id is given."""
     folder = run.folder / "checkpoints" / f"checkpoint-{step}"
     folder.mkdir(parents=True)
-    (folder / "trainer_state.json").write_text('{"global_step": 1}' if complete else '{"global_st')
+    for name in CHECKPOINT_FILES:
+        (folder / name).write_text(f'{{"global_step": {step}, "of": "{name}"}}')
+    run_id = RunDir(run.folder).id if run_id is None else run_id
+    seal(folder, step, run_id, run.to_yaml())
     return folder
 
 
+def begin(run, step=0):
+    """The run in its folder, at `step`, with two checkpoints before it if there is one."""
+    with RunDir.create(run) as run_dir:
+        if step:
+            for one in (step - 1, step):
+                with_checkpoint(run, one)
+                run_dir.append_jsonl("metrics.jsonl", [{"step": one, "run": run_dir.id}])
+            run_dir.set_status("running", step=step)
+    return run_dir
+
+
+def contents(folder):
+    return {
+        str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size
+    }
+
+
 def test_a_new_folder_records_what_the_run_is(run):
-    """A result whose configuration and versions are not written beside it cannot be repeated."""
+    """A result whose configuration and versions are not written into its folder cannot be repeated."""
     with RunDir.create(run) as run_dir:
         assert run_dir.status()["state"] == "running"
-    assert (run.folder / "config.yaml").read_text() == run.to_yaml()
+    text = (run.folder / "config.yaml").read_text()
+    assert text.endswith(run.to_yaml()) and run_dir.id in text.splitlines()[0]
     found = json.loads((run.folder / "versions.json").read_text())
-    assert found["versions"]["python"].startswith("3.")
+    assert found["versions"]["python"].startswith("3.") and found["run"] == run_dir.id
     assert set(found["git"]) == {"revision", "changed"}
+    assert len({RunDir(run.folder).id, run_dir.id}) == 1
 
 
 @pytest.mark.parametrize("state", ["running", "finished", "interrupted", "failed"])
@@ -73,17 +103,176 @@ def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(run):
         assert run_dir.status()["state"] == "running"
 
 
-def test_overwrite_deletes_the_run_and_nothing_else(run):
-    """Notes that somebody keeps beside a run are not the kit's to delete."""
+@pytest.mark.parametrize("state", ["failed", "running"])
+@pytest.mark.parametrize("left", ["checkpoints", "metrics", "rollouts"])
+def test_what_a_run_has_trained_is_never_taken_without_a_flag(run, left, state):
+    """A run "never began" by `status.step`, written at logged steps only: with rloo.logging_steps=10, a failure at step
+    6 and the same command again deleted checkpoints 1 to 5."""
     with RunDir.create(run) as run_dir:
-        run_dir.append_jsonl("metrics.jsonl", [{"step": 1}])
-        run_dir.write_json("before.json", {})
+        run_dir.set_status(state, step=0)
+        if left != "checkpoints":
+            run_dir.append_jsonl(f"{left}.jsonl", [{"step": 1}])
+    if left == "checkpoints":
+        with_checkpoint(run, 5)
+    before = contents(run.folder)
+    with pytest.raises(RunExistsError, match="--resume"):
+        RunDir.create(run)
+    assert contents(run.folder) == before
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"state": 3}', "\x00" * 40])
+def test_a_lost_status_is_read_from_the_newest_checkpoint(run, text):
+    """An emptied status.json made the folder free: a new start was accepted in it, and --resume later said "finished
+    already (step 6)" and returned the old adapter as the new one."""
+    old = begin(run, step=6)
+    (run.folder / "status.json").write_text(text)
+    assert RunDir(run.folder).status() == {"run": old.id, "state": "interrupted", "step": 6}
+    with pytest.raises(RunExistsError, match="interrupted at step 6"):
+        RunDir.create(run)
+    with RunDir.create(run, resume=True) as again:
+        assert again.id == old.id and again.resumes_from.step == 6
+
+
+def test_only_what_carries_the_runs_id_is_resumed(run):
+    """A checkpoint that was copied in, or left by another run, is not this run's state."""
+    old = begin(run, step=4)
+    with_checkpoint(run, 9, run_id="0123456789ab")
+    stray = run.folder / "checkpoints" / "checkpoint-99999"
+    stray.mkdir()
+    with open(run.folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "run": "0123456789ab"}\n')
+    with RunDir.create(run, resume=True) as run_dir:
+        assert run_dir.id == old.id and run_dir.resumes_from.step == 4
+        assert [row["step"] for row in run_dir.read_metrics()] == [3, 4]
+    assert (run.folder / "checkpoints" / "damaged-9").is_dir() and not stray.exists()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "versions.json", "status.json"])
+@pytest.mark.parametrize("text", [None, "", "{", "[1]", "\udcff"])
+def test_a_run_with_a_damaged_file_is_resumed(run, name, text):
+    """The checkpoints have all that a resume needs: the configuration, the number of processes and the id."""
+    old = begin(run, step=4)
+    if text is None:
+        (run.folder / name).unlink()
+    else:
+        (run.folder / name).write_text(text, encoding="utf-8", errors="surrogateescape")
+    with RunDir.create(run, resume=True) as run_dir:
+        assert run_dir.id == old.id and run_dir.resumes_from.step == 4
+    run.sections = SECTIONS | {"rloo": SECTIONS["rloo"] | {"beta": 0.5}}
+    with pytest.raises(ConfigError, match="rloo.beta: 0.0 then, 0.5 now"):
+        RunDir.create(run, resume=True)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+WAYS = {
+    "truncated": truncate,
+    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "deleted": lambda path: path.unlink(),
+    "flipped": flip_a_bit,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [*CHECKPOINT_FILES, MANIFEST])
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(run, name, way, capsys):
+    """Each of these ended in a traceback, or was not noticed: without its scheduler file a run went on at the peak of
+    its learning rate."""
+    begin(run, step=6)
+    newest = run.folder / "checkpoints" / "checkpoint-6"
+    WAYS[way](newest / name)
+    with RunDir.create(run, resume=True) as run_dir:
+        if name == MANIFEST and way == "flipped":  # in the copy of the configuration it may well change nothing
+            assert run_dir.resumes_from.step in (5, 6)
+            return
+        assert run_dir.resumes_from.step == 5 and run_dir.status()["step"] == 5
+    printed = capsys.readouterr().out
+    assert "checkpoint-6" in printed and name in printed and "damaged-6" in printed
+    assert not newest.exists() and (run.folder / "checkpoints" / "damaged-6").is_dir()
+
+
+def test_without_a_whole_checkpoint_nothing_is_started_over(run):
+    """Starting again from step 0 under --resume would drop the metrics of a night."""
+    begin(run, step=6)
+    for step in (5, 6):
+        truncate(run.folder / "checkpoints" / f"checkpoint-{step}" / "optimizer.pt")
+    before = contents(run.folder)
+    with pytest.raises(RunNotFoundError, match="(?s)none of.*checkpoint-6: optimizer.pt has.*--overwrite"):
+        RunDir.create(run, resume=True)
+    assert contents(run.folder) == before
+
+
+def test_overwrite_deletes_the_run_and_nothing_else(run, tmp_path):
+    """Notes that somebody keeps in a run's folder are not the kit's to delete."""
+    with RunDir.create(run) as first:
+        first.append_jsonl("metrics.jsonl", [{"step": 1}])
+        first.write_json("before.json", {})
     with_checkpoint(run, 3)
     (run.folder / "notes.txt").write_text("mine")
     with RunDir.create(run, overwrite=True) as run_dir:
         assert run_dir.read_jsonl("metrics.jsonl") == [] and run_dir.last_checkpoint() is None
-        assert run_dir.read_json("before.json") is None
+        assert run_dir.read_json("before.json") is None and run_dir.id != first.id
     assert (run.folder / "notes.txt").read_text() == "mine"
+
+
+def test_overwrite_empties_a_folder_of_checkpoints_that_is_a_link(run, tmp_path):
+    """Checkpoints on a larger disk: the link could not be deleted, so the old run's checkpoints stayed."""
+    begin(run, step=2)
+    (run.folder / "checkpoints").rename(tmp_path / "large")
+    (run.folder / "checkpoints").symlink_to(tmp_path / "large")
+    RunDir.create(run, overwrite=True).close()
+    assert (run.folder / "checkpoints").is_symlink() and list((tmp_path / "large").iterdir()) == []
+
+
+def test_overwrite_takes_only_a_folder_that_the_kit_marked(run):
+    """Any folder with a status.json that has a `state` was taken for a run's, and its checkpoints/ was deleted."""
+    (run.folder / "checkpoints").mkdir(parents=True)
+    (run.folder / "checkpoints" / "resnet.pt").write_text("weeks of work")
+    (run.folder / "status.json").write_text('{"state": "finished"}')
+    before = contents(run.folder)
+    for flags in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises((RunExistsError, RunNotFoundError), match="carries"):
+            RunDir.create(run, **flags)
+    assert contents(run.folder) == before
+
+
+def test_a_folder_that_is_removed_is_made_again(run, capsys):
+    """A run whose folder somebody had cleaned away went on for hours, ended with exit code 0 and had kept nothing."""
+    with RunDir.create(run) as run_dir:
+        shutil.rmtree(run.folder)
+        run_dir.append_jsonl("rollouts.jsonl", [{"step": 1}])
+        assert run_dir.restored == 1 and "was removed" in capsys.readouterr().out
+        run_dir.keep_folder()
+        assert run_dir.restored == 1 and RunDir(run.folder).id == run_dir.id
+        (run.folder / ".lock").unlink()  # by somebody who cleans up
+        run_dir.keep_folder()
+        with pytest.raises(RunExistsError, match="being written"):
+            RunDir.create(run, resume=True)
+        shutil.rmtree(run.folder)
+        with RunDir.create(run), pytest.raises(RunExistsError, match="being written"):
+            run_dir.keep_folder()
+
+
+def test_a_full_disk_is_said_in_a_line(run):
+    """It was a traceback, and the status stayed "running". The limit on a file's size is one that a test can set."""
+    begin(run, step=3)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(SetupError, match="disk is full.*checkpoint of step 3.*make room.*resume=True"):
+        try:
+            with RunDir.create(run, resume=True) as run_dir:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+                run_dir.append_jsonl("rollouts.jsonl", [{"step": 1, "text": "x" * 5000}])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert RunDir(run.folder).status()["state"] == "failed"
 
 
 def test_a_folder_that_is_no_run_is_not_written_into(run):
@@ -139,13 +328,12 @@ def test_keys_that_are_newer_than_the_run_are_no_difference(tmp_path):
     first = lines.index("rollout:")
     older = [line for line in lines[:first] if "baseline" not in line and "memory" not in line]
     behind = next(place for place in range(first + 1, len(lines)) if not lines[place].startswith(" "))
-    saved = tmp_path / "config.yaml"
-    saved.write_text("\n".join(older + lines[behind:]))
-    assert "rollout" not in saved.read_text() and "eval:" in saved.read_text()
-    refuse_changes(saved, now.to_yaml())
+    saved = "\n".join(older + lines[behind:])
+    assert "rollout" not in saved and "eval:" in saved
+    refuse_changes(saved, now.to_yaml(), tmp_path)
     now.rollout.resample_rounds, now.rollout.engine = 2, "generate"
     with pytest.raises(ConfigError) as error:
-        refuse_changes(saved, now.to_yaml())
+        refuse_changes(saved, now.to_yaml(), tmp_path)
     assert "rollout.resample_rounds: 0 then, 2 now" in str(error.value) and "engine" not in str(error.value)
 
 
@@ -196,26 +384,15 @@ def test_json_has_no_nan(run):
         assert text == '{"step": 1, "kl": null, "list": [null, 1.0]}\n'
 
 
-def test_the_last_checkpoint_is_the_last_whole_one(run):
-    """A machine that went off while a checkpoint was being written leaves a folder that cannot be loaded."""
-    run_dir = RunDir(run.folder)
-    assert run_dir.last_checkpoint() is None
-    with_checkpoint(run, 9)
-    whole = with_checkpoint(run, 10)
-    with_checkpoint(run, 11, complete=False)
-    (run.folder / "checkpoints" / "checkpoint-12").mkdir()
-    assert run_dir.last_checkpoint() == (whole, 10), "10 comes after 9, and 11 and 12 are not whole"
-
-
 def test_rewind_drops_what_will_be_done_again(run):
     """A resumed run whose metrics hold some steps twice draws a curve that goes back in time."""
     with RunDir.create(run) as run_dir:
-        run_dir.append_jsonl("metrics.jsonl", [{"step": n} for n in (1, 2, 3)])
+        run_dir.append_jsonl("metrics.jsonl", [{"step": n, "run": run_dir.id} for n in (1, 2, 3)])
         run_dir.append_jsonl("rollouts.jsonl", [{"step": n} for n in (1, 1, 2, 2, 3, 3)])
         with open(run.folder / "metrics.jsonl", "a") as file:
             file.write('{"step": 4, "rew')  # cut off by a crash
         run_dir.rewind(2)
-        assert (run.folder / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+        assert [row["step"] for row in run_dir.read_metrics()] == [1, 2]
         assert [row["step"] for row in run_dir.read_jsonl("rollouts.jsonl")] == [1, 1, 2, 2]
         run_dir.append_jsonl("metrics.jsonl", [{"step": 3}])
         assert [row["step"] for row in run_dir.read_jsonl("metrics.jsonl")] == [1, 2, 3]

@@ -1,0 +1,73 @@
+"""Checkpoints of the trainer: transformers' files and the loop's own state, sealed and published in one piece."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+
+from rloo_kit.collective import wait_for_all
+from rloo_kit.gradient.advantages import RunningMoments
+from rloo_kit.loop.step import RLOOStep
+from rloo_kit.runs.checkpoints import STEM, UNFINISHED, prune, publish, seal
+from rloo_kit.runs.files import read_object, saving, write_json
+
+LOOP_STATE = "loop_state.json"
+
+
+def save_checkpoint(trainer: Any, folder: Path, write: Callable[[Path], None]) -> None:
+    """Save `trainer` as `folder/checkpoint-N`, N its step, and delete what `save_total_limit` leaves no room for.
+
+    Args:
+        trainer: an `RLOOTrainer`; all processes call this at once.
+        write: saves transformers' part into the folder that it is given, in `checkpoint-N`.
+    """
+    step, record = trainer.state.global_step, trainer.checkpoint_record
+    target, staged = folder / f"{STEM}{step}", folder / UNFINISHED / f"{STEM}{step}"
+    writes = trainer.args.should_save
+    with saving(target):
+        try:
+            if writes:
+                shutil.rmtree(staged.parent, ignore_errors=True)  # of a save that was killed
+            wait_for_all()
+            write(staged.parent)
+            _place_best(trainer.state, folder)
+            if writes:
+                trainer.state.save_to_json(str(staged / TRAINER_STATE_NAME))
+                write_json(staged / LOOP_STATE, _describe(trainer.rloo))
+            wait_for_all()  # every process has written its part
+            if writes:
+                seal(staged, step, **record)
+                publish(staged, target)
+                prune(folder, trainer.args.save_total_limit, record.get("run", ""), trainer.state.best_global_step)
+        except Exception:
+            if writes:  # a full disk gets its room back
+                shutil.rmtree(staged.parent, ignore_errors=True)
+            raise
+        wait_for_all()
+
+
+def _place_best(state: Any, folder: Path) -> None:
+    """The best checkpoint (`load_best_model_at_end`) by the name it is published under; transformers looked for it
+    where this one is being written."""
+    best = folder / f"{STEM}{state.best_global_step}"
+    if state.best_global_step and (state.best_global_step == state.global_step or best.is_dir()):
+        state.best_model_checkpoint = str(best)
+
+
+def _describe(rloo: RLOOStep) -> dict[str, Any]:
+    reservoir = None if rloo.reservoir is None else rloo.reservoir.state_dict()
+    moments = rloo.rewarder.moments.to_dict()
+    return {"rewards": moments, "reservoir": reservoir, "episodes": rloo.recorder.episodes}
+
+
+def load_loop_state(rloo: RLOOStep, folder: Path) -> None:
+    """The loop's state from a checkpoint; one of TRL's trainer has none."""
+    state = read_object(folder / LOOP_STATE)
+    if not state:
+        return
+    rloo.rewarder.moments = RunningMoments.from_dict(state["rewards"])
+    rloo.recorder.episodes = state.get("episodes", 0)
+    if rloo.reservoir is not None and state["reservoir"] is not None:
+        rloo.reservoir.load_state_dict(state["reservoir"])

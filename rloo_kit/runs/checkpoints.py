@@ -1,0 +1,138 @@
+"""Checkpoints that can be trusted: published in one piece, with the size and hash of every file.
+
+A checkpoint is written into `UNFINISHED`, sealed with a manifest and renamed, so a folder `checkpoint-N` is complete or
+was damaged later, which its manifest shows.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rloo_kit.runs.files import is_count, read_object, write_json
+
+MANIFEST = "manifest.json"
+UNFINISHED = "unfinished"  # folder inside `checkpoints` that a save in progress, or one that was killed, lies in
+DAMAGED = "damaged"  # the start of the name under which a damaged checkpoint is kept
+STEM = "checkpoint-"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A sealed checkpoint as its manifest describes it; whether its files are still so is what `find_damage` says.
+
+    Attributes:
+        folder: `checkpoints/checkpoint-N`. step: N, optimizer steps done. run: id of the run that wrote it; "" for a
+            trainer without a run. config: the run's resolved configuration as YAML; "" without a run.
+        processes: that trained.
+        files: size in bytes and SHA-256 of every file, by its path inside the folder.
+    """
+
+    folder: Path
+    step: int
+    run: str
+    config: str
+    processes: int
+    files: Mapping[str, tuple[int, str]] = field(repr=False)
+
+    def find_damage(self) -> str:
+        """What is wrong with the first file that is not as it was written; "" if all are."""
+        for name, (size, digest) in self.files.items():
+            path = self.folder / name
+            try:
+                found = path.stat().st_size
+                if found != size:
+                    return f"{name} has {found} bytes, {size} were written"
+                if _digest(path) != digest:
+                    return f"{name} is not what was written (its hash differs)"
+            except FileNotFoundError:
+                return f"{name} is missing"
+            except OSError as error:
+                return f"{name} cannot be read ({error.strerror or error})"
+        return ""
+
+
+def seal(folder: Path, step: int, run: str = "", config: str = "", processes: int = 1) -> None:
+    """Bring the files in `folder` to the disk and write their manifest, last; arguments as in `Checkpoint`."""
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+    record = {"run": run, "step": step, "config": config, "processes": processes, "files": files}
+    write_json(folder / MANIFEST, record)
+
+
+def publish(folder: Path, target: Path) -> None:
+    """Rename the sealed `folder` to `target`; what was there goes once the new one is in place."""
+    replaced = folder.with_name(f"replaced-{target.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():
+        target.rename(replaced)
+    folder.rename(target)
+    _sync_folder(target.parent)
+    shutil.rmtree(folder.parent)
+
+
+def list_checkpoints(folder: Path, run: str | None = None) -> list[Checkpoint]:
+    """The sealed checkpoints in `folder`, newest first; those of the run with the id `run` alone, if given."""
+    found = [read_checkpoint(path) for path in folder.glob(f"{STEM}*")] if os.path.isdir(folder) else []
+    mine = [one for one in found if one is not None and run in (None, one.run)]
+    return sorted(mine, key=lambda one: -one.step)
+
+
+def read_checkpoint(folder: Path) -> Checkpoint | None:
+    """The checkpoint in `folder` by its manifest; None without one that can be read and belongs to the folder."""
+    manifest = read_object(folder / MANIFEST)
+    step, run, config, processes, files = (
+        manifest.get(name) for name in ("step", "run", "config", "processes", "files")
+    )
+    if not (isinstance(run, str) and isinstance(config, str) and isinstance(files, dict) and files):
+        return None
+    if not is_count(step) or not is_count(processes) or folder.name != f"{STEM}{step}":
+        return None
+    entries: dict[str, tuple[int, str]] = {}
+    for name, entry in files.items():
+        size, digest = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+        if not is_count(size) or not isinstance(digest, str) or Path(name).is_absolute() or ".." in name:
+            return None
+        entries[name] = (size, digest)
+    return Checkpoint(folder, step, run, config, processes, entries)
+
+
+def prune(folder: Path, keep: int | None, run: str, best: int | None = None) -> None:
+    """Delete all but the newest `keep` (None: all stay) checkpoints of a run, and nothing that is not its own; the one
+    of step `best` stays."""
+    for old in list_checkpoints(folder, run)[keep:] if keep is not None else []:
+        if old.step != best:
+            shutil.rmtree(old.folder, ignore_errors=True)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged `checkpoint-N` to `damaged-N`, so that step N can be saved again; returns where it is."""
+    place = folder.with_name(f"{DAMAGED}-{folder.name.removeprefix(STEM)}")
+    shutil.rmtree(place, ignore_errors=True)
+    return folder.rename(place)
+
+
+def strays(folder: Path, run: str) -> list[Path]:
+    """Folders named like a checkpoint that the run with the id `run` did not write, or whose manifest is damaged."""
+    mine = {one.folder for one in list_checkpoints(folder, run)}
+    return sorted(path for path in folder.glob(f"{STEM}*") if path.is_dir() and path not in mine)
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    with suppress(OSError, AttributeError):  # a folder cannot be opened on Windows
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,54 @@
+"""The signals that end a run: Ctrl-C, SIGTERM, and SIGHUP, which comes when a terminal or an ssh session goes away."""
+
+import os
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+ENDING = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+FROM_OUTSIDE = tuple(number for number in ENDING if number != signal.SIGINT)  # Python's own Ctrl-C raises already
+
+
+@contextmanager
+def handle_signals(numbers: Sequence[signal.Signals], handler: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Call `handler(number)` for each of the signals while the block runs, in the main thread; elsewhere nothing.
+
+    A signal that the process ignores stays ignored (`nohup` ignores SIGHUP). After SIGHUP output goes nowhere: writing
+    to a terminal that is gone raises.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number)
+        if name.name == "SIGHUP":
+            _let_output_go()
+        handler(name)
+
+    previous: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        taken = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        previous = {number: signal.signal(number, handle) for number in taken}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+def interrupt(number: signal.Signals) -> None:
+    """A handler that ends the block like Ctrl-C."""
+    raise KeyboardInterrupt(number.name)
+
+
+def _let_output_go() -> None:
+    """Send standard output and error nowhere where they are a terminal, or a pipe whose reader has gone too."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            number = stream.fileno()
+            mode = os.fstat(number).st_mode
+            if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
