@@ -5,12 +5,14 @@ was damaged later, which its manifest shows.
 """
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rloo_kit.runs.files import is_count, read_object, write_json
 
@@ -63,7 +65,7 @@ def seal(folder: Path, step: int, run: str = "", config: str = "", processes: in
             os.fsync(file.fileno())
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
     record = {"run": run, "step": step, "config": config, "processes": processes, "files": files}
-    write_json(folder / MANIFEST, record)
+    write_json(folder / MANIFEST, record | {"sha256": _digest_of(record)})
 
 
 def publish(folder: Path, target: Path) -> None:
@@ -87,6 +89,8 @@ def list_checkpoints(folder: Path, run: str | None = None) -> list[Checkpoint]:
 def read_checkpoint(folder: Path) -> Checkpoint | None:
     """The checkpoint in `folder` by its manifest; None without one that can be read and belongs to the folder."""
     manifest = read_object(folder / MANIFEST)
+    if manifest.pop("sha256", None) != _digest_of(manifest):
+        return None
     step, run, config, processes, files = (
         manifest.get(name) for name in ("step", "run", "config", "processes", "files")
     )
@@ -127,6 +131,10 @@ def strays(folder: Path, run: str) -> list[Path]:
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

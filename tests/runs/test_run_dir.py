@@ -190,9 +190,6 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(run, name, way,
     newest = run.folder / "checkpoints" / "checkpoint-6"
     WAYS[way](newest / name)
     with RunDir.create(run, resume=True) as run_dir:
-        if name == MANIFEST and way == "flipped":  # in the copy of the configuration it may well change nothing
-            assert run_dir.resumes_from.step in (5, 6)
-            return
         assert run_dir.resumes_from.step == 5 and run_dir.status()["step"] == 5
     printed = capsys.readouterr().out
     assert "checkpoint-6" in printed and name in printed and "damaged-6" in printed

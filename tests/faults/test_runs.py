@@ -1,0 +1,220 @@
+"""What befalls a run from outside, on the real command line: killed, hung up, its disk full, its files damaged.
+
+RLOO_KIT_KILLS sets the number of random kills (2; the long run is 25); `python tests/faults/table.py` writes the fault
+table from these tests.
+"""
+
+import contextlib
+import json
+import os
+import pty
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.faults.place import Place, assert_equal
+
+KILLS = int(os.environ.get("RLOO_KIT_KILLS", "2"))
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, tiny_folder):
+    """A run that nothing happened to; nobody writes into it."""
+    place = Place(tmp_path_factory.mktemp("reference") / "work", tiny_folder)
+    assert place.run() == 0, place.printed()
+    return place
+
+
+def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(place, reference, record):
+    """SIGKILL at any moment, also while a checkpoint is written and while a killed run is resumed."""
+    generator, kills, words = random.Random(0), 0, []
+    (place.folder / "slow").write_text("0.15")
+    while kills < KILLS:
+        process = place.start(*words)
+        place.wait_for(lambda: place.status().get("state") == "running", process, "the start")
+        before = place.status().get("step", 0)
+        while process.poll() is None and place.status().get("step", 0) == before and generator.random() < 0.995:
+            time.sleep(generator.uniform(0.0, 0.02))
+        time.sleep(generator.uniform(0.0, 0.4))
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait()
+        if place.status().get("state") == "finished":
+            assert_equal(place.result(), reference.result())
+            words = ["--overwrite"]
+        elif process.returncode not in (-signal.SIGKILL, 0):
+            raise AssertionError(place.printed())
+        else:
+            words = ["--resume"]
+    (place.folder / "slow").unlink()
+    if place.status().get("state") != "finished":
+        assert place.run("--resume") == 0, place.printed()
+    assert_equal(place.result(), reference.result())
+    resumed = next(line for line in place.printed().splitlines() if line.startswith("resuming"))
+    record("SIGKILL, at any moment", place, -9, resumed, "everything up to the last checkpoint; the rest is done again")
+
+
+def test_every_file_of_a_real_checkpoint_counts(reference, record):
+    """Each file of the newest checkpoint truncated, zeroed, deleted and with one bit flipped: the one before it is
+    used, and the run ends as it would have."""
+    from rloo_kit.config.run import load_config
+    from rloo_kit.runs.run_dir import RunDir
+    from tests.runs.test_run_dir import WAYS
+
+    names = {path.name for path in (reference.run_folder / "checkpoints" / "checkpoint-8").iterdir()}
+    assert {"adapter_model.safetensors", "optimizer.pt", "rng_state.pth", "loop_state.json", "manifest.json"} < names
+    for name in sorted(names):
+        for way, damage in WAYS.items():
+            place = reference.copy("damaged")
+            damage(place.run_folder / "checkpoints" / "checkpoint-8" / name)
+            with RunDir.create(load_config(place.folder / "tiny.yaml"), resume=True) as run_dir:
+                assert run_dir.resumes_from.step == 7, (name, way)
+            shutil.rmtree(place.folder)
+    place = reference.copy("damaged")
+    WAYS["flipped"](place.run_folder / "checkpoints" / "checkpoint-8" / "optimizer.pt")
+    assert place.run("--resume") == 0, place.printed()
+    assert_equal(place.result(), reference.result())
+    record("a file of the newest checkpoint truncated, zeroed, deleted or changed by one bit", place, 0,
+           place.errors()[0], "the damaged checkpoint under another name; the one before it is used")  # fmt: skip
+
+
+def test_an_emptied_status_is_rebuilt(reference, record):
+    """A torn write, or a full disk."""
+    place = reference.copy("emptied")
+    (place.run_folder / "status.json").write_bytes(b"")
+    assert place.run("rloo.learning_rate=0.1") == 2 and place.checkpoints() == reference.checkpoints()
+    record("status.json emptied, and a new start in the folder", place, 2, place.errors()[-1], "everything")
+    assert place.run("--resume") == 0 and "finished already" in place.printed()
+
+
+def test_the_same_command_after_a_failure_deletes_nothing(place, record):
+    """With metrics logged every 10th step a run that failed at step 6 counted as one that never began."""
+    (place.folder / "raise_at").write_text("6")
+    words = ("rloo.logging_steps=10", "run.reward_failure_steps=1", "run.max_reward_failure_share=0.1")
+    assert place.run(*words) == 2, place.printed()
+    record("a reward fails at step 6", place, 2, place.errors()[-1], "the state of that step, as a checkpoint")
+    before = place.checkpoints()
+    assert len(before) == 3 and before[-1] == 5
+    assert place.run(*words) == 2 and place.checkpoints() == before
+    assert "--resume" in place.errors()[-1] and "--overwrite" in place.errors()[-1]
+    record("the same command again", place, 2, place.errors()[-1], "everything")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_while_it_trains_ends_with_a_checkpoint(place, record, name):
+    """SIGHUP killed the run on the spot, without a checkpoint."""
+    (place.folder / "slow").write_text("0.3")
+    process = place.start("rloo.save_steps=100")
+    place.wait_for(place.at_step(2), process, "step 2")
+    process.send_signal(signal.Signals[name])
+    assert process.wait(timeout=60) == 130, place.printed()
+    status = place.status()
+    assert status["state"] == "interrupted" and "--resume" in status["resume"]
+    assert place.checkpoints() == [status["step"]]
+    kept = f"checkpoint of step {status['step']}"
+    seen = "" if name == "SIGHUP" else place.printed().strip().splitlines()[-1]
+    record(f"{name} while it trains", place, 130, seen or f"state: interrupted, {kept}", kept)
+
+
+def test_an_ssh_session_that_drops_leaves_a_checkpoint(place, record):
+    """The terminal goes away with the session: every line that is printed from then on raises in Python."""
+    (place.folder / "slow").write_text("0.3")
+    master, slave = pty.openpty()
+    process = place.start("rloo.save_steps=100", stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+                          preexec_fn=lambda: _own_terminal())  # fmt: skip
+    os.close(slave)
+    os.set_blocking(master, False)
+    place.wait_for(lambda: (_drain(master), place.at_step(2)())[1], process, "step 2")
+    os.close(master)
+    assert process.wait(timeout=60) == 130
+    status = place.status()
+    assert status["state"] == "interrupted" and place.checkpoints() == [status["step"]]
+    kept = f"checkpoint of step {status['step']}"
+    record("an ssh session drops (SIGHUP, the terminal is gone)", place, 130, f"state: interrupted, {kept}", kept)
+
+
+def _own_terminal():
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def _drain(master):
+    with contextlib.suppress(OSError):
+        os.read(master, 65536)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_during_an_evaluation_leaves_no_stale_status(tmp_path, tiny_folder, record, name):
+    """`status.json` said "running" for ever."""
+    place = Place(tmp_path / "work", tiny_folder, evaluate=True)
+    process = place.start("eval.num_samples=32")
+    place.wait_for(lambda: "data:" in place.printed(), process, "the data")
+    time.sleep(0.5)
+    process.send_signal(signal.Signals[name])
+    assert process.wait(timeout=60) == 130, place.printed()
+    assert not (place.run_folder / "before.json").exists(), "it came too late for this test"
+    assert place.status()["state"] == "interrupted" and "--resume" in place.status()["resume"]
+    record(f"{name} during an evaluation", place, 130, f"state: {place.status()['state']}", "what was trained before")
+
+
+def test_a_run_whose_folder_is_removed_says_so_and_keeps_the_rest(place, reference, record):
+    """It ended with exit code 0, not a word, and nothing."""
+    (place.folder / "slow").write_text("0.3")
+    process = place.start("rloo.save_steps=100")
+    place.wait_for(place.at_step(3), process, "step 3")
+    shutil.rmtree(place.run_folder, ignore_errors=True)
+    assert process.wait(timeout=120) == 0, place.printed()
+    assert "was removed" in place.errors()[0]
+    metrics, rollouts, weights = place.result()
+    expected = reference.result()
+    assert metrics == expected[0] and place.checkpoints()[0] < 8
+    assert_equal((metrics, expected[1], weights), expected)
+    assert rollouts == [row for row in expected[1] if row["step"] >= rollouts[0]["step"]]
+    record("the run's folder is removed while it trains", place, 0, place.errors()[0],
+           "all but the completions before and earlier checkpoints; a checkpoint is saved at once")  # fmt: skip
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0,
+    reason="this system lets no user mount a small disk of their own (unshare -rm)",
+)
+def test_a_full_disk_ends_in_one_line(place, reference, record, tmp_path):
+    """A traceback, and a status that said "running". The disk is a real one of 400 KiB."""
+    disk = place.output
+    disk.mkdir()
+    kept = tmp_path / "kept"
+    script = (
+        f"mount -t tmpfs -o size=400k none {disk} && {sys.executable} -m rloo_kit.cli train tiny.yaml; code=$?; "
+        f"cp -r {disk} {kept}; exit $code"
+    )
+    with open(place.log, "wb") as log:
+        code = subprocess.run(
+            ["unshare", "-rm", "sh", "-c", script], cwd=place.folder, stdout=log, stderr=log, timeout=120
+        ).returncode
+    assert code == 2, place.printed()[-3000:]
+    line = place.errors()[-1]
+    assert "disk is full" in line and "make room" in line and "--resume" in line
+    assert "Traceback" not in place.printed()
+    status = json.loads((kept / "tiny" / "status.json").read_text())
+    assert status["state"] == "failed" and "resume" in status
+    record("the disk is full", place, 2, line, "everything up to the last checkpoint")
+    shutil.rmtree(disk)
+    shutil.copytree(kept, disk)  # there is room now
+    assert place.run("--resume") == 0, place.printed()
+    assert_equal(place.result(), reference.result())
+
+
+def test_time_saves_a_checkpoint_too(place):
+    """The default of `rloo.save_steps`, 500, loses a night."""
+    (place.folder / "slow").write_text("0.3")
+    assert place.run("rloo.save_steps=100", "run.save_every_minutes=0.01", "rloo.save_total_limit=null") == 0
+    assert len(place.checkpoints()) >= 4
