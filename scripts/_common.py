@@ -57,5 +57,5 @@ def read_evaluations(run_dir: Any) -> dict[str, Any]:
     """before and after as `Evaluation`s, as far as they are there."""
     from rloo_kit.results.evaluation import Evaluation
 
-    found = {name: run_dir.read_json(f"{name}.json") for name in ("before", "after")}
-    return {name: Evaluation.from_dict(values) for name, values in found.items() if values}
+    found = {name: Evaluation.read(run_dir / f"{name}.json") for name in ("before", "after")}
+    return {name: evaluation for name, evaluation in found.items() if evaluation is not None}

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def describe(run_dir: Any, after: Any) -> dict[str, Any]:
-    rows = run_dir.read_jsonl("metrics.jsonl")
+    rows = run_dir.read_metrics()
     return {
         "folder": str(run_dir.folder),
         "state": run_dir.status().get("state"),

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.last < 1:
         parser.error(f"--last is {options.last}; it has to be 1 or more")
     run_dir = open_run(options.folder)
-    rows, status = run_dir.read_jsonl("metrics.jsonl"), run_dir.status()
+    rows, status = run_dir.read_metrics(), run_dir.status()
     failed = status.get("state") == "failed"
     if not rows and not failed:
         fail(

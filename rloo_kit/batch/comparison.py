@@ -12,7 +12,8 @@ from rich.text import Text
 from rloo_kit.batch.status import BatchDir, RunStatus, count_states
 from rloo_kit.results.figures import BLUE, GREY, STYLE, to_svg
 from rloo_kit.results.report import escape_text, format_duration, make_page, make_section
-from rloo_kit.runs.files import write_text
+from rloo_kit.runs.files import read_object, write_text
+from rloo_kit.runs.health import is_number
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import format_seconds
 
@@ -42,10 +43,10 @@ def read_figures(training: RunDir) -> dict[str, Any]:
     `_after`, `steps`, `reward_last`."""
     figures: dict[str, Any] = {}
     for when in ("before", "after"):
-        found = training.read_json(f"{when}.json")
-        found = found if isinstance(found, dict) else {}
-        figures |= {f"{name}_{when}": found.get(key) for name, key in MEASURES.items()}
-    rows = training.read_jsonl("metrics.jsonl")
+        found = read_object(training / f"{when}.json")
+        values = {name: found.get(key) for name, key in MEASURES.items()}
+        figures |= {f"{name}_{when}": value if is_number(value) else None for name, value in values.items()}
+    rows = training.read_metrics()
     return figures | {"steps": training.status().get("step"), "reward_last": rows[-1].get("reward") if rows else None}
 
 

@@ -18,6 +18,7 @@ from rloo_kit.evals.evaluate import AnswerJudge, digest_prompts, engine_outside_
 from rloo_kit.models.adapters import is_identity
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.engine import generate_completions
+from rloo_kit.runs.files import is_count, read_object
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 from rloo_kit.system.processes import is_distributed, say
@@ -43,7 +44,7 @@ def select_prompts(run: RunConfig, policy: Policy, dataset: Any, run_dir: RunDir
     if not run.rollout.difficulty_samples:
         return dataset
     digest = digest_prompts(dataset)
-    selection = share(run_dir.read_json(SELECTION) if run_dir.resumed else None)
+    selection = share(_read_selection(run_dir) if run_dir.resumed else None)
     if selection is None:
         selection = {"digest": digest} | _choose(run, policy, dataset)
         run_dir.write_json(SELECTION, selection)
@@ -53,6 +54,20 @@ def select_prompts(run: RunConfig, policy: Policy, dataset: Any, run_dir: RunDir
             "the run's data, or start over: --overwrite"
         )
     return dataset.select(selection["kept"])
+
+
+def _read_selection(run_dir: RunDir) -> dict[str, Any] | None:
+    """The selection that the run in the folder made; None where it has not trained yet, and may choose again."""
+    found = read_object(run_dir / SELECTION)
+    kept = found.get("kept")
+    if isinstance(kept, list) and kept and all(is_count(row) for row in kept) and isinstance(found.get("digest"), str):
+        return found
+    if run_dir.resumes_from is None:
+        return None
+    raise DataError(
+        f"{run_dir / SELECTION}, which says what the run trains on, is missing or damaged: put it back from a copy, or "
+        "start again: --overwrite or run.name=..."
+    )
 
 
 def measure_pass_rates(

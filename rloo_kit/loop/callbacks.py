@@ -71,16 +71,15 @@ class MetricsWriter(TrainerCallback):
         self.run_dir = run_dir
         self.rows = run_dir.read_metrics()
         self.started = time.monotonic()
+        self._restored = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.started = time.monotonic()
         self.run_dir.set_status("running", step=state.global_step, max_steps=state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        restored = self.run_dir.restored
         self.run_dir.keep_folder()
-        if self.run_dir.restored > restored:
-            self.run_dir.append_jsonl("metrics.jsonl", self.rows)
+        self._write_all_if_lost()
         self.run_dir.set_status("running", step=state.global_step, max_steps=state.max_steps)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -90,6 +89,12 @@ class MetricsWriter(TrainerCallback):
         row = {"step": state.global_step, **logs, "seconds": seconds, "run": self.run_dir.id}
         self.rows.append(row)
         self.run_dir.append_jsonl("metrics.jsonl", [row])
+        self._write_all_if_lost()
+
+    def _write_all_if_lost(self) -> None:
+        if self.run_dir.restored > self._restored:
+            self._restored = self.run_dir.restored
+            self.run_dir.replace_jsonl("metrics.jsonl", self.rows)
 
 
 class TimedSaves(TrainerCallback):

@@ -4,12 +4,50 @@
 """
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, NotRequired
 
+from pydantic import Field, TypeAdapter, with_config
 from rich.table import Table
+from typing_extensions import TypedDict
 
 from rloo_kit.results.intervals import Estimate, paired_difference, unpaired_difference
+from rloo_kit.runs.files import read_json
 from rloo_kit.system.console import render_text
+from rloo_kit.system.processes import say
+
+Number = Annotated[int, Field(ge=0, lt=2**53)]
+Size = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Budget(TypedDict):
+    """Accuracy under one thinking budget, in tokens; `Evaluation.budgets` has the meaning of the keys."""
+
+    budget: Number
+    accuracy: Share | None
+    low: Share | None
+    high: Share | None
+    forced_share: Share
+    forced_accuracy: NotRequired[Share | None]
+    forced_low: NotRequired[Share | None]
+    forced_high: NotRequired[Share | None]
+    unforced_accuracy: NotRequired[Share | None]
+    unforced_low: NotRequired[Share | None]
+    unforced_high: NotRequired[Share | None]
+
+
+class Sample(TypedDict):
+    """One completion with its prompt; lengths in tokens, `correct` None where nothing could be judged."""
+
+    prompt: str
+    thinking: str
+    answer: str
+    correct: bool | None
+    ended: bool
+    closed: bool
+    tokens: Number
+    thinking_tokens: Number | None
 
 
 @dataclass
@@ -38,37 +76,58 @@ class Evaluation:
     """
 
     label: str
-    num_prompts: int
-    num_samples: int
-    temperature: float
-    max_completion_length: int
-    accuracy: float | None = None
-    low: float | None = None
-    high: float | None = None
-    greedy_accuracy: float | None = None
-    greedy_low: float | None = None
-    greedy_high: float | None = None
-    pass_at_k: dict[int, float] = field(default_factory=dict)
-    closed_share: float | None = None
-    truncated_share: float = 0.0
-    mean_thinking_tokens: float | None = None
-    mean_tokens: float = 0.0
+    num_prompts: Number
+    num_samples: Number
+    temperature: Size
+    max_completion_length: Number
+    accuracy: Share | None = None
+    low: Share | None = None
+    high: Share | None = None
+    greedy_accuracy: Share | None = None
+    greedy_low: Share | None = None
+    greedy_high: Share | None = None
+    pass_at_k: dict[int, Share] = field(default_factory=dict)
+    closed_share: Share | None = None
+    truncated_share: Share = 0.0
+    mean_thinking_tokens: Size | None = None
+    mean_tokens: Size = 0.0
     budgets: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
-    unscored: int = 0
-    seconds: float = 0.0
+    unscored: Number = 0
+    seconds: Size = 0.0
     prompts_digest: str = ""
-    per_prompt: list[float] | None = None
-    greedy_per_prompt: list[float] | None = None
+    per_prompt: list[Share] | None = None
+    greedy_per_prompt: list[Share] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` reads them back to an equal object."""
         return asdict(self) | {"pass_at_k": {str(k): value for k, value in self.pass_at_k.items()}}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Evaluation":
-        """The evaluation that `to_dict` wrote, such as `before.json`."""
-        return cls(**values | {"pass_at_k": {int(k): value for k, value in values["pass_at_k"].items()}})
+    def from_dict(cls, values: Any) -> "Evaluation":
+        """The evaluation that `to_dict` wrote, such as `before.json`; raises ValueError for anything else."""
+        found: Evaluation = TypeAdapter(cls).validate_python(values)
+        TypeAdapter(list[Budget]).validate_python(found.budgets)
+        TypeAdapter(list[Sample]).validate_python(found.samples)
+        for holder, prefix in ((vars(found), ""), (vars(found), "greedy_"), *((entry, "") for entry in found.budgets)):
+            interval = [holder[f"{prefix}{name}"] for name in ("accuracy", "low", "high")]
+            if None in interval and interval != [None] * 3:
+                raise ValueError(f"an accuracy has its interval: {prefix}accuracy, low and high are {interval}")
+        for shares in (found.per_prompt, found.greedy_per_prompt):
+            if shares is not None and len(shares) != found.num_prompts:
+                raise ValueError(f"{len(shares)} prompts have a share, of {found.num_prompts}")
+        return found
+
+    @classmethod
+    def read(cls, path: Path) -> "Evaluation | None":
+        """The evaluation in a file; None without one, and with a warning where it is damaged."""
+        if not path.is_file():
+            return None
+        try:
+            return cls.from_dict(read_json(path))
+        except ValueError:
+            say(f"WARNING: {path} is damaged or not an evaluation, so it counts as not measured")
+            return None
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each measure, as text for a table."""

@@ -22,7 +22,7 @@ from rloo_kit.results.evaluation import (
     pair_samples,
 )
 from rloo_kit.results.figures import draw_accuracies, draw_learning_curve
-from rloo_kit.runs.files import saving
+from rloo_kit.runs.files import read_object, saving
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import picture_controls
 from rloo_kit.system.versions import installed_versions
@@ -68,16 +68,15 @@ def load_result(run: RunConfig) -> TrainResult:
     status = run_dir.status()
     if not status:
         raise RunNotFoundError(f"there is no run in {run_dir.folder}; rloo-kit train makes one")
-    metrics = run_dir.read_jsonl("metrics.jsonl")
-    seconds = metrics[-1].get("seconds", 0.0) if metrics else 0.0
+    metrics = run_dir.read_metrics()
+    seconds = (metrics[-1].get("seconds") if metrics else None) or 0.0
     stopped = None if status.get("state") == "finished" else status.get("state")
     return TrainResult(run_dir.folder, run_dir / "adapter", status.get("step", 0), metrics, seconds, stopped)
 
 
 def load_evaluation(run: RunConfig, when: str) -> Evaluation | None:
     """The evaluation "before" or "after" training from the run's folder; None where there is none."""
-    path = run.folder / f"{when}.json"
-    return Evaluation.from_dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    return Evaluation.read(run.folder / f"{when}.json")
 
 
 def write_report(
@@ -234,10 +233,8 @@ def _details(run: RunConfig, folder: Path) -> str:
 
 def _versions(folder: Path) -> str:
     """The versions that the run recorded when it started, else those of this process."""
-    try:
-        return (folder / "versions.json").read_text(encoding="utf-8")
-    except OSError:
-        return json.dumps(installed_versions(), indent=2)
+    recorded = read_object(folder / "versions.json")
+    return json.dumps(recorded or installed_versions(), indent=2, ensure_ascii=False)
 
 
 # ------------------------------------------------------------------------------------------------ pages

@@ -2,6 +2,7 @@
 torch."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ LEVELS = ("healthy", "watch", "alarming")
 LAST_ROWS = 10  # logged steps that are averaged
 TRUNCATED_LIMIT = 0.95  # share of completions cut off from which a step teaches next to nothing
 SPREAD_LIMIT = 1.0  # the KL penalty's spread within a group over the reward's, above which the penalty decides
+LARGEST = sys.float_info.max
 EQUAL_REWARDS = 1e-6  # a standard deviation below this is rounding
 
 Row = Mapping[str, Any]  # metrics of one logged step, under the trainer's names
@@ -145,7 +147,9 @@ def judge(rows: Sequence[Row], on_policy: bool = True, last: int = LAST_ROWS) ->
 
 def is_number(value: Any) -> bool:
     """Whether a metric's value is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return -LARGEST <= value <= LARGEST  # false for NaN; math.isfinite raises for an integer of 400 digits
 
 
 @dataclass(frozen=True)

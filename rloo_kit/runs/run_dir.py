@@ -34,6 +34,7 @@ from rloo_kit.runs.files import (
     write_json,
     write_text,
 )
+from rloo_kit.runs.health import is_number
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
 from rloo_kit.system.signals import FROM_OUTSIDE, handle_signals, interrupt
 from rloo_kit.system.versions import installed_versions
@@ -330,10 +331,19 @@ class RunDir:
         with open(self.folder / name, "a", encoding="utf-8") as file:
             file.write(text)
 
+    def replace_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
+        """Write a JSONL file again with these rows alone, in one piece."""
+        self.write_text(name, "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows))
+
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The rows of `metrics.jsonl` that this run wrote, in the order of their steps."""
+        """The rows of `metrics.jsonl` that this run wrote, in the order of their steps: `step`, and numbers or None."""
         rows = [row for row in self.read_jsonl("metrics.jsonl") if is_count(row.get("step"))]
-        return sorted((row for row in rows if row.get("run") == self.id), key=lambda row: row["step"])
+        mine = [
+            {key: value for key, value in row.items() if key == "run" or value is None or is_number(value)}
+            for row in rows
+            if row.get("run", "") == self.id
+        ]
+        return sorted(mine, key=lambda row: row["step"])
 
     def read_jsonl(self, name: str) -> list[dict[str, Any]]:
         """The rows of a JSONL file, without a last line that a crash cut off."""
