@@ -114,6 +114,9 @@ class RunSection(Section):
     progress_every_s: float = key(5.0, "seconds between two progress lines", ge=0.0)
     sample_every_steps: int = key(25, "steps between two tables of sample completions; 0 for none", ge=0)
     num_samples: int = key(2, "completions in such a table", ge=0)
+    rollouts_gib: float | None = key(
+        None, "GiB on disk for the run's completions, above which the oldest are deleted; null keeps all", ge=0.01
+    )
     save_every_minutes: float | None = key(
         15.0, "minutes after which a checkpoint is saved, whatever rloo.save_steps says; null for never", gt=0.0
     )

@@ -19,6 +19,7 @@ from rloo_kit.collective import any_of, gather_lists, share
 from rloo_kit.data.load import REWARDS_WITH_ANSWERS
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
 from rloo_kit.runs.health import Finding, LearningSignalWatch
+from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import VARIABLE, format_seconds, picture_controls, plain_prompt, print_table
 from rloo_kit.system.processes import is_distributed, say
@@ -48,19 +49,29 @@ class RolloutLog:
     The trainer numbers a rollout by the optimizer steps done before it; here a row carries the step that it trains, so
     that it joins `metrics.jsonl`.
 
+    Args:
+        keep_gib: `run.rollouts_gib`.
+
     Attributes:
         rows: the last generation batch, of all processes in order. completion_tokens: generated so far by all of them.
     """
 
-    def __init__(self, run_dir: RunDir):
+    def __init__(self, run_dir: RunDir, keep_gib: float | None = None):
         self.run_dir = run_dir
+        self.files = Rollouts(run_dir.folder, keep_gib)
         self.rows: list[dict[str, Any]] = []
         self.completion_tokens = 0
 
     def __call__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = [row | {"step": row["step"] + 1} for row in gather_lists(rows)]
         self.completion_tokens += sum(row["completion_tokens"] for row in self.rows)
-        self.run_dir.append_jsonl("rollouts.jsonl", self.rows)
+        if not self.run_dir.writes:
+            return
+        try:
+            self.files.append(self.rows)
+        except FileNotFoundError:
+            self.run_dir.keep_folder()
+            self.files.append(self.rows)
 
 
 class MetricsWriter(TrainerCallback):

@@ -133,7 +133,7 @@ class _Training:
         self.checkpoint = share(run_dir.resumes_from)
         if run_dir.resumed:
             run_dir.rewind(self.checkpoint.step if self.checkpoint else 0)
-        self.rollouts = RolloutLog(run_dir)
+        self.rollouts = RolloutLog(run_dir, run.run.rollouts_gib)
         self.writer = MetricsWriter(run_dir)
         self.guard = LearningSignalGuard(
             LearningSignalWatch(run.run.no_signal_steps, run.rloo.model_dump()), stop=run.run.stop_when_no_signal

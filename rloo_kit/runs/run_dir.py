@@ -35,6 +35,7 @@ from rloo_kit.runs.files import (
     write_text,
 )
 from rloo_kit.runs.health import is_number
+from rloo_kit.runs.rollouts import Rollouts, is_rollouts
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
 from rloo_kit.system.signals import FROM_OUTSIDE, handle_signals, interrupt
 from rloo_kit.system.versions import installed_versions
@@ -233,6 +234,9 @@ class RunDir:
         for name in FILES:
             if name != "config.yaml":
                 (self.folder / name).unlink(missing_ok=True)
+        for path in self.folder.iterdir():
+            if is_rollouts(path.name):
+                path.unlink()
 
     def close(self) -> None:
         """Release the folder; a second call does nothing."""
@@ -397,10 +401,9 @@ class RunDir:
 
     def rewind(self, step: int) -> None:
         """Drop what came after `step` from `metrics.jsonl` and `rollouts.jsonl`: a resumed run repeats it."""
-        for name in ("metrics.jsonl", "rollouts.jsonl"):
-            if self.writes and (self.folder / name).exists():
-                kept = [row for row in self.read_jsonl(name) if row.get("step", 0) <= step]
-                self.write_text(name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+        if self.writes:
+            self.replace_jsonl("metrics.jsonl", [row for row in self.read_metrics() if row["step"] <= step])
+            Rollouts(self.folder).cut(step)
 
 
 def open_runs() -> list[Path]:

@@ -326,7 +326,7 @@ def test_keys_that_are_newer_than_the_run_are_no_difference(tmp_path):
     older = [line for line in lines[:first] if "baseline" not in line and "memory" not in line]
     behind = next(place for place in range(first + 1, len(lines)) if not lines[place].startswith(" "))
     saved = "\n".join(older + lines[behind:])
-    assert "rollout" not in saved and "eval:" in saved
+    assert "\nrollout:" not in saved and "eval:" in saved
     refuse_changes(saved, now.to_yaml(), tmp_path)
     now.rollout.resample_rounds, now.rollout.engine = 2, "generate"
     with pytest.raises(ConfigError) as error:

@@ -1,0 +1,269 @@
+"""A run's completions on disk: `rollouts.jsonl`, to which rows are added, and the older ones in compressed parts.
+
+Before a step is added to a `rollouts.jsonl` above `FILE_BYTES`, the file becomes `rollouts-<its last step>.jsonl.gz`:
+it is renamed to `rollouts-<its last step>.jsonl`, compressed under a temporary name, that is renamed, and the plain
+part is removed. So a step lies in one file, the steps in a part's name only grow, and whatever is killed in between
+leaves a part that is plain, or plain and compressed; then the plain one counts, and the next writer finishes it.
+"""
+
+import gzip
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from rloo_kit.runs.rows import (
+    UNREADABLE,
+    append_rows,
+    cut_rows,
+    open_rows,
+    read_backwards,
+    row_step,
+    rows_in,
+)
+from rloo_kit.system.processes import say
+
+LIVE = "rollouts.jsonl"
+FILE_BYTES = 64 * 2**20
+LEVEL = 6
+COPIED = 2**20  # bytes at once
+NAMES = re.compile(r"rollouts-(\d{8,18})\.jsonl(\.gz)?")
+HALF = re.compile(r"\.rollouts-\d{8,18}\.jsonl(\.gz)?\.tmp")
+
+
+class Part(NamedTuple):
+    """An older piece of the rollouts: its last step and its file, the plain one where both are there."""
+
+    last: int
+    path: Path
+
+
+def is_rollouts(name: str) -> bool:
+    """Whether a file of this name belongs to a run's rollouts, halves of one included."""
+    return name == LIVE or bool(NAMES.fullmatch(name) or HALF.fullmatch(name))
+
+
+def parts(folder: Path) -> list[Part]:
+    """The parts in a run's folder, oldest first."""
+    found: dict[int, Path] = {}
+    with suppress(OSError):
+        for name in sorted(os.listdir(folder), reverse=True):  # x.jsonl.gz before x.jsonl, which replaces it
+            match = NAMES.fullmatch(name)
+            if match:
+                found[int(match[1])] = folder / name
+    return [Part(*item) for item in sorted(found.items())]
+
+
+def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
+    """Every completion of a run that is kept, oldest first, one in memory at a time; the run may go on meanwhile.
+
+    Args:
+        folder: the run's.
+    """
+    return _read_from(Path(folder), 0)
+
+
+def read_step(folder: str | Path, step: int | None = None) -> list[dict[str, Any]]:
+    """The completions of one step; without `step` of the last one. Only the file that has them is read, the last one's
+    from its end.
+
+    Args:
+        folder: the run's. step: as in `metrics.jsonl`, from 1.
+    """
+    folder = Path(folder)
+    if step is None:
+        return _last_step(folder)
+    found = []
+    for row in _read_from(folder, step):
+        number = row_step(row)
+        if number is not None and number > step:
+            break
+        if number == step:
+            found.append(row)
+    return found
+
+
+def _last_step(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for row in read_backwards(folder / LIVE):
+        if found and row_step(row) not in (None, row_step(found[0])):
+            break
+        if row_step(row) is not None:
+            found.append(row)
+    if found:
+        return found[::-1]
+    for part in reversed(parts(folder)):
+        for row in _rows_of(part):
+            if row_step(row) is not None:
+                found = [*found, row] if found and row_step(found[0]) == row_step(row) else [row]
+        if found:
+            break
+    return found
+
+
+def _read_from(folder: Path, step: int) -> Iterator[dict[str, Any]]:
+    """The rows of the files that may have `step` or a later one.
+
+    A writer may rename the live file at any time. So it is opened before the parts are listed: with no part left to
+    read, what is open is what comes next, under whatever name.
+    """
+    done = step - 1
+    while True:
+        live = _open_first(folder / LIVE)
+        left = [part for part in parts(folder) if part.last > done]
+        if not left:
+            yield from _rows_and_close(live)
+            return
+        if live is not None:
+            live.close()
+        yield from _rows_of(left[0])
+        done = left[0].last
+
+
+def _rows_of(part: Part) -> Iterator[dict[str, Any]]:
+    """The rows of a part, which a writer may have compressed by now."""
+    plain = part.path.with_name(part.path.name.removesuffix(".gz"))
+    return _rows_and_close(_open_first(plain, plain.with_name(f"{plain.name}.gz")))
+
+
+def _open_first(*paths: Path) -> BinaryIO | None:
+    """The first file that is there and can be opened."""
+    for path in paths:
+        with suppress(OSError):
+            if path.is_file():
+                return open_rows(path)
+    return None
+
+
+def _rows_and_close(file: BinaryIO | None) -> Iterator[dict[str, Any]]:
+    if file is not None:
+        with file, suppress(*UNREADABLE):
+            yield from rows_in(file)
+
+
+class Rollouts:
+    """The writer of a run's completions; one process at a time, which holds the run's lock.
+
+    Args:
+        folder: the run's.
+        keep_gib: size on disk above which the oldest parts are deleted; None keeps all.
+    """
+
+    def __init__(self, folder: Path, keep_gib: float | None = None):
+        self.folder, self.live = folder, folder / LIVE
+        self.keep_gib = keep_gib
+        self.keep_bytes = None if keep_gib is None else int(keep_gib * 2**30)
+        self.file_bytes = FILE_BYTES if self.keep_bytes is None else min(FILE_BYTES, self.keep_bytes // 4)
+        self._last: int | None = None
+        self._warned = False
+
+    def append(self, rows: list[dict[str, Any]]) -> None:
+        """Add the rows of one step, whose number is no smaller than that of the rows before."""
+        if not rows:
+            return
+        step = row_step(rows[0])
+        if self.live.exists() and self.live.stat().st_size > self.file_bytes:
+            self._last = self._last_in_live() if self._last is None else self._last
+            if self._last is not None and step is not None and step > self._last:
+                self._start_new_file(self._last)
+        append_rows(self.live, rows)
+        self._last = row_step(rows[-1])
+
+    def cut(self, step: int) -> None:
+        """Drop every completion behind step `step`: newest first, so that a kill in between leaves a shorter run."""
+        self._last = None
+        cut_rows(self.live, step)
+        found = parts(self.folder)
+        for index in reversed(range(len(found))):
+            part = found[index]
+            if part.last <= step:
+                break
+            if index and found[index - 1].last >= step:  # so its first step is a later one
+                self.live.unlink(missing_ok=True)
+                self._remove(part.last)
+            else:
+                self._make_live(part)
+                cut_rows(self.live, step)
+
+    def _last_in_live(self) -> int | None:
+        return next((step for row in read_backwards(self.live) if (step := row_step(row)) is not None), None)
+
+    def _start_new_file(self, last: int) -> None:
+        os.replace(self.live, self._plain(last))
+        for half in self.folder.glob(".rollouts-*.tmp"):
+            half.unlink()
+        for part in parts(self.folder):
+            if part.path.suffix != ".gz":
+                with suppress(OSError):  # a full disk: it stays plain, and is tried again with the next one
+                    self._compress(part.path)
+        self._keep_fewer()
+
+    def _compress(self, plain: Path) -> None:
+        with (
+            self._replacing(plain.with_name(f"{plain.name}.gz")) as target,
+            gzip.GzipFile("", "wb", LEVEL, target, mtime=0) as file,
+            open(plain, "rb") as source,
+        ):
+            shutil.copyfileobj(source, file, COPIED)
+        plain.unlink()
+
+    def _make_live(self, part: Part) -> None:
+        """The reverse of `_start_new_file`, with the same names in between; of a damaged part what can be read."""
+        plain = self._plain(part.last)
+        self.live.unlink(missing_ok=True)
+        if part.path.suffix == ".gz":
+            with self._replacing(plain) as target, gzip.open(part.path, "rb") as source:
+                while data := _read_some(source):
+                    target.write(data)
+        self._gz(part.last).unlink(missing_ok=True)
+        os.replace(plain, self.live)
+
+    @contextmanager
+    def _replacing(self, path: Path) -> Iterator[BinaryIO]:
+        """A file for writing that becomes `path` in one piece at the end, and is removed where that fails."""
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _keep_fewer(self) -> None:
+        """Delete the oldest parts until `keep_gib` leaves room for the file that begins now."""
+        if self.keep_bytes is None:
+            return
+        found = parts(self.folder)
+        sizes = [part.path.stat().st_size for part in found]
+        while found and sum(sizes) > self.keep_bytes - self.file_bytes:
+            sizes.pop(0)
+            last = found.pop(0).last
+            self._remove(last)
+            if not self._warned:
+                self._warned = True
+                say(
+                    f"rollouts: the completions up to step {last} are deleted, and the oldest from now on: "
+                    f"run.rollouts_gib is {self.keep_gib:g} (null keeps all)"
+                )
+
+    def _remove(self, last: int) -> None:
+        self._gz(last).unlink(missing_ok=True)
+        self._plain(last).unlink(missing_ok=True)  # last: it is the one that counts
+
+    def _plain(self, last: int) -> Path:
+        return self.folder / f"rollouts-{last:08}.jsonl"
+
+    def _gz(self, last: int) -> Path:
+        return self.folder / f"rollouts-{last:08}.jsonl.gz"
+
+
+def _read_some(source: gzip.GzipFile) -> bytes:
+    try:
+        return source.read(COPIED)
+    except UNREADABLE:
+        return b""
