@@ -1,20 +1,23 @@
 #!/usr/bin/env python3
-"""A long run stays flat: memory, open files and threads of one real `rloo-kit train`, sampled from outside.
+"""A long run and a long batch stay flat: memory, open files and threads of the real command, sampled from outside.
 
-    python benchmarks/soak.py --steps 2000
+    python benchmarks/soak.py --steps 2000      `rloo-kit train` on the embedded model
+    python benchmarks/soak.py --batch 50        `rloo-kit batch` of so many notebooks that each leave a process behind
 
-The embedded model, eight short completions a step, a checkpoint every 100 steps, completions that start new files. Of
-the samples in the first and in the last quarter of the steps are compared: the smallest number of open files and of
-threads, which may not grow, and the mean of the resident memory. That may grow by MEMORY_KIB a step: the metrics of
-each step are kept, by the kit and by the trainer. Exit code 1 where something grew.
+The run has eight short completions a step, a checkpoint every 100 steps and completions that begin new files. Of the
+samples, without the first tenth, the first and the last quarter are compared: the smallest number of open files and of threads, which may
+not grow, and the mean of the resident memory. That may grow by AT_MOST: the metrics of each step are kept, by the kit
+and by the trainer. Exit code 1 where something grew, a run of the batch is not done, or a process is left.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ import reporting
 
 reporting.settle()
 
-MEMORY_KIB = 20.0  # a step
+AT_MOST = {"step": 20.0, "run": 200.0}  # KiB
 SETTINGS = [
     "configs/arithmetic_thinking.yaml", "run.name=soak", "run.evaluate=false", "run.report=false",
     "run.rollouts_gib=0.01", "rloo.num_generations=4", "rloo.per_device_train_batch_size=8",
@@ -33,73 +36,106 @@ SETTINGS = [
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--samples", type=int, default=40, help="of the process, evenly over the steps")
-    parser.add_argument("--out", type=Path, default=reporting.RESULTS / "soak.json")
+    parser.add_argument("--batch", type=int, metavar="RUNS", help="a batch of so many runs, instead of one run")
+    parser.add_argument("--out", type=Path, help="(default: benchmarks/results/soak.json or batch_soak.json)")
     options = parser.parse_args(arguments)
-    result = reporting.header("benchmarks/soak.py")
+    unit = "run" if options.batch else "step"
+    result = reporting.header("benchmarks/soak.py") | {f"{unit}s": options.batch or options.steps}
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        samples, seconds = watch(options.steps, max(options.steps // options.samples, 1), Path(folder))
-    result |= {"steps": options.steps, "seconds": round(seconds, 1)} | judge(samples)
-    for line in reporting.table(
-        ["step", "memory (MiB)", "open files", "threads"],
-        [[f"{one[name]:g}" for name in ("step", "memory_mib", "files", "threads")] for one in samples],
-    ):
-        print(line)
-    print(
-        f"{options.steps} steps in {seconds:.0f} s: {result['memory_kib_a_step']:.2f} KiB a step (at most "
-        f"{MEMORY_KIB:g}), open files {result['more_files']:+d}, threads {result['more_threads']:+d}: "
-        f"{'flat' if result['flat'] else 'GROWS'}"
-    )
-    reporting.write(result | {"samples": samples}, options.out)
-    return 0 if result["flat"] else 1
+        watched = watch_batch(options.batch, Path(folder)) if options.batch else watch_run(options.steps, Path(folder))
+    result |= {"seconds": round(time.monotonic() - started, 1)} | judge(watched["samples"], AT_MOST[unit]) | watched
+    names = ("at", "memory_mib", "files", "threads")
+    rows = [[f"{one[name]:g}" for name in names] for one in result["samples"]]
+    print("\n".join(reporting.table([unit, "memory (MiB)", "open files", "threads"], rows)))
+    result["holds"] = result["flat"] and not result.get("left") and result.get("done") == options.batch
+    print(f"{result[f'{unit}s']} {unit}s in {result['seconds']:.0f} s: {describe(result, unit)}")
+    reporting.write(result, options.out or reporting.RESULTS / ("batch_soak.json" if options.batch else "soak.json"))
+    return 0 if result["holds"] else 1
 
 
-def watch(steps: int, every: int, folder: Path) -> tuple[list[dict[str, Any]], float]:
-    """Train and sample at every `every`-th step; the samples and the seconds."""
-    import psutil
+def describe(result: dict[str, Any], unit: str) -> str:
+    memory = f"{result['memory_kib']:.2f} KiB a {unit} (at most {result['at_most']:g})"
+    found = [memory, f"open files {result['more_files']:+d}", f"threads {result['more_threads']:+d}"]
+    found += [f"{result['done']} done", f"{len(result['left'])} processes left"] if unit == "run" else []
+    return f"{', '.join(found)}: {'holds' if result['holds'] else 'MISSED'}"
 
+
+def watch_run(steps: int, folder: Path) -> dict[str, Any]:
+    """Train for so many steps; 40 samples, or one a step."""
     from rloo_kit.runs.run_dir import RunDir
 
+    run_dir = RunDir(folder / "soak")
     words = ["train", *SETTINGS, f"rloo.max_steps={steps}", f"run.output_dir={folder}"]
+    return {"samples": watch(words, folder, lambda: run_dir.status().get("step") or 0, max(steps // 40, 1))}
+
+
+def watch_batch(runs: int, folder: Path) -> dict[str, Any]:
+    """A batch of notebooks; a sample at each end of a run but the last, after which it compares the runs."""
+    notebooks = reporting.load_file("tests/notebooks/batch_notebooks.py")
+    file = notebooks.write_batch(
+        folder, [{"name": f"run{number}", "parameters": {"mode": "child", "number": number}} for number in range(runs)]
+    )
+
+    def counts() -> dict[str, int]:
+        try:
+            return json.loads((folder / "out" / "b" / "batch.json").read_text(encoding="utf-8"))["counts"]
+        except (OSError, ValueError):
+            return {}
+
+    samples = watch(["batch", str(file)], folder, lambda: counts().get("done", 0), 1)
+    samples = [one for one in samples if one["at"] < runs]
+    return {"samples": samples, "done": counts().get("done", 0), "left": notebooks.processes_of(folder)}
+
+
+def watch(words: list[str], folder: Path, progress: Callable[[], int], every: int) -> list[dict[str, Any]]:
+    """Run `rloo-kit words` and sample it whenever `every` more of its steps or runs are done."""
+    import psutil
+
     samples: list[dict[str, Any]] = []
-    started = time.monotonic()
     with open(folder / "log.txt", "wb") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "rloo_kit.cli", *words], cwd=reporting.ROOT, stdout=log, stderr=log,
             env=os.environ | {"PYTHONPATH": str(reporting.ROOT)},
         )  # fmt: skip
-        process, run_dir = psutil.Process(child.pid), RunDir(folder / "soak")
+        process = psutil.Process(child.pid)
         while child.poll() is None:
-            step = run_dir.status().get("step") or 0
-            if step and step // every > (samples[-1]["step"] // every if samples else 0):
+            at = progress()
+            if at // every > (samples[-1]["at"] // every if samples else 0):
                 try:
                     with process.oneshot():
-                        found = {"memory_mib": round(process.memory_info().rss / 2**20, 1), "files": process.num_fds()}
-                        samples.append({"step": step} | found | {"threads": process.num_threads()})
+                        memory, files = round(process.memory_info().rss / 2**20, 1), process.num_fds()
+                        samples.append({"at": at, "memory_mib": memory, "files": files})
+                        samples[-1]["threads"] = process.num_threads()
                 except psutil.Error:  # it has just ended
                     break
             time.sleep(0.02)
-        if child.wait() != 0:
-            raise SystemExit(f"the run failed:\n{(folder / 'log.txt').read_text(errors='replace')[-3000:]}")
-    return samples, time.monotonic() - started
+    if child.wait() != 0:
+        raise SystemExit(f"the command failed:\n{(folder / 'log.txt').read_text(errors='replace')[-3000:]}")
+    return [one for one in samples if "threads" in one]
 
 
-def judge(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """What grew from the first quarter of the samples to the last."""
+def judge(samples: list[dict[str, Any]], at_most_kib: float) -> dict[str, Any]:
+    """What grew from the first quarter of the samples to the last, without the first tenth, in which things are loaded.
+
+    >>> samples = [{"at": at, "memory_mib": 600 + at, "files": 4 + at // 3, "threads": 5} for at in range(4)]
+    >>> judge(samples, 20)
+    {'memory_kib': 1024.0, 'at_most': 20, 'more_files': 1, 'more_threads': 0, 'flat': False}
+    """
+    samples = samples[len(samples) // 10 :]
     size = max(len(samples) // 4, 1)
     first, last = samples[:size], samples[-size:]
 
-    def mean(name: str, some: list[dict[str, Any]]) -> float:
-        return sum(one[name] for one in some) / len(some)
+    def rise(name: str) -> float:
+        return (sum(one[name] for one in last) - sum(one[name] for one in first)) / size
 
-    steps = max(mean("step", last) - mean("step", first), 1)
-    slope = (mean("memory_mib", last) - mean("memory_mib", first)) * 1024 / steps
+    slope = rise("memory_mib") * 1024 / max(rise("at"), 1)
     more = {
         f"more_{name}": min(one[name] for one in last) - min(one[name] for one in first)
         for name in ("files", "threads")
     }
-    flat = slope <= MEMORY_KIB and all(number <= 0 for number in more.values())
-    return {"memory_kib_a_step": round(slope, 3), "at_most": MEMORY_KIB} | more | {"flat": flat}
+    flat = slope <= at_most_kib and all(number <= 0 for number in more.values())
+    return {"memory_kib": round(slope, 3), "at_most": at_most_kib} | more | {"flat": flat}
 
 
 if __name__ == "__main__":
