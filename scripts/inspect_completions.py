@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Completions of a run with thinking and answer apart, and the shares that closed their thinking and were cut off.
 
-FOLDER is a run's folder, outputs/NAME. Reads rollouts.jsonl: the id of the closing tag, not the text, decides whether a
+FOLDER is a run's folder, outputs/NAME. Reads the completions of one step, from rollouts.jsonl or an older part of it,
+rollouts-STEP.jsonl.gz, however many there are: the id of the closing tag, not the text, decides whether a
 completion closed its thinking; `forced` says that it was closed by the budget, because the model had not. Prints one
 JSON object on stdout. A text that spells the tag in ordinary tokens besides cannot be split by it: then `thinking` and
 `answer` are null and `text` has it whole.
@@ -17,6 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from _common import CODES, NOTHING_YET, fail, open_run, show
+
+NEEDED = (
+    "step", "prompt", "completion", "completion_ids", "completion_tokens", "thinking_tokens", "closed", "truncated",
+    "reward", "advantage", "rewards",
+)  # fmt: skip
 
 OPENING, TAG = "<think>", "</think>"
 ORDERS = ("first", "best", "worst", "longest")
@@ -34,26 +40,29 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.num < 0 or options.max_chars < 10:
         parser.error("--num has to be 0 or more, --max-chars 10 or more")
-    rows = open_run(options.folder).read_jsonl("rollouts.jsonl")
+    folder = open_run(options.folder).folder
+    from rloo_kit.runs.rollouts import read_rollouts, read_step
+
+    rows = [row for row in read_step(folder, options.step) if all(name in row for name in NEEDED)]
     if not rows:
-        fail(NOTHING_YET, f"{options.folder} has no completions yet: ask again after the first step")
-    step = rows[-1]["step"] if options.step is None else options.step
-    chosen = [row for row in rows if row["step"] == step]
-    if not chosen:
-        steps = sorted({row["step"] for row in rows})
-        fail(NOTHING_YET, f"no rollout has step {step}; there are {len(steps)}, from {steps[0]} to {steps[-1]}")
+        last = read_step(folder)
+        if not last:
+            fail(NOTHING_YET, f"{options.folder} has no completions yet: ask again after the first step")
+        first = next((row["step"] for row in read_rollouts(folder) if "step" in row), None)
+        asked = last[0]["step"] if options.step is None else options.step
+        fail(NOTHING_YET, f"no rollout has step {asked}; those that are kept go from {first} to {last[0]['step']}")
     end_id = find_tag_id(rows)
-    shown = sort(chosen, options.order)[: options.num]
+    shown = sort(rows, options.order)[: options.num]
     show(
-        {"folder": str(options.folder), "step": step, "think_end_id": end_id}
-        | describe(chosen)
+        {"folder": str(options.folder), "step": rows[0]["step"], "think_end_id": end_id}
+        | describe(rows)
         | {"completions": [describe_one(row, end_id, options.max_chars) for row in shown]}
     )
     return 0
 
 
 def find_tag_id(rows: list[dict[str, Any]]) -> int | None:
-    """The id of the closing tag: what stands behind the thinking of any completion that closed it."""
+    """The id of the closing tag: what stands behind the thinking of a completion that closed it; None if none did."""
     closed = next((row for row in rows if row["closed"]), None)
     return closed["completion_ids"][closed["thinking_tokens"]] if closed else None
 

@@ -302,7 +302,7 @@ def test_a_real_rollout_is_shown(real_run: Path) -> None:
     assert rewards == sorted(rewards, reverse=True)
     assert found["truncated_share"] > 0 and found["mean_tokens"] <= 4
     code, found, _ = call("inspect_completions.py", real_run, "--step", "9")
-    assert code == 4 and "no rollout has step 9; there are 2, from 1 to 2" in found["error"]
+    assert code == 4 and "no rollout has step 9; those that are kept go from 1 to 2" in found["error"]
 
 
 def make_row(completion: str, ids: list[int], **changes: Any) -> dict[str, Any]:
