@@ -4,10 +4,11 @@
     python benchmarks/soak.py --steps 2000      `rloo-kit train` on the embedded model
     python benchmarks/soak.py --batch 50        `rloo-kit batch` of so many notebooks that each leave a process behind
 
-The run has eight short completions a step, a checkpoint every 100 steps and completions that begin new files. Of the
-samples, without the first tenth, the first and the last quarter are compared: the smallest number of open files and of threads, which may
-not grow, and the mean of the resident memory. That may grow by AT_MOST: the metrics of each step are kept, by the kit
-and by the trainer. Exit code 1 where something grew, a run of the batch is not done, or a process is left.
+The run has eight short completions a step, a checkpoint every 100 steps and completions that begin new files. The
+samples of the first and of the last quarter are compared, without the first tenth, in which things are loaded: the
+smallest number of open files and of threads, which may not grow, and the mean of the resident memory. That may grow by
+AT_MOST: the metrics of each step are kept, by the kit and by the trainer. Exit code 1 where something grew, a run of
+the batch is not done, or a process is left.
 """
 
 import argparse
