@@ -17,7 +17,7 @@ from typing import Any
 from rloo_kit.runs.files import is_count, read_object, write_json
 
 MANIFEST = "manifest.json"
-UNFINISHED = "unfinished"  # folder inside `checkpoints` that a save in progress, or one that was killed, lies in
+UNFINISHED = "unfinished"  # a folder that a save in progress, or one that was killed, lies in
 DAMAGED = "damaged"  # the start of the name under which a damaged checkpoint is kept
 STEM = "checkpoint-"
 
@@ -69,7 +69,8 @@ def seal(folder: Path, step: int, run: str = "", config: str = "", processes: in
 
 
 def publish(folder: Path, target: Path) -> None:
-    """Rename the sealed `folder` to `target`; what was there goes once the new one is in place."""
+    """Rename `folder`, which is complete, to `target`; what was there goes once the new one is in place, and so does
+    the folder that `folder` was in."""
     replaced = folder.with_name(f"replaced-{target.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():

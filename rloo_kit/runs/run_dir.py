@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from rloo_kit.config.resume import refuse_changes
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFoundError, SetupError
-from rloo_kit.runs.checkpoints import MANIFEST, Checkpoint, list_checkpoints, set_aside, strays
+from rloo_kit.runs.checkpoints import MANIFEST, UNFINISHED, Checkpoint, list_checkpoints, set_aside, strays
 from rloo_kit.runs.files import (
     finite,
     git_revision,
@@ -35,6 +35,7 @@ from rloo_kit.runs.files import (
     write_text,
 )
 from rloo_kit.runs.health import is_number
+from rloo_kit.runs.rows import append_rows, cut_rows, read_rows
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
 from rloo_kit.system.signals import FROM_OUTSIDE, handle_signals, interrupt
 from rloo_kit.system.versions import installed_versions
@@ -43,7 +44,7 @@ FILES = (
     "config.yaml", "versions.json", "status.json", "metrics.jsonl", "rollouts.jsonl", "prompts.json", "before.json",
     "after.json", "report.html",
 )  # fmt: skip
-FOLDERS = ("checkpoints", "adapter")
+FOLDERS = ("checkpoints", "adapter", UNFINISHED)
 ID_LINE = b"# rloo-kit run "  # the start of config.yaml's first line; the run's id follows
 SECONDS_FOR_MAIN = 3.0  # that another process waits with an error: the main one may raise the same
 STATES = ("running", "finished", "interrupted", "failed")
@@ -253,8 +254,13 @@ class RunDir:
                     self._record_error(error)
         finally:
             self.close()
-        if error is not None and not isinstance(error, RlooKitError) and is_disk_full(error):
+        if error is None or isinstance(error, RlooKitError):
+            return
+        if is_disk_full(error):
             raise SetupError(self._explain_full_disk(error)) from error
+        if isinstance(error, OSError) and str(error.filename).startswith(f"{self.folder}{os.sep}"):
+            why = f"{error.filename}: {error.strerror or error}"
+            raise SetupError(f"a file of the run cannot be used ({why}); move it away, then: {self.resume_command}")
 
     def _explain_full_disk(self, error: BaseException) -> str:
         last = self.last_checkpoint()
@@ -320,16 +326,12 @@ class RunDir:
         """Add one line a row, all in one write, so that a crash loses none of them."""
         if not self.writes:
             return
-        text = "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows)
+        rows = list(rows)
         try:
-            self._append(name, text)
+            append_rows(self.folder / name, rows)
         except FileNotFoundError:
             self.keep_folder()
-            self._append(name, text)
-
-    def _append(self, name: str, text: str) -> None:
-        with open(self.folder / name, "a", encoding="utf-8") as file:
-            file.write(text)
+            append_rows(self.folder / name, rows)
 
     def replace_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
         """Write a JSONL file again with these rows alone, in one piece."""
@@ -346,18 +348,8 @@ class RunDir:
         return sorted(mine, key=lambda row: row["step"])
 
     def read_jsonl(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a JSONL file, without a last line that a crash cut off."""
-        try:
-            lines = (self.folder / name).read_text(encoding="utf-8").split("\n")
-        except OSError:
-            return []
-        rows = []
-        for line in lines:
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                continue
-        return rows
+        """The rows of a JSONL file: every line that is a JSON object."""
+        return list(read_rows(self.folder / name))
 
     def status(self) -> dict[str, Any]:
         """`status.json`; empty where there is no run. Where the file is lost or damaged, what the newest checkpoint
@@ -397,10 +389,9 @@ class RunDir:
 
     def rewind(self, step: int) -> None:
         """Drop what came after `step` from `metrics.jsonl` and `rollouts.jsonl`: a resumed run repeats it."""
-        for name in ("metrics.jsonl", "rollouts.jsonl"):
-            if self.writes and (self.folder / name).exists():
-                kept = [row for row in self.read_jsonl(name) if row.get("step", 0) <= step]
-                self.write_text(name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+        if self.writes:
+            self.replace_jsonl("metrics.jsonl", [row for row in self.read_metrics() if row["step"] <= step])
+            cut_rows(self.folder / "rollouts.jsonl", step)
 
 
 def open_runs() -> list[Path]:
