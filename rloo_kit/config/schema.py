@@ -224,6 +224,7 @@ class RewardSection(Section):
     weight: float = key(1.0, "factor of this reward in the sum")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
     timeout_s: float = key(30.0, "module:function only: seconds before a call counts as failed", gt=0)
+    env: list[str] = key([], "module:function only: names of further environment variables that its worker gets")
 
 
 def _read_report_to(value: Any) -> Any:
