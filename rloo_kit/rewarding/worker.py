@@ -205,6 +205,7 @@ class WorkerReward:
         logged = [key for key in LOGS if batch.get(key) is not None]
         found = self.worker.call(sent, logged, batch_size(called))
         if not isinstance(found, Rewards):
+            self.worker.close()
             raise WholeBatchError(f"'{self.worker.target}' sent a reply that cannot be read: it holds no rewards")
         for key, name, value in found.records:
             batch[key](name, value)

@@ -282,5 +282,5 @@ def deletes_the_folder(columns):
 
 def environment(completions, log_extra, **columns):
     log_extra("names", sorted(os.environ))
-    log_extra("values", sorted(os.environ.values()))
+    log_extra("values", [os.environ[name] for name in sorted(os.environ)])
     return [1.0 for _ in completions]
