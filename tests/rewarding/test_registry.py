@@ -82,6 +82,13 @@ def test_the_line_that_a_run_prints(make_run: Make, tiny_tokenizer: Any, capsys:
 
 
 @pytest.mark.parametrize("name", ["thinking_reward", "thinking_budget_reward", "think_format_reward"])
+@pytest.mark.parametrize("name", ["A B", "A=1", "", "\ud800", "A\0"])
+def test_env_holds_names_of_variables(make_run: Make, name: str) -> None:
+    """Guards against a value in place of a name, which would be printed, and a text that no environment can hold."""
+    with pytest.raises(ConfigError, match=r"rewards.0.env.0: is .* letters, digits and _"):
+        make_run({"name": "m:f", "env": [name]})
+
+
 def test_a_tokenizer_without_the_tag_is_refused(name: str, make_run: Make, plain_tokenizer: Any) -> None:
     """Guards against -1.0 for everything, for ever, on a model that cannot close its thinking."""
     with pytest.raises(TokenizerError, match=f"rewards.0: {name} decides by the token </think>"):
@@ -118,6 +125,8 @@ def test_an_id_that_the_tokenizer_contradicts_is_refused(make_run: Make, tiny_to
         ({"name": "math_answer_reward", "params": {"timeout_s": 3}}, "timeout_s: .*; set timeout_s next to params"),
         ({"name": "reward_model"}, "rewards.0.params: reward_model cannot be built: .*missing 1 required .* 'model'"),
         ({"name": "nowhere:f"}, "rewards.0.name 'nowhere:f': there is no module 'nowhere'"),
+        ({"name": "length_reward", "env": ["PATH"]}, "rewards.0.env .* module:function"),
+        ({"name": "m:f", "env": ["NO_SUCH_NAME"]}, "rewards.0.env names 'NO_SUCH_NAME'.* set it in .env"),
         ({"name": "reward_examples:"}, "rewards.0.name is 'reward_examples:'; .* module:function"),
     ],
 )
@@ -159,8 +168,9 @@ def test_a_function_of_ones_own_is_found(
     shutil.copy(
         Path(__file__).with_name("reward_examples.py"), (tmp_path if beside_the_config else here) / f"{module}.py"
     )
-    entry = {"name": f"{module}:by_length", "weight": 2.0, "params": {"scale": 10}, "timeout_s": 3.0}
+    entry = {"name": f"{module}:by_length", "weight": 2.0, "params": {"scale": 10}, "timeout_s": 3.0, "env": ["PATH"]}
     (reward,) = build_rewards(make_run(entry), tiny_tokenizer)
-    assert (reward.__name__, reward.weight, reward.reward.worker.timeout_s) == ("by_length", 2.0, 3.0)
+    worker = reward.reward.worker
+    assert (reward.__name__, reward.weight, worker.timeout_s, worker.env) == ("by_length", 2.0, 3.0, ("PATH",))
     assert reward(prompts=["p"], completions=["abc"], completion_ids=[[1]]) == [30.0]
-    reward.reward.worker.close()
+    worker.close()
