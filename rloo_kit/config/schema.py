@@ -218,7 +218,7 @@ class DataSection(Section):
 
 def _check_variable(name: str) -> str:
     if not name.isascii() or not name.isidentifier():
-        raise ValueError(f"is {name!r}; the name of an environment variable is letters, digits and _: OPENAI_API_KEY")
+        raise ValueError("holds the names of environment variables, which are letters, digits and _: OPENAI_API_KEY")
     return name
 
 
