@@ -8,24 +8,28 @@ from typing import Any
 
 class Undisturbed:
     """A context manager around rewards: torch's random numbers, which rollouts are drawn from, and the working folder,
-    which a run's paths may be relative to, are afterwards what they were.
+    which a run's paths may be relative to, are afterwards what they were. A child that a reward has forked ends here.
 
     Async rewards overlap, so the first that begins saves and the last that ends restores.
     """
 
     def __init__(self) -> None:
         self._inside = 0
+        self._process = 0
         self._folder: str | None = None
         self._states: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> None:
         self._inside += 1
         if self._inside == 1:
+            self._process = os.getpid()
             with suppress(FileNotFoundError):  # deleted
                 self._folder = os.getcwd()
             self._states = [(generator, generator.get_rng_state()) for generator in _generators()]
 
     def __exit__(self, *_: object) -> None:
+        if os.getpid() != self._process:  # it would go on as a second run in the same folder
+            os._exit(0)
         self._inside -= 1
         if self._inside:
             return

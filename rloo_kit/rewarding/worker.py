@@ -90,7 +90,7 @@ class Worker:
             cwd=starting_folder(),
             start_new_session=True,
         )
-        self._finalizer = weakref.finalize(self, _end, process, mark)
+        self._finalizer = weakref.finalize(self, _end, process, mark, os.getpid())
         self._pipe = Pipe(process)
         self._calls, self._first_gib = 0, None
         late = f"took longer than {START_TIMEOUT_S:g} s and was killed; import what takes long inside the function"
@@ -235,9 +235,11 @@ def _cause(process: "subprocess.Popen[bytes]") -> str:
     return f"ended its process with exit code {code}"
 
 
-def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
+def _end(process: "subprocess.Popen[bytes]", mark: str, owner: int) -> None:
     """Kill the process, its group and its descendants, then whatever carries its mark: a detached child has left all
-    but that behind. The group keeps its id until the process has been waited for."""
+    but that behind. The group keeps its id until the process has been waited for. A fork of the owner ends nothing."""
+    if os.getpid() != owner:
+        return
     if process.returncode is None:
         children = []
         with contextlib.suppress(psutil.Error):

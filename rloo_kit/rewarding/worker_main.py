@@ -34,6 +34,7 @@ def serve() -> None:
     requests = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     _offer_to_be_killed()
+    process = os.getpid()
     function: Any = None
     content: Any
     while (request := read_frame(requests)) is not None:
@@ -49,6 +50,8 @@ def serve() -> None:
         except BaseException as error:  # sys.exit and KeyboardInterrupt too: they are the reward's
             own = function is None and isinstance(error, RewardError)
             content = Failure(str(error) if own else _describe(error))
+        if os.getpid() != process:  # a child that the reward has forked would reply a second time
+            os._exit(0)
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0.0)  # an alarm that the reward has left would ring in this loop
         write_frame(replies, write_reply(call, content))

@@ -108,6 +108,19 @@ def raises_interrupt(columns):
 
 
 @harm
+def forks_and_exits(columns):
+    if os.fork() == 0:
+        sys.exit(0)
+    os.wait()
+
+
+@harm
+def forks_and_both_return(columns):
+    if os.fork():
+        os.wait()
+
+
+@harm
 def aborts(columns):
     os.abort()
 

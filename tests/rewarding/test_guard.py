@@ -10,6 +10,7 @@ import random
 import sys
 import weakref
 from collections import deque
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -278,6 +279,25 @@ def test_an_exit_in_this_process_is_a_failure() -> None:
 
     guarded = guard(leaving)
     assert guarded(**BATCH) == [None] * 3 and "SystemExit: enough" in guarded.failures[0]
+
+
+@pytest.mark.parametrize("end", [lambda: [1.0] * 3, sys.exit, lambda: 1 / 0])
+def test_a_fork_of_a_reward_does_not_go_on_as_the_run(end: Callable[[], Any], tmp_path: Path) -> None:
+    """A child that returns from the reward, or leaves it by an error, would train on and write the same files."""
+    codes: list[int] = []
+
+    def forking(completions: list[str]) -> Any:
+        child = os.fork()
+        if child == 0:
+            return end()
+        codes.append(os.waitpid(child, 0)[1])
+        return [1.0] * len(completions)
+
+    parent = os.getpid()
+    rewards = guard(forking)(**BATCH)
+    if os.getpid() != parent:  # the child came here: the defect
+        os._exit(9)
+    assert rewards == [1.0] * 3 and codes == [0]
 
 
 class Speechless(Exception):

@@ -45,6 +45,8 @@ FAULTS = [
     Fault("stops_itself", "SIGSTOP to itself", KILLED),
     Fault("exits_at_once", "os._exit(3)", "ended its process with exit code 3"),
     Fault("calls_exit", "sys.exit", "SystemExit: enough"),
+    Fault("forks_and_exits", "forks, and the child calls sys.exit", None),
+    Fault("forks_and_both_return", "forks, and both return", None),
     Fault("raises_interrupt", "raise KeyboardInterrupt", "KeyboardInterrupt"),
     Fault("aborts", "os.abort()", "crashed with SIGABRT"),
     Fault("closes_standard_files", "closes file descriptors 0, 1, 2", None),
