@@ -114,9 +114,9 @@ class Worker:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         late = f"took longer than {limit_s:g} s and was killed (timeout_s)"
         content = self._exchange(args, kwargs, limit_s, f"'{self.target}'", late)
+        self._end_if_it_leaks()
         if isinstance(content, Failure):
             raise WholeBatchError(content.text) if content.whole_batch else RewardError(content.text)
-        self._end_if_it_leaks()
         return content
 
     def close(self) -> None:
