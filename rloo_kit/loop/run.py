@@ -35,6 +35,7 @@ from rloo_kit.models.policy import Policy, save_adapter
 from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
 from rloo_kit.results.evaluation import compare
 from rloo_kit.results.report import TrainResult, load_evaluation, write_report
+from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.rollout.engine import check_cache, choose_engine
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import read_object, saving
@@ -173,6 +174,7 @@ class _Training:
             self.policy.sharding = _Sharding(self.trainer) if self.trainer.rloo.parallel.kind == "shards" else None
             adapter = self._save_adapter()
         finally:
+            end_workers()
             self._drop_reference()
             if not self.was_training:  # with checkpointing a model in training mode decodes without its cache: nonsense
                 self.policy.model.eval()
