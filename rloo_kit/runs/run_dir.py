@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from rloo_kit.config.resume import refuse_changes
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFoundError, SetupError
-from rloo_kit.runs.checkpoints import MANIFEST, UNFINISHED, Checkpoint, list_checkpoints, set_aside, strays
+from rloo_kit.runs.checkpoints import UNFINISHED, Checkpoint, find_whole, list_checkpoints, set_aside
 from rloo_kit.runs.files import (
     finite,
     git_revision,
@@ -169,16 +169,8 @@ class RunDir:
     def _find_place(self) -> None:
         """Choose the checkpoint to go on from and refuse what it does not fit; damaged ones are set aside."""
         folder = self.folder / "checkpoints"
-        damaged: dict[Path, str] = {}
-        for found in list_checkpoints(folder, self.id):
-            damage = found.find_damage()
-            if not damage:
-                self.resumes_from = found
-                break
-            damaged[found.folder] = damage
+        self.resumes_from, damaged = find_whole(folder, self.id)
         step = self.resumes_from.step if self.resumes_from else 0
-        for path in strays(folder, self.id):
-            damaged[path] = f"it has no {MANIFEST} of this run"
         if self.resumes_from is None and damaged:
             reasons = "".join(f"\n  {path.name}: {damage}" for path, damage in damaged.items())
             raise RunNotFoundError(

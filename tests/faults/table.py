@@ -1,6 +1,6 @@
 """Run the tests of faults and write what they recorded into docs/runs.md: the fault, what the user sees, what is kept.
 
-    python tests/faults/table.py
+python tests/faults/table.py
 """
 
 import json
@@ -35,7 +35,9 @@ def main() -> int:
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     page = ROOT / "docs" / "runs.md"
     text = "<!-- table: faults -->\n" + "\n".join(lines) + "\n<!-- end -->"
-    found = re.sub(r"<!-- table: faults -->.*?<!-- end -->", lambda _: text, page.read_text(encoding="utf-8"), flags=re.S)
+    found = re.sub(
+        r"<!-- table: faults -->.*?<!-- end -->", lambda _: text, page.read_text(encoding="utf-8"), flags=re.S
+    )
     page.write_text(found, encoding="utf-8")
     print("\n".join(lines))
     return 0
