@@ -9,21 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 import yaml
 
 from rloo_kit.runs.files import read_json
+from rloo_kit.system.marked import END_TIMEOUT_S, Watchdog, end_marked
 
 BATCH_MARK, RUN_MARK = "RLOO_KIT_BATCH", "RLOO_KIT_BATCH_RUN"  # one batch process; the folder of one run
 OF_A_KERNEL = ("JPY_SESSION_NAME", "JPY_PARENT_PID")  # of a notebook that starts the batch
 KERNEL_DIED = 138  # papermill's exit code for it
-END_TIMEOUT_S = 15.0
 KERNEL_GONE_S = 60.0  # papermill has this long to save and end after its kernel is gone
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -130,72 +128,13 @@ def last_line(log: Path, start: int = 0) -> str | None:
     return next(filter(None, texts), None)
 
 
-def end_marked(wanted: Callable[[dict[str, str]], bool]) -> list[int]:
-    """Kill every process whose environment is `wanted`, and what they start meanwhile; returns the ids of those that
-    would not end in time, because they hang in the system."""
-    until = time.monotonic() + END_TIMEOUT_S
-    while True:
-        found = [process for process in psutil.process_iter() if _is_wanted(process, wanted)]
-        for process in found:
-            with suppress(psutil.Error):
-                process.kill()
-        if not found or time.monotonic() > until:
-            return [process.pid for process in found]
-        psutil.wait_procs(found, timeout=1.0)
-
-
-def _is_wanted(process: psutil.Process, wanted: Callable[[dict[str, str]], bool]) -> bool:
-    try:
-        if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        marks = process.environ()
-        return BATCH_MARK in marks and wanted(marks)
-    except (psutil.Error, OSError):
-        return False
-
-
 def end_left_over(folder: Path, batch_id: str) -> None:
     """Kill what an earlier batch in `folder` has left running."""
     above = str(folder) + os.sep
-    end_marked(lambda marks: marks.get(RUN_MARK, "").startswith(above) and marks[BATCH_MARK] != batch_id)
+    end_marked(lambda marks: marks.get(RUN_MARK, "").startswith(above) and marks.get(BATCH_MARK) != batch_id)
 
 
-class Watchdog:
-    """Kills the runs marked with `batch_id` when the batch is killed; a process, and a context manager around the
-    runs."""
-
-    def __init__(self) -> None:
-        self.batch_id = uuid.uuid4().hex
-        self._popen: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> "Watchdog":
-        marks = (BATCH_MARK, RUN_MARK)  # of a batch around this one, which would end the watchdog first
-        environment = {name: value for name, value in os.environ.items() if name not in marks}
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", "rloo_kit.batch.process", self.batch_id],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._popen is not None:
-            with suppress(OSError):
-                self._popen.stdin.close()  # type: ignore[union-attr]
-            with suppress(subprocess.TimeoutExpired):
-                self._popen.wait(2 * END_TIMEOUT_S)
-
-
-def watch(pipe: IO[bytes], batch_id: str) -> None:
-    """Wait until the batch is gone and the system closes its end of `pipe`; kill what it has left."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    pipe.read()
-    end_marked(lambda marks: marks[BATCH_MARK] == batch_id)
-
-
-if __name__ == "__main__":
-    watch(sys.stdin.buffer, sys.argv[1])
+def make_watchdog(batch_id: str) -> Watchdog:
+    """Kills the runs of this batch when the batch is killed; a batch around this one does not end it first."""
+    environment = {name: value for name, value in os.environ.items() if name not in (BATCH_MARK, RUN_MARK)}
+    return Watchdog(BATCH_MARK, batch_id, environment)

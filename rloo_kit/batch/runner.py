@@ -7,6 +7,7 @@ import importlib.util
 import signal
 import threading
 import time
+import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -17,10 +18,10 @@ from rloo_kit.batch.file import Batch, BatchRun
 from rloo_kit.batch.process import (
     KERNEL_DIED,
     RunProcess,
-    Watchdog,
     end_left_over,
     find_error,
     last_line,
+    make_watchdog,
     papermill_command,
 )
 from rloo_kit.batch.progress import BatchDisplay, first_line
@@ -134,14 +135,15 @@ class _BatchRun:
     def __init__(self, place: BatchDir, signals: Signals, command: str):
         self.batch, self.place, self.signals, self.command = place.batch, place, signals, command
         self.active: list[_Active] = []
-        self.watchdog = Watchdog()
+        self.batch_id = uuid.uuid4().hex
+        self.watchdog = make_watchdog(self.batch_id)
         self.progress = BatchDisplay(place)
 
     def run_to_end(self) -> BatchResult:
         waiting = self.place.to_do()
         for run in waiting:
             self.place.save(self.place.statuses[run.name])
-        end_left_over(self.place.folder, self.watchdog.batch_id)
+        end_left_over(self.place.folder, self.batch_id)
         self.progress.print(self._describe_start(waiting))
         with self.watchdog, self.progress:
             self.place.save_batch("running", resume=self.command)
@@ -200,7 +202,7 @@ class _BatchRun:
         log = folder / "log.txt"
         with open(log, "a", encoding="utf-8") as file:
             file.write(f"{'' if status.attempts == 1 else chr(10)}=== attempt {status.attempts}, {status.started}\n")
-        process = RunProcess(command, folder, log, self.batch.root, self.watchdog.batch_id)
+        process = RunProcess(command, folder, log, self.batch.root, self.batch_id)
         self.active.append(_Active(run, status, process, time.monotonic(), status.seconds))
         status.pid = process.pid
         self._record(status)

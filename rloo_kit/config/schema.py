@@ -7,7 +7,7 @@ fields, their defaults, bounds and help come from here. A test compares the defa
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from rloo_kit.config.batches import check_generation_batch
@@ -222,6 +222,12 @@ class DataSection(Section):
         return self
 
 
+def _check_variable(name: str) -> str:
+    if not name.isascii() or not name.isidentifier():
+        raise ValueError("holds the names of environment variables, which are letters, digits and _: OPENAI_API_KEY")
+    return name
+
+
 class RewardSection(Section):
     """One reward: its name in the registry or `module:function`, its weight and its parameters."""
 
@@ -230,6 +236,9 @@ class RewardSection(Section):
     weight: float = key(1.0, "factor of this reward in the sum")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
     timeout_s: float = key(30.0, "module:function only: seconds before a call counts as failed", gt=0)
+    env: list[Annotated[str, AfterValidator(_check_variable)]] = key(
+        [], "module:function only: names of further environment variables that its worker gets"
+    )
 
 
 def _read_report_to(value: Any) -> Any:

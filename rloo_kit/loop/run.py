@@ -35,8 +35,10 @@ from rloo_kit.models.policy import Policy, save_adapter
 from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
 from rloo_kit.results.evaluation import compare
 from rloo_kit.results.report import TrainResult, load_evaluation, write_report
+from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.rollout.engine import check_cache, choose_engine
-from rloo_kit.runs.files import read_object
+from rloo_kit.runs.checkpoints import UNFINISHED, publish
+from rloo_kit.runs.files import read_object, saving
 from rloo_kit.runs.health import LearningSignalWatch
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system import environment
@@ -170,8 +172,9 @@ class _Training:
                 self._train()
             stopped = self._why_stopped()
             self.policy.sharding = _Sharding(self.trainer) if self.trainer.rloo.parallel.kind == "shards" else None
-            adapter = save_adapter(self.policy, self.run_dir / "adapter")
+            adapter = self._save_adapter()
         finally:
+            end_workers()
             self._drop_reference()
             if not self.was_training:  # with checkpointing a model in training mode decodes without its cache: nonsense
                 self.policy.model.eval()
@@ -180,6 +183,15 @@ class _Training:
         seconds = time.monotonic() - started
         wait_for_all()  # a launcher ends the others as soon as one has left
         return share(TrainResult(self.run_dir.folder, adapter, steps, self.writer.rows, seconds, stopped))
+
+    def _save_adapter(self) -> Path:
+        """The adapter in the run's folder, replaced in one piece."""
+        target, staged = self.run_dir / "adapter", self.run_dir / UNFINISHED / "adapter"
+        with saving(target):
+            save_adapter(self.policy, staged)
+            if is_main_process():
+                publish(staged, target)
+        return target
 
     def _is_done_already(self) -> bool:
         """Whether the resumed run has nothing left to do; the trainer would go one step too far."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-from pydantic import Field, TypeAdapter, with_config
+from pydantic import Field, TypeAdapter
 from rich.table import Table
 from typing_extensions import TypedDict
 

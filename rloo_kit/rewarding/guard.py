@@ -18,8 +18,11 @@ from rloo_kit.rewarding.signature import (
     read_signature,
     takes_two,
 )
-from rloo_kit.rewarding.values import EXCERPT, read_numbers, read_result
+from rloo_kit.rewarding.undisturbed import Undisturbed
+from rloo_kit.rewarding.values import EXCERPT, describe_error, read_numbers, read_result, shorten
 from rloo_kit.rewards.text import as_text
+
+UNDISTURBED = Undisturbed()
 
 
 def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
@@ -184,13 +187,14 @@ class GuardedReward:
             if problem is not None:
                 raise WholeBatchError(problem)
             self._passed, self._accepted = frozenset(batch), frozenset(self.signature.select(batch))
-        return {name: value for name, value in batch.items() if name in self._accepted}
+        return {name: _copy(value) for name, value in batch.items() if name in self._accepted}
 
     def _attempt(self, batch: dict[str, Any]) -> Any:
         try:
-            return self.reward(**self._arguments(batch))
-        except Exception as error:
-            return error
+            with UNDISTURBED:
+                return self.reward(**self._arguments(batch))
+        except (Exception, SystemExit) as error:
+            return _as_exception(error)
 
     def _judge_singles(self, outcomes: list[Any], batch: dict[str, Any]) -> list[float | None]:
         read = [_read_outcome(outcome, 1) for outcome in outcomes]
@@ -198,7 +202,7 @@ class GuardedReward:
         return self._settle(values, [problem for _, problem in read], batch)
 
     def _judge(self, outcome: Any, batch: dict[str, Any]) -> list[float | None]:
-        size = _size(batch)
+        size = batch_size(batch)
         values, problem = _read_outcome(outcome, size)
         if problem is None:
             return self._settle(values, [None] * size, batch)
@@ -233,9 +237,10 @@ class GuardedAsyncReward(GuardedReward):
 
     async def _attempt_async(self, batch: dict[str, Any]) -> Any:
         try:
-            return await self.reward(**self._arguments(batch))
-        except Exception as error:
-            return error
+            with UNDISTURBED:
+                return await self.reward(**self._arguments(batch))
+        except (Exception, SystemExit) as error:
+            return _as_exception(error)
 
 
 def _is_module(reward: Any) -> bool:
@@ -247,23 +252,33 @@ def read_call(args: tuple[Any, ...], columns: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(CONVENTION, args, strict=False)) | columns
 
 
-def _size(batch: dict[str, Any]) -> int:
+def batch_size(batch: dict[str, Any]) -> int:
+    """Completions of a call."""
     given = next((batch[key] for key in ("completions", "completion_ids", "prompts") if batch.get(key) is not None), ())
     return len(given)
 
 
 def _narrows_down(outcome: Any, batch: dict[str, Any]) -> bool:
-    return isinstance(outcome, Exception) and not isinstance(outcome, WholeBatchError) and _size(batch) > 1
+    return isinstance(outcome, Exception) and not isinstance(outcome, WholeBatchError) and batch_size(batch) > 1
 
 
 def _singles(batch: dict[str, Any]) -> list[dict[str, Any]]:
     """The batch as batches of one, without TRL's log functions: the failed call may have logged already."""
-    size = _size(batch)
+    size = batch_size(batch)
     muted = {key: lambda *args, **kwargs: None for key in ("log_extra", "log_metric") if batch.get(key) is not None}
     return [
         {key: value[i : i + 1] if _is_column(value, size) else value for key, value in batch.items()} | muted
         for i in range(size)
     ]
+
+
+def _copy(value: Any) -> Any:
+    """A column's own list for each reward: one that sorts or pops would change what the others and the step see."""
+    return [list(item) if type(item) is list else item for item in value] if type(value) is list else value
+
+
+def _as_exception(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RewardError(describe_error(error))
 
 
 def _is_column(value: Any, size: int) -> bool:
@@ -274,7 +289,7 @@ def _is_column(value: Any, size: int) -> bool:
 
 def _read_outcome(outcome: Any, size: int) -> tuple[list[Any], str | None]:
     if isinstance(outcome, Exception):
-        return [], str(outcome) if isinstance(outcome, RewardError) else f"{type(outcome).__name__}: {outcome}"
+        return [], shorten(str(outcome)) if type(outcome) in (RewardError, WholeBatchError) else describe_error(outcome)
     return read_result(outcome, size)
 
 

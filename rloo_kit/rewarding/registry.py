@@ -3,6 +3,7 @@ ids)."""
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str 
     if ":" in entry.name:
         return _build_worker(key, entry, run)
     _check_name(key, entry.name)
+    if entry.env:
+        raise ConfigError(f"{key}.env is for a module:function; {entry.name} reads no variables: leave env out")
     factory = REGISTRY[entry.name]
     takes = [name for name in inspect.signature(factory).parameters if name not in BOUND_ONLY]
     _check_params(key, entry, takes)
@@ -141,8 +144,11 @@ def _build_worker(key: str, entry: RewardSection, run: RunConfig) -> WorkerRewar
     module, _, function = entry.name.partition(":")
     if not module or not function:
         raise ConfigError(f"{key}.name is '{entry.name}'; a function of your own is module:function")
+    for name in entry.env:
+        if name not in os.environ:
+            raise ConfigError(f"{key}.env names {name!r}, and there is no such variable: set it in .env, or remove it")
     folders = [Path(run.source).resolve().parent] if run.source else []
-    reward = WorkerReward(entry.name, params=entry.params, folders=folders, timeout_s=entry.timeout_s)
+    reward = WorkerReward(entry.name, params=entry.params, folders=folders, timeout_s=entry.timeout_s, env=entry.env)
     try:
         reward.worker.start()
         accepted = reward.worker.signature

@@ -1,4 +1,5 @@
-"""What a reward returned, read: one number or None per completion, within float32. The worker imports this module."""
+"""What a reward returned or raised, read: one number or None per completion, within float32; errors as short texts. The
+worker imports this module."""
 
 import inspect
 from collections.abc import Mapping, Sequence, Set
@@ -8,13 +9,14 @@ FLOAT32_MAX = 3.4028234663852886e38  # rewards are float32 in the loop; beyond i
 BEYOND = "beyond float32 (3.4e38)"
 TEXTS = (str, bytes, bytearray)
 EXCERPT = 60  # characters of a value, a prompt or a completion in a message
+LONGEST_ERROR = 2000  # characters of an error's text
 
 
 def read_result(result: Any, size: int) -> tuple[list[Any], str | None]:
     """The values that a reward returned for `size` completions, and the problem if they are no list of as many."""
     wanted = f"it must return a list of {size} rewards, one per completion"
     if isinstance(result, TEXTS):
-        return [], f"it returned the text {_show(result)}; {wanted}"
+        return [], f"it returned the text {show(result)}; {wanted}"
     if inspect.iscoroutine(result):
         result.close()
         return [], f"it returned a coroutine; {wanted}. Write the reward itself as async def, then it is awaited"
@@ -33,13 +35,13 @@ def read_result(result: Any, size: int) -> tuple[list[Any], str | None]:
 def read_number(value: Any) -> tuple[float | None, str | None]:
     """A reward as a float, or None, and the problem if there is one. A tensor or an array of one element is a number, a
     text never is."""
-    beyond = f"it returned {_show(value)}, which is {BEYOND}; a reward is finite, or None where it does not apply"
+    beyond = f"it returned {show(value)}, which is {BEYOND}; a reward is finite, or None where it does not apply"
     try:
         number = _as_float(value)
     except OverflowError:
         return None, beyond
     except Exception:  # a conversion may raise anything
-        return None, f"it returned {_show(value)}; a reward is a number or None"
+        return None, f"it returned {show(value)}; a reward is a number or None"
     if number is None or abs(number) <= FLOAT32_MAX:
         return number, None
     if number - number != 0.0:  # NaN or infinity
@@ -60,31 +62,19 @@ def _as_float(value: Any) -> float | None:
     return None if plain is None else float(plain)
 
 
-def make_sendable(result: Any) -> Any:
-    """`result` in built-in types, for the process that judges it: it can load none of the classes of the reward's
-    module. Numbers become floats, what is none of them text."""
-    if isinstance(result, Mapping):
-        return dict.fromkeys(map(str, result))
-    if isinstance(result, Set):
-        return set(map(str, result))
-    if isinstance(result, str):
-        return str(result)
-    if isinstance(result, TEXTS) or not hasattr(result, "__len__"):
-        return result
-    try:
-        values = list(result)
-    except Exception:
-        return result
+def make_sendable(values: Sequence[Any]) -> list[float | str | None]:
+    """`values` in built-in types, for the process that judges them: it can load none of the classes of the reward's
+    module. Numbers become floats, what is none of them a short text."""
     return [_make_value_sendable(value) for value in values]
 
 
-def _make_value_sendable(value: Any) -> Any:
+def _make_value_sendable(value: Any) -> float | str | None:
     try:
         return _as_float(value)
     except OverflowError:
         return float("inf") if value > 0 else float("-inf")
     except Exception:
-        return str(value) if isinstance(value, str) else _show(value)
+        return shorten(str(value), EXCERPT) if isinstance(value, str) else show(value)
 
 
 def overflowing(
@@ -109,9 +99,25 @@ def overflowing(
     return messages
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """The first characters of a value as Python writes it; of one that cannot be written, its class."""
     try:
         text = repr(value)
     except Exception:  # an integer of thousands of digits, a repr of the user's own
         text = type(value).__name__
     return text if len(text) <= EXCERPT else text[:EXCERPT] + "..."
+
+
+def describe_error(error: BaseException, where: str = "") -> str:
+    """An error's class and text, then `where`; a text that is too long is cut, one that cannot be made left out."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "its text cannot be made"
+    return f"{shorten(type(error).__name__, EXCERPT)}: {shorten(text, LONGEST_ERROR // 2)}{where}"
+
+
+def shorten(text: str, limit: int = LONGEST_ERROR) -> str:
+    """`text` within `limit` characters that can be printed as UTF-8, then its length if it was cut."""
+    cut = text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
+    return cut.encode("utf-8", "replace").decode()

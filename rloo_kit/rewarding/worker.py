@@ -1,32 +1,44 @@
 """A reward function in a process of its own (`worker_main`), with a real time limit: a thread cannot be stopped.
 
 Started with `-c`: a fork would copy locks and CUDA contexts, multiprocessing's spawn would run the caller's script
-again.
+again. Requests are pickled, replies are JSON: what runs in the worker cannot make this process run anything.
 """
 
 import contextlib
+import functools
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import threading
+import uuid
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rloo_kit.errors import RewardError, WholeBatchError
-from rloo_kit.rewarding.guard import read_call
+from rloo_kit.rewarding.environment import worker_environment
+from rloo_kit.rewarding.guard import batch_size, read_call
+from rloo_kit.rewarding.pipe import MalformedReply, Pipe
+from rloo_kit.rewarding.replies import LOGS, Failure, Rewards, read_reply
 from rloo_kit.rewarding.signature import Signature
-from rloo_kit.rewarding.worker_main import GRACE_S
 from rloo_kit.rewards.text import as_ids
+from rloo_kit.system.gpu import GIB
+from rloo_kit.system.marked import Watchdog, end_marked, module_path, starting_folder
+from rloo_kit.system.processes import say
 
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the module, which may import torch
-NOT_SENT = ("trainer_state", "log_extra", "log_metric")  # calls of the last two come back and are made in this process
+GRACE_S = 5.0  # a worker that has closed its pipe has so long to leave an exit code
+MAX_GROWTH_GIB = 4.0  # a worker that grows by more after its first call leaks, and gives place to a fresh one
+NOT_SENT = ("trainer_state", *LOGS)  # calls of the last two come back and are made in this process
+RUN_MARK, WORKER_MARK = "RLOO_KIT_REWARDS", "RLOO_KIT_REWARD_WORKER"  # of this process; of one worker
 
 _BOOT = "import sys; sys.path[:] = sys.argv[1:]; from rloo_kit.rewarding.worker_main import serve; serve()"
+_WORKERS: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
 class Worker:
@@ -35,18 +47,26 @@ class Worker:
     Args:
         target: `module:function`, searched in `folders` first, then on this process's module path.
         folders: put in front of the module path. timeout_s: limit for one call, in seconds.
+        env: further variables of this process's environment that the worker gets (`worker_environment`).
 
     Attributes:
         signature: what the function accepts, once the process is up; None for a function of the kit.
     """
 
-    def __init__(self, target: str, *, folders: Sequence[Path | str] = (), timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, target: str, *, folders: Sequence[Path | str] = (), timeout_s: float = 30.0, env: Sequence[str] = ()
+    ) -> None:
         self.target = target
         self.folders = [str(folder) for folder in folders]
         self.timeout_s = timeout_s
+        self.env = tuple(env)
         self.signature: Signature | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Pipe | None = None
         self._finalizer: weakref.finalize | None = None
+        self._calls = 0
+        self._first_gib: float | None = None
+        _WORKERS.add(self)
 
     @property
     def running(self) -> bool:
@@ -58,81 +78,94 @@ class Worker:
         if self.running:
             return
         self.close()
-        path = [entry or os.getcwd() for entry in sys.path]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, *path],
+        mark = uuid.uuid4().hex
+        marks = {RUN_MARK: _watch_over(os.getpid()).value, WORKER_MARK: mark}
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, *module_path()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env=worker_environment(self.env) | marks,
+            cwd=starting_folder(),
             start_new_session=True,
         )
-        self._finalizer = weakref.finalize(self, _end, self._process)
-        subject = f"importing '{self.target}'"
-        kind, content = self._exchange((self.target, self.folders), START_TIMEOUT_S, subject)
-        if kind == "error":
+        self._finalizer = weakref.finalize(self, _end, process, mark, os.getpid())
+        self._pipe = Pipe(process)
+        self._calls, self._first_gib = 0, None
+        late = f"took longer than {START_TIMEOUT_S:g} s and was killed; import what takes long inside the function"
+        content = self._exchange((self.target, self.folders), {}, START_TIMEOUT_S, f"importing '{self.target}'", late)
+        if isinstance(content, Failure):
             self.close()
-            raise WholeBatchError(content)
-        self.signature = content
+            raise WholeBatchError(content.text)
+        self.signature = content if isinstance(content, Signature) else None
 
     def call(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """What the function returns for these arguments, within `timeout_s` (by default the worker's).
 
+        A reward's is a `Rewards`; a function of the kit returns a number, a text or None.
+
         Raises:
-            WholeBatchError: the call took too long or the process died; the next call starts another process.
+            WholeBatchError: the call took too long, the process died or its reply is none, and the next call starts
+                another process; or the function returned no list of as many rewards as there are completions.
             RewardError: the function raised, or its result cannot be sent.
         """
         self.start()
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        kind, content = self._exchange((args, kwargs, limit), limit, f"'{self.target}'")
-        if kind == "error":
-            raise RewardError(content)
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        late = f"took longer than {limit_s:g} s and was killed (timeout_s)"
+        content = self._exchange(args, kwargs, limit_s, f"'{self.target}'", late)
+        self._end_if_it_leaks()
+        if isinstance(content, Failure):
+            raise WholeBatchError(content.text) if content.whole_batch else RewardError(content.text)
         return content
 
     def close(self) -> None:
-        """End the process, hung or not."""
+        """End the process and all that it started, hung or not."""
         if self._finalizer is not None:
             self._finalizer()
-        self._process = None
+        self._process = self._pipe = None
 
-    def _exchange(self, message: Any, limit_s: float, subject: str) -> tuple[str, Any]:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        payload = pickle.dumps(message)  # before anything is sent: an error here leaves the worker intact
-        expired = threading.Event()
-        timer = threading.Timer(limit_s, _expire, (expired, process))
-        timer.daemon = True
-        timer.start()
+    def _exchange(self, args: Any, kwargs: Any, limit_s: float, subject: str, late: str) -> Any:
+        process, pipe = self._process, self._pipe
+        assert process is not None and pipe is not None
+        self._calls += 1
+        payload = pickle.dumps(self._calls) + pickle.dumps((args, kwargs))  # an error here leaves the worker intact
         try:
-            process.stdin.write(payload)
-            process.stdin.flush()
-            return pickle.load(process.stdout)
-        except (OSError, EOFError, pickle.UnpicklingError):
-            timer.cancel()
-            how = self._cause(process, expired.is_set(), limit_s)
-            self.close()
-            raise WholeBatchError(f"{subject} {how}") from None
+            return read_reply(pipe.exchange(payload, limit_s), self._calls)
+        except TimeoutError:
+            problem = late
+        except EOFError:
+            problem = _cause(process)
+        except MalformedReply as error:
+            problem = f"sent a reply that cannot be read: {error}"
         except BaseException:  # an interrupt: this call's reply must not be read as the next one's
             self.close()
             raise
-        finally:
-            timer.cancel()
+        self.close()
+        raise WholeBatchError(f"{subject} {problem}")
 
-    def _cause(self, process: "subprocess.Popen[bytes]", expired: bool, limit_s: float) -> str:
-        if expired:
-            return f"took longer than {limit_s:g} s and was killed (timeout_s)"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=GRACE_S)
-        code = process.returncode
-        if code is not None and code < 0:
-            with contextlib.suppress(ValueError):
-                return f"crashed with {signal.Signals(-code).name}"
-        return f"ended its process with exit code {code}"
+    def _end_if_it_leaks(self) -> None:
+        with contextlib.suppress(psutil.Error, AttributeError):
+            gib = psutil.Process(self._process.pid).memory_info().rss / GIB  # type: ignore[union-attr]
+            if self._first_gib is None:
+                self._first_gib = gib
+            elif gib > self._first_gib + MAX_GROWTH_GIB:
+                grown = f"its worker has grown from {self._first_gib:.1f} to {gib:.1f} GiB since its first call"
+                say(f"WARNING: reward '{self.target}': {grown}; a fresh one takes its place")
+                self.close()
+
+
+def end_workers() -> None:
+    """End the workers of this process and all that they started; a reward that is called again starts another."""
+    for worker in list(_WORKERS):
+        worker.close()
 
 
 class WorkerReward:
     """A `module:function` from a config as a reward in TRL's calling convention, run by a `Worker`.
 
     Args:
-        params: keyword arguments added to each call. target, folders, timeout_s: as for `Worker`.
+        params: keyword arguments added to each call. target, folders, timeout_s, env: as for `Worker`.
     """
 
     def __init__(
@@ -142,10 +175,11 @@ class WorkerReward:
         params: dict[str, Any] | None = None,
         folders: Sequence[Path | str] = (),
         timeout_s: float = 30.0,
+        env: Sequence[str] = (),
     ) -> None:
         self.__name__ = target.rpartition(":")[2]
         self.params = params or {}
-        self.worker = Worker(target, folders=folders, timeout_s=timeout_s)
+        self.worker = Worker(target, folders=folders, timeout_s=timeout_s, env=env)
 
     def __repr__(self) -> str:
         return f"WorkerReward({self.worker.target!r}, timeout_s={self.worker.timeout_s:g})"
@@ -163,36 +197,61 @@ class WorkerReward:
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
         """The function's rewards; see `Worker.call` for what it raises."""
-        batch = self.signature.select(read_call(args, columns))
+        called = read_call(args, columns)
+        batch = self.signature.select(called)
         sent = {key: value for key, value in batch.items() if key not in NOT_SENT} | self.params
         if batch.get("completion_ids") is not None:
             sent["completion_ids"] = [None if ids is None else as_ids(ids) for ids in batch["completion_ids"]]
-        logged = [key for key in ("log_extra", "log_metric") if batch.get(key) is not None]
-        rewards, records = self.worker.call(sent, logged)
-        for key, args, kwargs in records:
-            batch[key](*args, **kwargs)
-        return rewards
+        logged = [key for key in LOGS if batch.get(key) is not None]
+        found = self.worker.call(sent, logged, batch_size(called))
+        if not isinstance(found, Rewards):
+            self.worker.close()
+            raise WholeBatchError(f"'{self.worker.target}' sent a reply that cannot be read: it holds no rewards")
+        for key, name, value in found.records:
+            batch[key](name, value)
+        return found.values
 
 
-def _expire(expired: threading.Event, process: "subprocess.Popen[bytes]") -> None:
-    expired.set()
-    _kill(process)
+@functools.cache
+def _watch_over(pid: int) -> Watchdog:
+    """Ends the workers of this process, and what they have started, when it is killed; one for all of them."""
+    watchdog = Watchdog(RUN_MARK, uuid.uuid4().hex, worker_environment())
+    watchdog.__enter__()
+    weakref.finalize(watchdog, watchdog.__exit__)
+    return watchdog
 
 
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the process and its children. The process group keeps its id until the process has been waited for."""
-    if process.poll() is None:
+def _cause(process: "subprocess.Popen[bytes]") -> str:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=GRACE_S)
+    code = process.returncode
+    if code is None:
+        return "closed the pipe of its replies"
+    if code == -signal.SIGKILL:
+        return "was killed with SIGKILL (by the system, where its memory has run out)"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"crashed with {signal.Signals(-code).name}"
+    return f"ended its process with exit code {code}"
+
+
+def _end(process: "subprocess.Popen[bytes]", mark: str, owner: int) -> None:
+    """Kill the process, its group and its descendants, then whatever carries its mark: a detached child has left all
+    but that behind. The group keeps its id until the process has been waited for. A fork of the owner ends nothing."""
+    if os.getpid() != owner:
+        return
+    if process.returncode is None:
+        children = []
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process(process.pid).children(recursive=True)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if hasattr(os, "killpg"):
-                os.killpg(process.pid, signal.SIGKILL)
-            else:
-                process.kill()
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    _kill(process)
+            os.killpg(process.pid, signal.SIGKILL)
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
     process.wait()
-    for stream in (process.stdin, process.stdout):
+    end_marked(lambda marks: marks.get(WORKER_MARK) == mark)
+    for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
             with contextlib.suppress(OSError):
                 stream.close()

@@ -1,26 +1,29 @@
 """The worker's side of `worker`: runs in the process of a `module:function` reward. Never imports torch itself.
 
-Pickled requests on standard input, replies on the original standard output; the reward's own output goes to stderr.
+Pickled requests on standard input, JSON replies on the original standard output; the reward's own output goes to
+standard error, which the run reads too.
 """
 
 import asyncio
 import importlib
 import inspect
+import io
 import os
 import pickle
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rloo_kit.errors import RewardError
 from rloo_kit.rewarding.guard import RewardsObject, check_no_class
+from rloo_kit.rewarding.pipe import read_frame, write_frame
+from rloo_kit.rewarding.replies import Failure, Rewards, make_plain, write_reply
 from rloo_kit.rewarding.signature import read_signature
-from rloo_kit.rewarding.values import make_sendable
-
-GRACE_S = 5.0  # a worker whose parent is gone ends itself so long after its limit
+from rloo_kit.rewarding.values import describe_error, make_sendable, read_result
 
 
 def serve() -> None:
@@ -30,28 +33,46 @@ def serve() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     requests = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    target, folders = pickle.load(requests)
-    sys.path[:0] = [*folders, os.getcwd()]
-    try:
-        function = resolve(target)
-    except RewardError as error:
-        _reply(replies, "error", str(error))
-        return
-    _reply(replies, "ready", getattr(function, "signature", None))
-    while True:
+    _offer_to_be_killed()
+    process = os.getpid()
+    function: Any = None
+    content: Any
+    while (request := read_frame(requests)) is not None:
+        stream = io.BytesIO(request)
+        call = pickle.load(stream)
         try:
-            args, kwargs, limit_s = pickle.load(requests)
-        except EOFError:
-            return
-        except Exception as error:
-            _reply(replies, "error", f"the worker cannot read the arguments: {type(error).__name__}: {error}")
-            continue
-        _arm(limit_s + GRACE_S)
-        try:
-            _reply(replies, "value", function(*args, **kwargs))
-        except Exception as error:
-            _reply(replies, "error", _describe(error))
-        _arm(0.0)
+            args, kwargs = pickle.load(stream)
+            if function is None:
+                function = _load(*args)
+                content = getattr(function, "signature", None)
+            else:
+                content = function(*args, **kwargs)
+        except BaseException as error:  # sys.exit and KeyboardInterrupt too: they are the reward's
+            own = function is None and isinstance(error, RewardError)
+            content = Failure(str(error) if own else _describe(error))
+        if os.getpid() != process:  # a child that the reward has forked would reply a second time
+            os._exit(0)
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0.0)  # an alarm that the reward has left would ring in this loop
+        write_frame(replies, write_reply(call, content))
+        if function is None:
+            break
+    with suppress(Exception):
+        sys.stdout.flush()
+    os._exit(0)  # an atexit or a thread of the reward's may hang
+
+
+def _load(target: str, folders: list[str]) -> Callable[..., Any]:
+    with suppress(FileNotFoundError):  # the working folder was deleted
+        sys.path.insert(0, os.getcwd())
+    sys.path[:0] = folders
+    return resolve(target)
+
+
+def _offer_to_be_killed() -> None:
+    """Where memory runs out, Linux ends this process and its children before the run."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def resolve(target: str) -> Callable[..., Any]:
@@ -89,19 +110,28 @@ def resolve(target: str) -> Callable[..., Any]:
 
 
 class _Reward:
-    """A reward for a worker's request: `sent` are its arguments, `logged` the log functions that it is handed."""
+    """A reward for a worker's request: `sent` are its arguments, `logged` the log functions that it is handed, `size`
+    the number of completions."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.signature = read_signature(function)
 
-    def __call__(self, sent: dict[str, Any], logged: list[str]) -> tuple[Any, list[Any]]:
+    def __call__(self, sent: dict[str, Any], logged: list[str], size: int) -> Rewards | Failure:
         records: list[Any] = []
-        recorders = {key: lambda *args, _key=key, **kwargs: records.append((_key, args, kwargs)) for key in logged}
-        result = self.function(**sent, **recorders)
+
+        def log_extra(column: str, values: list[Any]) -> None:
+            records.append(("log_extra", str(column), make_plain(list(values))))
+
+        def log_metric(name: str, value: float) -> None:
+            records.append(("log_metric", str(name), float(value)))
+
+        logs = {"log_extra": log_extra, "log_metric": log_metric}
+        result = self.function(**sent, **{key: logs[key] for key in logged})
         if inspect.isawaitable(result):
             result = asyncio.run(_await(result))
-        return make_sendable(result), records
+        values, problem = read_result(result, size)
+        return Failure(problem, whole_batch=True) if problem else Rewards(make_sendable(values), records)
 
 
 async def _await(result: Any) -> Any:
@@ -111,23 +141,4 @@ async def _await(result: Any) -> Any:
 def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     theirs = frames and frames[-1].filename != __file__
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if theirs else ""
-    return f"{type(error).__name__}: {error}{where}"
-
-
-def _reply(stream: BinaryIO, kind: str, content: Any) -> None:
-    try:
-        payload = pickle.dumps((kind, content))
-    except Exception as error:
-        payload = pickle.dumps(("error", f"the result cannot be sent: {type(error).__name__}: {error}"))
-    stream.write(payload)
-    stream.flush()
-
-
-def _arm(seconds: float) -> None:
-    """Let the kernel end this process after `seconds` (0: never): the parent may be gone, and code that holds the
-    interpreter lock reacts to nothing else."""
-    if hasattr(signal, "setitimer"):
-        if seconds:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+    return describe_error(error, f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if theirs else "")

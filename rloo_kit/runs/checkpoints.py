@@ -17,7 +17,7 @@ from typing import Any
 from rloo_kit.runs.files import is_count, read_object, write_json
 
 MANIFEST = "manifest.json"
-UNFINISHED = "unfinished"  # folder inside `checkpoints` that a save in progress, or one that was killed, lies in
+UNFINISHED = "unfinished"  # a folder that a save in progress, or one that was killed, lies in
 DAMAGED = "damaged"  # the start of the name under which a damaged checkpoint is kept
 STEM = "checkpoint-"
 
@@ -69,7 +69,8 @@ def seal(folder: Path, step: int, run: str = "", config: str = "", processes: in
 
 
 def publish(folder: Path, target: Path) -> None:
-    """Rename the sealed `folder` to `target`; what was there goes once the new one is in place."""
+    """Rename `folder`, which is complete, to `target`; what was there goes once the new one is in place, and so does
+    the folder that `folder` was in."""
     replaced = folder.with_name(f"replaced-{target.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
@@ -122,10 +123,18 @@ def set_aside(folder: Path) -> Path:
     return folder.rename(place)
 
 
-def strays(folder: Path, run: str) -> list[Path]:
-    """Folders named like a checkpoint that the run with the id `run` did not write, or whose manifest is damaged."""
-    mine = {one.folder for one in list_checkpoints(folder, run)}
-    return sorted(path for path in folder.glob(f"{STEM}*") if path.is_dir() and path not in mine)
+def find_whole(folder: Path, run: str) -> tuple[Checkpoint | None, dict[Path, str]]:
+    """The newest checkpoint of a run whose files are all as they were written, and what is wrong with each folder that
+    is newer, or named like a checkpoint and none of this run."""
+    mine = list_checkpoints(folder, run)
+    named = {path for path in folder.glob(f"{STEM}*") if path.is_dir()} - {one.folder for one in mine}
+    damaged = dict.fromkeys(sorted(named), f"it has no {MANIFEST} of this run")
+    for one in mine:
+        damage = one.find_damage()
+        if not damage:
+            return one, damaged
+        damaged[one.folder] = damage
+    return None, damaged
 
 
 def _digest(path: Path) -> str:

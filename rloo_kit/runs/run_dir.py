@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from rloo_kit.config.resume import refuse_changes
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFoundError, SetupError
-from rloo_kit.runs.checkpoints import MANIFEST, Checkpoint, list_checkpoints, set_aside, strays
+from rloo_kit.runs.checkpoints import UNFINISHED, Checkpoint, find_whole, list_checkpoints, set_aside
 from rloo_kit.runs.files import (
     finite,
     git_revision,
@@ -36,6 +36,7 @@ from rloo_kit.runs.files import (
 )
 from rloo_kit.runs.health import is_number
 from rloo_kit.runs.rollouts import Rollouts, is_rollouts
+from rloo_kit.runs.rows import append_rows, read_rows
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
 from rloo_kit.system.signals import FROM_OUTSIDE, handle_signals, interrupt
 from rloo_kit.system.versions import installed_versions
@@ -44,7 +45,7 @@ FILES = (
     "config.yaml", "versions.json", "status.json", "metrics.jsonl", "rollouts.jsonl", "prompts.json", "before.json",
     "after.json", "report.html",
 )  # fmt: skip
-FOLDERS = ("checkpoints", "adapter")
+FOLDERS = ("checkpoints", "adapter", UNFINISHED)
 ID_LINE = b"# rloo-kit run "  # the start of config.yaml's first line; the run's id follows
 SECONDS_FOR_MAIN = 3.0  # that another process waits with an error: the main one may raise the same
 STATES = ("running", "finished", "interrupted", "failed")
@@ -169,16 +170,8 @@ class RunDir:
     def _find_place(self) -> None:
         """Choose the checkpoint to go on from and refuse what it does not fit; damaged ones are set aside."""
         folder = self.folder / "checkpoints"
-        damaged: dict[Path, str] = {}
-        for found in list_checkpoints(folder, self.id):
-            damage = found.find_damage()
-            if not damage:
-                self.resumes_from = found
-                break
-            damaged[found.folder] = damage
+        self.resumes_from, damaged = find_whole(folder, self.id)
         step = self.resumes_from.step if self.resumes_from else 0
-        for path in strays(folder, self.id):
-            damaged[path] = f"it has no {MANIFEST} of this run"
         if self.resumes_from is None and damaged:
             reasons = "".join(f"\n  {path.name}: {damage}" for path, damage in damaged.items())
             raise RunNotFoundError(
@@ -257,8 +250,13 @@ class RunDir:
                     self._record_error(error)
         finally:
             self.close()
-        if error is not None and not isinstance(error, RlooKitError) and is_disk_full(error):
+        if error is None or isinstance(error, RlooKitError):
+            return
+        if is_disk_full(error):
             raise SetupError(self._explain_full_disk(error)) from error
+        if isinstance(error, OSError) and str(error.filename).startswith(f"{self.folder}{os.sep}"):
+            why = f"{error.filename}: {error.strerror or error}"
+            raise SetupError(f"a file of the run cannot be used ({why}); move it away, then: {self.resume_command}")
 
     def _explain_full_disk(self, error: BaseException) -> str:
         last = self.last_checkpoint()
@@ -324,16 +322,12 @@ class RunDir:
         """Add one line a row, all in one write, so that a crash loses none of them."""
         if not self.writes:
             return
-        text = "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows)
+        rows = list(rows)
         try:
-            self._append(name, text)
+            append_rows(self.folder / name, rows)
         except FileNotFoundError:
             self.keep_folder()
-            self._append(name, text)
-
-    def _append(self, name: str, text: str) -> None:
-        with open(self.folder / name, "a", encoding="utf-8") as file:
-            file.write(text)
+            append_rows(self.folder / name, rows)
 
     def replace_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
         """Write a JSONL file again with these rows alone, in one piece."""
@@ -350,18 +344,8 @@ class RunDir:
         return sorted(mine, key=lambda row: row["step"])
 
     def read_jsonl(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a JSONL file, without a last line that a crash cut off."""
-        try:
-            lines = (self.folder / name).read_text(encoding="utf-8").split("\n")
-        except OSError:
-            return []
-        rows = []
-        for line in lines:
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                continue
-        return rows
+        """The rows of a JSONL file: every line that is a JSON object."""
+        return list(read_rows(self.folder / name))
 
     def status(self) -> dict[str, Any]:
         """`status.json`; empty where there is no run. Where the file is lost or damaged, what the newest checkpoint

@@ -1,11 +1,14 @@
 """Rewards as published recipes write them, through the trainer: TRL calls the guard, the guard calls the reward."""
 
 import functools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from rloo_kit.rewarding.guard import NamedReward
 from rloo_kit.rewarding.worker import WorkerReward
@@ -107,3 +110,28 @@ def test_a_sum_that_overflows_leaves_its_sample_unscored(
     assert [row["reward"] for row in rows] == [None, *(3.0 * n for n in range(1, 8))]
     advantages = [row["advantage"] for row in rows]
     assert advantages[:4] == pytest.approx([0.0, 3 - 7.5, 6 - 6.0, 9 - 4.5]), "siblings are compared with each other"
+
+
+def test_a_reward_that_seeds_changes_no_rollout(make_trainer: Callable[..., Any], tiny_tokenizer: Any) -> None:
+    """With `torch.manual_seed(0)` in a reward every rollout was drawn from the same random numbers, without a word."""
+
+    def plain(completion_ids):
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    def seeding(completion_ids):
+        random.seed(0)
+        numpy.random.seed(0)
+        torch.manual_seed(0)
+        return plain(completion_ids)
+
+    def rollouts(reward: Any) -> list[Any]:
+        options = {"max_steps": 3, "per_device_train_batch_size": 8, "max_completion_length": 6, "seed": 3}
+        trainer = make_trainer(reward, **options)
+        rows: list[dict[str, Any]] = []
+        trainer.rollout_listeners.append(rows.extend)
+        trainer.train()
+        return [(row["prompt"], row["completion_ids"]) for row in rows]
+
+    seen = rollouts(seeding)
+    assert seen == rollouts(plain)
+    assert len({str(ids) for _, ids in seen}) > 8

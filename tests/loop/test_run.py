@@ -319,7 +319,8 @@ def test_a_run_is_open_while_it_trains_and_its_saves_are_known(start):
     assert seen and all(found == [result.folder.absolute()] for found in seen)
     assert open_runs() == []
     checkpoints = [result.folder.absolute() / "checkpoints" / f"checkpoint-{step}" for step in (1, 2)]
-    assert [path for path in saved_paths() if path.is_relative_to(result.folder.absolute())] == [
+    mine = [path for path in saved_paths() if path.is_relative_to(result.folder.absolute())]
+    assert [path for path in mine if path.exists()] == [
         *checkpoints,
         result.adapter_folder.absolute(),
     ]

@@ -23,7 +23,7 @@ from tests.notebooks.batch_notebooks import (
 )
 
 pytestmark = pytest.mark.slow
-WATCHDOG = "rloo_kit.batch.process"
+WATCHDOG = "rloo_kit.system.marked"
 
 
 def run_of(mode, number=0, **values):
@@ -98,7 +98,7 @@ def test_a_killed_batch_leaves_no_process_and_is_resumed(tmp_path, guarded):
         wait_for(lambda: read_status(tmp_path, "ok").get("state") == "done", "the first run is done")
         code, printed = call_batch(file, "--resume")
         assert code == 125 and f"is being written by another process ({batch.pid})" in printed
-        watchdogs = [child for child in psutil.Process(batch.pid).children() if child.cmdline()[2:3] == [WATCHDOG]]
+        watchdogs = [child for child in psutil.Process(batch.pid).children() if WATCHDOG in child.cmdline()[2]]
         assert len(watchdogs) == 1
         if not guarded:
             watchdogs[0].kill()

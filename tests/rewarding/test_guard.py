@@ -5,10 +5,15 @@ import functools
 import gc
 import inspect
 import math
+import os
+import random
+import sys
 import weakref
 from collections import deque
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -19,7 +24,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from rewards import thinking_reward
 from rloo_kit.errors import RewardError
 from rloo_kit.rewarding.guard import GuardedReward, guard, is_async, log_names
-from rloo_kit.rewarding.values import overflowing
+from rloo_kit.rewarding.values import LONGEST_ERROR, overflowing
 
 BATCH: dict[str, Any] = {
     "prompts": ["2+2=", "3+3=", "4+4="],
@@ -264,6 +269,119 @@ def test_an_interrupt_is_no_failure() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         guard(interrupted)(**BATCH)
+
+
+def test_an_exit_in_this_process_is_a_failure() -> None:
+    """`sys.exit()` in a reward, left from the script that it was copied from, ended the run without a checkpoint."""
+
+    def leaving(completions: list[str]) -> list[float]:
+        sys.exit("enough")
+
+    guarded = guard(leaving)
+    assert guarded(**BATCH) == [None] * 3 and "SystemExit: enough" in guarded.failures[0]
+
+
+@pytest.mark.parametrize("end", [lambda: [1.0] * 3, sys.exit, lambda: 1 / 0])
+def test_a_fork_of_a_reward_does_not_go_on_as_the_run(end: Callable[[], Any], tmp_path: Path) -> None:
+    """A child that returns from the reward, or leaves it by an error, would train on and write the same files."""
+    codes: list[int] = []
+
+    def forking(completions: list[str]) -> Any:
+        child = os.fork()
+        if child == 0:
+            return end()
+        codes.append(os.waitpid(child, 0)[1])
+        return [1.0] * len(completions)
+
+    parent = os.getpid()
+    rewards = guard(forking)(**BATCH)
+    if os.getpid() != parent:  # the child came here: the defect
+        os._exit(9)
+    assert rewards == [1.0] * 3 and codes == [0]
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("x" * 1_000_000), "(1,000,000 characters)"),
+        (RewardError("x" * 1_000_000), "(1,000,000 characters)"),
+        (Speechless(), "Speechless: its text cannot be made"),
+        (ValueError("half a pair \ud800"), "half a pair ?"),
+    ],
+)
+def test_a_failures_text_is_short_and_can_be_printed(error: Exception, words: str) -> None:
+    """An error text of a megabyte was printed whole, and one that raises, or has half a surrogate pair, ended the
+    run."""
+
+    def raising(completions: list[str]) -> list[float]:
+        raise error
+
+    guarded = guard(raising)
+    assert guarded(**BATCH) == [None] * 3 and len(guarded.failures) == 3
+    assert all(words in text and len(text.encode()) < LONGEST_ERROR + 500 for text in guarded.failures)
+
+
+def test_a_reward_changes_no_arguments_of_others() -> None:
+    """A reward that sorts the completions, or cuts their ids, changed what the next reward and the loss saw."""
+
+    def greedy(prompts: list[Any], completions: list[str], completion_ids: list[list[int]]) -> list[float]:
+        completions.sort()
+        prompts.clear()
+        completion_ids[0].clear()
+        return [1.0] * len(completions)
+
+    batch = BATCH | {"completion_ids": [[1], [2], [3]]}
+    assert guard(greedy)(**batch) == [1.0] * 3
+    assert batch == BATCH
+
+
+def test_seeds_and_the_working_folder_stay_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.manual_seed(0)` in a reward gave every rollout the same random numbers, and `os.chdir` sent a run's files
+    elsewhere. What a reward draws from Python and numpy is nobody else's, and goes on."""
+    monkeypatch.chdir(tmp_path)
+
+    def disturbing(completions: list[str]) -> list[float]:
+        torch.manual_seed(0)
+        torch.rand(3)
+        os.chdir("/")
+        if "x" * 500 in completions:
+            raise ValueError("after the harm")
+        return [random.random() for _ in completions]
+
+    torch.manual_seed(5)
+    expected = torch.rand(8)
+    torch.manual_seed(5)
+    random.seed(1)
+    drawn = [random.random() for _ in range(2)]
+    random.seed(1)
+    assert guard(disturbing)(**BATCH) == [drawn[0], None, drawn[1]]
+    assert torch.rand(8).equal(expected) and Path.cwd() == tmp_path
+
+
+def test_async_rewards_that_overlap_leave_the_seeds(tmp_path: Path) -> None:
+    """The second of two began when the first had seeded already, and restored that."""
+
+    async def first(completions: list[str]) -> list[float]:
+        torch.manual_seed(0)
+        await asyncio.sleep(0.02)
+        return [1.0] * len(completions)
+
+    async def second(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0.05)
+        torch.manual_seed(1)
+        return [2.0] * len(completions)
+
+    async def both() -> Any:
+        return await asyncio.gather(guard(first)(**BATCH), guard(second)(**BATCH))
+
+    state = torch.get_rng_state()
+    assert asyncio.run(both()) == [[1.0] * 3, [2.0] * 3]
+    assert torch.get_rng_state().equal(state)
 
 
 async def judge(completions: list[str], **batch: Any) -> list[float]:

@@ -118,6 +118,8 @@ def test_an_id_that_the_tokenizer_contradicts_is_refused(make_run: Make, tiny_to
         ({"name": "math_answer_reward", "params": {"timeout_s": 3}}, "timeout_s: .*; set timeout_s next to params"),
         ({"name": "reward_model"}, "rewards.0.params: reward_model cannot be built: .*missing 1 required .* 'model'"),
         ({"name": "nowhere:f"}, "rewards.0.name 'nowhere:f': there is no module 'nowhere'"),
+        ({"name": "length_reward", "env": ["PATH"]}, "rewards.0.env .* module:function"),
+        ({"name": "m:f", "env": ["NO_SUCH_NAME"]}, "rewards.0.env names 'NO_SUCH_NAME'.* set it in .env"),
         ({"name": "reward_examples:"}, "rewards.0.name is 'reward_examples:'; .* module:function"),
     ],
 )
@@ -159,8 +161,17 @@ def test_a_function_of_ones_own_is_found(
     shutil.copy(
         Path(__file__).with_name("reward_examples.py"), (tmp_path if beside_the_config else here) / f"{module}.py"
     )
-    entry = {"name": f"{module}:by_length", "weight": 2.0, "params": {"scale": 10}, "timeout_s": 3.0}
+    entry = {"name": f"{module}:by_length", "weight": 2.0, "params": {"scale": 10}, "timeout_s": 3.0, "env": ["PATH"]}
     (reward,) = build_rewards(make_run(entry), tiny_tokenizer)
-    assert (reward.__name__, reward.weight, reward.reward.worker.timeout_s) == ("by_length", 2.0, 3.0)
+    worker = reward.reward.worker
+    assert (reward.__name__, reward.weight, worker.timeout_s, worker.env) == ("by_length", 2.0, 3.0, ("PATH",))
     assert reward(prompts=["p"], completions=["abc"], completion_ids=[[1]]) == [30.0]
-    reward.reward.worker.close()
+    worker.close()
+
+
+@pytest.mark.parametrize("name", ["A B", "A=1", "", "\ud800", "A\0"])
+def test_env_holds_names_of_variables(make_run: Make, name: str) -> None:
+    """Guards against a text that no environment can hold; what may be a secret in place of its name is not printed."""
+    with pytest.raises(ConfigError, match=r"rewards.0.env.0: .* letters, digits and _") as found:
+        make_run({"name": "m:f", "env": [name]})
+    assert not name or repr(name) not in str(found.value)

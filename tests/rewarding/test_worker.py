@@ -204,6 +204,23 @@ def test_what_does_not_pickle_is_said_and_the_worker_lives(reward: WorkerReward)
     assert reward(**BATCH) == [3.0, 2.0]
 
 
+class Unreadable:
+    """It can be pickled, and raises where it is read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("x",)
+
+
+@pytest.mark.parametrize("reward", ["by_length"], indirect=True)
+def test_a_column_that_the_worker_cannot_load_is_said_and_the_worker_lives(reward: WorkerReward) -> None:
+    """Guards against taking the reply for that of another call: its number is read before the arguments are."""
+    reward.worker.start()
+    process = reward.worker._process
+    with pytest.raises(RewardError, match="ValueError: invalid literal"):
+        reward(**BATCH, odd=[Unreadable(), Unreadable()])
+    assert reward(**BATCH) == [3.0, 2.0] and reward.worker._process is process
+
+
 @pytest.mark.parametrize(
     ("target", "words"),
     [

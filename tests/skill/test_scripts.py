@@ -75,7 +75,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
     def build(rows: list[dict[str, Any]], state: str = "finished", overrides: tuple[str, ...] = ()) -> Path:
         words = (f"run.output_dir={tmp_path}", "run.name=made", *overrides)
         with RunDir.create(load_config(ROOT / "configs" / "arithmetic_thinking.yaml", *words)) as run_dir:
-            run_dir.append_jsonl("metrics.jsonl", rows)
+            run_dir.append_jsonl("metrics.jsonl", [row | {"run": run_dir.id} for row in rows])
             error = {"error": "RewardError: it failed"} if state == "failed" else {}
             run_dir.set_status(state, step=len(rows), max_steps=60, **error)
         return run_dir.folder

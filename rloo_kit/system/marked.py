@@ -1,0 +1,101 @@
+"""Processes found by a mark in their environment, which children inherit whatever session or parent they move to.
+
+`end_marked` kills them; a `Watchdog` does it when the process that started them is gone, even by SIGKILL.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import IO
+
+import psutil
+
+END_TIMEOUT_S = 15.0
+
+_BOOT = "import sys; sys.path[:] = sys.argv[3:]; from rloo_kit.system.marked import watch; watch(sys.stdin.buffer)"
+
+
+def end_marked(wanted: Callable[[Mapping[str, str]], bool]) -> list[int]:
+    """Kill every process whose environment is `wanted`, and what they start meanwhile; returns the ids of those that
+    would not end in time, because they hang in the system. This process is never one of them."""
+    until = time.monotonic() + END_TIMEOUT_S
+    while True:
+        found = [process for process in psutil.process_iter() if _is_wanted(process, wanted)]
+        for process in found:
+            with suppress(psutil.Error):
+                process.kill()
+        if not found or time.monotonic() > until:
+            return [process.pid for process in found]
+        psutil.wait_procs(found, timeout=1.0)
+
+
+def _is_wanted(process: psutil.Process, wanted: Callable[[Mapping[str, str]], bool]) -> bool:
+    try:
+        if process.pid == os.getpid() or not wanted(process.environ()):
+            return False
+        return process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, OSError):
+        return False
+
+
+def module_path() -> list[str]:
+    """`sys.path` for another process: absolute, whatever its working folder; without one that was deleted."""
+    found = []
+    for entry in sys.path:
+        with suppress(FileNotFoundError):
+            found.append(entry or os.getcwd())
+    return found
+
+
+def starting_folder() -> str | None:
+    """For another Python process, which does not start in a folder that was deleted; None for this process's."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return os.sep
+    return None
+
+
+class Watchdog:
+    """A small process that kills what is marked `mark=value` once this process is gone.
+
+    Args:
+        environment: the watchdog's own; it must not hold the mark, nor one by which somebody else may end it too early.
+    """
+
+    def __init__(self, mark: str, value: str, environment: Mapping[str, str]) -> None:
+        self.mark, self.value, self.environment = mark, value, environment
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Watchdog":
+        self._popen = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, self.mark, self.value, *module_path()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=dict(self.environment),
+            cwd=starting_folder(),
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._popen is not None:
+            with suppress(OSError):
+                self._popen.stdin.close()  # type: ignore[union-attr]
+            with suppress(subprocess.TimeoutExpired):
+                self._popen.wait(2 * END_TIMEOUT_S)
+
+
+def watch(pipe: IO[bytes]) -> None:
+    """Wait until the other process is gone and the system closes its end of `pipe`; kill what is marked as the command
+    line says."""
+    mark, value = sys.argv[1:3]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    pipe.read()
+    end_marked(lambda marks: marks.get(mark) == value)

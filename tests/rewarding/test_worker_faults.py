@@ -1,0 +1,330 @@
+"""What a reward may do to its worker, and what the run makes of it: an unscored sample with a line, never more.
+
+`python tests/rewarding/test_worker_faults.py` prints the table of faults as it was met.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+from rloo_kit.errors import RewardError, WholeBatchError
+from rloo_kit.rewarding import worker as worker_module
+from rloo_kit.rewarding.guard import guard
+from rloo_kit.rewarding.pipe import MAX_OUTPUT_BYTES
+from rloo_kit.rewarding.values import LONGEST_ERROR
+from rloo_kit.rewarding.worker import RUN_MARK, WORKER_MARK, WorkerReward, end_workers
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
+LIMIT_S = 1.5
+
+
+class Fault(NamedTuple):
+    """A reward of fault_examples, what it does, and what the message says; None where the call succeeds."""
+
+    name: str
+    what: str
+    words: str | None
+
+
+KILLED = f"took longer than {LIMIT_S:g} s and was killed (timeout_s)"
+FAULTS = [
+    Fault("detached_and_hangs", "a detached grandchild keeps the pipe open, the reward hangs", KILLED),
+    Fault("detached_and_exits", "the same, and the worker ends itself", "ended its process with exit code 7"),
+    Fault("detached_and_goes_on", "the same, and the reward returns", None),
+    Fault("clean_child_and_hangs", "a child with an empty environment in its own session, the reward hangs", KILLED),
+    Fault("stops_itself", "SIGSTOP to itself", KILLED),
+    Fault("exits_at_once", "os._exit(3)", "ended its process with exit code 3"),
+    Fault("calls_exit", "sys.exit", "SystemExit: enough"),
+    Fault("forks_and_exits", "forks, and the child calls sys.exit", None),
+    Fault("forks_and_both_return", "forks, and both return", None),
+    Fault("raises_interrupt", "raise KeyboardInterrupt", "KeyboardInterrupt"),
+    Fault("aborts", "os.abort()", "crashed with SIGABRT"),
+    Fault("closes_standard_files", "closes file descriptors 0, 1, 2", None),
+    Fault("closes_every_file", "closes all file descriptors", "ended its process with exit code"),
+    Fault("writes_to_descriptor_1", "bytes to file descriptor 1", None),
+    Fault("prints_for_ever", "prints without end", KILLED),
+    Fault("garbage_reply", "a line of text into the pipe of replies", "sent a reply that cannot be read"),
+    Fault("announces_an_endless_reply", "announces a reply of 2^62 bytes", "a reply has at most 16,777,216"),
+    Fault("part_of_a_reply", "a reply that never ends", KILLED),
+    Fault("two_replies", "a forged reply before its own", "sent a reply that cannot be read"),
+    Fault("deep_reply", "a million opening brackets", "sent a reply that cannot be read"),
+    Fault("forged_pickle", "a pickle that makes a folder where it is read", "sent a reply that cannot be read"),
+    Fault("a_megabyte_of_error", "an error text of a megabyte", "(1,000,001 characters)"),
+    Fault("an_error_without_a_text", "an error whose text raises", "Speechless: its text cannot be made"),
+    Fault("logs_too_much", "20 MB in log_extra", "the limit is 16,777,216"),
+    Fault("logs_what_is_no_number", 'log_metric("length", "long")', "could not convert string to float: 'long'"),
+    Fault("returns_an_object", "returns object()", "it returned object"),
+    Fault("returns_a_megabyte_of_text", "a text of a megabyte as a value", "a reward is a number or None"),
+    Fault("reseeds", "random.seed(0)", None),
+    Fault("changes_folder", "os.chdir", None),
+    Fault("sets_an_alarm", "a SIGALRM handler that raises, an alarm left running", None),
+    Fault("ignores_signals", "ignores every signal that it can, hangs", KILLED),
+    Fault("starts_a_thread", "a thread that never ends", None),
+    Fault("hangs_at_exit", "an atexit function that hangs", None),
+    Fault("asks_for_all_memory", "allocates 2^60 bytes", "MemoryError"),
+]
+
+
+def make(name: str, timeout_s: float = LIMIT_S, env: tuple[str, ...] = ()) -> WorkerReward:
+    return WorkerReward(f"fault_examples:{name}", folders=[HERE], timeout_s=timeout_s, env=env)
+
+
+def call(reward: Any, completion: str, **columns: Any) -> list[float | None]:
+    return reward(prompts=["p"], completions=[completion], completion_ids=[[1]], **columns)
+
+
+def marked(mark: str, value: str | None = None) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            here = process.environ().get(mark)
+            if here is not None and value in (None, here) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def own_run() -> str:
+    return worker_module._watch_over(os.getpid()).value
+
+
+def meet(fault: Fault, folder: Path) -> tuple[str, list[float | None], list[float | None]]:
+    """The message, the rewards of the bad call and of the next one."""
+    reward = make(fault.name)
+    guarded = guard(reward)
+    reward.worker.start()
+    columns = {"path": str(folder / "made"), "log_extra": lambda *args: None, "log_metric": lambda *args: None}
+    bad = call(guarded, "bad", **columns)
+    message = " | ".join(guarded.failures)
+    reward.worker.timeout_s = 30.0
+    after = call(guarded, "good", **columns)
+    reward.worker.close()
+    return message, bad, after
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_costs_one_call_and_leaves_nothing(fault: Fault, tmp_path: Path) -> None:
+    """A detached child that kept the pipe open stopped a run for ever; a forged reply ran code in the run's process; an
+    error text of a megabyte went to the terminal."""
+    before, children = os.getcwd(), set(psutil.Process().children(recursive=True))
+    message, bad, after = meet(fault, tmp_path)
+    assert bad == ([1.0] if fault.words is None else [None]) and after == [1.0]
+    assert (fault.words or "") in message and (fault.words is None) == (message == "")
+    assert len(message) < LONGEST_ERROR + 500
+    message.encode()
+    assert not list(tmp_path.iterdir()) and os.getcwd() == before
+    new = set(psutil.Process().children(recursive=True)) - children
+    assert marked(RUN_MARK, own_run()) == [] and all("marked" in p.cmdline()[2] for p in new)
+
+
+def test_a_child_with_a_clean_environment_is_ended_while_its_parent_lives() -> None:
+    """A sandbox of a reward's own starts programs with an empty environment: the mark does not find them."""
+    reward = make("clean_child_and_hangs")
+    reward.worker.start()
+    before = sleepers()
+    with pytest.raises(WholeBatchError, match="took longer"):
+        call(reward, "bad")
+    assert sleepers() <= before
+
+
+def sleepers() -> set[int]:
+    """Ids of processes that run the program of `clean_child_and_hangs`."""
+    found = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cmdline()[-1:] == ["import time; time.sleep(600)"] and process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
+    return found
+
+
+def test_a_worker_that_never_reads_is_ended_after_the_limit() -> None:
+    """The request was written without a limit: a stopped worker and a batch that is larger than the pipe hung the
+    run."""
+    reward = make("stops_later", timeout_s=10.0)
+    assert call(reward, "bad") == [1.0]
+    process = psutil.Process(reward.worker._process.pid)  # type: ignore[union-attr]
+    until = time.monotonic() + 10
+    while process.status() != psutil.STATUS_STOPPED and time.monotonic() < until:
+        time.sleep(0.02)
+    assert process.status() == psutil.STATUS_STOPPED
+    reward.worker.timeout_s = LIMIT_S
+    with pytest.raises(WholeBatchError, match="took longer than"):
+        call(reward, "good" * 1_000_000)
+    reward.worker.timeout_s = 30.0
+    assert call(reward, "good" * 1_000_000) == [1.0]
+    reward.worker.close()
+
+
+def test_a_reply_that_comes_late_is_not_taken_for_the_next_one() -> None:
+    """A thread or child of the reward that writes after the call would answer for the next batch."""
+    reward = make("replies_afterwards", timeout_s=10.0)
+    assert call(reward, "bad") == [1.0]
+    time.sleep(0.6)
+    with pytest.raises(WholeBatchError, match="sent something before it was asked"):
+        call(reward, "good")
+    assert call(reward, "good") == [1.0]
+    reward.worker.close()
+
+
+@pytest.mark.parametrize("megabytes", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_what_a_reward_prints_is_passed_on_up_to_a_limit(megabytes: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """200 MB of prints went into the notebook, which no browser opens afterwards."""
+    reward = make("prints_much", timeout_s=60.0)
+    assert call(reward, "bad", megabytes=megabytes) == [1.0]
+    printed = capfd.readouterr().err
+    assert printed.startswith("x" * 999 + "\n") and "further bytes that a reward printed" in printed
+    assert MAX_OUTPUT_BYTES <= len(printed) < MAX_OUTPUT_BYTES + 200
+    assert f"{megabytes * 1_000_000 - MAX_OUTPUT_BYTES:,} further" in printed
+    reward.worker.close()
+
+
+def test_a_worker_that_leaks_is_replaced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A reward that keeps every completion fills the machine's memory by the morning, and the run is what is killed."""
+    monkeypatch.setattr(worker_module, "MAX_GROWTH_GIB", 0.25)
+    reward = make("leaks", timeout_s=30.0)
+    assert call(reward, "good") == [1.0]
+    first = reward.worker._process.pid  # type: ignore[union-attr]
+    assert call(reward, "bad") == call(reward, "bad") == [1.0] and reward.worker.running
+    assert call(reward, "bad") == [1.0] and not reward.worker.running
+    assert "reward 'fault_examples:leaks': its worker has grown from" in capsys.readouterr().out
+    assert call(reward, "good") == [1.0] and reward.worker._process.pid != first  # type: ignore[union-attr]
+    reward.worker.close()
+
+
+def test_the_system_ends_a_worker_before_the_run() -> None:
+    """Where memory runs out, Linux kills the largest process, which is the one with the model."""
+    reward = make("reseeds", timeout_s=30.0)
+    assert call(reward, "good") == [1.0]
+    path = Path(f"/proc/{reward.worker._process.pid}/oom_score_adj")  # type: ignore[union-attr]
+    assert path.read_text().strip() == "1000" != Path("/proc/self/oom_score_adj").read_text().strip()
+    reward.worker.close()
+
+
+def test_a_slow_import_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The message named timeout_s, which does not apply."""
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
+    monkeypatch.setattr(worker_module, "START_TIMEOUT_S", 1.0)
+    worker = worker_module.Worker("slow_module:f", folders=[tmp_path])
+    with pytest.raises(WholeBatchError, match="importing 'slow_module:f' took longer than 1 s .* inside the function"):
+        worker.start()
+    assert not worker.running
+
+
+def test_a_deleted_folder_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the working folder gone, `os.getcwd` raised in the run's process and in the worker."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    reward = make("deletes_the_folder", timeout_s=30.0)
+    assert call(reward, "bad", path=str(folder)) == [1.0] and not folder.exists()
+    assert call(reward, "good") == [1.0]
+    reward.worker.close()
+    assert call(guard(reward), "good") == [1.0]
+    reward.worker.close()
+
+
+PROGRAM = """
+import sys, time
+from rloo_kit.rewarding.worker import WorkerReward, end_workers
+reward = WorkerReward("fault_examples:detached_and_goes_on", folders=[{folder!r}], timeout_s=60)
+print(reward(prompts=["p"], completions=["bad"], completion_ids=[[1]]), flush=True)
+sys.stdin.readline()
+{last}
+"""
+
+
+@pytest.fixture
+def program() -> Iterator[Any]:
+    """Starts a run with a worker that has a detached grandchild, and gives it and its mark."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(last: str) -> tuple["subprocess.Popen[str]", str]:
+        before = set(marked(RUN_MARK))
+        source = PROGRAM.format(folder=str(HERE), last=last)
+        process = subprocess.Popen(
+            [sys.executable, "-c", source],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        )
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "[1.0]\n"
+        new = set(marked(RUN_MARK)) - before
+        (mark,) = {one.environ()[RUN_MARK] for one in new}
+        assert len(new) >= 2, "the worker and its detached grandchild"
+        return process, mark
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    "last", ["end_workers(); print('ended', flush=True); time.sleep(60)", "pass", "raise SystemExit(1)"]
+)
+def test_detached_children_end_with_the_run(program: Any, last: str) -> None:
+    """A program that a reward has left running kept a core of the only machine busy for days."""
+    process, mark = program(last)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    if "end_workers" in last:
+        assert process.stdout.readline() == "ended\n"
+    else:
+        process.wait(30)
+    assert marked(RUN_MARK, mark) == []
+
+
+def test_a_killed_run_leaves_no_worker_and_no_child(program: Any) -> None:
+    """After SIGKILL nothing of the run's own code runs: the watchdog ends what is marked, then itself."""
+    process, mark = program("time.sleep(60)")
+    watchdogs = [one for one in psutil.Process(process.pid).children() if mark in one.cmdline()]
+    assert len(watchdogs) == 1
+    os.kill(process.pid, signal.SIGKILL)
+    until = time.monotonic() + 20
+    while (marked(RUN_MARK, mark) or watchdogs[0].is_running()) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert marked(RUN_MARK, mark) == [] and not watchdogs[0].is_running()
+
+
+def test_one_watchdog_serves_all_workers_of_a_process() -> None:
+    """Guards against a process more for every restart of a worker."""
+    rewards = [make("reseeds", timeout_s=30.0) for _ in range(2)]
+    assert [call(reward, "good") for reward in rewards] == [[1.0], [1.0]]
+    mine = [one for one in psutil.Process().children() if own_run() in one.cmdline()]
+    assert len(mine) == 1 and len({one.environ()[WORKER_MARK] for one in marked(RUN_MARK, own_run())}) == 2
+    end_workers()
+    assert not any(reward.worker.running for reward in rewards) and call(rewards[0], "good") == [1.0]
+    end_workers()
+
+
+def test_log_calls_with_the_wrong_arguments_fail_in_the_reward() -> None:
+    """Guards against a call that the run makes later, where its error would end the step."""
+    with pytest.raises(RewardError, match="logs_what_is_no_number|could not convert"):
+        call(make("logs_what_is_no_number"), "bad", log_metric=print, log_extra=print)
+
+
+def main() -> None:
+    import tempfile
+
+    print("| a reward that | what the run reports | the next call |\n|---|---|---|")
+    for fault in FAULTS:
+        with tempfile.TemporaryDirectory() as folder:
+            message, bad, after = meet(fault, Path(folder))
+        shown = message.partition("failed on ")[2].partition(": ")[2] or f"nothing; rewards {bad}"
+        shown = shown if len(shown) <= 120 else shown[:80] + " ... " + shown[-40:]
+        print(f"| {fault.what} | {shown} | {after} |")
+
+
+if __name__ == "__main__":
+    main()
