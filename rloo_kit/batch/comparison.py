@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,9 +45,15 @@ def read_figures(training: RunDir) -> dict[str, Any]:
     for when in ("before", "after"):
         found = training.read_json(f"{when}.json")
         found = found if isinstance(found, dict) else {}
-        figures |= {f"{name}_{when}": found.get(key) for name, key in MEASURES.items()}
-    rows = training.read_jsonl("metrics.jsonl")
-    return figures | {"steps": training.status().get("step"), "reward_last": rows[-1].get("reward") if rows else None}
+        figures |= {f"{name}_{when}": _number(found.get(key)) for name, key in MEASURES.items()}
+    rows = [row for row in training.read_jsonl("metrics.jsonl") if isinstance(row, dict)]
+    last = _number(rows[-1].get("reward")) if rows else None
+    return figures | {"steps": _number(training.status().get("step")), "reward_last": last}
+
+
+def _number(value: Any) -> float | None:
+    """`value`, if it can be compared and drawn."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
 
 
 def collect_rows(place: BatchDir) -> list[dict[str, Any]]:
