@@ -222,7 +222,6 @@ def _read_parquet(path: Path, columns: Columns) -> DataSource:
 def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, columns: Columns) -> DataSource:
     if not rows:
         raise DataError(f"{name} has no rows")
-    datasets = _stack.load_stack().datasets
     for place, row in zip(places, rows, strict=True):
         for key in row:
             if not isinstance(key, str):
@@ -242,10 +241,20 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
         name=name,
         prompts=[row[columns.prompt] for row in rows],
         answers=[row.get(columns.answer) for row in rows] if columns.answer in names else None,
-        others=datasets.Dataset.from_dict(others) if others else None,
+        others=_table(others, name) if others else None,
         places=places,
         notes=notes,
     )
+
+
+def _table(columns: dict[str, list[Any]], name: str) -> Any:
+    """A `datasets.Dataset` of columns that Arrow can hold, each alone."""
+    import pyarrow
+
+    try:
+        return _stack.load_stack().datasets.Dataset.from_dict(columns)
+    except (pyarrow.ArrowException, TypeError, ValueError, OverflowError, RecursionError) as error:  # nested too deeply to be combined
+        raise DataError(f"{name}: Arrow cannot hold the columns {', '.join(columns)}: {error}") from error
 
 
 def _arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> list[Any]:
@@ -255,7 +264,7 @@ def _arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> l
     def explain(rows: list[Any]) -> Exception | None:
         try:
             pyarrow.array(rows)
-        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
+        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError, RecursionError) as error:
             return error
         return None
 

@@ -11,10 +11,12 @@ from typing import Any
 from ruamel.yaml import YAML, MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.error import YAMLError
+from ruamel.yaml.scanner import Scanner, ScannerError
 
 from rloo_kit.errors import ConfigError, excerpt
 
 MOST_BYTES = 1_000_000  # of a YAML file; those of the kit have a few hundred
+DEEPEST = 100  # levels of [ and {; ruamel takes seconds for thousands, and then Python's stack ends
 MOST_NODES = 100_000  # values and keys of a YAML text, each counted as often as its aliases repeat it
 HANDED_OVER = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # pipes that the shell has opened: <(command), command |
 _TAG = "tag:yaml.org,2002:"
@@ -41,6 +43,16 @@ class Constructor(SafeConstructor):
         if isinstance(value, str) and (problem := find_unwritable(value)):
             raise ConstructorError(None, None, f"a text with {problem}", node.start_mark)
         return value
+
+
+class BoundedScanner(Scanner):
+    """Refuses brackets within brackets, thousands of times."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any, to_push: str) -> None:
+        if len(self.flow_context) >= DEEPEST:
+            mark = self.reader.get_mark()
+            raise ScannerError(None, None, f"nested too deeply, more than {DEEPEST} levels of brackets", mark)
+        super().fetch_flow_collection_start(TokenClass, to_push)
 
 
 Constructor.add_constructor(_TAG + "timestamp", SafeConstructor.construct_yaml_str)
@@ -114,7 +126,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 def make_reader(version: tuple[int, int] | None = None) -> YAML:
     """ruamel's reader of plain values; `version` (1, 1) reads `no` as false, as PyYAML does."""
     yaml = YAML(typ="safe", pure=True)
-    yaml.Constructor = Constructor
+    yaml.Constructor, yaml.Scanner = Constructor, BoundedScanner
     yaml.version = version
     return yaml
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
@@ -124,14 +125,23 @@ _QUICK: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_c
 def check(surface: Surface) -> None:
     """Fail at the first case (shrunk) that the kit takes badly; the same cases at each call."""
 
+    found: list[str] = []
+
     @settings(max_examples=CASES, derandomize=True, report_multiple_bugs=False, **_QUICK)
     @given(surface.cases)
     def each(case: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             _, wrong = judge(surface, case, Path(folder))
-        assert wrong is None, f"{surface.name}: {wrong}, with {show(case)}"
+        if wrong is not None:
+            found.append(f"{surface.name}: {wrong}, with {show(case)}")
+            raise AssertionError(found[-1])
 
-    each()
+    try:
+        each()
+    except Exception:
+        if not found:
+            raise
+        pytest.fail(found[-1], pytrace=False)  # hypothesis prints the repr of a case, which may raise
 
 
 def count(surface: Surface, cases: int, start: int = 0) -> Tally:

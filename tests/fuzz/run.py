@@ -5,6 +5,7 @@
 
 import argparse
 import importlib
+import logging
 import os
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+logging.getLogger("dotenv").setLevel(logging.ERROR)
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
     os.environ[name] = "1"
 
@@ -25,7 +27,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="names of surfaces")
     options = parser.parse_args()
     files = sorted((ROOT / "tests" / "fuzz").glob("test_*.py"))
-    surfaces = [importlib.import_module(f"tests.fuzz.{file.stem}").SURFACE for file in files]
+    modules = [importlib.import_module(f"tests.fuzz.{file.stem}") for file in files]
+    surfaces = [module.SURFACE for module in modules if hasattr(module, "SURFACE")]
+    print(f"{options.cases:,} cases a surface, seed {options.seed}")
     print(f"{'surface':<24}{'cases':>8}{'refused':>9}{'unclear':>9}{'tracebacks':>12}{'seconds':>9}", flush=True)
     failed = 0
     for surface in surfaces:

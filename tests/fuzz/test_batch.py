@@ -21,7 +21,7 @@ notebook: plain.ipynb
 jobs: 2
 timeout_s: 60
 parameters:
-  label: x
+  seed: 3
 grid:
   seed: [0, 1]
   size: [2, 4]
@@ -30,11 +30,11 @@ runs:
     parameters: {seed: 7}
   - notebook: kit.ipynb
     timeout_s: 1.5
-    parameters: {num_generations: 4, label: null}
+    parameters: {num_generations: 4}
 """
 OF_THE_KIT = """notebook: kit.ipynb
 parameters:
-  config: here.yaml
+  max_steps: 3
   overrides: rloo.beta=0.1
 grid:
   num_generations: [2, 4]

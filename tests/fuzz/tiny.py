@@ -1,6 +1,8 @@
 """The tokenizer and the run that the surfaces of data share; the same tiny tokenizer as the fixtures'."""
 
+import contextlib
 import functools
+import io
 from pathlib import Path
 from typing import Any
 
@@ -37,5 +39,6 @@ def load(source: str, folder: Path, rows: Any = None, reward: str = "length_rewa
     for key, value in {"source": source, **data}.items():
         setattr(run.data, key, value)  # as from a file: ConfigError where a key does not take it
     run._source = folder / "run.yaml"
-    found = load_data(run, tokenizer(), rows=rows)
+    with contextlib.redirect_stdout(io.StringIO()):  # its notes
+        found = load_data(run, tokenizer(), rows=rows)
     assert len(found.train) and all(isinstance(row["prompt"], str) for row in found.train)
