@@ -3,7 +3,6 @@
 A message states what was found, the limit, and the key or command that fixes it.
 """
 
-
 import re
 from typing import Any
 

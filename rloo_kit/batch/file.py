@@ -229,8 +229,8 @@ def _plain(value: Any) -> str:
 
 def _refuse_name(key: str, name: str) -> str:
     return (
-        f"{key}: is {excerpt(name)}; it becomes a folder: letters, digits, spaces and _ . , = + - from the second character "
-        f"on, at most {LONGEST_NAME}, and none of {', '.join(FILES)}"
+        f"{key}: is {excerpt(name)}; it becomes a folder: letters, digits, spaces and _ . , = + - from the second "
+        f"character on, at most {LONGEST_NAME}, and none of {', '.join(FILES)}"
     )
 
 

@@ -150,9 +150,13 @@ def _as_messages(prompt: Any, system_prompt: str | None) -> list[Message]:
 
 def _message(message: Any, number: int) -> Message:
     if not isinstance(message, dict) or "role" not in message or "content" not in message:
-        raise DataError(f'message {number} of the prompt has to be {{"role": ..., "content": ...}}, found {excerpt(message)}')
+        raise DataError(
+            f'message {number} of the prompt has to be {{"role": ..., "content": ...}}, found {excerpt(message)}'
+        )
     if not isinstance(message["role"], str) or message["role"] not in ROLES:
-        raise DataError(f"message {number} has the role {excerpt(message['role'])}; it has to be one of {', '.join(ROLES)}")
+        raise DataError(
+            f"message {number} has the role {excerpt(message['role'])}; it has to be one of {', '.join(ROLES)}"
+        )
     if not isinstance(message["content"], str):
         raise DataError(
             f"message {number} of the prompt has a content of type {type(message['content']).__name__}; it has to be "

@@ -253,7 +253,13 @@ def _table(columns: dict[str, list[Any]], name: str) -> Any:
 
     try:
         return _stack.load_stack().datasets.Dataset.from_dict(columns)
-    except (pyarrow.ArrowException, TypeError, ValueError, OverflowError, RecursionError) as error:  # nested too deeply to be combined
+    except (
+        pyarrow.ArrowException,
+        TypeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # nested too deeply to be combined
         raise DataError(f"{name}: Arrow cannot hold the columns {', '.join(columns)}: {error}") from error
 
 

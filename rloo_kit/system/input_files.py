@@ -1,4 +1,4 @@
-"""Files that a user wrote: text of a bounded size, and YAML 1.2 (`5e-6` is a number, `no` is text) with bounded aliases.
+"""Files that a user wrote: text of a bounded size, YAML 1.2 (`5e-6` is a number, `no` is text) with bounded aliases.
 
 Whatever is wrong with one is a ConfigError with its line.
 """
@@ -80,7 +80,9 @@ def expand_user(path: str, key: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise ConfigError(f"{key}: is {excerpt(path)}, but this machine has no such user; write the folder out") from None
+        raise ConfigError(
+            f"{key}: is {excerpt(path)}, but this machine has no such user; write the folder out"
+        ) from None
 
 
 def is_file(path: Path) -> bool:

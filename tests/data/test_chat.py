@@ -177,7 +177,7 @@ TYPED = [
 @pytest.mark.parametrize(("prompt", "text"), TYPED)
 @pytest.mark.parametrize("family", ["thinking", "hybrid", "instruct"])
 def test_a_thinking_tag_that_somebody_typed_is_refused(with_template, family, prompt, text):
-    """`</think>` in a question became the token that every reward decides by, unlike `<|im_end|>`, which was refused."""
+    """`</think>` in a question became the token that every reward decides by; `<|im_end|>` was refused."""
     with pytest.raises(DataError) as caught:
         render_prompt(with_template(family), prompt, family)
     assert text in str(caught.value)

@@ -12,8 +12,8 @@ from tests.notebooks.batch_notebooks import write_notebook
 
 PLAIN = "# Parameters\nseed = 0\nsize: int = 3\nlabel = 'a'\n"
 KIT = (
-    f"# Parameters: plain values\nconfig = {str(ROOT / 'configs' / 'arithmetic_thinking.yaml')!r}\nnum_generations = 8\n"
-    "seed = 0\nrun_name = ''\noutput_dir = 'outputs'\noverrides = ''\n"
+    f"# Parameters: plain values\nconfig = {str(ROOT / 'configs' / 'arithmetic_thinking.yaml')!r}\n"
+    "num_generations = 8\nseed = 0\nrun_name = ''\noutput_dir = 'outputs'\noverrides = ''\n"
 )
 GOOD = """name: b
 output_dir: outputs
@@ -40,7 +40,9 @@ grid:
   num_generations: [2, 4]
   seed: [0]
 """
-named = st.sampled_from(["parameters.seed", "grid.seed", "grid.²", "runs.0.name", "runs.²", "jobs", "timeout_s", "grid", "name"])
+named = st.sampled_from(
+    ["parameters.seed", "grid.seed", "grid.²", "runs.0.name", "runs.²", "jobs", "timeout_s", "grid", "name"]
+)
 overrides = st.lists(st.one_of(st.builds("{}={}".format, named, snippets()), override), min_size=1, max_size=1)
 goods = [GOOD, OF_THE_KIT]
 cases = st.one_of(

@@ -30,13 +30,15 @@ GOOD: dict[str, Any] = {
 CELLS = [
     "seed = 0", "seed = ", "seed = \0", "seed = (" + "(" * 300 + ")" * 301, "seed = " + "-" * 3000 + "1", "x" * 20_000,
     "seed = 0x" + "f" * 5000, "seed = " + "1" * 5000, "seed = {[]: 1}", "seed = {{1}: 1}", "seed: int", "a.b = 1",
-    "seed = b'\\xff'", "%matplotlib inline", "!ls", "seed = 1\n\tx = 2", "seed = '\ud83d'", "seed = 1 + 1j", "seed = 1 + 'a'",
-    "é = 1", "seed = '" + "x" * 20_000 + "'", "a = b = c = 1", "[a, b] = 1, 2", "seed = [" * 1000 + "]" * 1000, "\ufeffseed = 1",
-    "lambda: (yield)", "return", "# -*- coding: x -*-\nseed = 1", "seed = 1 if True else 2", "seed = 1" + "+1" * 5000,
+    "seed = b'\\xff'", "%matplotlib inline", "!ls", "seed = 1\n\tx = 2", "seed = '\ud83d'", "seed = 1 + 1j",
+    "seed = 1 + 'a'", "é = 1", "seed = '" + "x" * 20_000 + "'", "a = b = c = 1", "[a, b] = 1, 2",
+    "seed = [" * 1000 + "]" * 1000, "\ufeffseed = 1", "lambda: (yield)", "return", "# -*- coding: x -*-\nseed = 1",
+    "seed = 1 if True else 2", "seed = 1" + "+1" * 5000,
 ]  # fmt: skip
 BROKEN = [
     b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"cells":' * 50_000, b"\0" * 100, b"NaN",
-    b'{"nbformat": 4, "cells": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", b'{"nbformat": ' + b"4" * 5000 + b', "cells": []}',
+    b'{"nbformat": 4, "cells": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    b'{"nbformat": ' + b"4" * 5000 + b', "cells": []}',
     b'{"nbformat": 4, "cells": [{"cell_type": "code", "metadata": ' + b"[" * 900 + b"]" * 900 + b"}]}",
 ]  # fmt: skip
 

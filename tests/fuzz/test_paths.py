@@ -57,7 +57,9 @@ def _data(path: str) -> None:
 READERS: dict[str, Callable[[str], None]] = {
     "config": _config, "batch": _batch, "notebook": _notebook, "launch": _launch, "data": _data,
 }  # fmt: skip
-paths = st.one_of(st.sampled_from(PATHS), st.builds("{}/{}".format, st.sampled_from(PATHS), st.sampled_from(PATHS)), texts())
+paths = st.one_of(
+    st.sampled_from(PATHS), st.builds("{}/{}".format, st.sampled_from(PATHS), st.sampled_from(PATHS)), texts()
+)
 cases = st.tuples(st.sampled_from(sorted(READERS)), paths)
 
 

@@ -11,14 +11,16 @@ from tests.fuzz.harness import Surface, check
 from tests.fuzz.nasty import json_values, texts
 
 PARTS = [
-    '{"prompt": "1+1=", "answer": "2"}', '{"prompt": "2+1=", "answer": 3, "level": 1}', "", " ", "{", "}", "[]", "null", "1",
-    '"x"', "NaN", '{"prompt": NaN}', '{"prompt": "a", "answer": NaN}', '{"prompt": "a", "answer": Infinity}', "\ufeff",
-    '{"prompt": "a", "answer": ' + "9" * 4000 + "}", '{"prompt": "a", "x": ' + "9" * 400 + "}", '{"prompt": "a", "x": 1e999}',
-    '{"prompt": "a", "answer": ' + "9" * 6000 + "}", '{"prompt": "a", "prompt": "b"}', '{"prompt": "\\ud83d"}', "[" * 20_000,
-    '{"prompt": "a", "\\ud83d": 1}', '{"prompt": "\\u0000"}', '{"prompt": "a</think>"}', '{"prompt": "' + "x" * 50_000 + '"}',
-    '{"prompt": "a", "x": ' + "[" * 500 + "]" * 500 + "}", '{"prompt": [{"role": "user", "content": "hi"}]}', "prompt,answer",
-    '{"prompt": "a", "x": ' + '{"a":' * 300 + "1" + "}" * 300 + "}", "1+1=,2", "a,b,c", '"a\nb",1', '"unclosed', 'a"b,1', "\0,\0",
-    "prompt,prompt", "prompt,", ",answer", "\udcff", "x" * 200_000, "\r", "\u2028", '{"prompt": "a"}{"prompt": "b"}', "'a',1",
+    '{"prompt": "1+1=", "answer": "2"}', '{"prompt": "2+1=", "answer": 3, "level": 1}', "", " ", "{", "}", "[]", "null",
+    "1", '"x"', "NaN", '{"prompt": NaN}', '{"prompt": "a", "answer": NaN}', '{"prompt": "a", "answer": Infinity}',
+    "\ufeff", '{"prompt": "a", "answer": ' + "9" * 4000 + "}", '{"prompt": "a", "x": ' + "9" * 400 + "}",
+    '{"prompt": "a", "x": 1e999}', '{"prompt": "a", "answer": ' + "9" * 6000 + "}", '{"prompt": "a", "prompt": "b"}',
+    '{"prompt": "\\ud83d"}', "[" * 20_000, '{"prompt": "a", "\\ud83d": 1}', '{"prompt": "\\u0000"}',
+    '{"prompt": "a</think>"}', '{"prompt": "' + "x" * 50_000 + '"}',
+    '{"prompt": "a", "x": ' + "[" * 500 + "]" * 500 + "}", '{"prompt": [{"role": "user", "content": "hi"}]}',
+    "prompt,answer", '{"prompt": "a", "x": ' + '{"a":' * 300 + "1" + "}" * 300 + "}", "1+1=,2", "a,b,c", '"a\nb",1',
+    '"unclosed', 'a"b,1', "\0,\0", "prompt,prompt", "prompt,", ",answer", "\udcff", "x" * 200_000, "\r", "\u2028",
+    '{"prompt": "a"}{"prompt": "b"}', "'a',1",
 ]  # fmt: skip
 json_row = st.builds(
     lambda given, ascii: json.dumps(given, ensure_ascii=ascii),
@@ -34,7 +36,9 @@ content = st.builds(
     st.sampled_from(["\n", "\n", "\r\n", "\r"]),
     encodings,
 )
-csv_content = st.builds(lambda head, rest: head.encode() + rest, st.sampled_from(["", "prompt,answer\n", "prompt\n"]), content)
+csv_content = st.builds(
+    lambda head, rest: head.encode() + rest, st.sampled_from(["", "prompt,answer\n", "prompt\n"]), content
+)
 odd_bytes = st.sampled_from([b"", b"PAR1", b"PAR1" * 4, b"\0" * 50, b"PAR1\0\0\0\0\xff\xff\xff\x7fPAR1", b"\xff" * 9])
 settings = st.fixed_dictionaries(
     {},

@@ -16,13 +16,19 @@ CONTENTS = [
 ]  # fmt: skip
 message = st.one_of(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(ROLES[:4] * 3 + ROLES), "content": st.one_of(st.just("hi"), st.sampled_from(CONTENTS))},
-        optional={"reasoning_content": values(), "name": values(), "tool_calls": values(), 1: values()},  # type: ignore[dict-item]
+        {
+            "role": st.sampled_from(ROLES[:4] * 3 + ROLES),
+            "content": st.one_of(st.just("hi"), st.sampled_from(CONTENTS)),
+        },
+        optional={"reasoning_content": values(), "name": values(), "tool_calls": values(), 1: values()},
+        # type: ignore[dict-item]
     ),
     values(),
 )
 prompt = st.one_of(st.just("1+1="), st.lists(message, max_size=3), values(), texts())
-key = st.one_of(st.sampled_from(["level", "prompts", "image", "question", "", "\ud83d", 1, None, 2.5, b"x", (1,)]), texts())
+key = st.one_of(
+    st.sampled_from(["level", "prompts", "image", "question", "", "\ud83d", 1, None, 2.5, b"x", (1,)]), texts()
+)
 row = st.one_of(
     st.builds(
         lambda first, extra: {**first, **extra},
@@ -34,7 +40,12 @@ row = st.one_of(
     values(),
     st.sampled_from([Record(), Rude(), nested(2_000), {}]),
 )
-rows = st.one_of(st.lists(row, max_size=3), st.lists(row, min_size=1, max_size=2).map(tuple), values(), st.builds(iter, st.lists(row)))
+rows = st.one_of(
+    st.lists(row, max_size=3),
+    st.lists(row, min_size=1, max_size=2).map(tuple),
+    values(),
+    st.builds(iter, st.lists(row)),
+)
 cases = st.tuples(rows, st.sampled_from(["length_reward", "answer_reward"]))
 
 

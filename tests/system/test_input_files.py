@@ -33,8 +33,8 @@ def test_a_pipe_that_the_shell_opened_is_read() -> None:
     """`rloo-kit config <(sed ... base.yaml)` is how configs are made on the way."""
     code = "import sys, pathlib, rloo_kit.system.input_files as f; print(f.read_text(pathlib.Path(sys.argv[1])))"
     done = subprocess.run(
-        ["bash", "-c", '"$0" -c "$1" <(echo from a pipe); echo from stdin | "$0" -c "$1" /dev/stdin', sys.executable, code],
-        capture_output=True, text=True, timeout=60,
+        ["bash", "-c", '"$0" -c "$1" <(echo from a pipe); echo from stdin | "$0" -c "$1" /dev/stdin', sys.executable,
+        code], capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.stdout.split("\n")[0] == "from a pipe" and "from stdin" in done.stdout, done.stderr
 
