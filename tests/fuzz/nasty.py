@@ -26,7 +26,7 @@ PATHS = [
     "", ".", "..", "/", "//", "~", "~nobody-of-that-name", "~nobody-of-that-name/a.yaml", "a\0b", "a\0b.yaml",
     "x" * 300, "x" * 300 + ".yaml", "x/" * 3000, "y/" * 3000 + "a.jsonl", "\ud83d.yaml", "\udcff", "\x1b[2J.yaml",
     "a\nb.yaml", "/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/proc/self/mem", "/proc/self/environ",
-    "/etc/passwd", "/root/x", "here", "here/", "here/x.yaml", "fifo", "fifo.yaml", "fifo.jsonl", "fifo.ipynb",
+    "/etc/passwd", "here", "here/", "here/x.yaml", "fifo", "fifo.yaml", "fifo.jsonl", "fifo.ipynb",
     "binary.yaml", "binary.jsonl", "empty.yaml", "empty.jsonl", "empty.csv", "empty.ipynb", "loop.yaml", "loop.jsonl",
     "gone.yaml", "binary.parquet", "good.yaml/x", "folder.yaml", "folder.jsonl", "folder.ipynb", "folder.csv",
     "locked.yaml", "locked.jsonl",

@@ -68,7 +68,7 @@ def attack(case: tuple[str, str], folder: Path) -> None:
     READERS[case[0]](case[1])
 
 
-SURFACE = Surface("paths", cases, attack)
+SURFACE = Surface("paths", cases, attack, tiny.prepare)
 
 
 def test_a_path_leads_to_a_file_or_is_refused_in_words() -> None:

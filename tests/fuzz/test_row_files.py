@@ -67,7 +67,7 @@ def attack(case: tuple[tuple[str, bytes], dict[str, Any]], folder: Path) -> None
     tiny.load(str(folder / name), folder, **options)
 
 
-SURFACE = Surface("row files", cases, attack)
+SURFACE = Surface("row files", cases, attack, tiny.prepare)
 
 
 def test_files_of_rows_are_read_or_refused_in_words() -> None:

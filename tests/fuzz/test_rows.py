@@ -53,7 +53,7 @@ def attack(case: tuple[Any, str], folder: Path) -> None:
     tiny.load("unused.jsonl", folder, rows=case[0], reward=case[1])
 
 
-SURFACE = Surface("rows", cases, attack)
+SURFACE = Surface("rows", cases, attack, tiny.prepare)
 
 
 def test_rows_are_read_or_refused_in_words() -> None:

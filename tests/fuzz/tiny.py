@@ -16,11 +16,13 @@ def tokenizer() -> Any:
 
 
 @functools.cache
-def quiet() -> None:
-    """No progress bars of `datasets` in a table of counts."""
-    import datasets
+def prepare() -> None:
+    """Load torch and TRL, without a word in a table of counts; `datasets` shows no progress bars."""
+    from rloo_kit._stack import load_stack
 
-    datasets.disable_progress_bars()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        load_stack().datasets.disable_progress_bars()
+        tokenizer()
 
 
 def load(source: str, folder: Path, rows: Any = None, reward: str = "length_reward", **data: Any) -> None:
@@ -28,7 +30,6 @@ def load(source: str, folder: Path, rows: Any = None, reward: str = "length_rewa
     from rloo_kit.config.run import RunConfig
     from rloo_kit.data.load import load_data
 
-    quiet()
     run = RunConfig(
         model={"name": "my-model"},
         data={"source": "unused", "test_size": 0},
