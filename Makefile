@@ -4,17 +4,19 @@
 #            NO_GPU=1            leave the gpu extra out although a GPU is there (in a fresh .venv)
 #            TORCH_INDEX=URL     install torch from that package index first (CPU builds, another CUDA version)
 #            JOBS=2              test processes side by side
+#            CASES=10000         bad inputs for each surface in make fuzz
 #            BENCHMARKS="startup" which of benchmarks/ make bench runs (kl_forms and batch_arithmetic: only when named)
 #            HAVE=packages.txt   make gpu-bundle leaves out what that machine has (its `pip list --format=freeze`);
 #                                BUNDLE_PYTHON=3.12 and BUNDLE_CUDA=130 are that machine's, DEST=.gpu-bundle the folder
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo lint format test test-slow test-all test-unsloth test-gpu gpu-report check notebooks bench gpu-bundle clean
+.PHONY: help setup demo lint format test test-slow test-all fuzz test-unsloth test-gpu gpu-report check notebooks bench gpu-bundle clean
 
 VENV := .venv
 VENV_UNSLOTH := .venv-unsloth
 BIN := $(VENV)/bin
 JOBS ?= 2
+CASES ?= 10000
 BENCHMARKS ?= rewards startup rloo_step demo_phase demo_learning
 REQUIRED := pyproject.toml constraints.txt
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
@@ -63,6 +65,9 @@ test-slow: $(STAMP_DEV)
 	then $(PYTEST) -m slow; else echo "no slow test in this version"; fi
 
 test-all: test test-slow ## the core tests and the slow ones
+
+fuzz: $(STAMP_DEV) ## bad input on every surface: cases, refusals in words, tracebacks (CASES=1000: a tenth of the time)
+	$(BIN)/python tests/fuzz/run.py --cases $(CASES)
 
 test-unsloth: $(VENV_UNSLOTH)/.stamp ## the Unsloth path without a GPU, in an environment of its own
 	$(VENV_UNSLOTH)/bin/python -m pytest tests/with_unsloth

@@ -62,6 +62,7 @@ def _exit_codes(refused: int = REFUSED) -> Iterator[None]:
         print(f"{_name_process()}: {error}", file=sys.stderr, flush=True)
         raise typer.Exit(refused) from None
     except KeyboardInterrupt:
+        exec("")  # Python ends itself by SIGINT if an interrupt has once passed through its last exec of a text
         if is_main_process():
             print("rloo-kit: interrupted", file=sys.stderr, flush=True)
         raise typer.Exit(INTERRUPTED) from None

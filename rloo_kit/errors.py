@@ -3,9 +3,42 @@
 A message states what was found, the limit, and the key or command that fixes it.
 """
 
+import re
+from typing import Any
+
+LONGEST_LINE, MOST_LINES = 1000, 100
+# What moves a terminal's cursor, reverses its text or cannot be written at all.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def excerpt(value: Any, longest: int = 120) -> str:
+    """`repr(value)` for a message, cut at `longest` characters; by its type where it has no repr.
+
+    >>> excerpt("a" * 99, 20), excerpt(10**5000)
+    ("'aaaaaaaaaaaaaaaa...", 'a value of type int')
+    """
+    try:
+        text = repr(value)
+    except Exception:  # an object's repr is a program that may raise anything; 10**5000 and a list in itself have none
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
 
 class RlooKitError(Exception):
-    """Root of the kit's own errors."""
+    """Root of the kit's own errors. Its text holds what a user gave, so it is cut and escaped: it can be printed."""
+
+    def __str__(self) -> str:
+        lines = super().__str__().split("\n")
+        left_out = [f"... and {len(lines) - MOST_LINES} more lines"] if len(lines) > MOST_LINES else []
+        text = "\n".join([*map(_cut, lines[:MOST_LINES]), *left_out])
+        return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def _cut(line: str) -> str:
+    """A line without its middle: what was found stands in front, the fix at the end."""
+    if len(line) <= LONGEST_LINE:
+        return line
+    return f"{line[: LONGEST_LINE - 300]} ... ({len(line)} characters) ... {line[-250:]}"
 
 
 class ConfigError(RlooKitError, ValueError):

@@ -37,8 +37,7 @@ def repository() -> Path:
     return Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(scope="session")
-def tiny_tokenizer() -> Any:
+def make_tiny_tokenizer() -> Any:
     """A byte-level tokenizer without merges: ids 0-255 are the byte symbols, sorted, as Qwen3 has them; then
     `<|endoftext|>` 256, `<|im_start|>` 257, `<|im_end|>` 258, `<think>` 259, `</think>` 260."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -55,6 +54,12 @@ def tiny_tokenizer() -> Any:
     )
     tokenizer.chat_template = THINKING_TEMPLATE
     return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Any:
+    """`make_tiny_tokenizer`'s, one for the whole session."""
+    return make_tiny_tokenizer()
 
 
 @pytest.fixture(scope="session")

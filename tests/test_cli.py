@@ -1,6 +1,7 @@
 """The command line as people use it: its words, its exit codes, what goes to stderr, and one whole run."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from rloo_kit import __version__, load_config
 from rloo_kit.cli import app
+from tests.fuzz.nasty import bomb
 
 CONFIG = """
 run: {{output_dir: {output}, progress_every_s: 0, sample_every_steps: 0}}
@@ -126,6 +128,37 @@ def test_a_refusal_is_a_message_on_stderr_and_exit_code_2(words, message, config
     assert errors.startswith("rloo-kit: ") and message in errors and "Traceback" not in errors
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["config", "{folder}"], "is a folder"),
+        (["config", "{folder}/pipe"], "is a pipe"),
+        (["config", "{folder}/" + "x" * 300], "File name too long"),
+        (["config", "{folder}/bomb.yaml"], "more than 100,000 values"),
+        (["config", "{folder}/binary.yaml"], "binary.yaml:1: cannot be read as UTF-8"),
+        (["config", "{folder}/empty.yaml"], "model: required"),
+        (["config", "{file}", "rewards.²=1"], "rewards is a list of 1"),
+        (["train", "{file}", "--launch", "{folder}/bomb.yaml"], "more than 100,000 values"),
+        (["train", "{file}", "--launch", "{folder}/pipe"], "is a pipe"),
+        (["train", "{file}", "data.source={folder}/pipe"], "no regular file"),
+        (["train", "{file}", "data.source={folder}/" + "x" * 300], "File name too long"),
+        (["batch", "{folder}/bomb.yaml"], "more than 100,000 values"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(words, message, config_file, tmp_path):
+    """A pipe waited for ever, nine levels of aliases likewise; a long name and `²` ended in tracebacks."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bomb.yaml").write_text(bomb())
+    (tmp_path / "binary.yaml").write_bytes(bytes(range(256))[::-1])
+    (tmp_path / "empty.yaml").touch()
+    words = [word.format(folder=tmp_path, file=config_file) for word in words]
+    code, _, errors = call(*words)
+    assert code == (125 if words[0] == "batch" else 2)
+    assert message in errors and "Traceback" not in errors
+    lines = [line for line in errors.splitlines() if line.startswith("rloo-kit: ")]
+    assert len(lines) == 1, errors
+
+
 def test_a_whole_run(config_file, tmp_path):
     """`make demo` in small: evaluate, train, evaluate, report; then each of the other commands on what it left."""
     code, printed, errors = call("train", config_file)
@@ -192,3 +225,16 @@ def test_an_old_name_is_one_line_of_stderr(config_file):
     first, second = errors.splitlines()
     assert first.startswith(f"rloo-kit: {config_file}: rloo.kl_coef ") and first.endswith("rloo.beta=0.0")
     assert "rloo.lam" in second and "no effect" in second
+
+
+def test_an_interrupt_ends_with_130_wherever_it_came(tmp_path):
+    """Python notes an interrupt that passed through an `exec` of a text (dataclasses, numpy) and, long after it was
+    handled, ends the process by SIGINT: a batch then saw a killed run."""
+    code = """
+from rloo_kit import cli
+with cli._exit_codes():
+    exec("raise KeyboardInterrupt")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and "Exit" in done.stderr, "typer's Exit, which the command line turns into 130"
+    assert "rloo-kit: interrupted" in done.stderr

@@ -3,7 +3,6 @@
 `grid` gives every combination of its values, `runs` single runs; both override the common `parameters`.
 """
 
-import ast
 import contextlib
 import hashlib
 import itertools
@@ -16,16 +15,16 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
+from rloo_kit.batch.notebooks import TAG, Notebook, read_notebook
 from rloo_kit.config.messages import explain_errors, suggest
 from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import Count, Section
 from rloo_kit.config.yaml_files import Key, apply_override, dump_yaml, read_file
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.notebook.parameters import read_parameters
-from rloo_kit.runs.files import read_json
 from rloo_kit.system.env_file import find_root
+from rloo_kit.system.input_files import expand_user, is_file
 
-TAG = "parameters"  # papermill inserts its values after the first cell that has it
 GIVEN = {
     "run_name": "each run's training folder is <batch>/<run>/run",
     "output_dir": "each run's training folder is <batch>/<run>/run",
@@ -33,6 +32,7 @@ GIVEN = {
     "overwrite": "rloo-kit batch decides it run by run",
 }
 LONGEST_NAME = 100
+MOST_RUNS = 1000  # each is checked before the first one starts
 FILES = ("batch.yaml", "batch.json", "comparison.html", "comparison.csv")  # of a batch's folder
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+ -]*")
 Seconds = Annotated[float, Field(gt=0)]
@@ -64,14 +64,14 @@ class BatchFile(Section):
     @model_validator(mode="after")
     def _check_runs(self) -> "BatchFile":
         problems = [
-            f"grid.{name}: is {values!r}; it takes a list with a value or more"
+            f"grid.{name}: is {excerpt(values)}; it takes a list with a value or more"
             for name, values in self.grid.items()
             if not isinstance(values, list) or not values
         ]
         groups = {"parameters": self.parameters, "grid": self.grid}
         groups |= {f"runs.{index}.parameters": entry.parameters for index, entry in enumerate(self.runs)}
         problems += [
-            f"{group}.{name}: is {value!r}; it takes text, finite numbers, true, false, null and lists of these"
+            f"{group}.{name}: is {excerpt(value)}; it takes text, finite numbers, true, false, null and lists of these"
             for group, values in groups.items()
             for name, value in values.items()
             if not _is_plain(value)
@@ -85,6 +85,11 @@ class BatchFile(Section):
             ]
         if not self.grid and not self.runs:
             problems.append("there is nothing to run; give a grid or runs")
+        runs = len(self.runs)
+        if self.grid and not problems:
+            runs += math.prod(len(values) for values in self.grid.values())
+        if runs > MOST_RUNS:
+            problems.append(f"grid and runs give {runs:,} runs; a batch has at most {MOST_RUNS:,}: split it")
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -95,28 +100,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, str | int) or isinstance(value, float) and math.isfinite(value)
-
-
-@dataclass(frozen=True)
-class Notebook:
-    """A notebook's file.
-
-    Attributes:
-        path: absolute.
-        cell: source of the cell tagged `parameters`; None without one.
-        declared: each name that the cell assigns, with its value (None where that is no literal).
-        reads_parameters: whether it calls `read_parameters`, which knows more names than the cell declares.
-    """
-
-    path: Path
-    cell: str | None
-    declared: dict[str, Any]
-    reads_parameters: bool
-
-    @property
-    def trains(self) -> bool:
-        """Whether it trains: it takes the folder of a training run, and is not done without one."""
-        return {"run_name", "output_dir"} <= self.declared.keys()
 
 
 @dataclass(frozen=True)
@@ -189,8 +172,9 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
     except ValidationError as error:
         raise ConfigError(explain_errors(error, BatchFile, path, lines, changed)) from None
     name = file.name or path.stem
+    output_dir = expand_user(file.output_dir, f"{path}: output_dir")
     root = find_root(path.absolute().parent) or path.absolute().parent
-    batch = Batch(name, Path(file.output_dir).expanduser().absolute() / name, root, jobs=file.jobs)
+    batch = Batch(name, output_dir.absolute() / name, root, jobs=file.jobs)
     problems = [] if _NAME.fullmatch(name) else [_refuse_name("name", name)]
     batch.runs = _list_runs(file, path, root, problems)
     problems += _find_duplicates(batch.runs)
@@ -245,8 +229,8 @@ def _plain(value: Any) -> str:
 
 def _refuse_name(key: str, name: str) -> str:
     return (
-        f"{key}: is {name!r}; it becomes a folder: letters, digits, spaces and _ . , = + - from the second character "
-        f"on, at most {LONGEST_NAME}, and none of {', '.join(FILES)}"
+        f"{key}: is {excerpt(name)}; it becomes a folder: letters, digits, spaces and _ . , = + - from the second "
+        f"character on, at most {LONGEST_NAME}, and none of {', '.join(FILES)}"
     )
 
 
@@ -258,7 +242,7 @@ def _find_duplicates(runs: list[BatchRun]) -> list[str]:
     for run in runs:
         content = repr((run.notebook.path, sorted((name, repr(value)) for name, value in run.resolved.items())))
         if content in contents:
-            given = ", ".join(f"{name}={value!r}" for name, value in run.parameters.items()) or "no parameters"
+            given = ", ".join(f"{name}={excerpt(value)}" for name, value in run.parameters.items()) or "no parameters"
             problems.append(
                 f"{contents[content].name} and {run.name} are one run ({run.notebook.path.name} with {given}); "
                 "remove one of them"
@@ -309,43 +293,9 @@ def _check_parameters(run: BatchRun, root: Path) -> list[str]:
     return []
 
 
-# ------------------------------------------------------------------------------------------------ notebooks
-
-
 def _find_notebook(wanted: str, path: Path, root: Path) -> Path:
-    places = [folder / Path(wanted).expanduser() for folder in (root, path.absolute().parent)]
+    places = [folder / expand_user(wanted, "notebook") for folder in (root, path.absolute().parent)]
     for place in places:
-        if place.is_file():
+        if is_file(place):
             return place.resolve()
     raise ConfigError(f"there is no notebook {wanted}; looked at {' and '.join(dict.fromkeys(map(str, places)))}")
-
-
-def read_notebook(path: Path) -> Notebook:
-    """The notebook at `path`. Raises ConfigError where it is not format 4 or its parameters cell is not plain
-    Python."""
-    content = read_json(path)
-    if not isinstance(content, dict) or content.get("nbformat") != 4 or not isinstance(content.get("cells"), list):
-        raise ConfigError(f"{path} is not a notebook of format 4 (.ipynb)")
-    code = [cell for cell in content["cells"] if isinstance(cell, dict) and cell.get("cell_type") == "code"]
-    sources = ["".join(cell.get("source", "")) for cell in code]  # text, or a list of lines
-    tags = [cell.get("metadata", {}).get("tags") or () for cell in code]
-    cell = next((source for source, has in zip(sources, tags, strict=True) if TAG in has), None)
-    try:
-        declared = _assignments(cell or "")
-    except SyntaxError as error:
-        raise ConfigError(f"{path}: the cell tagged {TAG} is not plain Python: {error.msg}") from None
-    return Notebook(path, cell, declared, any("read_parameters" in source for source in sources))
-
-
-def _assignments(source: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for node in ast.parse(source).body:
-        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
-            continue
-        try:
-            value = ast.literal_eval(node.value)
-        except (ValueError, TypeError):
-            value = None
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        found |= {target.id: value for target in targets if isinstance(target, ast.Name)}
-    return found

@@ -4,7 +4,6 @@ A kernel has a session of its own, so processes are found by a mark in their env
 """
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,14 +15,13 @@ from typing import Any
 import psutil
 import yaml
 
-from rloo_kit.runs.files import read_json
+from rloo_kit.batch.notebooks import ANSI
 from rloo_kit.system.marked import END_TIMEOUT_S, Watchdog, end_marked
 
 BATCH_MARK, RUN_MARK = "RLOO_KIT_BATCH", "RLOO_KIT_BATCH_RUN"  # one batch process; the folder of one run
 OF_A_KERNEL = ("JPY_SESSION_NAME", "JPY_PARENT_PID")  # of a notebook that starts the batch
 KERNEL_DIED = 138  # papermill's exit code for it
 KERNEL_GONE_S = 60.0  # papermill has this long to save and end after its kernel is gone
-ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class RunProcess:
@@ -99,20 +97,6 @@ def papermill_command(notebook: Path, folder: Path, parameters: dict[str, Any]) 
     paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (notebook, folder / "notebook.ipynb")]
     options = ["-f", str(file), "-k", "python3", "--log-output", "--no-progress-bar"]
     return [sys.executable, "-m", "papermill", *paths, *options]
-
-
-def find_error(path: Path) -> str | None:
-    """The error in an executed notebook: "cell [3]: ValueError: too small"; None without one."""
-    content = read_json(path)
-    cells = content.get("cells", ()) if isinstance(content, dict) else ()
-    for cell in cells:
-        for output in cell.get("outputs", ()):
-            if output.get("output_type") == "error" and output.get("evalue") != "0":
-                count = cell.get("execution_count")
-                where = f"cell [{count}]: " if count else ""
-                text = f"{where}{output.get('ename')}: {output.get('evalue')}".removesuffix(": ")
-                return ANSI.sub("", text)
-    return None
 
 
 def last_line(log: Path, start: int = 0) -> str | None:

@@ -15,11 +15,11 @@ from typing import Any
 
 from rloo_kit.batch.comparison import make_text_table, write_comparison
 from rloo_kit.batch.file import Batch, BatchRun
+from rloo_kit.batch.notebooks import find_error
 from rloo_kit.batch.process import (
     KERNEL_DIED,
     RunProcess,
     end_left_over,
-    find_error,
     last_line,
     make_watchdog,
     papermill_command,

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from rloo_kit.batch.file import FILES, Batch, BatchRun
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
 from rloo_kit.runs.files import lock_folder, now, read_json, write_json, write_text
@@ -49,11 +51,23 @@ class RunStatus:
     @classmethod
     def read(cls, path: Path) -> "RunStatus | None":
         """The status in a file; None where there is none or it is not a batch's."""
-        values = read_json(path)
+        values = read_dict(path)
         known = {item.name for item in fields(cls)}
-        if not isinstance(values, dict) or not {"name", "notebook", "state"} <= values.keys():
+        if not {"name", "notebook", "state"} <= values.keys() or values["state"] not in STATES:
             return None
-        return cls(**{name: value for name, value in values.items() if name in known})
+        try:
+            return _STATUS.validate_python({name: value for name, value in values.items() if name in known})
+        except ValidationError:
+            return None
+
+
+_STATUS: TypeAdapter[RunStatus] = TypeAdapter(RunStatus)
+
+
+def read_dict(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; an empty one where there is none."""
+    values = read_json(path)
+    return values if isinstance(values, dict) else {}
 
 
 class BatchDir:
@@ -97,7 +111,7 @@ class BatchDir:
             self._read(resume)
             write_text(self.folder / "batch.yaml", batch.to_yaml())
         except BlockingIOError:
-            pid = (read_json(self.folder / "batch.json") or {}).get("pid", "unknown")
+            pid = read_dict(self.folder / "batch.json").get("pid", "unknown")
             raise RunExistsError(
                 f"{self.folder} is being written by another process ({pid}): wait for it, stop it, or give this batch "
                 "another name with name=..."
@@ -116,7 +130,7 @@ class BatchDir:
     def _check(self, resume: bool, overwrite: bool) -> None:
         if resume and overwrite:
             raise ConfigError("--resume and --overwrite were both given: one keeps the runs, the other deletes them")
-        state = (read_json(self.folder / "batch.json") or {}).get("state")
+        state = read_dict(self.folder / "batch.json").get("state")
         if resume and state is None:
             raise RunNotFoundError(f"there is no batch to resume in {self.folder}; start it without --resume")
         if state is None and self.folder.is_dir() and any(item.name != ".lock" for item in self.folder.iterdir()):

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.yaml_files import Key, Lines
+from rloo_kit.errors import excerpt
 
 
 def accepts_bool(annotation: Any) -> bool:
@@ -137,7 +138,7 @@ def _show(value: Any) -> str:
     """A value as the file writes it."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    return repr(value)
+    return excerpt(value, 300)
 
 
 def _follow(path: list[str | int], model: type[BaseModel]) -> tuple[list[str | int], Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, excerpt
 
 _OLD_CLIP = 10.0  # the old default of reward_clip_range, which only worked together with normalize_reward
 
@@ -34,18 +34,29 @@ class Translation:
     kept: dict[str, Any] = field(default_factory=dict)
 
 
+def _read_size(values: Mapping[str, Any], *names: str, default: int) -> int:
+    """The first of these sizes that is given and not 0; they are computed with before any other check."""
+    for name in names:
+        value = values.get(name)
+        if value:
+            _check_kind(name, value, int, "")
+            return int(value)
+    return default
+
+
 def _read_mini_batches(values: dict[str, Any], processes: int) -> dict[str, Any]:
-    passes = values["num_mini_batches"] * (values.get("gradient_accumulation_steps") or 1)
+    passes = values["num_mini_batches"] * _read_size(values, "gradient_accumulation_steps", default=1)
     return {"steps_per_generation": passes} if values["num_mini_batches"] > 1 else {}
 
 
 def _read_episodes(values: dict[str, Any], processes: int) -> dict[str, Any]:
     """Batches of the old loop times the optimizer steps of each; an episode was one completion."""
-    accumulation = values.get("gradient_accumulation_steps") or 1
-    passes = values.get("steps_per_generation") or accumulation * (values.get("num_mini_batches") or 1)
-    per_device = values.get("per_device_train_batch_size") or 8
-    completions = values.get("generation_batch_size") or per_device * processes * passes
-    epochs = values.get("num_iterations") or values.get("num_ppo_epochs") or 1
+    accumulation = _read_size(values, "gradient_accumulation_steps", default=1)
+    mini_batches = _read_size(values, "num_mini_batches", default=1)
+    passes = _read_size(values, "steps_per_generation", default=accumulation * mini_batches)
+    per_device = _read_size(values, "per_device_train_batch_size", default=8)
+    completions = _read_size(values, "generation_batch_size", default=per_device * processes * passes)
+    epochs = _read_size(values, "num_iterations", "num_ppo_epochs", default=1)
     batches = math.ceil(values["total_episodes"] / completions)
     return {"max_steps": math.ceil(batches * epochs * max(1, completions / (per_device * processes * accumulation)))}
 
@@ -209,8 +220,8 @@ def translate_config(given: Mapping[str, Any], processes: int = 1, prefix: str =
 
 def _check_kind(old: str, value: Any, kind: type, prefix: str) -> None:
     """Counts are computed with before any other check."""
-    if kind is int and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise ConfigError(f"{prefix}{old} is {value!r}; it takes a whole number, 0 or more")
+    if kind is int and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31):
+        raise ConfigError(f"{prefix}{old} is {excerpt(value)}; it takes a whole number, 0 or more and below 2**31")
 
 
 def _set_once(values: dict[str, Any], name: str, value: Any, old: str, new: str) -> None:

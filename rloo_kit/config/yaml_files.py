@@ -4,25 +4,20 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML, MappingNode, Node, SequenceNode
-from ruamel.yaml.constructor import ConstructorError, SafeConstructor
-from ruamel.yaml.error import YAMLError
 from ruamel.yaml.representer import SafeRepresenter
 
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, excerpt
+from rloo_kit.system.input_files import (
+    Key,
+    TooManyNodes,
+    collect_lines,
+    find_unwritable,
+    make_reader,
+    parse_yaml,
+    read_text,
+)
 
-Key = tuple[str | int, ...]
 Lines = dict[Key, int]
-
-
-class _Constructor(SafeConstructor):
-    """Dates are text, and a number that Python refuses (5,000 digits) is an error with a line."""
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except ValueError as error:
-            raise ConstructorError(None, None, str(error), node.start_mark) from None
 
 
 class _Representer(SafeRepresenter):
@@ -39,17 +34,8 @@ class _Representer(SafeRepresenter):
         return node
 
 
-_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 _Representer.add_representer(list, _Representer.represent_list)
 _Representer.add_representer(float, _Representer.represent_float)
-
-
-def _make_yaml() -> YAML:
-    yaml = YAML(typ="safe", pure=True)
-    yaml.Constructor, yaml.Representer = _Constructor, _Representer
-    yaml.default_flow_style, yaml.width = False, 120
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    return yaml
 
 
 def read_yaml(text: str, source: str = "the configuration") -> tuple[dict[str, Any], Lines]:
@@ -61,37 +47,13 @@ def read_yaml(text: str, source: str = "the configuration") -> tuple[dict[str, A
     Raises:
         ConfigError: the text is not YAML, not a mapping, or gives a key twice; with the line.
     """
-    yaml, lines = _make_yaml(), Lines()
-    try:
-        node = yaml.compose(text)
-        values = {} if node is None else yaml.constructor.construct_document(node)
-        _collect_lines(node, (), lines)
-    except YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{source}{f':{mark.line + 1}' if mark else ''}: not readable as YAML: {problem}") from None
-    except RecursionError:
-        raise ConfigError(
-            f"{source}: not readable as YAML: nested too deeply, or an alias (*name) inside the value that it names"
-        ) from None
+    values, node = parse_yaml(text, source)
+    values = {} if node is None else values
     if not isinstance(values, dict):
         raise ConfigError(
             f"{source}: holds a {type(values).__name__}; a mapping of sections (model:, rloo:, ...) is needed"
         )
-    return values, lines
-
-
-def _collect_lines(node: Node | None, path: Key, lines: Lines) -> None:
-    """Fill `lines` with the line of each key and list item below `node`."""
-    if isinstance(node, MappingNode):
-        entries = [(key.value, key, value) for key, value in node.value]
-    elif isinstance(node, SequenceNode):
-        entries = [(index, item, item) for index, item in enumerate(node.value)]
-    else:
-        return
-    for key, place, value in entries:
-        lines[(*path, key)] = place.start_mark.line + 1
-        _collect_lines(value, (*path, key), lines)
+    return values, collect_lines(node)
 
 
 def read_value(text: str) -> Any:
@@ -99,23 +61,27 @@ def read_value(text: str) -> Any:
 
     >>> read_value("5e-6"), read_value("[64, 128]"), read_value("null"), read_value("a: b: c")
     (5e-06, [64, 128], None, 'a: b: c')
+
+    Raises:
+        ConfigError: aliases in it stand for more values than any file may have.
     """
     try:
-        return _make_yaml().load(text)
-    except (YAMLError, RecursionError):
+        return parse_yaml(text, "the value")[0]
+    except TooManyNodes:
+        raise
+    except ConfigError:
         return text
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], Lines]:
-    """`read_yaml` of the file at `path`. Raises ConfigError where it is missing, not UTF-8 or not a YAML mapping."""
+    """`read_yaml` of the file at `path`. Raises ConfigError where it is missing, not UTF-8, no regular
+    file or not a YAML mapping."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         near = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         there = f"; there are {', '.join(near)}" if near else ""
         raise ConfigError(f"no configuration file at {path}{there}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     return read_yaml(text, str(path))
 
 
@@ -123,7 +89,9 @@ def apply_override(values: dict[str, Any], override: str) -> Key:
     """Set one `section.key=value` in `values`, in place, and return its path; list items go by index. Raises
     ConfigError for no `=`, an empty key, or a path through something that has no keys."""
     key, equals, text = override.partition("=")
-    parts: list[str | int] = [int(p) if p.isdecimal() else p for p in key.strip().lstrip("-").split(".")]
+    parts: list[str | int] = [int(p) if _is_index(p) else p for p in key.strip().lstrip("-").split(".")]
+    if problem := find_unwritable(override):
+        raise ConfigError(f"the override '{override}' holds {problem}")
     if not equals or "" in parts:
         raise ConfigError(f"the override '{override}' is not of the form section.key=value, for example rloo.beta=0.0")
     place: Any = values
@@ -134,7 +102,7 @@ def apply_override(values: dict[str, Any], override: str) -> Key:
             if not isinstance(part, int) or part >= len(place):
                 raise ConfigError(f"{start}{above} is a list of {len(place)}; use an index below that")
         elif not isinstance(place, dict):
-            raise ConfigError(f"{start}{above} is {place!r}, which has no keys below it")
+            raise ConfigError(f"{start}{above} is {excerpt(place)}, which has no keys below it")
         if depth == len(parts) - 1:
             place[part] = read_value(text.strip())
         elif isinstance(place, dict) and place.get(part) is None:
@@ -143,6 +111,11 @@ def apply_override(values: dict[str, Any], override: str) -> Key:
             place[part] = {}
         place = place[part]
     return tuple(parts)
+
+
+def _is_index(part: str) -> bool:
+    """Digits of ASCII (`²` and `٣` are some elsewhere), as many as an index can have."""
+    return part.isascii() and part.isdecimal() and len(part) <= 9
 
 
 def merge(values: dict[str, Any], section: str, changes: Any) -> None:
@@ -157,5 +130,9 @@ def merge(values: dict[str, Any], section: str, changes: Any) -> None:
 def dump_yaml(values: dict[str, Any]) -> str:
     """`values` as YAML that `read_yaml` reads back to the same values."""
     stream = StringIO()
-    _make_yaml().dump(values, stream)
+    yaml = make_reader()
+    yaml.Representer = _Representer
+    yaml.default_flow_style, yaml.width = False, 120
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.dump(values, stream)
     return stream.getvalue()

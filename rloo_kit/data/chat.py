@@ -4,13 +4,18 @@ Families: `thinking` (the prompt ends with an open `<think>`), `hybrid` (the tem
 `instruct` (neither), `plain` (no template). Source: the Qwen3 model cards' templates.
 """
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
-from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.think_tags import THINK_START
+from rloo_kit.errors import ConfigError, DataError, excerpt
+from rloo_kit.think_tags import THINK_END, THINK_START
 
 FAMILIES = ("thinking", "hybrid", "instruct", "plain")
 ROLES = ("system", "user", "assistant", "tool")
+THINK_TAGS = (THINK_START, THINK_END)
+# A turn of the assistant that holds its thinking: in front, closed once, opened there or by the template.
+_THOUGHT = re.compile(rf"\A\s*(?:{THINK_START})?((?!</?think>).)*{THINK_END}", re.DOTALL)
 _PROBE = [{"role": "user", "content": "1+1?"}]
 
 Message = dict[str, Any]
@@ -76,7 +81,7 @@ def render_prompt(
 
     Raises:
         DataError: the prompt is empty, of another type, holds the tokenizer's control tokens (a template applied
-            already) or cannot be rendered by the template.
+            already) or thinking tags outside an assistant's turn, or cannot be rendered by the template.
     """
     if family == "plain":
         return _without_bos(tokenizer, _plain_text(prompt, system_prompt))
@@ -145,9 +150,13 @@ def _as_messages(prompt: Any, system_prompt: str | None) -> list[Message]:
 
 def _message(message: Any, number: int) -> Message:
     if not isinstance(message, dict) or "role" not in message or "content" not in message:
-        raise DataError(f'message {number} of the prompt has to be {{"role": ..., "content": ...}}, found {message!r}')
-    if message["role"] not in ROLES:
-        raise DataError(f"message {number} has the role {message['role']!r}; it has to be one of {', '.join(ROLES)}")
+        raise DataError(
+            f'message {number} of the prompt has to be {{"role": ..., "content": ...}}, found {excerpt(message)}'
+        )
+    if not isinstance(message["role"], str) or message["role"] not in ROLES:
+        raise DataError(
+            f"message {number} has the role {excerpt(message['role'])}; it has to be one of {', '.join(ROLES)}"
+        )
     if not isinstance(message["content"], str):
         raise DataError(
             f"message {number} of the prompt has a content of type {type(message['content']).__name__}; it has to be "
@@ -174,16 +183,43 @@ def refuse_surrogates(text: str, what: str) -> None:
 
 
 def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
-    """A control token in a message means a template applied twice, or a text that ends its own turn."""
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    """A control token in a message means a template applied twice, or a text that ends its own turn; a thinking tag
+    becomes the token that rewards and budgets decide by, so a user could close a thought that never was."""
+    added = [(str(token), token.special) for token in tokenizer.added_tokens_decoder.values()]
+    special = [text for text, is_special in added if is_special and text not in THINK_TAGS]
+    tags = [text for text, _ in added if text in THINK_TAGS]
     for message in messages:
-        for token in special:
-            if token in message["content"]:
-                raise DataError(
-                    f"the {message['role']} message holds the tokenizer's control token {token}: a chat template seems "
-                    "to be applied already. Give the bare text or the messages; or set model.family: plain to use "
-                    "rendered prompts"
-                )
+        role = message["role"]
+        for key, text in _texts_of(message):
+            where = f"the {role} message" + ("" if key == "content" else f"'s {key}")
+            for token in special:
+                if token in text:
+                    raise DataError(
+                        f"{where} holds the tokenizer's control token {token}: a chat template seems to be applied "
+                        "already. Give the bare text or the messages; or set model.family: plain to use rendered "
+                        "prompts"
+                    )
+            rest = _THOUGHT.sub("", text) if role == "assistant" and key == "content" else text
+            for tag in tags:
+                if tag in rest:
+                    raise DataError(
+                        f"{where} holds {tag}, which the tokenizer reads as the token that opens or closes the model's "
+                        "own thinking. Take it out, or write it otherwise (think tag); only an assistant's turn may "
+                        f"hold thinking, in front of its answer: {THINK_START}...{THINK_END}answer"
+                    )
+
+
+def _texts_of(message: Message) -> Iterator[tuple[str, str]]:
+    """Every text of a message that a template may render, with the key of the message that it is in."""
+    for key, value in message.items():
+        left, seen = [value], set()
+        while left:
+            item = left.pop()
+            if isinstance(item, str):
+                yield str(key), item
+            elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
+                seen.add(id(item))
+                left.extend([*item.keys(), *item.values()] if isinstance(item, dict) else item)
 
 
 def _without_bos(tokenizer: Any, text: str) -> str:

@@ -121,10 +121,13 @@ def _answers(run: RunConfig, source: DataSource) -> list[str] | None:
 def _answer(value: Any, section: DataSection, where: str) -> str:
     column = f"data.answer_column: {section.answer_column}"
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not isinstance(value, str) and not (number and math.isfinite(value)):
+    if not isinstance(value, str) and not (number and (isinstance(value, int) or math.isfinite(value))):
         what = "no answer" if number or value is None else f"an answer of type {type(value).__name__}"
         raise DataError(f"{where}: {what}; each row needs a text or a number ({column})")
-    text = str(value).strip()
+    try:
+        text = str(value).strip()
+    except ValueError:  # Python writes no number of more than 4300 digits
+        raise DataError(f"{where}: the answer has thousands of digits; give it as text ({column})") from None
     if section.answer_after is not None:
         _, found, text = text.rpartition(section.answer_after)
         if not found:

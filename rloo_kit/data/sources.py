@@ -2,6 +2,7 @@
 
 import csv
 import json
+import stat
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Any
 
 from rloo_kit import _stack
 from rloo_kit.data.chat import refuse_surrogates
-from rloo_kit.errors import DataError
+from rloo_kit.errors import DataError, excerpt
 
 FILE_KINDS = (".jsonl", ".csv", ".parquet")
 # Names that the trainer passes to a reward itself, or reads as an image prompt: a column may not use them.
@@ -50,20 +51,34 @@ def find_file(source: str, config_file: Path | None = None) -> Path | None:
     """The file that `source` names, from the working directory, then the config's folder; None if it is a hub id.
     Raises DataError where it looks like a path and does not exist, or is a file of another kind."""
     folders = [Path.cwd(), *([config_file.parent] if config_file else [])]
-    for candidate in dict.fromkeys((folder / Path(source).expanduser()) for folder in folders):
-        if candidate.is_dir():
+    for candidate in dict.fromkeys((folder / _expand_user(source)) for folder in folders):
+        try:
+            mode = candidate.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as error:  # too long a name, a NUL in it, a locked folder
+            raise DataError(f"data.source: {excerpt(source)} cannot be looked up as a file: {error}") from None
+        if stat.S_ISDIR(mode):
             raise DataError(f"data.source: {candidate} is a folder; name a file in it ({', '.join(FILE_KINDS)})")
-        if candidate.is_file():
-            if candidate.suffix.lower() not in FILE_KINDS:
-                raise DataError(
-                    f"data.source: {candidate} has the ending '{candidate.suffix}'; read are {', '.join(FILE_KINDS)}. "
-                    "Convert it, or read it yourself and pass the rows: load_data(run, tokenizer, rows=...)"
-                )
-            return candidate
+        if not stat.S_ISREG(mode):
+            raise DataError(f"data.source: {candidate} is no regular file, but a pipe or a device; save the rows first")
+        if candidate.suffix.lower() not in FILE_KINDS:
+            raise DataError(
+                f"data.source: {candidate} has the ending '{candidate.suffix}'; read are {', '.join(FILE_KINDS)}. "
+                "Convert it, or read it yourself and pass the rows: load_data(run, tokenizer, rows=...)"
+            )
+        return candidate
     looks_like_a_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source
     if looks_like_a_path or Path(source).suffix.lower() in FILE_KINDS:
         raise DataError(f"data.source: no file {source}, looked in {' and in '.join(map(str, dict.fromkeys(folders)))}")
     return None
+
+
+def _expand_user(source: str) -> Path:
+    try:
+        return Path(source).expanduser()
+    except RuntimeError:
+        raise DataError(f"data.source: {excerpt(source)} names a user whom this machine does not know") from None
 
 
 def read_file(path: Path, columns: Columns) -> DataSource:
@@ -207,12 +222,15 @@ def _read_parquet(path: Path, columns: Columns) -> DataSource:
 def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, columns: Columns) -> DataSource:
     if not rows:
         raise DataError(f"{name} has no rows")
-    datasets = _stack.load_stack().datasets
-    names = list(dict.fromkeys(key for row in rows for key in row))
     for place, row in zip(places, rows, strict=True):
-        _require_columns(name, place, list(row), columns)
         for key in row:
-            refuse_surrogates(str(key), f"{name}, {place}: the column name")
+            if not isinstance(key, str):
+                raise DataError(
+                    f"{name}, {place}: the column name {excerpt(key)} is a {type(key).__name__}; write it as text"
+                )
+            refuse_surrogates(key, f"{name}, {place}: the column name")
+        _require_columns(name, place, list(row), columns)
+    names = list(dict.fromkeys(key for row in rows for key in row))
     taken, notes = _taken_columns(name, names, columns)
     others = {
         key: _arrow_column(key, [row.get(key) for row in rows], lambda row: f"{name}, {places[row]}")
@@ -223,10 +241,26 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
         name=name,
         prompts=[row[columns.prompt] for row in rows],
         answers=[row.get(columns.answer) for row in rows] if columns.answer in names else None,
-        others=datasets.Dataset.from_dict(others) if others else None,
+        others=_table(others, name) if others else None,
         places=places,
         notes=notes,
     )
+
+
+def _table(columns: dict[str, list[Any]], name: str) -> Any:
+    """A `datasets.Dataset` of columns that Arrow can hold, each alone."""
+    import pyarrow
+
+    try:
+        return _stack.load_stack().datasets.Dataset.from_dict(columns)
+    except (
+        pyarrow.ArrowException,
+        TypeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # nested too deeply to be combined
+        raise DataError(f"{name}: Arrow cannot hold the columns {', '.join(columns)}: {error}") from error
 
 
 def _arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> list[Any]:
@@ -236,7 +270,7 @@ def _arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> l
     def explain(rows: list[Any]) -> Exception | None:
         try:
             pyarrow.array(rows)
-        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
+        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError, RecursionError) as error:
             return error
         return None
 

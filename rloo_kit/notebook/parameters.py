@@ -22,8 +22,9 @@ from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import Section
 from rloo_kit.config.yaml_files import read_value
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.system.env_file import find_root
+from rloo_kit.system.input_files import expand_user, find_unwritable, is_file, read_text
 
 KIT_ROOT = Path(__file__).resolve().parents[2]
 # Each parameter with the key that it sets, or in parentheses what it does without one.
@@ -142,7 +143,9 @@ def _read(name: str, value: Any) -> Any:
         return ""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral | str | os.PathLike):
         raise ValueError("it takes text (in quotes; papermill leaves the text of -r NAME VALUE as it is)")
-    text = str(value)
+    text = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+    if not isinstance(text, str) or (problem := find_unwritable(text)):
+        raise ValueError(f"it takes text{'' if isinstance(text, bytes) else f' without {problem}'}")
     if name != "run_name" and not text.strip():
         raise ValueError(
             "it takes a file, such as 'configs/arithmetic_thinking.yaml'"
@@ -150,8 +153,8 @@ def _read(name: str, value: Any) -> Any:
             else "it takes the folder that runs are written into, such as 'outputs'"
         )
     if name == "output_dir":
-        return str((find_root() or Path.cwd()) / Path(text).expanduser())
-    return _find_config(Path(text).expanduser()) if name == "config" else text
+        return str((find_root() or Path.cwd()) / expand_user(text, name))
+    return _find_config(expand_user(text, name)) if name == "config" else text
 
 
 def _read_as_field(key: str, value: Any) -> Any:
@@ -176,7 +179,7 @@ def _split_overrides(value: Any) -> list[str]:
     for item in items:
         if not isinstance(item, str) or "=" not in item:
             raise ValueError(
-                f"{item!r} in it is not section.key=value; quote an item that has spaces, "
+                f"{excerpt(item)} in it is not section.key=value; quote an item that has spaces, "
                 "as in \"'eval.thinking_budgets=[16, 32]'\""
             )
     return items
@@ -185,7 +188,7 @@ def _split_overrides(value: Any) -> list[str]:
 def _find_config(path: Path) -> str:
     places = [root / path for root in (find_root(), Path.cwd(), KIT_ROOT) if root]  # an absolute path stays as it is
     for place in places:
-        if place.is_file():
+        if is_file(place):
             return os.path.normpath(place)
     raise ValueError(f"there is no such file; looked at {', '.join(dict.fromkeys(map(os.path.normpath, places)))}")
 
@@ -202,8 +205,7 @@ def _override_text(value: Any) -> str:
 def _show(value: Any) -> str:
     """A value, short enough for a line; an object that a later cell put under the name by its type alone."""
     plain = isinstance(value, str | numbers.Number | list | tuple | dict | os.PathLike) or value is None
-    text = repr(value) if plain else f"a {type(value).__name__}"
-    return text if len(text) <= 80 else text[:77] + "..."
+    return excerpt(value, 80) if plain else f"a {type(value).__name__}"
 
 
 def _refuse(name: str, place: str) -> str:
@@ -238,7 +240,9 @@ def assigned_names(namespace: Mapping[str, Any]) -> dict[str, str] | None:
 
     The tag of a cell does not reach the kernel, its text does: IPython's `In`, or the file of a script (`__file__`).
     """
-    executed = [(f"In[{number}]", str(cell)) for number, cell in enumerate(namespace.get("In") or ())]
+    inputs = namespace.get("In")  # whatever the user put there, if it is not IPython's list
+    cells = enumerate(inputs) if isinstance(inputs, list) else ()
+    executed = [(f"In[{number}]", cell) for number, cell in cells if isinstance(cell, str)]
     current = _current_cells(executed) or _current_cells(_script_cells(namespace.get("__file__")))
     names: dict[str, str] = {}
     for place, tree in current:
@@ -264,7 +268,7 @@ def _current_cells(executed: list[tuple[str, str]]) -> list[tuple[str, ast.Modul
             continue
         try:
             tree = ast.parse(cell.strip())
-        except SyntaxError:  # it has not run either
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # it has not run either
             continue
         if head[0] != "# Parameters":
             found, own = [(place, tree)], True
@@ -281,7 +285,7 @@ def _script_cells(file: Any) -> list[tuple[str, str]]:
     if not isinstance(file, str) or not file.endswith(".py"):
         return []
     try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        text = read_text(Path(file))
+    except (FileNotFoundError, ConfigError):
         return []
     return [(Path(file).name, cell) for cell in re.split(r"^# ?%%.*$", text, flags=re.MULTILINE)]

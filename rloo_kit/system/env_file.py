@@ -66,7 +66,13 @@ def load_env_file(root: Path | None = None, expected: Sequence[str] = EXPECTED_K
     before = {name for name, value in os.environ.items() if value}
     for name, value in values.items():
         if value and not os.environ.get(name) and not (name in KEEP_EMPTY and name in os.environ):
-            os.environ[name] = value
+            try:
+                os.environ[name] = value
+            except ValueError:  # by name only if it looks like one, see below
+                what = name if _PLAIN_NAME.fullmatch(name) else "a variable"
+                raise SetupError(
+                    f"{report.path}: {what} holds a NUL or half a character, which no environment takes; write it again"
+                ) from None
     # Only what looks like a name is reported: a broken multi-line secret leaves scraps of itself as names.
     empty = [name for name, value in values.items() if value == "" and _PLAIN_NAME.fullmatch(name)]
     asked = [expected] if isinstance(expected, str) else expected

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.system.gpu import find_gpus
 
 WORLD_SIZE, RANK, LOCAL_RANK = "WORLD_SIZE", "RANK", "LOCAL_RANK"
@@ -88,9 +88,9 @@ def launch_run(file: Path, arguments: Sequence[str], processes: int | None = Non
     Raises:
         ConfigError: the file cannot be used, there are too few GPUs, or a launcher started this process already.
     """
-    settings = _read_launch_file(file) | ({} if processes is None else {"num_processes": processes})
-    machines = int(settings.get("num_machines") or 1)
-    _refuse_too_few_gpus(file, int(settings.get("num_processes") or 1) // machines, machines, settings)
+    settings = read_launch_file(file, processes)
+    machines = settings.get("num_machines") or 1
+    _refuse_too_few_gpus(file, (settings.get("num_processes") or 1) // machines, machines, settings)
     command = ["--config_file", str(file)]
     if machines == 1 and settings.get("main_process_port") is None:
         command += ["--main_process_port", "0"]  # a free one, so that two runs do not share it
@@ -111,22 +111,24 @@ def resume_words() -> list[str]:
     return ["--launch", *shlex.split(words)] if words else []
 
 
-def _read_launch_file(file: Path) -> dict[str, Any]:
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
+def read_launch_file(file: Path, processes: int | None = None) -> dict[str, Any]:
+    """The settings of a launch file of accelerate, with `processes` in place of its own number.
+
+    Raises:
+        ConfigError: it cannot be read, is no launch file, starts no run of several processes, or a launcher started
+            this process already.
+    """
+    from rloo_kit.system.input_files import parse_yaml, read_text
 
     if by_launcher := [name for name in (RANK, LOCAL_RANK) if os.environ.get(name)] + [WORLD_SIZE] * is_distributed():
         why = f"this process was started by a launcher already ({by_launcher[0]} is set)"
         raise ConfigError(f"--launch {file}: {why}: leave --launch out")
-    reader = YAML(typ="safe", pure=True)
-    reader.version = (1, 1)  # accelerate reads it so
     try:
-        settings = reader.load(file)
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
-        why = "there is no such file" if isinstance(error, FileNotFoundError) else f"it cannot be read: {error}"
+        settings, _ = parse_yaml(read_text(file), f"--launch {file}", version=(1, 1))  # accelerate reads it so
+    except FileNotFoundError:
         near = get_close_matches(file.name, [path.name for path in file.parent.glob("*.yaml")], 1)
         meant = f"did you mean {file.parent / near[0]}?" if near else "the kit's own lie in configs/accelerate"
-        raise ConfigError(f"--launch {file}: {why}; {meant}") from None
+        raise ConfigError(f"--launch {file}: there is no such file; {meant}") from None
     if not isinstance(settings, dict) or "distributed_type" not in settings:
         raise ConfigError(
             f"--launch {file}: no launch file of accelerate (it has no distributed_type); see configs/accelerate, or "
@@ -137,6 +139,11 @@ def _read_launch_file(file: Path) -> dict[str, Any]:
             f"--launch {file}: accelerate starts a single process for distributed_type MULTI_CPU without mpirun; use "
             "configs/accelerate/cpu_two.yaml (MULTI_GPU without a GPU, through gloo)"
         )
+    settings |= {} if processes is None else {"num_processes": processes}
+    for name in ("num_processes", "num_machines"):
+        value = settings.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"--launch {file}: {name} is {excerpt(value)}; it takes a whole number, 1 or more")
     return settings
 
 

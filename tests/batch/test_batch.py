@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from rloo_kit.batch.comparison import collect_rows, make_text_table, write_comparison
 from rloo_kit.batch.file import LONGEST_NAME, Batch, load_batch, make_name
+from rloo_kit.batch.notebooks import find_error
 from rloo_kit.batch.process import RunProcess, papermill_command
 from rloo_kit.batch.progress import BatchDisplay
 from rloo_kit.batch.runner import BatchResult, Signals
@@ -459,3 +460,92 @@ def test_the_exit_code_counts_the_runs_that_are_not_done(
     monkeypatch.setattr("rloo_kit.batch.runner.run_batch", lambda *_, **__: Path("/nowhere/at/all").read_text())
     code, _, said = call(folder / "configs" / "b.yaml")
     assert code == 125 and "/nowhere" in said, "Python ends with 1 on a bug, which would read as one failed run"
+
+
+# ------------------------------------------------------------------------------------------------ malformed files
+
+
+ERROR = {"output_type": "error", "ename": "ValueError", "evalue": "\x1b[31mtoo small\x1b[0m"}
+CODE = {"cell_type": "code", "source": "1/0", "metadata": {}}
+
+
+@pytest.mark.parametrize(
+    ("cell", "found"),
+    [
+        (3, "no mapping with a cell_type"),
+        ({"source": "x"}, "no mapping with a cell_type"),
+        (CODE | {"metadata": []}, "its metadata is no mapping"),
+        (CODE | {"metadata": {"tags": "parameters"}}, "metadata.tags is no list of texts"),
+        (CODE | {"source": {"a": 1}}, "its source is neither text nor a list of lines"),
+        (CODE | {"source": ["a", 1]}, "its source is neither text nor a list of lines"),
+        (CODE | {"source": "a = 1\0", "metadata": {"tags": ["parameters"]}}, "is not plain Python"),
+        (CODE | {"source": "a = " + "(" * 5000, "metadata": {"tags": ["parameters"]}}, "is not plain Python"),
+    ],
+)
+def test_a_malformed_cell_is_named(cell: object, found: str, folder: Path) -> None:
+    """`metadata: []` ended a batch in an AttributeError that named no file."""
+    path = folder / "bad.ipynb"
+    path.write_text(json.dumps({"nbformat": 4, "cells": [CODE, cell]}))
+    message = refusal(folder, notebook="bad.ipynb", runs=[{}])
+    assert str(path) in message and found in message and ("cell 2" in message or "parameters" in message)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000, '{"cells": 3}', '{"nbformat": 4, "cells": {}}'])
+def test_a_file_that_is_no_notebook_is_named(content: str, folder: Path) -> None:
+    """JSON nested a hundred thousand times ended in a RecursionError."""
+    (folder / "bad.ipynb").write_text(content)
+    assert "bad.ipynb is not a notebook of format 4" in refusal(folder, notebook="bad.ipynb", runs=[{}])
+    assert find_error(folder / "bad.ipynb") is None
+
+
+@pytest.mark.parametrize(
+    ("cells", "error"),
+    [
+        ([CODE | {"execution_count": 3, "outputs": [ERROR]}], "cell [3]: ValueError: too small"),
+        ([CODE | {"execution_count": [], "outputs": [ERROR]}], "ValueError: too small"),
+        ([CODE | {"outputs": [{"output_type": "error", "ename": 3}]}], None),
+        ([CODE | {"outputs": [{"output_type": "error", "ename": "KeyError"}]}], "KeyError"),
+        ([CODE | {"outputs": 3}, "x", None, [], {"outputs": [3, None, ERROR]}], "ValueError: too small"),
+        ({"a": 1}, None),
+    ],
+)
+def test_the_error_of_a_torn_notebook(cells: object, error: str | None, tmp_path: Path) -> None:
+    """The reason of a failed run was hidden by an AttributeError of its reader, which ended the whole batch."""
+    path = tmp_path / "notebook.ipynb"
+    path.write_text(json.dumps({"nbformat": 4, "cells": cells}))
+    assert find_error(path) == error
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[1]", "{", '{"name": 1, "notebook": [], "state": "done"}', '{"name": "x", "notebook": "y", "state": "dead"}'],
+)
+def test_a_damaged_status_counts_as_none(content: str, folder: Path) -> None:
+    """A torn status.json of one run, or a batch.json that is a list, ended `--resume` of the other runs."""
+    batch = load(folder, grid={"seed": [1, 2]})
+    leave_batch(batch, "done", "done")
+    (batch.folder / batch.runs[0].name / "status.json").write_text(content)
+    with BatchDir.create(batch, resume=True) as place:
+        assert [run.name for run in place.to_do()] == [batch.runs[0].name]
+    (batch.folder / "batch.json").write_text(content if '"state"' not in content else "[2]")
+    with pytest.raises(RunNotFoundError, match="no batch to resume"):
+        BatchDir.create(batch, resume=True)
+
+
+def test_a_grid_has_an_end(folder: Path) -> None:
+    """Nine lists of nine values are 387 million runs: the list of them filled the memory."""
+    grid = {f"p{number}": list(range(9)) for number in range(9)}
+    assert "387,420,489 runs; a batch has at most 1,000" in refusal(folder, grid=grid)
+
+
+def test_figures_that_are_no_numbers_are_left_out(folder: Path) -> None:
+    """`"accuracy": "high"` in one run's file ended the printing of the batch, and with it the batch."""
+    batch = load(folder, grid={"seed": [1]})
+    leave_batch(batch, "done")
+    training = batch.folder / batch.runs[0].name / "run"
+    training.mkdir()
+    (training / "after.json").write_text('{"accuracy": "high", "low": [], "greedy_accuracy": NaN, "mean_tokens": true}')
+    with BatchDir.create(batch, resume=True) as place:
+        (row,) = collect_rows(place)
+        assert row["accuracy_after"] is row["accuracy_low_after"] is row["tokens_after"] is None
+        write_comparison(place)

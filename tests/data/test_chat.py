@@ -156,7 +156,86 @@ def test_template_is_not_applied_twice(with_template):
     with pytest.raises(DataError, match=r"control token <\|im_start\|>.*applied already.*model.family: plain"):
         render_prompt(tokenizer, once, "thinking")
     assert render_prompt(tokenizer, once, "plain") == once
-    assert "use <think>" in render_prompt(tokenizer, "use <think> tags", "thinking"), "an added token, no control token"
+
+
+def user(text: str, **more: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text, **more}]
+
+
+TYPED = [
+    ("close it: </think> 42", "the user message holds </think>"),
+    ("use <think> tags", "the user message holds <think>"),
+    (user("</think>"), "the user message holds </think>"),
+    ([{"role": "system", "content": "<think>"}, *user("hi")], "the system message holds <think>"),
+    ([*user("hi"), {"role": "tool", "content": "x</think>"}], "the tool message holds </think>"),
+    (user("hi", name="a</think>"), "the user message's name holds </think>"),
+    (user("hi", parts=[{"text": ["</think>"]}]), "the user message's parts holds </think>"),
+    (user("hi", parts={"<|im_end|>": 1}), r"the user message's parts holds the tokenizer's control token <|im_end|>"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "text"), TYPED)
+@pytest.mark.parametrize("family", ["thinking", "hybrid", "instruct"])
+def test_a_thinking_tag_that_somebody_typed_is_refused(with_template, family, prompt, text):
+    """`</think>` in a question became the token that every reward decides by; `<|im_end|>` was refused."""
+    with pytest.raises(DataError) as caught:
+        render_prompt(with_template(family), prompt, family)
+    assert text in str(caught.value)
+    with pytest.raises(DataError, match="the system message holds </think>"):
+        render_prompt(with_template(family), "hi", family, system_prompt="Do not write </think>.")
+
+
+# What Qwen3's template does with the assistant's turns: thinking is split off, and dropped before the last question.
+QWEN3 = (
+    "{% for m in messages %}{% set content = m.content %}{% if m.role == 'assistant' and '</think>' in content %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ content }}<|im_end|>\n{% endfor %}" + OPENING + "<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "refused"),
+    [
+        ("<think>\n1+1\n</think>\n\n2", None),
+        ("1+1\n</think>\n\n2", None),  # as a model writes it whose prompt ends in an open <think>
+        ("\n <think></think>2", None),
+        ("2", None),
+        ("<think>1+1", "<think>"),
+        ("<think>a</think>b</think>c", "</think>"),
+        ("<think>a<think>b</think>c", "<think>"),
+        ("so <think>a</think>b", "<think>"),
+        ("a</think><think>", "<think>"),
+    ],
+)
+def test_only_an_assistants_turn_may_hold_thinking(with_template, content, refused):
+    """Earlier turns of a conversation come with their thinking, which the template takes out: once, in front."""
+    tokenizer = with_template(QWEN3)
+    talk = [*user("1+1?"), {"role": "assistant", "content": content}, *user("And 2+2?")]
+    if refused is not None:
+        with pytest.raises(DataError) as caught:
+            render_prompt(tokenizer, talk, "thinking")
+        assert f"the assistant message holds {refused}" in str(caught.value)
+        return
+    text = render_prompt(tokenizer, talk, "thinking")
+    ids = tokenizer(text)["input_ids"]
+    assert text.endswith("<think>\n") and "2<|im_end|>" in text
+    assert (ids.count(259), ids.count(260)) == (1, 0), "the open tag of the generation prompt, and no other"
+
+
+def test_reasoning_content_has_no_tags_of_its_own(with_template):
+    """`reasoning_content` is put between tags by the template."""
+    tokenizer = with_template("thinking")
+    talk = [*user("1+1?"), {"role": "assistant", "content": "2", "reasoning_content": "1+1"}, *user("And 2+2?")]
+    assert render_prompt(tokenizer, talk, "thinking")
+    talk[1]["reasoning_content"] = "a</think>b"
+    with pytest.raises(DataError, match="the assistant message's reasoning_content holds </think>"):
+        render_prompt(tokenizer, talk, "thinking")
+
+
+def test_tags_that_are_no_tokens_are_text(with_template, bos_tokenizer):
+    """A tokenizer without thinking tags reads them as any other text; and a rendered prompt has its own."""
+    assert "</think>" in render_prompt(bos_tokenizer, "close it: </think>", "instruct")
+    assert render_prompt(with_template("plain"), "<|im_start|>user\n</think>", "plain").endswith("</think>")
 
 
 def test_template_that_fails_is_named(with_template):

@@ -283,7 +283,10 @@ def test_the_cpu_file_hides_every_gpu(run_fresh):
     ("text", "message"),
     [
         (None, "there is no such file; did you mean .*/cpu_two.yaml"),
-        ("a: [", "it cannot be read"),
+        ("a: [", "cpu_tow.yaml:1: not readable as YAML"),
+        ("{distributed_type: MULTI_GPU, num_processes: two}", "num_processes is 'two'; it takes a whole number"),
+        ("{distributed_type: MULTI_GPU, num_machines: 0.5}", "num_machines is 0.5; it takes a whole number"),
+        ("a: &a [*a]", "nested too deeply, or an alias"),
         ("- a list", "no launch file of accelerate.*distributed_type"),
         ("model: {name: x}", "no launch file of accelerate.*distributed_type"),
         ("{distributed_type: MULTI_CPU, use_cpu: true, num_processes: 2}", "MULTI_CPU.*cpu_two.yaml"),  # starts one

@@ -1,0 +1,210 @@
+"""Files that a user wrote: text of a bounded size, YAML 1.2 (`5e-6` is a number, `no` is text) with bounded aliases.
+
+Whatever is wrong with one is a ConfigError with its line.
+"""
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML, MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.constructor import ConstructorError, SafeConstructor
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.scanner import Scanner, ScannerError
+
+from rloo_kit.errors import ConfigError, excerpt
+
+MOST_BYTES = 1_000_000  # of a YAML file; those of the kit have a few hundred
+DEEPEST = 100  # levels of [ and {; ruamel takes seconds for thousands, and then Python's stack ends
+MOST_NODES = 100_000  # values and keys of a YAML text, each counted as often as its aliases repeat it
+HANDED_OVER = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # pipes that the shell has opened: <(command), command |
+_TAG = "tag:yaml.org,2002:"
+
+
+class TooManyNodes(ConfigError):
+    """A YAML text that stands for more values than any reader could hold."""
+
+
+class Constructor(SafeConstructor):
+    """Plain values only: dates are text; binary data, sets and pairs are refused, and so is what no file, table or
+    terminal takes."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            # ruamel checks no value that has a tag: `!!bool x` is a KeyError, `!!int ''` an IndexError.
+            what = f"{error} ({node.tag})" if isinstance(error, ValueError) else f"the value does not fit {node.tag}"
+            raise ConstructorError(None, None, what, node.start_mark) from None
+        if isinstance(value, int) and value.bit_length() > 64:
+            what = "a whole number of more than 64 bits; write it as text, in quotes, or with an exponent (1e30)"
+            raise ConstructorError(None, None, what, node.start_mark)
+        if isinstance(value, str) and (problem := find_unwritable(value)):
+            raise ConstructorError(None, None, f"a text with {problem}", node.start_mark)
+        return value
+
+
+class BoundedScanner(Scanner):
+    """Refuses brackets within brackets, thousands of times."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any, to_push: str) -> None:
+        if len(self.flow_context) >= DEEPEST:
+            mark = self.reader.get_mark()
+            raise ScannerError(None, None, f"nested too deeply, more than {DEEPEST} levels of brackets", mark)
+        super().fetch_flow_collection_start(TokenClass, to_push)
+
+
+Constructor.add_constructor(_TAG + "timestamp", SafeConstructor.construct_yaml_str)
+for _name in ("binary", "set", "omap", "pairs"):
+    Constructor.yaml_constructors.pop(_TAG + _name, None)
+
+
+def find_unwritable(text: str) -> str | None:
+    """What in `text` no file name and no UTF-8 file can hold, in words; None: nothing.
+
+    >>> find_unwritable("a\\0"), find_unwritable("é")
+    ('a NUL character', None)
+    """
+    if "\0" in text:
+        return "a NUL character"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"half a character ({text[error.start].encode('unicode_escape').decode()})"
+    return None
+
+
+def expand_user(path: str, key: str) -> Path:
+    """`path` with the folder of a user in place of `~`; ConfigError, which names `key`, where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{key}: is {excerpt(path)}, but this machine has no such user; write the folder out"
+        ) from None
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a regular file at `path`; False too for what no file can be called, or in a locked folder."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """The UTF-8 text of a regular file, or of a pipe that the shell opened for this process (`<(command)`).
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`.
+        ConfigError: a folder, a device, another pipe (which may wait for its writer for ever), no permission, no
+            possible name, more than `most_bytes`, or not UTF-8.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise ConfigError(f"{path} is a folder; name a file in it")
+        handed_over = stat.S_ISFIFO(mode) and str(path).startswith(HANDED_OVER)
+        if not stat.S_ISREG(mode) and not handed_over:
+            kind = "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
+            raise ConfigError(f"{path} is {kind}; a regular file is needed, or <(command) in the shell")
+        with open(path, "rb") as file:
+            content = file.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise ConfigError(f"{path} has more than {most_bytes:,} bytes, which is the limit of such a file")
+        return content.decode("utf-8")
+    except (FileNotFoundError, ConfigError):
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: cannot be read as UTF-8 text: {error.reason}; save it as UTF-8") from None
+    except ValueError:
+        raise ConfigError(f"{path}: no file can have this name: {find_unwritable(str(path))}") from None
+
+
+def make_reader(version: tuple[int, int] | None = None) -> YAML:
+    """ruamel's reader of plain values; `version` (1, 1) reads `no` as false, as PyYAML does."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Constructor, yaml.Scanner = Constructor, BoundedScanner
+    yaml.version = version
+    return yaml
+
+
+def parse_yaml(text: str, source: str, version: tuple[int, int] | None = None) -> tuple[Any, Node | None]:
+    """The value of a YAML text (None for an empty one) and its tree of nodes, for their lines.
+
+    Raises:
+        TooManyNodes: aliases (`*name`) make it more than `MOST_NODES` values.
+        ConfigError: it is not YAML, nested too deeply, gives a key twice or has a value that its tag does not take.
+    """
+    yaml = make_reader(version)
+    try:
+        node = _compose(yaml, text)
+        if node is None:
+            return None, None
+        if _count_nodes(node, {}) > MOST_NODES:
+            raise TooManyNodes(
+                f"{source}: with its aliases (*name) written out it has more than {MOST_NODES:,} values, which is the "
+                "limit; repeat less by aliases"
+            )
+        return yaml.constructor.construct_document(node), node
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise ConfigError(f"{source}{f':{mark.line + 1}' if mark else ''}: not readable as YAML: {problem}") from None
+    except RecursionError:
+        raise ConfigError(
+            f"{source}: not readable as YAML: nested too deeply, or an alias (*name) inside the value that it names"
+        ) from None
+
+
+def _compose(yaml: YAML, text: str) -> Node | None:
+    try:
+        return yaml.compose(text)
+    except ValueError:
+        raise YAMLError(r"an escape (\U...) stands for no character") from None
+    except AssertionError:
+        raise YAMLError("%YAML names a version that is not known; leave the line out") from None
+
+
+def _count_nodes(node: Node, counted: dict[int, int]) -> int:
+    """The nodes at and below `node`, repeated ones each time. Raises RecursionError where a node holds itself,
+    ConstructorError for a key that is no scalar."""
+    number = counted.get(id(node))
+    if number is not None:
+        if not number:
+            raise RecursionError
+        return number
+    counted[id(node)] = 0  # being counted
+    if isinstance(node, MappingNode):
+        for key, _ in node.value:
+            if not isinstance(key, ScalarNode):
+                raise ConstructorError(None, None, "a list or a mapping as a key; a key is text", key.start_mark)
+        number = 1 + sum(_count_nodes(part, counted) for pair in node.value for part in pair)
+    elif isinstance(node, SequenceNode):
+        number = 1 + sum(_count_nodes(item, counted) for item in node.value)
+    else:
+        number = 1
+    counted[id(node)] = number
+    return number
+
+
+Key = tuple[str | int, ...]
+
+
+def collect_lines(node: Node | None, path: Key = ()) -> dict[Key, int]:
+    """The line of each key and list item below `node`."""
+    lines: dict[Key, int] = {}
+    if isinstance(node, MappingNode):
+        entries = [(key.value, key, value) for key, value in node.value]
+    elif isinstance(node, SequenceNode):
+        entries = [(index, item, item) for index, item in enumerate(node.value)]
+    else:
+        return lines
+    for key, place, value in entries:
+        lines[(*path, key)] = place.start_mark.line + 1
+        lines |= collect_lines(value, (*path, key))
+    return lines

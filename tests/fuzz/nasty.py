@@ -1,0 +1,214 @@
+"""Bad input that every surface shares: texts, values, YAML, paths; and how a good text becomes a bad one."""
+
+import dataclasses
+import datetime
+import decimal
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CHARACTERS = [
+    "\0", "\x07", "\x1b[2J", "\x85", "\u2028", "\ufeff", "\ud83d", "\udcff", "\t", "\r", "\n", "\r\n", " ", "²", "٣",
+    "½", "é", "😀", "\u202e", "{", "}", "[", "]", ":", ": ", "-", "- ", "#", "&", "*", "!", "|", ">", "%", "@", "`",
+    "'", '"', "\\", "=", ".", ",", "?", "<<", "---", "...", "~",
+]  # fmt: skip
+TEXTS = [
+    "", " ", "x", "null", "none", "true", "no", "-", "0", "-0", "1e400", "-1", "1" * 5000, "9" * 300, "0x" + "f" * 5000,
+    "x" * 20_000, "a.b.c", "../x", "/", "..", ".", "~", "~nobody-of-that-name/x", "a\0b", "\ud83d", "é\u0301",
+    "\x1b[31m", "<think>", "</think>", "<|im_end|>", "²", "1²", "٣", "1_000", "0b11", "0o17", "1:30:00", "2026-11-23",
+    "=", "a=b", "%", "{}", "[]", "[[[", "]]]", "{a: b", "'", '"', "\\", "\r", "\n", "a\nb", "*a", "&a", "!", "!!", "|",
+    ">", "@", "`", "embedded/addition", "embedded/thinking", "length_reward", "nowhere.jsonl", "a/b", "os:system",
+]  # fmt: skip
+PATHS = [
+    "", ".", "..", "/", "//", "~", "~nobody-of-that-name", "~nobody-of-that-name/a.yaml", "a\0b", "a\0b.yaml",
+    "x" * 300, "x" * 300 + ".yaml", "x/" * 3000, "y/" * 3000 + "a.jsonl", "\ud83d.yaml", "\udcff", "\x1b[2J.yaml",
+    "a\nb.yaml", "/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/proc/self/mem", "/proc/self/environ",
+    "/etc/passwd", "here", "here/", "here/x.yaml", "fifo", "fifo.yaml", "fifo.jsonl", "fifo.ipynb",
+    "binary.yaml", "binary.jsonl", "empty.yaml", "empty.jsonl", "empty.csv", "empty.ipynb", "loop.yaml", "loop.jsonl",
+    "gone.yaml", "binary.parquet", "good.yaml/x", "folder.yaml", "folder.jsonl", "folder.ipynb", "folder.csv",
+    "locked.yaml", "locked.jsonl",
+]  # fmt: skip
+
+
+def bomb(levels: int = 9, wide: int = 9, merge: bool = False) -> str:
+    """A few hundred bytes of YAML that stand for wide ** levels values."""
+    lines = ["a0: &a0 {k: 1}" if merge else "a0: &a0 [x, x]"]
+    for level in range(1, levels + 1):
+        names = ", ".join([f"*a{level - 1}"] * wide)
+        lines.append(f"a{level}: &a{level} {{<<: [{names}]}}" if merge else f"a{level}: &a{level} [{names}]")
+    return "\n".join(lines) + "\n"
+
+
+SNIPPETS = [
+    "!!timestamp x", "!!timestamp 2026-11-23", "!!timestamp [a]", "!!bool x", "!!bool 1", "!!float x", "!!float ''",
+    "!!int x", "!!int ''", "!!int 0x", "!!int '²'", "!!null x", "!!str [a]", "!!str 5", "!!seq x", "!!map x",
+    "!!map [a]", "!!seq {a: b}", "!!binary x", "!!binary '=='", "!!binary aGVsbG8=", "!!set {a, b}", "!!set x",
+    "!!omap [a: 1]", "!!omap x", "!!omap [a]", "!!pairs [a: 1]", "!!pairs x", "!!merge x", "!!value x",
+    "!!python/object:os.system {}", "!!python/object/apply:os.system [echo]", "!!python/name:os.system x", "!unknown x",
+    "!unknown [a]", "!<tag:x> y", "!", "! x", "!!", "!<", "!! x", "!e!x y", "&a [*a]", "&a {k: *a}", "*nowhere", "&a x",
+    "<<", "{<<: *nowhere}", "{<<: x}", "{<<: [1, 2]}", "{<<: {a: 1}, b: 2}", "[a, {<<: [{a: 1}, {b: 2}]}]",
+    "0x" + "f" * 5000, "1" * 5000, "-" + "9" * 400, "0o" + "7" * 3000, "1e400", "-1e400", ".nan", ".inf", "-.inf",
+    ".NaN", "1e-400", "1_000", "0b1", "1:30", "0.1.2", "+1", "{? [a] : b}", "{? {a: b} : c}", "{? : }", "{a: 1, a: 2}",
+    "{1: 2}", "{null: 1}", "{true: 1}", "{1.5: x}", "{.nan: x}", "{[a]: b}", "[a: b]", "[,]", "{,}",
+    "[" * 40 + "]" * 40, "[" * 600, "[" * 600 + "]" * 600, "{a: " * 600, "- " * 500 + "x", "|", "|9\n x", ">+\n\n",
+    "'unclosed", '"unclosed', '"\\x"', '"\\ud83d"', '"\\0"', '"\\U00110000"', '"\\x1b[2J"', "x" * 30_000,
+    "? " + "k" * 2000 + " : v", "\t- x", "@x", "`x`", "%x", "[1, two, 3.0, null, true]", "{name: [x]}",
+    "[{name: null}]", "{r: {r: {r: 1}}}", "''", "~", "2026-11-23T00:00:00Z", "=", "2026-99-99",
+]  # fmt: skip
+DOCUMENTS = [
+    "", " ", "\n", "#", "---", "...", "--- x", "---\n---\n", "a: 1\n---\nb: 2\n", "%YAML 9.9\n---\na: 1\n",
+    "%YAML\n---\n", "%YAML 1.1\n---\na: no\n", "%YAML 1.x\n---\na: 1", "%YAML 1.0\n---\na: 0o7", "%TAG ! x\n---\n! a\n",
+    "%TAG !\n---\n", "%FOO bar\n---\na\n", "x", "5", "[a, b]", "- a\n- b\n", "a: 1\na: 2\n", "? [a]\n: b\n",
+    "? {a: b}\n: c\n", "? - a\n: b\n", "a:\n\t- b\n", "a: b: c\n", "a:\r b: 1\r", "\ufeffa: 1\n", "\ufeff\ufeffa: 1\n",
+    "a: 1\n\ufeffb: 2\n", "a: \0\n", "a\0: 1\n", "a: \ud83d\n", "a: \x07\n", "&a {b: *a}\n", "a: &a [*a]\n",
+    "&a : *a\n", "*a : 1\n", "? *a\n: &a 1\n", "a: *b\n", "? &a [x]\n: *a\n", bomb(), bomb(30, 2), bomb(merge=True),
+    bomb(5, 12), "&a [" + "*a," * 500 + "]", "[" * 10_000, "{" * 10_000, "- " * 5_000, "[" * 10_000 + "]" * 10_000,
+    "? " * 3_000, "!!set\n? a\n? b\n", "!!omap\n- a: 1\n", "!!python/object:os.system {}\n", "!!str\na: 1\n",
+    "!!seq\na: 1\n", "!!map\n- a\n", "!!binary |\n x\n", "!!null\na: 1\n", "!!int\na: 1\n", "!!float [1]\n",
+    "k" * 200_000, "k" * 2_000 + ": v\n", "a: |\n" + " x\n" * 2_000, "a: '" + "\n" * 2_000,
+    "\n".join(f"k{n}: {n}" for n in range(2_000)),
+    "run: &r {name: x}\nmodel: *r\ndata: *r\nrloo: *r\nrewards: [*r, *r]\n", "<<: x\n", "<<: [x]\n", "<<: {a: 1}\n",
+    "? <<\n: [[a]]\n", "<<: *a\n", "!!merge x: y\n", "!!merge [a]: y\n",
+]  # fmt: skip
+
+
+class Odd:
+    """An object that no format knows."""
+
+    def __repr__(self) -> str:
+        return "<Odd>"
+
+
+class Rude:
+    """An object whose repr, text, length and truth raise."""
+
+    def _refuse(self, *_: object) -> Any:
+        raise ValueError("rude")
+
+    __repr__ = __str__ = __len__ = __iter__ = __bool__ = __index__ = __float__ = __fspath__ = _refuse
+
+
+class TextSubclass(str):
+    """As numpy's and others' texts."""
+
+
+class DictSubclass(dict[Any, Any]):
+    """As a row of some data libraries."""
+
+
+@dataclasses.dataclass
+class Record:
+    """A row that is no dict."""
+
+    prompt: str = "1+1="
+    answer: str = "2"
+
+
+def cyclic_list() -> list[Any]:
+    """A list that holds itself."""
+    items: list[Any] = [1]
+    items.append(items)
+    return items
+
+
+def cyclic_dict() -> dict[str, Any]:
+    """A mapping that holds itself."""
+    items: dict[str, Any] = {"a": 1}
+    items["self"] = items
+    return items
+
+
+def nested(depth: int) -> list[Any]:
+    """Lists in lists."""
+    items: list[Any] = []
+    for _ in range(depth):
+        items = [items]
+    return items
+
+
+PLAIN_VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e308, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400, -(10**400), 10**5000,
+    [], {}, [None], [[]], [1, "a", None], ["a", ["b"]], {"a": 1}, {"a": {"b": [1]}}, {"": 1}, [{"a": 1}, {"a": "x"}],
+]  # fmt: skip
+PYTHON_VALUES: list[Any] = [
+    *PLAIN_VALUES, float("nan"), float("inf"), -float("inf"), b"", b"\xff\xfe", bytearray(b"x"), (1, 2), {1, 2},
+    frozenset({1}), 1j, range(3), object(), Odd(), Rude(), Odd, len, ..., decimal.Decimal("1e999"), datetime.date(2026,
+    1, 1), datetime.datetime(2026, 1, 1), datetime.timedelta.max, Path("x"), TextSubclass("x"), DictSubclass(a=1),
+    Record(), {1: 2}, {None: 1}, {(1, 2): 3}, {b"x": 1}, {1.5: 1, "1.5": 2}, [b"x", "x"], [1, "1"], nested(5),
+    nested(300), nested(3_000), memoryview(b"x"), NotImplemented, cyclic_list(), cyclic_dict(), iter([1]),
+]  # fmt: skip
+
+
+def texts() -> st.SearchStrategy[str]:
+    """Known bad texts, and arbitrary ones (lone surrogates and control characters included)."""
+    return st.one_of(st.sampled_from(TEXTS), st.text(st.characters(), max_size=8), st.sampled_from(CHARACTERS))
+
+
+def values() -> st.SearchStrategy[Any]:
+    """Python values of every kind, alone and in small containers."""
+    single = st.one_of(st.sampled_from(PYTHON_VALUES), texts(), st.integers(), st.floats())
+    return st.one_of(
+        single,
+        st.lists(single, max_size=3),
+        st.dictionaries(texts(), single, max_size=3),
+    )
+
+
+def json_values() -> st.SearchStrategy[Any]:
+    """What a JSON file can hold."""
+    single = st.one_of(st.sampled_from([one for one in PLAIN_VALUES if one != 10**5000]), texts(), st.floats())
+    return st.recursive(
+        single, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts(), inner, max_size=3), max_leaves=4
+    )
+
+
+def snippets() -> st.SearchStrategy[str]:
+    """A YAML value that is known to be bad, or any text in its place."""
+    return st.one_of(st.sampled_from(SNIPPETS), texts())
+
+
+@st.composite
+def mutated_yaml(draw: st.DrawFn, goods: list[str]) -> bytes:
+    """The bytes of a good YAML text with one to three faults, or of a bad one."""
+    if draw(st.integers(0, 5)) == 0:
+        text = draw(st.sampled_from(DOCUMENTS))
+        if draw(st.booleans()):
+            text += draw(st.sampled_from(goods))
+        return _encoded(draw, text)
+    lines = draw(st.sampled_from(goods)).splitlines()
+    for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
+        number = draw(st.integers(0, max(0, len(lines) - 1)))
+        line = lines[number] if lines else ""
+        indent = line[: len(line) - len(line.lstrip())]
+        kind = draw(st.integers(0, 7))
+        if kind <= 2:  # another value
+            lines[number : number + 1] = [f"{line.partition(':')[0]}: {draw(snippets())}"]
+        elif kind == 3:  # another key
+            lines[number : number + 1] = [f"{indent}{draw(snippets())}:{line.partition(':')[2]}"]
+        elif kind == 4:  # one more
+            lines.insert(number, f"{indent}{draw(texts())}: {draw(snippets())}")
+        elif kind == 5:  # one less, or twice
+            lines[number : number + 1] = draw(st.sampled_from([[], [line, line], [" " + line], ["\t" + line]]))
+        elif kind == 6:  # a character within
+            at = draw(st.integers(0, len(line)))
+            lines[number : number + 1] = [line[:at] + draw(st.sampled_from(CHARACTERS)) + line[at:]]
+        else:
+            lines[number : number + 1] = [draw(snippets())]
+    return _encoded(draw, "\n".join(lines) + "\n")
+
+
+def _encoded(draw: st.DrawFn, text: str) -> bytes:
+    encoding = draw(st.sampled_from(["utf-8"] * 9 + ["utf-8-sig", "utf-16", "utf-32", "latin-1"]))
+    content = text.encode(encoding, "surrogatepass" if encoding.startswith("utf") else "replace")
+    if draw(st.integers(0, 19)) == 0:
+        at = draw(st.integers(0, len(content)))
+        content = content[:at] + draw(st.binary(max_size=4)) + content[at:]
+    return content
+
+
+def without_comments(path: Path) -> str:
+    """A shipped YAML file without its header, so that faults hit keys."""
+    return "\n".join(line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")) + "\n"

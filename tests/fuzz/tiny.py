@@ -1,0 +1,45 @@
+"""The tokenizer and the run that the surfaces of data share; the same tiny tokenizer as the fixtures'."""
+
+import contextlib
+import functools
+import io
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import make_tiny_tokenizer
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """One for all cases."""
+    return make_tiny_tokenizer()
+
+
+@functools.cache
+def prepare() -> None:
+    """Load torch and TRL, without a word in a table of counts; `datasets` shows no progress bars."""
+    from rloo_kit._stack import load_stack
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        load_stack().datasets.disable_progress_bars()
+        tokenizer()
+
+
+def load(source: str, folder: Path, rows: Any = None, reward: str = "length_reward", **data: Any) -> None:
+    """`load_data` of a run with these keys of `data:`."""
+    from rloo_kit.config.run import RunConfig
+    from rloo_kit.data.load import load_data
+
+    run = RunConfig(
+        model={"name": "my-model"},
+        data={"source": "unused", "test_size": 0},
+        rewards=[{"name": reward}],
+        rloo={"max_steps": 1},
+        run={"evaluate": False},
+    )
+    for key, value in {"source": source, **data}.items():
+        setattr(run.data, key, value)  # as from a file: ConfigError where a key does not take it
+    run._source = folder / "run.yaml"
+    with contextlib.redirect_stdout(io.StringIO()):  # its notes
+        found = load_data(run, tokenizer(), rows=rows)
+    assert len(found.train) and all(isinstance(row["prompt"], str) for row in found.train)

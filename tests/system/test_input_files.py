@@ -1,0 +1,106 @@
+"""Files that users write: what no regular file is, what is no text, and YAML that would never end."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rloo_kit.config.yaml_files import read_value, read_yaml
+from rloo_kit.errors import ConfigError
+from rloo_kit.system.input_files import MOST_BYTES, MOST_NODES, parse_yaml, read_text
+from tests.fuzz.nasty import bomb
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_text(path)
+    return str(caught.value)
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    """A pipe without a writer waited for ever, /dev/zero until the memory was full."""
+    os.mkfifo(tmp_path / "pipe")
+    assert "is a pipe; a regular file is needed" in refusal(tmp_path / "pipe")
+    assert "is a device" in refusal(Path("/dev/zero"))
+    assert "is a folder; name a file in it" in refusal(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        read_text(tmp_path / "nowhere")
+
+
+def test_a_pipe_that_the_shell_opened_is_read() -> None:
+    """`rloo-kit config <(sed ... base.yaml)` is how configs are made on the way."""
+    code = "import sys, pathlib, rloo_kit.system.input_files as f; print(f.read_text(pathlib.Path(sys.argv[1])))"
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -c "$1" <(echo from a pipe); echo from stdin | "$0" -c "$1" /dev/stdin', sys.executable,
+        code], capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.split("\n")[0] == "from a pipe" and "from stdin" in done.stdout, done.stderr
+
+
+def test_what_is_no_text_of_a_config(tmp_path: Path) -> None:
+    """Each ended in a traceback, or in minutes of reading."""
+    file = tmp_path / "a.yaml"
+    file.write_bytes(b"a: 1\nb: \xff\n")
+    assert "a.yaml:2: cannot be read as UTF-8 text" in refusal(file)
+    file.write_bytes(b"#" * (MOST_BYTES + 1))
+    assert "more than 1,000,000 bytes" in refusal(file)
+    assert "File name too long" in refusal(tmp_path / ("x" * 300))
+    assert "a NUL character" in refusal(Path("a\0b"))
+    assert "half a character" in refusal(Path("\ud83d"))
+    assert "Input/output error" in refusal(Path("/proc/self/mem"))
+    os.symlink("loop", tmp_path / "loop")
+    assert "symbolic links" in refusal(tmp_path / "loop")
+
+
+@pytest.mark.parametrize("text", [bomb(), bomb(30, 2), bomb(merge=True), bomb(5, 12)])
+def test_aliases_are_bounded(text: str) -> None:
+    """Nine levels of nine aliases, 316 bytes, stood for 3.9e8 values: reading them did not end in 40 s."""
+    for read in (read_yaml, read_value, lambda text: parse_yaml(text, "x", version=(1, 1))):
+        with pytest.raises(ConfigError) as caught:
+            read(text)
+        assert f"more than {MOST_NODES:,} values" in str(caught.value) and "aliases" in str(caught.value)
+
+
+def test_aliases_work() -> None:
+    """A block that two sections share is why YAML has them."""
+    values, lines = read_yaml("a: &a {x: 1, y: [1, 2]}\nb: *a\nc: [*a, *a]\n")
+    assert values["a"] == values["b"] == values["c"][1] == {"x": 1, "y": [1, 2]}
+    assert lines[("b",)] == 2
+    big = "a: &a [" + "x, " * 1000 + "x]\nb: [" + "*a, " * 90 + "*a]\n"
+    assert len(read_yaml(big)[0]["b"]) == 91
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("a: !!bool x", "a.yaml:2: not readable as YAML: the value does not fit tag:yaml.org,2002:bool"),
+        ("a: !!int ''", "does not fit"),
+        ("a: !!float x", "float"),
+        ("a: !!set {b}", "tag:yaml.org,2002:set"),
+        ("a: !!binary aGk=", "binary"),
+        ("a: !!python/object:os.system {}", "python/object:os.system"),
+        ("a: 0x" + "f" * 5000, "more than 64 bits"),
+        ("a: 18446744073709551616", "more than 64 bits"),
+        ("a: " + "9" * 5000, "a.yaml:2"),
+        ('a: "\\ud83d"', "half a character (\\ud83d)"),
+        ('a: "\\0"', "a NUL character"),
+        ('a: "\\U00110000"', "stands for no character"),
+        ("%YAML 1.0\n---\na: 1", "%YAML"),
+        ("? [a]\n: b", "a list or a mapping as a key"),
+        ("a: {? {b: c} : d}", "a list or a mapping as a key"),
+    ],
+)
+def test_a_value_that_no_config_holds_has_its_line(text: str, found: str) -> None:
+    """Tracebacks of ruamel's (KeyError: 'x', IndexError), or of Python's where such a value was printed."""
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(f"# header\n{text}\n", "a.yaml")
+    assert found in str(caught.value)
+
+
+def test_what_yaml_holds_stays() -> None:
+    """The limits leave everything alone that a run may be given."""
+    text = "a: !!str 5\nb: !!float 3\nc: !!timestamp 2026-11-23\nd: 2026-11-23\ne: 18446744073709551615\nf: !!null x\n"
+    found = read_yaml(text)[0]
+    assert found == {"a": "5", "b": 3.0, "c": "2026-11-23", "d": "2026-11-23", "e": 2**64 - 1, "f": None}
