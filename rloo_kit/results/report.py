@@ -33,7 +33,7 @@ FILES = {
     "versions.json": "versions and git revision",
     "status.json": "how the run ended",
     "metrics.jsonl": "one row of metrics a step",
-    "rollouts.jsonl": "every completion with its ids, rewards and advantage",
+    "rollouts.jsonl": "every completion with its ids, rewards and advantage; older ones in rollouts-STEP.jsonl.gz",
     "prompts.json": "the training prompts that were chosen by their pass rate",
     "before.json": "the evaluation before training",
     "after.json": "the evaluation after training",

@@ -281,3 +281,36 @@ def test_what_lies_outside_the_hour_is_rehearsed(module: Any, tmp_path: Path) ->
         assert part.value(f"transformers/{name}", "fast", "training_s") > 0, length
     assert part.value("transformers/profile_training", "stock", "busy_s") > 0
     assert part.value("transformers/profile_decoding", "seconds_by_kind")
+
+
+@pytest.mark.slow
+def test_any_amount_of_completions_is_opened_in_the_same_memory(module: Any, tmp_path: Path) -> None:
+    """276 MB of completions took 1.6 GB and 55 s to resume. Here a few files in both layouts; --gib 5 is the command."""
+    out = tmp_path / "load.json"
+    assert module("rollouts_load").main(["--gib", "0.2", "--folder", str(tmp_path), "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 10 and {row["layout"] for row in rows} == {"one file", "parts"}
+    assert all(row["above_mib"] < 0.2 * 1024 / 3 for row in rows), "the bar would hold for a reader of whole files"
+
+
+@pytest.mark.slow
+def test_a_run_stays_flat(module: Any, tmp_path: Path) -> None:
+    """Open files, threads and memory of a real run from outside; --steps 2000 is the command."""
+    out = tmp_path / "soak.json"
+    assert module("soak").main(["--steps", "40", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert len(found["samples"]) > 20 and found["more_files"] == 0 == found["more_threads"]
+
+
+def test_what_grows_is_noticed(module: Any) -> None:
+    """A verdict that cannot be "no" proves nothing."""
+
+    def judge(**slopes: float) -> bool:
+        flat = {"memory_mib": 600.0, "files": 8, "threads": 5}
+        samples = [
+            {"at": at} | {key: value + slopes.get(key, 0) * at for key, value in flat.items()} for at in range(40)
+        ]
+        return module("soak").judge(samples, 20.0)["flat"]
+
+    assert judge() and judge(memory_mib=0.019)
+    assert not judge(memory_mib=0.021) and not judge(files=0.1) and not judge(threads=0.1)
