@@ -133,7 +133,7 @@ def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
 
 
 def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> None:
-    """Write the adapter of `model`, wrapped or not, into the new `folder` as PEFT does; ConfigError where it has none.
+    """Write the adapter of `model`, wrapped or not, into the new or empty `folder` as PEFT does; ConfigError where it has none.
 
     Called by every process; the main one makes and fills the folder.
     """
@@ -142,7 +142,7 @@ def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> Non
         raise ConfigError(NO_ADAPTER)
     gathered = gather_adapter(accelerator, policy)
     if accelerator.is_main_process:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         state = {} if gathered is None else {"state_dict": gathered}
         policy.save_pretrained(str(folder), **ADAPTER_ALONE, **state)
 
