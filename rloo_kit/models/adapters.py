@@ -133,9 +133,9 @@ def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
 
 
 def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> None:
-    """Write the adapter of `model`, wrapped or not, into the new or empty `folder` as PEFT does; ConfigError where it has none.
+    """Write the adapter of `model`, wrapped or not, into the new or empty `folder` as PEFT does.
 
-    Called by every process; the main one makes and fills the folder.
+    ConfigError where it has none. Called by every process; the main one makes and fills the folder.
     """
     policy = accelerator.unwrap_model(model)
     if not is_peft_model(policy):

@@ -23,7 +23,8 @@ from rloo_kit.collective import share, wait_for_all
 from rloo_kit.errors import RolloutServerError
 from rloo_kit.rollout.thinking_budget import CompletionState, collect_rollout
 from rloo_kit.rollout.types import Limits, Progress, Rollout
-from rloo_kit.rollout.vllm_client import AdapterLostError, Continuation, VllmClient
+from rloo_kit.rollout.vllm_answers import Continuation
+from rloo_kit.rollout.vllm_client import AdapterLostError, VllmClient
 from rloo_kit.system.processes import is_main_process
 
 IN_FLIGHT = 256  # requests of one process at once, if `rows` is None; the server queues what it cannot hold
@@ -235,6 +236,11 @@ class ServerEngine:
                 continue
             room, stops = state.next_stretch
             found = self._complete(prompt + state.ids, room, stops, (seed + state.answers) % 2**31)
+            if max(found.ids) >= (self._settings.vocabulary or 2**31):
+                raise RolloutServerError(
+                    f"{self._client.url} sampled the id {max(found.ids)}, and this run's model has "
+                    f"{self._settings.vocabulary}: serve the model that is trained"
+                )
             for token, logp in zip(found.ids, found.logps, strict=True):
                 state.take(token, logp)
         return state

@@ -23,6 +23,7 @@ WIDTH = 100  # columns that fit a cell of JupyterLab on a laptop, with its file 
 _FALSE, _TRUE = ("false", "0", "no", "off"), ("true", "1", "yes", "on")
 # A model may write control characters; pages and terminals get the symbols that picture them.
 _PICTURED = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+_PICTURED |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)  # the second set (0x9b begins a sequence like ESC [) has none
 _MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 _NOTEBOOK_BARS = "tqdm.autonotebook"  # where tqdm.auto looks for the notebook bar
 

@@ -84,7 +84,11 @@ def make_engine(server: StandIn, tmp_path: Path) -> Callable[..., Any]:
     """`make_engine(model, **options)`: the engine of that policy; `engine.said` has its lines."""
 
     def build(
-        model: Any, temperature: float = 1.0, rows: int | None = None, url: str | None = None, start_s: float = 2.0,
+        model: Any,
+        temperature: float = 1.0,
+        rows: int | None = None,
+        url: str | None = None,
+        start_s: float = 2.0,
         run: str = "/a/run",
     ) -> Any:
         said: list[str] = []
