@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType, is_peft_model
 
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import ConfigError
-from rloo_kit.models.policy import ADAPTER_ALONE
+from rloo_kit.models.policy import ADAPTER_ALONE, follow_umask
 
 NO_ADAPTER = (
     "rollout.engine is server, which is handed an adapter, but every parameter is trained here: train an adapter "
@@ -145,6 +145,7 @@ def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> Non
         folder.mkdir(parents=True, exist_ok=True)
         state = {} if gathered is None else {"state_dict": gathered}
         policy.save_pretrained(str(folder), **ADAPTER_ALONE, **state)
+        follow_umask(folder)
 
 
 def gather_adapter(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch.Tensor] | None:

@@ -66,6 +66,8 @@ def load_env_file(root: Path | None = None, expected: Sequence[str] = EXPECTED_K
     before = {name for name, value in os.environ.items() if value}
     for name, value in values.items():
         if value and not os.environ.get(name) and not (name in KEEP_EMPTY and name in os.environ):
+            if "\0" in name + value:
+                raise SetupError(f"{report.path} holds a zero byte, which no variable can: save it as UTF-8 text")
             os.environ[name] = value
     # Only what looks like a name is reported: a broken multi-line secret leaves scraps of itself as names.
     empty = [name for name, value in values.items() if value == "" and _PLAIN_NAME.fullmatch(name)]
