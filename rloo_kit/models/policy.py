@@ -148,8 +148,8 @@ def save_adapter(policy: Policy, folder: str | Path) -> Path:
 
 
 def follow_umask(folder: Path) -> None:
-    """Give the weights in a folder its permissions: safetensors makes files that only their owner can read, whatever the
-    umask, and a group that shares its runs, or a server under another user, could not."""
+    """Give the weights in a folder its permissions: safetensors makes files that only their owner can read, whatever
+    the umask, and a group that shares its runs, or a server under another user, could not."""
     for file in folder.glob("*.safetensors"):
         with suppress(OSError):  # a disk without permissions
             file.chmod(folder.stat().st_mode & 0o666)
