@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.errors import RolloutServerError
+from rloo_kit.errors import ConfigError, RolloutServerError
+from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.rollout import vllm_client
 from rloo_kit.rollout.vllm_client import VllmClient
 
@@ -140,6 +141,14 @@ def test_a_key_on_an_open_wire_is_said(monkeypatch):
         said: list[str] = []
         VllmClient(url, say=said.append)
         assert [url in line and "https" in line and KEY not in line for line in said] == [True] * is_said
+
+
+@pytest.mark.parametrize("url", ["http://me:pass-word@h:1", "http://h:1/?key=pass-word", "http://h:1#pass-word"])
+def test_an_address_with_a_password_is_refused_and_not_printed(url, tmp_path):
+    """A trainer built in a notebook is checked as a file is."""
+    with pytest.raises(ConfigError, match="VLLM_API_KEY") as caught:
+        RLOOConfig(str(tmp_path), rollout_engine="server", rollout_server_url=url, use_cpu=True, bf16=False)
+    assert "pass-word" not in str(caught.value)
 
 
 def test_an_answer_without_end_is_refused(scripted, client, monkeypatch):
