@@ -36,7 +36,7 @@ class Choice(_Part):
     prompt_token_ids: list[Id] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: _LogProbs | None = None
+    scores: _LogProbs | None = Field(None, alias="logprobs")
 
 
 class Completions(_Part):
@@ -116,7 +116,7 @@ def read_choice(url: str, choice: Choice, prompt_ids: list[int], limit: int, sto
         raise RolloutServerError(f"{url} returns no token ids: it has to be vLLM 0.10.2 or newer")
     if choice.prompt_token_ids not in (prompt_ids, None):
         raise RolloutServerError(f"{url} continued another prompt than it was given: does it truncate prompts?")
-    logps = choice.logprobs.token_logprobs if choice.logprobs is not None else None
+    logps = choice.scores.token_logprobs if choice.scores is not None else None
     if logps is None or len(logps) != len(ids):
         raise RolloutServerError(f"{url} returns no log-probability for each of its {len(ids)} tokens")
     finite = [logp for logp in logps if logp is not None and math.isfinite(logp)]

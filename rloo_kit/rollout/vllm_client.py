@@ -197,7 +197,7 @@ class VllmClient:
             answer = self._send("POST", "/v1/completions", body | WHOLE_DISTRIBUTION, ANSWER_S)
             if answer.status != 200:
                 raise RolloutServerError(f"{self.url} gives no log-probabilities ({answer.text}): is it vLLM's?")
-            logprobs = read_answer(Completions, answer, f"{self.url}/v1/completions").choices[0].logprobs
+            logprobs = read_answer(Completions, answer, f"{self.url}/v1/completions").choices[0].scores
             found = ((logprobs and logprobs.top_logprobs) or [None])[0]
             if not found or len(found) < 2:
                 raise RolloutServerError(f"{self.url} gives no log-probabilities ({answer.text}): is it vLLM's?")
