@@ -135,8 +135,16 @@ def find_server_problems(engine: str, url: str | None, engine_key: str, url_key:
         return [
             f"{engine_key} is server, but {url_key} is null; set {url_key}=http://host:port, where vllm serve listens"
         ]
-    parts = urlsplit(url)
-    if parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/") and not parts.query:
+    if set("@?#") & set(url):  # not printed: it holds a password, or a token
+        return [
+            f"{url_key} holds more than a host and a port; set VLLM_API_KEY for a key, and {url_key}=http://host:port"
+        ]
+    try:
+        parts = urlsplit(url)
+        is_plain = parts.port != 0 and url.isascii() and url.isprintable() and not set(" \\") & set(url)
+    except ValueError:
+        is_plain = False
+    if is_plain and parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/"):
         return []
     return [f"{url_key} is {url!r}; it takes http://host:port, without a path (no /v1)"]
 

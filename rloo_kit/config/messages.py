@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.yaml_files import Key, Lines
 from rloo_kit.errors import excerpt
+from rloo_kit.system.console import hide_secrets
 
 
 def accepts_bool(annotation: Any) -> bool:
@@ -115,7 +116,7 @@ def explain_errors(
     for entry in error.errors():
         place = _place(tuple(entry["loc"]), path, lines, changed)
         messages |= {f"{place}: {message}": None for message in explain_error(entry, model).split("\n")}
-    return "\n".join(messages)
+    return hide_secrets("\n".join(messages))
 
 
 def _place(where: Key, path: Path, lines: Lines, changed: dict[Key, str]) -> str:

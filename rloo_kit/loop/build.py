@@ -1,5 +1,6 @@
 """The parts of a trainer's step, chosen from its arguments, its model and its backend when it is built."""
 
+import socket
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -170,7 +171,9 @@ def _server_settings(trainer: "StockTrainer") -> "ServerSettings":
     def hand_over(target: Path) -> None:
         write_adapter(trainer.accelerator, trainer.model_wrapped, target)
 
-    return ServerSettings(option(args, "rollout_server_url"), Path(folder), hand_over)
+    run = f"{socket.gethostname()}:{Path(args.output_dir).resolve()}"  # containers may share a path, and the folder
+    vocabulary = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config().vocab_size
+    return ServerSettings(option(args, "rollout_server_url"), Path(folder), hand_over, run, vocabulary)
 
 
 def _prepare_vllm(trainer: "StockTrainer", limits: Limits) -> None:

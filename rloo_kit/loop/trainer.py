@@ -31,7 +31,7 @@ from rloo_kit.loop.records import RolloutBatch
 from rloo_kit.loop.sampler import check_prompts
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.models.adapters import keep_base, restore_precision, trainable_tensors
-from rloo_kit.models.policy import keep_settings
+from rloo_kit.models.policy import follow_umask, keep_settings
 from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.rewarding.guard import log_names
 from rloo_kit.runs.files import saving
@@ -269,6 +269,8 @@ class RLOOTrainer(trl.RLOOTrainer):
         """TRL's; whoever ends the process waits for it (`rloo_kit.runs.files`)."""
         with saving(output_dir or self.args.output_dir) if self._staging is None else nullcontext():
             super().save_model(output_dir, _internal_call)
+            if self.args.should_save:
+                follow_umask(Path(output_dir or self.args.output_dir))
 
 
 class _LoopCallback(TrainerCallback):

@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType, is_peft_model
 
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import ConfigError
-from rloo_kit.models.policy import ADAPTER_ALONE
+from rloo_kit.models.policy import ADAPTER_ALONE, follow_umask
 
 NO_ADAPTER = (
     "rollout.engine is server, which is handed an adapter, but every parameter is trained here: train an adapter "
@@ -133,18 +133,19 @@ def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
 
 
 def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> None:
-    """Write the adapter of `model`, wrapped or not, into the new `folder` as PEFT does; ConfigError where it has none.
+    """Write the adapter of `model`, wrapped or not, into the new or empty `folder` as PEFT does.
 
-    Called by every process; the main one makes and fills the folder.
+    ConfigError where it has none. Called by every process; the main one makes and fills the folder.
     """
     policy = accelerator.unwrap_model(model)
     if not is_peft_model(policy):
         raise ConfigError(NO_ADAPTER)
     gathered = gather_adapter(accelerator, policy)
     if accelerator.is_main_process:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         state = {} if gathered is None else {"state_dict": gathered}
         policy.save_pretrained(str(folder), **ADAPTER_ALONE, **state)
+        follow_umask(folder)
 
 
 def gather_adapter(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch.Tensor] | None:

@@ -6,7 +6,7 @@ A backend is a module with three functions: `load`, `inference_mode` and `config
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -143,7 +143,16 @@ def save_adapter(policy: Policy, folder: str | Path) -> Path:
             policy.model.save_pretrained(str(folder), **weights)
         policy.tokenizer.padding_side = "left"
         policy.tokenizer.save_pretrained(str(folder))
+        follow_umask(folder)
     return folder
+
+
+def follow_umask(folder: Path) -> None:
+    """Give the weights in a folder its permissions: safetensors makes files that only their owner can read, whatever
+    the umask, and a group that shares its runs, or a server under another user, could not."""
+    for file in folder.glob("*.safetensors"):
+        with suppress(OSError):  # a disk without permissions
+            file.chmod(folder.stat().st_mode & 0o666)
 
 
 @contextmanager

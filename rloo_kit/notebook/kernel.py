@@ -2,27 +2,23 @@
 torch."""
 
 import gc
-import json
 import os
-import ssl
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rloo_kit.errors import SetupError
+from rloo_kit.notebook.jupyter_server import Server, ServerError, find_servers
 from rloo_kit.runs.files import running_saves, saved_paths, wait_for_saves
 from rloo_kit.runs.run_dir import open_runs
 from rloo_kit.system.memory import GIB, clear_last_error, resident_gib, trim_heap
 
 POLL_S = 0.2
 SLOW_CLIENT_S = 60.0  # longest wait for a client to fetch large outputs, once the kernel is idle
-TIMEOUT_S = 10.0  # of a request to a Jupyter server
 CLICK = "in JupyterLab: Kernel > Shut Down Kernel"
 # Services that restart a kernel whose process ends; only their menus end it.
 HOSTED = {
@@ -162,7 +158,7 @@ class Runner:
     kind: Literal["script", "terminal", "batch", "server", "kernel", "foreign"]
     shell: Any = None
     kernel_id: str = ""
-    server: "Server | None" = None
+    server: Server | None = None
     reason: str = ""
 
 
@@ -194,71 +190,8 @@ def find_runner() -> Runner:
             if str(server.pid) in parents:
                 refusal = refusal or f"{error}; {CLICK}"
     if not servers and "JPY_SESSION_NAME" in os.environ:
-        refusal = refusal or f"its Jupyter server was not found and would restart it; {CLICK}"
+        refusal = refusal or f"its Jupyter server, which would restart it, was not found as this user's; {CLICK}"
     return Runner("foreign", shell, kernel_id, None, refusal) if refusal else Runner("kernel", shell, kernel_id)
-
-
-# ------------------------------------------------------------------------------------------------ Jupyter's server
-
-
-class ServerError(Exception):
-    """The Jupyter server cannot be reached or refuses."""
-
-
-@dataclass(frozen=True)
-class Server:
-    """A Jupyter server: `url` with base_url and a slash at the end, its process, its token (may be empty).
-
-    A server restarts a kernel whose process merely ends; a kernel that it shut down itself stays down.
-    """
-
-    url: str
-    pid: int
-    token: str = field(default="", repr=False)
-
-    def ask(self, method: str, kernel_id: str) -> dict[str, Any] | None:
-        """`GET` a kernel's model, whose `execution_state` is `idle`, `busy`, ..., or `DELETE` the kernel for good.
-
-        Returns:
-            The answer; None where the server has no such kernel.
-        """
-        headers = {"Authorization": f"token {self.token}"} if self.token else {}
-        if not self.token and method != "GET":  # an open server wants its cross-site cookie, sent twice
-            secret = os.urandom(16).hex()
-            headers |= {"Cookie": f"_xsrf={secret}", "X-XSRFToken": secret}
-        request = urllib.request.Request(f"{self.url}api/kernels/{kernel_id}", headers=headers, method=method)
-        # No proxy, and any certificate: the address is this machine's, from a file that only this user can write.
-        context = ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        https = urllib.request.HTTPSHandler(context=context)
-        try:
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
-            with opener.open(request, timeout=TIMEOUT_S) as response:
-                return dict(json.loads(response.read() or b"{}"))
-        except urllib.error.HTTPError as error:
-            if error.code == 404:
-                return None
-            raise ServerError(f"the server at {self.url} answered {method} with {error.code} {error.reason}") from error
-        except (OSError, ValueError) as error:
-            raise ServerError(f"the server at {self.url} cannot be asked: {error}") from error
-
-
-def find_servers(folders: Iterable[Path]) -> list[Server]:
-    """The servers whose address lies in one of `folders` (Jupyter's runtime folders), running or not. Read here, as a
-    kernel's environment often lacks `jupyter_server` and its `list_running_servers`."""
-    servers = []
-    for file in (file for folder in folders for name in ("jp", "nb") for file in folder.glob(f"{name}server-*.json")):
-        try:
-            info = json.loads(file.read_text(encoding="utf-8"))
-            url = str(info["url"])
-            if info.get("hostname") in ("", "*", "0.0.0.0", "::"):  # it listens everywhere: reach it on loopback
-                scheme = "https" if info.get("secure") else "http"
-                url = f"{scheme}://127.0.0.1:{info['port']}{info.get('base_url', '/')}"
-            token = info.get("token") or os.environ.get("JUPYTERHUB_API_TOKEN", "")
-            servers.append(Server(url.rstrip("/") + "/", int(info["pid"]), token))
-        except (OSError, ValueError, KeyError):  # half written, or gone by now
-            continue
-    return servers
 
 
 # ------------------------------------------------------------------------------------------------ the end

@@ -5,11 +5,10 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 from rich.table import Table
-from typing_extensions import TypedDict
 
 from rloo_kit.results.intervals import Estimate, paired_difference, unpaired_difference
 from rloo_kit.runs.files import read_json
@@ -21,7 +20,7 @@ Size = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-class Budget(TypedDict):
+class _Budget(BaseModel):
     """Accuracy under one thinking budget, in tokens; `Evaluation.budgets` has the meaning of the keys."""
 
     budget: Number
@@ -29,15 +28,15 @@ class Budget(TypedDict):
     low: Share | None
     high: Share | None
     forced_share: Share
-    forced_accuracy: NotRequired[Share | None]
-    forced_low: NotRequired[Share | None]
-    forced_high: NotRequired[Share | None]
-    unforced_accuracy: NotRequired[Share | None]
-    unforced_low: NotRequired[Share | None]
-    unforced_high: NotRequired[Share | None]
+    forced_accuracy: Share | None = None
+    forced_low: Share | None = None
+    forced_high: Share | None = None
+    unforced_accuracy: Share | None = None
+    unforced_low: Share | None = None
+    unforced_high: Share | None = None
 
 
-class Sample(TypedDict):
+class _Sample(BaseModel):
     """One completion with its prompt; lengths in tokens, `correct` None where nothing could be judged."""
 
     prompt: str
@@ -107,8 +106,8 @@ class Evaluation:
     def from_dict(cls, values: Any) -> "Evaluation":
         """The evaluation that `to_dict` wrote, such as `before.json`; raises ValueError for anything else."""
         found: Evaluation = TypeAdapter(cls).validate_python(values)
-        TypeAdapter(list[Budget]).validate_python(found.budgets)
-        TypeAdapter(list[Sample]).validate_python(found.samples)
+        TypeAdapter(list[_Budget]).validate_python(found.budgets)
+        TypeAdapter(list[_Sample]).validate_python(found.samples)
         for holder, prefix in ((vars(found), ""), (vars(found), "greedy_"), *((entry, "") for entry in found.budgets)):
             interval = [holder[f"{prefix}{name}"] for name in ("accuracy", "low", "high")]
             if None in interval and interval != [None] * 3:

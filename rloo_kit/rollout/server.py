@@ -7,6 +7,7 @@ because a server finds cached prefixes by that name; then each process sends its
 import filecmp
 import json
 import math
+import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -22,11 +23,13 @@ from rloo_kit.collective import share, wait_for_all
 from rloo_kit.errors import RolloutServerError
 from rloo_kit.rollout.thinking_budget import CompletionState, collect_rollout
 from rloo_kit.rollout.types import Limits, Progress, Rollout
-from rloo_kit.rollout.vllm_client import AdapterLostError, Continuation, VllmClient
+from rloo_kit.rollout.vllm_answers import Continuation
+from rloo_kit.rollout.vllm_client import AdapterLostError, VllmClient
 from rloo_kit.system.processes import is_main_process
 
 IN_FLIGHT = 256  # requests of one process at once, if `rows` is None; the server queues what it cannot hold
 PREFIX = "rloo-"  # of the names of adapters and their folders
+MARKER = ".rloo-kit-run"  # a file in an adapter's folder: `ServerSettings.run`, of the run that may delete it
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -36,14 +39,17 @@ class ServerSettings:
 
     Attributes:
         url: http://host:port.
-        folder: for adapters; the server sees it under the same path. Of this run alone: what an earlier process of the
-            run left there is deleted.
-        hand_over: writes the adapter into the new folder that it is given; called by all processes at once.
+        folder: for adapters; the server sees it under the same path. Other runs and other files may share it.
+        hand_over: writes the adapter into the empty folder that it is given; called by all processes at once.
+        run: what this run is known by. What an earlier process of the same run left in `folder` is deleted.
+        vocabulary: ids that the model knows; an answer with another one is refused. None: not checked.
     """
 
     url: str
     folder: Path
     hand_over: Callable[[Path], None]
+    run: str
+    vocabulary: int | None = None
 
 
 class ServerEngine:
@@ -70,7 +76,7 @@ class ServerEngine:
         self._folder = settings.folder.resolve()
         self._temperature, self._end_ids = temperature, list(end_ids)
         self._client = VllmClient(settings.url, say=say) if client is None else client
-        self._stem = f"{PREFIX}{uuid4().hex[:8]}"
+        self._stem = f"{PREFIX}{uuid4().hex}"
         self._count = 0
         self._adapter: str | None = None  # its name, on the server and as a folder
         self._max_tokens: int | None = None
@@ -114,8 +120,8 @@ class ServerEngine:
         """Have the server sample from the current policy; a failure is raised in all processes."""
         self._count += 1
         name = f"{self._stem}-{self._count:06d}"  # the main process's counts; `share` replaces the others'
-        if is_main_process() and self._adapter is None:
-            self._sweep_folders()
+        if problem := share(self._make_folder(name)):
+            raise RolloutServerError(problem)
         self._settings.hand_over(self._folder / name)
         wait_for_all()  # no process samples from the last adapter any more
         outcome: tuple[str | None, int | None, str] = (None, None, "")
@@ -141,6 +147,7 @@ class ServerEngine:
         config = json.loads((new / CONFIG).read_text(encoding="utf-8"))
         if last is None:
             self._greet(config)
+            self._clear_leftovers(name)
         else:
             self._forget(last)  # before the next one is loaded: a server has room for one by default
         self._load(name, config["r"])
@@ -149,7 +156,7 @@ class ServerEngine:
         return name
 
     def _greet(self, config: dict[str, Any]) -> None:
-        """The first time: wait for the server, compare its base, unload an earlier process's adapters."""
+        """The first time: wait for the server, compare its base."""
         self._client.wait_until_up()
         served = self._client.read_served()
         self._max_tokens = served.max_tokens
@@ -161,9 +168,6 @@ class ServerEngine:
                 f"rollout: the server at {self._client.url} serves {pairs}, and this run trains "
                 f"{trained or 'a model without a name'}: the weights have to be the same"
             )
-        for name, root in served.adapters.items():
-            if name.startswith(PREFIX) and Path(root).parent == self._folder:
-                self._client.unload_adapter(name)
 
     def _check_mode(self, name: str, prompt: list[int]) -> None:
         """Refuse log-probabilities before the temperature: they are of another distribution than the sampled one."""
@@ -183,10 +187,34 @@ class ServerEngine:
             self._say(f"rollout: {error}")  # costs the server a little memory, the run nothing
         shutil.rmtree(self._folder / name, ignore_errors=True)
 
-    def _sweep_folders(self) -> None:
-        """Delete what a killed process of this run left behind."""
+    def _make_folder(self, name: str) -> str:
+        """An empty folder of this run for an adapter, made by the main process; why it cannot be, or ""."""
+        if not is_main_process():
+            return ""
+        try:
+            (self._folder / name).mkdir(parents=True)  # never one that is there
+            (self._folder / name / MARKER).write_text(self._settings.run, encoding="utf-8")
+        except OSError as error:
+            return (
+                f"the adapter cannot be written into {self._folder}: {error.strerror or error}; set "
+                "rollout.server_adapters to a folder that this user may write"
+            )
+        return ""
+
+    def _clear_leftovers(self, new: str) -> None:
+        """Unload and delete what a killed process of this run left behind, found by its marker."""
         for folder in self._folder.glob(f"{PREFIX}*"):
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder.name != new and self._is_ours(folder):
+                self._forget(folder.name)
+
+    def _is_ours(self, folder: Path) -> bool:
+        """Whether a process of this run made the folder; links are not followed."""
+        marker = folder / MARKER
+        try:
+            is_plain = folder.lstat().st_uid == os.getuid() and not folder.is_symlink() and not marker.is_symlink()
+            return is_plain and marker.is_file() and marker.read_bytes() == self._settings.run.encode()
+        except OSError:
+            return False
 
     # ------------------------------------------------------------------------------------------------ completions
 
@@ -208,6 +236,11 @@ class ServerEngine:
                 continue
             room, stops = state.next_stretch
             found = self._complete(prompt + state.ids, room, stops, (seed + state.answers) % 2**31)
+            if max(found.ids) >= (self._settings.vocabulary or 2**31):
+                raise RolloutServerError(
+                    f"{self._client.url} sampled the id {max(found.ids)}, and this run's model has "
+                    f"{self._settings.vocabulary}: serve the model that is trained"
+                )
             for token, logp in zip(found.ids, found.logps, strict=True):
                 state.take(token, logp)
         return state

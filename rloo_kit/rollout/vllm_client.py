@@ -1,24 +1,37 @@
 """A vLLM server over HTTP: wait for it, read what it serves, load an adapter, continue tokens. No vLLM needed here.
 
-Token ids in, token ids and log-probabilities out. What may safely be repeated is, while the server does not answer.
-`VLLM_API_KEY` is sent as the key. Source: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html.
+Token ids in, token ids and log-probabilities out. What may safely be repeated is, while the server does not answer. An
+answer is not trusted: its size and the type of every field are checked. `VLLM_API_KEY` is sent as the key. Source: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html.
 """
 
+import ipaddress
 import math
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from rloo_kit.errors import RolloutServerError
+from rloo_kit.rollout.vllm_answers import (
+    Answer,
+    Completions,
+    Continuation,
+    Models,
+    find_message,
+    read_answer,
+    read_choice,
+)
 
 START_S = 600.0  # a server that loads a large model needs minutes
 LOAD_S = 600.0  # of an adapter
 ANSWER_S = 3600.0  # of a completion, with its time in the server's queue
 RETRY_S = 120.0  # for which a lost request is repeated
+MOST_BYTES = 2**28  # of an answer; a completion of 100,000 tokens takes a tenth of it
+KEY_VARIABLE = "VLLM_API_KEY"
 TRIED_AGAIN = (429, 502, 503, 504)  # busy, or a proxy in front of a server that restarts
 PROBE_TOKENS = 5
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
@@ -39,26 +52,16 @@ class AdapterLostError(RolloutServerError):
 
 
 @dataclass(frozen=True)
-class Continuation:
-    """New ids after a prompt, the stop id included, and the log-probability of each, in nats."""
-
-    ids: list[int]
-    logps: list[float]
-
-
-@dataclass(frozen=True)
 class Served:
     """What a server serves.
 
     Attributes:
         bases: path of the base model by each of its names.
         max_tokens: limit for prompt and completion together; None if unknown.
-        adapters: the folder of each adapter, by name.
     """
 
     bases: dict[str, str]
     max_tokens: int | None
-    adapters: dict[str, str]
 
 
 class VllmClient:
@@ -80,13 +83,17 @@ class VllmClient:
     ) -> None:
         self.url = url.rstrip("/")
         self._start_s, self._retry_s, self._say = start_s, retry_s, say
-        key = os.environ.get("VLLM_API_KEY")
+        self._key = _read_key()
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._http = httpx.Client(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers={"Accept-Encoding": "identity"} | headers,  # an answer is as large as it was on the way
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
             trust_env=False,  # a proxy for the internet does not reach a machine of the cluster
+            follow_redirects=False,  # the key would go along
         )
+        if self._key and is_exposed(self.url):
+            say(f"rollout: {KEY_VARIABLE} and the completions go to {self.url} unencrypted; https hides them")
 
     def wait_until_up(self) -> None:
         """Return when `/health` answers with 200."""
@@ -94,10 +101,10 @@ class VllmClient:
         pause, is_announced = 0.5, False
         while True:
             try:
-                answer = self._http.get("/health", timeout=10.0)
-                if answer.status_code == 200:
+                answer = self._ask("GET", "/health", None, 10.0)
+                if answer.status == 200:
                     return
-                problem = f"/health answers {answer.status_code}"
+                problem = f"/health answers {answer.status}"
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}".removesuffix(": ")
             if time.monotonic() + pause > deadline:
@@ -114,20 +121,13 @@ class VllmClient:
     def read_served(self) -> Served:
         """What `/v1/models` lists."""
         answer = self._send("GET", "/v1/models", None, 30.0)
-        if answer.status_code == 401:
-            raise RolloutServerError(f"{self.url} asks for a key: set VLLM_API_KEY in the environment")
-        entries = _read_json(f"{self.url}/v1/models", answer).get("data")
-        if answer.status_code != 200 or not isinstance(entries, list) or not entries:
-            raise RolloutServerError(
-                f"{self.url}/v1/models lists no models ({_read_text(answer)}): is it a vLLM server?"
-            )
-        bases = [entry for entry in entries if not entry.get("parent")]
-        lengths = [entry["max_model_len"] for entry in bases if entry.get("max_model_len")]
-        return Served(
-            {entry["id"]: entry.get("root") or entry["id"] for entry in bases},
-            min(lengths) if lengths else None,
-            {entry["id"]: entry.get("root") or "" for entry in entries if entry.get("parent")},
-        )
+        if answer.status == 401:
+            raise RolloutServerError(f"{self.url} asks for a key: set {KEY_VARIABLE} in the environment")
+        if answer.status != 200:
+            raise RolloutServerError(f"{self.url}/v1/models lists no models ({answer.text}): is it a vLLM server?")
+        bases = [model for model in read_answer(Models, answer, f"{self.url}/v1/models").data if not model.parent]
+        lengths = [model.max_model_len for model in bases if model.max_model_len]
+        return Served({model.id: model.root or model.id for model in bases}, min(lengths) if lengths else None)
 
     def load_adapter(self, name: str, folder: str, rank: int) -> None:
         """Have the server load an adapter; one of that name that is loaded already counts as this one.
@@ -137,18 +137,15 @@ class VllmClient:
             folder: as the server sees it. rank: of the adapter, for the error.
         """
         answer = self._send("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, LOAD_S)
-        text = _read_text(answer)
-        if answer.status_code == 200 or "has already been loaded" in text:  # the first answer was lost
+        if answer.status == 200 or "has already been loaded" in answer.text:  # the first answer was lost
             return
-        raise RolloutServerError(
-            f"{self.url} does not take the adapter: {_explain_refusal(answer, text, folder, rank)}"
-        )
+        raise RolloutServerError(f"{self.url} does not take the adapter: {_explain_refusal(answer, folder, rank)}")
 
     def unload_adapter(self, name: str) -> None:
         """Have the server unload an adapter; an unknown one is no error."""
         answer = self._send("POST", "/v1/unload_lora_adapter", {"lora_name": name}, LOAD_S)
-        if answer.status_code not in (200, 404):
-            raise RolloutServerError(f"{self.url} does not unload the adapter {name}: {_read_text(answer)}")
+        if answer.status not in (200, 404):
+            raise RolloutServerError(f"{self.url} does not unload the adapter {name}: {answer.text}")
 
     def complete(
         self, adapter: str, prompt_ids: list[int], limit: int, stop_ids: list[int], temperature: float, seed: int
@@ -174,19 +171,18 @@ class VllmClient:
             **WHOLE_DISTRIBUTION,
         }
         answer = self._send("POST", "/v1/completions", body, ANSWER_S)
-        if answer.status_code == 404:
-            raise AdapterLostError(f"{self.url} does not know the adapter {adapter} ({_read_text(answer)})")
-        if answer.status_code != 200:
-            text = _read_text(answer)
+        if answer.status == 404:
+            raise AdapterLostError(f"{self.url} does not know the adapter {adapter} ({answer.text})")
+        if answer.status != 200:
             advice = ""
-            if "max_model_len" in text or "context length" in text:
+            if "max_model_len" in answer.text or "context length" in answer.text:
                 advice = "; start the server with a larger --max-model-len, or lower rloo.max_completion_length"
             raise RolloutServerError(
-                f"{self.url} refuses a completion of {len(prompt_ids)} + {limit} tokens (status {answer.status_code}): "
-                f"{text}{advice}"
+                f"{self.url} refuses a completion of {len(prompt_ids)} + {limit} tokens (status {answer.status}): "
+                f"{answer.text}{advice}"
             )
-        choices = _read_json(f"{self.url}/v1/completions", answer).get("choices") or [{}]
-        return _read_choice(self.url, choices[0], prompt_ids, limit, stop_ids)
+        choice = read_answer(Completions, answer, f"{self.url}/v1/completions").choices[0]
+        return read_choice(self.url, choice, prompt_ids, limit, stop_ids)
 
     def find_logprobs_mode(self, adapter: str, prompt_ids: list[int], temperature: float) -> str:
         """Whether log-probabilities are of the sampled distribution ("processed") or precede the temperature ("raw").
@@ -199,10 +195,12 @@ class VllmClient:
             body = {"model": adapter, "prompt": prompt_ids, "max_tokens": 1, "temperature": heat}
             body |= {"logprobs": PROBE_TOKENS, "ignore_eos": True, "return_tokens_as_token_ids": True}
             answer = self._send("POST", "/v1/completions", body | WHOLE_DISTRIBUTION, ANSWER_S)
-            choices = _read_json(f"{self.url}/v1/completions", answer).get("choices") or [{}]
-            found = ((choices[0].get("logprobs") or {}).get("top_logprobs") or [None])[0]
+            if answer.status != 200:
+                raise RolloutServerError(f"{self.url} gives no log-probabilities ({answer.text}): is it vLLM's?")
+            logprobs = read_answer(Completions, answer, f"{self.url}/v1/completions").choices[0].scores
+            found = ((logprobs and logprobs.top_logprobs) or [None])[0]
             if not found or len(found) < 2:
-                raise RolloutServerError(f"{self.url} gives no log-probabilities ({_read_text(answer)}): is it vLLM's?")
+                raise RolloutServerError(f"{self.url} gives no log-probabilities ({answer.text}): is it vLLM's?")
             gaps.append(found)
         first, second = gaps
         likeliest = max(first, key=lambda token: first[token])
@@ -213,16 +211,16 @@ class VllmClient:
         ratio = (first[likeliest] - first[other]) / max(second[likeliest] - second[other], 1e-9)
         return "processed" if ratio > math.sqrt(2) else "raw"
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None, patience_s: float) -> httpx.Response:
+    def _send(self, method: str, path: str, body: dict[str, Any] | None, patience_s: float) -> Answer:
         """The server's answer; the request is repeated while the server is unreachable or busy."""
         deadline = time.monotonic() + self._retry_s
         pause = 0.25
         while True:
             try:
-                answer = self._http.request(method, path, json=body, timeout=httpx.Timeout(30.0, read=patience_s))
-                if answer.status_code not in TRIED_AGAIN:
+                answer = self._ask(method, path, body, patience_s)
+                if answer.status not in TRIED_AGAIN:
                     return answer
-                problem = f"status {answer.status_code}: {_read_text(answer)}"
+                problem = f"status {answer.status}: {answer.text}"
             except httpx.ReadTimeout as error:
                 raise RolloutServerError(f"{self.url}{path} did not answer within {patience_s:.0f} s") from error
             except httpx.TransportError as error:
@@ -235,48 +233,62 @@ class VllmClient:
             time.sleep(pause)
             pause = min(2 * pause, 10.0)
 
-
-def _read_choice(
-    url: str, choice: dict[str, Any], prompt_ids: list[int], limit: int, stop_ids: list[int]
-) -> Continuation:
-    """A choice of the answer as ids and log-probabilities; raises where it does not fit the request's arguments."""
-    ids, reason = choice.get("token_ids"), choice.get("finish_reason")
-    if not isinstance(ids, list):
-        raise RolloutServerError(f"{url} returns no token ids: it has to be vLLM 0.10.2 or newer")
-    if choice.get("prompt_token_ids", prompt_ids) not in (prompt_ids, None):
-        raise RolloutServerError(f"{url} continued another prompt than it was given: does it truncate prompts?")
-    logps = (choice.get("logprobs") or {}).get("token_logprobs")
-    if not isinstance(logps, list) or len(logps) != len(ids):
-        raise RolloutServerError(f"{url} returns no log-probability for each of its {len(ids)} tokens")
-    if any(logp is None or math.isnan(logp) for logp in logps):
-        raise RolloutServerError(
-            f"{url} sampled from logits that hold a NaN: the weights are broken (a learning rate too high?); "
-            "resume from an earlier checkpoint with a lower rloo.learning_rate"
-        )
-    stopped = bool(ids) and ids[-1] in stop_ids
-    if not ids or (reason == "stop" and not stopped) or (reason == "length" and not stopped and len(ids) < limit):
-        raise RolloutServerError(
-            f"{url} ended a completion after {len(ids)} of at most {limit} tokens, which no stop id explains "
-            f"(finish_reason {reason}, stop_reason {choice.get('stop_reason')}): is --max-model-len too small?"
-        )
-    if reason not in ("stop", "length"):
-        raise RolloutServerError(f"{url} aborted a completion (finish_reason {reason})")
-    return Continuation(ids, [float(logp) for logp in logps])
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None, patience_s: float) -> Answer:
+        """One request; raises httpx.TransportError where it gets no answer, and RolloutServerError for a redirect or an
+        answer without end."""
+        deadline = time.monotonic() + patience_s
+        timeout = httpx.Timeout(min(30.0, patience_s), read=patience_s)
+        content = bytearray()
+        with self._http.stream(method, path, json=body, timeout=timeout) as response:
+            if 300 <= response.status_code < 400:
+                raise RolloutServerError(
+                    f"{self.url}{path} redirects (status {response.status_code}), and no redirect is followed, because "
+                    f"{KEY_VARIABLE} would go along: set rollout.server_url to the address of the server itself"
+                )
+            for chunk in response.iter_raw():
+                content += chunk
+                if len(content) > MOST_BYTES:
+                    raise RolloutServerError(
+                        f"{self.url}{path} answers more than {MOST_BYTES} bytes: is rollout.server_url a vLLM server?"
+                    )
+                if time.monotonic() > deadline:
+                    raise httpx.ReadTimeout("the answer does not end")
+        found = bytes(content)
+        return Answer(response.status_code, found, find_message(found, self._key))
 
 
-def _read_json(url: str, answer: httpx.Response) -> dict[str, Any]:
-    """The answer's body."""
+def is_exposed(url: str) -> bool:
+    """Whether requests to `url` cross a network that others may read: plain http to an address that is not private.
+
+    >>> [is_exposed(f"http://{host}:8000") for host in ("localhost", "node1", "[::1]", "10.0.0.7", "8.8.8.8", "a.org")]
+    [False, False, False, False, True, True]
+    >>> is_exposed("https://a.org")
+    False
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme != "http":
+        return False
     try:
-        found = answer.json()
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise RolloutServerError(f"{url} answers {_read_text(answer)!r}: is it a vLLM server?")
-    return found
+        return not ipaddress.ip_address(host).is_private
+    except ValueError:  # a name; one without a dot is of this network
+        return "." in host and not host.endswith((".local", ".internal", ".localhost"))
 
 
-def _explain_refusal(answer: httpx.Response, text: str, folder: str, rank: int) -> str:
+def _read_key() -> str:
+    """The key, or "". One that no header can hold is refused here: the HTTP client's own error would print it."""
+    key = os.environ.get(KEY_VARIABLE, "")
+    if not key.isascii() or not key.isprintable() or key != key.strip():
+        raise RolloutServerError(
+            f"{KEY_VARIABLE} holds a line break, a space at an end or another character that no key has: set it to the "
+            "key alone, on one line"
+        )
+    return key
+
+
+def _explain_refusal(answer: Answer, folder: str, rank: int) -> str:
     """Why an adapter (`folder`, `rank`) was refused, from the server's message, and the fix."""
+    text = answer.text
     needed = next((known for known in RANKS if known >= rank), rank)
     if "max_lora_rank" in text:
         return f"its rank is {rank} ({text}); start the server with --max-lora-rank {needed}"
@@ -287,23 +299,9 @@ def _explain_refusal(answer: httpx.Response, text: str, folder: str, rank: int) 
         )
     if "LoRA is not enabled" in text or "enable-lora" in text or "enable_lora" in text:
         return f"LoRA is off ({text}); start it with --enable-lora --max-lora-rank {needed}"
-    if answer.status_code in (404, 405):
+    if answer.status in (404, 405):
         return (
             f"it has no /v1/load_lora_adapter ({text}); start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
             "environment and --enable-lora"
         )
-    return f"status {answer.status_code}, {text}"
-
-
-def _read_text(answer: httpx.Response) -> str:
-    """The message of an error, wherever this version of the server puts it, at most 500 characters."""
-    try:
-        found = answer.json()
-    except ValueError:
-        found = None
-    if isinstance(found, dict):
-        error = found.get("error")
-        message = error.get("message") if isinstance(error, dict) else found.get("message") or found.get("detail")
-        if message:
-            return str(message)[:500]
-    return answer.text.strip()[:500]
+    return f"status {answer.status}, {text}"

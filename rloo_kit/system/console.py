@@ -23,6 +23,8 @@ WIDTH = 100  # columns that fit a cell of JupyterLab on a laptop, with its file 
 _FALSE, _TRUE = ("false", "0", "no", "off"), ("true", "1", "yes", "on")
 # A model may write control characters; pages and terminals get the symbols that picture them.
 _PICTURED = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+_PICTURED |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)  # the second set (0x9b begins a sequence like ESC [) has none
+_SECRET_OF_URL = re.compile(r"//\S*[@?#]\S*")
 _MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 _NOTEBOOK_BARS = "tqdm.autonotebook"  # where tqdm.auto looks for the notebook bar
 
@@ -161,6 +163,15 @@ def plain_prompt(prompt: str) -> str:
     if [role for role, _ in messages] == ["user"]:
         return str(messages[0][1]).strip()
     return "\n".join(f"{role}: {text.strip()}" for role, text in messages) or prompt.strip()
+
+
+def hide_secrets(text: str) -> str:
+    """Text without what an address may hold of passwords and tokens.
+
+    >>> hide_secrets("url=http://me:word@host:1 and http://host:1/ and http://host/?token=1")
+    'url=http://(hidden) and http://host:1/ and http://(hidden)'
+    """
+    return _SECRET_OF_URL.sub("//(hidden)", text)
 
 
 def picture_controls(text: str) -> str:

@@ -5,6 +5,7 @@
 
 import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from rloo_kit.system.versions import installed_version, installed_versions, is_c
 BACKENDS = ("unsloth", "transformers")
 CACHE_VARIABLE = "RLOO_KIT_CACHE"
 BACKEND_VARIABLE = "RLOO_KIT_BACKEND"
+TELEMETRY = "HF_HUB_DISABLE_TELEMETRY"  # of the Hugging Face libraries; the others follow it
+TELEMETRY_OF_OTHERS = ("UNSLOTH_DISABLE_STATISTICS", "VLLM_NO_USAGE_STATS")
 BF16_CAPABILITY = (8, 0)  # Ampere and later do bf16 in hardware; Turing and Volta only emulate it
 PRECISIONS = {  # name: (torch's dtype, ACCELERATE_MIXED_PRECISION)
     "bf16": ("bfloat16", "bf16"),
@@ -54,6 +57,7 @@ class Environment:
     keys: dict[str, str]
     token: str
     progress: str
+    telemetry: str
     unsloth_cache: str
     notes: list[str] = field(default_factory=list)
 
@@ -88,6 +92,7 @@ class Environment:
             ("keys", keys or "none requested"),
             ("Hugging Face token", self.token),
             ("progress bars", self.progress),
+            ("telemetry", self.telemetry),
         ]
         return rows + [("note", note) for note in self.notes]
 
@@ -176,8 +181,24 @@ def cache_folder() -> Path:
         if os.access(folder, os.W_OK):
             return folder
     folder = Path(tempfile.gettempdir()) / f"rloo-kit-{os.getuid()}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:  # it holds code
+        raise SetupError(f"{folder} is not a folder of this user alone; set {CACHE_VARIABLE} to one that is")
     return folder
+
+
+def _switch_telemetry_off() -> str:
+    """Have the libraries report nothing to their makers, unless the user has HF_HUB_DISABLE_TELEMETRY=0; in words."""
+    chosen = os.environ.get(TELEMETRY, "").strip().lower()
+    if chosen in ("0", "false", "no", "off"):
+        return f"as the libraries have it ({TELEMETRY}={chosen})"
+    for name in (TELEMETRY, *TELEMETRY_OF_OTHERS):
+        os.environ[name] = os.environ.get(name) or "1"
+    hub = sys.modules.get("huggingface_hub.constants")
+    if hub is not None and not hub.HF_HUB_DISABLE_TELEMETRY:
+        return "on: huggingface_hub was imported before set-up; restart the kernel and run set-up first"
+    return f"off ({TELEMETRY}=0 leaves it to the libraries)"
 
 
 def _move_unsloth_cache() -> str:
@@ -246,6 +267,7 @@ def prepare_environment(
         keys=env_file.keys,
         token=find_token(),
         progress=progress,
+        telemetry=_switch_telemetry_off(),
         unsloth_cache=_move_unsloth_cache(),
         notes=notes,
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import ConfigError, excerpt
+from rloo_kit.system.console import hide_secrets
 from rloo_kit.system.gpu import find_gpus
 
 WORLD_SIZE, RANK, LOCAL_RANK = "WORLD_SIZE", "RANK", "LOCAL_RANK"
@@ -97,7 +98,7 @@ def launch_run(file: Path, arguments: Sequence[str], processes: int | None = Non
     if "num_processes" in settings:
         command += ["--num_processes", str(settings["num_processes"])]
     command += ["-m", "rloo_kit.cli", *arguments]
-    print(f"launching: {shlex.join(['accelerate', 'launch', *command])}", flush=True)
+    print(f"launching: {hide_secrets(shlex.join(['accelerate', 'launch', *command]))}", flush=True)
     os.environ[LAUNCH_VARIABLE] = shlex.join([str(file), *(["--processes", str(processes)] if processes else [])])
     os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_S))
     if not {"", os.getcwd()} & set(sys.path):  # `python -m` would put the working folder first, `rloo-kit` does not

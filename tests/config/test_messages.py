@@ -65,6 +65,10 @@ WRONG = {
     # what has to hold together
     "rollout.engine=server": "rollout.server_url is null|set rollout.server_url=http://host:port",
     "rollout.server_url=localhost:8000": "rollout.server_url is 'localhost:8000'|http://host:port|no /v1",
+    "rollout.server_url=http://[::1": "http://host:port",
+    "rollout.server_url=http://h:99999": "http://host:port",
+    "rollout.server_url=http://h:8000/v1": "no /v1",
+    "rollout.server_url=ftp://h": "http://host:port",
     "rloo={max_steps: 1, delta: 1.2}": "rloo.delta is 1.2|above 1 + rloo.epsilon = 1.2",
     "rloo={max_steps: 1, delta: 1.3, epsilon_high: 0.4}": "above 1 + rloo.epsilon_high = 1.4",
     "rloo={max_steps: 1, kl_form: per_token, ratio_form: sum}": "rloo.ratio_form is sum|set rloo.ratio_form=per_token",
@@ -236,3 +240,16 @@ def test_huge_numbers_are_refused_at_once(numbers: tuple[int, int, int]) -> None
     """The nearest numbers that work were searched for one by one: a slip of the keyboard hung the command."""
     with pytest.raises(ConfigError, match="does not divide into whole groups"):
         check_generation_batch(*numbers)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://me:pass-word@h:1", "http://pass-word@h", "//a:pass-word@h", "http://a/pass-word@h",
+     "http://h:1?key=pass-word", "http://h#pass-word"],
+)  # fmt: skip
+def test_a_password_in_an_address_is_not_printed(path: Path, url: str) -> None:
+    """The override is repeated in front of every message, and the file's text would be copied into the run's folder."""
+    found = refusal(path, f"rollout.server_url={url}")
+    assert "pass-word" not in found and "VLLM_API_KEY" in found and "rollout.server_url=http://host:port" in found
+    assert "pass-word" not in refusal(path, f"rollout.server_url={url}", "rollout.engine=none")
+    assert "pass-word" not in refusal(path, f"rollout.server_urll={url}")

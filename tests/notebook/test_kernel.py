@@ -5,6 +5,7 @@ Figures on a GPU are for tests/on_gpu, real runners and servers for tests/notebo
 
 import gc
 import json
+import os
 import sys
 import threading
 import weakref
@@ -18,7 +19,8 @@ import pytest
 
 from rloo_kit.errors import SetupError
 from rloo_kit.notebook import kernel
-from rloo_kit.notebook.kernel import Server, ServerError, find_runner, find_servers
+from rloo_kit.notebook.jupyter_server import Server, ServerError, find_servers
+from rloo_kit.notebook.kernel import find_runner
 from rloo_kit.runs import files
 from rloo_kit.runs.files import saving
 
@@ -134,9 +136,11 @@ def test_a_kernel_that_would_come_back_is_left_alone(in_kernel: Any, monkeypatch
 def test_a_server_that_refuses_is_only_an_obstacle_where_it_started_the_kernel(in_kernel, monkeypatch, tmp_path):
     """A second server with a password must not keep the kernel of a script of one's own."""
     in_kernel()
-    (tmp_path / "jpserver-77.json").write_text('{"url": "http://127.0.0.1:9/", "hostname": "127.0.0.1", "pid": 77}')
+    file = tmp_path / "jpserver-77.json"
+    file.write_text(json.dumps({"url": "http://127.0.0.1:9/", "hostname": "127.0.0.1", "pid": os.getpid()}))
+    file.chmod(0o600)
     assert find_runner().kind == "kernel"
-    monkeypatch.setenv("JPY_PARENT_PID", "77")
+    monkeypatch.setenv("JPY_PARENT_PID", str(os.getpid()))
     found = find_runner()
     assert found.kind == "foreign"
     assert found.reason.startswith("the server at http://127.0.0.1:9/ cannot be asked")
@@ -148,7 +152,8 @@ def test_a_server_that_refuses_is_only_an_obstacle_where_it_started_the_kernel(i
 
 def info(folder: Path, name: str, **changes: object) -> None:
     base = {"url": "http://127.0.0.1:1/", "hostname": "127.0.0.1", "port": 1, "base_url": "/", "secure": False}
-    (folder / name).write_text(json.dumps(base | {"pid": 4, "token": "right"} | changes))
+    (folder / name).write_text(json.dumps(base | {"pid": os.getpid(), "token": "right"} | changes))
+    (folder / name).chmod(0o600)
 
 
 @pytest.fixture
@@ -181,9 +186,10 @@ def test_the_token_is_not_printed() -> None:
 def test_servers_are_read_from_the_runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A half-written file and those of other programs are skipped; base_url and https survive a wildcard address."""
     monkeypatch.setenv("JUPYTERHUB_API_TOKEN", "of-the-hub")
+    monkeypatch.setenv("JUPYTERHUB_SERVICE_URL", "http://127.0.0.1:7/user/me/")
     info(tmp_path, "jpserver-1.json", url="http://localhost:8888/lab", hostname="localhost")
     info(tmp_path, "nbserver-2.json", url="https://host.example:8889/user/me/", hostname="0.0.0.0", port=8889)
-    info(tmp_path, "jpserver-3.json", url="http://127.0.0.1:7/", token="")
+    info(tmp_path, "jpserver-3.json", url="http://127.0.0.1:7/user/me/", token="")
     info(tmp_path, "jpserver-6.json", hostname="*", port=443, base_url="/user/me/", secure=True)
     info(tmp_path, "kernel-4.json")
     (tmp_path / "jpserver-5.json").write_text('{"url": "http://')
@@ -191,7 +197,7 @@ def test_servers_are_read_from_the_runtime_folder(tmp_path: Path, monkeypatch: p
     assert found == {
         ("http://localhost:8888/lab/", "right"),
         ("http://127.0.0.1:8889/", "right"),
-        ("http://127.0.0.1:7/", "of-the-hub"),
+        ("http://127.0.0.1:7/user/me/", "of-the-hub"),
         ("https://127.0.0.1:443/user/me/", "right"),
     }
 

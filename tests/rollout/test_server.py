@@ -25,7 +25,7 @@ from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
 from rloo_kit.loop import arguments as trainer_arguments
 from rloo_kit.rollout import engine as rollout
 from rloo_kit.rollout.engine import build_engine
-from rloo_kit.rollout.server import ServerEngine, ServerSettings
+from rloo_kit.rollout.server import MARKER, ServerEngine, ServerSettings
 from rloo_kit.rollout.thinking_budget import make_limits
 from rloo_kit.rollout.types import Limits
 from rloo_kit.rollout.vllm_client import VllmClient
@@ -42,6 +42,7 @@ from tests.rollout.models import (
 )  # fmt: skip
 from tests.rollout.vllm_stand_in import COMPLETION_KEYS, WHOLE, Refusal, StandIn
 
+VOCABULARY = 264  # of the model behind the stand-in
 PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 20, [1]]
 LOAD, UNLOAD, COMPLETE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"
 
@@ -83,10 +84,15 @@ def make_engine(server: StandIn, tmp_path: Path) -> Callable[..., Any]:
     """`make_engine(model, **options)`: the engine of that policy; `engine.said` has its lines."""
 
     def build(
-        model: Any, temperature: float = 1.0, rows: int | None = None, url: str | None = None, start_s: float = 2.0
+        model: Any,
+        temperature: float = 1.0,
+        rows: int | None = None,
+        url: str | None = None,
+        start_s: float = 2.0,
+        run: str = "/a/run",
     ) -> Any:
         said: list[str] = []
-        settings = ServerSettings(url or server.url, tmp_path / "adapters", write_of(model))
+        settings = ServerSettings(url or server.url, tmp_path / "adapters", write_of(model), run, VOCABULARY)
         client = VllmClient(settings.url, start_s=start_s, retry_s=2.0, say=said.append)
         engine = ServerEngine(settings, "a test", temperature, [TURN_END, END_OF_TEXT], rows, said.append, client)
         engine.said = said
@@ -123,7 +129,7 @@ def test_requests_and_their_order(server, make_policy, make_engine, tmp_path):
     assert [body["lora_name"] for body in server.posted(UNLOAD)] == [first["lora_name"], second["lora_name"]]
     for body in (first, second):
         assert Path(body["lora_path"]) == tmp_path / "adapters" / body["lora_name"]
-        assert re.fullmatch(r"rloo-[0-9a-f]{8}-00000[12]", body["lora_name"])
+        assert re.fullmatch(r"rloo-[0-9a-f]{32}-00000[12]", body["lora_name"])
         assert not Path(body["lora_path"]).exists(), "old adapters would fill the disk"
     completions = server.posted(COMPLETE)
     for body, name in zip(completions, [first["lora_name"]] * 4 + [second["lora_name"]] * 4, strict=True):
@@ -375,6 +381,62 @@ def test_what_a_killed_process_left_is_cleared(server, make_policy, make_engine,
     assert set(server.loaded) == {others.name, engine._adapter}
     assert [path.name for path in (tmp_path / "adapters").iterdir()] == [engine._adapter]
     assert others.exists()
+
+
+def test_two_runs_in_one_folder_leave_each_other_alone(server, make_policy, make_engine, tmp_path):
+    """Two runs of a batch are both named "run" and share `rollout.server_adapters`: the second deleted the first one's
+    live adapter, folder and all, and had the server drop it."""
+    server.max_loras = 4
+    first, second = make_engine(make_policy(), run="/a/run"), make_engine(make_policy(), run="/b/run")
+    first.sample(PROMPTS, Limits(2))
+    second.sample(PROMPTS, Limits(2))
+    names = {first._adapter, second._adapter}
+    assert set(server.loaded) == names and not server.posted(UNLOAD)
+    assert {path.name for path in (tmp_path / "adapters").iterdir()} == names
+    second.close()
+    assert set(server.loaded) == {first._adapter}
+    assert [path.name for path in (tmp_path / "adapters").iterdir()] == [first._adapter]
+
+
+def test_a_folder_without_this_runs_marker_stays(server, make_policy, make_engine, tmp_path):
+    """`rollout.server_adapters=~/code` deleted a checkout, `~/code/rloo-kit` with its .git, for its name alone; what a
+    link of such a name points to is not ours either, nor an adapter that the server was given by somebody else."""
+    folder = tmp_path / "adapters"
+    checkout = folder / "rloo-kit"
+    (checkout / ".git").mkdir(parents=True)
+    (checkout / ".git" / "HEAD").write_text("ref: refs/heads/main")
+    ours = make_engine(make_policy())
+    ours.sample(PROMPTS, Limits(2))
+    marker = folder / ours._adapter / MARKER
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / MARKER).write_bytes(marker.read_bytes())
+    (folder / "rloo-link").symlink_to(precious)
+    linked = folder / "rloo-linked-marker"
+    linked.mkdir()
+    (linked / MARKER).symlink_to(marker)
+    for name, text in {"rloo-empty": b"", "rloo-binary": b"\xff\xfe", "rloo-long": marker.read_bytes() * 2}.items():
+        (folder / name).mkdir()
+        (folder / name / MARKER).write_bytes(text)
+    (folder / "rloo-file").write_text("a file")
+    before = {path.name for path in folder.iterdir()} - {ours._adapter}
+    server.max_loras = 4
+    write_of(make_policy())(folder / "rloo-by-hand")
+    server.load({"lora_name": "rloo-by-hand", "lora_path": str(folder / "rloo-by-hand")})
+
+    engine = make_engine(make_policy())
+    engine.sample(PROMPTS, Limits(2))
+    engine.close()
+    assert {path.name for path in folder.iterdir()} == before | {"rloo-by-hand"}
+    assert (checkout / ".git" / "HEAD").exists() and (precious / MARKER).exists()
+    assert set(server.loaded) == {"rloo-by-hand"}
+
+
+def test_a_folder_that_cannot_be_written_is_named(make_policy, make_engine, tmp_path):
+    """A traceback of `mkdir` says nothing about the key that named the folder."""
+    (tmp_path / "adapters").write_text("a file")
+    with pytest.raises(RolloutServerError, match=r"adapters: .*rollout.server_adapters"):
+        make_engine(make_policy()).sample(PROMPTS, Limits(2))
 
 
 def test_what_it_serves_is_compared(server, make_policy, make_engine):

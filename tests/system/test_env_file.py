@@ -121,3 +121,10 @@ def test_a_token_is_found_wherever_the_hub_looks(tmp_path: Path) -> None:
 def test_one_key_as_text_is_one_key(tmp_path: Path) -> None:
     """`keys="WANDB_API_KEY"` was taken letter by letter: thirteen missing keys called W, A, N, ..."""
     assert list(load_env_file(tmp_path, "WANDB_API_KEY").keys) == ["WANDB_API_KEY"]
+
+
+def test_a_zero_byte_is_named_and_not_printed(tmp_path: Path) -> None:
+    """os.environ refuses it with a ValueError, which ended set-up in a traceback."""
+    with pytest.raises(SetupError, match=r"\.env: .* holds a NUL") as caught:
+        load_env_file(write(tmp_path, f"HF_TOKEN={SECRET}\0\n"))
+    assert SECRET not in str(caught.value)

@@ -111,6 +111,35 @@ def test_a_read_only_home_is_no_obstacle(run_fresh: Run, tmp_path: Path) -> None
     assert found.is_dir() and found.parent == tmp_path
 
 
+def test_a_cache_that_somebody_else_prepared_is_refused(run_fresh: Run, tmp_path: Path) -> None:
+    """Unsloth's compiled code is imported from it, and the name of the folder in /tmp is known to everybody."""
+    (tmp_path / "file").write_text("")
+    code = "from rloo_kit.system.environment import cache_folder; print(cache_folder())"
+    folder = tmp_path / f"rloo-kit-{os.getuid()}"
+    for prepare in (lambda: folder.symlink_to(tmp_path / "home"), lambda: (folder.mkdir(), folder.chmod(0o777))):
+        (tmp_path / "home").mkdir(exist_ok=True)
+        prepare()
+        done = run_fresh(code, XDG_CACHE_HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path))
+        assert done.returncode != 0 and "RLOO_KIT_CACHE" in done.stderr and str(folder) in done.stderr
+        folder.unlink() if folder.is_symlink() else folder.rmdir()
+    printed(run_fresh(code, XDG_CACHE_HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path)))
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_telemetry_is_off_unless_the_user_has_it_on(run_fresh: Run, tmp_path: Path) -> None:
+    """TRL, Unsloth and vLLM each report their use; a user of this kit expects none of it."""
+    names = ["HF_HUB_DISABLE_TELEMETRY", "UNSLOTH_DISABLE_STATISTICS", "VLLM_NO_USAGE_STATS"]
+    code = f"e = rloo_kit.setup_environment()\nprint([os.environ.get(n) for n in {names}], e.telemetry)\n"
+    found = printed(run_fresh(code))
+    assert found.startswith("['1', '1', '1'] off (HF_HUB_DISABLE_TELEMETRY=0")
+    code += "from huggingface_hub import constants; print('hub', constants.HF_HUB_DISABLE_TELEMETRY)"
+    assert "hub True" in printed(run_fresh(code))
+    assert "hub False" in printed(run_fresh("import huggingface_hub.constants\n" + code))
+    assert "on: huggingface_hub was imported before" in printed(run_fresh("import huggingface_hub.constants\n" + code))
+    (tmp_path / "work" / ".env").write_text("HF_HUB_DISABLE_TELEMETRY=0\n")
+    assert printed(run_fresh(code)).splitlines()[0].startswith("['0', None, None] as the libraries have it")
+
+
 def test_the_table_says_all_and_no_secret(run_fresh: Run, tmp_path: Path) -> None:
     """What is pasted into an issue: everything needed to help, and no value of a key."""
     (tmp_path / "work" / ".env").write_text(f"HF_TOKEN={SECRET}\nWANDB_API_KEY=\n")

@@ -1,0 +1,265 @@
+"""What a server answers is not trusted, and the key goes to the server alone: the client against real sockets.
+
+FUZZ_CASES=10000 runs the long search for an answer that ends in a traceback.
+"""
+
+import copy
+import json
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from rloo_kit.errors import ConfigError, RolloutServerError
+from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.rollout import vllm_client
+from rloo_kit.rollout.vllm_client import VllmClient
+
+KEY = "the-key-of-the-server"
+CASES = int(os.environ.get("FUZZ_CASES", "600"))
+PROMPT, STOPS = [1, 2], [9]
+COMPLETION: dict[str, Any] = {
+    "choices": [
+        {
+            "token_ids": [3, 9], "prompt_token_ids": PROMPT, "finish_reason": "stop", "stop_reason": 9,
+            "logprobs": {"token_logprobs": [-0.5, -1.0], "top_logprobs": [{"token_id:3": -0.5, "token_id:4": -2.0}]},
+        }
+    ]
+}  # fmt: skip
+MODELS: dict[str, Any] = {
+    "data": [{"id": "tiny", "root": "org/tiny", "parent": None, "max_model_len": 512}, {"id": "a", "parent": "tiny"}]
+}
+
+
+class Scripted:
+    """Answers every request with `answer(path)`: status, headers and body; `headers` has those of the requests."""
+
+    def __init__(self) -> None:
+        self.headers: list[dict[str, str]] = []
+        self.answer: Callable[[str], tuple[int, dict[str, str], bytes]] = lambda path: (200, {}, b"{}")
+        scripted = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            wbufsize = -1  # head and body in one packet: a delayed acknowledgement costs 40 ms
+
+            def do_GET(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                scripted.headers.append(dict(self.headers))
+                status, headers, body = scripted.answer(self.path)
+                self.send_response(status)
+                for name, value in ({"Content-Length": str(len(body))} | headers).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_POST = do_DELETE = do_GET
+
+            def log_message(self, *_: Any) -> None:
+                """Tests have enough to read."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def scripted() -> Iterator[Scripted]:
+    server = Scripted()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def client(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> VllmClient:
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    return VllmClient(scripted.url, start_s=1.0, retry_s=0.2, say=lambda line: None)
+
+
+CALLS: dict[str, Callable[[VllmClient], Any]] = {
+    "up": lambda client: client.wait_until_up(),
+    "models": lambda client: client.read_served(),
+    "load": lambda client: client.load_adapter("name", "/folder", 8),
+    "unload": lambda client: client.unload_adapter("name"),
+    "complete": lambda client: client.complete("name", PROMPT, 4, STOPS, 1.0, 7),
+    "mode": lambda client: client.find_logprobs_mode("name", PROMPT, 0.7),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_no_redirect_is_followed(scripted, client, call, status):
+    """The key would go to whatever address the first server names."""
+    other = Scripted()
+    scripted.answer = lambda path: (status, {"Location": other.url + path}, b"")
+    try:
+        with pytest.raises(RolloutServerError, match=f"redirects .status {status}.*rollout.server_url"):
+            CALLS[call](client)
+    finally:
+        other.stop()
+    assert not other.headers
+    assert [headers["Authorization"] for headers in scripted.headers] == [f"Bearer {KEY}"]
+
+
+@pytest.mark.parametrize("key", [f"{KEY}\n", f"{KEY}\nsecond-line", f" {KEY}", f"{KEY}\x07", f"{KEY}ü"])
+def test_a_key_that_no_header_can_hold_is_refused_without_printing_it(scripted, monkeypatch, key):
+    """The HTTP client's own error reads: Illegal header value b'Bearer ...', the key and all."""
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(RolloutServerError, match="VLLM_API_KEY") as caught:
+        VllmClient(scripted.url, start_s=0.1, retry_s=0.1, say=lambda line: None).read_served()
+    assert KEY not in str(caught.value)
+    assert not scripted.headers
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("status", [400, 401, 404, 500, 503])
+def test_the_key_is_in_no_error(scripted, client, call, status):
+    """A proxy that repeats the header it refuses would put the key into status.json and the log."""
+    scripted.answer = lambda path: (status, {}, json.dumps({"error": {"message": f"no: Bearer {KEY}\x1b[2J"}}).encode())
+    try:
+        CALLS[call](client)
+    except RolloutServerError as error:
+        assert KEY not in str(error) and KEY not in repr(error) and "\x1b" not in str(error)
+        assert KEY not in repr(error.__context__)
+    assert KEY not in repr(client) + repr(client._http) + repr(client._http.headers)
+    assert scripted.headers[0]["Authorization"] == f"Bearer {KEY}"
+
+
+def test_a_key_on_an_open_wire_is_said(monkeypatch):
+    """Plain http to an address of the internet shows the key to everyone on the way."""
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    for url, is_said in {"http://8.8.8.8:1": True, "http://10.0.0.1:1": False, "https://8.8.8.8:1": False}.items():
+        said: list[str] = []
+        VllmClient(url, say=said.append)
+        assert [url in line and "https" in line and KEY not in line for line in said] == [True] * is_said
+
+
+@pytest.mark.parametrize("url", ["http://me:pass-word@h:1", "http://h:1/?key=pass-word", "http://h:1#pass-word"])
+def test_an_address_with_a_password_is_refused_and_not_printed(url, tmp_path):
+    """A trainer built in a notebook is checked as a file is."""
+    with pytest.raises(ConfigError, match="VLLM_API_KEY") as caught:
+        RLOOConfig(str(tmp_path), rollout_engine="server", rollout_server_url=url, use_cpu=True, bf16=False)
+    assert "pass-word" not in str(caught.value)
+
+
+def test_an_answer_without_end_is_refused(scripted, client, monkeypatch):
+    """Read whole, it would take the trainer's memory."""
+    monkeypatch.setattr(vllm_client, "MOST_BYTES", 2**16)
+    scripted.answer = lambda path: (200, {}, b'{"data": "' + b"x" * 2**20 + b'"}')
+    for call in CALLS.values():
+        with pytest.raises(RolloutServerError, match="answers more than 65536 bytes"):
+            call(client)
+
+
+BODIES = {
+    "empty": b"", "text": b"<html>nginx</html>", "not UTF-8": b'{"choices": "\xff"}', "null": b"null", "list": b"[]",
+    "deep": b'{"choices":' * 50_000, "brackets": b"[" * 200_000,
+    "long integer": b'{"choices": [' + b"9" * 100_000 + b"]}",
+    "cut": json.dumps(COMPLETION).encode()[:-7],
+}  # fmt: skip
+HEADERS = {
+    "charset": {"Content-Type": "application/json; charset=idna"},
+    "codec": {"Content-Type": "text/plain; charset=hex"},
+    "packed": {"Content-Encoding": "gzip"},
+    "short": {"Content-Length": "1000000"},
+    "no length": {"Content-Length": "x"},
+}
+
+
+@pytest.mark.parametrize("call", ["models", "complete", "mode"])
+@pytest.mark.parametrize("name", [*BODIES, *HEADERS])
+def test_what_is_no_answer_of_vllm_is_an_error(scripted, client, call, name):
+    """Another program on that port, or a proxy's page, ended the run with a traceback."""
+    body, headers = BODIES.get(name, b"<html>nginx</html>"), HEADERS.get(name, {})
+    scripted.answer = lambda path: (200, headers | ({"Connection": "close"} if name == "short" else {}), body)
+    with pytest.raises(RolloutServerError, match=scripted.url):
+        CALLS[call](client)
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    answer = copy.deepcopy(COMPLETION)
+    answer["choices"][0] |= fields
+    return answer
+
+
+def with_logps(*logps: Any) -> dict[str, Any]:
+    return changed(logprobs={"token_logprobs": list(logps)})
+
+
+FAULTS = {
+    "no choices": {"choices": []}, "choices is a mapping": {"choices": {"0": {}}},
+    "a choice is text": {"choices": ["x"]}, "an id is text": changed(token_ids=["3", 9]),
+    "an id is true": changed(token_ids=[True, 9]),
+    "an id is a fraction": changed(token_ids=[3.5, 9]), "an id is negative": changed(token_ids=[-3, 9]),
+    "an id is huge": changed(token_ids=[10**30, 9]), "NaN": with_logps(float("nan"), -1.0),
+    "infinity": with_logps(float("-inf"), -1.0), "text for a number": with_logps("-0.5", -1.0),
+    "true for a number": with_logps(True, -1.0), "above 0": with_logps(0.5, -1.0), "one too few": with_logps(-1.0),
+    "a huge number": with_logps(-(10**400), -1.0), "logprobs is a list": changed(logprobs=[-0.5, -1.0]),
+    "a reason that is a list": changed(finish_reason=["stop"]), "after the stop": changed(token_ids=[9, 9]),
+    "too many": changed(token_ids=[3] * 8 + [9], logprobs={"token_logprobs": [-1.0] * 9}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_completion_that_cannot_be_is_not_trained_on(scripted, client, fault):
+    """Half of these were tracebacks, the rest went into the gradient."""
+    scripted.answer = lambda path: (200, {}, json.dumps(FAULTS[fault]).encode())
+    with pytest.raises(RolloutServerError, match=scripted.url):
+        CALLS["complete"](client)
+
+
+ODD: list[Any] = [None, True, -1, 0, 1.5, 10**25, "", "x", "\x1b[2J\u009b", [], [None], {}, {"a": 1}, float("nan"),
+                  float("inf"), [[]] * 3, {"message": []}, "9" * 5000]  # fmt: skip
+
+
+def damage(value: Any, generator: random.Random) -> Any:
+    """The value with one part, somewhere in it, replaced, dropped or repeated."""
+    if isinstance(value, dict) and value and generator.random() < 0.8:
+        key = generator.choice(list(value))
+        if generator.random() < 0.2:
+            return {name: part for name, part in value.items() if name != key}
+        return value | {key: damage(value[key], generator)}
+    if isinstance(value, list) and value and generator.random() < 0.8:
+        place = generator.randrange(len(value))
+        if generator.random() < 0.2:
+            return value[:place] + value[place + 1 :] * 2
+        return [*value[:place], damage(value[place], generator), *value[place + 1 :]]
+    return generator.choice(ODD)
+
+
+def test_damaged_answers_end_in_the_kits_error(scripted, client):
+    """Answers with parts replaced, dropped or repeated and bytes flipped: an error of the kit or a sound result."""
+    generator = random.Random(14)
+    refused = 0
+    for case in range(CASES):
+        call = generator.choice(["models", "load", "unload", "complete", "mode"])
+        value: Any = MODELS if call == "models" else COMPLETION
+        for _ in range(generator.randint(1, 3)):
+            value = damage(value, generator)
+        body = bytearray(json.dumps(value).encode())
+        if case % 4 == 0:
+            for _ in range(generator.randint(1, 4)):
+                body[generator.randrange(len(body))] = generator.randrange(256)
+        status = generator.choice([200, 200, 200, 400, 404, 500])
+        scripted.answer = lambda path, answer=(status, {}, bytes(body)): answer
+        try:
+            found = CALLS[call](client)
+        except RolloutServerError as error:
+            refused += 1
+            assert KEY not in str(error) and "\x1b" not in str(error) and len(str(error)) < 3000
+            continue
+        if call == "complete":
+            assert len(found.ids) == len(found.logps) > 0
+            assert all(type(token) is int and 0 <= token < 2**31 for token in found.ids)
+            assert all(type(logp) is float and -1e300 < logp < 0.1 for logp in found.logps)
+    print(f"{CASES} damaged answers, {refused} refused, no traceback")
+    assert refused > CASES / 4
