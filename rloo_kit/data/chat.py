@@ -144,6 +144,7 @@ def _as_messages(prompt: Any, system_prompt: str | None) -> list[Message]:
             "(and keep it in the answer column if it is the gold answer)"
         )
     if system_prompt and messages[0]["role"] != "system":
+        refuse_surrogates(system_prompt, "data.system_prompt")
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return messages
 
@@ -163,6 +164,9 @@ def _message(message: Any, number: int) -> Message:
             "text"
         )
     _non_empty(message["content"], f"message {number} of the prompt")
+    for key, value in message.items():  # a template may use any of them
+        if isinstance(value, str):
+            refuse_surrogates(value, f"{key!r} in message {number} of the prompt")
     return {key: value for key, value in message.items() if value is not None}  # Arrow fills absent keys with None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from rloo_kit import _stack
 from rloo_kit.data.chat import refuse_surrogates
 from rloo_kit.errors import DataError, excerpt
+from rloo_kit.system.input_files import DEEPEST
 
 FILE_KINDS = (".jsonl", ".csv", ".parquet")
 # Names that the trainer passes to a reward itself, or reads as an image prompt: a column may not use them.
@@ -274,6 +275,9 @@ def _arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> l
             return error
         return None
 
+    for row, value in enumerate(values):
+        if isinstance(value, (list, tuple, dict)) and _is_deeper(value, DEEPEST):  # Arrow overflows the stack of C
+            raise DataError(f"{where(row)}: column '{key}' is nested more than {DEEPEST} levels deep, or holds itself")
     error = explain(values)
     if error is None:
         return values
@@ -286,6 +290,18 @@ def _arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> l
     first_bad = bisect_left(range(len(values)), True, key=lambda row: explain(values[: row + 1]) is not None)
     what = f"column '{key}' holds a value that Arrow cannot hold with those before it: {error}"
     raise DataError(f"{where(first_bad)}: {what}") from error
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and mappings are nested in `value` more than so many levels deep."""
+    left = [(value, 1)]
+    while left:
+        found, level = left.pop()
+        if isinstance(found, (list, tuple, dict)):
+            if level > levels:
+                return True
+            left += [(item, level + 1) for item in (found.values() if isinstance(found, dict) else found)]
+    return False
 
 
 def _require_columns(name: str, place: str, found: list[str], columns: Columns) -> None:

@@ -205,6 +205,8 @@ BAD_JSONL = [
     (jsonl({"prompt": "a"}, {"prompt": "b", "\ud800": 1}), "line 2: the column name holds \\ud800 at character 0"),
     (jsonl({"prompt": "a"}) + '{"n": ' + "9" * 5000 + "}\n", "line 2: JSON that cannot be read: Exceeds the limit"),
     (jsonl({"prompt": "a"}) + '{"n": ' + "[" * 99_999 + "\n", "line 2: JSON that cannot be read: maximum recursion"),
+    (jsonl({"prompt": "a"}) + '{"prompt": "b", "n": ' + "[" * 900 + "]" * 900 + "}\n", "line 2: column 'n' is nested"),
+    (jsonl({"prompt": [{"role": "user", "content": "a", "name": "\ud800"}]}), "line 1: 'name' in message 1 of the prompt"),
     (jsonl({"prompt": "a", "answer": True}), "line 1: an answer of type bool"),
     (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": "2"}), "line 2: column 'n' holds a str, and before it a int"),
 ]
@@ -255,7 +257,13 @@ def test_files_that_cannot_be_read(make_run, tmp_path, tiny_tokenizer):
 
 
 def test_bad_rows_in_python(make_run, tiny_tokenizer):
-    """Rows from a notebook have numbers too."""
+    """Rows from a notebook have numbers too, and lists that hold themselves, over which Arrow died."""
+    itself = []
+    itself.append(itself)
+    with pytest.raises(DataError, match="row 2: column 'n' is nested more than 100 levels deep, or holds itself"):
+        load_data(make_run(), tiny_tokenizer, rows=[{"prompt": "a", "n": []}, {"prompt": "b", "n": itself}])
+    with pytest.raises(DataError, match=r"data.system_prompt holds \\ud83d"):
+        load_data(make_run(system_prompt="\ud83d"), tiny_tokenizer, rows=[{"prompt": "a"}])
     with pytest.raises(DataError, match="the list of rows has no rows"):
         load_data(make_run(), tiny_tokenizer, rows=[])
     with pytest.raises(DataError, match="the dataset has no rows"):
