@@ -35,10 +35,10 @@
 
 # %%
 import itertools
-import json
 import statistics
 
 import rloo_kit as kit
+from rloo_kit.runs.rollouts import read_rollouts
 
 print(kit.setup_environment())
 
@@ -306,14 +306,13 @@ if result.stopped:
 # %% [markdown]
 # ### One group of this run
 #
-# Everything that was sampled is in `rollouts.jsonl`, one line a completion. Here is the first group whose rewards
-# differ, with the advantages that the trainer used, and the siblings' mean worked out again. With `beta` above 0 the
-# trainer's advantage also holds the penalty.
+# Everything that was sampled is in `rollouts.jsonl` and its older parts, one line a completion. Here is the first group
+# whose rewards differ, with the advantages that the trainer used, and the siblings' mean worked out again. With `beta`
+# above 0 the trainer's advantage also holds the penalty.
 
 # %%
 K = run.rloo.num_generations
-with (run.folder / "rollouts.jsonl").open(encoding="utf-8") as lines:
-    rows = [json.loads(line) for line in itertools.islice(lines, 32 * K)]
+rows = list(itertools.islice(read_rollouts(run.folder), 32 * K))
 groups = [rows[start : start + K] for start in range(0, len(rows), K)]
 group = next((group for group in groups if len({row["reward"] for row in group} - {None}) > 1), [])
 

@@ -206,7 +206,7 @@ BAD_JSONL = [
     (jsonl({"prompt": "a"}) + '{"n": ' + "9" * 5000 + "}\n", "line 2: JSON that cannot be read: Exceeds the limit"),
     (jsonl({"prompt": "a"}) + '{"n": ' + "[" * 99_999 + "\n", "line 2: JSON that cannot be read: maximum recursion"),
     (jsonl({"prompt": "a"}) + '{"prompt": "b", "n": ' + "[" * 900 + "]" * 900 + "}\n", "line 2: column 'n' is nested"),
-    (jsonl({"prompt": [{"role": "user", "content": "a", "name": "\ud800"}]}), "line 1: 'name' in message 1 of the prompt"),
+    (jsonl({"prompt": [{"role": "user", "content": "a", "name": "\ud800"}]}), "line 1: 'name' in message 1 of"),
     (jsonl({"prompt": "a", "answer": True}), "line 1: an answer of type bool"),
     (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": "2"}), "line 2: column 'n' holds a str, and before it a int"),
 ]

@@ -18,6 +18,7 @@ from rloo_kit.loop.callbacks import RolloutLog
 from rloo_kit.loop.run import mixed_precision
 from rloo_kit.rollout.engine import generate_completions
 from rloo_kit.runs.files import saved_paths
+from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.runs.run_dir import open_runs
 from rloo_kit.system import environment
 from tests.loop.conftest import by_ids
@@ -190,6 +191,24 @@ def test_resume_refuses_another_configuration(start):
     assert "data.seed: 0 then, 3 now" in str(error.value) and "rloo.max_steps:" not in str(error.value)
     with pytest.raises(ConfigError, match="rloo.max_steps: 2 then, 1 now"):
         start("rloo.max_steps=1", resume=True)
+
+
+def test_resume_cuts_completions_in_older_parts(start, monkeypatch):
+    """Completions are kept in files of a bounded size: a resume goes back into one that is compressed already."""
+    monkeypatch.setattr("rloo_kit.runs.rollouts.FILE_BYTES", 1000)
+    words = ("rloo.save_steps=1", "rloo.save_total_limit=null")
+    folder = start(*words).folder
+    whole = list(read_rollouts(folder))
+    assert [path.name for path in parts_of(folder)] == [f"rollouts-0000000{step}.jsonl.gz" for step in (1, 2, 3)]
+    for step in (2, 3, 4):
+        (folder / "checkpoints" / f"checkpoint-{step}" / "optimizer.pt").unlink()
+    again = start(*words, resume=True)
+    assert again.steps == 4 and list(read_rollouts(folder)) == whole
+    assert [row["step"] for row in again.metrics] == [1, 2, 3, 4]
+
+
+def parts_of(folder):
+    return sorted(folder.glob("rollouts-*"))
 
 
 def test_resume_of_a_finished_run_loads_it_and_trains_no_step(start, capsys):
