@@ -36,7 +36,6 @@ import itertools
 import statistics
 
 import rloo_kit as kit
-from rloo_kit.runs.rollouts import read_rollouts
 
 print(kit.setup_environment())
 
@@ -316,7 +315,7 @@ if result.stopped:
 
 # %%
 K = run.rloo.num_generations
-rows = list(itertools.islice(read_rollouts(run.folder), 32 * K))
+rows = list(itertools.islice(kit.read_rollouts(run.folder), 32 * K))
 groups = [rows[start : start + K] for start in range(0, len(rows), K)]
 group = next((group for group in groups if len({row["reward"] for row in group} - {None}) > 1), [])
 

@@ -22,6 +22,7 @@ _EXPORTS = {
     "evaluate": "evals.evaluate",
     "compare": "results.evaluation",
     "train": "loop.run",
+    "read_rollouts": "runs.rollouts",
     "write_report": "results.report",
     "plot_training": "notebook.display",
     "show_completions": "notebook.display",

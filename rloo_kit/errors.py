@@ -24,21 +24,26 @@ def excerpt(value: Any, longest: int = 120) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
+def shorten(text: str, longest: int = 2000, tail: int = 0) -> str:
+    """The first `longest` characters of a text, its length where it has more, and then its last `tail` characters.
+
+    >>> shorten("found ... fix", 5), shorten("found ... fix", 9, tail=3)
+    ('found ... (13 characters)', 'found  ... (13 characters) ... fix')
+    """
+    if len(text) <= longest:
+        return text
+    end = f" ... {text[-tail:]}" if tail else ""
+    return f"{text[: longest - tail]} ... ({len(text):,} characters){end}"
+
+
 class RlooKitError(Exception):
     """Root of the kit's own errors. Its text holds what a user gave, so it is cut and escaped: it can be printed."""
 
     def __str__(self) -> str:
         lines = super().__str__().split("\n")
         left_out = [f"... and {len(lines) - MOST_LINES} more lines"] if len(lines) > MOST_LINES else []
-        text = "\n".join([*map(_cut, lines[:MOST_LINES]), *left_out])
+        text = "\n".join([*(shorten(line, LONGEST_LINE, tail=250) for line in lines[:MOST_LINES]), *left_out])
         return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
-
-
-def _cut(line: str) -> str:
-    """A line without its middle: what was found stands in front, the fix at the end."""
-    if len(line) <= LONGEST_LINE:
-        return line
-    return f"{line[: LONGEST_LINE - 300]} ... ({len(line)} characters) ... {line[-250:]}"
 
 
 class ConfigError(RlooKitError, ValueError):

@@ -19,7 +19,7 @@ from rloo_kit.rewarding.signature import (
     takes_two,
 )
 from rloo_kit.rewarding.undisturbed import Undisturbed
-from rloo_kit.rewarding.values import EXCERPT, describe_error, read_numbers, read_result, shorten
+from rloo_kit.rewarding.values import EXCERPT, describe_error, printable, read_numbers, read_result
 from rloo_kit.rewards.text import as_text
 
 UNDISTURBED = Undisturbed()
@@ -289,7 +289,9 @@ def _is_column(value: Any, size: int) -> bool:
 
 def _read_outcome(outcome: Any, size: int) -> tuple[list[Any], str | None]:
     if isinstance(outcome, Exception):
-        return [], shorten(str(outcome)) if type(outcome) in (RewardError, WholeBatchError) else describe_error(outcome)
+        return [], printable(str(outcome)) if type(outcome) in (RewardError, WholeBatchError) else describe_error(
+            outcome
+        )
     return read_result(outcome, size)
 
 

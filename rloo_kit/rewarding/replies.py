@@ -10,7 +10,7 @@ from typing import Any
 
 from rloo_kit.rewarding.pipe import MAX_REPLY_BYTES, MalformedReply
 from rloo_kit.rewarding.signature import Signature
-from rloo_kit.rewarding.values import describe_error, shorten, show
+from rloo_kit.rewarding.values import describe_error, printable, show
 
 LOGS = ("log_extra", "log_metric")
 NUMBERS = (int, float)
@@ -63,7 +63,7 @@ def read_reply(payload: bytes, call: int) -> Signature | Rewards | Failure | Any
             return _read_rewards(content)
         if reply["kind"] == "Failure":
             _check(isinstance(content["text"], str) and isinstance(content["whole_batch"], bool))
-            return Failure(shorten(content["text"]), content["whole_batch"])
+            return Failure(printable(content["text"]), content["whole_batch"])
         _check(reply["kind"] == "value" and (content is None or isinstance(content, (*NUMBERS, str))))
         return content
     except (KeyError, TypeError, ValueError):

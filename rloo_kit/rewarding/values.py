@@ -5,6 +5,8 @@ import inspect
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+from rloo_kit.errors import excerpt, shorten
+
 FLOAT32_MAX = 3.4028234663852886e38  # rewards are float32 in the loop; beyond it a number is infinity there
 BEYOND = "beyond float32 (3.4e38)"
 TEXTS = (str, bytes, bytearray)
@@ -74,7 +76,7 @@ def _make_value_sendable(value: Any) -> float | str | None:
     except OverflowError:
         return float("inf") if value > 0 else float("-inf")
     except Exception:
-        return shorten(str(value), EXCERPT) if isinstance(value, str) else show(value)
+        return printable(str(value), EXCERPT) if isinstance(value, str) else show(value)
 
 
 def overflowing(
@@ -101,11 +103,7 @@ def overflowing(
 
 def show(value: Any) -> str:
     """The first characters of a value as Python writes it; of one that cannot be written, its class."""
-    try:
-        text = repr(value)
-    except Exception:  # an integer of thousands of digits, a repr of the user's own
-        text = type(value).__name__
-    return text if len(text) <= EXCERPT else text[:EXCERPT] + "..."
+    return excerpt(value, EXCERPT)
 
 
 def describe_error(error: BaseException, where: str = "") -> str:
@@ -114,10 +112,9 @@ def describe_error(error: BaseException, where: str = "") -> str:
         text = str(error)
     except Exception:
         text = "its text cannot be made"
-    return f"{shorten(type(error).__name__, EXCERPT)}: {shorten(text, LONGEST_ERROR // 2)}{where}"
+    return f"{printable(type(error).__name__, EXCERPT)}: {printable(text, LONGEST_ERROR // 2)}{where}"
 
 
-def shorten(text: str, limit: int = LONGEST_ERROR) -> str:
-    """`text` within `limit` characters that can be printed as UTF-8, then its length if it was cut."""
-    cut = text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
-    return cut.encode("utf-8", "replace").decode()
+def printable(text: str, longest: int = LONGEST_ERROR) -> str:
+    """`text`, shortened, as UTF-8 can hold it."""
+    return shorten(text, longest).encode("utf-8", "replace").decode()

@@ -122,11 +122,6 @@ def is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def shorten(text: str, limit: int = 2000) -> str:
-    """`text` without what exceeds `limit` characters."""
-    return text if len(text) <= limit else f"{text[:limit]} ... ({len(text)} characters)"
-
-
 def lock_folder(folder: Path) -> IO[str] | None:
     """Lock the folder until the returned file is closed or the process ends, however it ends.
 

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from rloo_kit.config.resume import refuse_changes
 from rloo_kit.config.run import RunConfig
-from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFoundError, SetupError
+from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFoundError, SetupError, shorten
 from rloo_kit.runs.checkpoints import UNFINISHED, Checkpoint, find_whole, list_checkpoints, set_aside
 from rloo_kit.runs.files import (
     finite,
@@ -30,7 +30,6 @@ from rloo_kit.runs.files import (
     now,
     read_json,
     read_object,
-    shorten,
     write_json,
     write_text,
 )

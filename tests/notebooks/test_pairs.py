@@ -38,7 +38,7 @@ STAGES = {
     "5. The reward": ["build_rewards"],
     "6. Before training": ["evaluate", "show_completions"],
     "7. How RLOO learns": [],
-    "8. Training": ["train", "RlooKitError"],
+    "8. Training": ["train", "RlooKitError", "read_rollouts"],
     "9. After training": ["evaluate", "compare"],
     "10. Step by step": ["plot_training"],
     "11. Completions before and after": ["show_completions"],

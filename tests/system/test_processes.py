@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from rloo_kit.errors import BackendError, ConfigError, RunExistsError, SetupError
+from rloo_kit.runs.checkpoints import seal
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system import environment, processes
 from rloo_kit.system.gpu import Gpu, Gpus
@@ -166,6 +167,10 @@ def test_a_run_goes_on_in_as_many_processes(tmp_path, be, before, now, fix):
     be(0, before)
     with RunDir.create(run) as run_dir:
         run_dir.set_status("interrupted", step=1)
+        checkpoint = run.folder / "checkpoints" / "checkpoint-1"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "trainer_state.json").write_text("{}")
+        seal(checkpoint, 1, **run_dir.checkpoint_record)
     be(0, now)
     with pytest.raises(ConfigError, match=f"trained in {before} process.*{fix}"):
         RunDir.create(run, resume=True)
