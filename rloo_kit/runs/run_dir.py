@@ -284,20 +284,27 @@ class RunDir:
 
         Raises RunExistsError where another process has taken its place.
         """
-        if not self.writes or self._is_there():
+        if not self.writes:
             return
-        if read_run_id(self.folder) != self.id:  # else the lock's file alone
-            self.restored += 1
-            say(f"WARNING: {self.folder} was removed while the run goes on: it is made again, what it held is lost")
-        if self._lock is not None:
-            self._lock.close()
+        there = (
+            self.folder / "config.yaml"
+        ).is_file()  # written once: while a folder is being removed it goes for good
+        if there and self._has_lock():
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._take_lock()
-        self._describe_run()
+        if not self._has_lock():
+            if self._lock is not None:
+                self._lock.close()
+            self._take_lock()
+        if not there:
+            self.restored += 1
+            say(f"WARNING: {self.folder} was removed while the run goes on: what can be is written again")
+            self._describe_run()
 
-    def _is_there(self) -> bool:
-        if self._lock is None:  # a system without locks, or a folder that is not open
-            return self.folder.is_dir()
+    def _has_lock(self) -> bool:
+        """Whether the file that this process has locked still lies in the folder; true on a system without locks."""
+        if self._lock is None:
+            return True
         with suppress(OSError):
             return os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.folder / ".lock"))
         return False

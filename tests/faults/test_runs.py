@@ -33,31 +33,31 @@ def reference(tmp_path_factory, tiny_folder):
 
 def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(place, reference, record):
     """SIGKILL at any moment, also while a checkpoint is written and while a killed run is resumed."""
-    generator, kills, words = random.Random(0), 0, []
-    (place.folder / "slow").write_text("0.15")
-    while kills < KILLS:
+    generator, words, resumed, kills = random.Random(0), [], "", []
+    (place.folder / "slow").write_text("0.1")
+    while len(kills) < KILLS:
         process = place.start(*words)
-        place.wait_for(lambda: place.status().get("state") == "running", process, "the start")
-        before = place.status().get("step", 0)
-        while process.poll() is None and place.status().get("step", 0) == before and generator.random() < 0.995:
-            time.sleep(generator.uniform(0.0, 0.02))
-        time.sleep(generator.uniform(0.0, 0.4))
+        if generator.random() < 0.2:  # while it starts
+            place.wait_for(lambda: place.status().get("state") == "running", process, "the start")
+            time.sleep(generator.uniform(0.0, 4.0))
+        else:
+            place.wait_for(lambda: "\ndata:" in place.printed(), process, "the data")
+            time.sleep(generator.uniform(0.0, 2.5))
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
-            kills += 1
-        process.wait()
+            saving = "saving " if (place.run_folder / "checkpoints" / "unfinished").exists() else ""
+            kills.append(f"{saving}{place.status().get('step', 0)}")
+        assert process.wait() in (-signal.SIGKILL, 0), place.printed()
+        resumed = next((line for line in place.printed().splitlines() if "from step" in line), resumed)
+        words = ["--resume"]
         if place.status().get("state") == "finished":
             assert_equal(place.result(), reference.result())
             words = ["--overwrite"]
-        elif process.returncode not in (-signal.SIGKILL, 0):
-            raise AssertionError(place.printed())
-        else:
-            words = ["--resume"]
+    print(f"killed {KILLS} times, at step {', '.join(kills)}")
     (place.folder / "slow").unlink()
     if place.status().get("state") != "finished":
         assert place.run("--resume") == 0, place.printed()
     assert_equal(place.result(), reference.result())
-    resumed = next(line for line in place.printed().splitlines() if line.startswith("resuming"))
     record("SIGKILL, at any moment", place, -9, resumed, "everything up to the last checkpoint; the rest is done again")
 
 

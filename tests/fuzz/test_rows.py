@@ -43,7 +43,7 @@ row = st.one_of(
 rows = st.one_of(
     st.lists(row, max_size=3),
     st.lists(row, min_size=1, max_size=2).map(tuple),
-    values().filter(lambda given: not isinstance(given, Rude)),  # an iterator's own error is its author's to see
+    values().map(lambda given: [] if isinstance(given, Rude) else given),  # an iterator's error is its author's
     st.builds(iter, st.lists(row)),
 )
 cases = st.tuples(rows, st.sampled_from(["length_reward", "answer_reward"]))

@@ -253,6 +253,10 @@ def test_a_folder_that_is_removed_is_made_again(run, capsys):
         run_dir.keep_folder()
         with pytest.raises(RunExistsError, match="being written"):
             RunDir.create(run, resume=True)
+        assert run_dir.restored == 1, "nothing but the lock was gone"
+        (run.folder / "config.yaml").unlink()  # by somebody whose removal of the folder is not through yet
+        run_dir.keep_folder()
+        assert run_dir.restored == 2 and (run.folder / "config.yaml").is_file()
         shutil.rmtree(run.folder)
         with RunDir.create(run), pytest.raises(RunExistsError, match="being written"):
             run_dir.keep_folder()
