@@ -34,7 +34,7 @@ def reference(tmp_path_factory, tiny_folder):
 def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(place, reference, record):
     """SIGKILL at any moment, also while a checkpoint is written and while a killed run is resumed."""
     generator, words, resumed, kills = random.Random(0), [], "", []
-    (place.folder / "slow").write_text("0.1")
+    (place.folder / "slow").write_text("0.3")
     while len(kills) < KILLS:
         process = place.start(*words)
         if generator.random() < 0.2:  # while it starts
@@ -42,7 +42,7 @@ def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(place, refere
             time.sleep(generator.uniform(0.0, 4.0))
         else:
             place.wait_for(lambda: "\ndata:" in place.printed(), process, "the data")
-            time.sleep(generator.uniform(0.0, 2.5))
+            time.sleep(generator.uniform(0.5, 4.0))
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
             saving = "saving " if (place.run_folder / "checkpoints" / "unfinished").exists() else ""

@@ -16,7 +16,7 @@ import pytest
 from rloo_kit.notebook.jupyter_server import CLOCK_S, Server, ServerError, find_servers
 
 TOKEN = "of-the-hub-and-secret"
-CASES = int(os.environ.get("FUZZ_CASES", "500"))
+CASES = int(os.environ.get("RLOO_KIT_FUZZ_CASES", "500"))
 
 
 class Recorder:
@@ -195,7 +195,7 @@ def test_a_malformed_file_is_skipped(tmp_path):
 
 
 def test_files_with_bytes_changed(tmp_path):
-    """FUZZ_CASES=10000 is the long search."""
+    """RLOO_KIT_FUZZ_CASES=10000 is the long search."""
     generator = random.Random(14)
     whole = write(tmp_path).read_bytes()
     file = tmp_path / "jpserver-x.json"

@@ -1,6 +1,6 @@
 """What a server answers is not trusted, and the key goes to the server alone: the client against real sockets.
 
-FUZZ_CASES=10000 runs the long search for an answer that ends in a traceback.
+RLOO_KIT_FUZZ_CASES=10000 runs the long search for an answer that ends in a traceback.
 """
 
 import copy
@@ -20,7 +20,7 @@ from rloo_kit.rollout import vllm_client
 from rloo_kit.rollout.vllm_client import VllmClient
 
 KEY = "the-key-of-the-server"
-CASES = int(os.environ.get("FUZZ_CASES", "600"))
+CASES = int(os.environ.get("RLOO_KIT_FUZZ_CASES", "600"))
 PROMPT, STOPS = [1, 2], [9]
 COMPLETION: dict[str, Any] = {
     "choices": [

@@ -1,6 +1,6 @@
 """No key of `.env` reaches a file, a line of output or another machine: real commands, then a search for the values.
 
-CANARIES=all python -m pytest tests/system/test_canaries.py    the notebook by papermill, a batch of two, the demo
+RLOO_KIT_CANARIES=all python -m pytest tests/system/test_canaries.py    the notebook by papermill, a batch of two, the demo
 """
 
 import base64
@@ -23,7 +23,7 @@ NAMES = ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "OPENAI_API_KEY", "JUPYTER
 CANARIES = {name: f"Canary+{name.lower().replace('_', '-')}/9fQ7x==" for name in NAMES}
 LINES = ("-----BEGIN CANARY-----", "bXVsdGktbGluZS1jYW5hcnk+/x", "-----END CANARY-----")  # one key of several lines
 LIMIT_S = 600
-LONG = pytest.mark.skipif(os.environ.get("CANARIES") != "all", reason="minutes; CANARIES=all")
+LONG = pytest.mark.skipif(os.environ.get("RLOO_KIT_CANARIES") != "all", reason="minutes; RLOO_KIT_CANARIES=all")
 
 
 def forms(value: str) -> set[bytes]:
