@@ -1,6 +1,6 @@
 """No key of `.env` reaches a file, a line of output or another machine: real commands, then a search for the values.
 
-RLOO_KIT_CANARIES=all python -m pytest tests/system/test_canaries.py    the notebook by papermill, a batch of two, the demo
+RLOO_KIT_CANARIES=all python -m pytest tests/system/test_canaries.py    notebook by papermill, batch of two, demo too
 """
 
 import base64
