@@ -25,15 +25,15 @@ def excerpt(value: Any, longest: int = 120) -> str:
 
 
 def shorten(text: str, longest: int = 2000, tail: int = 0) -> str:
-    """The first `longest` characters of a text, its length where it has more, and then its last `tail` characters.
+    """A text of at most `longest` characters: the first ones, how many there were, and the last `tail`.
 
-    >>> shorten("found ... fix", 5), shorten("found ... fix", 9, tail=3)
-    ('found ... (13 characters)', 'found  ... (13 characters) ... fix')
+    >>> shorten("found, the limit and the fix", 28), shorten("found, the limit and the fix", 27, tail=3)
+    ('found, the limit and the fix', 'fou ... (28 characters) fix')
     """
     if len(text) <= longest:
         return text
-    end = f" ... {text[-tail:]}" if tail else ""
-    return f"{text[: longest - tail]} ... ({len(text):,} characters){end}"
+    end = f" ... ({len(text):,} characters) {text[len(text) - tail :]}".rstrip()
+    return text[: max(longest - len(end), 0)] + end
 
 
 class RlooKitError(Exception):

@@ -102,7 +102,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     entries: dict[str, tuple[int, str]] = {}
     for name, entry in files.items():
         size, digest = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
-        if not is_count(size) or not isinstance(digest, str) or Path(name).is_absolute() or ".." in name:
+        if not is_count(size) or not isinstance(digest, str) or Path(name).is_absolute() or ".." in Path(name).parts:
             return None
         entries[name] = (size, digest)
     return Checkpoint(folder, step, run, config, processes, entries)
