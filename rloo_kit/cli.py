@@ -4,6 +4,7 @@ Heavy libraries are imported inside the commands. Exit codes: 0 done, 1 doctor f
 fit, 2 refused, 130 interrupted; for `batch` see there.
 """
 
+import errno
 import shlex
 import sys
 import time
@@ -39,6 +40,10 @@ if TYPE_CHECKING:  # slow to import
 
 BATCH_REFUSED, MOST_COUNTED = 125, 100  # of `batch`, whose small codes count runs
 SECONDS_FOR_MAIN = 10.0
+OF_THE_DISK = (  # what a file or its disk refuses is no fault of the program
+    errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
+    errno.EIO,
+)  # fmt: skip
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -66,7 +71,11 @@ def _exit_codes(refused: int = REFUSED) -> Iterator[None]:
         if is_main_process():
             print("rloo-kit: interrupted", file=sys.stderr, flush=True)
         raise typer.Exit(INTERRUPTED) from None
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_DISK:
+            name = error.filename if error.filename2 is None else error.filename2
+            print(f"rloo-kit: {name}: {error.strerror}", file=sys.stderr, flush=True)
+            raise typer.Exit(refused) from None
         if refused == REFUSED:
             raise
         traceback.print_exc()

@@ -19,10 +19,11 @@ from typing import Any
 
 from _common import CODES, NOTHING_YET, fail, open_run, show
 
-NEEDED = (
-    "step", "prompt", "completion", "completion_ids", "completion_tokens", "thinking_tokens", "closed", "truncated",
-    "reward", "advantage", "rewards",
-)  # fmt: skip
+NEEDED: dict[str, Any] = {  # of a row, with the types of its values
+    "step": int, "prompt": object, "completion": str, "completion_ids": list, "completion_tokens": int,
+    "thinking_tokens": int | None, "closed": bool, "truncated": bool, "reward": int | float | None, "advantage": object,
+    "rewards": object,
+}  # fmt: skip
 
 OPENING, TAG = "<think>", "</think>"
 ORDERS = ("first", "best", "worst", "longest")
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = open_run(options.folder).folder
     from rloo_kit.runs.rollouts import read_rollouts, read_step
 
-    rows = [row for row in read_step(folder, options.step) if all(name in row for name in NEEDED)]
+    rows = [row for row in read_step(folder, options.step) if is_whole(row)]
     if not rows:
         last = read_step(folder)
         if not last:
@@ -61,10 +62,16 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def is_whole(row: dict[str, Any]) -> bool:
+    """Whether a row has what is shown of it; one that an editor or a full disk damaged has not."""
+    typed = all(name in row and isinstance(row[name], kind) for name, kind in NEEDED.items())
+    return typed and (not row["closed"] or 0 <= (row["thinking_tokens"] or 0) < len(row["completion_ids"]))
+
+
 def find_tag_id(rows: list[dict[str, Any]]) -> int | None:
     """The id of the closing tag: what stands behind the thinking of a completion that closed it; None if none did."""
     closed = next((row for row in rows if row["closed"]), None)
-    return closed["completion_ids"][closed["thinking_tokens"]] if closed else None
+    return closed["completion_ids"][closed["thinking_tokens"] or 0] if closed else None
 
 
 def describe(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ def test_a_long_message_keeps_its_beginning_and_its_end() -> None:
     given = f"rloo.beta: is {'9' * 1_000_000}; it takes a number"
     text = str(ConfigError(given))
     assert len(text) <= LONGEST_LINE and text.startswith("rloo.beta: is 9") and text.endswith("; it takes a number")
-    assert f"({len(given)} characters)" in text
+    assert f"({len(given):,} characters)" in text
     many = str(ConfigError("\n".join(f"key{number}: unknown" for number in range(MOST_LINES + 7))))
     assert many.splitlines()[-1] == "... and 7 more lines" and len(many.splitlines()) == MOST_LINES + 1
 

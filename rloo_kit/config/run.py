@@ -20,6 +20,7 @@ from rloo_kit.config.schema import (
 )
 from rloo_kit.config.yaml_files import apply_override, dump_yaml, merge, read_file
 from rloo_kit.errors import ConfigError
+from rloo_kit.system.input_files import expand_user
 from rloo_kit.system.processes import count_processes
 
 
@@ -50,7 +51,7 @@ class RunConfig(Section):
     @property
     def folder(self) -> Path:
         """The run's folder: output_dir/name."""
-        return Path(self.run.output_dir) / self.name
+        return expand_user(self.run.output_dir, "run.output_dir") / self.name
 
     def check(self) -> None:
         """Check between sections, which an assignment does not; raises ConfigError where they contradict each other."""

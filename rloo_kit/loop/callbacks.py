@@ -67,11 +67,8 @@ class RolloutLog:
         self.completion_tokens += sum(row["completion_tokens"] for row in self.rows)
         if not self.run_dir.writes:
             return
-        try:
-            self.files.append(self.rows)
-        except FileNotFoundError:
-            self.run_dir.keep_folder()
-            self.files.append(self.rows)
+        self.run_dir.keep_folder()
+        self.files.append(self.rows)
 
 
 class MetricsWriter(TrainerCallback):
@@ -92,6 +89,9 @@ class MetricsWriter(TrainerCallback):
         self.run_dir.keep_folder()
         self._write_all_if_lost()
         self.run_dir.set_status("running", step=state.global_step, max_steps=state.max_steps)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.run_dir.set_status("running", saved=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not is_step_row(logs):

@@ -7,11 +7,12 @@ from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from rloo_kit.collective import wait_for_all
+from rloo_kit.collective import share, wait_for_all
 from rloo_kit.gradient.advantages import RunningMoments
 from rloo_kit.loop.step import RLOOStep
-from rloo_kit.runs.checkpoints import STEM, UNFINISHED, prune, publish, seal
+from rloo_kit.runs.checkpoints import STEM, UNFINISHED, prune, publish, read_checkpoint, seal, set_aside
 from rloo_kit.runs.files import read_object, saving, write_json
+from rloo_kit.system.processes import say
 
 LOOP_STATE = "loop_state.json"
 
@@ -25,7 +26,10 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[Path], None]) -
     """
     step, record = trainer.state.global_step, trainer.checkpoint_record
     target, staged = folder / f"{STEM}{step}", folder / UNFINISHED / f"{STEM}{step}"
-    writes = trainer.args.should_save
+    writes, run = trainer.args.should_save, record.get("run", "")
+    there = read_checkpoint(target) if writes else None
+    if share(there is not None and there.run == run != ""):  # of this very step: a run saves before it stops
+        return
     with saving(target):
         try:
             if writes:
@@ -39,8 +43,11 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[Path], None]) -
             wait_for_all()  # every process has written its part
             if writes:
                 seal(staged, step, **record)
+                if target.exists() and (there is None or there.run != run):
+                    say(f"WARNING: {target} is not of this run; it is kept as {set_aside(target).name}")
                 publish(staged, target)
-                prune(folder, trainer.args.save_total_limit, record.get("run", ""), trainer.state.best_global_step)
+                needed = (step, trainer.state.best_global_step)
+                prune(folder, trainer.args.save_total_limit, run, needed)
         except Exception:
             if writes:  # a full disk gets its room back
                 shutil.rmtree(staged.parent, ignore_errors=True)

@@ -212,6 +212,7 @@ class _Training:
         if self.run_dir.resumed:
             where = f"step {self.checkpoint.step}" if self.checkpoint else "the start: it has no checkpoint yet"
             say(f"resuming {self.run_dir.folder} from {where}")
+            self.run_dir.drop_results()
         with self.interrupts:
             try:
                 place = str(self.checkpoint.folder) if self.checkpoint else None

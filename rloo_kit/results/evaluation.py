@@ -108,8 +108,9 @@ class Evaluation:
         found: Evaluation = TypeAdapter(cls).validate_python(values)
         TypeAdapter(list[_Budget]).validate_python(found.budgets)
         TypeAdapter(list[_Sample]).validate_python(found.samples)
-        for holder, prefix in ((vars(found), ""), (vars(found), "greedy_"), *((entry, "") for entry in found.budgets)):
-            interval = [holder[f"{prefix}{name}"] for name in ("accuracy", "low", "high")]
+        sides = [(vars(found), ("", "greedy_")), *((entry, ("", "forced_", "unforced_")) for entry in found.budgets)]
+        for holder, prefix in ((holder, prefix) for holder, prefixes in sides for prefix in prefixes):
+            interval = [holder.get(f"{prefix}{name}") for name in ("accuracy", "low", "high")]
             if None in interval and interval != [None] * 3:
                 raise ValueError(f"an accuracy has its interval: {prefix}accuracy, low and high are {interval}")
         for shares in (found.per_prompt, found.greedy_per_prompt):

@@ -8,9 +8,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -108,19 +109,23 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     return Checkpoint(folder, step, run, config, processes, entries)
 
 
-def prune(folder: Path, keep: int | None, run: str, best: int | None = None) -> None:
-    """Delete all but the newest `keep` (None: all stay) checkpoints of a run, and nothing that is not its own; the one
-    of step `best` stays."""
-    for old in list_checkpoints(folder, run)[keep:] if keep is not None else []:
-        if old.step != best:
+def prune(folder: Path, keep: int | None, run: str, needed: Container[int | None]) -> None:
+    """Delete all but the newest `keep` checkpoints of a run, and nothing that is not its own; those of the steps
+    `needed` stay. None, or none to keep: all stay. Without a run the newest is the last one written: steps start again.
+    """
+    mine = list_checkpoints(folder, run)
+    if not run:
+        mine.sort(key=lambda one: -(one.folder / MANIFEST).stat().st_mtime_ns)
+    for old in mine[keep:] if keep and keep > 0 else []:
+        if old.step not in needed:
             shutil.rmtree(old.folder, ignore_errors=True)
 
 
 def set_aside(folder: Path) -> Path:
     """Rename a damaged `checkpoint-N` to `damaged-N`, so that step N can be saved again; returns where it is."""
-    place = folder.with_name(f"{DAMAGED}-{folder.name.removeprefix(STEM)}")
-    shutil.rmtree(place, ignore_errors=True)
-    return folder.rename(place)
+    stem = f"{DAMAGED}-{folder.name.removeprefix(STEM)}"
+    names = (f"{stem}-{number}" if number > 1 else stem for number in count(1))
+    return folder.rename(next(place for name in names if not (place := folder.with_name(name)).exists()))
 
 
 def find_whole(folder: Path, run: str) -> tuple[Checkpoint | None, dict[Path, str]]:

@@ -8,12 +8,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeGuard
+from weakref import WeakSet
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SIGNS_OF_A_FULL_DISK = (os.strerror(errno.ENOSPC), os.strerror(errno.EFBIG), "PytorchStreamWriter failed writing")
+_locks: "WeakSet[IO[str]]" = WeakSet()
 _changed = threading.Condition()
 _running: list[Path] = []
 _saved: dict[Path, None] = {}  # an ordered set
@@ -90,7 +92,7 @@ def now() -> str:
 def read_json(path: Path) -> Any:
     """The value of a JSON file; None where there is none that can be read."""
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(path.read_bytes()) if path.is_file() else None  # a pipe would block
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -140,7 +142,19 @@ def lock_folder(folder: Path) -> IO[str] | None:
     except OSError:
         lock.close()
         raise BlockingIOError(f"{folder} is locked") from None
+    _locks.add(lock)
     return lock
+
+
+def _drop_locks() -> None:
+    """In a forked child, which would hold its parent's locks beyond the parent's end."""
+    for lock in _locks:
+        with suppress(OSError, ValueError):
+            os.close(lock.fileno())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_locks)
 
 
 def finite(value: Any) -> Any:

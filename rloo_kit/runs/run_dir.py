@@ -44,13 +44,13 @@ FILES = (
     "config.yaml", "versions.json", "status.json", "metrics.jsonl", "rollouts.jsonl", "prompts.json", "before.json",
     "after.json", "report.html",
 )  # fmt: skip
-FOLDERS = ("checkpoints", "adapter", UNFINISHED)
 ID_LINE = b"# rloo-kit run "  # the start of config.yaml's first line; the run's id follows
 SECONDS_FOR_MAIN = 3.0  # that another process waits with an error: the main one may raise the same
 STATES = ("running", "finished", "interrupted", "failed")
 
-_COUNTS = ("step", "max_steps", "pid")  # fields of status.json that are whole numbers
+_COUNTS = ("step", "max_steps", "saved", "pid")  # fields of status.json that are whole numbers
 _ID = re.compile(rb"[0-9a-f]{12}")
+_OWN_TRACES = re.compile(r"\.lock|\..*\.tmp")  # of a process that was killed before it had written anything
 
 _open: "WeakKeyDictionary[RunDir, threading.Thread]" = WeakKeyDictionary()  # each with the thread that opened it
 
@@ -120,6 +120,7 @@ class RunDir:
         self._take_lock()
         self.id = read_run_id(self.folder)
         self._check(resume, overwrite)  # again: until now another process may have written
+        self._refuse_odd_files()
         self.resumed = resume
         if resume:
             self._find_place()
@@ -129,6 +130,16 @@ class RunDir:
         self._describe_run()
         self.set_status("running", step=self.resumes_from.step if self.resumes_from else 0)
         _open[self] = threading.current_thread()
+
+    def _refuse_odd_files(self) -> None:
+        if (self.folder / "adapter").is_symlink():  # it is replaced as a whole
+            raise SetupError(
+                f"{self.folder / 'adapter'} is a link: put a folder in its place. checkpoints/ may be a link to a "
+                "larger disk, and run.output_dir moves everything"
+            )
+        for path in (self.folder / name for name in FILES):
+            if path.exists() and not path.is_file():
+                raise SetupError(f"{path} is no regular file, and the run writes one of this name: move it away")
 
     def _describe_run(self) -> None:
         self.write_text("config.yaml", f"{ID_LINE.decode()}{self.id}: what it trains with\n{self._config}")
@@ -144,7 +155,7 @@ class RunDir:
         """The refusals of `create` that need no lock, before anything is touched."""
         if resume and overwrite:
             raise ConfigError("--resume and --overwrite were both given: one keeps the run, the other deletes it")
-        there = sorted(path.name for path in self.folder.glob("*") if path.name != ".lock")
+        there = sorted(path.name for path in self.folder.glob("*") if not _OWN_TRACES.fullmatch(path.name))
         carriers = "config.yaml, versions.json, status.json or a checkpoint's manifest"
         if resume and not self.id:
             unknown = f": nothing in it carries a run's id ({carriers})" if there else ""
@@ -177,11 +188,21 @@ class RunDir:
                 f"none of the checkpoints in {folder} is whole:{reasons}\nput one back from a copy, or start again: "
                 "--overwrite or run.name=..."
             )
+        if self.resumes_from is None and self._has_saved():
+            raise RunNotFoundError(
+                f"the run in {self.folder} has trained and saved, but there is no checkpoint in {folder}: put them "
+                "back (is a disk not mounted?), or start again: --overwrite or run.name=..."
+            )
         self._refuse_changes()
         for path, damage in damaged.items():
             number = path.name.rpartition("-")[2]
-            if number.isdigit() and int(number) > step:  # else the run does not come to it again
+            if number.isdecimal() and int(number) > step:  # else the run does not come to it again
                 say(f"WARNING: {path} is not used: {damage}. It is kept as {set_aside(path).name}")
+
+    def _has_saved(self) -> bool:
+        status = self._read_status()
+        trained = status.get("step") or self.read_metrics()
+        return bool(status.get("saved") or (trained and (self.folder / "adapter").exists()))
 
     def _refuse_changes(self) -> None:
         """The configuration and the number of processes are those that trained, as the checkpoint has them."""
@@ -216,13 +237,13 @@ class RunDir:
     def _delete_run(self) -> None:
         """Delete the old run's files. Its configuration, with the id, stays until the new one replaces it, so that a
         deletion that was cut off can be repeated."""
-        for name in FOLDERS:
-            folder = self.folder / name
-            if folder.is_symlink():  # to a larger disk: what it holds goes
-                for path in folder.iterdir():
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-            elif folder.is_dir():
-                shutil.rmtree(folder)
+        checkpoints = self.folder / "checkpoints"
+        mine = [one.folder for one in list_checkpoints(checkpoints, self.id)] if self.id else []
+        for path in (*mine, *(checkpoints / UNFINISHED, self.folder / UNFINISHED, self.folder / "adapter")):
+            if path.is_dir():
+                shutil.rmtree(path)
+        with suppress(OSError):  # it holds something else
+            checkpoints.rmdir()
         for name in FILES:
             if name != "config.yaml":
                 (self.folder / name).unlink(missing_ok=True)
@@ -286,11 +307,12 @@ class RunDir:
         """
         if not self.writes:
             return
-        there = (
-            self.folder / "config.yaml"
-        ).is_file()  # written once: while a folder is being removed it goes for good
-        if there and self._has_lock():
+        there = (self.folder / "config.yaml").is_file()  # a removal of the folder takes it for good
+        found = read_run_id(self.folder)
+        if there and found == self.id and self._has_lock():
             return
+        if found not in ("", self.id):
+            raise RunExistsError(f"{self.folder} holds another run ({found}) by now, so this one ({self.id}) stops")
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._has_lock():
             if self._lock is not None:
@@ -328,12 +350,8 @@ class RunDir:
         """Add one line a row, all in one write, so that a crash loses none of them."""
         if not self.writes:
             return
-        rows = list(rows)
-        try:
-            append_rows(self.folder / name, rows)
-        except FileNotFoundError:
-            self.keep_folder()
-            append_rows(self.folder / name, rows)
+        self.keep_folder()
+        append_rows(self.folder / name, rows)
 
     def replace_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
         """Write a JSONL file again with these rows alone, in one piece."""
@@ -379,6 +397,8 @@ class RunDir:
             self._set_status(state, **fields)
 
     def _set_status(self, state: str, **fields: Any) -> None:
+        if self._lock is not None:
+            self.keep_folder()
         kept = self._read_status()
         if state in ("running", "finished"):  # what was wrong before is over
             kept = {key: value for key, value in kept.items() if key not in ("error", "resume")}
@@ -388,6 +408,12 @@ class RunDir:
     def last_checkpoint(self) -> Checkpoint | None:
         """The newest checkpoint of this run; its files are checked where the run is resumed."""
         return next(iter(list_checkpoints(self.folder / "checkpoints", self.id)), None) if self.id else None
+
+    def drop_results(self) -> None:
+        """Delete what an earlier end of the run left that is not true of one that trains on."""
+        if self.writes:
+            for name in ("after.json", "report.html"):
+                (self.folder / name).unlink(missing_ok=True)
 
     def rewind(self, step: int) -> None:
         """Drop what came after `step` from `metrics.jsonl` and `rollouts.jsonl`: a resumed run repeats it."""
@@ -413,8 +439,12 @@ def describe_versions() -> dict[str, Any]:
 
 def read_run_id(folder: Path) -> str:
     """The id of the run in a folder, from the first of its files that carries one; "" if none does."""
-    with suppress(OSError), open(folder / "config.yaml", "rb") as file:
-        line = file.readline(100)
+    path = folder / "config.yaml"
+    with suppress(OSError):
+        line = b""
+        if path.is_file():
+            with open(path, "rb") as file:
+                line = file.readline(100)
         if line.startswith(ID_LINE) and (found := _ID.match(line.removeprefix(ID_LINE))):
             return found[0].decode()
     for name in ("versions.json", "status.json"):

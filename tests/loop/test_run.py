@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from rewards import thinking_reward
 from rloo_kit import build_rewards, load_config, load_data, load_policy, train
-from rloo_kit.errors import ConfigError, RunExistsError
+from rloo_kit.errors import ConfigError, RewardError, RunExistsError
 from rloo_kit.loop.callbacks import RolloutLog
 from rloo_kit.loop.run import mixed_precision
 from rloo_kit.rollout.engine import generate_completions
@@ -191,6 +191,36 @@ def test_resume_refuses_another_configuration(start):
     assert "data.seed: 0 then, 3 now" in str(error.value) and "rloo.max_steps:" not in str(error.value)
     with pytest.raises(ConfigError, match="rloo.max_steps: 2 then, 1 now"):
         start("rloo.max_steps=1", resume=True)
+
+
+def test_a_step_is_saved_once(start, tmp_path):
+    """A reward that fails for good saves the step again: a kill between the two renames left no checkpoint at all."""
+
+    def failing(completion_ids, trainer_state, **_):
+        if trainer_state.global_step == 2:
+            raise RuntimeError("the judge is down")
+        return by_ids(completion_ids)
+
+    words = ("rloo.save_steps=1", "rloo.save_total_limit=1", "run.reward_failure_steps=1")
+    with pytest.raises(RewardError):
+        start(*words, rewards=[failing])
+    checkpoints = tmp_path / "outputs" / "tiny" / "checkpoints"
+    saved = checkpoints / "checkpoint-2"
+    assert [path.name for path in checkpoints.glob("*-*")] == ["checkpoint-2"]
+    before = saved.stat().st_ino
+    with pytest.raises(RewardError):
+        start(*words, rewards=[failing], resume=True)
+    assert saved.stat().st_ino == before and status(saved.parents[1])["saved"] == 2
+
+
+def test_a_run_that_trains_on_drops_its_last_results(start):
+    """Two steps were evaluated, two more trained and interrupted: the report showed the first two's accuracy."""
+    folder = start("rloo.max_steps=2").folder
+    (folder / "after.json").write_text("{}")
+    (folder / "report.html").write_text("old")
+    assert start("rloo.max_steps=2", resume=True).steps == 2 and (folder / "after.json").exists()
+    assert start("rloo.max_steps=3", resume=True).steps == 3
+    assert not (folder / "after.json").exists() and not (folder / "report.html").exists()
 
 
 def test_resume_cuts_completions_in_older_parts(start, monkeypatch):

@@ -220,13 +220,107 @@ def test_overwrite_deletes_the_run_and_nothing_else(run, tmp_path):
     assert (run.folder / "notes.txt").read_text() == "mine"
 
 
-def test_overwrite_empties_a_folder_of_checkpoints_that_is_a_link(run, tmp_path):
-    """Checkpoints on a larger disk: the link could not be deleted, so the old run's checkpoints stayed."""
+def test_overwrite_leaves_what_others_keep_among_the_checkpoints(run, tmp_path):
+    """Two runs whose checkpoints/ were links to one large disk, with a thesis on it: --overwrite of one emptied it."""
     begin(run, step=2)
     (run.folder / "checkpoints").rename(tmp_path / "large")
     (run.folder / "checkpoints").symlink_to(tmp_path / "large")
+    with_checkpoint(run, 9, run_id="0123456789ab")
+    (tmp_path / "large" / "thesis.tex").write_text("...")
     RunDir.create(run, overwrite=True).close()
-    assert (run.folder / "checkpoints").is_symlink() and list((tmp_path / "large").iterdir()) == []
+    assert sorted(path.name for path in (tmp_path / "large").iterdir()) == ["checkpoint-9", "thesis.tex"]
+
+
+def test_checkpoints_that_are_gone_are_not_an_empty_start(run, tmp_path):
+    """A disk that was not mounted: --resume emptied the metrics and the completions, and began at step 0."""
+    begin(run, step=2)
+    with RunDir.create(run, resume=True) as run_dir:
+        run_dir.set_status("finished", saved=2)
+    shutil.rmtree(run.folder / "checkpoints")
+    (run.folder / "checkpoints").symlink_to(tmp_path / "not mounted")
+    before = contents(run.folder)
+    with pytest.raises(RunNotFoundError, match="no checkpoint in .*not mounted.*--overwrite"):
+        RunDir.create(run, resume=True)
+    assert contents(run.folder) == before
+    (run.folder / "status.json").write_text("")
+    (run.folder / "adapter").mkdir()
+    with pytest.raises(RunNotFoundError, match="no checkpoint in"):
+        RunDir.create(run, resume=True)
+    assert contents(run.folder) | {str(run.folder / "status.json"): b""} == before | {
+        str(run.folder / "status.json"): b""
+    }
+
+
+def test_a_run_whose_place_was_taken_writes_no_more(run):
+    """Its folder was moved away and another run begun there: rows went into that one's files, and its status became
+    the first one's failure."""
+    with RunDir.create(run) as first:
+        first.append_jsonl("metrics.jsonl", [{"step": 1}])
+        run.folder.rename(run.folder.with_name("moved"))
+        with RunDir.create(run) as second:
+            second.set_status("finished")
+        before = contents(run.folder)
+        for write in (
+            lambda: first.append_jsonl("metrics.jsonl", [{"step": 2}]),
+            lambda: first.set_status("running", step=2),
+            first.keep_folder,
+        ):
+            with pytest.raises(RunExistsError, match=f"{second.id}.*{first.id}.*stops"):
+                write()
+    assert contents(run.folder) == before
+
+
+def test_what_a_killed_start_left_is_in_nobodys_way(run):
+    """SIGKILL while config.yaml was first written: neither a start nor --resume nor --overwrite took the folder."""
+    run.folder.mkdir(parents=True)
+    (run.folder / ".config.yaml.4711.tmp").write_text("half of i")
+    (run.folder / ".lock").touch()
+    RunDir.create(run).close()
+
+
+def test_files_that_the_run_could_not_write_are_refused(run):
+    """A link for adapter/ was replaced by a folder, and the link's target kept old weights; a pipe hung."""
+    begin(run, step=2)
+    os.mkfifo(run.folder / "rollouts.jsonl")
+    with pytest.raises(SetupError, match="rollouts.jsonl is no regular file"):
+        RunDir.create(run, resume=True)
+    (run.folder / "rollouts.jsonl").unlink()
+    (run.folder / "status.json").unlink()
+    os.mkfifo(run.folder / "status.json")
+    assert RunDir(run.folder).status()["step"] == 2
+    (run.folder / "status.json").unlink()
+    (run.folder / "adapter").symlink_to("elsewhere")
+    with pytest.raises(SetupError, match="adapter is a link.*run.output_dir"):
+        RunDir.create(run, resume=True)
+
+
+def test_damaged_checkpoints_are_all_kept(run):
+    """The second one of a step deleted the first; a folder named checkpoint-² was a traceback."""
+    begin(run, step=6)
+    (run.folder / "checkpoints" / "checkpoint-²").mkdir()
+    for name in ("damaged-6", "damaged-6-2"):
+        newest = run.folder / "checkpoints" / "checkpoint-6"
+        truncate(newest / "optimizer.pt")
+        RunDir.create(run, resume=True).close()
+        assert (run.folder / "checkpoints" / name).is_dir()
+        with_checkpoint(run, 6)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_does_not_hold_the_lock(run):
+    """A loader's worker outlived a killed run: the folder was "being written by another process", a dead one."""
+    reader, writer = os.pipe()
+    run_dir = RunDir.create(run)
+    child = os.fork()
+    if child == 0:
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        run_dir.close()
+        RunDir.create(run, resume=True).close()
+    finally:
+        os.write(writer, b"x")
+        os.waitpid(child, 0)
 
 
 def test_overwrite_takes_only_a_folder_that_the_kit_marked(run):
@@ -258,7 +352,7 @@ def test_a_folder_that_is_removed_is_made_again(run, capsys):
         run_dir.keep_folder()
         assert run_dir.restored == 2 and (run.folder / "config.yaml").is_file()
         shutil.rmtree(run.folder)
-        with RunDir.create(run), pytest.raises(RunExistsError, match="being written"):
+        with RunDir.create(run), pytest.raises(RunExistsError, match="holds another run"):
             run_dir.keep_folder()
 
 
