@@ -305,7 +305,7 @@ class RunDir:
 
         Raises RunExistsError where another process has taken its place.
         """
-        if not self.writes:
+        if not self.writes or not self._config:  # not opened
             return
         there = (self.folder / "config.yaml").is_file()  # a removal of the folder takes it for good
         found = read_run_id(self.folder)
@@ -397,8 +397,7 @@ class RunDir:
             self._set_status(state, **fields)
 
     def _set_status(self, state: str, **fields: Any) -> None:
-        if self._lock is not None:
-            self.keep_folder()
+        self.keep_folder()
         kept = self._read_status()
         if state in ("running", "finished"):  # what was wrong before is over
             kept = {key: value for key, value in kept.items() if key not in ("error", "resume")}
