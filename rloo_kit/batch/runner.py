@@ -27,6 +27,7 @@ from rloo_kit.batch.process import (
 from rloo_kit.batch.progress import BatchDisplay, first_line
 from rloo_kit.batch.status import BatchDir, RunStatus
 from rloo_kit.errors import SetupError
+from rloo_kit.runs.checkpoints import STEM
 from rloo_kit.runs.files import now
 from rloo_kit.system.console import render_text
 
@@ -190,7 +191,8 @@ class _BatchRun:
     def _start(self, run: BatchRun) -> None:
         place, status = self.place, self.place.statuses[run.name]
         folder = place.run_folder(run.name)
-        resumes = "resume" in run.notebook.declared and place.training(run.name).last_checkpoint() is not None
+        saved = any((place.training(run.name) / "checkpoints").glob(f"{STEM}*"))  # a damaged one is the run's to refuse
+        resumes = "resume" in run.notebook.declared and saved
         if not resumes:
             place.clear_training(run.name)
             status.seconds = 0.0
