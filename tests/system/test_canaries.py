@@ -145,7 +145,7 @@ def tiny_config(project: Project, tiny_folder: Path) -> Path:
 
 def test_commands_and_failures_keep_keys_to_themselves(project, tiny_config, hub):
     """A run, a report of the machine, a file with a fault, a reward whose process dies; and not one request left the
-    machine, while TRL reports every trainer to the hub unless it is told not to."""
+    machine, while TRL reports every trainer to the hub unless that is switched off."""
     assert project.run("rloo_kit.cli", "train", tiny_config).returncode == 0, project.output.decode()
     assert not hub[1]
     project.run("rloo_kit.cli", "doctor", "--json")
