@@ -28,7 +28,6 @@ from rloo_kit.runs.files import (
     is_disk_full,
     lock_folder,
     now,
-    read_json,
     read_object,
     write_json,
     write_text,
@@ -341,10 +340,6 @@ class RunDir:
     def write_json(self, name: str, value: Any) -> Path:
         """`write_text` of `value` as JSON; NaN and infinities become null."""
         return write_json(self.folder / name, value) if self.writes else self.folder / name
-
-    def read_json(self, name: str) -> Any:
-        """The value of a JSON file; None where there is none that can be read."""
-        return read_json(self.folder / name)
 
     def append_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
         """Add one line a row, all in one write, so that a crash loses none of them."""

@@ -45,10 +45,11 @@ def interrupt(number: signal.Signals) -> None:
 
 
 def _let_output_go() -> None:
-    """Send standard output and error nowhere where they are a terminal, or a pipe whose reader has gone too."""
+    """Send standard output and error nowhere where they are a terminal, or a pipe: its reader had the same terminal."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             number = stream.fileno()
             mode = os.fstat(number).st_mode
             if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), number)

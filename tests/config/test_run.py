@@ -46,6 +46,7 @@ def test_name_and_folder(minimal: Path) -> None:
     run = load_config(minimal)
     assert (run.name, run.folder, run.source) == ("try_one", Path("outputs/try_one"), minimal)
     assert load_config(minimal, "run.name=7", "run.output_dir=/x").folder == Path("/x/7")
+    assert load_config(minimal, "run.output_dir=~/runs").folder == Path.home() / "runs" / "try_one", "no folder named ~"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

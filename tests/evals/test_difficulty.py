@@ -17,6 +17,7 @@ from rloo_kit.evals import difficulty
 from rloo_kit.evals.difficulty import PassRateCache, fingerprint, measure_pass_rates, select_prompts
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.engine import Completion, generate_completions
+from rloo_kit.runs.files import read_object
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.think_tags import bind_think_tags
 from tests.rollout.models import lean
@@ -192,7 +193,7 @@ def test_a_resumed_run_trains_on_what_it_chose(policy, folder, sampled):
     folder.resumed = True
     again = select_prompts(make_run(difficulty_samples=8), policy, dataset, folder)
     assert again["prompt"] == first["prompt"] and sampled == []
-    assert folder.read_json("prompts.json")["kept"] == [1, 2, 4]
+    assert read_object(folder / "prompts.json")["kept"] == [1, 2, 4]
     with pytest.raises(DataError, match=r"other prompts than the 6 of data\.\* now.*--overwrite"):
         select_prompts(make_run(), policy, make_dataset(["7"] * 6), folder)
 

@@ -216,7 +216,7 @@ def test_overwrite_deletes_the_run_and_nothing_else(run, tmp_path):
     (run.folder / "notes.txt").write_text("mine")
     with RunDir.create(run, overwrite=True) as run_dir:
         assert run_dir.read_jsonl("metrics.jsonl") == [] and run_dir.last_checkpoint() is None
-        assert run_dir.read_json("before.json") is None and run_dir.id != first.id
+        assert not (run_dir / "before.json").exists() and run_dir.id != first.id
     assert (run.folder / "notes.txt").read_text() == "mine"
 
 
@@ -310,12 +310,15 @@ def test_damaged_checkpoints_are_all_kept(run):
 def test_a_forked_child_does_not_hold_the_lock(run):
     """A loader's worker outlived a killed run: the folder was "being written by another process", a dead one."""
     reader, writer = os.pipe()
+    begun, begins = os.pipe()
     run_dir = RunDir.create(run)
     child = os.fork()
     if child == 0:
+        os.write(begins, b"x")
         os.read(reader, 1)
         os._exit(0)
     try:
+        os.read(begun, 1)  # it has let go of the lock by now
         run_dir.close()
         RunDir.create(run, resume=True).close()
     finally:
