@@ -170,11 +170,12 @@ def _find_ratio_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
 
 def _find_correction_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
     form, floor = values.get("sampler_correction"), values.get("sampler_correction_floor")
-    if not floor or form not in ("sequence", "token"):
+    if not floor or form not in ("auto", "sequence", "token"):
         return []
+    masking = f"{'token' if form == 'auto' else form}_mask"
     return [
         f"{prefix}sampler_correction_floor is {floor}, but {prefix}sampler_correction is {form}, which has no lower "
-        f"bound; set {prefix}sampler_correction={form}_mask or {prefix}sampler_correction_floor=0"
+        f"bound; set {prefix}sampler_correction={masking} or {prefix}sampler_correction_floor=0"
     ]
 
 

@@ -302,9 +302,9 @@ class RLOOSection(Section):
     baseline_includes_masked: bool = key(
         True, "false: what mask_truncated_completions masks leaves the siblings' baseline too"
     )
-    sampler_correction: Literal["none", "sequence", "token", "sequence_mask", "token_mask"] = key(
-        "none", "weigh completions or tokens by the trainer's over the sampler's probability, cut off at the cap or, "
-        "with _mask, 0 above it",
+    sampler_correction: Literal["auto", "none", "sequence", "token", "sequence_mask", "token_mask"] = key(
+        "auto", "weigh completions or tokens by the trainer's over the sampler's probability, cut off at the cap or, "
+        "with _mask, 0 above it; auto: token where vLLM samples, else none",
     )  # fmt: skip
     sampler_correction_cap: float = key(2.0, "largest such weight", ge=1)
     sampler_correction_floor: float = key(0.0, "with _mask, the weight is 0 below it too; 0: no such bound", ge=0, lt=1)
@@ -395,6 +395,18 @@ def _refuse_removed_engine(value: Any) -> Any:
     return value
 
 
+class VllmSection(Section):
+    """vLLM in the process of the trainer (`rollout.engine: vllm`); what is null is planned by the memory."""
+
+    prefix: ClassVar[str] = "rollout.vllm."
+    gpu_memory_utilization: float | None = key(
+        None, "share of the GPU that it takes while it samples, weights included", gt=0, lt=1
+    )
+    float8_kv_cache: bool = key(False, "keys and values in 8 bits; needs a GPU of compute capability 8.0 or later")
+    max_num_seqs: Count | None = key(None, "completions at once")
+    enforce_eager: bool = key(False, "no CUDA graphs: slower, and about a GiB less")
+
+
 class RolloutSection(Section):
     """How completions are sampled, and which prompts they are spent on."""
 
@@ -415,6 +427,7 @@ class RolloutSection(Section):
     cache: Literal["plain", "int8", "offloaded"] = key(
         "plain", "keys and values of a rollout: as the model's, in 8 bits, or in host memory", argument="rollout_cache"
     )
+    vllm: VllmSection = Field(default_factory=lambda: VllmSection(), description="vLLM in the trainer's process")
     resample_rounds: int = key(
         0, "times a rollout's groups without signal get fresh prompts; 0: never", ge=0, argument="resample_rounds"
     )

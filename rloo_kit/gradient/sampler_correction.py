@@ -18,7 +18,7 @@ import torch
 from rloo_kit.config.schema import choices
 from rloo_kit.gradient.objective import spread, sum_rows
 
-FORMS = tuple(form for form in choices("sampler_correction") if form != "none")
+FORMS = tuple(form for form in choices("sampler_correction") if form not in ("auto", "none"))
 
 
 def correction_weights(

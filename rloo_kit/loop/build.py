@@ -30,6 +30,8 @@ from rloo_kit.rollout.types import Engine, Limits
 from rloo_kit.runs.watch import FailureWatch, FiniteWatch
 from rloo_kit.think_tags import ThinkTags
 
+FOREIGN_ENGINES = ("vllm", "server")  # their kernels round differently than the trainer's
+
 Settings = TypeVar("Settings")
 
 if TYPE_CHECKING:
@@ -42,11 +44,11 @@ def build_step(trainer: "StockTrainer", tags: ThinkTags) -> RLOOStep:
     """The step of a trainer that TRL has built; ConfigError or BackendError for options that cannot work here."""
     args = trainer.args
     parallel = Parallel(trainer.accelerator)
-    settings = choose_settings(trainer, parallel)
+    sampler = build_sampler(trainer, tags, parallel)
+    settings = choose_settings(trainer, parallel, sampler)
     for model in (trainer.model, trainer.ref_model):
         if model is not None:
             disable_dropout(model)  # the ratio compares one policy with itself, not two random parts of it
-    sampler = build_sampler(trainer, tags, parallel)
     has_budget = sampler.limits.thinking_budget is not None
 
     rewarder = Rewarder(
@@ -86,7 +88,7 @@ def describe(step: RLOOStep) -> str:
     return "\n".join(lines)
 
 
-def choose_settings(trainer: "StockTrainer", parallel: Parallel) -> StepSettings:
+def choose_settings(trainer: "StockTrainer", parallel: Parallel, sampler: Sampler) -> StepSettings:
     """What the step reads of the trainer's arguments, and how it may go about it."""
     args = trainer.args
     on_policy = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
@@ -101,6 +103,7 @@ def choose_settings(trainer: "StockTrainer", parallel: Parallel) -> StepSettings
         on_policy=on_policy,
         scores_first=_why_scores_first(trainer, on_policy),
         advantage=advantage,
+        sampler_correction=_choose_correction(args, sampler),
         objective=_read(Objective, args, ratio_form=ratio_form, **bounds),
         tokens_per_pass=option(args, "tokens_per_pass") or TOKENS_PER_PASS[is_cpu],
     )
@@ -110,6 +113,14 @@ def _read(settings: type[Settings], args: Any, **chosen: Any) -> Settings:
     """A dataclass of options, each read from the arguments under its field's name, but those that are `chosen`."""
     names = [one.name for one in fields(settings) if one.name not in chosen]  # type: ignore[arg-type]
     return settings(**{name: option(args, name) for name in names}, **chosen)
+
+
+def _choose_correction(args: Any, sampler: Sampler) -> str:
+    """The form of `sampler_correction`: auto corrects each token where another program than the trainer's samples."""
+    form = str(option(args, "sampler_correction"))
+    if form != "auto":
+        return form
+    return "token" if sampler.engine is None or sampler.engine.name in FOREIGN_ENGINES else "none"
 
 
 def _why_scores_first(trainer: "StockTrainer", on_policy: bool) -> str | None:

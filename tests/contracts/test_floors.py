@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # fmt: off
 # A module or package imports from what stands before it, and from its own package.
 ORDER = [
-    "errors", "system", "config", "runs", "_stack", "collective", "think_tags", "rewards", "data", "embedded",
-    "results", "models", "rewarding", "gradient", "rollout", "evals", "plan", "loop", "measure", "notebook",
+    "errors", "system", "config", "runs", "plan", "_stack", "collective", "think_tags", "rewards", "data",
+    "embedded", "results", "models", "rewarding", "gradient", "rollout", "evals", "loop", "measure", "notebook",
     "batch", "cli",
 ]
 # Never torch: not at the top of a module, nor through another package. `LOADS_IN_FUNCTIONS` may in functions.
