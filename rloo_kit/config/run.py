@@ -20,6 +20,7 @@ from rloo_kit.config.schema import (
 )
 from rloo_kit.config.yaml_files import apply_override, dump_yaml, merge, read_file
 from rloo_kit.errors import ConfigError
+from rloo_kit.system.environment import prepare_standby
 from rloo_kit.system.input_files import expand_user
 from rloo_kit.system.processes import count_processes
 
@@ -125,6 +126,9 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
             "model.lora=null". They win over everything else.
         sections: changes by section, as Python values: `rloo={"beta": 0.0}`. They win over the file.
 
+    Where the run may sample through vLLM on a GPU, the environment variable UNSLOTH_VLLM_STANDBY is set to 1, which
+    Unsloth reads when it is imported.
+
     Raises:
         ConfigError: every fault, each with its dotted key and, where it has one, its line.
     """
@@ -152,4 +156,5 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     except ValidationError as error:
         raise ConfigError(explain_errors(error, RunConfig, path, lines, changed)) from None
     config._source = path
+    prepare_standby(config.rollout.engine, config.model.backend)
     return config

@@ -23,14 +23,15 @@ from rloo_kit.loop.sampler import Sampler
 from rloo_kit.loop.step import RLOOStep, StepSettings
 from rloo_kit.models.adapters import NO_ADAPTER, copy_as_reference, is_identity, write_adapter
 from rloo_kit.models.parallel import Parallel
+from rloo_kit.models.vllm import VllmSettings
 from rloo_kit.plan.planner import TOKENS_PER_PASS
-from rloo_kit.rollout.engine import build_engine, check_cache
+from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.thinking_budget import make_limits
-from rloo_kit.rollout.types import Engine, Limits
+from rloo_kit.rollout.types import FOREIGN, Engine
 from rloo_kit.runs.watch import FailureWatch, FiniteWatch
 from rloo_kit.think_tags import ThinkTags
 
-FOREIGN_ENGINES = ("vllm", "server")  # their kernels round differently than the trainer's
+PROMPT_TOKENS = 2048  # for which vLLM has room unless vllm_max_model_length says otherwise
 
 Settings = TypeVar("Settings")
 
@@ -79,7 +80,7 @@ def describe(step: RLOOStep) -> str:
     if memory == "fast" and settings.advantage.beta and settings.scores_first is not None:
         memory = f"fast, which falls back to balanced: {settings.scores_first}"
     lines = [
-        f"rollout: {'vllm, through TRL' if engine is None else f'{engine.name}, {engine.reason}'}",
+        f"rollout: {engine.name}, {engine.reason}",
         f"scoring: {step.scorer.scorer.reason}",
         f"memory: {memory}",
     ]
@@ -120,7 +121,7 @@ def _choose_correction(args: Any, sampler: Sampler) -> str:
     form = str(option(args, "sampler_correction"))
     if form != "auto":
         return form
-    return "token" if sampler.engine is None or sampler.engine.name in FOREIGN_ENGINES else "none"
+    return "token" if sampler.engine.name in FOREIGN else "none"
 
 
 def _why_scores_first(trainer: "StockTrainer", on_policy: bool) -> str | None:
@@ -137,15 +138,15 @@ def _why_scores_first(trainer: "StockTrainer", on_policy: bool) -> str | None:
 
 
 def build_sampler(trainer: "StockTrainer", tags: ThinkTags, parallel: Parallel) -> Sampler:
-    """The engine that `rollout_engine` names, or TRL's vLLM, and the limits of completions."""
+    """The engine that `rollout_engine` names, and the limits of completions."""
     args, tokenizer = trainer.args, trainer._tokenizer
     budgets = (option(args, name) for name in ("thinking_budget", "answer_budget", "thinking_close"))
     limits = make_limits(tokenizer, tags, trainer.max_completion_length, *budgets)
     ends = {*trainer.eos_token_ids, tokenizer.pad_token_id}
-    return Sampler(trainer, _build_engine(trainer, limits), limits, parallel, ends)
+    return Sampler(trainer, _build_engine(trainer), limits, parallel, ends)
 
 
-def _build_engine(trainer: "StockTrainer", limits: Limits) -> Engine | None:
+def _build_engine(trainer: "StockTrainer") -> Engine:
     args = trainer.args
     wanted, cache = option(args, "rollout_engine"), option(args, "rollout_cache")
     if trainer.use_transformers_continuous_batching:
@@ -153,10 +154,6 @@ def _build_engine(trainer: "StockTrainer", limits: Limits) -> Engine | None:
             "use_transformers_continuous_batching is set, but the kit samples with its own engines: leave it out "
             "and set rollout_engine=auto"
         )
-    if trainer.use_vllm:
-        check_cache(cache, "vllm", backend_name(), on_cuda=True)
-        _prepare_vllm(trainer, limits)
-        return None  # TRL's own code syncs the weights
     return build_engine(
         trainer.accelerator.unwrap_model(trainer.model),
         wanted,
@@ -167,6 +164,18 @@ def _build_engine(trainer: "StockTrainer", limits: Limits) -> Engine | None:
         rows=option(args, "rollout_rows"),
         cache=cache,
         server=_server_settings(trainer) if wanted == "server" else None,
+        vllm=_vllm_settings(trainer) if wanted == "vllm" else None,
+    )
+
+
+def _vllm_settings(trainer: "StockTrainer") -> VllmSettings:
+    """What vLLM is started with where the model was not loaded with it."""
+    args, config = trainer.args, trainer.accelerator.unwrap_model(trainer.model).config.get_text_config()
+    longest = args.vllm_max_model_length or trainer.max_completion_length + PROMPT_TOKENS
+    return VllmSettings(
+        max_tokens=min(longest, config.max_position_embeddings),
+        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+        four_bit=getattr(trainer.model, "is_loaded_in_4bit", False),
     )
 
 
@@ -185,25 +194,6 @@ def _server_settings(trainer: "StockTrainer") -> "ServerSettings":
     run = f"{socket.gethostname()}:{Path(args.output_dir).resolve()}"  # containers may share a path, and the folder
     vocabulary = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config().vocab_size
     return ServerSettings(option(args, "rollout_server_url"), Path(folder), hand_over, run, vocabulary)
-
-
-def _prepare_vllm(trainer: "StockTrainer", limits: Limits) -> None:
-    """Have vLLM return log-probabilities, which TRL's RLOO does not ask for; refuse what TRL's code cannot do."""
-    generation: Any = getattr(trainer, "vllm_generation", None)
-    has_logps = hasattr(generation, "logprobs")
-    if has_logps:
-        generation.logprobs = 0  # of the sampled token alone
-    correction = option(trainer.args, "sampler_correction")
-    if limits.thinking_budget is not None:
-        raise ConfigError(
-            f"thinking_budget is {limits.thinking_budget}, but completions come from vLLM through TRL here, which "
-            "cannot close a thought: set thinking_budget to null"
-        )
-    if correction != "none" and not has_logps:
-        raise ConfigError(
-            f"sampler_correction is {correction}, but vLLM through TRL returns no log-probabilities here: set "
-            "sampler_correction to none"
-        )
 
 
 def build_scorer(trainer: "StockTrainer", parallel: Parallel) -> PolicyScorer:

@@ -84,7 +84,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         arguments = prepare_arguments({name: value for name, value in named.items() if value is not None} | keywords)
         masters = trainable_tensors(arguments.get("model"))
         with (
-            keep_settings(arguments.get("args"), arguments.get("processing_class")),
+            keep_settings(arguments),
             keep_base(arguments.get("model")),
         ):
             super().__init__(**arguments)
@@ -158,14 +158,9 @@ class RLOOTrainer(trl.RLOOTrainer):
         return padded
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any) -> Any:
-        """Completions by the kit's engine, or by TRL's code (vLLM)."""
+        """Completions by the engine."""
         check_prompts(prompt_ids)
-        sampler = self.rloo.sampler
-        if sampler.engine is not None:
-            return sampler.complete(prompt_ids)
-        plain = super()._generate_single_turn
-        generation = getattr(self, "vllm_generation", None)
-        return sampler.listen(generation, lambda: plain(prompt_ids, images, multimodal_fields))
+        return self.rloo.sampler.complete(prompt_ids)
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """Clipped policy-gradient loss, a mean over completions, times the micro-steps that it stands for.

@@ -5,7 +5,7 @@ A backend is a module with three functions: `load`, `inference_mode` and `config
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,9 +17,12 @@ import torch
 from rloo_kit._stack import load_stack
 from rloo_kit.collective import gather_objects, main_first, start_processes
 from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import RolloutSection
 from rloo_kit.data.chat import resolve_family
 from rloo_kit.errors import BackendError
 from rloo_kit.models.checkpoint import bind_padding, find_source
+from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
+from rloo_kit.plan.engines import EngineChoice, choose_engine, plan_vllm
 from rloo_kit.runs.files import saving
 from rloo_kit.system import environment
 from rloo_kit.system.processes import is_distributed, is_main_process
@@ -54,6 +57,7 @@ class Policy:
         tags: ids of `<think>` and `</think>`.
         family: "thinking", "hybrid", "instruct" or "plain".
         config_arguments: keywords that `RLOOConfig` needs for this model (gradient checkpointing).
+        rollout: `run.rollout` of the run that it was loaded for; None for one that was put together by hand.
         sharding: gathers whole weights after training with FSDP or DeepSpeed; None where each process has them.
     """
 
@@ -64,6 +68,7 @@ class Policy:
     tags: ThinkTags
     family: str
     config_arguments: dict[str, Any]
+    rollout: RolloutSection | None = None
     sharding: Sharding | None = None
 
     def whole_weights(self) -> AbstractContextManager[Any]:
@@ -103,7 +108,12 @@ def load_policy(run: RunConfig) -> Policy:
     _refuse_mixed_gpus(run)
     with main_first():
         source = find_source(run)
-    model, tokenizer = _module(name).load(run, source, stack)
+    choice = _choose_engine(run, name)
+    model, tokenizer = _module(name).load(run, source, stack, plan_vllm(run) if choice.name == "vllm" else None)
+    if choice.name == "vllm":
+        print(f"vLLM: {find_vllm(model)}", flush=True)
+    else:
+        remember_absence(model, choice.reason)
     _loaded.add(name)
     bind_padding(model, tokenizer)
     _spare_threads(run, model)
@@ -115,12 +125,21 @@ def load_policy(run: RunConfig) -> Policy:
         tags=bind_think_tags(tokenizer),
         family=resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking),
         config_arguments=_module(name).config_arguments(run),
+        rollout=run.rollout,
     )
 
 
 def inference_mode_of(backend: str) -> Callable[[Any], AbstractContextManager[None]]:
     """What takes a model that `backend` loaded into evaluation mode, without gradients, and back afterwards."""
     return _module(backend).inference_mode
+
+
+def find_vllm(model: Any) -> InProcessVllm | None:
+    """The vLLM that was started with `model`, by `load_policy` or by Unsloth; None if it was loaded without."""
+    found = vllm_of(model)
+    if found is None and getattr(model, "vllm_engine", None) is not None:
+        found = _module("unsloth").adopt_engine(model)
+    return found
 
 
 def save_adapter(policy: Policy, folder: str | Path) -> Path:
@@ -156,10 +175,11 @@ def follow_umask(folder: Path) -> None:
 
 
 @contextmanager
-def keep_settings(args: Any, tokenizer: Any) -> Iterator[None]:
-    """Around the constructor of the trainer: what a backend's version of it changes in `args` and `tokenizer` (or None)
-    on its own is restored, and listed in one line together with what `keep_values` found."""
-    guard = _module("unsloth").keep_arguments(args) if _unsloth_is_there() else nullcontext([])
+def keep_settings(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Around the constructor of the trainer, which gets `arguments`: what a backend's version of it changes in the
+    config and the tokenizer on its own is restored, and listed in one line together with what `keep_values` found."""
+    args, tokenizer, model = (arguments.get(name) for name in ("args", "processing_class", "model"))
+    guard = _module("unsloth").keep_arguments(args, model) if _unsloth_is_there() else nullcontext([])
     side = getattr(tokenizer, "padding_side", None)
     with guard as changes:
         yield
@@ -215,6 +235,15 @@ def _choose(run: RunConfig, stack: Any) -> tuple[str, str]:
             "model.backend=transformers"
         )
     return "transformers", "model.backend asks for it" if wanted == "transformers" else str(obstacle).partition(";")[0]
+
+
+def _choose_engine(run: RunConfig, backend: str) -> EngineChoice:
+    """What `plan` chooses; auto does without vLLM where Unsloth was imported too early."""
+    choice = choose_engine(run)
+    if choice.name != "vllm" or run.rollout.engine == "vllm" or backend != "unsloth":
+        return choice
+    problem = _module("unsloth").find_sleep_problem()
+    return choice if problem is None else EngineChoice("generate", f"without vLLM: {problem}")
 
 
 def _refuse_sharded_4bit(run: RunConfig) -> None:

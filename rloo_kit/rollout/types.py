@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+FOREIGN = ("vllm", "server")  # engines that sample with other kernels, from a LoRA that they are handed
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -62,7 +64,7 @@ class Engine(Protocol):
     """Samples completions of prompts; `engine.build_engine` chooses one.
 
     Attributes:
-        name: native, generate or server. reason: why that one, one line for people.
+        name: native, generate, vllm or server. reason: why that one, one line for people.
         rows: completions at once; None for all of a call. Halved for good when the device runs out of memory.
     """
 

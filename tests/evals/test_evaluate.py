@@ -17,7 +17,7 @@ from rloo_kit.evals.evaluate import engine_outside_training, evaluate
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.evaluation import Evaluation, compare
 from rloo_kit.results.intervals import wilson
-from rloo_kit.rollout.engine import generate_completions
+from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.think_tags import bind_think_tags, split_thinking
 from tests.rollout.models import lean
 

@@ -13,7 +13,8 @@ def test_fast_inference_with_a_budget(load: Any) -> None:
     thoughts, and log-probabilities of other tokens would make its importance correction noise."""
     import torch
 
-    from rloo_kit.rollout.engine import build_engine, find_end_ids
+    from rloo_kit.rollout.completions import find_end_ids
+    from rloo_kit.rollout.engine import build_engine
     from rloo_kit.rollout.thinking_budget import make_limits
 
     policy = load(moved=True)
