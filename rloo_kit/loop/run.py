@@ -32,7 +32,8 @@ from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import NO_ADAPTER, gather_adapter
 from rloo_kit.models.policy import Policy, save_adapter
-from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
+from rloo_kit.plan.load import TOKENS_PER_PASS
+from rloo_kit.plan.planner import plan_vram
 from rloo_kit.results.evaluation import compare
 from rloo_kit.results.report import TrainResult, load_evaluation, write_report
 from rloo_kit.rewarding.worker import end_workers

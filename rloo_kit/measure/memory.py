@@ -29,8 +29,10 @@ from rloo_kit.loop.run import mixed_precision, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.measure.stand_ins import fill_cache, fill_slots, save_random_checkpoint
 from rloo_kit.models.policy import Policy, load_policy
+from rloo_kit.plan.load import read_load
 from rloo_kit.plan.parts import Load, context_bytes
-from rloo_kit.plan.planner import plan_vram, read_load, rollout_gib, training_gib
+from rloo_kit.plan.peaks import rollout_gib, training_gib
+from rloo_kit.plan.planner import plan_vram
 from rloo_kit.plan.result import VramPlan
 from rloo_kit.rollout.engine import build_engine, check_cache, choose_engine
 from rloo_kit.rollout.types import Limits, Rollout

@@ -19,10 +19,11 @@ from rloo_kit.collective import gather_objects, main_first, start_processes
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RolloutSection
 from rloo_kit.data.chat import resolve_family
-from rloo_kit.errors import BackendError
+from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.models.checkpoint import bind_padding, find_source
 from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
-from rloo_kit.plan.engines import EngineChoice, choose_engine, plan_vllm
+from rloo_kit.plan.engines import choose_engine, plan_vllm
+from rloo_kit.plan.result import VllmPlan
 from rloo_kit.runs.files import saving
 from rloo_kit.system import environment
 from rloo_kit.system.processes import is_distributed, is_main_process
@@ -108,12 +109,12 @@ def load_policy(run: RunConfig) -> Policy:
     _refuse_mixed_gpus(run)
     with main_first():
         source = find_source(run)
-    choice = _choose_engine(run, name)
-    model, tokenizer = _module(name).load(run, source, stack, plan_vllm(run) if choice.name == "vllm" else None)
-    if choice.name == "vllm":
-        print(f"vLLM: {find_vllm(model)}", flush=True)
+    vllm, reason = _plan_vllm(run, name)
+    model, tokenizer = _module(name).load(run, source, stack, vllm)
+    if vllm is None:
+        remember_absence(model, reason)
     else:
-        remember_absence(model, choice.reason)
+        print(f"{vllm}\nvLLM: {find_vllm(model)}", flush=True)
     _loaded.add(name)
     bind_padding(model, tokenizer)
     _spare_threads(run, model)
@@ -178,9 +179,10 @@ def follow_umask(folder: Path) -> None:
 def keep_settings(arguments: Mapping[str, Any]) -> Iterator[None]:
     """Around the constructor of the trainer, which gets `arguments`: what a backend's version of it changes in the
     config and the tokenizer on its own is restored, and listed in one line together with what `keep_values` found."""
-    args, tokenizer, model = (arguments.get(name) for name in ("args", "processing_class", "model"))
+    args, model = arguments.get("args"), arguments.get("model")
+    tokenizer: Any = arguments.get("processing_class")
     guard = _module("unsloth").keep_arguments(args, model) if _unsloth_is_there() else nullcontext([])
-    side = getattr(tokenizer, "padding_side", None)
+    side: str | None = getattr(tokenizer, "padding_side", None)
     with guard as changes:
         yield
     changes = [*getattr(args, "_changes", ()), *changes]
@@ -237,13 +239,23 @@ def _choose(run: RunConfig, stack: Any) -> tuple[str, str]:
     return "transformers", "model.backend asks for it" if wanted == "transformers" else str(obstacle).partition(";")[0]
 
 
-def _choose_engine(run: RunConfig, backend: str) -> EngineChoice:
-    """What `plan` chooses; auto does without vLLM where Unsloth was imported too early."""
-    choice = choose_engine(run)
-    if choice.name != "vllm" or run.rollout.engine == "vllm" or backend != "unsloth":
-        return choice
-    problem = _module("unsloth").find_sleep_problem()
-    return choice if problem is None else EngineChoice("generate", f"without vLLM: {problem}")
+def _plan_vllm(run: RunConfig, backend: str) -> tuple[VllmPlan | None, str]:
+    """How vLLM shares the GPU with training, where the run samples through it; and why this engine was chosen."""
+    asked = run.rollout.engine == "vllm"
+    if not asked and run.rollout.engine != "auto":
+        return None, "rollout.engine asks for it"
+    try:
+        choice, plan = choose_engine(run), plan_vllm(run)
+    except ConfigError as error:  # a model whose memory cannot be computed
+        if asked:
+            raise BackendError(f"rollout.engine is vllm, and its memory cannot be planned: {error}") from error
+        return None, f"not vLLM, whose memory cannot be planned: {error}"
+    if choice.name != "vllm":
+        return None, choice.reason
+    obstacle = plan.obstacle or (_module("unsloth").find_sleep_problem() if backend == "unsloth" else None)
+    if obstacle and asked:
+        raise BackendError(f"rollout.engine is vllm, but {obstacle}; or set rollout.engine=auto")
+    return (plan, choice.reason) if obstacle is None else (None, f"not vLLM: {obstacle}")
 
 
 def _refuse_sharded_4bit(run: RunConfig) -> None:

@@ -17,7 +17,7 @@ from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
 from rloo_kit.models.checkpoint import ModelSource, usable_length
 from rloo_kit.models.vllm import VllmSettings, start_vllm
-from rloo_kit.plan.engines import VllmPlan
+from rloo_kit.plan.result import VllmPlan
 from rloo_kit.system import environment
 
 NON_REENTRANT = {"use_reentrant": False}
@@ -53,7 +53,7 @@ def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None)
             model,
             VllmSettings(
                 max_tokens=usable_length(run, config),
-                gpu_memory_utilization=vllm.gpu_memory_utilization,
+                gpu_memory_utilization=vllm.gpu_memory_utilization if device.type == "cuda" else None,
                 max_num_seqs=vllm.max_num_seqs,
                 float8_kv_cache=settings.float8_kv_cache,
                 enforce_eager=settings.enforce_eager,

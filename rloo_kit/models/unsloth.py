@@ -24,7 +24,7 @@ from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
 from rloo_kit.models.checkpoint import ModelSource, usable_length
 from rloo_kit.models.vllm import InProcessVllm, adopt_vllm, find_vllm_problem, prepare_variables, room_for_rank
-from rloo_kit.plan.engines import VllmPlan
+from rloo_kit.plan.result import VllmPlan
 from rloo_kit.system import environment
 
 ENGINE = "vllm_engine"  # the attribute of a model under which Unsloth keeps vLLM
@@ -184,9 +184,7 @@ def adopt_engine(model: Any) -> InProcessVllm:
 def _hand_over(folder: str, model: Any) -> Any:
     request = model.load_lora(folder, load_tensors=True)
     if not hasattr(request, "lora_int_id"):
-        raise ValueError(
-            f"{MERGED_VARIABLE} is set, which merges the adapter into the base for each rollout: unset it"
-        )
+        raise ValueError(f"{MERGED_VARIABLE} is set, which merges the adapter into the base for each rollout: unset it")
     return request
 
 

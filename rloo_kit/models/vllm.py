@@ -272,4 +272,3 @@ def _renames_of(model: Any) -> Any:
 
 def _base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") else model
-

@@ -111,7 +111,9 @@ def _rollout_of(policy: Policy, engine: str | RolloutSection | None) -> RolloutS
     """What says how to sample. With several processes each samples from the policy that it has: a server is handed the
     adapter by all of them together, and here they call as often as each has prompts."""
     if isinstance(engine, str):
-        return RolloutSection(engine=engine, server_url=getattr(policy.rollout, "server_url", None))
+        return RolloutSection.model_validate(
+            {"engine": engine, "server_url": getattr(policy.rollout, "server_url", None)}
+        )
     found = engine or policy.rollout or RolloutSection()
     return RolloutSection() if found.engine == "server" and is_distributed() else found
 

@@ -20,7 +20,8 @@ from rloo_kit.rollout.types import Engine
 if TYPE_CHECKING:
     from rloo_kit.rollout.server import ServerSettings
 
-USUAL_TOKENS = 8192
+NATIVE_REASON = "no padding, and rows that have ended are dropped"
+USUAL_TOKENS = 8192  # of a prompt and its completion, where nothing says how many
 ALIBI = ("bloom", "mpt")
 MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # these take the native loop's 4-D mask
 
@@ -46,10 +47,12 @@ def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
     if wanted == "auto":
         if find_vllm(model) is not None:
             return "vllm", "the model was loaded with it"
+        why_not = f"; {why}" if (why := why_without(model)) and model.device.type == "cuda" else ""
         if is_unsloth:
-            return "generate", why_without(model) or "Unsloth's fast inference runs inside generate"
+            return "generate", f"Unsloth's fast inference runs inside generate{why_not}"
         obstacle = _native_obstacle(model)
-        return ("generate", obstacle) if obstacle else ("native", "no padding, and rows that have ended are dropped")
+        name, reason = ("generate", obstacle) if obstacle else ("native", NATIVE_REASON)
+        return name, f"{reason}{why_not}"
     if wanted == "native" and (is_unsloth or _native_obstacle(model)):
         why = "Unsloth replaces the attention that it runs" if is_unsloth else _native_obstacle(model)
         raise BackendError(f"rollout.engine is native, but {why}: set rollout.engine=generate")
@@ -165,5 +168,5 @@ def build_engine(
 
 
 def _usual_length(model: Any) -> int:
-    """Tokens that vLLM is started for where nothing says how many."""
+    """Tokens that vLLM is started for where the model was not loaded by `load_policy`."""
     return min(USUAL_TOKENS, model.config.get_text_config().max_position_embeddings)

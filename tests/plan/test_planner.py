@@ -10,8 +10,10 @@ import pytest
 
 from rloo_kit import load_config, plan_vram
 from rloo_kit.errors import ConfigError
-from rloo_kit.plan import planner
-from rloo_kit.plan.planner import SHORTEST, find_machine, read_load, rollout_gib
+from rloo_kit.plan import load as plan_load
+from rloo_kit.plan.changes import SHORTEST
+from rloo_kit.plan.load import find_machine, read_load
+from rloo_kit.plan.peaks import rollout_gib
 from rloo_kit.plan.shapes import PUBLISHED, find_shape
 from rloo_kit.system.memory import _free_in_container, available_gib
 
@@ -287,13 +289,13 @@ def test_training_generates_as_many_rows_as_are_planned(
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=512", "rloo.memory=low")
     policy = SimpleNamespace(model=SimpleNamespace(config=tiny_model.config))
     load = read_load(run, find_machine(), tiny_model.config.to_dict())
-    free = rollout_gib(load, 100) + planner.CPU_RESERVE_GIB
-    monkeypatch.setattr(planner, "available_gib", lambda: free + 1e-6)
+    free = rollout_gib(load, 100) + plan_load.CPU_RESERVE_GIB
+    monkeypatch.setattr(plan_load, "available_gib", lambda: free + 1e-6)
     assert planned_limits(run, policy) == {"rollout_rows": 100}
     assert "100 of the 128 completions of a rollout are generated at once" in capsys.readouterr().out
     run.rollout.rows = 7
     assert planned_limits(run, policy) == {"rollout_rows": 7} and not capsys.readouterr().out
-    monkeypatch.setattr(planner, "available_gib", lambda: 0.5)
+    monkeypatch.setattr(plan_load, "available_gib", lambda: 0.5)
     assert planned_limits(run, policy)["rollout_rows"] == 7 and "Does not fit" in capsys.readouterr().out
     policy.model.config = SimpleNamespace(to_dict=lambda: {"model_type": "mamba"})
     assert planned_limits(run, policy) == {} and "cannot be planned" in capsys.readouterr().out
@@ -304,7 +306,7 @@ def test_a_pass_on_a_cpu_is_planned_as_it_is_made(monkeypatch: pytest.MonkeyPatc
     the trainer's small passes."""
     from rloo_kit.loop.run import planned_limits
 
-    monkeypatch.setattr(planner, "available_gib", lambda: 8.0)
+    monkeypatch.setattr(plan_load, "available_gib", lambda: 8.0)
     run = load_config(CONFIGS / "arithmetic_thinking.yaml")
     policy = SimpleNamespace(model=SimpleNamespace(config=tiny_model.config))
     group = plan_vram(load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=1")).tokens_per_pass
