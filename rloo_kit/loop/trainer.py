@@ -30,8 +30,8 @@ from rloo_kit.loop.options import refuse_sampling_filters
 from rloo_kit.loop.records import RolloutBatch
 from rloo_kit.loop.sampler import check_prompts
 from rloo_kit.loop.step import RLOOStep
-from rloo_kit.models.adapters import keep_base, restore_precision, trainable_tensors
-from rloo_kit.models.policy import follow_umask, keep_settings
+from rloo_kit.models.adapters import follow_umask, keep_base, restore_precision, trainable_tensors
+from rloo_kit.models.policy import keep_settings
 from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.rewarding.guard import log_names
 from rloo_kit.runs.files import saving

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ from accelerate.utils import DistributedType, is_peft_model
 
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import ConfigError
-from rloo_kit.models.policy import ADAPTER_ALONE, follow_umask
 
+# What PEFT's `save_pretrained` writes: TRL's copy "ref" stays behind, and the embedding, which is never resized ("auto"
+# would ask the hub whether it was).
+ADAPTER_ALONE: dict[str, Any] = {"selected_adapters": ["default"], "save_embedding_layers": False}
 NO_ADAPTER = (
     "rollout.engine is server or vllm, which is handed an adapter, but every parameter is trained here: train an "
     "adapter (model.lora, or peft_config), or set rollout.engine=auto"
@@ -165,6 +167,14 @@ def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> Non
         state = {} if gathered is None else {"state_dict": gathered}
         policy.save_pretrained(str(folder), **ADAPTER_ALONE, **state)
         follow_umask(folder)
+
+
+def follow_umask(folder: Path) -> None:
+    """Give the weights in a folder its permissions: safetensors makes files that only their owner can read, whatever
+    the umask, and a group that shares its runs, or a server under another user, could not."""
+    for file in folder.glob("*.safetensors"):
+        with suppress(OSError):  # a disk without permissions
+            file.chmod(folder.stat().st_mode & 0o666)
 
 
 def gather_adapter(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch.Tensor] | None:

@@ -6,7 +6,7 @@ A backend is a module with three functions: `load`, `inference_mode` and `config
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +20,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RolloutSection
 from rloo_kit.data.chat import resolve_family
 from rloo_kit.errors import BackendError, ConfigError
+from rloo_kit.models.adapters import ADAPTER_ALONE, follow_umask
 from rloo_kit.models.checkpoint import bind_padding, find_source
 from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
 from rloo_kit.plan.engines import choose_engine, plan_vllm
@@ -28,10 +29,6 @@ from rloo_kit.runs.files import saving
 from rloo_kit.system import environment
 from rloo_kit.system.processes import is_distributed, is_main_process
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
-
-# What PEFT's `save_pretrained` writes: TRL's copy "ref" stays behind, and the embedding, which is never resized ("auto"
-# would ask the hub whether it was).
-ADAPTER_ALONE: dict[str, Any] = {"selected_adapters": ["default"], "save_embedding_layers": False}
 
 _MODULES = {"unsloth": "rloo_kit.models.unsloth", "transformers": "rloo_kit.models.transformers"}
 _loaded: set[str] = set()
@@ -165,14 +162,6 @@ def save_adapter(policy: Policy, folder: str | Path) -> Path:
         policy.tokenizer.save_pretrained(str(folder))
         follow_umask(folder)
     return folder
-
-
-def follow_umask(folder: Path) -> None:
-    """Give the weights in a folder its permissions: safetensors makes files that only their owner can read, whatever
-    the umask, and a group that shares its runs, or a server under another user, could not."""
-    for file in folder.glob("*.safetensors"):
-        with suppress(OSError):  # a disk without permissions
-            file.chmod(folder.stat().st_mode & 0o666)
 
 
 @contextmanager

@@ -172,6 +172,7 @@ def prepare_variables() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if not torch.cuda.is_available():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_POOL_GIB)
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else the trainer's thread is tied to one core
 
 
 def room_for_rank(rank: int) -> int:

@@ -13,8 +13,8 @@ import torch
 
 from rloo_kit.config.schema import RolloutSection
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.models.adapters import NO_ADAPTER
-from rloo_kit.models.policy import ADAPTER_ALONE, Policy, follow_umask
+from rloo_kit.models.adapters import ADAPTER_ALONE, NO_ADAPTER, follow_umask
+from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.rollout.types import Engine, Limits, Progress
