@@ -106,10 +106,10 @@ def load_policy(run: RunConfig) -> Policy:
     _refuse_mixed_gpus(run)
     with main_first():
         source = find_source(run)
-    vllm, reason = _plan_vllm(run, name)
+    vllm, engine_reason = _plan_vllm(run, name)
     model, tokenizer = _module(name).load(run, source, stack, vllm)
     if vllm is None:
-        remember_absence(model, reason)
+        remember_absence(model, engine_reason)
     else:
         print(f"{vllm}\nvLLM: {find_vllm(model)}", flush=True)
     _loaded.add(name)

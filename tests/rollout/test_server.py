@@ -17,13 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-import trl
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, LoraModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
-from rloo_kit.loop import arguments as trainer_arguments
-from rloo_kit.rollout import engine as rollout
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.server import MARKER, ServerEngine, ServerSettings
 from rloo_kit.rollout.thinking_budget import make_limits
@@ -482,7 +479,7 @@ def test_an_error_does_not_wait_for_the_others(server, make_policy, make_engine)
 
 def test_outside_the_trainer_it_is_refused(make_policy):
     """There is nobody who hands the adapter over."""
-    with pytest.raises(BackendError, match="rollout.engine is server, which samples inside the trainer only"):
+    with pytest.raises(BackendError, match="rollout.engine is server, but no server was named.*rollout.server_url"):
         build_engine(make_policy(), "server", temperature=1.0, end_ids=[TURN_END], pad_id=PAD)
 
 
@@ -534,7 +531,7 @@ def test_a_budget_through_the_trainer(server, make_trainer):
 
 def test_what_cannot_be_handed_over_is_refused(make_trainer):
     """Full fine-tuning has no adapter; it should say so before the first rollout."""
-    with pytest.raises(ConfigError, match="rollout.engine is server, which is handed an adapter"):
+    with pytest.raises(ConfigError, match="rollout.engine is server or vllm, which is handed an adapter"):
         make_trainer(lora=False)
 
 
@@ -548,23 +545,21 @@ def test_the_reference_stays_at_home(make_trainer, server, tmp_path):
     assert json.loads((target / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/tiny"
 
 
-@pytest.mark.parametrize("url", [None, "http://node1:8000"])
-def test_vllm_with_an_address_is_trls_server_mode(url, make_trainer, monkeypatch):
-    """`rollout.engine: vllm` with an address and without are two ways of TRL's; a run that was to use the server's
-    GPUs loaded a second vLLM on its own."""
+def test_trls_server_mode_is_the_engine_server(make_trainer, server, monkeypatch):
+    """TRL's own sync merges the adapter into the base and unmerges it, which re-quantises 4-bit weights each time."""
 
-    class Stopped(Exception):
-        pass
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the adapter is merged into the base")
 
-    def stop(self: Any, *_: Any, **arguments: Any) -> None:
-        raise Stopped(arguments["args"].use_vllm, arguments["args"].vllm_mode, arguments["args"].vllm_server_base_url)
-
-    monkeypatch.setattr(trainer_arguments, "choose_engine", lambda *_: ("vllm", ""))
-    monkeypatch.setattr(trl.RLOOTrainer, "__init__", stop)
-    assert rollout.choose_engine is not trainer_arguments.choose_engine
-    with pytest.raises(Stopped) as found:
-        make_trainer(rollout_engine="vllm", rollout_server_url=url)
-    assert found.value.args == (True, "server" if url else "colocate", url)
+    monkeypatch.setattr(LoraModel, "merge_adapter", refuse)
+    trainer = make_trainer(
+        rollout_engine="auto", rollout_server_url=None, use_vllm=True, vllm_mode="server",
+        vllm_server_base_url=server.url,
+    )  # fmt: skip
+    base = {name: value.clone() for name, value in trainer.model.named_parameters() if not value.requires_grad}
+    trainer.train()
+    assert trainer.rloo.sampler.engine.name == "server" and not trainer.use_vllm
+    assert all(torch.equal(base[name], value) for name, value in trainer.model.named_parameters() if name in base)
 
 
 def run_processes(count: int, settings: dict[str, Any]) -> list[subprocess.CompletedProcess[str]]:
