@@ -23,6 +23,7 @@ TESTED_EXTRAS = {
     "unsloth": "==2026.10.6",
     "unsloth-zoo": "==2026.10.7",
 }
+VLLM_INSTALL = "pip install -e '.[vllm]' -c constraints-vllm.txt"  # what every message about a missing vLLM names
 # the usual trackers and the modules that transformers accepts for each; it checks the others itself, later
 TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "wandb": ("wandb",)}
 
