@@ -81,7 +81,7 @@ class VllmServer:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.url, self.log = f"http://127.0.0.1:{port}", log
+        self.url, self.model, self.log = f"http://127.0.0.1:{port}", model, log
         self._command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
             "--port", str(port), "--max-lora-rank", str(rank), "--max-model-len", str(context), *SWITCHES, *switches,
@@ -126,6 +126,9 @@ class VllmServer:
         ]
         assert len(found) == 1, found
         return found[0]
+
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
         """Kill it with all its children."""
