@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
+from rloo_kit.config.checks import find_temperature_problems
 from rloo_kit.config.messages import explain_error, explain_errors
 from rloo_kit.config.old_names import CONFIG_NAMES, forget_overruled, translate_file
 from rloo_kit.config.schema import (
@@ -71,7 +72,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_sections_together(self) -> "RunConfig":
-        problems = [*self._find_length_problems(), *self._find_reward_problems()]
+        temperatures = {"rloo.temperature": self.rloo.temperature, "eval.temperature": self.eval.temperature}
+        problems = [
+            *self._find_length_problems(),
+            *self._find_reward_problems(),
+            *find_temperature_problems(self.rollout.engine, temperatures, "rollout.engine"),
+        ]
         own_file = self.data.source.lower().endswith((".jsonl", ".csv", ".parquet"))  # may well hold additions
         if self.model.is_embedded and self.data.source != "embedded/addition" and not own_file:
             problems.append(
