@@ -4,6 +4,7 @@ Shapes: B rows, H hidden size, V vocabulary, N scored tokens of a pass.
 """
 
 import functools
+import math
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -190,12 +191,13 @@ def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
     `score_positions` are flat positions b * L + t whose hidden state predicts the target. Any other call is unchanged.
 
     Raises:
-        BackendError: the head changes its logits in a way that is not scored here (soft-capping, scaling).
+        BackendError: the head bends its logits (soft-capping), which is not scored here.
     """
     text_config = model.config.get_text_config()
-    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"):
+    for key in ("final_logit_softcapping", "output_multiplier"):
         if getattr(text_config, key, None) not in (None, 1.0):
-            raise BackendError(f"the model's config sets {key}; the kit scores plain heads only (Qwen3 has one)")
+            raise BackendError(f"the model's config sets {key}; the kit scores plain or scaled heads only (Qwen3's)")
+    temperature = temperature / _logit_scale(text_config)
     plain_forward = getattr(model.forward, "without_scoring", model.forward)
 
     @functools.wraps(type(model).forward)  # generate() checks its arguments against the original signature
@@ -218,6 +220,13 @@ def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
 
     forward.without_scoring = plain_forward  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
+
+
+def _logit_scale(config: Any) -> float:
+    """What a model's forward multiplies the head's logits by, as Cohere, Falcon-H1, Granite and HyperCLOVA X do."""
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    scales = [getattr(config, key, None) or 1.0 for key in ("logit_scale", "lm_head_multiplier")]
+    return math.prod([*scales, divisor if config.model_type == "hyperclovax" else 1 / divisor])
 
 
 @contextmanager
