@@ -106,6 +106,7 @@ def choose_settings(trainer: "StockTrainer", parallel: Parallel, sampler: Sample
         sampler_correction=_choose_correction(args, sampler),
         objective=_read(Objective, args, ratio_form=ratio_form, **bounds),
         tokens_per_pass=option(args, "tokens_per_pass") or TOKENS_PER_PASS[is_cpu],
+        aux_loss_coef=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
     )
 
 
@@ -128,6 +129,8 @@ def _why_scores_first(trainer: "StockTrainer", on_policy: bool) -> str | None:
     memory = option(trainer.args, "memory")
     if not on_policy:
         return "the step is off-policy, so log-probabilities of the rollout are needed first"
+    if trainer.aux_loss_enabled:
+        return "the auxiliary loss of the experts is made by micro-steps, which may cut a group"
     if trainer.normalize_advantages:
         return "normalize_advantages needs the advantages of the whole rollout first"
     rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation

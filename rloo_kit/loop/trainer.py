@@ -21,7 +21,6 @@ from transformers import TrainerCallback
 from trl.trainer.utils import pad
 
 from rloo_kit.config.batches import check_eval_batch, check_prompt_count
-from rloo_kit.errors import ConfigError
 from rloo_kit.loop.arguments import FURTHER_ARGUMENTS, prepare_arguments
 from rloo_kit.loop.build import build_step, describe, settle_reference
 from rloo_kit.loop.callbacks import use_text_progress
@@ -91,8 +90,6 @@ class RLOOTrainer(trl.RLOOTrainer):
             keep_base(arguments.get("model")),
         ):
             super().__init__(**arguments)
-        if self.aux_loss_enabled:
-            raise ConfigError("mixture-of-experts auxiliary losses are not scored here: set router_aux_loss_coef=0.0")
         refuse_sampling_filters(self.args)
         restore_precision(self.model, masters)
         keep_4bit_weights(self.model)
@@ -180,13 +177,14 @@ class RLOOTrainer(trl.RLOOTrainer):
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         batch, parallel = inputs["rollout"], self.rloo.parallel
         rows = inputs.get("rows", list(range(len(batch))))
-        share = inputs.get("micro_steps", 1) / len(rows)
+        micro_steps = inputs.get("micro_steps", 1)
+        share = micro_steps / len(rows)
 
         def backward(loss: torch.Tensor) -> None:
             steps = getattr(self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps)
             parallel.backward(loss * share / steps)
 
-        return self.rloo.loss(parallel.model_of_passes(model), batch, rows, backward) * share
+        return self.rloo.loss(parallel.model_of_passes(model), batch, rows, backward, micro_steps) * share
 
     def training_step(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """TRL's; after a step's last pass the gradients of all processes become one, before they are clipped."""

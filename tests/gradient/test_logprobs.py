@@ -139,7 +139,7 @@ SCALED = {
 def test_scaled_logits_are_scored_as_the_model_makes_them(name):
     """Cohere multiplies its logits, Granite divides them, and HyperCLOVA X multiplies under Granite's name: without
     the scale every log-probability, and every gradient, is that of a sharper or flatter policy."""
-    from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     config = CONFIG_MAPPING[name.lower()](
         vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
