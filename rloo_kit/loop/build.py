@@ -1,7 +1,7 @@
 """The parts of a trainer's step, chosen from its arguments, its model and its backend when it is built."""
 
 import socket
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,7 +26,7 @@ from rloo_kit.models.parallel import Parallel
 from rloo_kit.plan.planner import TOKENS_PER_PASS
 from rloo_kit.rollout.engine import build_engine, check_cache
 from rloo_kit.rollout.thinking_budget import make_limits
-from rloo_kit.rollout.types import Engine, Limits
+from rloo_kit.rollout.types import Engine, Filters, Limits
 from rloo_kit.runs.watch import FailureWatch, FiniteWatch
 from rloo_kit.think_tags import ThinkTags
 
@@ -83,6 +83,9 @@ def describe(step: RLOOStep) -> str:
         f"scoring: {step.scorer.scorer.reason}",
         f"memory: {memory}",
     ]
+    if settings.filters.active:
+        cut = ", ".join(f"{name}={value:g}" for name, value in asdict(settings.filters).items())
+        lines.append(f"truncated sampling: {cut}; sampler_correction {settings.sampler_correction}")
     if step.parallel.kind != "single":
         lines.append(f"processes: {step.parallel.describe()}")
     return "\n".join(lines)
@@ -101,6 +104,7 @@ def choose_settings(trainer: "StockTrainer", parallel: Parallel, sampler: Sample
         args,
         num_generations_eval=trainer.num_generations_eval,
         on_policy=on_policy,
+        filters=read_filters(args),
         scores_first=_why_scores_first(trainer, on_policy),
         advantage=advantage,
         sampler_correction=_choose_correction(args, sampler),
@@ -117,11 +121,20 @@ def _read(settings: type[Settings], args: Any, **chosen: Any) -> Settings:
 
 
 def _choose_correction(args: Any, sampler: Sampler) -> str:
-    """The form of `sampler_correction`: auto corrects each token where another program than the trainer's samples."""
+    """The form of `sampler_correction`: auto corrects each token where another program than the trainer's
+    samples, or one that samples from a part of the distribution."""
     form = str(option(args, "sampler_correction"))
     if form != "auto":
         return form
-    return "token" if sampler.engine is None or sampler.engine.name in FOREIGN_ENGINES else "none"
+    is_foreign = sampler.engine is None or sampler.engine.name in FOREIGN_ENGINES
+    return "token" if is_foreign or read_filters(args).active else "none"
+
+
+def read_filters(args: Any) -> Filters:
+    """What `RLOOConfig` cuts from the sampled distribution; -1 and None stand for nothing, as in vLLM and TRL."""
+    penalty = 1.0 if args.repetition_penalty is None else args.repetition_penalty
+    top_p = 1.0 if args.top_p is None else args.top_p
+    return Filters(top_p, max(args.top_k or 0, 0), args.min_p or 0.0, penalty)
 
 
 def _why_scores_first(trainer: "StockTrainer", on_policy: bool) -> str | None:
@@ -170,6 +183,7 @@ def _build_engine(trainer: "StockTrainer", limits: Limits) -> Engine | None:
         rows=option(args, "rollout_rows"),
         cache=cache,
         server=_server_settings(trainer) if wanted == "server" else None,
+        filters=read_filters(args),
     )
 
 

@@ -28,6 +28,7 @@ from rloo_kit.loop.resample import PromptReservoir, find_tied_groups, replace_ti
 from rloo_kit.loop.rewarder import Rewarder
 from rloo_kit.loop.sampler import Sampler
 from rloo_kit.models.parallel import Parallel, local_parts
+from rloo_kit.rollout.types import Filters
 from rloo_kit.runs.watch import FiniteWatch
 
 Backward = Callable[[torch.Tensor], None]
@@ -42,6 +43,7 @@ class StepSettings:
         on_policy: every completion is used before the weights that sampled it change.
         scores_first: why advantages cannot follow from the pass that trains, one line; None if they can.
         aux_loss_coef: of a mixture of experts, weight of its auxiliary loss; 0: it has none.
+        filters: of the distribution that is sampled from.
     """
 
     num_generations: int
@@ -54,6 +56,7 @@ class StepSettings:
     tokens_per_pass: int
     resample_rounds: int
     aux_loss_coef: float
+    filters: Filters
     mask_truncated_completions: bool
     baseline_includes_masked: bool
     sampler_correction: str

@@ -1,6 +1,7 @@
 """Which engine samples, with which cache, and completions as texts for evaluation, the report and notebooks.
 
-Every engine samples from the policy's whole distribution, keeps the same budget rules and returns the model's own ids.
+Every engine samples from the policy's whole distribution (unless `Filters` cut it), keeps the same budget rules and
+returns the model's own ids.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from rloo_kit.models.policy import Policy, inference_mode_of
 from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.native import NativeEngine
 from rloo_kit.rollout.thinking_budget import close_ids_for
-from rloo_kit.rollout.types import Engine, Limits, Progress
+from rloo_kit.rollout.types import WHOLE, Engine, Filters, Limits, Progress
 
 if TYPE_CHECKING:
     from rloo_kit.rollout.server import ServerSettings
@@ -154,6 +155,7 @@ def build_engine(
     rows: int | None = None,
     cache: str = "plain",
     server: "ServerSettings | None" = None,
+    filters: Filters = WHOLE,
     say: Callable[[str], None] = print,
 ) -> Engine:
     """The engine that samples from `model`; raises as `choose_engine` and `check_cache` do.
@@ -167,6 +169,7 @@ def build_engine(
         rows: at most so many completions at once; None for all.
         cache: `rollout.cache`: plain, int8 or offloaded, see `check_cache`.
         server: where the engine "server" samples, and how it gets the adapter.
+        filters: of the distribution that is sampled from.
         say: gets one line when rows are halved because memory ran out.
     """
     name, reason = choose_engine(engine, backend, model)
@@ -175,9 +178,14 @@ def build_engine(
         reason = f"{reason}; its cache is {cache} (rollout.cache)"
     mode = partial(inference_mode_of(backend), model)
     if name == "native":
-        return NativeEngine(model, mode, reason, temperature, end_ids, rows, say, cache)
+        return NativeEngine(model, mode, reason, temperature, end_ids, rows, say, cache, filters)
     if name == "generate":
-        return GenerateEngine(model, mode, reason, temperature, end_ids, pad_id, rows, say, cache)
+        return GenerateEngine(model, mode, reason, temperature, end_ids, pad_id, rows, say, cache, filters)
+    if filters.active:
+        raise ConfigError(
+            f"rollout.engine is {name}, which samples from the whole distribution only: set rollout.engine=auto, or "
+            "leave top_p, top_k, min_p and repetition_penalty out"
+        )
     if name == "server" and server is not None:
         from rloo_kit.rollout.server import ServerEngine  # loads an HTTP client
 
