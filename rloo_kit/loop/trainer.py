@@ -36,6 +36,9 @@ from rloo_kit.rewarding.guard import log_names
 from rloo_kit.runs.files import saving
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
 
+# Steps of TRL that this loop has its own for: what a subclass makes of them is not called.
+BYPASSED = ("_generate_and_score_completions", "_get_per_token_logps_and_entropies")
+
 
 class RLOOTrainer(trl.RLOOTrainer):
     """Drop-in for `trl.RLOOTrainer`: the same arguments, and the keywords of TRL's older trainer with a warning.
@@ -113,7 +116,13 @@ class RLOOTrainer(trl.RLOOTrainer):
 
     def describe(self) -> str:
         """A line each: what samples, how completions are scored, how the gradient is made, and why; the processes."""
-        return describe(self.rloo)
+        bypassed = [name for name in BYPASSED if getattr(type(self), name) is not getattr(RLOOTrainer, name)]
+        lines = [
+            f"WARNING: {type(self).__name__}.{name} is not called in training here: override _generate_single_turn "
+            "(what samples) or _compute_loss (what is trained)"
+            for name in bypassed
+        ]
+        return "\n".join([describe(self.rloo), *lines])
 
     # ------------------------------------------------------------------------------------------------ a step
 

@@ -18,6 +18,7 @@ from rloo_kit.errors import BackendError, ConfigError, DataError
 from rloo_kit.models.policy import Policy, inference_mode_of
 from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.native import NativeEngine
+from rloo_kit.rollout.own_generate import find_own_generate
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.rollout.types import WHOLE, Engine, Filters, Limits, Progress
 
@@ -72,12 +73,15 @@ def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
     if wanted not in ENGINES:
         raise ConfigError(f"rollout.engine is {wanted!r}; it is one of {', '.join(ENGINES)}")
     is_unsloth = backend == "unsloth"
+    own = None if is_unsloth else find_own_generate(model)  # Unsloth's is a patch itself
     has_vllm = getattr(model, "vllm_engine", None) is not None
     if wanted == "auto":
         if is_unsloth:
             if has_vllm:
                 return "vllm", "the model was loaded with Unsloth's fast_inference"
             return "generate", "Unsloth's fast inference runs inside generate"
+        if own is not None:
+            return "generate", f"the model's own generate ({own}) is called"
         obstacle = _native_obstacle(model)
         return ("generate", obstacle) if obstacle else ("native", "no padding, and rows that have ended are dropped")
     if wanted == "native" and (is_unsloth or _native_obstacle(model)):
@@ -88,7 +92,8 @@ def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
             "rollout.engine is vllm, but vLLM is not installed: pip install vllm (it needs CUDA), or set "
             "rollout.engine=auto"
         )
-    return wanted, "rollout.engine asks for it"
+    bypassed = f"; the model's own generate ({own}) is not called" if own and wanted != "generate" else ""
+    return wanted, f"rollout.engine asks for it{bypassed}"
 
 
 def _native_obstacle(model: Any) -> str | None:

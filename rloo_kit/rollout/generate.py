@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rloo_kit.errors import BackendError
 from rloo_kit.rollout.filters import Cut, make_cut
 from rloo_kit.rollout.thinking_budget import CompletionState, collect_rollout
 from rloo_kit.rollout.types import WHOLE, Filters, Limits, Progress, Rollout
@@ -180,6 +181,11 @@ class _Steering:
 
     def finish(self, output: torch.Tensor) -> None:
         """Give the states the tokens of (B, P + C) that they do not have yet."""
+        if self.before is None:
+            raise BackendError(
+                "the model's generate did not call its logits_processor, so what was drawn has no log-probabilities: "
+                "have it hand its arguments on, or set rollout.engine=native"
+            )
         self._note(output, is_last=True)
 
     def _note(self, input_ids: torch.Tensor, is_last: bool = False) -> None:
