@@ -304,12 +304,15 @@ class RLOOSection(Section):
     )
     sampler_correction: Literal["auto", "none", "sequence", "token", "sequence_mask", "token_mask"] = key(
         "auto", "weigh completions or tokens by the trainer's over the sampler's probability, cut off at the cap or, "
-        "with _mask, 0 above it; auto: token where vLLM samples, else none",
+        "with _mask, 0 above it; auto: token where vLLM samples or a filter is accepted, else none",
     )  # fmt: skip
     sampler_correction_cap: float = key(2.0, "largest such weight", ge=1)
     sampler_correction_floor: float = key(0.0, "with _mask, the weight is 0 below it too; 0: no such bound", ge=0, lt=1)
     temperature: float = key(1.0, "of sampling and of scoring alike", gt=0)
-    top_p: float = key(1.0, "only 1: a filter is not part of what is scored", gt=0, le=1)
+    accept_truncated_sampling: bool = key(
+        False, "true: the four filters below are followed, and what they bias is corrected in part and logged"
+    )
+    top_p: float = key(1.0, "only 1: a filter is not part of what is scored; see accept_truncated_sampling", gt=0, le=1)
     top_k: int = key(0, "only 0, for the same reason", ge=0)
     min_p: float | None = key(None, "only null or 0, for the same reason", ge=0, le=1)
     repetition_penalty: float = key(1.0, "only 1, for the same reason", gt=0)

@@ -17,6 +17,7 @@ from accelerate.utils import extract_model_from_parallel
 from rloo_kit.errors import BackendError
 from rloo_kit.gradient import packing
 from rloo_kit.gradient.logprobs import attach_token_scoring
+from rloo_kit.gradient.mixture import token_weights
 from rloo_kit.gradient.packing import Group, count_tokens, lay_out
 from rloo_kit.models.policy import packed_keywords
 
@@ -33,11 +34,13 @@ Checked = tuple[torch.Tensor, list[torch.Tensor]]  # log-probabilities and gradi
 class Scores:
     """Of the N completion tokens, group by group, completion after completion: nats, float32.
 
-    `logps` carries a gradient where grad is enabled; `entropies` never does and is None where nobody asked.
+    `logps` carries a gradient where grad is enabled; `entropies` never does and is None where nobody asked. `aux_loss`
+    is the auxiliary loss of a mixture of experts, where it was asked for.
     """
 
     logps: torch.Tensor
     entropies: torch.Tensor | None
+    aux_loss: torch.Tensor | None = None
 
 
 class Scorer:
@@ -70,14 +73,22 @@ class Scorer:
             if layout != "padded":
                 self._prepare(causal)
 
-    def score(self, model: torch.nn.Module, groups: Sequence[Group], need_entropy: bool = True) -> Scores:
+    def score(
+        self,
+        model: torch.nn.Module,
+        groups: Sequence[Group],
+        need_entropy: bool = True,
+        balanced: torch.Tensor | None = None,
+    ) -> Scores:
         """Log-probabilities of all completion tokens, in one pass.
 
         Args:
             model: this scorer's model, however it is wrapped by now, with whichever adapter is on.
             groups: at least one completion. need_entropy: False spares the entropies (the reference pass).
+            balanced: (N,) bool, the completion tokens that count in the auxiliary loss of a mixture of experts, as all
+                prompts do; None: it is not made.
         """
-        return self._pass(model, groups, self.layout, need_entropy)
+        return self._pass(model, groups, self.layout, need_entropy, balanced)
 
     def tokens(self, groups: Sequence[Group]) -> int:
         """Tokens that the model computes for these groups in one pass."""
@@ -116,9 +127,18 @@ class Scorer:
             gradients = torch.autograd.grad((logps * weights).sum(), watched, materialize_grads=True) if watched else []
         return logps.detach(), [gradient.float() for gradient in gradients]
 
-    def _pass(self, model: torch.nn.Module, groups: Sequence[Group], layout: str, need_entropy: bool) -> Scores:
+    def _pass(
+        self,
+        model: torch.nn.Module,
+        groups: Sequence[Group],
+        layout: str,
+        need_entropy: bool,
+        balanced: torch.Tensor | None = None,
+    ) -> Scores:
         laid = lay_out(groups, layout, self.pad_id)
         keywords = {} if layout == "padded" else self._keywords(laid, layout)
+        if balanced is not None:
+            keywords["token_weights"] = token_weights(groups, balanced, layout)
         found = model(
             input_ids=laid.input_ids,
             score_positions=laid.score_positions,
@@ -126,7 +146,7 @@ class Scorer:
             need_entropy=need_entropy,
             **keywords,
         )
-        return Scores(found.logps, found.entropies)
+        return Scores(found.logps, found.entropies, found.aux_loss)
 
 
 def causal_model(model: torch.nn.Module) -> Any:

@@ -1,7 +1,7 @@
 """The parts of a trainer's step, chosen from its arguments, its model and its backend when it is built."""
 
 import socket
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,7 +27,7 @@ from rloo_kit.models.vllm import VllmSettings
 from rloo_kit.plan.load import TOKENS_PER_PASS
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.thinking_budget import make_limits
-from rloo_kit.rollout.types import FOREIGN, Engine
+from rloo_kit.rollout.types import FOREIGN, Engine, Filters
 from rloo_kit.runs.watch import FailureWatch, FiniteWatch
 from rloo_kit.think_tags import ThinkTags
 
@@ -84,6 +84,9 @@ def describe(step: RLOOStep) -> str:
         f"scoring: {step.scorer.scorer.reason}",
         f"memory: {memory}",
     ]
+    if settings.filters.active:
+        cut = ", ".join(f"{name}={value:g}" for name, value in asdict(settings.filters).items())
+        lines.append(f"truncated sampling: {cut}; sampler_correction {settings.sampler_correction}")
     if step.parallel.kind != "single":
         lines.append(f"processes: {step.parallel.describe()}")
     return "\n".join(lines)
@@ -102,11 +105,13 @@ def choose_settings(trainer: "StockTrainer", parallel: Parallel, sampler: Sample
         args,
         num_generations_eval=trainer.num_generations_eval,
         on_policy=on_policy,
+        filters=read_filters(args),
         scores_first=_why_scores_first(trainer, on_policy),
         advantage=advantage,
         sampler_correction=_choose_correction(args, sampler),
         objective=_read(Objective, args, ratio_form=ratio_form, **bounds),
         tokens_per_pass=option(args, "tokens_per_pass") or TOKENS_PER_PASS[is_cpu],
+        aux_loss_coef=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
     )
 
 
@@ -117,11 +122,19 @@ def _read(settings: type[Settings], args: Any, **chosen: Any) -> Settings:
 
 
 def _choose_correction(args: Any, sampler: Sampler) -> str:
-    """The form of `sampler_correction`: auto corrects each token where another program than the trainer's samples."""
+    """The form of `sampler_correction`: auto corrects each token where another program than the trainer's
+    samples, or one that samples from a part of the distribution."""
     form = str(option(args, "sampler_correction"))
     if form != "auto":
         return form
-    return "token" if sampler.engine.name in FOREIGN else "none"
+    return "token" if sampler.engine.name in FOREIGN or read_filters(args).active else "none"
+
+
+def read_filters(args: Any) -> Filters:
+    """What `RLOOConfig` cuts from the sampled distribution; -1 and None stand for nothing, as in vLLM and TRL."""
+    penalty = 1.0 if args.repetition_penalty is None else args.repetition_penalty
+    top_p = 1.0 if args.top_p is None else args.top_p
+    return Filters(top_p, max(args.top_k or 0, 0), args.min_p or 0.0, penalty)
 
 
 def _why_scores_first(trainer: "StockTrainer", on_policy: bool) -> str | None:
@@ -129,6 +142,8 @@ def _why_scores_first(trainer: "StockTrainer", on_policy: bool) -> str | None:
     memory = option(trainer.args, "memory")
     if not on_policy:
         return "the step is off-policy, so log-probabilities of the rollout are needed first"
+    if trainer.aux_loss_enabled:
+        return "the auxiliary loss of the experts is made by micro-steps, which may cut a group"
     if trainer.normalize_advantages:
         return "normalize_advantages needs the advantages of the whole rollout first"
     rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
@@ -165,6 +180,7 @@ def _build_engine(trainer: "StockTrainer") -> Engine:
         cache=cache,
         server=_server_settings(trainer) if wanted == "server" else None,
         vllm=_vllm_settings(trainer) if wanted == "vllm" else None,
+        filters=read_filters(args),
     )
 
 

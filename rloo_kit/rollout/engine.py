@@ -1,6 +1,7 @@
 """Which engine samples, with which cache, and completions as texts for evaluation, the report and notebooks.
 
-Every engine samples from the policy's whole distribution, keeps the same budget rules and returns the model's own ids.
+Every engine samples from the policy's whole distribution (unless `Filters` cut it), keeps the same budget rules and
+returns the model's own ids.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ from rloo_kit.models.policy import find_vllm, inference_mode_of
 from rloo_kit.models.vllm import VllmSettings, find_vllm_problem, start_vllm, why_without
 from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.native import NativeEngine
-from rloo_kit.rollout.types import Engine
+from rloo_kit.rollout.own_generate import find_own_generate
+from rloo_kit.rollout.types import WHOLE, Engine, Filters
 
 if TYPE_CHECKING:
     from rloo_kit.rollout.server import ServerSettings
@@ -44,12 +46,15 @@ def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
     if wanted not in ENGINES:
         raise ConfigError(f"rollout.engine is {wanted!r}; it is one of {', '.join(ENGINES)}")
     is_unsloth = backend == "unsloth"
+    own = None if is_unsloth else find_own_generate(model)  # Unsloth's is a patch itself
     if wanted == "auto":
         if find_vllm(model) is not None:
             return "vllm", "the model was loaded with it"
         why_not = f"; {why}" if (why := why_without(model)) and model.device.type == "cuda" else ""
         if is_unsloth:
             return "generate", f"Unsloth's fast inference runs inside generate{why_not}"
+        if own is not None:
+            return "generate", f"the model's own generate ({own}) is called"
         obstacle = _native_obstacle(model)
         name, reason = ("generate", obstacle) if obstacle else ("native", NATIVE_REASON)
         return name, f"{reason}{why_not}"
@@ -62,7 +67,8 @@ def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
             problem = "Unsloth loaded the model without it: load it again, by load_policy or with fast_inference=True"
         if problem:
             raise BackendError(f"rollout.engine is vllm, but {problem}, or set rollout.engine=auto")
-    return wanted, "rollout.engine asks for it"
+    bypassed = f"; the model's own generate ({own}) is not called" if own and wanted != "generate" else ""
+    return wanted, f"rollout.engine asks for it{bypassed}"
 
 
 def _native_obstacle(model: Any) -> str | None:
@@ -130,6 +136,7 @@ def build_engine(
     cache: str = "plain",
     server: "ServerSettings | None" = None,
     vllm: VllmSettings | None = None,
+    filters: Filters = WHOLE,
     say: Callable[[str], None] = print,
 ) -> Engine:
     """The engine that samples from `model`; raises as `choose_engine` and `check_cache` do.
@@ -144,6 +151,7 @@ def build_engine(
         cache: `rollout.cache`: plain, int8 or offloaded, see `check_cache`.
         server: where the engine "server" samples, and how it gets the adapter.
         vllm: what vLLM is started with for the engine "vllm", unless the model was loaded with it.
+        filters: of the distribution that is sampled from.
         say: gets one line when rows are halved because memory ran out.
     """
     name, reason = choose_engine(engine, backend, model)
@@ -152,19 +160,24 @@ def build_engine(
         reason = f"{reason}; its cache is {cache} (rollout.cache)"
     mode = partial(inference_mode_of(backend), model)
     if name == "native":
-        return NativeEngine(model, mode, reason, temperature, end_ids, rows, say, cache)
+        return NativeEngine(model, mode, reason, temperature, end_ids, rows, say, cache, filters)
     if name == "generate":
-        return GenerateEngine(model, mode, reason, temperature, end_ids, pad_id, rows, say, cache)
-    if name == "server" and server is not None:
-        from rloo_kit.rollout.server import ServerEngine  # loads an HTTP client
-
-        return ServerEngine(server, reason, temperature, end_ids, rows, say)
+        return GenerateEngine(model, mode, reason, temperature, end_ids, pad_id, rows, say, cache, filters)
     if name == "vllm":
         from rloo_kit.rollout.vllm import VllmEngine
 
         started = find_vllm(model) or start_vllm(model, vllm or VllmSettings(_usual_length(model)))
-        return VllmEngine(model, started, temperature, end_ids, say)
-    raise BackendError(f"rollout.engine is {name}, but no server was named: set rollout.server_url=http://host:port")
+        return VllmEngine(model, started, temperature, end_ids, filters)
+    if filters.active:
+        raise ConfigError(
+            "rollout.engine is server, which samples from the whole distribution only: set rollout.engine=auto, or "
+            "leave top_p, top_k, min_p and repetition_penalty out"
+        )
+    if server is None:
+        raise BackendError("rollout.engine is server, but no server was named: set rollout.server_url=http://host:port")
+    from rloo_kit.rollout.server import ServerEngine  # loads an HTTP client
+
+    return ServerEngine(server, reason, temperature, end_ids, rows, say)
 
 
 def _usual_length(model: Any) -> int:

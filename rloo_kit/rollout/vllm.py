@@ -5,7 +5,8 @@ requests run at once; what its memory does not hold waits.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import count
 from typing import Any
 
@@ -14,13 +15,7 @@ import torch
 from rloo_kit.errors import BackendError
 from rloo_kit.models.vllm import InProcessVllm
 from rloo_kit.rollout.thinking_budget import CompletionState, begin_completions, collect_rollout
-from rloo_kit.rollout.types import Limits, Progress, Rollout
-
-# What SamplingParams are beyond the request's own: the whole distribution, token ids, nothing that ends it early.
-WHOLE_DISTRIBUTION = {
-    "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}  # fmt: skip
+from rloo_kit.rollout.types import WHOLE, Filters, Limits, Progress, Rollout
 
 _requests = count()  # of this process: a name is used once
 
@@ -41,11 +36,11 @@ class VllmEngine:
         vllm: InProcessVllm,
         temperature: float,
         end_ids: Sequence[int],
-        say: Callable[[str], None] = print,
+        filters: Filters = WHOLE,
     ) -> None:
         self.reason = f"{vllm.reason}; {vllm.max_num_seqs} completions at once"
-        self._model, self._vllm, self._say = model, vllm, say
-        self._temperature, self._end_ids = temperature, list(end_ids)
+        self._model, self._vllm, self._end_ids = model, vllm, list(end_ids)
+        self._temperature, self._filters = temperature, filters
 
     def sample(
         self,
@@ -67,8 +62,22 @@ class VllmEngine:
             order.sort(key=lambda number: -expected_lengths[number])
         with self._vllm.awake():
             adapter = self._vllm.take_adapter(self._model)
-            _Requests(self._vllm.engine, adapter, self._temperature, prompt_ids, states, seeds).run(order, on_progress)
+            requests = _Requests(self._vllm.engine, adapter, self._sampling(), prompt_ids, states, seeds)
+            requests.run(order, on_progress)
         return collect_rollout(states, self._temperature)
+
+    def _sampling(self) -> dict[str, Any]:
+        """What all requests of a call have in common, as keywords of SamplingParams."""
+        from vllm.sampling_params import RequestOutputKind
+
+        return {
+            "temperature": self._temperature,
+            **asdict(self._filters),
+            "ignore_eos": True,  # only a request's own stops end it, not the ends of the checkpoint's files
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": False,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
 
     def _check_lengths(self, prompt_ids: list[list[int]], limits: Limits) -> None:
         needed = max(map(len, prompt_ids)) + limits.max_completion_length
@@ -87,12 +96,12 @@ class _Requests:
         self,
         engine: Any,
         adapter: Any,
-        temperature: float,
+        sampling: dict[str, Any],
         prompts: list[list[int]],
         states: list[CompletionState],
         seeds: list[int],
     ) -> None:
-        self._engine, self._adapter, self._temperature = engine, adapter, temperature
+        self._engine, self._adapter, self._sampling = engine, adapter, sampling
         self._prompts, self._states, self._seeds = prompts, states, seeds
         self._open: dict[str, int] = {}  # row by the name of its request
 
@@ -113,7 +122,6 @@ class _Requests:
     def _ask(self, number: int) -> None:
         """Request the next stretch of a completion: up to a limit, `</think>` or an end."""
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
 
         state = self._states[number]
         while state.next_forced is not None:
@@ -121,17 +129,8 @@ class _Requests:
         if state.finished:
             return
         room, stops = state.next_stretch
-        parameters = SamplingParams(
-            temperature=self._temperature,
-            seed=(self._seeds[number] + state.answers) % 2**31,
-            max_tokens=room,
-            stop_token_ids=stops,
-            ignore_eos=True,  # only `stops` end a request, not the ends of the checkpoint's files
-            logprobs=0,  # of the sampled token alone
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            **WHOLE_DISTRIBUTION,
-        )
+        seed = (self._seeds[number] + state.answers) % 2**31
+        parameters = SamplingParams(max_tokens=room, stop_token_ids=stops, seed=seed, **self._sampling)
         name = f"rloo-{next(_requests)}"
         prompt = {"prompt_token_ids": self._prompts[number] + state.ids}
         self._open[name] = number

@@ -64,9 +64,9 @@ def step(make_tiny_model, tiny_tokenizer, tmp_path):
         trainer.passes_seen = []
         plain = trainer.rloo.scorer.score
 
-        def score(model, groups, need_entropy=True):
+        def score(model, groups, need_entropy=True, **more):
             trainer.passes_seen.append((sum(len(group.completions) for group in groups), torch.is_grad_enabled()))
-            return plain(model, groups, need_entropy)
+            return plain(model, groups, need_entropy, **more)
 
         trainer.rloo.scorer.score = score
         gradients = []

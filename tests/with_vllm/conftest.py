@@ -152,9 +152,7 @@ class VllmServer:
 
 
 @pytest.fixture(scope="session")
-def make_server(
-    embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., VllmServer]]:
+def make_server(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., VllmServer]]:
     """`make_server(*switches, rank=16, context=512, variables={})`: a server of the embedded model, not started yet;
     stopped when the tests end."""
     made: list[VllmServer] = []
