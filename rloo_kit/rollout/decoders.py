@@ -107,7 +107,7 @@ def attend_grouped(
     is the same, so it takes what is not one token, and layers that ask for more than a mask.
 
     Args:
-        query: (R, H, 1, D). key, value: (R, G, L, D). attention_mask: (R, 1, 1, L); without entries: every row sees all.
+        query: (R, H, 1, D). key, value: (R, G, L, D). attention_mask: (R, 1, 1, L), empty where rows see all.
 
     Returns:
         (R, 1, H, D), and None for the weights.
