@@ -134,7 +134,13 @@ def decode_table(result: dict[str, Any]) -> list[str]:
         size, apart = f"{row['cache_mib']} MiB", f"{row['logits_apart']:.1e}"
         rows.append([f"{row['tokens']:,}", row["rows"], size, before, after, step_value(row), apart])
     head = ["tokens", "rows", "cache", "before", "grouped heads", "ratio", "logits apart"]
-    return table(head, rows)
+    count = result["operations"]
+    return [
+        *table(head, rows),
+        "",
+        f"Operations of a step in {count['layers']} layers, 4-bit with LoRA: {count['before']:,} before, "
+        f"{count['after']:,} now.",
+    ]
 
 
 def _interval(figure: dict[str, float], form: str) -> str:
