@@ -9,8 +9,8 @@ first step of each is discarded; each pair gives a ratio, of which the median is
 largest. One thread; the seconds are the processor's. Rows of a rollout differ in length: here they fill half of the
 longest up to all of it (`unequal`), or all of it (`equal`, the K completions of a prompt before one ends).
 
-How many operations a step dispatches is counted apart, in 36 layers of small sizes with 4-bit weights and a LoRA adapter
-on the seven projections, from the token to the draw; views are left out. What is counted does not depend on the sizes.
+How many operations a step dispatches, from the token to the draw, is counted apart: in 36 layers of small sizes with
+4-bit weights and a LoRA adapter on the seven projections. Views are left out. The count does not depend on the sizes.
 
 Left out: all layers (the model's other 34 are the same again), a large vocabulary, 4-bit weights, a GPU
 (`first_hour.py`).
