@@ -173,6 +173,7 @@ class RLOOStep:
         beta = self.settings.advantage.beta
         if not stale and not beta:
             return
+        self.scorer.choose_layout(batch.groups(range(len(batch))))
         batch.old_logps, batch.kl = batch.zeros(), batch.zeros()
         with torch.no_grad():
             for rows in self._cut_without_graph(batch, range(len(batch))):
@@ -206,6 +207,7 @@ class RLOOStep:
             rows: of the batch, ascending; all of them where its advantages are open.
             backward: takes a loss that is summed over rows to the gradients.
         """
+        self.scorer.choose_layout(batch.groups(range(len(batch))))  # of the batch, so each of its steps has the same
         is_open = batch.advantages is None
         stats = StepStats(len(batch), rows, self.parallel.accelerator.device)
         passes = self.cut(batch, rows if is_open else batch.with_signal(rows), whole_groups=is_open)
