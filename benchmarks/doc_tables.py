@@ -126,6 +126,23 @@ def kl_training_table(result: dict[str, Any]) -> list[str]:
     return table(head, rows)
 
 
+def decode_table(result: dict[str, Any]) -> list[str]:
+    """decode_step.json: a row for each length of the cache, and rows of equal and of unequal length."""
+    rows = []
+    for row in result["rows"]:
+        before, after = (f"{1000 * statistics.median(row[f'{side}_cpu_s']):.0f} ms" for side in ("before", "after"))
+        size, apart = f"{row['cache_mib']} MiB", f"{row['logits_apart']:.1e}"
+        rows.append([f"{row['tokens']:,}", row["rows"], size, before, after, step_value(row), apart])
+    head = ["tokens", "rows", "cache", "before", "grouped heads", "ratio", "logits apart"]
+    count = result["operations"]
+    return [
+        *table(head, rows),
+        "",
+        f"Operations of a step in {count['layers']} layers, 4-bit with LoRA: {count['before']:,} before, "
+        f"{count['after']:,} now.",
+    ]
+
+
 def _interval(figure: dict[str, float], form: str) -> str:
     return f"{form} ({form} to {form})".format(figure["value"], figure["low"], figure["high"])
 
@@ -143,6 +160,7 @@ TABLES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
     "step": (step_table, "rloo_step.json"),
     "step-short": (short_step_table, "rloo_step.json"),
     "step-files": (step_files_table, "step_files.json"),
+    "decode": (decode_table, "decode_step.json"),
     "demo": (demo_table, "demo_phase.json"),
     "kl-mechanism": (kl_mechanism_table, "kl_forms.json"),
     "kl-training": (kl_training_table, "kl_forms.json"),

@@ -48,6 +48,12 @@ class PolicyScorer:
         # no process of a sharded model has the tensors to compare
         self._may_be_reference = reference_model is None and parallel.kind != "shards"
 
+    def choose_layout(self, groups: list[Group]) -> None:
+        """Before the passes of a rollout, whose groups these are: see `Scorer.choose_layout`."""
+        self.scorer.choose_layout(groups)
+        if self.reference_model is not None:
+            self.reference_scorer.layout = self.scorer.layout
+
     def score(
         self,
         model: torch.nn.Module,

@@ -9,7 +9,7 @@ PATCHED_ATTRIBUTES = {
     "gradient/logprobs.py: model.forward": "one model instance takes calls for scores; others pass through unchanged",
     "gradient/packing.py: AttentionInterface.register": "transformers' registry: attention that takes a packing plan",
     "gradient/packing.py: AttentionMaskInterface.register": "transformers' registry: the mask of that attention",
-    "gradient/scorer.py: setattr(module, name)": "for the self-check: no dropout, no gradient checkpointing",
+    "gradient/scorer.py: setattr(module, name)": "for the self-check: training mode, no dropout",
     "loop/build.py: setattr(module, name)": "dropout that attentions keep as a number, which TRL leaves on",
     "loop/rewarder.py: logger.addFilter": "for one call: TRL would print a whole completion for each unscored sample",
     "loop/trainer.py: self.trainer._step": "TRL counts micro-steps from 0 in every process, also in a resumed run",

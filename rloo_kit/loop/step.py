@@ -178,6 +178,7 @@ class RLOOStep:
         beta = self.settings.advantage.beta
         if not stale and not beta:
             return
+        self.scorer.choose_layout(batch.groups(range(len(batch))))
         batch.old_logps, batch.kl = batch.zeros(), batch.zeros()
         with torch.no_grad():
             for rows in self._cut_without_graph(batch, range(len(batch))):
@@ -214,6 +215,7 @@ class RLOOStep:
             backward: takes a loss that is summed over rows to the gradients.
             micro_steps: that the rows stand for.
         """
+        self.scorer.choose_layout(batch.groups(range(len(batch))))  # of the batch, so each of its steps has the same
         is_open = batch.advantages is None
         stats = StepStats(len(batch), rows, self.parallel.accelerator.device)
         if self.settings.aux_loss_coef:  # a micro-step's experts are balanced over all of its rows

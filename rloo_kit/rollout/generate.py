@@ -1,4 +1,5 @@
-"""Sampling through `model.generate`: left-padded batches, sorted by length; under Unsloth its fast inference.
+"""Sampling through `model.generate`: batches of prompts of one length, where that takes no further batch, else padded
+on the left; under Unsloth its fast inference.
 
 Log-probabilities are taken from the scores a step late, so that one (B, V) tensor is kept; thinking is closed within
 the call, because a second one would prefill whole rows.
@@ -6,6 +7,7 @@ the call, because a second one would prefill whole rows.
 Shapes: B rows, P prompt, C completion tokens, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -86,19 +88,19 @@ class GenerateEngine:
         order.sort(key=lambda row: -len(prompt_ids[row]))  # longest first: if it fits, all fit
         if expected_lengths is not None:
             order.sort(key=lambda row: -expected_lengths[row])
-        start = 0
+        total, lengths = len(order), list(map(len, prompt_ids))
         with self._mode(), torch.no_grad():
-            while start < len(order):
-                batch = order[start : start + (self.rows or len(order))]
+            while order:
+                batch = next_batch(order, lengths, self.rows or len(order))
                 begun = [CompletionState(limits, self._end_ids) for _ in batch]
                 if not self._generate([prompt_ids[row] for row in batch], begun):
-                    self._halve(len(batch), len(order) - start)
+                    self._halve(len(batch), len(order))
                     continue
                 for row, state in zip(batch, begun, strict=True):
                     states[row] = state
-                start += len(batch)
+                order = [row for row in order if row not in batch]
                 if on_progress is not None:
-                    on_progress(start, len(order))
+                    on_progress(total - len(order), total)
         return collect_rollout(states, self._temperature)
 
     def _generate(self, prompts: list[list[int]], states: list[CompletionState]) -> bool:
@@ -148,6 +150,27 @@ class GenerateEngine:
             f"rollout: out of memory with {rows} completions at once; the {left} unfinished ones start over, "
             f"{self.rows} at once (rollout.rows={self.rows} starts with that)"
         )
+
+
+def next_batch(order: list[int], lengths: list[int], rows: int) -> list[int]:
+    """The rows to sample next: of one prompt length, if the number of batches stays what it is without that.
+
+    A row that is padded needs a mask, and with a mask Unsloth copies keys and values for every query head, in each
+    layer of each token. A further batch reads, and in 4-bit unpacks, all weights again, which may cost more.
+
+    Args:
+        order: rows that wait, the longest first. lengths: of all prompts. rows: at most so many.
+
+    >>> next_batch([0, 1, 2, 3, 4, 5], [9, 7, 7, 7, 7, 5], rows=4)     # two batches, whoever is with whom
+    [1, 2, 3, 4]
+    >>> next_batch([0, 1, 2], [9, 9, 7], rows=4)                       # one batch
+    [0, 1, 2]
+    """
+    for length in dict.fromkeys(lengths[row] for row in order):
+        alone = [row for row in order if lengths[row] == length][:rows]
+        if math.ceil((len(order) - len(alone)) / rows) < math.ceil(len(order) / rows):
+            return alone
+    return order[:rows]
 
 
 class _Steering:

@@ -126,6 +126,31 @@ def test_checkpoints_and_the_fall_back_to_padded_rows_make_the_same_gradient(mem
         assert off(found, expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("memory", ["fast", "balanced", "low"])
+def test_all_passes_of_a_rollout_have_one_layout(memory, step, monkeypatch):
+    """With `memory: low` a pass is one sequence, which spares nothing. Were each pass to choose for itself, the policy
+    would be compared with log-probabilities that another kernel has rounded."""
+    from rloo_kit.gradient import scorer as module
+
+    layouts: list[str] = []
+    make, lay_out = module.Scorer.__init__, module.lay_out
+
+    def with_a_choice(self, *args, **named):
+        make(self, *args, **named)
+        self.layouts = ("shared", "repeated")
+        layouts.clear()  # those of the self-check
+
+    monkeypatch.setattr(module.Scorer, "__init__", with_a_choice)
+    monkeypatch.setattr(module, "lay_out", lambda *some: layouts.append(some[1]) or lay_out(*some))
+    found = {}
+    for pays, layout in ((1.3, "shared"), (50.0, "repeated")):
+        monkeypatch.setattr(module, "SHARED_PAYS", pays)
+        found[layout], _ = step(memory=memory, num_iterations=2, steps=2)
+        assert set(layouts) == {layout}
+    for one, other in zip(found["shared"], found["repeated"], strict=True):
+        assert off(one, other) < TOLERANCE
+
+
 @pytest.mark.parametrize("form", ["sum", "length_normalized"])
 def test_a_ratio_for_each_token_on_policy_is_the_ratio_of_all(form, step):
     """On-policy every ratio is 1, so the gradient cannot depend on whose it is, a group of short ones included."""
