@@ -327,7 +327,6 @@ def test_vllm_beside_unsloth_is_asked_for_by_the_engine(make_run: Any, monkeypat
     """Without it the error came from inside Unsloth, after the download of the model."""
     run = make_run("rollout.engine=vllm", "model.lora.r=8")
     assert unsloth._vllm_arguments(make_run()) == {}
-    assert unsloth._vllm_arguments(make_run("rollout.engine=vllm", "rollout.server_url=http://node1:8000")) == {}
     monkeypatch.setattr(unsloth, "find_spec", lambda name: None)
     with pytest.raises(BackendError, match="rollout.engine is vllm, but vLLM is not installed.*rollout.engine=auto"):
         unsloth._vllm_arguments(run)
