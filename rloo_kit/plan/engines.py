@@ -87,6 +87,8 @@ def _find_shortage(run: RunConfig, load: Load, rows: int, machine: Machine) -> s
             f"vLLM with one row takes {needed:.2f} GiB together with what training keeps, more than the {limit:.2f} "
             f"of {machine.name}: set {change}{smaller}or rollout.engine=auto"
         )
+    if run.rloo.tokens_per_pass is None:  # the plan takes as small a pass as it needs to
+        load = replace(load, tokens_per_pass=1)
     alone = replace(load, engine="generate")
     if training_gib(load, rows) > limit >= training_gib(alone):
         return (

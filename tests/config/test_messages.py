@@ -83,8 +83,8 @@ WRONG = {
     "set rollout.cache=plain|rollout.vllm.float8_kv_cache=true",
     "rollout={engine: server, server_url: 'http://h:1', cache: offloaded}": "rollout.cache is offloaded|"
     "set rollout.cache=plain|vllm serve --kv-cache-dtype fp8",
-    "rollout.engine=vllm|rollout.rows=8|rollout.vllm.max_num_seqs=4": "rollout.rows is 8|rollout.vllm.max_num_seqs is 4|"
-    "rollout.vllm.max_num_seqs=null",
+    "rollout.engine=vllm|rollout.rows=8|rollout.vllm.max_num_seqs=4": "rollout.rows is 8|"
+    "rollout.vllm.max_num_seqs is 4|rollout.vllm.max_num_seqs=null",
     "rollout.vllm.gpu_memory_utilization=1": "rollout.vllm.gpu_memory_utilization: is 1|below 1",
     "rollout.vllm.max_num_seqs=0": "rollout.vllm.max_num_seqs: is 0|at least 1",
     "rollout.vllm.gpu_memory_utilisation=0.5": "unknown|did you mean rollout.vllm.gpu_memory_utilization?",
