@@ -10,10 +10,11 @@
 #                                BUNDLE_PYTHON=3.12 and BUNDLE_CUDA=130 are that machine's, DEST=.gpu-bundle the folder
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo lint format test test-slow test-all fuzz test-unsloth test-gpu gpu-report check notebooks bench gpu-bundle clean
+.PHONY: help setup demo lint format test test-slow test-all fuzz test-unsloth test-vllm test-gpu gpu-report check notebooks bench gpu-bundle clean
 
 VENV := .venv
 VENV_UNSLOTH := .venv-unsloth
+VENV_VLLM := .venv-vllm
 BIN := $(VENV)/bin
 JOBS ?= 2
 CASES ?= 10000
@@ -21,10 +22,14 @@ BENCHMARKS ?= rewards startup rloo_step demo_phase demo_learning
 REQUIRED := pyproject.toml constraints.txt
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
+VLLM_PYTHON := 3.11
+PYTHON_VLLM ?= $(shell for p in $(PYTHON) python$(VLLM_PYTHON); do \
+	test "$$($$p -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = $(VLLM_PYTHON) && { echo $$p; break; }; done)
 
 # pip shows its progress in a terminal and is quiet in a log.
 PIP_QUIET := $(shell test -t 2 || echo -q)
 PIP_INSTALL := -m pip install --disable-pip-version-check $(PIP_QUIET) -c constraints.txt
+PIP_INSTALL_VLLM := $(subst constraints.txt,constraints-vllm.txt,$(PIP_INSTALL))
 
 ifndef NO_GPU
 HAS_GPU := $(shell { nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /proc/driver/nvidia/version; } && echo yes)
@@ -36,7 +41,7 @@ comma := ,
 STAMP := $(VENV)/.stamp-run$(addprefix -,$(GPU_EXTRA))
 STAMP_DEV := $(VENV)/.stamp-dev$(addprefix -,$(GPU_EXTRA))
 # The core tests are the same everywhere: a GPU is hidden from them; tests/on_gpu is for GPUs.
-PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --ignore=tests/with_unsloth --ignore=tests/on_gpu -n $(JOBS)
+PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --ignore=tests/with_unsloth --ignore=tests/with_vllm --ignore=tests/on_gpu -n $(JOBS)
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -61,7 +66,7 @@ test: $(STAMP_DEV) ## the core tests (under ten minutes, installs included)
 	$(PYTEST) -m "not slow"
 
 test-slow: $(STAMP_DEV)
-	@if grep -rq --include='test_*.py' --exclude-dir=with_unsloth --exclude-dir=on_gpu 'pytest[.]mark[.]slow' tests; \
+	@if grep -rq --include='test_*.py' --exclude-dir=with_unsloth --exclude-dir=with_vllm --exclude-dir=on_gpu 'pytest[.]mark[.]slow' tests; \
 	then $(PYTEST) -m slow; else echo "no slow test in this version"; fi
 
 test-all: test test-slow ## the core tests and the slow ones
@@ -71,6 +76,10 @@ fuzz: $(STAMP_DEV) ## bad input on every surface: cases, refusals in words, trac
 
 test-unsloth: $(VENV_UNSLOTH)/.stamp ## the Unsloth path without a GPU, in an environment of its own
 	$(VENV_UNSLOTH)/bin/python -m pytest tests/with_unsloth
+
+test-vllm: $(if $(PYTHON_VLLM),$(VENV_VLLM)/.stamp) ## rollouts from real vLLM on the CPU, in an environment of its own
+	$(if $(PYTHON_VLLM),$(VENV_VLLM)/bin/python -m pytest tests/with_vllm --durations=0,@echo "make test-vllm: skipped: \
+	vLLM on the CPU was tried with Python $(VLLM_PYTHON) only, and there is none: make test-vllm PYTHON_VLLM=/path/to/python$(VLLM_PYTHON)")
 
 test-gpu: $(STAMP_DEV) ## the checks of benchmarks/first_hour.py that need a CUDA GPU (skipped without one)
 	$(BIN)/python -m pytest -s tests/on_gpu
@@ -97,21 +106,24 @@ clean: ## remove caches and build products (environments and outputs stay)
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
-# $(1): the folder of the environment
+# $(1): the folder of the environment, $(2): the interpreter
 define make_venv
-	@test -n "$(PYTHON)" || { echo "rloo-kit needs Python 3.11 or 3.12 and found none as python3, python3.12 \
+	@test -n "$(2)" || { echo "rloo-kit needs Python 3.11 or 3.12 and found none as python3, python3.12 \
 	or python3.11. Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || { echo "rloo-kit needs \
-	Python 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) -V 2>&1). Name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	@$(PYTHON) -m venv $(1) || { rm -rf $(1); echo "$(PYTHON) -m venv failed: install the venv module of this \
+	@$(2) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || { echo "rloo-kit needs \
+	Python 3.11 or 3.12; $(2) is $$($(2) -V 2>&1). Name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(2) -m venv $(1) || { rm -rf $(1); echo "$(2) -m venv failed: install the venv module of this \
 	Python (Debian, Ubuntu: python3-venv)" >&2; exit 1; }
 endef
 
 $(BIN)/python:
-	$(call make_venv,$(VENV))
+	$(call make_venv,$(VENV),$(PYTHON))
 
 $(VENV_UNSLOTH)/bin/python:
-	$(call make_venv,$(VENV_UNSLOTH))
+	$(call make_venv,$(VENV_UNSLOTH),$(PYTHON))
+
+$(VENV_VLLM)/bin/python:
+	$(call make_venv,$(VENV_VLLM),$(PYTHON_VLLM))
 
 define torch_first
 	$(if $(TORCH_INDEX),$(BIN)/python $(PIP_INSTALL) --index-url $(TORCH_INDEX) $(TORCH_FIRST))
@@ -135,4 +147,12 @@ $(VENV_UNSLOTH)/.stamp: $(REQUIRED) $(wildcard tests/with_unsloth/*.txt) | $(VEN
 	$(if $(TORCH_INDEX),$(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) --index-url $(TORCH_INDEX) torch)
 	$(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) -e . -r tests/with_unsloth/requirements.txt
 	$(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) --no-deps -r tests/with_unsloth/requirements-no-deps.txt
+	@touch $@
+
+# Without what breaks vLLM's import on a CPU or is a gigabyte of GPU kernels; tests/with_vllm/requirements*.txt say which.
+$(VENV_VLLM)/.stamp: pyproject.toml constraints-vllm.txt $(wildcard tests/with_vllm/*.txt) | $(VENV_VLLM)/bin/python
+	@echo "installing rloo-kit and vLLM for the CPU into $(VENV_VLLM)"
+	$(if $(TORCH_INDEX),$(VENV_VLLM)/bin/python $(PIP_INSTALL_VLLM) --index-url $(TORCH_INDEX) torch)
+	$(VENV_VLLM)/bin/python $(PIP_INSTALL_VLLM) -e . -r tests/with_vllm/requirements.txt
+	$(VENV_VLLM)/bin/python $(PIP_INSTALL_VLLM) --no-deps -r tests/with_vllm/requirements-no-deps.txt
 	@touch $@

@@ -46,6 +46,8 @@ _ADVICE = {name: _INSTEAD[names] for names in _INSTEAD for name in names.split()
 # Tokens that close a thought in Qwen3's vocabulary: the tag; or the sentence of its report, the tag, a blank line.
 CLOSE_TOKENS = {"tag": 1, "sentence": 24}
 
+VLLM_TEMPERATURE = 2.0  # the highest that vLLM takes
+
 _WHY_REFUSED = (
     "tokens would be drawn from a filtered distribution, but scored under the whole one, so the gradient would be that "
     "of another policy"
@@ -147,6 +149,22 @@ def find_server_problems(engine: str, url: str | None, engine_key: str, url_key:
     if is_plain and parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/"):
         return []
     return [f"{url_key} is {url!r}; it takes http://host:port, without a path (no /v1)"]
+
+
+def find_temperature_problems(engine: str, temperatures: Mapping[str, float], engine_key: str) -> list[str]:
+    """Temperatures, by their keys, that the engine does not sample at; `engine_key` is its name in messages.
+
+    >>> find_temperature_problems("server", {"temperature": 2.5}, "engine")
+    ['temperature is 2.5, and vLLM samples at 0 to 2; set temperature=2 or lower, or engine=auto']
+    """
+    if engine not in ("server", "vllm"):
+        return []
+    return [
+        f"{key} is {value:g}, and vLLM samples at 0 to {VLLM_TEMPERATURE:g}; set {key}={VLLM_TEMPERATURE:g} or lower, or "
+        f"{engine_key}=auto"
+        for key, value in temperatures.items()
+        if value > VLLM_TEMPERATURE
+    ]
 
 
 def _find_ratio_problems(values: Mapping[str, Any], prefix: str) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
+from rloo_kit.config.checks import find_temperature_problems
 from rloo_kit.config.messages import explain_error, explain_errors
 from rloo_kit.config.old_names import CONFIG_NAMES, forget_overruled, translate_file
 from rloo_kit.config.schema import (
@@ -23,7 +24,7 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.system.input_files import expand_user
 from rloo_kit.system.processes import count_processes
 
-VLLM_MOST_TEMPERATURE, VLLM_MOST_RANK = 2, 512
+VLLM_MOST_RANK = 512
 
 
 class RunConfig(Section):
@@ -108,12 +109,8 @@ class RunConfig(Section):
         """What vLLM cannot sample where `engine`, "vllm" or "server", does; found before any weights are loaded."""
         if engine not in ("vllm", "server"):
             return []
-        problems = [
-            f"{key} is {value}, but vLLM (rollout.engine) takes 0 to {VLLM_MOST_TEMPERATURE}; set {key}="
-            f"{VLLM_MOST_TEMPERATURE} or rollout.engine=auto"
-            for key, value in (("rloo.temperature", self.rloo.temperature), ("eval.temperature", self.eval.temperature))
-            if value > VLLM_MOST_TEMPERATURE
-        ]
+        temperatures = {"rloo.temperature": self.rloo.temperature, "eval.temperature": self.eval.temperature}
+        problems = find_temperature_problems(engine, temperatures, "rollout.engine")
         if self.model.lora is None:
             problems.append(
                 "model.lora is null, but vLLM (rollout.engine) gets what was trained as an adapter; set "

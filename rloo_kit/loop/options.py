@@ -18,7 +18,7 @@ import trl
 from pydantic import ValidationError, create_model
 
 from rloo_kit.config.batches import check_eval_batch, check_generation_batch, check_generation_batch_size
-from rloo_kit.config.checks import find_loop_problems, find_sampling_problems, find_server_problems
+from rloo_kit.config.checks import find_loop_problems, find_sampling_problems, find_server_problems, find_temperature_problems
 from rloo_kit.config.messages import describe_field, explain_error, suggest
 from rloo_kit.config.old_names import CONFIG_NAMES, translate_config
 from rloo_kit.config.schema import OPTIONS, Option, Section
@@ -193,7 +193,9 @@ def _check_options(values: dict[str, Any]) -> dict[str, Any]:
         faults = {explain_error(entry, _OwnOptions).replace(": is ", " is ", 1): None for entry in error.errors()}
         raise ConfigError("\n".join(faults)) from None
     server = values["rollout_engine"], values["rollout_server_url"], "rollout_engine", "rollout_server_url"
+    heat = {"temperature": values["temperature"]}
     problems = find_loop_problems(values | dict(checked)) + find_server_problems(*server)
+    problems += find_temperature_problems(values["rollout_engine"], heat, "rollout_engine")
     if problems:
         raise ConfigError("\n".join(problems))
     return dict(checked)

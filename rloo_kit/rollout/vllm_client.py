@@ -29,11 +29,13 @@ from rloo_kit.rollout.vllm_answers import (
 START_S = 600.0  # a server that loads a large model needs minutes
 LOAD_S = 600.0  # of an adapter
 ANSWER_S = 3600.0  # of a completion, with its time in the server's queue
-RETRY_S = 120.0  # for which a lost request is repeated
+RETRY_S = START_S  # for which a lost request is repeated: a server that is restarted loads its model again
 MOST_BYTES = 2**28  # of an answer; a completion of 100,000 tokens takes a tenth of it
 KEY_VARIABLE = "VLLM_API_KEY"
 TRIED_AGAIN = (429, 502, 503, 504)  # busy, or a proxy in front of a server that restarts
+ENGINE_DIED = "EngineCore encountered an issue"  # vLLM's EngineDeadError, with status 500: the server is about to end
 PROBE_TOKENS = 5
+NOT_PLAIN = ("DoRA", "Adapter bias", "modules_to_save")  # in vLLM's refusals of an adapter
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 
 # vLLM takes what a request leaves out from the checkpoint's generation config, so every option is sent.
@@ -188,15 +190,20 @@ class VllmClient:
         """Whether log-probabilities are of the sampled distribution ("processed") or precede the temperature ("raw").
 
         The second is vLLM's default. Two requests for one token show it: at twice the temperature (above 0) the gap
-        between the likeliest and another token is halved, or unchanged.
+        between the likeliest and another token is halved, or unchanged. Above 1 the lower one is half of `temperature`,
+        because vLLM samples at 2 at most.
         """
         gaps = []
-        for heat in (temperature, 2 * temperature):
+        low = temperature if temperature <= 1 else temperature / 2
+        for heat in (low, 2 * low):
             body = {"model": adapter, "prompt": prompt_ids, "max_tokens": 1, "temperature": heat}
             body |= {"logprobs": PROBE_TOKENS, "ignore_eos": True, "return_tokens_as_token_ids": True}
             answer = self._send("POST", "/v1/completions", body | WHOLE_DISTRIBUTION, ANSWER_S)
             if answer.status != 200:
-                raise RolloutServerError(f"{self.url} gives no log-probabilities ({answer.text}): is it vLLM's?")
+                raise RolloutServerError(
+                    f"{self.url} refuses one token at temperature {heat:g}, by which its log-probabilities are checked "
+                    f"(status {answer.status}): {answer.text}"
+                )
             logprobs = read_answer(Completions, answer, f"{self.url}/v1/completions").choices[0].scores
             found = ((logprobs and logprobs.top_logprobs) or [None])[0]
             if not found or len(found) < 2:
@@ -212,19 +219,20 @@ class VllmClient:
         return "processed" if ratio > math.sqrt(2) else "raw"
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, patience_s: float) -> Answer:
-        """The server's answer; the request is repeated while the server is unreachable or busy."""
-        deadline = time.monotonic() + self._retry_s
+        """The server's answer; the request is repeated while the server is unreachable, busy or restarted."""
+        deadline: float | None = None  # from the first failure on: a completion may have been under way for an hour
         pause = 0.25
         while True:
             try:
                 answer = self._ask(method, path, body, patience_s)
-                if answer.status not in TRIED_AGAIN:
+                if answer.status not in TRIED_AGAIN and not (answer.status == 500 and ENGINE_DIED in answer.text):
                     return answer
                 problem = f"status {answer.status}: {answer.text}"
             except httpx.ReadTimeout as error:
                 raise RolloutServerError(f"{self.url}{path} did not answer within {patience_s:.0f} s") from error
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}".removesuffix(": ")
+            deadline = time.monotonic() + self._retry_s if deadline is None else deadline
             if time.monotonic() + pause > deadline:
                 raise RolloutServerError(
                     f"{self.url}{path} did not answer for {self._retry_s:.0f} s ({problem}): read the server's log, "
@@ -296,6 +304,11 @@ def _explain_refusal(answer: Answer, folder: str, rank: int) -> str:
         return (
             f"it does not see {folder} ({text}); set rollout.server_adapters to a folder that both machines see "
             "under the same path"
+        )
+    if any(word in text for word in NOT_PLAIN):
+        return (
+            f"it is not a plain LoRA ({text}); vLLM takes one with use_dora=False, bias='none' and no modules_to_save: "
+            "change the LoraConfig, or set rollout.engine=auto"
         )
     if "LoRA is not enabled" in text or "enable-lora" in text or "enable_lora" in text:
         return f"LoRA is off ({text}); start it with --enable-lora --max-lora-rank {needed}"

