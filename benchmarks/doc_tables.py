@@ -1,4 +1,5 @@
-"""The tables of docs/benchmarks.md and the README, made from the files in `benchmarks/results`.
+"""The tables of docs/benchmarks.md and the README, made from the files in `benchmarks/results`; those of
+docs/plan.md that are computed come from `rloo_kit.plan`.
 
 A table stands in a page between two comments that name it; `write_tables` fills it in, and a test compares, so that no
 figure in a page was typed by hand.
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_report as gpu
+import step_times
 from reporting import RESULTS, ROOT, startup_table, step_files_table, step_value, table
 
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "plan.md", ROOT / "README.md")
@@ -35,7 +37,9 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
         name = match.group(1)
         make, file = TABLES[name]
         path = results / file
-        if path.suffix != ".json":  # the parts of the first hour: what is missing is named there
+        if not file:  # computed, from no results
+            lines = make(None)
+        elif path.suffix != ".json":  # the parts of the first hour: what is missing is named there
             lines = make(gpu.read_parts(path))
         else:
             lines = make(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ["Not measured yet."]
@@ -166,6 +170,10 @@ TABLES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
     "kl-training": (kl_training_table, "kl_forms.json"),
     "rewards": (rewards_table, "rewards.json"),
     "startup": (startup_table, "startup.json"),
+    "step-times": (step_times.times_table, ""),
+    "step-gpus": (step_times.gpus_table, ""),
+    "step-assumptions": (step_times.assumptions_table, ""),
+    "step-claims": (step_times.claims_table, ""),
     "gpu-line": (gpu.gpu_line, "gpu"),
     "gpu-short": (gpu.short_table, "gpu"),
     "gpu-checks": (gpu.checks_table, "gpu"),

@@ -25,6 +25,8 @@ from rloo_kit.system.environment import prepare_standby
 from rloo_kit.system.input_files import expand_user
 from rloo_kit.system.processes import count_processes
 
+VLLM_MOST_RANK = 512
+
 
 class RunConfig(Section):
     """The whole configuration of a run; two are equal when their keys are, from whichever file."""
@@ -72,12 +74,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_sections_together(self) -> "RunConfig":
-        temperatures = {"rloo.temperature": self.rloo.temperature, "eval.temperature": self.eval.temperature}
-        problems = [
-            *self._find_length_problems(),
-            *self._find_reward_problems(),
-            *find_temperature_problems(self.rollout.engine, temperatures, "rollout.engine"),
-        ]
+        problems = [*self._find_length_problems(), *self._find_reward_problems()]
+        problems += self.find_vllm_problems(self.rollout.engine)
         own_file = self.data.source.lower().endswith((".jsonl", ".csv", ".parquet"))  # may well hold additions
         if self.model.is_embedded and self.data.source != "embedded/addition" and not own_file:
             problems.append(
@@ -106,6 +104,29 @@ class RunConfig(Section):
                     f"data.max_prompt_length ({prompt}) + {key} ({completion}) = {prompt + completion} tokens, more "
                     f"than model.max_seq_length ({limit}); set {room}model.max_seq_length={prompt + completion}"
                 )
+        return problems
+
+    def find_vllm_problems(self, engine: str) -> list[str]:
+        """What vLLM cannot sample where `engine`, "vllm" or "server", does; found before any weights are loaded."""
+        if engine not in ("vllm", "server"):
+            return []
+        temperatures = {"rloo.temperature": self.rloo.temperature, "eval.temperature": self.eval.temperature}
+        problems = find_temperature_problems(engine, temperatures, "rollout.engine")
+        if self.model.lora is None:
+            problems.append(
+                "model.lora is null, but vLLM (rollout.engine) gets what was trained as an adapter; set "
+                "model.lora={r: 16} or rollout.engine=auto"
+            )
+        elif self.model.lora.r > VLLM_MOST_RANK:
+            problems.append(
+                f"model.lora.r is {self.model.lora.r}, but vLLM (rollout.engine) takes adapters up to rank "
+                f"{VLLM_MOST_RANK}; set model.lora.r={VLLM_MOST_RANK} or rollout.engine=auto"
+            )
+        if engine == "vllm" and count_processes() > 1:
+            problems.append(
+                f"there are {count_processes()} processes, but vLLM in the trainer's process (rollout.engine=vllm) is "
+                "for one; set rollout.engine=server, or start one process"
+            )
         return problems
 
     def _find_reward_problems(self) -> list[str]:

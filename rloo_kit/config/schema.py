@@ -406,7 +406,7 @@ class VllmSection(Section):
         None, "share of the GPU that it takes while it samples, weights included", gt=0, lt=1
     )
     float8_kv_cache: bool = key(False, "keys and values in 8 bits; needs a GPU of compute capability 8.0 or later")
-    max_num_seqs: Count | None = key(None, "completions at once")
+    max_num_seqs: Count | None = key(None, "completions at once; rollout.rows says the same for every engine")
     enforce_eager: bool = key(False, "no CUDA graphs: slower, and about a GiB less")
 
 
@@ -421,7 +421,7 @@ class RolloutSection(Section):
         None, "completions generated at once; null: planned by the memory", argument="rollout_rows"
     )
     server_url: str | None = key(
-        None, "http://host:port of a vLLM server, for the engines server and vllm", argument="rollout_server_url"
+        None, "http://host:port of a vLLM server, for the engine server", argument="rollout_server_url"
     )
     server_adapters: str | None = key(
         None, "folder that trainer and server both see, for the engine server; null: one in the run's folder",
@@ -443,9 +443,33 @@ class RolloutSection(Section):
     @model_validator(mode="after")
     def _check_server(self) -> "RolloutSection":
         problems = find_server_problems(self.engine, self.server_url, "rollout.engine", "rollout.server_url")
+        problems += self.find_vllm_problems(self.engine)
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def find_vllm_problems(self, engine: str) -> list[str]:
+        """Keys that vLLM cannot follow where `engine`, "vllm" or "server", samples; for another engine none."""
+        problems = []
+        if self.cache != "plain" and engine in ("vllm", "server"):
+            own = "rollout.vllm.float8_kv_cache=true" if engine == "vllm" else "vllm serve --kv-cache-dtype fp8"
+            problems.append(
+                f"rollout.cache is {self.cache}, but vLLM (rollout.engine) has a pool of keys and values of its own; "
+                f"set rollout.cache=plain, and for 8 bits {own}"
+            )
+        if engine != "vllm":
+            return problems
+        if self.server_url is not None:
+            problems.append(
+                f"rollout.server_url is {self.server_url}, but vLLM would sample in the trainer's process; set "
+                "rollout.engine=server or rollout.server_url=null"
+            )
+        if self.rows is not None and self.vllm.max_num_seqs not in (None, self.rows):
+            problems.append(
+                f"rollout.rows is {self.rows} and rollout.vllm.max_num_seqs is {self.vllm.max_num_seqs}, but both are "
+                "the completions that vLLM samples at once; set one of them, rollout.vllm.max_num_seqs=null"
+            )
+        return problems
 
     @model_validator(mode="after")
     def _check_pass_rates(self) -> "RolloutSection":

@@ -11,7 +11,6 @@ from rloo_kit.plan.parts import Load
 from rloo_kit.plan.peaks import rollout_gib, rows_at_once, training_gib
 from rloo_kit.plan.result import EngineChoice, Machine, VllmPlan
 from rloo_kit.system.gpu import GIB
-from rloo_kit.system.processes import count_processes
 from rloo_kit.system.versions import VLLM_INSTALL, in_range, installed_version, is_importable
 
 FLOAT8_CAPABILITY = (8, 0)
@@ -49,13 +48,8 @@ def _find_obstacle(run: RunConfig, load: Load, rows: int, machine: Machine) -> s
     """Why vLLM cannot sample this run on this machine, and what to set."""
     if machine.is_here and not is_importable("vllm"):
         return f"vLLM is not installed: {VLLM_INSTALL}"
-    if count_processes() > 1:
-        return (
-            f"there are {count_processes()} processes, and vLLM in the trainer's process is for one: set "
-            "rollout.engine=server"
-        )
-    if run.model.lora is None:
-        return "model.lora is null, and vLLM gets what was trained as an adapter: set model.lora.r=16"
+    if problems := [*run.rollout.find_vllm_problems("vllm"), *run.find_vllm_problems("vllm")]:
+        return problems[0]
     if load.cache == "float8" and machine.capability is not None and machine.capability < FLOAT8_CAPABILITY:
         found = ".".join(map(str, machine.capability))
         return (
@@ -93,6 +87,8 @@ def _find_shortage(run: RunConfig, load: Load, rows: int, machine: Machine) -> s
             f"vLLM with one row takes {needed:.2f} GiB together with what training keeps, more than the {limit:.2f} "
             f"of {machine.name}: set {change}{smaller}or rollout.engine=auto"
         )
+    if run.rloo.tokens_per_pass is None:  # the plan takes as small a pass as it needs to
+        load = replace(load, tokens_per_pass=1)
     alone = replace(load, engine="generate")
     if training_gib(load, rows) > limit >= training_gib(alone):
         return (
@@ -120,10 +116,8 @@ def choose_engine(
         return EngineChoice(name, "without a CUDA GPU")
     plan = plan_vllm(run, machine, config)
     obstacle = plan.obstacle
-    if obstacle is None and run.rollout.cache != "plain":
-        obstacle = f"rollout.cache is {run.rollout.cache}, which vLLM does not keep"
     if obstacle is None and not machine.is_here:
         obstacle = "on another machine it is taken not to be installed; rollout.engine=vllm plans for it"
     if obstacle is None:
         return EngineChoice("vllm", f"installed, and {plan.max_num_seqs} completions at once fit")
-    return EngineChoice(name, f"{'Unsloth' if fused else 'transformers'}; not vLLM: {obstacle}")
+    return EngineChoice(name, f"{'Unsloth' if fused else 'transformers'}; not vLLM: {obstacle.partition('; set ')[0]}")

@@ -80,10 +80,13 @@ def read_load(
 
 def _completions_at_once(run: RunConfig, engine: str) -> int:
     """Completions of one call of the engine in this process: vLLM gets all prompts of an optimizer step at once."""
-    rloo = run.rloo
-    step = rloo.per_device_train_batch_size * rloo.gradient_accumulation_steps
-    rollout = rloo.generation_batch_size // count_processes()
-    return max(step, rollout) if engine == "vllm" else rollout
+    rollout = run.rloo.generation_batch_size // count_processes()
+    return max(step_completions(run), rollout) if engine == "vllm" else rollout
+
+
+def step_completions(run: RunConfig) -> int:
+    """Completions of an optimizer step in this process."""
+    return run.rloo.per_device_train_batch_size * run.rloo.gradient_accumulation_steps
 
 
 def _find_adapter(run: RunConfig) -> tuple[int | None, tuple[str, ...], bool]:

@@ -9,7 +9,7 @@ from rloo_kit.plan import parts, vllm_memory
 from rloo_kit.plan.changes import find_changes, keeps_8_bits
 from rloo_kit.plan.corrections import load_corrections
 from rloo_kit.plan.engines import choose_engine, plan_vllm
-from rloo_kit.plan.load import find_machine, read_load, wanted_rows
+from rloo_kit.plan.load import find_machine, read_load, step_completions, wanted_rows
 from rloo_kit.plan.parts import Load
 from rloo_kit.plan.peaks import (
     largest_pass,
@@ -22,8 +22,10 @@ from rloo_kit.plan.peaks import (
     training_gib,
 )
 from rloo_kit.plan.result import Machine, Part, VramPlan
-from rloo_kit.plan.shapes import DYNAMIC_ENDING
+from rloo_kit.plan.shapes import BNB_ENDING, DYNAMIC_ENDING
+from rloo_kit.plan.speed import StepTime, find_gpu, step_time
 from rloo_kit.system.gpu import GIB
+from rloo_kit.system.versions import VLLM_INSTALL
 
 
 def plan_vram(run: RunConfig, gpu_gib: float | None = None, config: Mapping[str, Any] | None = None) -> VramPlan:
@@ -55,6 +57,7 @@ def plan_vram(run: RunConfig, gpu_gib: float | None = None, config: Mapping[str,
         machine=machine,
         engine=engine,
         vllm=plan_vllm(run, machine, config) if engine.name == "vllm" else None,
+        step=_find_step_time(run, load, rows, machine),
         parts=tuple(_list_parts(load, rows)),
         rollout_gib=rollout,
         training_gib=training,
@@ -62,8 +65,15 @@ def plan_vram(run: RunConfig, gpu_gib: float | None = None, config: Mapping[str,
         completions=load.completions,
         tokens_per_pass=load.pass_tokens,
         changes=() if fits else tuple(find_changes(run, load, rows, limit)),
-        notes=tuple(_find_notes(run, load, rows, limit, machine)),
+        notes=tuple(_find_notes(run, load, rows, machine, config)),
     )
+
+
+def _find_step_time(run: RunConfig, load: Load, rows: int, machine: Machine) -> StepTime | None:
+    gpu = find_gpu(machine.name, machine.total_gib) if machine.on_cuda else None
+    if gpu is None or load.engine == "server":
+        return None
+    return step_time(load, rows, step_completions(run), gpu, run.rloo.max_steps)
 
 
 def _describe(run: RunConfig, load: Load) -> str:
@@ -141,8 +151,11 @@ def _list_vllm_parts(load: Load, rows: int) -> Iterator[Part]:
     yield Part("vLLM: buffers", buffers, kept, "adapter, one forward pass, CUDA graphs; taken, not measured")
 
 
-def _find_notes(run: RunConfig, load: Load, rows: int, limit: float, machine: Machine) -> Iterator[str]:
-    """What the figures assume."""
+def _find_notes(
+    run: RunConfig, load: Load, rows: int, machine: Machine, config: Mapping[str, Any] | None
+) -> Iterator[str]:
+    """What the figures assume, and what else would fit."""
+    limit = machine.usable_gib
     if load.shape.source.startswith("the published") and run.model.name.endswith(DYNAMIC_ENDING):
         yield (
             f"{run.model.name} keeps some layers in 16 bit; which, its config.json says. It is not on this machine, so "
@@ -153,8 +166,32 @@ def _find_notes(run: RunConfig, load: Load, rows: int, limit: float, machine: Ma
         yield f"activations are those of the {backend} backend"
     if load.fused and load.cache in ("int8", "offloaded"):
         yield f"rollout.cache is {load.cache}, which Unsloth's engine refuses: see docs/plan.md"
+    yield from _find_faster(run, load, rows, machine, config)
     more = largest_rows(replace(load, cache="int8"), limit)
     if keeps_8_bits(run, load) and run.rollout.rows is None and rows < more:
         yield f"rollout.cache=int8 would hold {more} completions at once, sampled from 8-bit keys and values"
     if run.eval.batch_size > load.completions:
         yield f"the evaluation generates eval.batch_size = {run.eval.batch_size} completions at once; it is not planned"
+
+
+def _find_faster(
+    run: RunConfig, load: Load, rows: int, machine: Machine, config: Mapping[str, Any] | None
+) -> Iterator[str]:
+    """A faster rollout that fits: vLLM, and weights that need no unpacking."""
+    if not machine.on_cuda or load.engine == "server":
+        return
+    if not machine.is_here and run.rollout.engine == "auto":
+        there = plan_vllm(run, machine, config)
+        if there.obstacle is None:
+            yield f"rollout.engine=vllm would sample {there.max_num_seqs} completions at once: {VLLM_INSTALL}"
+    shape = replace(load.shape, is_quantised=False, kept=())
+    wide = replace(load, four_bit=False, shape=shape)
+    peak = max(rollout_gib(wide, rows), training_gib(wide, rows))
+    if load.four_bit and load.lora_rank is not None and load.vllm_bytes is None and peak <= machine.usable_gib:
+        words = "model.load_in_4bit=false"
+        if load.shape.is_quantised:
+            words += f" with a model.name that does not end in {BNB_ENDING}"
+        yield (
+            "4-bit is the slower rollout, because every token unpacks the weights: "
+            f"{words} fits with {machine.usable_gib - peak:.1f} GiB to spare and as many completions at once"
+        )

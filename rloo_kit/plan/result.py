@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from rloo_kit.plan.speed import StepTime
 from rloo_kit.system.console import WIDTH, render_text
 
 
@@ -102,7 +103,8 @@ class VramPlan:
 
     Attributes:
         run: its name. model: what is loaded. machine: what it has to fit.
-        engine: what samples. vllm: how it divides the GPU with training, where it samples.
+        engine: what samples. vllm: how it divides the GPU with training, where it samples. step: the least time of an
+            optimizer step, on a GPU whose speed is known.
         parts: where the memory goes. rollout_gib, training_gib: the two peaks, sums of the parts.
         rows: completions of a rollout at once, of `completions` in all. tokens_per_pass: tokens of a training pass.
         binds: the larger peak, "rollout" or "training". fits: whether both leave the reserve free, and nothing else
@@ -115,6 +117,7 @@ class VramPlan:
     machine: Machine
     engine: EngineChoice
     vllm: VllmPlan | None
+    step: StepTime | None
     parts: tuple[Part, ...]
     rollout_gib: float
     training_gib: float
@@ -154,6 +157,7 @@ class VramPlan:
             "fits": self.fits,
             "engine": asdict(self.engine),
             "vllm": self.vllm and self.vllm.to_dict(),
+            "step": self.step and self.step.to_dict(),
             "binds": self.binds,
             "rows": self.rows,
             "completions": self.completions,
@@ -202,8 +206,10 @@ class VramPlan:
         rows = f"Rollouts: {self.engine.name} ({self.engine.reason}).\n{rows}"
         if self.vllm is not None:
             rows += f"\n{self.vllm}."
-            if self.vllm.obstacle is not None and self.headroom_gib >= 0:
-                return f"Cannot run: rollout.engine is vllm, but {self.vllm.obstacle}.\n{rows}"
+        if self.step is not None:
+            rows += f"\n{self.step}."
+        if self.vllm is not None and self.vllm.obstacle is not None and self.headroom_gib >= 0:
+            return f"Cannot run: rollout.engine is vllm, but {self.vllm.obstacle}.\n{rows}"
         if self.fits:
             return f"Fits: {self.headroom_gib:.2f} GiB to spare of {left}; {self.binds} binds.\n{rows}"
         return (

@@ -49,11 +49,13 @@ def test_examples_hold(name: str, module: Any) -> None:
     assert tried > 0 and failed == 0
 
 
-@pytest.mark.parametrize("name", ["docs/benchmarks.md", "README.md"])
+@pytest.mark.parametrize("name", ["docs/benchmarks.md", "docs/plan.md", "README.md"])
 def test_the_page_shows_what_was_measured(name: str, module: Any) -> None:
     """A figure that was typed in by hand outlives the code that it was measured with."""
     page = (ROOT / name).read_text(encoding="utf-8")
-    assert module("doc_tables").with_tables(page) == page, "run: python benchmarks/rloo_step.py --write-table"
+    assert module("doc_tables").with_tables(page) == page, (
+        "run: python benchmarks/rloo_step.py --write-table (or step_times.py)"
+    )
 
 
 def test_the_readme_shows_what_the_demo_measured() -> None:
