@@ -314,12 +314,14 @@ class RLOOStep:
         return weights
 
     def _observe(self, model: torch.nn.Module, batch: RolloutBatch, stats: StepStats) -> None:
-        """The entropy of a step without any learning signal: it says whether the policy has collapsed."""
+        """The entropy of a step without any learning signal: it says whether the policy has collapsed. And its gap."""
         with torch.no_grad():
             for rows in self._cut_without_graph(batch, stats.rows):
-                lengths = [len(batch.mask[row]) for row in rows]
+                lengths, mask = [len(batch.mask[row]) for row in rows], pick(batch.mask, rows)
                 scores = self.scorer.score(model, batch.groups(rows))
-                stats.add_entropy(rows, lengths, pick(batch.mask, rows), scores)
+                stats.add_entropy(rows, lengths, mask, scores)
+                if batch.sampler_logps is not None:
+                    stats.add_gap(scores.logps, pick(batch.sampler_logps, rows), mask)
 
     # ------------------------------------------------------------------------------------------------ its end
 

@@ -147,7 +147,7 @@ class _Requests:
             if not math.isfinite(logp):
                 raise BackendError(
                     "vLLM sampled from logits that hold a NaN: the weights are broken (a learning rate too high?); "
-                    "resume from an earlier checkpoint with a lower rloo.learning_rate"
+                    "restart the process, and resume from an earlier checkpoint with a lower rloo.learning_rate"
                 )
             state.take(token, logp)
         self._ask(number)

@@ -57,9 +57,15 @@ def test_the_budget_closes_thoughts_and_its_tokens_carry_nothing(make_trainer):
     assert logs["thinking/forced_ratio"] == pytest.approx(sum(forced) / 8)
 
 
-def test_sampler_and_trainer_agree_where_they_are_one_program(make_trainer):
-    """The gap is what 4-bit kernels and bf16 make; in float32 on one machine there is none to speak of."""
-    trainer = make_trainer(first_id, temperature=0.8)
+def constant(completion_ids, **_):
+    return [1.0] * len(completion_ids)
+
+
+@pytest.mark.parametrize("reward", [first_id, constant])
+def test_sampler_and_trainer_agree_where_they_are_one_program(reward, make_trainer):
+    """The gap is what 4-bit kernels and bf16 make; in float32 on one machine there is none to speak of. A step without
+    any signal has one too: the log had a hole there, just where one looks for the reason."""
+    trainer = make_trainer(reward, temperature=0.8)
     trainer.train()
     logs = trainer.state.log_history[0]
     assert 0 <= logs["sampling/logp_difference_mean"] < 1e-5
