@@ -17,6 +17,9 @@ PATCHED_ATTRIBUTES = {
     "models/transformers.py: module.support_avx512bf16_for_cpu": "else bitsandbytes changes 4-bit weights in eval mode",
     "models/unsloth.py: setattr(module, ENGINE)": "vLLM is out of sight of the generated trainer's constructor",
     "models/unsloth.py: model.get_base_model().model._unsloth_keep_padding_mask": "else training ignores padding",
+    "rollout/decoders.py: AttentionInterface.register": "transformers' registry: attention of one token, grouped heads",
+    "rollout/decoders.py: AttentionMaskInterface.register": "transformers' registry: the mask of that attention",
+    "rollout/decoders.py: config._attn_implementation": "for one decoding step: it attends by that",
     "system/console.py: sys.modules[_NOTEBOOK_BARS]": "text bars in notebooks (TQDM_NOTEBOOK=false)",
     "system/processes.py: logger.addFilter": "one message for the run in place of one a process",
 }
