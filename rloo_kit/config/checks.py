@@ -73,6 +73,8 @@ def find_sampling_problems(values: Mapping[str, Any], prefix: str = "") -> list[
         for name, neutral in SAMPLING_FILTERS.items()
         if name in values and values[name] not in neutral and not accepted
     ]
+    if regex := values.get("vllm_structured_outputs_regex"):
+        problems.append(f"{prefix}vllm_structured_outputs_regex is {regex!r}: {_WHY_REFUSED}. Remove it")
     return [*problems, *_find_hidden_problems(values, prefix)]
 
 

@@ -55,6 +55,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stops of vLLM": ({"generation_kwargs": {"stop_token_ids": [3]}, "use_vllm": True}, "Set tokenizer.eos_token"),
     "for vLLM alone": ({"generation_kwargs": {"priority": 1}, "rollout_engine": "vllm"}, "priority=1.*Remove it"),
     "of the server": ({"generation_kwargs": {"allowed_token_ids": [1]}, "use_vllm": True}, "filtered distribution"),
+    "a form": ({"vllm_structured_outputs_regex": "a+", "use_vllm": True}, "filtered distribution.*Remove it"),
     "a time": ({"generation_kwargs": {"max_time": 1.0}}, "max_time=1.0, which the sampling does not follow. Remove it"),
     "delta": ({"delta": 1.1}, "it must be above 1 \\+ epsilon = 1.2"),
     "ratio": ({"kl_form": "per_token", "ratio_form": "sum"}, "set ratio_form=per_token"),
