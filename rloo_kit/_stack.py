@@ -92,6 +92,8 @@ def load_stack() -> Stack:
     if _stack is None:
         # bitsandbytes tells everyone without a GPU that a faster 4-bit kernel for the CPU could be fetched
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+        # TRL's own use of vLLM, which the kit has none of, is older than the versions that fit this torch
+        warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")
         settled = environment.current()
         with _progress("Unsloth, torch and TRL" if settled.backend == "unsloth" else "torch and TRL"):
             _import_backend(settled)
