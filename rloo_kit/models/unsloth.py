@@ -29,6 +29,7 @@ from rloo_kit.system import environment
 
 ENGINE = "vllm_engine"  # the attribute of a model under which Unsloth keeps vLLM
 MERGED_VARIABLE = "UNSLOTH_VLLM_MERGED_ROLLOUT"
+MOST_OF_FREE = 0.98
 SHARE_VARIABLE = "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE"  # else it puts a share of its own for the one that was planned
 PRECISION_VARIABLE = "UNSLOTH_MIXED_PRECISION"
 OFFLOAD_VARIABLE = "UNSLOTH_OFFLOAD_FP32"  # without it checkpoints of float32 lie in the host's memory as bfloat16
@@ -226,12 +227,20 @@ def _vllm_arguments(run: RunConfig, vllm: VllmPlan) -> dict[str, Any]:
     return {
         "fast_inference": True,
         "max_lora_rank": room_for_rank(_lora_of(run).r),
-        "gpu_memory_utilization": vllm.gpu_memory_utilization,
+        "gpu_memory_utilization": _share_of_free(vllm.gpu_memory_utilization),
         "max_num_seqs": vllm.max_num_seqs,
         "float8_kv_cache": run.rollout.vllm.float8_kv_cache,
         "enforce_eager": run.rollout.vllm.enforce_eager,
         "unsloth_vllm_standby": os.environ[environment.STANDBY_VARIABLE] != "0",
     }
+
+
+def _share_of_free(share: float) -> float:
+    """A share of the whole GPU as Unsloth takes it, of what is free when vLLM is loaded."""
+    if not torch.cuda.is_available():
+        return share
+    free, total = torch.cuda.mem_get_info()
+    return min(share * total / free, MOST_OF_FREE)
 
 
 def _with_adapter(model: Any, run: RunConfig, source: ModelSource, stack: Any) -> Any:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,10 +18,11 @@ from peft import get_peft_model_state_dict
 
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import find_handover_problem
-from rloo_kit.system.versions import VLLM_INSTALL
+from rloo_kit.system.processes import count_processes, is_distributed
+from rloo_kit.system.versions import VLLM_INSTALL, is_importable
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM reserves room for
-PREFILL_TOKENS = 8192  # of one prefill on a CPU, where vLLM cannot split it: a request with a seed would be lost
+PREFILL_TOKENS = 8192  # of one forward pass; as plan/vllm_memory.py counts
 CPU_POOL_GIB = "1"  # for keys and values on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise
 
 _numbers = count(1)  # of adapters in this process; a name that is used twice would find the other's cached prefixes
@@ -161,8 +161,13 @@ def start_vllm(model: Any, settings: VllmSettings) -> InProcessVllm:
 
 def find_vllm_problem() -> str | None:
     """Why vLLM cannot be started in this process ("what is the case: what to do"); None if it can."""
-    if find_spec("vllm") is None:
+    if not is_importable("vllm"):
         return f"vLLM is not installed: {VLLM_INSTALL}"
+    if is_distributed():
+        return (
+            f"the run has {count_processes()} processes, and vLLM in the trainer's process is for one: start a server "
+            "and set rollout.engine=server"
+        )
     return None
 
 
@@ -204,9 +209,9 @@ def _arguments(base: Any, settings: VllmSettings) -> dict[str, Any]:
         "disable_log_stats": True,
     }
     if base.device.type == "cuda":
-        arguments |= {"enable_sleep_mode": True}
+        arguments |= {"enable_sleep_mode": True, "max_num_batched_tokens": PREFILL_TOKENS}
         arguments |= {"quantization": "bitsandbytes"} if settings.four_bit else {}
-    else:
+    else:  # where a request with a seed ends vLLM's engine if its prefill is split
         room = max(PREFILL_TOKENS, settings.max_tokens)
         arguments |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": room}
     return {name: value for name, value in arguments.items() if value is not None}

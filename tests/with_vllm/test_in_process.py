@@ -350,8 +350,8 @@ def test_sleep_frees_and_wakes_around_a_rollout(policy, data, monkeypatch):
 
 
 def test_broken_weights_are_named(policy, data):
-    """A NaN came back as a completion of token 0. This is the file's last test: on a CPU the NaN stays in vLLM's pool, and
-    later requests read it."""
+    """A NaN came back as a completion of token 0. This is the file's last test: on a CPU the NaN stays in vLLM's pool,
+    and later requests read it."""
     from rloo_kit.errors import BackendError
 
     with torch.no_grad():
