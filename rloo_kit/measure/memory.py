@@ -25,7 +25,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import CACHES
 from rloo_kit.errors import BackendError, RlooKitError
 from rloo_kit.loop.options import RLOOConfig
-from rloo_kit.loop.run import mixed_precision, training_arguments
+from rloo_kit.loop.run import loaded_engine, mixed_precision, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.measure.stand_ins import fill_cache, fill_slots, save_random_checkpoint
 from rloo_kit.models.policy import Policy, load_policy
@@ -299,8 +299,8 @@ class _FullRows:
 def _load_of(run: RunConfig, policy: Policy) -> Load:
     """What the arithmetic reads of the run, with the pass that `train` would plan for it on this machine."""
     config = policy.model.config.to_dict()
-    plan = plan_vram(run, config=config)
-    return replace(read_load(run, plan.machine, config), tokens_per_pass=plan.tokens_per_pass)
+    plan = plan_vram(run, config=config, engine=loaded_engine(run, policy))
+    return replace(read_load(run, plan.machine, config, plan.engine.name), tokens_per_pass=plan.tokens_per_pass)
 
 
 # ------------------------------------------------------------------------------------------------ a whole plan

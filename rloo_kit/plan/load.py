@@ -68,7 +68,7 @@ def read_load(
         prompt_tokens=run.data.max_prompt_length,
         completion_tokens=_completion_tokens(run),
         num_generations=rloo.num_generations,
-        completions=_completions_at_once(run, engine),
+        completions=run.rloo.generation_batch_size // count_processes(),
         on_cuda=machine.on_cuda,
         engine=engine,
         cache="float8" if engine == "vllm" and vllm.float8_kv_cache else run.rollout.cache,
@@ -76,12 +76,6 @@ def read_load(
         enforce_eager=vllm.enforce_eager,
         vllm_bytes=None if share is None else int(share * machine.total_gib * GIB),
     )
-
-
-def _completions_at_once(run: RunConfig, engine: str) -> int:
-    """Completions of one call of the engine in this process: vLLM gets all prompts of an optimizer step at once."""
-    rollout = run.rloo.generation_batch_size // count_processes()
-    return max(step_completions(run), rollout) if engine == "vllm" else rollout
 
 
 def step_completions(run: RunConfig) -> int:

@@ -63,9 +63,15 @@ def _corrected(load: Load, part: str, counted: int) -> float:
 
 
 def rows_at_once(load: Load, limit_gib: float, wanted: int | None = None) -> int:
-    """Completions of a rollout at once: as wanted, else as many as fit at full length."""
+    """Completions of a rollout at once: as wanted, else as many as fit at full length.
+
+    `generate` samples batch after batch: rows that do not spare it one are left out, so that batches are alike.
+    """
     if wanted is not None:
         return min(wanted, load.completions)
+    if load.engine == "generate":
+        batches = -(-load.completions // largest_rows(load, limit_gib))
+        return -(-load.completions // batches)
     if load.engine != "vllm" or load.vllm_bytes is None:
         return largest_rows(load, limit_gib)
     held = vllm_memory.pool_bytes(load, load.completions) // vllm_memory.row_bytes(load)

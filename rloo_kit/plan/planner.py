@@ -21,20 +21,27 @@ from rloo_kit.plan.peaks import (
     training_bytes,
     training_gib,
 )
-from rloo_kit.plan.result import Machine, Part, VramPlan
+from rloo_kit.plan.result import EngineChoice, Machine, Part, VramPlan
 from rloo_kit.plan.shapes import BNB_ENDING, DYNAMIC_ENDING
 from rloo_kit.plan.speed import StepTime, find_gpu, step_time
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.versions import VLLM_INSTALL
 
 
-def plan_vram(run: RunConfig, gpu_gib: float | None = None, config: Mapping[str, Any] | None = None) -> VramPlan:
+def plan_vram(
+    run: RunConfig,
+    gpu_gib: float | None = None,
+    config: Mapping[str, Any] | None = None,
+    engine: str | None = None,
+) -> VramPlan:
     """Plan a run's memory.
 
     Args:
         gpu_gib: memory in GiB of another NVIDIA GPU to plan for; None takes this machine's GPU (its whole memory) or,
             without one, the memory that this process may use.
         config: the content of the model's `config.json`; None looks for it (`find_shape`).
+        engine: that samples with a policy that is loaded already; None takes `rollout.engine`, of which auto chooses
+            by what fits.
 
     Returns:
         the plan; it prints as a table.
@@ -43,8 +50,8 @@ def plan_vram(run: RunConfig, gpu_gib: float | None = None, config: Mapping[str,
         ConfigError: nothing says what shape the model has, or gpu_gib is not above 0.
     """
     machine = find_machine(gpu_gib)
-    engine = choose_engine(run, machine, config)
-    load = read_load(run, machine, config, engine.name)
+    choice = EngineChoice(engine, "the loaded model's") if engine else choose_engine(run, machine, config)
+    load = read_load(run, machine, config, choice.name)
     limit = machine.usable_gib
     rows = rows_at_once(load, limit, wanted_rows(run, load))
     if run.rloo.tokens_per_pass is None:
@@ -55,8 +62,8 @@ def plan_vram(run: RunConfig, gpu_gib: float | None = None, config: Mapping[str,
         run=run.run.name or "a run without a name",
         model=_describe(run, load),
         machine=machine,
-        engine=engine,
-        vllm=plan_vllm(run, machine, config) if engine.name == "vllm" else None,
+        engine=choice,
+        vllm=plan_vllm(run, machine, config) if choice.name == "vllm" else None,
         step=_find_step_time(run, load, rows, machine),
         parts=tuple(_list_parts(load, rows)),
         rollout_gib=rollout,

@@ -1,5 +1,7 @@
 """One gradient, however it is computed: memory modes, sizes of passes, splits of the batch; real training steps."""
 
+from itertools import cycle
+
 import pytest
 import torch
 from datasets import Dataset
@@ -60,7 +62,8 @@ def step(make_tiny_model, tiny_tokenizer, tmp_path):
             train_dataset=Dataset.from_dict({"prompt": ["What is 1+1?", "A much longer prompt than the other"] * 4}),
             processing_class=tiny_tokenizer,
         )  # fmt: skip
-        trainer._generate_single_turn = lambda prompt_ids, *_: [list(ids) for ids in completions[: len(prompt_ids)]]
+        coming = cycle(completions)
+        trainer._generate_single_turn = lambda prompt_ids, *_: [list(next(coming)) for _ in prompt_ids]
         trainer.passes_seen = []
         plain = trainer.rloo.scorer.score
 
@@ -211,6 +214,25 @@ def test_a_step_without_any_signal_still_says_how_sure_the_policy_is(step):
     for name in ("entropy", "policy/entropy_avg", "objective/entropy"):
         assert found[name] == pytest.approx(wanted[name], rel=1e-5) and found[name] > 1.0, name
     assert found["rollout/skipped_rows_ratio"] == 1.0
+
+
+@pytest.mark.parametrize("options", [{"beta": 0.0}, {"memory": "fast"}, {"memory": "low"}, {"tokens_per_pass": 30}])
+@pytest.mark.parametrize("reward", [by_length, unless_72])
+def test_a_step_is_the_same_from_one_rollout_or_from_several(reward, options, step):
+    """The configs for a GPU made a step of four rollouts, each a call of the engine; one call has to train the same,
+    and to hold no larger graph."""
+    options = {"steps": 2, "gradient_accumulation_steps": 8, "per_device_train_batch_size": 1} | options
+    several, trainer = step(reward, steps_per_generation=4, **options)
+    one, whole = step(reward, **options)
+    assert all(off(found, expected) < TOLERANCE for found, expected in zip(one, several, strict=True))
+    assert trainer.rloo.settings.on_policy and whole.rloo.settings.on_policy
+    logs = [[row for row in made.state.log_history if "reward" in row] for made in (trainer, whole)]
+    for before, after in zip(*logs, strict=True):
+        for name in ("loss/policy_avg", "frac_score_zero_std", "rewards/unscored_ratio", "episode"):
+            assert after[name] == pytest.approx(before[name], rel=1e-4, abs=1e-6), name
+    if options.get("tokens_per_pass") or options.get("memory") == "low":
+        rows = [max(rows for rows, graph in made.passes_seen if graph) for made in (trainer, whole)]
+        assert rows[0] == rows[1] < 8
 
 
 def test_off_policy_steps_keep_what_the_rollout_was_scored_with(step):

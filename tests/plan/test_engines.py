@@ -148,7 +148,7 @@ def test_auto_takes_vllm_where_it_is_installed_and_fits(monkeypatch: pytest.Monk
 
 def test_training_that_needs_the_gpu_for_itself_keeps_vllm_out() -> None:
     """Asleep it still holds a gigabyte: a run whose training just fits must not be moved over the limit by auto."""
-    run = load_config(THINKING, "rloo.tokens_per_pass=40000", "rloo.steps_per_generation=32")
+    run = load_config(THINKING, "rloo.tokens_per_pass=40000")
     alone = training_gib(read_load(run, gpu(12)))
     machine = replace(gpu(12), total_gib=alone + 0.8 + 0.1)
     obstacle = plan_vllm(run, machine).obstacle or ""
@@ -177,7 +177,7 @@ def test_the_plan_says_which_engine_it_is_for() -> None:
     names = {engine: {part.name for part in plan.parts} for engine, plan in plans.items()}
     assert "decoding" in names["auto"] == names["generate"] and "vLLM: pool" in names["vllm"]
     assert "decoding" not in names["vllm"]
-    assert plans["auto"].rows == 8 == plans["auto"].completions and plans["vllm"].completions == 32
+    assert plans["auto"].rows == 8 and plans["auto"].completions == plans["vllm"].completions == 32
     assert any("rollout.engine=vllm" in note and VLLM_INSTALL in note for note in plans["auto"].notes)
     assert str(plans["vllm"].vllm) in " ".join(str(plans["vllm"]).split())
     assert plans["vllm"].to_dict()["vllm"]["max_num_seqs"] == 8
