@@ -48,7 +48,7 @@ def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
     is_unsloth = backend == "unsloth"
     own = None if is_unsloth else find_own_generate(model)  # Unsloth's is a patch itself
     if wanted == "auto":
-        if find_vllm(model) is not None:
+        if own is None and find_vllm(model) is not None:
             return "vllm", "the model was loaded with it"
         why_not = f"; {why}" if (why := why_without(model)) and model.device.type == "cuda" else ""
         if is_unsloth:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -138,15 +139,11 @@ class VllmServer:
             children = psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             children = []
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: also those whose parent is gone
-        except ProcessLookupError:
-            pass
         for child in children:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 child.kill()
-            except psutil.NoSuchProcess:
-                pass
         self._process.wait(timeout=30)
         self._process = None
 
