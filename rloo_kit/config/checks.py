@@ -160,8 +160,8 @@ def find_temperature_problems(engine: str, temperatures: Mapping[str, float], en
     if engine not in ("server", "vllm"):
         return []
     return [
-        f"{key} is {value:g}, and vLLM samples at 0 to {VLLM_TEMPERATURE:g}; set {key}={VLLM_TEMPERATURE:g} or lower, or "
-        f"{engine_key}=auto"
+        f"{key} is {value:g}, and vLLM samples at 0 to {VLLM_TEMPERATURE:g}; set {key}={VLLM_TEMPERATURE:g} or lower, "
+        f"or {engine_key}=auto"
         for key, value in temperatures.items()
         if value > VLLM_TEMPERATURE
     ]

@@ -18,7 +18,12 @@ import trl
 from pydantic import ValidationError, create_model
 
 from rloo_kit.config.batches import check_eval_batch, check_generation_batch, check_generation_batch_size
-from rloo_kit.config.checks import find_loop_problems, find_sampling_problems, find_server_problems, find_temperature_problems
+from rloo_kit.config.checks import (
+    find_loop_problems,
+    find_sampling_problems,
+    find_server_problems,
+    find_temperature_problems,
+)
 from rloo_kit.config.messages import describe_field, explain_error, suggest
 from rloo_kit.config.old_names import CONFIG_NAMES, translate_config
 from rloo_kit.config.schema import OPTIONS, Option, Section

@@ -1,8 +1,10 @@
-"""Real vLLM on the CPU, which serves the embedded model in float32 (`make test-vllm`); skipped with the reason elsewhere.
+"""Real vLLM on the CPU serves the embedded model in float32 (`make test-vllm`); skipped with the reason elsewhere.
 
 A server starts in one to two minutes, so tests share it. vLLM's settings are given to its processes only.
 """
 
+import contextlib
+import copy
 import os
 import signal
 import socket
@@ -127,8 +129,23 @@ class VllmServer:
         assert len(found) == 1, found
         return found[0]
 
+    def listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", int(self.url.rsplit(":", 1)[1]))) == 0
+
+    def terminate(self) -> None:
+        """SIGTERM, as a service manager sends it, and no more than that."""
+        assert self._process is not None
+        self._process.terminate()
+
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def detach(self) -> "VllmServer":
+        """The process as a server of its own, so that another one can be started on the same port."""
+        other = copy.copy(self)
+        self._process = None
+        return other
 
     def stop(self) -> None:
         """Kill it with all its children."""
@@ -138,23 +155,17 @@ class VllmServer:
             children = psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             children = []
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: also those whose parent is gone
-        except ProcessLookupError:
-            pass
         for child in children:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
-            except psutil.NoSuchProcess:
-                pass
         self._process.wait(timeout=30)
         self._process = None
 
 
 @pytest.fixture(scope="session")
-def make_server(
-    embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., VllmServer]]:
+def make_server(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., VllmServer]]:
     """`make_server(*switches, rank=16, context=512, variables={})`: a server of the embedded model, not started yet;
     stopped when the tests end."""
     made: list[VllmServer] = []
