@@ -1,4 +1,5 @@
-"""The tables of docs/benchmarks.md and the README, made from the files in `benchmarks/results`.
+"""The tables of docs/benchmarks.md and the README, made from the files in `benchmarks/results`; those of
+docs/plan.md that are computed come from `rloo_kit.plan`.
 
 A table stands in a page between two comments that name it; `write_tables` fills it in, and a test compares, so that no
 figure in a page was typed by hand.
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_report as gpu
+import step_times
 from reporting import RESULTS, ROOT, startup_table, step_files_table, step_value, table
 
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "plan.md", ROOT / "README.md")
@@ -35,7 +37,9 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
         name = match.group(1)
         make, file = TABLES[name]
         path = results / file
-        if path.suffix != ".json":  # the parts of the first hour: what is missing is named there
+        if not file:  # computed, from no results
+            lines = make(None)
+        elif path.suffix != ".json":  # the parts of the first hour: what is missing is named there
             lines = make(gpu.read_parts(path))
         else:
             lines = make(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ["Not measured yet."]
@@ -126,6 +130,23 @@ def kl_training_table(result: dict[str, Any]) -> list[str]:
     return table(head, rows)
 
 
+def decode_table(result: dict[str, Any]) -> list[str]:
+    """decode_step.json: a row for each length of the cache, and rows of equal and of unequal length."""
+    rows = []
+    for row in result["rows"]:
+        before, after = (f"{1000 * statistics.median(row[f'{side}_cpu_s']):.0f} ms" for side in ("before", "after"))
+        size, apart = f"{row['cache_mib']} MiB", f"{row['logits_apart']:.1e}"
+        rows.append([f"{row['tokens']:,}", row["rows"], size, before, after, step_value(row), apart])
+    head = ["tokens", "rows", "cache", "before", "grouped heads", "ratio", "logits apart"]
+    count = result["operations"]
+    return [
+        *table(head, rows),
+        "",
+        f"Operations of a step in {count['layers']} layers, 4-bit with LoRA: {count['before']:,} before, "
+        f"{count['after']:,} now.",
+    ]
+
+
 def _interval(figure: dict[str, float], form: str) -> str:
     return f"{form} ({form} to {form})".format(figure["value"], figure["low"], figure["high"])
 
@@ -143,11 +164,16 @@ TABLES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
     "step": (step_table, "rloo_step.json"),
     "step-short": (short_step_table, "rloo_step.json"),
     "step-files": (step_files_table, "step_files.json"),
+    "decode": (decode_table, "decode_step.json"),
     "demo": (demo_table, "demo_phase.json"),
     "kl-mechanism": (kl_mechanism_table, "kl_forms.json"),
     "kl-training": (kl_training_table, "kl_forms.json"),
     "rewards": (rewards_table, "rewards.json"),
     "startup": (startup_table, "startup.json"),
+    "step-times": (step_times.times_table, ""),
+    "step-gpus": (step_times.gpus_table, ""),
+    "step-assumptions": (step_times.assumptions_table, ""),
+    "step-claims": (step_times.claims_table, ""),
     "gpu-line": (gpu.gpu_line, "gpu"),
     "gpu-short": (gpu.short_table, "gpu"),
     "gpu-checks": (gpu.checks_table, "gpu"),

@@ -163,7 +163,7 @@ def answer(run: Any, policy: Any, data: Any, samples: int) -> tuple[list[Any], l
     import torch
 
     import rloo_kit as kit
-    from rloo_kit.rollout.engine import generate_completions
+    from rloo_kit.rollout.completions import generate_completions
 
     completions = generate_completions(
         policy, list(data["prompt"]), max_completion_length=run.rloo.max_completion_length, num_samples=samples

@@ -117,6 +117,11 @@ def _bar(row: dict[str, Any]) -> str:
     return f"; {'at least' if 'at_least' in row else 'at most'} {bar:g}: {'held' if row['holds'] else 'MISSED'}"
 
 
+def decode_line(row: dict[str, Any]) -> str:
+    """One row of decode_step.json in words."""
+    return f"{row['tokens']} tokens, {row['rows']} rows: {step_value(row)}"
+
+
 def kl_line(run: dict[str, Any]) -> str:
     """One run of kl_forms.json in words."""
     before, after = run["before"], run["after"]

@@ -87,7 +87,7 @@ class Side:
 
     @property
     def engine(self) -> Any:
-        """What the kit's trainer samples with; None on the other sides, and where TRL's vLLM does."""
+        """What the kit's trainer samples with; None on the other sides."""
         rloo = getattr(self.trainer, "rloo", None)
         return None if rloo is None else rloo.sampler.engine
 

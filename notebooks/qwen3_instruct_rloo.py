@@ -54,9 +54,10 @@ print(kit.setup_environment())
 # %% [markdown]
 # ### What fits on which GPU
 #
-# The values below are for a GPU with 8 GB (computed, not measured). On a larger one there is room for more:
-# `num_generations = 16` needs `overrides = "rloo.steps_per_generation=16"` with it, so that a rollout holds whole
-# groups.
+# The values below are for a GPU with 8 GB (computed, not measured). A step is one rollout of 32 completions: 4 prompts
+# with 8 generations each. The larger the GPU, the more of them are generated at once, and the shorter the step.
+# `num_generations = 16` makes it 2 prompts; `overrides = "rloo.gradient_accumulation_steps=64"` with it makes it 4
+# again, of 64 completions.
 #
 # On a smaller GPU fewer completions are generated at once, which takes longer. The plan below says how many, and what
 # to change where that is not enough.

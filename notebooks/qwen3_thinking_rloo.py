@@ -54,8 +54,8 @@ print(kit.setup_environment())
 # %% [markdown]
 # ### What fits on which GPU
 #
-# The values below are for a GPU with 40 GB. On a smaller one, set these three together to generate a whole group at
-# once (computed, not measured):
+# The values below are for a GPU with 40 GB. A step is one rollout of 4 prompts. On a smaller GPU, set these three
+# together to generate the whole group of a prompt at once (computed, not measured):
 #
 # | GPU | `config` | `num_generations` | `max_completion_length` |
 # |---|---|---|---|

@@ -18,7 +18,7 @@ _EXPORTS = {
     "save_adapter": "models.policy",
     "load_data": "data.load",
     "build_rewards": "rewarding.registry",
-    "generate_completions": "rollout.engine",
+    "generate_completions": "rollout.completions",
     "evaluate": "evals.evaluate",
     "compare": "results.evaluation",
     "train": "loop.run",

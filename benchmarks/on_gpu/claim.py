@@ -75,7 +75,7 @@ def load_shipped(bench: Bench, gpu_gb: int, *overrides: str) -> tuple[Any, Any]:
     words = [f"model.name={bench.checkpoint('4b')}", f"model.backend={bench.backend}", "rloo.report_to=[]"]
     words += ["rloo.thinking_close=tag"]  # the sentence has four times as many tokens in a tokenizer of bytes
     words += [*(TINY if bench.rehearsed else ()), *(["model.load_in_4bit=false"] if bench.interpreted else [])]
-    words += ["rloo.num_generations=2", "rloo.per_device_train_batch_size=1", "rloo.steps_per_generation=2",
+    words += ["rloo.num_generations=2", "rloo.per_device_train_batch_size=1",
               "rloo.gradient_accumulation_steps=2"] * bench.rehearsed  # fmt: skip
     plan = plan_vram(load_config(file, *words, *overrides), gpu_gb * memory.GB / memory.GIB)
     words += [f"rollout.rows={plan.rows}", f"rloo.tokens_per_pass={plan.tokens_per_pass}"]

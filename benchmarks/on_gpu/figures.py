@@ -218,7 +218,8 @@ def built_side(bench: Bench, name: str, workload: Workload, layout: str = "") ->
     with head(bench), environment_kept(bench, is_stock):
         side = wrap_model(name, workload, model, tokenizer, peft_config, **options)
         if layout:
-            side.trainer.rloo.scorer.scorer.layout = layout
+            scorer = side.trainer.rloo.scorer.scorer
+            scorer.layout, scorer.layouts = layout, (layout,)
         try:
             yield side
         finally:

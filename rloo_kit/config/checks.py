@@ -65,12 +65,16 @@ def find_sampling_problems(values: Mapping[str, Any], prefix: str = "") -> list[
     Args:
         values: the keys of the loop by name, `generation_kwargs` included. prefix: of a key in messages.
     """
+    accepted = values.get("accept_truncated_sampling", False)
     problems = [
         f"{prefix}{name} is {values[name]}: {_WHY_REFUSED}. Set {prefix}{name}={_written(neutral[0])}; to sample more "
-        f"sharply lower {prefix}temperature, which is scored too"
+        f"sharply lower {prefix}temperature, which is scored too; or set {prefix}accept_truncated_sampling=true, which "
+        "corrects for it in part"
         for name, neutral in SAMPLING_FILTERS.items()
-        if name in values and values[name] not in neutral
+        if name in values and values[name] not in neutral and not accepted
     ]
+    if regex := values.get("vllm_structured_outputs_regex"):
+        problems.append(f"{prefix}vllm_structured_outputs_regex is {regex!r}: {_WHY_REFUSED}. Remove it")
     return [*problems, *_find_hidden_problems(values, prefix)]
 
 
@@ -88,7 +92,10 @@ def _find_hidden_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
                 )
         elif name in HIDDEN_FILTERS:
             if value not in HIDDEN_FILTERS[name]:
-                problems.append(f"{found}: {_WHY_REFUSED}. Remove it; {prefix}temperature is scored too and may be set")
+                advice = f"Remove it; {prefix}temperature is scored too and may be set"
+                if name in SAMPLING_FILTERS:
+                    advice += f", or {prefix}{name}={value} with {prefix}accept_truncated_sampling=true"
+                problems.append(f"{found}: {_WHY_REFUSED}. {advice}")
         elif not _is_followed(name, value, values):
             advice = _ADVICE.get(name, "Remove it").format(value=value)
             problems.append(f"{found}, which the sampling does not follow. {advice}")
@@ -101,14 +108,7 @@ def _is_followed(name: str, value: Any, values: Mapping[str, Any]) -> bool:
         return True
     if name in ("n", "num_return_sequences"):  # more would not fit: a prompt is repeated for each of its completions
         return bool(value == 1)
-    if name == "seed":  # vLLM's is one of each request: all completions of a group would be the same
-        return False
-    if name in ("max_new_tokens", "max_tokens") and value == values.get("max_completion_length"):
-        return True
-    # The kit's engines read none of them. TRL hands all of them to vLLM, on top of its own, where those of transformers
-    # have other names: vLLM in the same process raises for them, a server may not.
-    with_vllm = values.get("use_vllm") or values.get("rollout_engine") == "vllm"
-    return bool(with_vllm) and (name not in _ADVICE or name in ("max_tokens", "stop", "stop_token_ids"))
+    return name in ("max_new_tokens", "max_tokens") and value == values.get("max_completion_length")
 
 
 def find_loop_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]:

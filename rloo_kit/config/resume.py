@@ -14,7 +14,8 @@ from rloo_kit.errors import ConfigError
 FREE_ON_RESUME = (
     "rloo.logging_steps", "rloo.save_steps", "rloo.save_total_limit", "rloo.report_to", "rloo.memory",
     "rloo.tokens_per_pass", "rollout.engine", "rollout.rows",
-    "rollout.server_url", "rollout.server_adapters",
+    "rollout.server_url", "rollout.server_adapters", "rollout.vllm.gpu_memory_utilization",
+    "rollout.vllm.max_num_seqs", "rollout.vllm.float8_kv_cache", "rollout.vllm.enforce_eager",
 )  # fmt: skip
 MAY_GROW_ON_RESUME = ("rloo.max_steps", "rloo.num_train_epochs")
 COMPARED_ON_RESUME = ("model", "data", "rewards", "rloo", "rollout")

@@ -21,8 +21,11 @@ from rloo_kit.config.schema import (
 )
 from rloo_kit.config.yaml_files import apply_override, dump_yaml, merge, read_file
 from rloo_kit.errors import ConfigError
+from rloo_kit.system.environment import prepare_standby
 from rloo_kit.system.input_files import expand_user
 from rloo_kit.system.processes import count_processes
+
+VLLM_MOST_RANK = 512
 
 
 class RunConfig(Section):
@@ -71,12 +74,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_sections_together(self) -> "RunConfig":
-        temperatures = {"rloo.temperature": self.rloo.temperature, "eval.temperature": self.eval.temperature}
-        problems = [
-            *self._find_length_problems(),
-            *self._find_reward_problems(),
-            *find_temperature_problems(self.rollout.engine, temperatures, "rollout.engine"),
-        ]
+        problems = [*self._find_length_problems(), *self._find_reward_problems()]
+        problems += self.find_vllm_problems(self.rollout.engine)
         own_file = self.data.source.lower().endswith((".jsonl", ".csv", ".parquet"))  # may well hold additions
         if self.model.is_embedded and self.data.source != "embedded/addition" and not own_file:
             problems.append(
@@ -107,6 +106,29 @@ class RunConfig(Section):
                 )
         return problems
 
+    def find_vllm_problems(self, engine: str) -> list[str]:
+        """What vLLM cannot sample where `engine`, "vllm" or "server", does; found before any weights are loaded."""
+        if engine not in ("vllm", "server"):
+            return []
+        temperatures = {"rloo.temperature": self.rloo.temperature, "eval.temperature": self.eval.temperature}
+        problems = find_temperature_problems(engine, temperatures, "rollout.engine")
+        if self.model.lora is None:
+            problems.append(
+                "model.lora is null, but vLLM (rollout.engine) gets what was trained as an adapter; set "
+                "model.lora={r: 16} or rollout.engine=auto"
+            )
+        elif self.model.lora.r > VLLM_MOST_RANK:
+            problems.append(
+                f"model.lora.r is {self.model.lora.r}, but vLLM (rollout.engine) takes adapters up to rank "
+                f"{VLLM_MOST_RANK}; set model.lora.r={VLLM_MOST_RANK} or rollout.engine=auto"
+            )
+        if engine == "vllm" and count_processes() > 1:
+            problems.append(
+                f"there are {count_processes()} processes, but vLLM in the trainer's process (rollout.engine=vllm) is "
+                "for one; set rollout.engine=server, or start one process"
+            )
+        return problems
+
     def _find_reward_problems(self) -> list[str]:
         names = [reward.name for reward in self.rewards]
         problems = []
@@ -130,6 +152,9 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
         overrides: `section.key=value`, as on the command line: "rloo.beta=0.0", "eval.thinking_budgets=[64, 128]",
             "model.lora=null". They win over everything else.
         sections: changes by section, as Python values: `rloo={"beta": 0.0}`. They win over the file.
+
+    Where the run may sample through vLLM on a GPU, the environment variable UNSLOTH_VLLM_STANDBY is set to 1, which
+    Unsloth reads when it is imported.
 
     Raises:
         ConfigError: every fault, each with its dotted key and, where it has one, its line.
@@ -158,4 +183,5 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     except ValidationError as error:
         raise ConfigError(explain_errors(error, RunConfig, path, lines, changed)) from None
     config._source = path
+    prepare_standby(config.rollout.engine, config.model.backend)
     return config

@@ -304,12 +304,15 @@ class RLOOSection(Section):
     )
     sampler_correction: Literal["auto", "none", "sequence", "token", "sequence_mask", "token_mask"] = key(
         "auto", "weigh completions or tokens by the trainer's over the sampler's probability, cut off at the cap or, "
-        "with _mask, 0 above it; auto: token where vLLM samples, else none",
+        "with _mask, 0 above it; auto: token where vLLM samples or a filter is accepted, else none",
     )  # fmt: skip
     sampler_correction_cap: float = key(2.0, "largest such weight", ge=1)
     sampler_correction_floor: float = key(0.0, "with _mask, the weight is 0 below it too; 0: no such bound", ge=0, lt=1)
     temperature: float = key(1.0, "of sampling and of scoring alike", gt=0)
-    top_p: float = key(1.0, "only 1: a filter is not part of what is scored", gt=0, le=1)
+    accept_truncated_sampling: bool = key(
+        False, "true: the four filters below are followed, and what they bias is corrected in part and logged"
+    )
+    top_p: float = key(1.0, "only 1: a filter is not part of what is scored; see accept_truncated_sampling", gt=0, le=1)
     top_k: int = key(0, "only 0, for the same reason", ge=0)
     min_p: float | None = key(None, "only null or 0, for the same reason", ge=0, le=1)
     repetition_penalty: float = key(1.0, "only 1, for the same reason", gt=0)
@@ -403,7 +406,7 @@ class VllmSection(Section):
         None, "share of the GPU that it takes while it samples, weights included", gt=0, lt=1
     )
     float8_kv_cache: bool = key(False, "keys and values in 8 bits; needs a GPU of compute capability 8.0 or later")
-    max_num_seqs: Count | None = key(None, "completions at once")
+    max_num_seqs: Count | None = key(None, "completions at once; rollout.rows says the same for every engine")
     enforce_eager: bool = key(False, "no CUDA graphs: slower, and about a GiB less")
 
 
@@ -418,7 +421,7 @@ class RolloutSection(Section):
         None, "completions generated at once; null: planned by the memory", argument="rollout_rows"
     )
     server_url: str | None = key(
-        None, "http://host:port of a vLLM server, for the engines server and vllm", argument="rollout_server_url"
+        None, "http://host:port of a vLLM server, for the engine server", argument="rollout_server_url"
     )
     server_adapters: str | None = key(
         None, "folder that trainer and server both see, for the engine server; null: one in the run's folder",
@@ -440,9 +443,33 @@ class RolloutSection(Section):
     @model_validator(mode="after")
     def _check_server(self) -> "RolloutSection":
         problems = find_server_problems(self.engine, self.server_url, "rollout.engine", "rollout.server_url")
+        problems += self.find_vllm_problems(self.engine)
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def find_vllm_problems(self, engine: str) -> list[str]:
+        """Keys that vLLM cannot follow where `engine`, "vllm" or "server", samples; for another engine none."""
+        problems = []
+        if self.cache != "plain" and engine in ("vllm", "server"):
+            own = "rollout.vllm.float8_kv_cache=true" if engine == "vllm" else "vllm serve --kv-cache-dtype fp8"
+            problems.append(
+                f"rollout.cache is {self.cache}, but vLLM (rollout.engine) has a pool of keys and values of its own; "
+                f"set rollout.cache=plain, and for 8 bits {own}"
+            )
+        if engine != "vllm":
+            return problems
+        if self.server_url is not None:
+            problems.append(
+                f"rollout.server_url is {self.server_url}, but vLLM would sample in the trainer's process; set "
+                "rollout.engine=server or rollout.server_url=null"
+            )
+        if self.rows is not None and self.vllm.max_num_seqs not in (None, self.rows):
+            problems.append(
+                f"rollout.rows is {self.rows} and rollout.vllm.max_num_seqs is {self.vllm.max_num_seqs}, but both are "
+                "the completions that vLLM samples at once; set one of them, rollout.vllm.max_num_seqs=null"
+            )
+        return problems
 
     @model_validator(mode="after")
     def _check_pass_rates(self) -> "RolloutSection":

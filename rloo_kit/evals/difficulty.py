@@ -14,10 +14,10 @@ import rloo_kit
 from rloo_kit.collective import gather_lists, gather_objects, share, share_of
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, DataError, SetupError
-from rloo_kit.evals.evaluate import AnswerJudge, digest_prompts, engine_outside_training
+from rloo_kit.evals.evaluate import AnswerJudge, digest_prompts
 from rloo_kit.models.adapters import is_identity
 from rloo_kit.models.policy import Policy
-from rloo_kit.rollout.engine import generate_completions
+from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.files import is_count, read_object
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
@@ -228,7 +228,7 @@ def _measure(
             num_samples=samples,
             batch_size=rows,
             seed=_seed(run.run.seed, prompts[0]),
-            engine=engine_outside_training(run, policy),
+            engine=run.rollout,
             on_batch=report,
             **_sampling(run),
         )

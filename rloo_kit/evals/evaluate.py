@@ -19,7 +19,7 @@ from rloo_kit.models.policy import Policy
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.intervals import clustered, pass_at_k
 from rloo_kit.rewarding.registry import build_reward
-from rloo_kit.rollout.engine import Completion, generate_completions
+from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.system.processes import is_distributed, is_main_process, process_index, say
 from rloo_kit.think_tags import split_thinking
@@ -104,13 +104,6 @@ class AnswerJudge:
             worker.close()
 
 
-def engine_outside_training(run: RunConfig, policy: Policy) -> str:
-    """`rollout.engine` if it can sample without the trainer, else one that can."""
-    if run.rollout.engine in ("native", "generate"):
-        return str(run.rollout.engine)
-    return "generate" if policy.backend == "unsloth" else "auto"
-
-
 class _Generator:
     """Completions of the held-out prompts, with progress lines; each process samples its part with its own seed, and
     all get all completions, in order."""
@@ -136,7 +129,7 @@ class _Generator:
             temperature=temperature,
             batch_size=self.run.eval.batch_size,
             seed=self.run.run.seed + process_index(),
-            engine=engine_outside_training(self.run, self.policy),
+            engine=self.run.rollout,
             on_batch=report,
             **options,
         )

@@ -4,6 +4,7 @@ Shapes: B rows, H hidden size, V vocabulary, N scored tokens of a pass.
 """
 
 import functools
+import math
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from rloo_kit.errors import BackendError
+from rloo_kit.gradient.mixture import balance_loss
 
 # Tokens and vocabulary rows of one tile, on an accelerator and on the CPU (`[is_cpu]`): 32 MiB and 2 MiB of float32.
 # On one thread 151936 rows take a third of the time that they take in tiles of whole rows, which leave the cache.
@@ -23,10 +25,12 @@ TILE_VOCABULARY = (8192, 1024)
 
 @dataclass
 class TokenScores(ModelOutput):
-    """What a scoring call returns: log-probabilities and entropies of the N scored tokens, in nats, float32."""
+    """What a scoring call returns: log-probabilities and entropies of the N scored tokens, in nats, float32; the
+    auxiliary loss of a mixture of experts where it was asked for."""
 
     logps: torch.Tensor | None = None  # (N,)
     entropies: torch.Tensor | None = None  # (N,)
+    aux_loss: torch.Tensor | None = None
 
 
 class _ScoreTokens(torch.autograd.Function):
@@ -187,15 +191,17 @@ def score_tokens(
 def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
     """Let `model(input_ids=(B, L), score_positions=(N,), score_targets=(N,))` return `TokenScores`.
 
-    `score_positions` are flat positions b * L + t whose hidden state predicts the target. Any other call is unchanged.
+    `score_positions` are flat positions b * L + t whose hidden state predicts the target. With `token_weights=(B * L,)`
+    the auxiliary loss of a mixture of experts is made too. Any other call is unchanged.
 
     Raises:
-        BackendError: the head changes its logits in a way that is not scored here (soft-capping, scaling).
+        BackendError: the head bends its logits (soft-capping), which is not scored here.
     """
     text_config = model.config.get_text_config()
-    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"):
+    for key in ("final_logit_softcapping", "output_multiplier"):
         if getattr(text_config, key, None) not in (None, 1.0):
-            raise BackendError(f"the model's config sets {key}; the kit scores plain heads only (Qwen3 has one)")
+            raise BackendError(f"the model's config sets {key}; the kit scores plain or scaled heads only (Qwen3's)")
+    temperature = temperature / _logit_scale(text_config)
     plain_forward = getattr(model.forward, "without_scoring", model.forward)
 
     @functools.wraps(type(model).forward)  # generate() checks its arguments against the original signature
@@ -205,19 +211,31 @@ def attach_token_scoring(model: torch.nn.Module, temperature: float) -> None:
         score_positions: Any = None,
         score_targets: Any = None,
         need_entropy: bool = True,
+        token_weights: Any = None,
         **kwargs: Any,
     ) -> Any:
         if score_positions is None:
             return plain_forward(*args, **kwargs)
-        states = self.base_model(*args, **kwargs, use_cache=False).last_hidden_state  # (B, L, H)
+        if token_weights is not None:
+            kwargs["output_router_logits"] = True
+        found = self.base_model(*args, **kwargs, use_cache=False)
+        aux_loss = None if token_weights is None else balance_loss(found, text_config, token_weights)
+        states = found.last_hidden_state  # (B, L, H)
         head = self.get_output_embeddings()
         scored = states.flatten(0, 1)[score_positions.to(states.device)].to(head.weight.device)  # (N, H)
         with _scoring_head(head, temperature, need_entropy):
             logps, entropies = head(scored, score_targets.to(scored.device))
-        return TokenScores(logps=logps, entropies=entropies)
+        return TokenScores(logps=logps, entropies=entropies, aux_loss=aux_loss)
 
     forward.without_scoring = plain_forward  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
+
+
+def _logit_scale(config: Any) -> float:
+    """What a model's forward multiplies the head's logits by, as Cohere, Falcon-H1, Granite and HyperCLOVA X do."""
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    scales = [getattr(config, key, None) or 1.0 for key in ("logit_scale", "lm_head_multiplier")]
+    return math.prod([*scales, divisor if config.model_type == "hyperclovax" else 1 / divisor])
 
 
 @contextmanager

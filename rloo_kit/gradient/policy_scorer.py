@@ -48,10 +48,23 @@ class PolicyScorer:
         # no process of a sharded model has the tensors to compare
         self._may_be_reference = reference_model is None and parallel.kind != "shards"
 
-    def score(self, model: torch.nn.Module, groups: list[Group], need_entropy: bool = True) -> Scores:
-        """Log-probabilities and entropies of the groups' completions, (N,); `model` is the policy, however wrapped."""
+    def choose_layout(self, groups: list[Group]) -> None:
+        """Before the passes of a rollout, whose groups these are: see `Scorer.choose_layout`."""
+        self.scorer.choose_layout(groups)
+        if self.reference_model is not None:
+            self.reference_scorer.layout = self.scorer.layout
+
+    def score(
+        self,
+        model: torch.nn.Module,
+        groups: list[Group],
+        need_entropy: bool = True,
+        balanced: torch.Tensor | None = None,
+    ) -> Scores:
+        """Log-probabilities and entropies of the groups' completions, (N,); `model` is the policy, however wrapped.
+        `balanced`: see `Scorer.score`."""
         with self.parallel.accelerator.autocast():
-            return self.scorer.score(model, groups, need_entropy)
+            return self.scorer.score(model, groups, need_entropy, balanced)
 
     def reference(self, model: torch.nn.Module, groups: list[Group]) -> torch.Tensor | None:
         """(N,) under the reference, without a graph; None while the policy is its own reference, or without a KL."""

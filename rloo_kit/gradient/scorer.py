@@ -1,7 +1,7 @@
 """Log-probabilities of groups of completions, in the smallest layout that the model computes correctly.
 
-A `Scorer` scores a few tiny random groups in each layout, values and gradients, and uses only what agrees with single
-sequences. Dropout is not switched off here.
+A `Scorer` scores random groups in each layout as the model will train, values and gradients, and uses only what agrees
+with single sequences. Dropout is not switched off here.
 
 Shapes: G groups of K_g completions, N completion tokens of all of them.
 """
@@ -17,12 +17,17 @@ from accelerate.utils import extract_model_from_parallel
 from rloo_kit.errors import BackendError
 from rloo_kit.gradient import packing
 from rloo_kit.gradient.logprobs import attach_token_scoring
+from rloo_kit.gradient.mixture import token_weights
 from rloo_kit.gradient.packing import Group, count_tokens, lay_out
 from rloo_kit.models.policy import packed_keywords
 
 LAYOUTS = ("shared", "repeated", "padded")
-CHECK_LENGTHS = ((4, (5, 0, 3)), (2, (6,)))  # P and the C_i of the groups of the self-check
-TOLERANCE, TOLERANCE_16_BITS = 1e-3, 0.15  # nats, and of the gradient's size
+# P and the C_i of the groups of the self-check: 1,024 tokens, several blocks of every attention kernel. Off a GPU 21:
+# Triton's interpreter takes 5 s for 16 and 50 s for 157 (two cores, one layer), and no kernel cuts rows into blocks.
+CHECK_LENGTHS = ((200, (300, 0, 140)), (100, (284,)))
+CHECK_LONGEST, CHECK_SHARE_OFF_GPU = 500, 0.0225
+CHECK_LOGITS = 16  # tokens whose logits are made for all of the vocabulary
+SHARED_PAYS = 1.3  # tokens of repeated prompts over those of shared ones, from which Unsloth itself shares them
 WATCHED, LARGEST_WATCHED = 14, 2**24  # trained tensors of the self-check from either end, and elements of one
 
 
@@ -30,14 +35,28 @@ Checked = tuple[torch.Tensor, list[torch.Tensor]]  # log-probabilities and gradi
 
 
 @dataclass(frozen=True)
+class Tolerance:
+    """Of log-probabilities, in nats, and of the gradient, relative to its size."""
+
+    mean: float
+    largest: float
+    gradient: float
+
+
+TOLERANCE, TOLERANCE_16_BITS = Tolerance(1e-3, 1e-3, 1e-3), Tolerance(0.05, 0.5, 0.15)
+
+
+@dataclass(frozen=True)
 class Scores:
     """Of the N completion tokens, group by group, completion after completion: nats, float32.
 
-    `logps` carries a gradient where grad is enabled; `entropies` never does and is None where nobody asked.
+    `logps` carries a gradient where grad is enabled; `entropies` never does and is None where nobody asked. `aux_loss`
+    is the auxiliary loss of a mixture of experts, where it was asked for.
     """
 
     logps: torch.Tensor
     entropies: torch.Tensor | None
+    aux_loss: torch.Tensor | None = None
 
 
 class Scorer:
@@ -50,7 +69,7 @@ class Scorer:
         layout: "auto" checks and chooses; "shared", "repeated" or "padded" takes that one, unchecked.
 
     Attributes:
-        layout: the layout in use. reason: one line, why that one.
+        layouts: those that may be used. layout: the one in use. reason: one line, why these.
 
     Raises:
         BackendError: the head's logits are not plain ones, or `layout` is none of these.
@@ -63,28 +82,48 @@ class Scorer:
         self.pad_id, self.temperature = pad_id, temperature
         self._keywords = packed_keywords(causal) or packing.keywords
         attach_token_scoring(causal, temperature)
+        self.layouts: tuple[str, ...] = (layout,)
+        self.reason = "asked for"
         if layout == "auto":
-            self.layout, self.reason = self._choose(causal)
-        else:
-            self.layout, self.reason = layout, "asked for"
-            if layout != "padded":
-                self._prepare(causal)
+            self.layouts, self.reason = self._choose(causal)
+        elif layout != "padded":
+            self._prepare(causal)
+        self.layout = self.layouts[0]
 
-    def score(self, model: torch.nn.Module, groups: Sequence[Group], need_entropy: bool = True) -> Scores:
+    def score(
+        self,
+        model: torch.nn.Module,
+        groups: Sequence[Group],
+        need_entropy: bool = True,
+        balanced: torch.Tensor | None = None,
+    ) -> Scores:
         """Log-probabilities of all completion tokens, in one pass.
 
         Args:
             model: this scorer's model, however it is wrapped by now, with whichever adapter is on.
             groups: at least one completion. need_entropy: False spares the entropies (the reference pass).
+            balanced: (N,) bool, the completion tokens that count in the auxiliary loss of a mixture of experts, as all
+                prompts do; None: it is not made.
         """
-        return self._pass(model, groups, self.layout, need_entropy)
+        return self._pass(model, groups, self.layout, need_entropy, balanced)
+
+    def choose_layout(self, groups: Sequence[Group]) -> None:
+        """For the passes of a rollout, given whole: prompts are shared where there is a choice and it pays.
+
+        Unsloth attends to shared prompts by flex attention, which is slower than its kernel for sequences end to end;
+        with long completions the prompts are too few of the tokens to make up for it.
+        """
+        if {"shared", "repeated"} <= set(self.layouts):
+            pays = count_tokens(groups, "repeated") >= SHARED_PAYS * count_tokens(groups, "shared")
+            self.layout = "shared" if pays else "repeated"
 
     def tokens(self, groups: Sequence[Group]) -> int:
         """Tokens that the model computes for these groups in one pass."""
         return count_tokens(groups, self.layout)
 
-    def _choose(self, model: torch.nn.Module) -> tuple[str, str]:
-        """The first layout that agrees with single sequences, and a line with the reason."""
+    def _choose(self, model: torch.nn.Module) -> tuple[tuple[str, ...], str]:
+        """The layouts that agree with single sequences, the smallest first, and a line with the reason. Where both
+        attend by the same kernels the smallest is enough."""
         groups = _check_groups(model)
         single = self._check(model, [[one] for one in _singles(groups)], "padded")
         _compare_with_logits(model, groups[0], single[0], self.temperature)
@@ -92,16 +131,25 @@ class Scorer:
         try:
             self._prepare(model)
         except ValueError as error:
-            return "padded", f"padded rows: {error}"
+            return ("padded",), f"padded rows: {error}"
+        agree: list[str] = []
         for layout in LAYOUTS[:-1]:
             try:
                 fault = _difference(self._check(model, [groups], layout), single, _tolerance(model))
             except Exception as error:  # whatever a foreign model makes of the layout, padded rows are there
                 fault = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            if fault is None:
-                return layout, "; ".join([f"{layout} rows agree with single sequences", *refused])
-            refused.append(f"{layout} rows: {fault}")
-        return "padded", f"padded rows; {'; '.join(refused)}"
+            if fault is not None:
+                refused.append(f"{layout} rows: {fault}")
+                continue
+            agree.append(layout)
+            if self._keywords is packing.keywords:
+                break
+        if not agree:
+            return ("padded",), f"padded rows; {'; '.join(refused)}"
+        found = f"{' and '.join(agree)} rows agree with single sequences"
+        if len(agree) > 1:
+            found += f"; prompts are shared where repeating them takes {SHARED_PAYS} times the tokens"
+        return tuple(agree), "; ".join([found, *refused])
 
     def _prepare(self, model: torch.nn.Module) -> None:
         if self._keywords is packing.keywords:
@@ -109,16 +157,30 @@ class Scorer:
 
     def _check(self, model: torch.nn.Module, passes: list[list[Group]], layout: str) -> Checked:
         """Log-probabilities (N,) of the passes end to end, and gradients of a weighted sum of them."""
-        watched = _watched(model)
-        with _quiet(model), torch.set_grad_enabled(bool(watched)):
-            logps = torch.cat([self._pass(model, groups, layout, need_entropy=False).logps for groups in passes])
-            weights = torch.linspace(-1.0, 2.0, len(logps), device=logps.device)
-            gradients = torch.autograd.grad((logps * weights).sum(), watched, materialize_grads=True) if watched else []
-        return logps.detach(), [gradient.float() for gradient in gradients]
+        watched, found = _watched(model), list[torch.Tensor]()
+        weights = torch.linspace(-1.0, 2.0, sum(len(one) for groups in passes for one in _completions(groups)))
+        with _quiet(model, bool(watched)), torch.set_grad_enabled(bool(watched)), _gradients_aside(model):
+            for groups in passes:
+                logps = self._pass(model, groups, layout, need_entropy=False).logps
+                own, weights = weights[: len(logps)].to(logps.device), weights[len(logps) :]
+                if watched:  # by backward: reentrant checkpoints refuse `autograd.grad`
+                    (logps * own).sum().backward()
+                found.append(logps.detach())
+            gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in watched]
+        return torch.cat(found), [gradient.float() for gradient in gradients]
 
-    def _pass(self, model: torch.nn.Module, groups: Sequence[Group], layout: str, need_entropy: bool) -> Scores:
+    def _pass(
+        self,
+        model: torch.nn.Module,
+        groups: Sequence[Group],
+        layout: str,
+        need_entropy: bool,
+        balanced: torch.Tensor | None = None,
+    ) -> Scores:
         laid = lay_out(groups, layout, self.pad_id)
         keywords = {} if layout == "padded" else self._keywords(laid, layout)
+        if balanced is not None:
+            keywords["token_weights"] = token_weights(groups, balanced, layout)
         found = model(
             input_ids=laid.input_ids,
             score_positions=laid.score_positions,
@@ -126,7 +188,7 @@ class Scorer:
             need_entropy=need_entropy,
             **keywords,
         )
-        return Scores(found.logps, found.entropies)
+        return Scores(found.logps, found.entropies, found.aux_loss)
 
 
 def causal_model(model: torch.nn.Module) -> Any:
@@ -139,14 +201,22 @@ def causal_model(model: torch.nn.Module) -> Any:
 
 
 def _check_groups(model: torch.nn.Module) -> list[Group]:
-    device = model.get_input_embeddings().weight.device
-    vocabulary = model.config.get_text_config().vocab_size
+    """`CHECK_LENGTHS`, shorter off a GPU and where the model has fewer positions."""
+    device, config = model.get_input_embeddings().weight.device, model.config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None), getattr(model, "max_seq_length", None)]
+    at_most = CHECK_SHARE_OFF_GPU if device.type == "cpu" else 1.0
+    share = min([at_most, *(limit / CHECK_LONGEST for limit in limits if limit)])
     generator = torch.Generator().manual_seed(0)
 
     def draw(length: int) -> torch.Tensor:
-        return torch.randint(vocabulary, (length,), generator=generator).to(device)
+        size = max(1, int(share * length)) if length else 0
+        return torch.randint(config.vocab_size, (size,), generator=generator).to(device)
 
     return [Group(draw(prompt), [draw(length) for length in lengths]) for prompt, lengths in CHECK_LENGTHS]
+
+
+def _completions(groups: Sequence[Group]) -> list[torch.Tensor]:
+    return [one for group in groups for one in group.completions]
 
 
 def _singles(groups: Sequence[Group]) -> list[Group]:
@@ -159,7 +229,7 @@ def _watched(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return trained if len(trained) <= 2 * WATCHED else trained[:WATCHED] + trained[-WATCHED:]
 
 
-def _tolerance(model: torch.nn.Module) -> float:
+def _tolerance(model: torch.nn.Module) -> Tolerance:
     is_coarse = model.get_input_embeddings().weight.dtype.itemsize == 2 or getattr(model, "is_loaded_in_4bit", False)
     return TOLERANCE_16_BITS if is_coarse else TOLERANCE
 
@@ -167,13 +237,13 @@ def _tolerance(model: torch.nn.Module) -> float:
 def _compare_with_logits(model: torch.nn.Module, group: Group, logps: torch.Tensor, temperature: float) -> None:
     """Whether the scoring call gives what the model's logits say, for the first completion. Raises BackendError where
     the head is more than a matrix (an adapter of its own, scaled logits)."""
-    completion = group.completions[0]
-    with _quiet(model), torch.no_grad():
+    completion = group.completions[0][:CHECK_LOGITS]
+    with _quiet(model, trains=False), torch.no_grad():
         row = torch.cat([group.prompt, completion])[None]
         logits = model(input_ids=row).logits[0, len(group.prompt) - 1 : -1].float() / temperature  # (C, V)
     expected = logits.log_softmax(dim=-1).gather(1, completion[:, None]).squeeze(1)
     worst = (expected - logps[: len(completion)].to(expected.device)).abs().max().item()
-    if not worst <= _tolerance(model):
+    if not worst <= _tolerance(model).largest:
         raise BackendError(
             f"log-probabilities differ from the model's own logits by {worst:.2g} nats: its head is no plain matrix. "
             "The kit scores plain heads only: leave lm_head out of the adapter's target_modules"
@@ -181,13 +251,13 @@ def _compare_with_logits(model: torch.nn.Module, group: Group, logps: torch.Tens
 
 
 @contextmanager
-def _quiet(model: torch.nn.Module) -> Iterator[None]:
+def _quiet(model: torch.nn.Module, trains: bool) -> Iterator[None]:
     """In training mode (bitsandbytes has no backward pass in the other, on a CPU), without dropout, and without
-    gradient checkpointing (its reentrant form refuses `autograd.grad`); everything is as before afterwards."""
+    gradient checkpointing if nothing is trained; everything is as before afterwards."""
     changed: list[tuple[torch.nn.Module, str, Any]] = []
     for module in model.modules():
         settings: dict[str, Any] = {"training": not isinstance(module, torch.nn.Dropout)}
-        settings |= {"gradient_checkpointing": False, "attention_dropout": 0.0}
+        settings |= {"attention_dropout": 0.0} | ({} if trains else {"gradient_checkpointing": False})
         for name, value in settings.items():
             found = getattr(module, name, value)
             if found != value and not isinstance(found, torch.nn.Module):  # Bloom's attention_dropout is a layer
@@ -202,17 +272,31 @@ def _quiet(model: torch.nn.Module) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _difference(found: Checked, expected: Checked, tolerance: float) -> str | None:
+@contextmanager
+def _gradients_aside(model: torch.nn.Module) -> Iterator[None]:
+    """A block without gradients at its beginning; those from before it are back afterwards."""
+    kept = [(value, value.grad) for value in model.parameters() if value.requires_grad]
+    for value, _ in kept:
+        value.grad = None
+    try:
+        yield
+    finally:
+        for value, gradient in kept:
+            value.grad = gradient
+
+
+def _difference(found: Checked, expected: Checked, tolerance: Tolerance) -> str | None:
     """What differs by more than the model's precision explains; None where nothing does."""
-    worst = (found[0] - expected[0]).abs().max().item()
-    if not worst <= tolerance:
-        return f"log-probabilities are off by {worst:.2g} nats"
+    gap = (found[0] - expected[0]).abs()
+    mean, worst = gap.mean().item(), gap.max().item()
+    if not (mean <= tolerance.mean and worst <= tolerance.largest):
+        return f"log-probabilities are off by {worst:.2g} nats, on average by {mean:.2g}"
     if not expected[1]:
         return None
     size, off = (
         torch.stack([part.norm() for part in parts]).norm().item()
         for parts in (expected[1], [mine - other for mine, other in zip(found[1], expected[1], strict=True)])
     )
-    if not off <= tolerance * size:
+    if not off <= tolerance.gradient * size:
         return f"gradients are off by {off / size:.2g} of their size"
     return None

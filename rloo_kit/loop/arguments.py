@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from rloo_kit.loop.build import backend_name
+from rloo_kit.errors import ConfigError
 from rloo_kit.loop.old_trainer import prepare_old_dataset, translate_trainer_arguments
 from rloo_kit.loop.options import RLOOConfig, option
 from rloo_kit.models.adapters import check_reference, wrap_for_unsloth
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rollout.engine import choose_engine
 
 # TRL's arguments behind eval_dataset, in its order, for code that gives them by position
 FURTHER_ARGUMENTS = (
@@ -29,12 +28,30 @@ def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
     arguments["reward_funcs"] = [guard(reward, columns) for reward in rewards]
     arguments = wrap_for_unsloth(arguments)
     check_reference(arguments)
-    if option(args, "rollout_engine") == "vllm":
-        choose_engine("vllm", backend_name(), arguments.get("model"))  # names what to install before TRL looks
-        args.use_vllm = True
-        if url := option(args, "rollout_server_url"):
-            args.vllm_mode, args.vllm_server_base_url = "server", url
+    _take_vllm(args)
     return arguments
+
+
+def _take_vllm(args: Any) -> None:
+    """TRL's `use_vllm` becomes the kit's engine `vllm`, or `server`. TRL's own path merges the adapter into the base
+    and unmerges it at each sync, which re-quantises a 4-bit base each time."""
+    if not args.use_vllm:
+        return
+    if args.vllm_structured_outputs_regex is not None:
+        raise ConfigError(
+            f"vllm_structured_outputs_regex is {args.vllm_structured_outputs_regex!r}, which cuts the distribution "
+            "that is sampled from, and the trainer scores the whole one: leave it out, and reward the format"
+        )
+    if args.vllm_mode != "server" and args.vllm_tensor_parallel_size != 1:
+        raise ConfigError(
+            f"vllm_tensor_parallel_size is {args.vllm_tensor_parallel_size}, and vLLM in the trainer's process has "
+            "one GPU: set it to 1, or start a server and set rollout_engine='server', rollout_server_url=..."
+        )
+    args.use_vllm = False
+    args.rollout_engine = "vllm"
+    if args.vllm_mode == "server":
+        url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        args.rollout_engine, args.rollout_server_url = "server", option(args, "rollout_server_url") or url
 
 
 def _columns(dataset: Any, args: Any) -> list[str] | None:

@@ -1,7 +1,7 @@
 """The parts of a trainer's step, chosen from its arguments, its model and its backend when it is built."""
 
 import socket
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,14 +23,15 @@ from rloo_kit.loop.sampler import Sampler
 from rloo_kit.loop.step import RLOOStep, StepSettings
 from rloo_kit.models.adapters import NO_ADAPTER, copy_as_reference, is_identity, write_adapter
 from rloo_kit.models.parallel import Parallel
-from rloo_kit.plan.planner import TOKENS_PER_PASS
-from rloo_kit.rollout.engine import build_engine, check_cache
+from rloo_kit.models.vllm import VllmSettings
+from rloo_kit.plan.load import TOKENS_PER_PASS
+from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.thinking_budget import make_limits
-from rloo_kit.rollout.types import Engine, Limits
+from rloo_kit.rollout.types import FOREIGN, Engine, Filters
 from rloo_kit.runs.watch import FailureWatch, FiniteWatch
 from rloo_kit.think_tags import ThinkTags
 
-FOREIGN_ENGINES = ("vllm", "server")  # their kernels round differently than the trainer's
+PROMPT_TOKENS = 2048  # for which vLLM has room unless vllm_max_model_length says otherwise
 
 Settings = TypeVar("Settings")
 
@@ -79,10 +80,13 @@ def describe(step: RLOOStep) -> str:
     if memory == "fast" and settings.advantage.beta and settings.scores_first is not None:
         memory = f"fast, which falls back to balanced: {settings.scores_first}"
     lines = [
-        f"rollout: {'vllm, through TRL' if engine is None else f'{engine.name}, {engine.reason}'}",
+        f"rollout: {engine.name}, {engine.reason}",
         f"scoring: {step.scorer.scorer.reason}",
         f"memory: {memory}",
     ]
+    if settings.filters.active:
+        cut = ", ".join(f"{name}={value:g}" for name, value in asdict(settings.filters).items())
+        lines.append(f"truncated sampling: {cut}; sampler_correction {settings.sampler_correction}")
     if step.parallel.kind != "single":
         lines.append(f"processes: {step.parallel.describe()}")
     return "\n".join(lines)
@@ -101,11 +105,13 @@ def choose_settings(trainer: "StockTrainer", parallel: Parallel, sampler: Sample
         args,
         num_generations_eval=trainer.num_generations_eval,
         on_policy=on_policy,
+        filters=read_filters(args),
         scores_first=_why_scores_first(trainer, on_policy),
         advantage=advantage,
         sampler_correction=_choose_correction(args, sampler),
         objective=_read(Objective, args, ratio_form=ratio_form, **bounds),
         tokens_per_pass=option(args, "tokens_per_pass") or TOKENS_PER_PASS[is_cpu],
+        aux_loss_coef=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
     )
 
 
@@ -116,11 +122,19 @@ def _read(settings: type[Settings], args: Any, **chosen: Any) -> Settings:
 
 
 def _choose_correction(args: Any, sampler: Sampler) -> str:
-    """The form of `sampler_correction`: auto corrects each token where another program than the trainer's samples."""
+    """The form of `sampler_correction`: auto corrects each token where another program than the trainer's
+    samples, or one that samples from a part of the distribution."""
     form = str(option(args, "sampler_correction"))
     if form != "auto":
         return form
-    return "token" if sampler.engine is None or sampler.engine.name in FOREIGN_ENGINES else "none"
+    return "token" if sampler.engine.name in FOREIGN or read_filters(args).active else "none"
+
+
+def read_filters(args: Any) -> Filters:
+    """What `RLOOConfig` cuts from the sampled distribution; -1 and None stand for nothing, as in vLLM and TRL."""
+    penalty = 1.0 if args.repetition_penalty is None else args.repetition_penalty
+    top_p = 1.0 if args.top_p is None else args.top_p
+    return Filters(top_p, max(args.top_k or 0, 0), args.min_p or 0.0, penalty)
 
 
 def _why_scores_first(trainer: "StockTrainer", on_policy: bool) -> str | None:
@@ -128,6 +142,8 @@ def _why_scores_first(trainer: "StockTrainer", on_policy: bool) -> str | None:
     memory = option(trainer.args, "memory")
     if not on_policy:
         return "the step is off-policy, so log-probabilities of the rollout are needed first"
+    if trainer.aux_loss_enabled:
+        return "the auxiliary loss of the experts is made by micro-steps, which may cut a group"
     if trainer.normalize_advantages:
         return "normalize_advantages needs the advantages of the whole rollout first"
     rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
@@ -137,15 +153,15 @@ def _why_scores_first(trainer: "StockTrainer", on_policy: bool) -> str | None:
 
 
 def build_sampler(trainer: "StockTrainer", tags: ThinkTags, parallel: Parallel) -> Sampler:
-    """The engine that `rollout_engine` names, or TRL's vLLM, and the limits of completions."""
+    """The engine that `rollout_engine` names, and the limits of completions."""
     args, tokenizer = trainer.args, trainer._tokenizer
     budgets = (option(args, name) for name in ("thinking_budget", "answer_budget", "thinking_close"))
     limits = make_limits(tokenizer, tags, trainer.max_completion_length, *budgets)
     ends = {*trainer.eos_token_ids, tokenizer.pad_token_id}
-    return Sampler(trainer, _build_engine(trainer, limits), limits, parallel, ends)
+    return Sampler(trainer, _build_engine(trainer), limits, parallel, ends)
 
 
-def _build_engine(trainer: "StockTrainer", limits: Limits) -> Engine | None:
+def _build_engine(trainer: "StockTrainer") -> Engine:
     args = trainer.args
     wanted, cache = option(args, "rollout_engine"), option(args, "rollout_cache")
     if trainer.use_transformers_continuous_batching:
@@ -153,10 +169,6 @@ def _build_engine(trainer: "StockTrainer", limits: Limits) -> Engine | None:
             "use_transformers_continuous_batching is set, but the kit samples with its own engines: leave it out "
             "and set rollout_engine=auto"
         )
-    if trainer.use_vllm:
-        check_cache(cache, "vllm", backend_name(), on_cuda=True)
-        _prepare_vllm(trainer, limits)
-        return None  # TRL's own code syncs the weights
     return build_engine(
         trainer.accelerator.unwrap_model(trainer.model),
         wanted,
@@ -167,6 +179,19 @@ def _build_engine(trainer: "StockTrainer", limits: Limits) -> Engine | None:
         rows=option(args, "rollout_rows"),
         cache=cache,
         server=_server_settings(trainer) if wanted == "server" else None,
+        vllm=_vllm_settings(trainer) if wanted == "vllm" else None,
+        filters=read_filters(args),
+    )
+
+
+def _vllm_settings(trainer: "StockTrainer") -> VllmSettings:
+    """What vLLM is started with where the model was not loaded with it."""
+    args, config = trainer.args, trainer.accelerator.unwrap_model(trainer.model).config.get_text_config()
+    longest = args.vllm_max_model_length or trainer.max_completion_length + PROMPT_TOKENS
+    return VllmSettings(
+        max_tokens=min(longest, config.max_position_embeddings),
+        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+        four_bit=getattr(trainer.model, "is_loaded_in_4bit", False),
     )
 
 
@@ -185,25 +210,6 @@ def _server_settings(trainer: "StockTrainer") -> "ServerSettings":
     run = f"{socket.gethostname()}:{Path(args.output_dir).resolve()}"  # containers may share a path, and the folder
     vocabulary = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config().vocab_size
     return ServerSettings(option(args, "rollout_server_url"), Path(folder), hand_over, run, vocabulary)
-
-
-def _prepare_vllm(trainer: "StockTrainer", limits: Limits) -> None:
-    """Have vLLM return log-probabilities, which TRL's RLOO does not ask for; refuse what TRL's code cannot do."""
-    generation: Any = getattr(trainer, "vllm_generation", None)
-    has_logps = hasattr(generation, "logprobs")
-    if has_logps:
-        generation.logprobs = 0  # of the sampled token alone
-    correction = option(trainer.args, "sampler_correction")
-    if limits.thinking_budget is not None:
-        raise ConfigError(
-            f"thinking_budget is {limits.thinking_budget}, but completions come from vLLM through TRL here, which "
-            "cannot close a thought: set thinking_budget to null"
-        )
-    if correction != "none" and not has_logps:
-        raise ConfigError(
-            f"sampler_correction is {correction}, but vLLM through TRL returns no log-probabilities here: set "
-            "sampler_correction to none"
-        )
 
 
 def build_scorer(trainer: "StockTrainer", parallel: Parallel) -> PolicyScorer:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,25 @@ from rloo_kit.runs.files import read_object, saving, write_json
 from rloo_kit.system.processes import say
 
 LOOP_STATE = "loop_state.json"
+
+
+@dataclass(frozen=True)
+class StreamPlace:
+    """Where a run is in a training set without a length, at the end of an optimizer step.
+
+    Attributes:
+        passes: over the stream, that are over. batches: of the current pass. micro_steps: of all passes.
+    """
+
+    passes: int
+    batches: int
+    micro_steps: int
+
+    def move(self, micro_steps: int, is_over: bool) -> "StreamPlace":
+        """The place after so many micro-steps in all; `is_over`: the pass has ended with them."""
+        if is_over:
+            return StreamPlace(self.passes + 1, 0, micro_steps)
+        return StreamPlace(self.passes, self.batches + micro_steps - self.micro_steps, micro_steps)
 
 
 def save_checkpoint(trainer: Any, folder: Path, write: Callable[[Path], None]) -> None:
@@ -39,7 +59,7 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[Path], None]) -
             _place_best(trainer.state, folder)
             if writes:
                 trainer.state.save_to_json(str(staged / TRAINER_STATE_NAME))
-                write_json(staged / LOOP_STATE, _describe(trainer.rloo))
+                write_json(staged / LOOP_STATE, _describe(trainer.rloo, trainer._place))
             wait_for_all()  # every process has written its part
             if writes:
                 seal(staged, step, **record)
@@ -63,10 +83,17 @@ def _place_best(state: Any, folder: Path) -> None:
         state.best_model_checkpoint = str(best)
 
 
-def _describe(rloo: RLOOStep) -> dict[str, Any]:
+def _describe(rloo: RLOOStep, place: StreamPlace | None) -> dict[str, Any]:
     reservoir = None if rloo.reservoir is None else rloo.reservoir.state_dict()
     moments = rloo.rewarder.moments.to_dict()
-    return {"rewards": moments, "reservoir": reservoir, "episodes": rloo.recorder.episodes}
+    stream = None if place is None else asdict(place)
+    return {"rewards": moments, "reservoir": reservoir, "episodes": rloo.recorder.episodes, "stream": stream}
+
+
+def read_place(folder: str | None) -> StreamPlace | None:
+    """Where the run of a checkpoint was in its stream; None without a checkpoint, or in one that does not say."""
+    found = read_object(Path(folder) / LOOP_STATE).get("stream") if folder else None
+    return StreamPlace(**found) if found else None
 
 
 def load_loop_state(rloo: RLOOStep, folder: Path) -> None:

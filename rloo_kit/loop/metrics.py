@@ -105,14 +105,14 @@ def step_metrics(
 
     Args:
         rows: (A, 5), `StepStats.per_row` of each completion; NaN for one that was not computed (its advantage is 0).
-        sums: (9,), the loss, and sum and number of the entropies, the squared log-ratios, the gaps to the sampler and
-            the importance weights. largest_gap: of one token.
+        sums: (11,), the loss, and sum and number of the entropies, the squared log-ratios, the gaps to the sampler, the
+            importance weights and the auxiliary losses. largest_gap: of one token.
         on_policy: a ratio that was not computed is 1 then, by definition.
 
     Returns:
         metrics by name; what nothing was computed for is left out.
     """
-    loss, entropy, tokens, approx_kl, compared, gap, gap_tokens, weight, weight_tokens = sums.tolist()
+    loss, entropy, tokens, approx_kl, compared, gap, gap_tokens, weight, weight_tokens, aux, balanced = sums.tolist()
     computed = rows[~rows[:, 0].isnan()]
     surprise = rows[~rows[:, 4].isnan(), 4]
     metrics = {"rollout/skipped_rows_ratio": 1 - len(computed) / max(len(rows), 1)}
@@ -141,6 +141,8 @@ def step_metrics(
         metrics["sampling/logp_difference_max"] = largest_gap.item()
     if weight_tokens:
         metrics["sampling/importance_weight_mean"] = weight / weight_tokens
+    if balanced:
+        metrics["aux_loss"] = aux / balanced
     return metrics
 
 
@@ -349,7 +351,7 @@ class Recorder:
         """Loss, entropy, ratios, clip shares and the gap to the sampler of one step's passes, over all processes."""
         accelerator = self.parallel.accelerator
         rows = accelerator.pad_across_processes(stats.per_row[stats.rows], dim=0, pad_index=torch.nan)
-        sums = [stats.loss.detach()[None], stats.entropy, stats.approx_kl, stats.gap[:2], stats.weight]
+        sums = [stats.policy_loss, stats.entropy, stats.approx_kl, stats.gap[:2], stats.weight, stats.aux_loss]
         summed = accelerator.reduce(torch.cat(sums), reduction="sum")
         largest = self.parallel.gather(stats.gap[2:]).max()
         for name, value in step_metrics(self.parallel.gather(rows), summed, largest, on_policy).items():

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import trl
+from datasets import IterableDataset
 from pydantic import ValidationError, create_model
 
 from rloo_kit.config.batches import check_eval_batch, check_generation_batch, check_generation_batch_size
@@ -186,6 +187,22 @@ def refuse_sampling_filters(args: Any) -> None:
     """Refuse an `RLOOConfig` (the kit's or TRL's) that samples from another distribution than the one that is scored;
     the ConfigError names each setting and what to set instead."""
     problems = find_sampling_problems(vars(args))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def check_stream(dataset: Any, args: Any) -> None:
+    """Refuse options that ask for the length of a training set, or for its rows by number, where it is a stream."""
+    if not isinstance(dataset, IterableDataset):
+        return
+    problems = []
+    if args.max_steps <= 0:
+        problems.append("max_steps is not set, and train_dataset is a stream without a length: set max_steps=...")
+    if rounds := option(args, "resample_rounds"):
+        problems.append(
+            f"resample_rounds is {rounds}, which draws prompts by number, and train_dataset is a stream without any: "
+            "set resample_rounds=0, or load the data whole (a datasets.Dataset)"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
 

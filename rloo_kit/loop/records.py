@@ -151,6 +151,7 @@ class StepStats:
 
     Attributes:
         loss: sum over the rows. rows: those of the step, whose gradient was due.
+        policy_loss: the same without the auxiliary loss. aux_loss: (2,), its sum over micro-steps, and their number.
         per_row: (B, 5), of each completion the `RATIO_STATISTICS` (of each token's ratio, the mean) and minus its
             log-probability, in nats; NaN where it was not computed.
         entropy: (2,), the sum over the trained tokens, in nats, and their number.
@@ -163,7 +164,8 @@ class StepStats:
         self.rows = rows
         self.loss = torch.zeros((), device=device)
         self.per_row = torch.full((size, len(RATIO_STATISTICS) + 1), torch.nan, device=device)
-        self.entropy, self.approx_kl, self.weight = (torch.zeros(2, device=device) for _ in range(3))
+        self.policy_loss = torch.zeros(1, device=device)
+        self.entropy, self.approx_kl, self.weight, self.aux_loss = (torch.zeros(2, device=device) for _ in range(4))
         self.gap = torch.zeros(3, device=device)
         self.is_finite = True
 

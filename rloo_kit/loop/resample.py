@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.errors import DataError
 from rloo_kit.gradient.advantages import tied_groups
 
 Batch = TypeVar("Batch")
@@ -107,17 +107,9 @@ class PromptReservoir:
     Args:
         dataset: with a length and rows by number (`datasets.Dataset`); a row is a dict with `prompt`.
         seed: of the order.
-
-    Raises:
-        ConfigError: the data set has no length.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise ConfigError(
-                f"rollout.resample_rounds draws prompts by number, and a {type(dataset).__name__} has none: load it "
-                "whole (a datasets.Dataset), or set rollout.resample_rounds: 0"
-            )
         self.dataset = dataset
         self.seed = seed
         self.passes = 0

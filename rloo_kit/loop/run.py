@@ -32,11 +32,13 @@ from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import NO_ADAPTER, gather_adapter
 from rloo_kit.models.policy import Policy, save_adapter
-from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
+from rloo_kit.plan.load import TOKENS_PER_PASS
+from rloo_kit.plan.planner import plan_vram
 from rloo_kit.results.evaluation import compare
 from rloo_kit.results.report import TrainResult, load_evaluation, write_report
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.rollout.engine import check_cache, choose_engine
+from rloo_kit.rollout.types import FOREIGN
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import read_object, saving
 from rloo_kit.runs.health import LearningSignalWatch
@@ -309,18 +311,24 @@ def planned_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
     return {name: min(limits[name] for limits in found if name in limits) for name in set().union(*found)}
 
 
+def loaded_engine(run: RunConfig, policy: Policy) -> str:
+    """The engine that samples; of auto the one that the policy was loaded with, whatever fits next to it by now."""
+    wanted = str(run.rollout.engine)
+    return choose_engine(wanted, policy.backend, policy.model)[0] if wanted == "auto" else wanted
+
+
 def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
     try:
-        plan = plan_vram(run, config=policy.model.config.to_dict())
+        plan = plan_vram(run, config=policy.model.config.to_dict(), engine=loaded_engine(run, policy))
     except ConfigError as error:
         say(f"memory: {error}")
         return {}
-    limits = {} if run.rollout.engine == "server" else {"rollout_rows": plan.rows}
+    limits = {} if plan.engine.name in FOREIGN else {"rollout_rows": plan.rows}  # those bound their rows themselves
     if run.rloo.tokens_per_pass is None and plan.tokens_per_pass < TOKENS_PER_PASS[not plan.machine.on_cuda]:
         limits["tokens_per_pass"] = plan.tokens_per_pass
     if not plan.fits:
         say(f"memory: {plan}")
-    elif plan.rows < plan.completions and run.rollout.rows is None:
+    elif "rollout_rows" in limits and plan.rows < plan.completions and run.rollout.rows is None:
         say(
             f"memory: {plan.rows} of the {plan.completions} completions of a rollout are generated at once, as many as "
             f"fit {plan.machine.name} (computed; rollout.rows sets it by hand)"

@@ -1,14 +1,13 @@
-"""What samples a rollout: the kit's engine, or vLLM through TRL's own code."""
+"""What samples a rollout: an engine, reached through TRL's own code around it."""
 
-import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rloo_kit.errors import DataError
 from rloo_kit.loop.records import Completions
 from rloo_kit.models.parallel import Parallel
-from rloo_kit.rollout.types import Engine, Limits, Rollout
+from rloo_kit.rollout.types import FOREIGN, Engine, Limits, Rollout
 
 
 class Sampler:
@@ -17,11 +16,11 @@ class Sampler:
     Args:
         trainer: TRL's. Its `_generate` renders templates, decodes and counts, and comes back for the ids alone: to
             `complete`.
-        engine: what samples; None where TRL's code does (vLLM). limits: of a completion's length.
+        engine: what samples. limits: of a completion's length.
         parallel: gathers sharded weights to sample from. end_ids: of a completion; one without is truncated.
     """
 
-    def __init__(self, trainer: Any, engine: Engine | None, limits: Limits, parallel: Parallel, end_ids: set[int]):
+    def __init__(self, trainer: Any, engine: Engine, limits: Limits, parallel: Parallel, end_ids: set[int]):
         self.trainer, self.engine, self.limits = trainer, engine, limits
         self.parallel, self.end_ids = parallel, end_ids
         self._found: Rollout | None = None
@@ -48,44 +47,24 @@ class Sampler:
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """Completion ids by the engine. Where not all rows fit at once, those of prompts that took long before start
         first: the tail gets shorter."""
-        assert self.engine is not None
         waits = self.engine.rows is not None and self.engine.rows < len(prompt_ids)
         keys = [hash(tuple(ids)) for ids in prompt_ids]
         usual = sum(self._lengths.values()) / max(len(self._lengths), 1)
         expected = [self._lengths.get(key, usual) for key in keys] if waits else None
-        is_here = self.engine.name != "server"  # which gets the adapter alone, and samples elsewhere
-        weights = self.parallel.whole_weights(self.trainer.model_wrapped) if is_here else nullcontext()
-        with weights, self.parallel.accelerator.autocast():
+        with self._weights():
             self._found = self.engine.sample(prompt_ids, self.limits, expected)
         for key, ids in zip(keys, self._found.completion_ids, strict=True):
             self._lengths[key] = (self._lengths.get(key, len(ids)) + len(ids)) / 2
         return self._found.completion_ids
 
-    def listen(self, generation: Any, generate: Callable[[], list[list[int]]]) -> list[list[int]]:
-        """Completion ids by `generate`, TRL's code around vLLM; its log-probabilities, which TRL drops, are kept.
-
-        Args:
-            generation: TRL's `VLLMGeneration`, or what stands in its place and may have no `logprobs`.
-        """
-        if not hasattr(generation, "logprobs"):
-            return generate()
-        plain = generation.generate
-        logps: list[Any] = []
-
-        def listening(*arguments: Any, **keywords: Any) -> Any:
-            found = plain(*arguments, **keywords)
-            logps.extend(found[2] or [])
-            return found
-
-        generation.generate = listening
-        try:
-            completion_ids = generate()
-        finally:
-            generation.generate = plain
-        if [len(row) for row in logps] == [len(ids) for ids in completion_ids]:
-            known = [[math.nan if token[0] is None else token[0] for token in row] for row in logps]
-            self._found = Rollout(completion_ids, [None] * len(completion_ids), known)
-        return completion_ids
+    @contextmanager
+    def _weights(self) -> Iterator[None]:
+        """The whole policy in the trainer's precision; a foreign engine has a base and a precision of its own."""
+        if self.engine.name in FOREIGN:
+            yield
+            return
+        with self.parallel.whole_weights(self.trainer.model_wrapped), self.parallel.accelerator.autocast():
+            yield
 
 
 def check_prompts(prompt_ids: list[list[int]]) -> None:

@@ -28,6 +28,7 @@ from rloo_kit.loop.resample import PromptReservoir, find_tied_groups, replace_ti
 from rloo_kit.loop.rewarder import Rewarder
 from rloo_kit.loop.sampler import Sampler
 from rloo_kit.models.parallel import Parallel, local_parts
+from rloo_kit.rollout.types import Filters
 from rloo_kit.runs.watch import FiniteWatch
 
 Backward = Callable[[torch.Tensor], None]
@@ -41,6 +42,8 @@ class StepSettings:
         num_generations, num_generations_eval: K, in training and in evaluation.
         on_policy: every completion is used before the weights that sampled it change.
         scores_first: why advantages cannot follow from the pass that trains, one line; None if they can.
+        aux_loss_coef: of a mixture of experts, weight of its auxiliary loss; 0: it has none.
+        filters: of the distribution that is sampled from.
     """
 
     num_generations: int
@@ -52,6 +55,8 @@ class StepSettings:
     memory: str
     tokens_per_pass: int
     resample_rounds: int
+    aux_loss_coef: float
+    filters: Filters
     mask_truncated_completions: bool
     baseline_includes_masked: bool
     sampler_correction: str
@@ -173,6 +178,7 @@ class RLOOStep:
         beta = self.settings.advantage.beta
         if not stale and not beta:
             return
+        self.scorer.choose_layout(batch.groups(range(len(batch))))
         batch.old_logps, batch.kl = batch.zeros(), batch.zeros()
         with torch.no_grad():
             for rows in self._cut_without_graph(batch, range(len(batch))):
@@ -197,7 +203,9 @@ class RLOOStep:
 
     # ------------------------------------------------------------------------------------------------ the gradient
 
-    def loss(self, model: torch.nn.Module, batch: RolloutBatch, rows: list[int], backward: Backward) -> torch.Tensor:
+    def loss(
+        self, model: torch.nn.Module, batch: RolloutBatch, rows: list[int], backward: Backward, micro_steps: float = 1
+    ) -> torch.Tensor:
         """Minus the objective, summed over the rows, with the graph of the last pass.
 
         Passes before the last one go through `backward` here, so that one graph is alive at a time.
@@ -205,10 +213,16 @@ class RLOOStep:
         Args:
             rows: of the batch, ascending; all of them where its advantages are open.
             backward: takes a loss that is summed over rows to the gradients.
+            micro_steps: that the rows stand for.
         """
+        self.scorer.choose_layout(batch.groups(range(len(batch))))  # of the batch, so each of its steps has the same
         is_open = batch.advantages is None
         stats = StepStats(len(batch), rows, self.parallel.accelerator.device)
-        passes = self.cut(batch, rows if is_open else batch.with_signal(rows), whole_groups=is_open)
+        if self.settings.aux_loss_coef:  # a micro-step's experts are balanced over all of its rows
+            size = max(1, round(len(rows) / micro_steps))
+            passes = [rows[first : first + size] for first in range(0, len(rows), size)]
+        else:
+            passes = self.cut(batch, rows if is_open else batch.with_signal(rows), whole_groups=is_open)
         count = self.parallel.equalize(len(passes))  # where weights are sharded, processes make equally many
         for number, chosen in enumerate([*[[]] * (count - len(passes)), *passes], 1):
             part = self._pass(model, batch, chosen, stats) if chosen else self._empty_pass(model, batch)
@@ -253,7 +267,7 @@ class RLOOStep:
             made = make_advantages(own, kl, mask, lengths, batch.group_size, self.settings.advantage)
             advantages, per_token = made.trained, made.per_token
         else:
-            scores = self.scorer.score(model, groups)
+            scores = self.scorer.score(model, groups, balanced=mask if self.settings.aux_loss_coef else None)
             advantages, per_token = batch.advantages.of(rows), batch.advantages.per_token
         if self.settings.objective.ratio_form == "per_token" and not per_token:
             advantages = spread(advantages, lengths)
@@ -262,7 +276,11 @@ class RLOOStep:
         parts = policy_loss(scores.logps, old, lengths, mask, advantages, self.settings.objective, weights)
         stats.add(rows, mask, scores, old, parts)
         stats.add_entropy(rows, lengths, mask, scores)
-        return parts.per_row.sum()
+        stats.policy_loss += parts.per_row.detach().sum()
+        if scores.aux_loss is None:
+            return parts.per_row.sum()
+        stats.aux_loss += torch.stack([scores.aux_loss.detach(), torch.ones_like(scores.aux_loss)])
+        return parts.per_row.sum() + self.settings.aux_loss_coef * scores.aux_loss * len(rows)
 
     def _empty_pass(self, model: torch.nn.Module, batch: RolloutBatch) -> torch.Tensor:
         """A loss of 0 with a graph, computed as the other processes compute theirs."""
@@ -296,12 +314,14 @@ class RLOOStep:
         return weights
 
     def _observe(self, model: torch.nn.Module, batch: RolloutBatch, stats: StepStats) -> None:
-        """The entropy of a step without any learning signal: it says whether the policy has collapsed."""
+        """The entropy of a step without any learning signal: it says whether the policy has collapsed. And its gap."""
         with torch.no_grad():
             for rows in self._cut_without_graph(batch, stats.rows):
-                lengths = [len(batch.mask[row]) for row in rows]
+                lengths, mask = [len(batch.mask[row]) for row in rows], pick(batch.mask, rows)
                 scores = self.scorer.score(model, batch.groups(rows))
-                stats.add_entropy(rows, lengths, pick(batch.mask, rows), scores)
+                stats.add_entropy(rows, lengths, mask, scores)
+                if batch.sampler_logps is not None:
+                    stats.add_gap(scores.logps, pick(batch.sampler_logps, rows), mask)
 
     # ------------------------------------------------------------------------------------------------ its end
 

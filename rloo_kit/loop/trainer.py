@@ -16,26 +16,28 @@ from typing import Any
 import torch
 import trl
 from accelerate.utils import is_peft_model
+from datasets import IterableDataset
 from transformers import TrainerCallback
-from transformers.trainer_utils import has_length
 from trl.trainer.utils import pad
 
 from rloo_kit.config.batches import check_eval_batch, check_prompt_count
-from rloo_kit.errors import ConfigError
 from rloo_kit.loop.arguments import FURTHER_ARGUMENTS, prepare_arguments
 from rloo_kit.loop.build import build_step, describe, settle_reference
 from rloo_kit.loop.callbacks import use_text_progress
-from rloo_kit.loop.checkpoints import load_loop_state, save_checkpoint
-from rloo_kit.loop.options import refuse_sampling_filters
+from rloo_kit.loop.checkpoints import StreamPlace, load_loop_state, read_place, save_checkpoint
+from rloo_kit.loop.options import check_stream, refuse_sampling_filters
 from rloo_kit.loop.records import RolloutBatch
 from rloo_kit.loop.sampler import check_prompts
 from rloo_kit.loop.step import RLOOStep
-from rloo_kit.models.adapters import keep_base, restore_precision, trainable_tensors
-from rloo_kit.models.policy import follow_umask, keep_settings
+from rloo_kit.models.adapters import follow_umask, keep_base, restore_precision, trainable_tensors
+from rloo_kit.models.policy import keep_settings
 from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.rewarding.guard import log_names
 from rloo_kit.runs.files import saving
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
+
+# Steps of TRL that this loop has its own for: what a subclass makes of them is not called.
+BYPASSED = ("_generate_and_score_completions", "_get_per_token_logps_and_entropies")
 
 
 class RLOOTrainer(trl.RLOOTrainer):
@@ -47,7 +49,8 @@ class RLOOTrainer(trl.RLOOTrainer):
             `reward(prompts, completions, completion_ids, **columns) -> list[float | None]`, with those of the
             arguments that it accepts.
         args: an `RLOOConfig` of the kit, or TRL's own (the kit's options then have their defaults).
-        train_dataset: a `datasets.Dataset` with a column `prompt`.
+        train_dataset: a `datasets.Dataset` with a column `prompt`, or a stream (`datasets.IterableDataset`) of such
+            rows, which takes `max_steps`.
 
     Attributes:
         rloo: the step, with its collaborators: sampler, rewarder, scorer, recorder, parallel.
@@ -67,6 +70,7 @@ class RLOOTrainer(trl.RLOOTrainer):
     think_tags: ThinkTags
     checkpoint_record: Mapping[str, Any] = {}
     _staging: Path | None = None  # where a checkpoint is being written
+    _place: StreamPlace | None = None  # in a training set that is a stream
 
     def __init__(
         self,
@@ -82,14 +86,13 @@ class RLOOTrainer(trl.RLOOTrainer):
         named |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         named |= dict(zip(FURTHER_ARGUMENTS[: len(more)], more, strict=True))
         arguments = prepare_arguments({name: value for name, value in named.items() if value is not None} | keywords)
+        check_stream(arguments.get("train_dataset"), arguments["args"])
         masters = trainable_tensors(arguments.get("model"))
         with (
-            keep_settings(arguments.get("args"), arguments.get("processing_class")),
+            keep_settings(arguments),
             keep_base(arguments.get("model")),
         ):
             super().__init__(**arguments)
-        if self.aux_loss_enabled:
-            raise ConfigError("mixture-of-experts auxiliary losses are not scored here: set router_aux_loss_coef=0.0")
         refuse_sampling_filters(self.args)
         restore_precision(self.model, masters)
         keep_4bit_weights(self.model)
@@ -113,7 +116,13 @@ class RLOOTrainer(trl.RLOOTrainer):
 
     def describe(self) -> str:
         """A line each: what samples, how completions are scored, how the gradient is made, and why; the processes."""
-        return describe(self.rloo)
+        bypassed = [name for name in BYPASSED if getattr(type(self), name) is not getattr(RLOOTrainer, name)]
+        lines = [
+            f"WARNING: {type(self).__name__}.{name} is not called in training here: override _generate_single_turn "
+            "(what samples) or _compute_loss (what is trained)"
+            for name in bypassed
+        ]
+        return "\n".join([describe(self.rloo), *lines])
 
     # ------------------------------------------------------------------------------------------------ a step
 
@@ -158,14 +167,9 @@ class RLOOTrainer(trl.RLOOTrainer):
         return padded
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any) -> Any:
-        """Completions by the kit's engine, or by TRL's code (vLLM)."""
+        """Completions by the engine."""
         check_prompts(prompt_ids)
-        sampler = self.rloo.sampler
-        if sampler.engine is not None:
-            return sampler.complete(prompt_ids)
-        plain = super()._generate_single_turn
-        generation = getattr(self, "vllm_generation", None)
-        return sampler.listen(generation, lambda: plain(prompt_ids, images, multimodal_fields))
+        return self.rloo.sampler.complete(prompt_ids)
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """Clipped policy-gradient loss, a mean over completions, times the micro-steps that it stands for.
@@ -177,13 +181,14 @@ class RLOOTrainer(trl.RLOOTrainer):
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         batch, parallel = inputs["rollout"], self.rloo.parallel
         rows = inputs.get("rows", list(range(len(batch))))
-        share = inputs.get("micro_steps", 1) / len(rows)
+        micro_steps = inputs.get("micro_steps", 1)
+        share = micro_steps / len(rows)
 
         def backward(loss: torch.Tensor) -> None:
             steps = getattr(self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps)
             parallel.backward(loss * share / steps)
 
-        return self.rloo.loss(parallel.model_of_passes(model), batch, rows, backward) * share
+        return self.rloo.loss(parallel.model_of_passes(model), batch, rows, backward, micro_steps) * share
 
     def training_step(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """TRL's; after a step's last pass the gradients of all processes become one, before they are clipped."""
@@ -218,20 +223,36 @@ class RLOOTrainer(trl.RLOOTrainer):
         check_eval_batch(self.args.per_device_eval_batch_size, self.num_generations_eval)
         return super().get_eval_dataloader(eval_dataset)
 
+    def get_train_dataloader(self) -> Any:
+        """TRL's; of a stream only as many rows are read as a rollout needs."""
+        if isinstance(self.train_dataset, IterableDataset):
+            needed = self.args.generation_batch_size // self.num_generations
+            self._check_prompt_count(sum(1 for _ in self.train_dataset.take(needed)))
+        return super().get_train_dataloader()
+
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        args = self.args
-        by_step = args.steps_per_generation == args.gradient_accumulation_steps
-        check_prompt_count(
-            len(self.train_dataset if dataset is None else dataset),
-            args.per_device_train_batch_size,
-            args.steps_per_generation,
-            self.num_generations,
-            "gradient_accumulation_steps" if by_step else "steps_per_generation",
-        )
+        self._check_prompt_count(len(self.train_dataset if dataset is None else dataset))
         self._drawn = super()._get_train_sampler(dataset)
         return self._drawn
 
+    def _check_prompt_count(self, prompts: int) -> None:
+        args = self.args
+        by_step = args.steps_per_generation == args.gradient_accumulation_steps
+        passes_key = "gradient_accumulation_steps" if by_step else "steps_per_generation"
+        sizes = args.per_device_train_batch_size, args.steps_per_generation, self.num_generations
+        check_prompt_count(prompts, *sizes, passes_key)
+
     # ------------------------------------------------------------------------------------------------ checkpoints
+
+    def _init_training_state(
+        self, max_steps: int, steps_a_pass: int, passes: int, resume_from_checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """transformers'; the pass and the batches of it that are over. It takes a stream for one that never ends."""
+        found = super()._init_training_state(max_steps, steps_a_pass, passes, resume_from_checkpoint, trial)
+        if not isinstance(self.train_dataset, IterableDataset):
+            return found
+        self._place = read_place(resume_from_checkpoint) or StreamPlace(0, found[1], found[1])
+        return self._place.passes, 0 if self.args.ignore_data_skip else self._place.batches
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the adapter and its reference as they were.
@@ -282,10 +303,13 @@ class _LoopCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_more: Any) -> None:
         self.trainer._forget_window()
+        if self.trainer._place is not None:
+            self.trainer._step = self.trainer._place.micro_steps
+            return
         accumulation, steps = args.gradient_accumulation_steps, state.global_step
-        pass_length = len(train_dataloader) if has_length(train_dataloader) else 0  # micro-steps; a stream has none
+        pass_length = len(train_dataloader)  # micro-steps
         steps_a_pass = max(math.ceil(pass_length / accumulation), 1)  # the last one may be of fewer micro-steps
-        passes, rest = divmod(steps, steps_a_pass) if pass_length else (0, steps)
+        passes, rest = divmod(steps, steps_a_pass)
         self.trainer._step = passes * pass_length + rest * accumulation
         sampler = self.trainer._drawn
         if sampler is not None and sampler.shuffle:
@@ -294,6 +318,18 @@ class _LoopCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         self.trainer._close_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        self._move_on(is_over=self.trainer.accelerator.gradient_state.end_of_dataloader)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        self._move_on(is_over=True)
+
+    def _move_on(self, is_over: bool) -> None:
+        """In a stream; its pass may end in the middle of a step."""
+        place, micro_steps = self.trainer._place, self.trainer._step
+        if place is not None and place.micro_steps != micro_steps:
+            self.trainer._place = place.move(micro_steps, is_over)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         close = getattr(self.trainer.rloo.sampler.engine, "close", None)

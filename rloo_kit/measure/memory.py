@@ -25,12 +25,14 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import CACHES
 from rloo_kit.errors import BackendError, RlooKitError
 from rloo_kit.loop.options import RLOOConfig
-from rloo_kit.loop.run import mixed_precision, training_arguments
+from rloo_kit.loop.run import loaded_engine, mixed_precision, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.measure.stand_ins import fill_cache, fill_slots, save_random_checkpoint
 from rloo_kit.models.policy import Policy, load_policy
+from rloo_kit.plan.load import read_load
 from rloo_kit.plan.parts import Load, context_bytes
-from rloo_kit.plan.planner import plan_vram, read_load, rollout_gib, training_gib
+from rloo_kit.plan.peaks import rollout_gib, training_gib
+from rloo_kit.plan.planner import plan_vram
 from rloo_kit.plan.result import VramPlan
 from rloo_kit.rollout.engine import build_engine, check_cache, choose_engine
 from rloo_kit.rollout.types import Limits, Rollout
@@ -39,6 +41,10 @@ from rloo_kit.system.memory import GIB, is_out_of_memory, resident_gib, trim_hea
 
 DECODED_TOKENS = 64
 LOCAL_ENGINES = ("auto", "native", "generate")
+_NOT_HERE = {
+    "vllm": "vLLM takes its share of the GPU (rollout.vllm.gpu_memory_utilization) when it starts, and keeps to it",
+    "server": "the server's GPUs hold its keys and values",
+}
 
 
 class Peak:
@@ -176,11 +182,11 @@ def _autocast(run: RunConfig, policy: Policy) -> AbstractContextManager[Any]:
 
 
 def _engine_of(run: RunConfig) -> str:
-    """The engine to measure; one that samples elsewhere is refused."""
+    """The engine to measure; vLLM, here or on a server, is refused."""
     if run.rollout.engine not in LOCAL_ENGINES:
         raise BackendError(
-            f"rollout.engine is {run.rollout.engine}, whose keys and values are held by vLLM, which takes what "
-            "gpu_memory_utilization gives it. Measure with rollout.engine=auto"
+            f"the rollout of rollout.engine={run.rollout.engine} has no peak to measure: "
+            f"{_NOT_HERE[run.rollout.engine]}. Measure another engine's with rollout.engine=native or generate"
         )
     return str(run.rollout.engine)
 
@@ -293,8 +299,8 @@ class _FullRows:
 def _load_of(run: RunConfig, policy: Policy) -> Load:
     """What the arithmetic reads of the run, with the pass that `train` would plan for it on this machine."""
     config = policy.model.config.to_dict()
-    plan = plan_vram(run, config=config)
-    return replace(read_load(run, plan.machine, config), tokens_per_pass=plan.tokens_per_pass)
+    plan = plan_vram(run, config=config, engine=loaded_engine(run, policy))
+    return replace(read_load(run, plan.machine, config, plan.engine.name), tokens_per_pass=plan.tokens_per_pass)
 
 
 # ------------------------------------------------------------------------------------------------ a whole plan
@@ -335,22 +341,27 @@ def measure_plan(run: RunConfig, plan: VramPlan, say: Callable[[str], None] = pr
         say: gets a line before each measurement.
 
     Returns:
-        the rollout with each cache that the run's engine keeps, and training.
+        the rollout with each cache that the run's engine keeps, and training; training alone, with vLLM not loaded,
+            where vLLM or a server samples.
 
     Raises:
-        BackendError: the run does not fit this machine's memory by far and there is no GPU to refuse it; or vLLM
-            samples. ConfigError: see `load_policy`.
+        BackendError: the run does not fit this machine's memory by far and there is no GPU to refuse it.
+        ConfigError: see `load_policy`.
     """
-    _engine_of(run)
     if plan.machine.on_cuda != torch.cuda.is_available():
         raise BackendError(f"the plan is for {plan.machine.name}, which is not here: measure without --gpu-gib")
-    if not torch.cuda.is_available() and not plan.fits:
+    if not torch.cuda.is_available() and plan.headroom_gib < 0:
         raise BackendError(
             f"the run takes {plan.peak_gib:.1f} GiB and this machine has {plan.machine.usable_gib:.1f}: without a GPU "
             "that refuses, measuring it would stop other programs. Make it smaller, as `rloo-kit plan` says"
         )
     with tempfile.TemporaryDirectory(prefix="rloo-kit-measure-") as folder:
-        return list(_measure_all(_with_random_weights(run, folder, say), plan, say))
+        run = _with_random_weights(run, folder, say)
+        if plan.engine.name in _NOT_HERE:
+            say(f"measure: training only; {_NOT_HERE[plan.engine.name]}")
+            run = run.model_copy(deep=True)
+            run.rollout = run.rollout.model_copy(update={"engine": "generate", "server_url": None})
+        return list(_measure_all(run, plan, say))
 
 
 def _with_random_weights(run: RunConfig, folder: str, say: Callable[[str], None]) -> RunConfig:
@@ -386,7 +397,7 @@ def _measure_all(run: RunConfig, plan: VramPlan, say: Callable[[str], None]) -> 
         say(f"measure: {error or f'{gib:.3f} GiB'}, computed {computed:.3f}, {seconds:.0f} s")
         return Measured(what, cache, rows, load.row_tokens, computed, gib, reserved, seconds, error)
 
-    for cache in _caches_of(run, policy):
+    for cache in [] if plan.engine.name in _NOT_HERE else _caches_of(run, policy):
         computed = rollout_gib(replace(load, cache=cache), plan.rows)
         call = partial(measure_rollout, policy, run, plan.rows, load.row_tokens, cache)
         yield measure("rollout", cache, plan.rows, computed, call)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,15 @@ from accelerate.utils import DistributedType, is_peft_model
 
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import ConfigError
-from rloo_kit.models.policy import ADAPTER_ALONE, follow_umask
 
+# What PEFT's `save_pretrained` writes: TRL's copy "ref" stays behind, and the embedding, which is never resized ("auto"
+# would ask the hub whether it was).
+ADAPTER_ALONE: dict[str, Any] = {"selected_adapters": ["default"], "save_embedding_layers": False}
 NO_ADAPTER = (
-    "rollout.engine is server, which is handed an adapter, but every parameter is trained here: train an adapter "
-    "(model.lora, or peft_config), or set rollout.engine=auto"
+    "rollout.engine is server or vllm, which is handed an adapter, but every parameter is trained here: train an "
+    "adapter (model.lora, or peft_config), or set rollout.engine=auto"
 )
+PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")  # of an adapter, which leave its base as it was
 
 
 def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -132,6 +135,24 @@ def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
     return all(torch.equal(value, copy) for value, copy in pairs)
 
 
+def find_handover_problem(model: Any) -> str | None:
+    """Why another program that holds the base cannot be handed the adapter of `model`; None if it can."""
+    if not is_peft_model(model):
+        return NO_ADAPTER
+    config: Any = model.peft_config["default"]
+    found, fix = "", "set rollout.engine=auto"
+    if config.peft_type != "LORA":
+        found, fix = f"is of the type {config.peft_type.value}", "train a LoRA adapter, or set rollout.engine=auto"
+    elif getattr(config, "use_dora", False):
+        found, fix = "uses DoRA, which vLLM has no kernel for", "set use_dora=False or rollout.engine=auto"
+    elif config.bias != "none" or getattr(config, "lora_bias", False) or config.modules_to_save:
+        found = "trains biases or whole modules (modules_to_save) too"
+    elif isinstance(config.init_lora_weights, str) and config.init_lora_weights.lower() not in PLAIN_STARTS:
+        name = config.init_lora_weights
+        found, fix = f"starts by {name}, which changes the base", "set init_lora_weights=True or rollout.engine=auto"
+    return f"vLLM is handed a LoRA alone, and this adapter {found}: {fix}" if found else None
+
+
 def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> None:
     """Write the adapter of `model`, wrapped or not, into the new or empty `folder` as PEFT does.
 
@@ -146,6 +167,14 @@ def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> Non
         state = {} if gathered is None else {"state_dict": gathered}
         policy.save_pretrained(str(folder), **ADAPTER_ALONE, **state)
         follow_umask(folder)
+
+
+def follow_umask(folder: Path) -> None:
+    """Give the weights in a folder its permissions: safetensors makes files that only their owner can read, whatever
+    the umask, and a group that shares its runs, or a server under another user, could not."""
+    for file in folder.glob("*.safetensors"):
+        with suppress(OSError):  # a disk without permissions
+            file.chmod(folder.stat().st_mode & 0o666)
 
 
 def gather_adapter(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch.Tensor] | None:

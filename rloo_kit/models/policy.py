@@ -5,8 +5,8 @@ A backend is a module with three functions: `load`, `inference_mode` and `config
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,17 +17,18 @@ import torch
 from rloo_kit._stack import load_stack
 from rloo_kit.collective import gather_objects, main_first, start_processes
 from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import RolloutSection
 from rloo_kit.data.chat import resolve_family
-from rloo_kit.errors import BackendError
+from rloo_kit.errors import BackendError, ConfigError
+from rloo_kit.models.adapters import ADAPTER_ALONE, follow_umask
 from rloo_kit.models.checkpoint import bind_padding, find_source
+from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
+from rloo_kit.plan.engines import choose_engine, plan_vllm
+from rloo_kit.plan.result import VllmPlan
 from rloo_kit.runs.files import saving
 from rloo_kit.system import environment
 from rloo_kit.system.processes import is_distributed, is_main_process
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
-
-# What PEFT's `save_pretrained` writes: TRL's copy "ref" stays behind, and the embedding, which is never resized ("auto"
-# would ask the hub whether it was).
-ADAPTER_ALONE: dict[str, Any] = {"selected_adapters": ["default"], "save_embedding_layers": False}
 
 _MODULES = {"unsloth": "rloo_kit.models.unsloth", "transformers": "rloo_kit.models.transformers"}
 _loaded: set[str] = set()
@@ -54,6 +55,7 @@ class Policy:
         tags: ids of `<think>` and `</think>`.
         family: "thinking", "hybrid", "instruct" or "plain".
         config_arguments: keywords that `RLOOConfig` needs for this model (gradient checkpointing).
+        rollout: `run.rollout` of the run that it was loaded for; None for one that was put together by hand.
         sharding: gathers whole weights after training with FSDP or DeepSpeed; None where each process has them.
     """
 
@@ -64,6 +66,7 @@ class Policy:
     tags: ThinkTags
     family: str
     config_arguments: dict[str, Any]
+    rollout: RolloutSection | None = None
     sharding: Sharding | None = None
 
     def whole_weights(self) -> AbstractContextManager[Any]:
@@ -103,7 +106,12 @@ def load_policy(run: RunConfig) -> Policy:
     _refuse_mixed_gpus(run)
     with main_first():
         source = find_source(run)
-    model, tokenizer = _module(name).load(run, source, stack)
+    vllm, engine_reason = _plan_vllm(run, name)
+    model, tokenizer = _module(name).load(run, source, stack, vllm)
+    if vllm is None:
+        remember_absence(model, engine_reason)
+    else:
+        print(f"{vllm}\nvLLM: {find_vllm(model)}", flush=True)
     _loaded.add(name)
     bind_padding(model, tokenizer)
     _spare_threads(run, model)
@@ -115,12 +123,21 @@ def load_policy(run: RunConfig) -> Policy:
         tags=bind_think_tags(tokenizer),
         family=resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking),
         config_arguments=_module(name).config_arguments(run),
+        rollout=run.rollout,
     )
 
 
 def inference_mode_of(backend: str) -> Callable[[Any], AbstractContextManager[None]]:
     """What takes a model that `backend` loaded into evaluation mode, without gradients, and back afterwards."""
     return _module(backend).inference_mode
+
+
+def find_vllm(model: Any) -> InProcessVllm | None:
+    """The vLLM that was started with `model`, by `load_policy` or by Unsloth; None if it was loaded without."""
+    found = vllm_of(model)
+    if found is None and getattr(model, "vllm_engine", None) is not None:
+        found = _module("unsloth").adopt_engine(model)
+    return found
 
 
 def save_adapter(policy: Policy, folder: str | Path) -> Path:
@@ -147,20 +164,14 @@ def save_adapter(policy: Policy, folder: str | Path) -> Path:
     return folder
 
 
-def follow_umask(folder: Path) -> None:
-    """Give the weights in a folder its permissions: safetensors makes files that only their owner can read, whatever
-    the umask, and a group that shares its runs, or a server under another user, could not."""
-    for file in folder.glob("*.safetensors"):
-        with suppress(OSError):  # a disk without permissions
-            file.chmod(folder.stat().st_mode & 0o666)
-
-
 @contextmanager
-def keep_settings(args: Any, tokenizer: Any) -> Iterator[None]:
-    """Around the constructor of the trainer: what a backend's version of it changes in `args` and `tokenizer` (or None)
-    on its own is restored, and listed in one line together with what `keep_values` found."""
-    guard = _module("unsloth").keep_arguments(args) if _unsloth_is_there() else nullcontext([])
-    side = getattr(tokenizer, "padding_side", None)
+def keep_settings(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Around the constructor of the trainer, which gets `arguments`: what a backend's version of it changes in the
+    config and the tokenizer on its own is restored, and listed in one line together with what `keep_values` found."""
+    args, model = arguments.get("args"), arguments.get("model")
+    tokenizer: Any = arguments.get("processing_class")
+    guard = _module("unsloth").keep_arguments(args, model) if _unsloth_is_there() else nullcontext([])
+    side: str | None = getattr(tokenizer, "padding_side", None)
     with guard as changes:
         yield
     changes = [*getattr(args, "_changes", ()), *changes]
@@ -215,6 +226,25 @@ def _choose(run: RunConfig, stack: Any) -> tuple[str, str]:
             "model.backend=transformers"
         )
     return "transformers", "model.backend asks for it" if wanted == "transformers" else str(obstacle).partition(";")[0]
+
+
+def _plan_vllm(run: RunConfig, backend: str) -> tuple[VllmPlan | None, str]:
+    """How vLLM shares the GPU with training, where the run samples through it; and why this engine was chosen."""
+    asked = run.rollout.engine == "vllm"
+    if not asked and run.rollout.engine != "auto":
+        return None, "rollout.engine asks for it"
+    try:
+        choice, plan = choose_engine(run), plan_vllm(run)
+    except ConfigError as error:  # a model whose memory cannot be computed
+        if asked:
+            raise BackendError(f"rollout.engine is vllm, and its memory cannot be planned: {error}") from error
+        return None, f"not vLLM, whose memory cannot be planned: {error}"
+    if choice.name != "vllm":
+        return None, choice.reason
+    obstacle = plan.obstacle or (_module("unsloth").find_sleep_problem() if backend == "unsloth" else None)
+    if obstacle and asked:
+        raise BackendError(f"rollout.engine is vllm, but {obstacle}; or set rollout.engine=auto")
+    return (plan, choice.reason) if obstacle is None else (None, f"not vLLM: {obstacle}")
 
 
 def _refuse_sharded_4bit(run: RunConfig) -> None:

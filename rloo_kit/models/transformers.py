@@ -16,14 +16,16 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
 from rloo_kit.models.checkpoint import ModelSource, usable_length
+from rloo_kit.models.vllm import VllmSettings, start_vllm
+from rloo_kit.plan.result import VllmPlan
 from rloo_kit.system import environment
 
 NON_REENTRANT = {"use_reentrant": False}
 
 
-def load(run: RunConfig, source: ModelSource, stack: Any) -> tuple[Any, Any]:
-    """The model with its adapter in place, and its tokenizer. Raises BackendError where the checkpoint cannot be read
-    or the settings contradict each other."""
+def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None) -> tuple[Any, Any]:
+    """The model with its adapter in place, and its tokenizer; with `vllm`, vLLM with a copy of the base. Raises
+    BackendError where the checkpoint cannot be read or the settings contradict each other."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
         config = AutoConfig.from_pretrained(source.base)
@@ -44,7 +46,21 @@ def load(run: RunConfig, source: ModelSource, stack: Any) -> tuple[Any, Any]:
     if run.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=NON_REENTRANT)
         model.enable_input_require_grads()
-    return model.eval(), tokenizer  # PEFT's wrapper calls itself training around a base that is not
+    model.eval()  # PEFT's wrapper calls itself training around a base that is not
+    if vllm is not None:
+        settings = run.rollout.vllm
+        start_vllm(
+            model,
+            VllmSettings(
+                max_tokens=usable_length(run, config),
+                gpu_memory_utilization=vllm.gpu_memory_utilization if device.type == "cuda" else None,
+                max_num_seqs=vllm.max_num_seqs,
+                float8_kv_cache=settings.float8_kv_cache,
+                enforce_eager=settings.enforce_eager,
+                four_bit=run.model.load_in_4bit,
+            ),
+        )
+    return model, tokenizer
 
 
 @contextmanager

@@ -6,9 +6,11 @@ What it changes on its own is restored here: settings of the config, mixed preci
 import copy
 import inspect
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +23,14 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
 from rloo_kit.models.checkpoint import ModelSource, usable_length
+from rloo_kit.models.vllm import InProcessVllm, adopt_vllm, find_vllm_problem, prepare_variables, room_for_rank
+from rloo_kit.plan.result import VllmPlan
 from rloo_kit.system import environment
 
+ENGINE = "vllm_engine"  # the attribute of a model under which Unsloth keeps vLLM
+MERGED_VARIABLE = "UNSLOTH_VLLM_MERGED_ROLLOUT"
+MOST_OF_FREE = 0.98
+SHARE_VARIABLE = "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE"  # else it puts a share of its own for the one that was planned
 PRECISION_VARIABLE = "UNSLOTH_MIXED_PRECISION"
 OFFLOAD_VARIABLE = "UNSLOTH_OFFLOAD_FP32"  # without it checkpoints of float32 lie in the host's memory as bfloat16
 # What the constructor of the generated trainer assigns in its config; held by tests/with_unsloth/test_fingerprints.py.
@@ -56,9 +64,9 @@ def unusable(run: RunConfig, stack: Any) -> str | None:
     return None
 
 
-def load(run: RunConfig, source: ModelSource, stack: Any) -> tuple[Any, Any]:
-    """The model with its adapter in place, and its tokenizer. Raises BackendError where the checkpoint cannot be read
-    or the adapter does not fit it."""
+def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None) -> tuple[Any, Any]:
+    """The model with its adapter in place, and its tokenizer; with `vllm`, vLLM on the model's own weights. Raises
+    BackendError where the checkpoint cannot be read or the adapter does not fit it."""
     fast = stack.unsloth.FastLanguageModel
     os.environ.setdefault(OFFLOAD_VARIABLE, "exact")
     dtype_name = environment.current().dtype_name if run.model.dtype == "auto" else run.model.dtype
@@ -70,7 +78,7 @@ def load(run: RunConfig, source: ModelSource, stack: Any) -> tuple[Any, Any]:
             dtype=getattr(torch, dtype_name),
             load_in_4bit=run.model.load_in_4bit,
             use_gradient_checkpointing=run.model.gradient_checkpointing,
-            **_vllm_arguments(run),
+            **({} if vllm is None else _vllm_arguments(run, vllm)),
         )
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, BackendError):
@@ -134,9 +142,10 @@ def set_back(config: Any, stock: type, values: dict[str, Any], given: Iterable[s
 
 
 @contextmanager
-def keep_arguments(args: Any) -> Iterator[list[Change]]:
+def keep_arguments(args: Any, model: Any) -> Iterator[list[Change]]:
     """Around the generated trainer's constructor: what it changes in `args` is restored and listed, and float32 stays
-    float32 (it turns mixed precision on unless its variable says that the model's own precision is meant)."""
+    float32 (it turns mixed precision on unless its variable says that the model's own precision is meant). A vLLM on
+    the model is out of its sight: it would sample, and be handed merged weights, by TRL's own code."""
     changes: list[Change] = []
     before = {name: getattr(args, name) for name in CONSTRUCTOR_CHANGES if hasattr(args, name)}
     is_plain = args is not None and not (args.bf16 or args.fp16)
@@ -144,9 +153,12 @@ def keep_arguments(args: Any) -> Iterator[list[Change]]:
     if is_plain:
         changes.append(Change("mixed precision", "no", "bf16, or fp16 on a GPU without it"))
         os.environ[PRECISION_VARIABLE] = "bfloat16"
+    hidden = [(module, vars(module).pop(ENGINE)) for module in _wrappings(model) if ENGINE in vars(module)]
     try:
         yield changes
     finally:
+        for module, engine in hidden:
+            setattr(module, ENGINE, engine)
         if is_plain and variable is None:
             del os.environ[PRECISION_VARIABLE]
         elif is_plain:
@@ -155,6 +167,26 @@ def keep_arguments(args: Any) -> Iterator[list[Change]]:
             if (found := getattr(args, name)) != ours:
                 setattr(args, name, ours)
                 changes.append(Change(name, ours, found))
+
+
+def _wrappings(model: Any) -> list[Any]:
+    """The modules around and in a model on which Unsloth keeps vLLM."""
+    return list(model.modules()) if isinstance(model, torch.nn.Module) else []
+
+
+def adopt_engine(model: Any) -> InProcessVllm:
+    """The vLLM that Unsloth loaded the model's weights into, for the kit's engine `vllm`."""
+    llm = model.vllm_engine
+    folder = tempfile.mkdtemp(prefix="rloo-kit-")  # Unsloth writes the adapter's configuration there, once
+    shares = "Unsloth's, which shares the policy's weights; the adapter is handed over in memory"
+    return adopt_vllm(model, InProcessVllm(llm, partial(_hand_over, folder), shares))
+
+
+def _hand_over(folder: str, model: Any) -> Any:
+    request = model.load_lora(folder, load_tensors=True)
+    if not hasattr(request, "lora_int_id"):
+        raise ValueError(f"{MERGED_VARIABLE} is set, which merges the adapter into the base for each rollout: unset it")
+    return request
 
 
 def _generated_defaults(config: Any) -> dict[str, Any]:
@@ -176,17 +208,39 @@ def _lora_of(run: RunConfig) -> LoraSection:
     return run.model.lora
 
 
-def _vllm_arguments(run: RunConfig) -> dict[str, Any]:
-    """Arguments that load vLLM on the model's own weights, where `rollout.engine` asks for it; BackendError without
-    vLLM."""
-    if run.rollout.engine != "vllm" or run.rollout.server_url is not None:
-        return {}
-    if find_spec("vllm") is None:
-        raise BackendError(
-            "rollout.engine is vllm, but vLLM is not installed: pip install vllm (it needs CUDA), or set "
-            "rollout.engine=auto"
-        )
-    return {"fast_inference": True, "max_lora_rank": _lora_of(run).r}
+def find_sleep_problem() -> str | None:
+    """Why vLLM could not give back its memory while the model is trained; None if it can."""
+    if environment.STANDBY_VARIABLE in os.environ:
+        return None
+    return (
+        "Unsloth was imported before the run's file was read, and vLLM would keep its memory while the model is "
+        "trained: restart the kernel, and call load_config before anything loads Unsloth"
+    )
+
+
+def _vllm_arguments(run: RunConfig, vllm: VllmPlan) -> dict[str, Any]:
+    """Arguments that load vLLM on the model's own weights; BackendError where it cannot be."""
+    if problem := find_vllm_problem() or find_sleep_problem():
+        raise BackendError(f"rollout.engine is vllm, but {problem}")
+    prepare_variables()
+    os.environ[SHARE_VARIABLE] = "1"
+    return {
+        "fast_inference": True,
+        "max_lora_rank": room_for_rank(_lora_of(run).r),
+        "gpu_memory_utilization": _share_of_free(vllm.gpu_memory_utilization),
+        "max_num_seqs": vllm.max_num_seqs,
+        "float8_kv_cache": run.rollout.vllm.float8_kv_cache,
+        "enforce_eager": run.rollout.vllm.enforce_eager,
+        "unsloth_vllm_standby": os.environ[environment.STANDBY_VARIABLE] != "0",
+    }
+
+
+def _share_of_free(share: float) -> float:
+    """A share of the whole GPU as Unsloth takes it, of what is free when vLLM is loaded."""
+    if not torch.cuda.is_available():
+        return share
+    free, total = torch.cuda.mem_get_info()
+    return min(share * total / free, MOST_OF_FREE)
 
 
 def _with_adapter(model: Any, run: RunConfig, source: ModelSource, stack: Any) -> Any:

@@ -16,7 +16,6 @@ CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries
 PROCESS_GIB = 0.7  # without a GPU: Python with torch, transformers and trl
 BLOCK, NESTED_BLOCK = 64, 256  # weights to an absmax of 8 bit, and of those to an absmax of 32 bit (bitsandbytes)
 QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # of each matrix: the tables of both quantisations, and an offset
-ELSEWHERE = "elsewhere"  # a rollout's cache on a server
 CACHE_BLOCK = 64  # tokens by which the cache grows, as in `rollout.kv_cache`
 JOINED_LIMIT_BYTES = 2**30  # largest copy of the layers that decoding makes, as in `rollout.decoders`
 FLOAT = 4
@@ -33,8 +32,10 @@ class Load:
         fused: Unsloth's kernels, which save less, and its packing, which repeats the prompt for each completion.
         tokens_per_pass: tokens that a training pass may hold; it holds one row at least, or one group (whole_groups).
         reference: what beta needs besides the policy: "none", "adapter" (a frozen copy) or "model".
-        completions: of one rollout in this process. cache: of the rollout: "plain", "int8" or "offloaded"; or
-            "elsewhere", on a server's GPUs.
+        completions: that one call of the engine samples in this process. engine: what samples, as `rollout.engine`.
+        cache: keys and values of the rollout: "plain", "int8" or "offloaded"; vLLM's "plain" or "float8".
+        max_length: tokens of a row that vLLM has to be able to hold. enforce_eager: vLLM without CUDA graphs.
+        vllm_bytes: vLLM's share of the GPU where the file sets it.
     """
 
     shape: ModelShape
@@ -54,7 +55,11 @@ class Load:
     num_generations: int
     completions: int
     on_cuda: bool
+    engine: str = "generate"
     cache: str = "plain"
+    max_length: int = 0
+    enforce_eager: bool = False
+    vllm_bytes: int | None = None
 
     @property
     def row_tokens(self) -> int:
@@ -150,9 +155,12 @@ def reference_bytes(load: Load) -> int:
 def cache_bytes_per_token(load: Load) -> int:
     """Keys and values of one token in all layers, wherever they lie.
 
-    In 8 bits: a byte an element, and for each layer's keys and values one scale a head in the type of the weights.
+    In 8 bits: a byte an element; the native engine's also have a scale for each layer, head and token, of the weights'
+    type, for keys and for values.
     """
     shape = load.shape
+    if load.cache == "float8":
+        return shape.cache_elements
     if load.cache == "int8":
         return shape.cache_elements + 2 * shape.num_layers * shape.num_kv_heads * load.weight_bytes
     return shape.cache_elements * load.weight_bytes

@@ -1,24 +1,27 @@
 """The plan of a run's memory as it is printed and written to JSON, in GiB."""
 
 import textwrap
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from rloo_kit.plan.speed import StepTime
 from rloo_kit.system.console import WIDTH, render_text
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the run has to fit: a GPU, or the memory of a machine without one; `reserve_gib` stays free."""
+    """What the run has to fit: a GPU, or the memory of a machine without one; `reserve_gib` stays free. The compute
+    capability is None where it is not known."""
 
     name: str
     total_gib: float
     reserve_gib: float
     on_cuda: bool
     is_here: bool = True
+    capability: tuple[int, int] | None = None
 
     @property
     def usable_gib(self) -> float:
@@ -26,11 +29,52 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class VllmPlan:
+    """vLLM in the process of the trainer; computed, not measured.
+
+    Attributes:
+        shared: Unsloth shares the weights with training; else vLLM holds a second copy.
+        gpu_memory_utilization: share of the GPU that vLLM may take while it samples, weights included (0 to 1).
+        max_num_seqs: completions at once.
+        pool_gib: keys and values. weights_gib: vLLM's weights, shared or not.
+        asleep_gib: what vLLM keeps on the GPU while the policy trains, besides shared weights.
+        obstacle: why vLLM cannot be used, with what to change; None if it can.
+    """
+
+    shared: bool
+    gpu_memory_utilization: float
+    max_num_seqs: int
+    pool_gib: float
+    weights_gib: float
+    asleep_gib: float
+    obstacle: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, with three decimals."""
+        return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
+
+    def __str__(self) -> str:
+        weights = "shared with training" if self.shared else "a copy of its own"
+        return (
+            f"vLLM: {self.max_num_seqs} completions at once; {self.gpu_memory_utilization:.2f} of the GPU: weights "
+            f"{self.weights_gib:.2f} GiB ({weights}), keys and values {self.pool_gib:.2f}; asleep {self.asleep_gib:.2f}"
+        )
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """The engine that samples: vllm, server, native or generate, and why, in one line for people."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Remedy:
     """A key to change, on top of the remedies before it, and the peaks in GiB that it brings the run to."""
 
     key: str
-    value: int | str | bool
+    value: int | str | bool | None
     rollout_gib: float
     training_gib: float
     fits: bool
@@ -38,7 +82,8 @@ class Remedy:
     @property
     def override(self) -> str:
         """As the command line takes it."""
-        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
+        value = "null" if self.value is None else self.value
+        value = str(value).lower() if isinstance(value, bool) else value
         return f"{self.key}={value}"
 
 
@@ -58,15 +103,21 @@ class VramPlan:
 
     Attributes:
         run: its name. model: what is loaded. machine: what it has to fit.
+        engine: what samples. vllm: how it divides the GPU with training, where it samples. step: the least time of an
+            optimizer step, on a GPU whose speed is known.
         parts: where the memory goes. rollout_gib, training_gib: the two peaks, sums of the parts.
         rows: completions of a rollout at once, of `completions` in all. tokens_per_pass: tokens of a training pass.
-        binds: the larger peak, "rollout" or "training". fits: whether both leave the reserve free.
+        binds: the larger peak, "rollout" or "training". fits: whether both leave the reserve free, and nothing else
+            keeps vLLM from sampling where `rollout.engine` asks for it.
         changes: what to change where it does not fit, cheapest first. notes: what the figures assume.
     """
 
     run: str
     model: str
     machine: Machine
+    engine: EngineChoice
+    vllm: VllmPlan | None
+    step: StepTime | None
     parts: tuple[Part, ...]
     rollout_gib: float
     training_gib: float
@@ -92,7 +143,7 @@ class VramPlan:
 
     @property
     def fits(self) -> bool:
-        return self.headroom_gib >= 0
+        return self.headroom_gib >= 0 and (self.vllm is None or self.vllm.obstacle is None)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, for JSON; GiB with three decimals."""
@@ -104,6 +155,9 @@ class VramPlan:
             "run": self.run,
             "model": self.model,
             "fits": self.fits,
+            "engine": asdict(self.engine),
+            "vllm": self.vllm and self.vllm.to_dict(),
+            "step": self.step and self.step.to_dict(),
             "binds": self.binds,
             "rows": self.rows,
             "completions": self.completions,
@@ -120,7 +174,8 @@ class VramPlan:
         }
 
     def __str__(self) -> str:
-        lines = [render_text(self._table()), self._verdict()]
+        verdict = [textwrap.fill(line, WIDTH, break_long_words=False) for line in self._verdict().split("\n")]
+        lines = [render_text(self._table()), *verdict]
         for change in self.changes:
             which = "rollout" if change.rollout_gib > change.training_gib else "training"
             peak = max(change.rollout_gib, change.training_gib)
@@ -146,8 +201,15 @@ class VramPlan:
         machine = self.machine
         left = f"{machine.total_gib:.2f} GiB less {machine.reserve_gib:.1f} kept free"
         rows = f"Rows of a rollout: {self.rows} of {self.completions} at once."
-        if not any(part.name == "decoding" for part in self.parts):  # nothing is sampled here
+        if self.engine.name == "server":
             rows = f"Rows of a rollout: {self.completions}, whose keys and values the server holds; not planned."
+        rows = f"Rollouts: {self.engine.name} ({self.engine.reason}).\n{rows}"
+        if self.vllm is not None:
+            rows += f"\n{self.vllm}."
+        if self.step is not None:
+            rows += f"\n{self.step}."
+        if self.vllm is not None and self.vllm.obstacle is not None and self.headroom_gib >= 0:
+            return f"Cannot run: rollout.engine is vllm, but {self.vllm.obstacle}.\n{rows}"
         if self.fits:
             return f"Fits: {self.headroom_gib:.2f} GiB to spare of {left}; {self.binds} binds.\n{rows}"
         return (

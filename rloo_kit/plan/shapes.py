@@ -18,8 +18,9 @@ from rloo_kit.system.env_file import huggingface_home
 
 SUPPORTED = ("qwen3", "qwen2", "llama", "mistral")  # the same layers, with or without norms of q and k, and biases
 QWEN3_ROWS = 151936
-DYNAMIC_ENDING = "-unsloth-bnb-4bit"  # Unsloth's copies that keep some layers in 16 bit
-_ENDINGS = (DYNAMIC_ENDING, "-bnb-4bit", "-instruct-2507", "-thinking-2507", "-base")
+BNB_ENDING = "-bnb-4bit"
+DYNAMIC_ENDING = f"-unsloth{BNB_ENDING}"  # Unsloth's copies that keep some layers in 16 bit
+_ENDINGS = (DYNAMIC_ENDING, BNB_ENDING, "-instruct-2507", "-thinking-2507", "-base")
 _KEYS = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
 
 
@@ -221,7 +222,7 @@ def _find_in_cache(name: str) -> Path | None:
 def _find_published(name: str) -> ModelShape | None:
     """A size of Qwen3 by its id, whoever publishes the copy; None for a name that says more than that."""
     short = name.rpartition("/")[2].lower()
-    is_quantised = short.endswith("-bnb-4bit")
+    is_quantised = short.endswith(BNB_ENDING)
     for ending in _ENDINGS:
         short = short.removesuffix(ending)
     found = PUBLISHED.get(short.removeprefix("qwen3-")) if short.startswith("qwen3-") else None

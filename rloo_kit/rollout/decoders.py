@@ -7,21 +7,39 @@ Shapes: B prompts, P prompt tokens, R live rows, L tokens in the cache, V vocabu
 G key-value heads, D head size, I intermediate size.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
+from rloo_kit.gradient import packing
 from rloo_kit.rollout.kv_cache import SlotCache
+
+GROUPED = "rloo_grouped"  # the name of `attend_grouped` in transformers' table
+MORE_THAN_A_MASK = ("sliding_window", "softcap", "s_aux", "position_bias")  # what a layer may ask its attention for
 
 
 class ModuleDecoder:
-    """Runs the model's own modules, with `SlotCache` in place of their cache; made for one rollout."""
+    """Runs the model's own modules, with `SlotCache` in place of their cache; made for one rollout.
+
+    Attributes:
+        groups_heads: a step attends by `attend_grouped`, where the model's attention is SDPA through transformers'
+            interface; else by the model's own.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model.get_base_model() if hasattr(model, "peft_config") else model
         self.device = self.model.get_input_embeddings().weight.device
-        self._float_mask = self.model.config._attn_implementation == "eager"
+        attention = self.model.config.get_text_config()._attn_implementation
+        self._float_mask = attention == "eager"
+        self.groups_heads = attention in (packing.PLAIN, packing.NAME) and getattr(
+            self.model, "_supports_attention_backend", False
+        )
 
     def prefill(self, prompts: list[list[int]], cache: SlotCache, slots: list[tuple[int, int]]) -> None:
         """Put each prompt's keys and values into its slots, (first, count).
@@ -47,14 +65,62 @@ class ModuleDecoder:
         if self._float_mask:
             kind = self.model.dtype
             mask = torch.zeros(mask.shape, dtype=kind, device=self.device).masked_fill_(~mask, torch.finfo(kind).min)
-        return self.model(
-            input_ids=tokens[:, None],
-            position_ids=positions[:, None],
-            attention_mask=mask,
-            past_key_values=_StepCache(cache),
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        if self.groups_heads and cache.is_even:
+            mask = mask[..., :0]  # None would have the model make one of its own
+        with _grouped_heads(self.model) if self.groups_heads else nullcontext():
+            return self.model(
+                input_ids=tokens[:, None],
+                position_ids=positions[:, None],
+                attention_mask=mask,
+                past_key_values=_StepCache(cache),
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+
+
+@contextmanager
+def _grouped_heads(model: Any) -> Iterator[None]:
+    """A block in which the model attends by `attend_grouped`."""
+    AttentionInterface.register(GROUPED, attend_grouped)
+    AttentionMaskInterface.register(GROUPED, sdpa_mask)
+    config = model.config.get_text_config()
+    before, config._attn_implementation = config._attn_implementation, GROUPED
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def attend_grouped(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """SDPA for one new token a row: the H / G query heads that share keys and values are rows of one call.
+
+    With a mask, transformers' own copies keys and values H / G times, in every layer of every token. What it computes
+    is the same, so it takes what is not one token, and layers that ask for more than a mask.
+
+    Args:
+        query: (R, H, 1, D). key, value: (R, G, L, D). attention_mask: (R, 1, 1, L), empty where rows see all.
+
+    Returns:
+        (R, 1, H, D), and None for the weights.
+    """
+    mask = attention_mask if attention_mask is not None and attention_mask.numel() else None
+    if query.size(2) != 1 or any(kwargs.get(name) is not None for name in MORE_THAN_A_MASK):
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    rows, heads, _, size = query.shape
+    grouped = query.reshape(rows, key.size(1), heads // key.size(1), size)
+    found = functional.scaled_dot_product_attention(
+        grouped, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+    )  # (R, G, H / G, D)
+    return found.reshape(rows, 1, heads, -1), None
 
 
 class _StepCache:

@@ -1,62 +1,37 @@
 """Which engine samples, with which cache, and completions as texts for evaluation, the report and notebooks.
 
-Every engine samples from the policy's whole distribution, keeps the same budget rules and returns the model's own ids.
+Every engine samples from the policy's whole distribution (unless `Filters` cut it), keeps the same budget rules and
+returns the model's own ids.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rloo_kit.config.schema import CACHES, ENGINES
-from rloo_kit.errors import BackendError, ConfigError, DataError
-from rloo_kit.models.policy import Policy, inference_mode_of
+from rloo_kit.errors import BackendError, ConfigError
+from rloo_kit.models.adapters import find_handover_problem
+from rloo_kit.models.policy import find_vllm, inference_mode_of
+from rloo_kit.models.vllm import VllmSettings, find_vllm_problem, start_vllm, why_without
 from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.native import NativeEngine
-from rloo_kit.rollout.thinking_budget import close_ids_for
-from rloo_kit.rollout.types import Engine, Limits, Progress
+from rloo_kit.rollout.own_generate import find_own_generate
+from rloo_kit.rollout.types import WHOLE, Engine, Filters
 
 if TYPE_CHECKING:
     from rloo_kit.rollout.server import ServerSettings
 
+NATIVE_REASON = "no padding, and rows that have ended are dropped"
+USUAL_TOKENS = 8192  # of a prompt and its completion, where nothing says how many
 ALIBI = ("bloom", "mpt")
 MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # these take the native loop's 4-D mask
 
 _PLAIN = "set rollout.cache=plain (rollout.rows lowers what is held at once)"
 _OTHER_CACHES = {
-    "vllm": f"vLLM sizes its own pool of keys and values, and makes them 8-bit by its own kv_cache_dtype: {_PLAIN}",
+    "vllm": "vLLM sizes its own pool of keys and values: set rollout.vllm.float8_kv_cache=true and rollout.cache=plain",
     "server": f"the server holds the keys and values (vllm serve --kv-cache-dtype fp8 makes them 8-bit): {_PLAIN}",
 }
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One completion.
-
-    Attributes:
-        prompt_index: which of the prompts it answers.
-        ids: token ids, forced ones and the end token included.
-        text: the ids decoded without special tokens; the thinking tags stay.
-        ended: the model ended it itself; False if it was truncated.
-        thinking_tokens: tokens before the first `</think>`; None if it is not closed.
-        forced: the thinking budget was spent and closed it.
-    """
-
-    prompt_index: int
-    ids: list[int]
-    text: str
-    ended: bool
-    thinking_tokens: int | None
-    forced: bool = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether it holds `</think>`."""
-        return self.thinking_tokens is not None
 
 
 def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
@@ -71,23 +46,29 @@ def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
     if wanted not in ENGINES:
         raise ConfigError(f"rollout.engine is {wanted!r}; it is one of {', '.join(ENGINES)}")
     is_unsloth = backend == "unsloth"
-    has_vllm = getattr(model, "vllm_engine", None) is not None
+    own = None if is_unsloth else find_own_generate(model)  # Unsloth's is a patch itself
     if wanted == "auto":
+        if find_vllm(model) is not None:
+            return "vllm", "the model was loaded with it"
+        why_not = f"; {why}" if (why := why_without(model)) and model.device.type == "cuda" else ""
         if is_unsloth:
-            if has_vllm:
-                return "vllm", "the model was loaded with Unsloth's fast_inference"
-            return "generate", "Unsloth's fast inference runs inside generate"
+            return "generate", f"Unsloth's fast inference runs inside generate{why_not}"
+        if own is not None:
+            return "generate", f"the model's own generate ({own}) is called"
         obstacle = _native_obstacle(model)
-        return ("generate", obstacle) if obstacle else ("native", "no padding, and rows that have ended are dropped")
+        name, reason = ("generate", obstacle) if obstacle else ("native", NATIVE_REASON)
+        return name, f"{reason}{why_not}"
     if wanted == "native" and (is_unsloth or _native_obstacle(model)):
         why = "Unsloth replaces the attention that it runs" if is_unsloth else _native_obstacle(model)
         raise BackendError(f"rollout.engine is native, but {why}: set rollout.engine=generate")
-    if wanted == "vllm" and find_spec("vllm") is None:
-        raise BackendError(
-            "rollout.engine is vllm, but vLLM is not installed: pip install vllm (it needs CUDA), or set "
-            "rollout.engine=auto"
-        )
-    return wanted, "rollout.engine asks for it"
+    if wanted == "vllm" and find_vllm(model) is None:
+        problem = find_vllm_problem() or find_handover_problem(model)
+        if problem is None and is_unsloth:
+            problem = "Unsloth loaded the model without it: load it again, by load_policy or with fast_inference=True"
+        if problem:
+            raise BackendError(f"rollout.engine is vllm, but {problem}, or set rollout.engine=auto")
+    bypassed = f"; the model's own generate ({own}) is not called" if own and wanted != "generate" else ""
+    return wanted, f"rollout.engine asks for it{bypassed}"
 
 
 def _native_obstacle(model: Any) -> str | None:
@@ -154,19 +135,23 @@ def build_engine(
     rows: int | None = None,
     cache: str = "plain",
     server: "ServerSettings | None" = None,
+    vllm: VllmSettings | None = None,
+    filters: Filters = WHOLE,
     say: Callable[[str], None] = print,
 ) -> Engine:
     """The engine that samples from `model`; raises as `choose_engine` and `check_cache` do.
 
     Args:
         model: a PeftModel or a causal language model, without DDP or accelerate around it; in any mode.
-        engine: `rollout.engine`: auto, native, generate or server; vllm samples through TRL only.
+        engine: `rollout.engine`: auto, native, generate, vllm or server.
         backend: "unsloth" or "transformers", whichever loaded the model.
         temperature: 0 takes the likeliest token each time.
         end_ids: ids that end a completion. pad_id: pads rows; it never reaches a result.
         rows: at most so many completions at once; None for all.
         cache: `rollout.cache`: plain, int8 or offloaded, see `check_cache`.
         server: where the engine "server" samples, and how it gets the adapter.
+        vllm: what vLLM is started with for the engine "vllm", unless the model was loaded with it.
+        filters: of the distribution that is sampled from.
         say: gets one line when rows are halved because memory ran out.
     """
     name, reason = choose_engine(engine, backend, model)
@@ -175,140 +160,26 @@ def build_engine(
         reason = f"{reason}; its cache is {cache} (rollout.cache)"
     mode = partial(inference_mode_of(backend), model)
     if name == "native":
-        return NativeEngine(model, mode, reason, temperature, end_ids, rows, say, cache)
+        return NativeEngine(model, mode, reason, temperature, end_ids, rows, say, cache, filters)
     if name == "generate":
-        return GenerateEngine(model, mode, reason, temperature, end_ids, pad_id, rows, say, cache)
-    if name == "server" and server is not None:
-        from rloo_kit.rollout.server import ServerEngine  # loads an HTTP client
+        return GenerateEngine(model, mode, reason, temperature, end_ids, pad_id, rows, say, cache, filters)
+    if name == "vllm":
+        from rloo_kit.rollout.vllm import VllmEngine
 
-        return ServerEngine(server, reason, temperature, end_ids, rows, say)
-    raise BackendError(f"rollout.engine is {name}, which samples inside the trainer only: set rollout.engine=auto")
-
-
-def generate_completions(
-    policy: Policy,
-    prompts: list[str],
-    *,
-    max_completion_length: int,
-    num_samples: int = 1,
-    temperature: float = 1.0,
-    batch_size: int = 128,
-    seed: int = 0,
-    thinking_budget: int | None = None,
-    answer_budget: int | None = None,
-    thinking_close: str = "tag",
-    engine: str = "auto",
-    on_batch: Progress | None = None,
-) -> list[Completion]:
-    """Completions of rendered prompts: len(prompts) x num_samples, prompt by prompt.
-
-    Args:
-        policy: from `load_policy`.
-        prompts: texts with the chat template applied (`data.train["prompt"]`).
-        max_completion_length: limit in tokens, at least 1.
-        num_samples: completions of each prompt.
-        temperature: 0 takes the likeliest token each time.
-        batch_size: completions generated at once.
-        seed: fixes the samples for a batch size; the global random state is restored afterwards.
-        thinking_budget: tokens after which open thinking is closed; None for no budget.
-        answer_budget: with a thinking budget, limit in tokens after `</think>`; None for what the budget leaves of
-            `max_completion_length` (at least 1).
-        thinking_close: what closes open thinking: "tag" for `</think>` alone, "sentence" for the Qwen3 report's.
-        engine: as `rollout.engine`; auto, native or generate.
-        on_batch: called now and then with the number of completions done so far and in total.
-
-    Raises:
-        ConfigError: a value out of range, a budget for a model without `</think>`, more tokens than the model has
-            positions.
-        DataError: a prompt without tokens.
-    """
-    at_least_one = {"max_completion_length": max_completion_length, "num_samples": num_samples}
-    at_least_one |= {"batch_size": batch_size, "answer_budget": 1 if answer_budget is None else answer_budget}
-    for name, value in at_least_one.items():
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; it has to be at least 1")
-    if temperature < 0:
-        raise ConfigError(f"temperature is {temperature}; it has to be 0 (greedy) or more")
-    limits = _limits(policy, max_completion_length, thinking_budget, answer_budget, thinking_close)
-    if not prompts:
-        return []
-    prompt_ids = policy.tokenizer(list(prompts))["input_ids"]
-    _check_lengths(policy, prompt_ids, limits.max_completion_length)
-    prefixes = [ids for ids in prompt_ids for _ in range(num_samples)]  # prompt-major
-    end_ids, pad_id = find_end_ids(policy), policy.tokenizer.pad_token_id
-    sampler = build_engine(
-        policy.model,
-        engine,
-        backend=policy.backend,
-        temperature=temperature,
-        end_ids=end_ids,
-        pad_id=end_ids[0] if pad_id is None else pad_id,
-        rows=batch_size,
-    )
-    with _seeded(seed):
-        sampled = sampler.sample(prefixes, limits, on_progress=on_batch)
-    return [
-        _completion(policy, number // num_samples, ids, end_ids, was_forced)
-        for number, (ids, was_forced) in enumerate(zip(sampled.completion_ids, sampled.thinking_forced, strict=True))
-    ]
-
-
-def _limits(
-    policy: Policy, max_completion_length: int, thinking_budget: int | None, answer_budget: int | None, close: str
-) -> Limits:
-    """Here a thinking budget may exceed `max_completion_length`, which then only gives what is left to answer."""
-    if thinking_budget is None:
-        return Limits(max_completion_length)
-    if thinking_budget < 0:
-        raise ConfigError(f"thinking_budget is {thinking_budget}; it has to be 0 or more tokens")
-    close_ids = close_ids_for(policy.tokenizer, policy.tags, close)
-    asked = Limits(max_completion_length, thinking_budget, answer_budget, close_ids, policy.tags.end_id)
-    length = thinking_budget + len(close_ids) + asked.answer_limit
-    return replace(asked, max_completion_length=length, answer_budget=asked.answer_limit)
-
-
-def find_end_ids(policy: Policy) -> list[int]:
-    """Ids that end a completion: the tokenizer's end token and those of the model's generation config."""
-    declared = policy.model.generation_config.eos_token_id
-    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
-    return list(dict.fromkeys([policy.tokenizer.eos_token_id, *declared]))
-
-
-def _completion(policy: Policy, prompt_index: int, ids: list[int], end_ids: list[int], forced: bool) -> Completion:
-    end_id = policy.tags.end_id
-    return Completion(
-        prompt_index=prompt_index,
-        ids=ids,
-        text=policy.tokenizer.decode(ids, skip_special_tokens=True),
-        ended=bool(ids) and ids[-1] in end_ids,
-        thinking_tokens=ids.index(end_id) if end_id is not None and end_id in ids else None,
-        forced=forced,
-    )
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with torch.random.fork_rng(devices=list(devices)):
-        torch.manual_seed(seed)
-        yield
-
-
-def _check_lengths(policy: Policy, prompt_ids: list[list[int]], completion_length: int) -> None:
-    longest = max(map(len, prompt_ids))
-    if not all(prompt_ids):
-        raise DataError(
-            f"prompt {[len(ids) for ids in prompt_ids].index(0)} has no tokens; there is nothing to continue"
+        started = find_vllm(model) or start_vllm(model, vllm or VllmSettings(_usual_length(model)))
+        return VllmEngine(model, started, temperature, end_ids, filters)
+    if filters.active:
+        raise ConfigError(
+            "rollout.engine is server, which samples from the whole distribution only: set rollout.engine=auto, or "
+            "leave top_p, top_k, min_p and repetition_penalty out"
         )
-    positions = getattr(policy.model.config, "max_position_embeddings", None)
-    loaded = getattr(policy.model, "max_seq_length", None)  # Unsloth's tables end there, with an error about shapes
-    fixes = [
-        (loaded, f"was loaded for {loaded}: raise model.max_seq_length, or lower"),
-        (positions, f"has {positions} positions. Lower"),
-    ]
-    for limit, fix in fixes:
-        if limit is not None and longest + completion_length > limit:
-            raise ConfigError(
-                f"the longest prompt has {longest} tokens and {completion_length} more are to be generated, but the "
-                f"model {fix} eval.max_completion_length, eval.thinking_budgets or data.max_prompt_length"
-            )
+    if server is None:
+        raise BackendError("rollout.engine is server, but no server was named: set rollout.server_url=http://host:port")
+    from rloo_kit.rollout.server import ServerEngine  # loads an HTTP client
+
+    return ServerEngine(server, reason, temperature, end_ids, rows, say)
+
+
+def _usual_length(model: Any) -> int:
+    """Tokens that vLLM is started for where the model was not loaded by `load_policy`."""
+    return min(USUAL_TOKENS, model.config.get_text_config().max_position_embeddings)

@@ -1,4 +1,5 @@
-"""Sampling through `model.generate`: left-padded batches, sorted by length; under Unsloth its fast inference.
+"""Sampling through `model.generate`: batches of prompts of one length, where that takes no further batch, else padded
+on the left; under Unsloth its fast inference.
 
 Log-probabilities are taken from the scores a step late, so that one (B, V) tensor is kept; thinking is closed within
 the call, because a second one would prefill whole rows.
@@ -6,18 +7,21 @@ the call, because a second one would prefill whole rows.
 Shapes: B rows, P prompt, C completion tokens, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from rloo_kit.errors import BackendError
+from rloo_kit.rollout.filters import Cut, make_cut
 from rloo_kit.rollout.thinking_budget import CompletionState, collect_rollout
-from rloo_kit.rollout.types import Limits, Progress, Rollout
+from rloo_kit.rollout.types import WHOLE, Filters, Limits, Progress, Rollout
 from rloo_kit.system.memory import is_out_of_memory
 
 # Every option that reshapes the distribution, at its neutral value: `generate` takes what is missing from the
-# checkpoint's generation config. `_Steering` applies the temperature, so it sees the scores that are sampled from.
+# checkpoint's generation config. `_Steering` applies temperature and filters, so it sees what is sampled from.
 WHOLE_DISTRIBUTION = {
     "temperature": 1.0,
     "top_k": 0,
@@ -59,7 +63,9 @@ class GenerateEngine:
         rows: int | None,
         say: Callable[[str], None],
         cache: str = "plain",
+        filters: Filters = WHOLE,
     ) -> None:
+        self._cut = make_cut(filters)
         self.reason, self.rows, self.cache = reason, rows, cache
         self._model, self._mode, self._say = model, mode, say
         self._temperature, self._end_ids, self._pad_id = temperature, list(end_ids), pad_id
@@ -82,19 +88,19 @@ class GenerateEngine:
         order.sort(key=lambda row: -len(prompt_ids[row]))  # longest first: if it fits, all fit
         if expected_lengths is not None:
             order.sort(key=lambda row: -expected_lengths[row])
-        start = 0
+        total, lengths = len(order), list(map(len, prompt_ids))
         with self._mode(), torch.no_grad():
-            while start < len(order):
-                batch = order[start : start + (self.rows or len(order))]
+            while order:
+                batch = next_batch(order, lengths, self.rows or len(order))
                 begun = [CompletionState(limits, self._end_ids) for _ in batch]
                 if not self._generate([prompt_ids[row] for row in batch], begun):
-                    self._halve(len(batch), len(order) - start)
+                    self._halve(len(batch), len(order))
                     continue
                 for row, state in zip(batch, begun, strict=True):
                     states[row] = state
-                start += len(batch)
+                order = [row for row in order if row not in batch]
                 if on_progress is not None:
-                    on_progress(start, len(order))
+                    on_progress(total - len(order), total)
         return collect_rollout(states, self._temperature)
 
     def _generate(self, prompts: list[list[int]], states: list[CompletionState]) -> bool:
@@ -104,7 +110,7 @@ class GenerateEngine:
         padded = [[self._pad_id] * (width - len(ids)) + ids for ids in prefixes]
         mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prefixes]
         device = self._model.get_input_embeddings().weight.device
-        steering = _Steering(self._temperature, states, self._end_ids[0])
+        steering = _Steering(self._temperature, states, self._end_ids[0], self._cut_behind(prefixes, device))
         try:
             output = self._model.generate(
                 input_ids=torch.tensor(padded, device=device),  # (B, P)
@@ -124,6 +130,14 @@ class GenerateEngine:
         steering.finish(output)
         return True
 
+    def _cut_behind(self, prefixes: list[list[int]], device: torch.device) -> Cut | None:
+        """The filters, which read a row's own tokens in place of its padding."""
+        cut, width = self._cut, max(len(ids) for ids in prefixes)
+        if cut is None:
+            return None
+        own = torch.tensor([ids[:1] * (width - len(ids)) + ids for ids in prefixes], device=device)  # (B, P)
+        return lambda ids, scores: cut(torch.cat([own, ids[:, width:]], dim=1), scores)
+
     def _cache_options(self, rows: int, width: int) -> dict[str, Any]:
         """Arguments of `generate` for the cache of (B, P) prefixes."""
         return generate_options(self.cache)
@@ -138,8 +152,30 @@ class GenerateEngine:
         )
 
 
+def next_batch(order: list[int], lengths: list[int], rows: int) -> list[int]:
+    """The rows to sample next: of one prompt length, if the number of batches stays what it is without that.
+
+    A row that is padded needs a mask, and with a mask Unsloth copies keys and values for every query head, in each
+    layer of each token. A further batch reads, and in 4-bit unpacks, all weights again, which may cost more.
+
+    Args:
+        order: rows that wait, the longest first. lengths: of all prompts. rows: at most so many.
+
+    >>> next_batch([0, 1, 2, 3, 4, 5], [9, 7, 7, 7, 7, 5], rows=4)     # two batches, whoever is with whom
+    [1, 2, 3, 4]
+    >>> next_batch([0, 1, 2], [9, 9, 7], rows=4)                       # one batch
+    [0, 1, 2]
+    """
+    for length in dict.fromkeys(lengths[row] for row in order):
+        alone = [row for row in order if lengths[row] == length][:rows]
+        if math.ceil((len(order) - len(alone)) / rows) < math.ceil(len(order) / rows):
+            return alone
+    return order[:rows]
+
+
 class _Steering:
-    """A logits processor: divides by the temperature, records the previous token's log-probability, closes thinking.
+    """A logits processor: divides by the temperature, filters, records the previous token's log-probability, closes
+    thinking.
 
     With a budget, each token goes to its row's `CompletionState` when it is drawn, which says the id that is forced
     next; a finished row gets the end token. Without a budget all tokens go there at the end.
@@ -147,8 +183,8 @@ class _Steering:
     Shapes: (B, P + C so far) ids, (B, V) scores.
     """
 
-    def __init__(self, temperature: float, states: list[CompletionState], end_id: int) -> None:
-        self.temperature, self.states, self.end_id = temperature, states, end_id
+    def __init__(self, temperature: float, states: list[CompletionState], end_id: int, cut: Cut | None = None) -> None:
+        self.temperature, self.states, self.end_id, self.cut = temperature, states, end_id, cut
         self.has_budget = any(state.has_budget for state in states)
         self.before: torch.Tensor | None = None  # (B, V), log-probabilities that the next token is drawn from
         self.noted: list[torch.Tensor] = []  # (B,) a token
@@ -162,11 +198,17 @@ class _Steering:
         scaled = scores.float()
         if self.temperature > 0:
             scaled = scaled / self.temperature
+            scaled = scaled if self.cut is None else self.cut(input_ids, scaled)
         self.before = torch.log_softmax(scaled, dim=-1) if self.temperature > 0 else scaled
         return self._force(scaled) if self.has_budget else scaled
 
     def finish(self, output: torch.Tensor) -> None:
         """Give the states the tokens of (B, P + C) that they do not have yet."""
+        if self.before is None:
+            raise BackendError(
+                "the model's generate did not call its logits_processor, so what was drawn has no log-probabilities: "
+                "have it hand its arguments on, or set rollout.engine=native"
+            )
         self._note(output, is_last=True)
 
     def _note(self, input_ids: torch.Tensor, is_last: bool = False) -> None:

@@ -19,9 +19,10 @@ import torch
 
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout.decoders import FusedDecoder, ModuleDecoder, NotPlainError
+from rloo_kit.rollout.filters import Cut, make_cut
 from rloo_kit.rollout.kv_cache import SlotCache, make_cache
 from rloo_kit.rollout.thinking_budget import CompletionState, begin_completions, collect_rollout, take_tokens
-from rloo_kit.rollout.types import Limits, Progress, Rollout
+from rloo_kit.rollout.types import WHOLE, Filters, Limits, Progress, Rollout
 from rloo_kit.system.memory import is_out_of_memory
 
 PREFILL_TOKENS = 16384  # of one prefill, padding included
@@ -69,7 +70,9 @@ class NativeEngine:
         rows: int | None,
         say: Callable[[str], None],
         cache: str = "plain",
+        filters: Filters = WHOLE,
     ) -> None:
+        self._cut, self._reads_ids = make_cut(filters), filters.repetition_penalty != 1.0
         self.reason, self.rows, self.cache = reason, rows, cache
         self._model, self._mode = model, mode
         self._decoder: type[ModuleDecoder] | None = None  # chosen in the first rollout
@@ -145,7 +148,7 @@ class NativeEngine:
         tokens = torch.tensor([row.last for row in live], device=decoder.device)
         positions = cache.begin([row.position for row in live], decoder.device)
         logits = decoder.decode(tokens, positions, cache)  # (R, V)
-        drawn, logps = draw(logits, self._temperature)
+        drawn, logps = draw(logits, self._temperature, self._cut, self._ids(live))
         new, scores = torch.stack((drawn.double(), logps.double())).tolist()  # one transfer
         if math.isnan(sum(scores)):
             raise BackendError(
@@ -153,6 +156,14 @@ class NativeEngine:
                 "resume from an earlier checkpoint with a lower rloo.learning_rate"
             )
         return take_tokens([row.state for row in live], new, scores)
+
+    def _ids(self, live: list[_Row]) -> torch.Tensor | None:
+        """(R, L): each row's tokens so far, filled up with its last one, where a filter reads them."""
+        if not self._reads_ids:
+            return None
+        rows = [row.prompt + row.state.ids for row in live]
+        width = max(map(len, rows))
+        return torch.tensor([ids + ids[-1:] * (width - len(ids)) for ids in rows], device=self._model.device)
 
     def _halve(self, tried: int, left: int) -> None:
         self.rows = max(1, tried // 2)
@@ -203,12 +214,15 @@ def _agree(fused: ModuleDecoder, plain: ModuleDecoder) -> bool:
     return bool((found[0] - found[1]).abs().max() <= TOLERANCE * found[1].abs().max().clamp(min=1))
 
 
-def draw(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(
+    logits: torch.Tensor, temperature: float, cut: Cut | None = None, ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sampled tokens and their log-probabilities.
 
     Args:
         logits: (R, V), any floating type.
         temperature: 0 takes the likeliest token; else the logits are divided by it, in float32.
+        cut: filters then what is drawn from, see `filters.make_cut`. ids: (R, L) so far, where `cut` reads them.
 
     Returns:
         tokens (R,) and log-probabilities (R,) in float32, in nats; zeros at temperature 0. A row whose logits hold NaN
@@ -217,6 +231,8 @@ def draw(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.
     if temperature == 0:
         return logits.argmax(dim=-1), logits.new_zeros(logits.size(0), dtype=torch.float32)
     scaled = logits.float() if temperature == 1 else logits.float() / temperature
+    if cut is not None:
+        scaled = cut(ids, scaled.clone())
     scaled = scaled - scaled.amax(dim=-1, keepdim=True)
     tokens, total = _invert(scaled.exp())
     return tokens.squeeze(1), (scaled.gather(1, tokens).double() - total.log()).float().squeeze(1)

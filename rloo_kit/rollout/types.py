@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+FOREIGN = ("vllm", "server")  # engines that sample with other kernels, from a LoRA that they are handed
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -32,14 +34,40 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Filters:
+    """What is cut from the distribution that is sampled from; by default nothing. Names and values are vLLM's.
+
+    Attributes:
+        top_p: the likeliest tokens that have this share together, above 0; 1: all.
+        top_k: so many of the likeliest tokens; 0: all.
+        min_p: tokens with at least this share of the likeliest one's probability; 0: all.
+        repetition_penalty: above 0; logits of tokens that are there already are divided by it (negative ones
+            multiplied); 1: none.
+    """
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is cut."""
+        return self != WHOLE
+
+
+WHOLE = Filters()  # distribution
+
+
+@dataclass(frozen=True)
 class Rollout:
     """The completions of one call of an engine, one entry a prompt, in the prompts' order.
 
     Attributes:
         completion_ids: token ids, the end token included if there is one.
         forced: (start, end) of the forced tokens that closed the thinking; None if none were forced.
-        sampler_logps: log-probability of each token when it was drawn, at the engine's temperature, float32, in nats;
-            NaN for forced tokens. None at temperature 0.
+        sampler_logps: log-probability of each token when it was drawn, at the engine's temperature and of what its
+            filters left, float32, in nats; NaN for forced tokens. None at temperature 0.
     """
 
     completion_ids: list[list[int]]
@@ -62,7 +90,7 @@ class Engine(Protocol):
     """Samples completions of prompts; `engine.build_engine` chooses one.
 
     Attributes:
-        name: native, generate or server. reason: why that one, one line for people.
+        name: native, generate, vllm or server. reason: why that one, one line for people.
         rows: completions at once; None for all of a call. Halved for good when the device runs out of memory.
     """
 

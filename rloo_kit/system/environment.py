@@ -28,6 +28,7 @@ BACKENDS = ("unsloth", "transformers")
 CACHE_VARIABLE = "RLOO_KIT_CACHE"
 BACKEND_VARIABLE = "RLOO_KIT_BACKEND"
 TELEMETRY = "HF_HUB_DISABLE_TELEMETRY"  # of the Hugging Face libraries; the others follow it
+STANDBY_VARIABLE = "UNSLOTH_VLLM_STANDBY"  # Unsloth reads it when it is imported: its vLLM can sleep
 TELEMETRY_OF_OTHERS = ("UNSLOTH_DISABLE_STATISTICS", "VLLM_NO_USAGE_STATS")
 BF16_CAPABILITY = (8, 0)  # Ampere and later do bf16 in hardware; Turing and Volta only emulate it
 PRECISIONS = {  # name: (torch's dtype, ACCELERATE_MIXED_PRECISION)
@@ -199,6 +200,14 @@ def _switch_telemetry_off() -> str:
     if hub is not None and not hub.HF_HUB_DISABLE_TELEMETRY:
         return "on: huggingface_hub was imported before set-up; restart the kernel and run set-up first"
     return f"off ({TELEMETRY}=0 leaves it to the libraries)"
+
+
+def prepare_standby(engine: str, backend: str) -> None:
+    """Before Unsloth is imported: its vLLM can sleep while the model is trained, where a run may come to use it
+    (`rollout.engine` and `model.backend`). What is set already, "0" too, stays."""
+    is_possible = engine == "vllm" or (engine == "auto" and is_importable("vllm") and not is_cpu_torch())
+    if is_possible and backend != "transformers" and "unsloth" not in sys.modules:
+        os.environ.setdefault(STANDBY_VARIABLE, "1")
 
 
 def _move_unsloth_cache() -> str:

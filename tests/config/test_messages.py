@@ -69,6 +69,25 @@ WRONG = {
     "rollout.server_url=http://h:99999": "http://host:port",
     "rollout.server_url=http://h:8000/v1": "no /v1",
     "rollout.server_url=ftp://h": "http://host:port",
+    # vLLM: what it cannot sample
+    "rollout.engine=vllm|model.lora=null": "model.lora is null|rollout.engine=auto|set model.lora={r: 16}",
+    "rollout={engine: server, server_url: 'http://h:1'}|model.lora=null": "model.lora is null|set model.lora={r: 16}",
+    "rollout.engine=vllm|model.lora.r=1024": "model.lora.r is 1024|rank 512|set model.lora.r=512",
+    "rollout.engine=vllm|rloo.temperature=2.5": "rloo.temperature is 2.5|0 to 2|set rloo.temperature=2 or lower, or "
+    "rollout.engine=auto",
+    "rollout={engine: server, server_url: 'http://h:1'}|rloo.temperature=2.01": "rloo.temperature is 2.01|0 to 2",
+    "rollout.engine=vllm|eval.temperature=3": "eval.temperature is 3|0 to 2|set eval.temperature=2",
+    "rollout.engine=vllm|rollout.server_url=http://h:1": "rollout.server_url is http://h:1|"
+    "set rollout.engine=server or rollout.server_url=null",
+    "rollout.engine=vllm|rollout.cache=int8": "rollout.cache is int8|"
+    "set rollout.cache=plain|rollout.vllm.float8_kv_cache=true",
+    "rollout={engine: server, server_url: 'http://h:1', cache: offloaded}": "rollout.cache is offloaded|"
+    "set rollout.cache=plain|vllm serve --kv-cache-dtype fp8",
+    "rollout.engine=vllm|rollout.rows=8|rollout.vllm.max_num_seqs=4": "rollout.rows is 8|"
+    "rollout.vllm.max_num_seqs is 4|rollout.vllm.max_num_seqs=null",
+    "rollout.vllm.gpu_memory_utilization=1": "rollout.vllm.gpu_memory_utilization: is 1|below 1",
+    "rollout.vllm.max_num_seqs=0": "rollout.vllm.max_num_seqs: is 0|at least 1",
+    "rollout.vllm.gpu_memory_utilisation=0.5": "unknown|did you mean rollout.vllm.gpu_memory_utilization?",
     "rloo={max_steps: 1, delta: 1.2}": "rloo.delta is 1.2|above 1 + rloo.epsilon = 1.2",
     "rloo={max_steps: 1, delta: 1.3, epsilon_high: 0.4}": "above 1 + rloo.epsilon_high = 1.4",
     "rloo={max_steps: 1, kl_form: per_token, ratio_form: sum}": "rloo.ratio_form is sum|set rloo.ratio_form=per_token",
@@ -124,6 +143,24 @@ def test_refusals_name_the_key_the_value_and_the_fix(path: Path, override: str) 
     message = refusal(path, *override.split("|"))
     assert not [part for part in WRONG[override].split("|") if part not in message], message
     assert override.split("|")[-1] in message and "pydantic" not in message and "validation error" not in message
+
+
+def test_vllm_in_the_process_is_for_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would have built a vLLM of its own on one GPU."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = refusal(path, "rollout.engine=vllm", "rloo.per_device_train_batch_size=8")
+    assert "rollout.engine=vllm" in message and "there are 2" in message and "rollout.engine=server" in message
+
+
+def test_what_vllm_samples_is_taken(path: Path) -> None:
+    """Every config of a thinking model sets budgets, which TRL's vLLM refused after the weights were loaded."""
+    budgets = "rloo={max_steps: 1, max_completion_length: 64, thinking_budget: 32, answer_budget: 16, temperature: 2}"
+    run = load_config(path, "rollout.engine=vllm", budgets, "rollout.vllm.float8_kv_cache=true", "eval.temperature=2")
+    assert run.rollout.vllm.float8_kv_cache and run.rloo.thinking_budget == 32
+    same = load_config(path, "rollout.engine=vllm", "rollout.rows=8", "rollout.vllm.max_num_seqs=8")
+    assert same.rollout.rows == same.rollout.vllm.max_num_seqs == 8
+    for engine in ("auto", "native", "generate"):  # these sample at any temperature, and auto does not take vLLM there
+        assert load_config(path, f"rollout.engine={engine}", "rloo.temperature=2.5", "model.lora=null")
 
 
 def test_all_faults_at_once_each_with_its_line(path: Path) -> None:

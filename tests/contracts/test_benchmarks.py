@@ -49,11 +49,13 @@ def test_examples_hold(name: str, module: Any) -> None:
     assert tried > 0 and failed == 0
 
 
-@pytest.mark.parametrize("name", ["docs/benchmarks.md", "README.md"])
+@pytest.mark.parametrize("name", ["docs/benchmarks.md", "docs/plan.md", "README.md"])
 def test_the_page_shows_what_was_measured(name: str, module: Any) -> None:
     """A figure that was typed in by hand outlives the code that it was measured with."""
     page = (ROOT / name).read_text(encoding="utf-8")
-    assert module("doc_tables").with_tables(page) == page, "run: python benchmarks/rloo_step.py --write-table"
+    assert module("doc_tables").with_tables(page) == page, (
+        "run: python benchmarks/rloo_step.py --write-table (or step_times.py)"
+    )
 
 
 def test_the_readme_shows_what_the_demo_measured() -> None:
@@ -104,6 +106,21 @@ def test_both_sides_take_the_same_step(name: str, module: Any, monkeypatch: pyte
             assert canned.generation_s < 0.1 * canned.whole_s and real.generation_s > canned.generation_s
             assert side.completion_lengths == workload.completion_lengths(load)
     assert sides.gradient_error(built[1], built[0]) < 1e-5
+
+
+def test_both_ways_to_attend_take_the_same_decoding_step(module: Any) -> None:
+    """Sides that feed other tokens, or that are one and the same, have a ratio too."""
+    import torch
+
+    decode = module("decode_step")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 1, "vocab_size": 64}
+    with torch.no_grad():
+        decoder = decode.build_decoder(decode.SHAPE | sizes)
+        for kind in ("unequal", "equal"):
+            row = decode.measure(decoder, decode.SHAPE | sizes, 32, kind, repeats=2)
+            assert row["logits_apart"] < 0.02 and len(row["before_cpu_s"]) == len(row["after_cpu_s"]) == 2
+        count = decode.count_operations(layers=1)
+    assert count["after"] < count["before"] < 200  # a layer's copies of keys and values are operations
 
 
 def test_the_step_proper_ends_where_it_calls_what_is_left_out(module: Any) -> None:

@@ -34,7 +34,6 @@ RENAMED: dict[str, tuple[Any, dict[str, Any]]] = {
     "num_mini_batches": (2, {"steps_per_generation": 2, "generation_batch_size": 16}),
     "total_episodes": (100, {"max_steps": 13}),
     "wandb_log_unique_prompts": (True, {"log_unique_prompts": True}),
-    "vllm_guided_decoding_regex": ("a+", {"vllm_structured_outputs_regex": "a+"}),
 }
 WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "token_level_kl": (True, "kl_form='per_token'"),
@@ -56,6 +55,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
 }
 REFUSED: dict[str, tuple[Any, str]] = {
     "stop_token_id": (151645, "Set tokenizer.eos_token"),
+    "vllm_guided_decoding_regex": ("a+", "Remove it"),  # renamed, and refused under its name of today
     "stop_token": ("period", "Set tokenizer.eos_token"),
     "non_eos_penalty": (True, "missing_eos_penalty=1.0 (a positive number)"),
 }
@@ -117,7 +117,7 @@ def test_keywords_without_effect_say_so(config_class: type, tmp_path: Path, old:
 def test_refused_keywords_give_todays_equivalent(config_class: type, tmp_path: Path, old: str) -> None:
     """Where nothing today means the same, going on would be another experiment."""
     value, equivalent = REFUSED[old]
-    with pytest.raises(ConfigError, match=f"{old}.*{re.escape(equivalent)}"):
+    with pytest.raises(ConfigError, match=f"{CONFIG_NAMES[old].new or old}.*{re.escape(equivalent)}"):
         config_class(str(tmp_path), **{old: value})
 
 

@@ -15,7 +15,7 @@ SETTINGS = {
     "padding_side", "pad_token", "pad_token_id", "chat_template",  # transformers: tokenizers and configs
     "should_save", "should_training_stop", "should_log", "global_step",
     "best_model_checkpoint",  # transformers: the trainer's control and state
-    "use_vllm", "vllm_mode", "vllm_server_base_url", "reward_weights",  # TRL: the config that the user handed over
+    "use_vllm", "rollout_engine", "rollout_server_url", "reward_weights",  # the config that the user handed over
     "default_flow_style", "width", "sort_base_mapping_type_on_output", "Constructor", "Representer",
     "Scanner",  # ruamel.yaml
     "min_width", "daemon", "check_hostname", "verify_mode", "version",  # rich, threading, ssl, email

@@ -16,7 +16,7 @@ from rloo_kit.errors import ConfigError, DataError, SetupError
 from rloo_kit.evals import difficulty
 from rloo_kit.evals.difficulty import PassRateCache, fingerprint, measure_pass_rates, select_prompts
 from rloo_kit.models.policy import Policy
-from rloo_kit.rollout.engine import Completion, generate_completions
+from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.think_tags import bind_think_tags

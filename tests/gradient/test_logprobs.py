@@ -125,3 +125,41 @@ def test_a_head_that_bends_its_logits_is_refused(make_tiny_model):
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(BackendError, match="final_logit_softcapping"):
         logprobs.attach_token_scoring(model, temperature=1.0)
+
+
+SCALED = {
+    "Cohere": {"logit_scale": 0.25},
+    "Cohere2": {"logit_scale": 0.25},
+    "Granite": {"logits_scaling": 4.0},
+    "HyperCLOVAX": {"logits_scaling": 4.0},
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_logits_are_scored_as_the_model_makes_them(name):
+    """Cohere multiplies its logits, Granite divides them, and HyperCLOVA X multiplies under Granite's name: without
+    the scale every log-probability, and every gradient, is that of a sharper or flatter policy."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING[name.lower()](
+        vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=128, pad_token_id=0, **SCALED[name],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.randint(1, 264, (1, 12))
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20.0)  # far from uniform, so that a scale shows
+    found = []
+    for scored in (False, True):
+        model.zero_grad()
+        if scored:
+            logprobs.attach_token_scoring(model, temperature=0.7)
+            logps = model(input_ids=ids, score_positions=torch.arange(11), score_targets=ids[0, 1:]).logps
+        else:
+            logps = (model(input_ids=ids).logits[0, :-1] / 0.7).log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+        logps.sum().backward()
+        found.append((logps.detach(), model.model.layers[0].self_attn.q_proj.weight.grad.clone()))
+    assert found[0][0].std() > 0.1 and found[0][1].norm() > 1e-3
+    assert torch.allclose(*[logps for logps, _ in found], atol=1e-5)
+    assert torch.allclose(*[gradient for _, gradient in found], atol=1e-6, rtol=1e-4)

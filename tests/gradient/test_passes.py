@@ -1,5 +1,7 @@
 """One gradient, however it is computed: memory modes, sizes of passes, splits of the batch; real training steps."""
 
+from itertools import cycle
+
 import pytest
 import torch
 from datasets import Dataset
@@ -60,13 +62,14 @@ def step(make_tiny_model, tiny_tokenizer, tmp_path):
             train_dataset=Dataset.from_dict({"prompt": ["What is 1+1?", "A much longer prompt than the other"] * 4}),
             processing_class=tiny_tokenizer,
         )  # fmt: skip
-        trainer._generate_single_turn = lambda prompt_ids, *_: [list(ids) for ids in completions[: len(prompt_ids)]]
+        coming = cycle(completions)
+        trainer._generate_single_turn = lambda prompt_ids, *_: [list(next(coming)) for _ in prompt_ids]
         trainer.passes_seen = []
         plain = trainer.rloo.scorer.score
 
-        def score(model, groups, need_entropy=True):
+        def score(model, groups, need_entropy=True, **more):
             trainer.passes_seen.append((sum(len(group.completions) for group in groups), torch.is_grad_enabled()))
-            return plain(model, groups, need_entropy)
+            return plain(model, groups, need_entropy, **more)
 
         trainer.rloo.scorer.score = score
         gradients = []
@@ -124,6 +127,31 @@ def test_checkpoints_and_the_fall_back_to_padded_rows_make_the_same_gradient(mem
         found, trainer = step(memory=memory, attention=attention, tokens_per_pass=40, **options)
         assert trainer.rloo.scorer.scorer.layout == layout
         assert off(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("memory", ["fast", "balanced", "low"])
+def test_all_passes_of_a_rollout_have_one_layout(memory, step, monkeypatch):
+    """With `memory: low` a pass is one sequence, which spares nothing. Were each pass to choose for itself, the policy
+    would be compared with log-probabilities that another kernel has rounded."""
+    from rloo_kit.gradient import scorer as module
+
+    layouts: list[str] = []
+    make, lay_out = module.Scorer.__init__, module.lay_out
+
+    def with_a_choice(self, *args, **named):
+        make(self, *args, **named)
+        self.layouts = ("shared", "repeated")
+        layouts.clear()  # those of the self-check
+
+    monkeypatch.setattr(module.Scorer, "__init__", with_a_choice)
+    monkeypatch.setattr(module, "lay_out", lambda *some: layouts.append(some[1]) or lay_out(*some))
+    found = {}
+    for pays, layout in ((1.3, "shared"), (50.0, "repeated")):
+        monkeypatch.setattr(module, "SHARED_PAYS", pays)
+        found[layout], _ = step(memory=memory, num_iterations=2, steps=2)
+        assert set(layouts) == {layout}
+    for one, other in zip(found["shared"], found["repeated"], strict=True):
+        assert off(one, other) < TOLERANCE
 
 
 @pytest.mark.parametrize("form", ["sum", "length_normalized"])
@@ -186,6 +214,25 @@ def test_a_step_without_any_signal_still_says_how_sure_the_policy_is(step):
     for name in ("entropy", "policy/entropy_avg", "objective/entropy"):
         assert found[name] == pytest.approx(wanted[name], rel=1e-5) and found[name] > 1.0, name
     assert found["rollout/skipped_rows_ratio"] == 1.0
+
+
+@pytest.mark.parametrize("options", [{"beta": 0.0}, {"memory": "fast"}, {"memory": "low"}, {"tokens_per_pass": 30}])
+@pytest.mark.parametrize("reward", [by_length, unless_72])
+def test_a_step_is_the_same_from_one_rollout_or_from_several(reward, options, step):
+    """The configs for a GPU made a step of four rollouts, each a call of the engine; one call has to train the same,
+    and to hold no larger graph."""
+    options = {"steps": 2, "gradient_accumulation_steps": 8, "per_device_train_batch_size": 1} | options
+    several, trainer = step(reward, steps_per_generation=4, **options)
+    one, whole = step(reward, **options)
+    assert all(off(found, expected) < TOLERANCE for found, expected in zip(one, several, strict=True))
+    assert trainer.rloo.settings.on_policy and whole.rloo.settings.on_policy
+    logs = [[row for row in made.state.log_history if "reward" in row] for made in (trainer, whole)]
+    for before, after in zip(*logs, strict=True):
+        for name in ("loss/policy_avg", "frac_score_zero_std", "rewards/unscored_ratio", "episode"):
+            assert after[name] == pytest.approx(before[name], rel=1e-4, abs=1e-6), name
+    if options.get("tokens_per_pass") or options.get("memory") == "low":
+        rows = [max(rows for rows, graph in made.passes_seen if graph) for made in (trainer, whole)]
+        assert rows[0] == rows[1] < 8
 
 
 def test_off_policy_steps_keep_what_the_rollout_was_scored_with(step):

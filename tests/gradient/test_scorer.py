@@ -9,7 +9,7 @@ import torch
 from rloo_kit.errors import BackendError
 from rloo_kit.gradient import packing
 from rloo_kit.gradient.packing import Group
-from rloo_kit.gradient.scorer import LAYOUTS, Scorer
+from rloo_kit.gradient.scorer import LAYOUTS, Scorer, _check_groups
 from rloo_kit.models.transformers import keep_4bit_weights
 
 LENGTHS = ((6, (9, 0, 3, 40)), (1, (5,)), (3, (1, 1)))
@@ -157,6 +157,78 @@ def test_a_gradient_alone_that_is_off_is_found(make_adapter, monkeypatch):
     monkeypatch.setattr(packing, "attend_by_plan", lambda query, key, *rest: plain(query, key.detach(), *rest))
     scorer = Scorer(make_adapter(), 1.0, pad_id=256)
     assert scorer.layout == "padded" and "gradients are off" in scorer.reason
+
+
+def check_as_on_a_gpu(monkeypatch: Any) -> None:
+    monkeypatch.setattr("rloo_kit.gradient.scorer.CHECK_SHARE_OFF_GPU", 1.0)
+
+
+def test_the_check_has_as_many_tokens_as_a_gpu_s_kernels_need(make_tiny_model, monkeypatch):
+    """20 tokens are one block of flex attention: what is wrong from the second block on passed the check, and every
+    row that was trained had it."""
+    model, plain = make_tiny_model(), packing.attend_by_plan
+
+    def wrong_behind_a_block(query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        out = plain(query, *rest)
+        return torch.cat([out[:128], out[128:].roll(1, 0)])
+
+    assert sum(len(group.prompt) + sum(map(len, group.completions)) for group in _check_groups(model)) == 21
+    monkeypatch.setattr(packing, "attend_by_plan", wrong_behind_a_block)
+    assert Scorer(model, 1.0, pad_id=256).layout == "shared", "the short check finds it: the long one shows nothing"
+    check_as_on_a_gpu(monkeypatch)
+    groups = _check_groups(model)
+    assert sum(len(group.prompt) + sum(map(len, group.completions)) for group in groups) == 1024
+    scorer = Scorer(model, 1.0, pad_id=256)
+    assert scorer.layout == "padded" and "shared rows: log-probabilities are off by" in scorer.reason
+    monkeypatch.undo()
+    check_as_on_a_gpu(monkeypatch)
+    assert Scorer(make_tiny_model().bfloat16(), 1.0, pad_id=256).layout == "shared"
+    short = make_tiny_model(max_position_embeddings=50)
+    assert max(len(one.prompt) + len(one.completions[0]) for one in _check_groups(short)) == 50
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_the_check_trains_through_the_checkpoints_that_are_set(use_reentrant, make_adapter, monkeypatch):
+    """A recompute that attends otherwise than the forward pass has right values and wrong gradients; the check switched
+    checkpointing off, because `autograd.grad` refuses its reentrant form."""
+    policy = make_adapter().train()
+    policy.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    policy.enable_input_require_grads()
+    plain = packing.attend_by_plan
+
+    def wrong_in_the_backward_pass(query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return plain(query if torch._C._current_graph_task_id() == -1 else query.roll(1, 0), *rest)
+
+    monkeypatch.setattr(packing, "attend_by_plan", wrong_in_the_backward_pass)
+    before = [torch.full_like(value, 2.0) for value in policy.parameters() if value.requires_grad]
+    for value, gradient in zip((one for one in policy.parameters() if one.requires_grad), before, strict=True):
+        value.grad = gradient
+    scorer = Scorer(policy, 1.0, pad_id=256)
+    assert scorer.layout == "padded" and "shared rows: gradients are off" in scorer.reason
+    left = [value.grad for value in policy.parameters() if value.requires_grad]
+    assert all(one is other and bool((one == 2).all()) for one, other in zip(left, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completions", "layout"),
+    [
+        (100, [1300] * 8, "repeated"),  # the thinking configs: 6 % of the tokens are spared
+        (500, [4096] * 8, "repeated"),  # 10 %
+        (1000, [500] * 8, "shared"),  # 58 %
+        (300, [600] * 8, "shared"),  # 29 %
+        (4000, [40], "repeated"),  # nothing
+    ],
+)
+def test_prompts_are_shared_where_that_spares_enough(prompt, completions, layout, tiny_model):
+    """Where the two layouts attend by different kernels, the slower one has to be paid for in tokens."""
+    scorer = Scorer(tiny_model, 1.0, pad_id=256)
+    ids = torch.zeros(5000, dtype=torch.long)
+    group = Group(ids[:prompt], [ids[:length] for length in completions])
+    scorer.choose_layout([group])
+    assert scorer.layouts == ("shared",) and scorer.layout == "shared", "one kernel for both: the fewest tokens"
+    scorer.layouts = ("shared", "repeated")
+    scorer.choose_layout([group, group])
+    assert scorer.layout == layout and scorer.tokens([group]) == packing.count_tokens([group], layout)
 
 
 SIZES = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 256}

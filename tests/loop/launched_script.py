@@ -51,7 +51,7 @@ def fail(settings: dict[str, Any]) -> dict[str, Any]:
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
     """Pass rates, with completions that are right for every second prompt; what this process was asked for."""
     from rloo_kit.evals import difficulty
-    from rloo_kit.rollout.engine import Completion
+    from rloo_kit.rollout.completions import Completion
 
     asked: list[str] = []
 

@@ -60,6 +60,31 @@ def test_a_trainer_without_args_runs_on_the_cpu(tiny_folder, tiny_tokenizer, pro
     assert trainer.args.output_dir == f"{tiny_folder.name}-RLOO"
 
 
+def test_a_subclass_hears_which_of_its_overrides_is_not_called(
+    make_tiny_model, tiny_tokenizer, prompts, tmp_path, capsys
+):
+    """Trainers are extended by overriding TRL's steps: one that the kit has its own for was left out in silence."""
+
+    class Mine(RLOOTrainer):
+        asked = 0
+
+        def _generate_and_score_completions(self, inputs):
+            raise AssertionError("called")
+
+        def _generate_single_turn(self, prompt_ids, *more):
+            self.asked += len(prompt_ids)
+            return super()._generate_single_turn(prompt_ids, *more)
+
+    options = {"per_device_train_batch_size": 4, "max_steps": 1, "max_completion_length": 4, "beta": 0.0}
+    config = RLOOConfig(str(tmp_path), **options, **PLAIN)
+    trainer = Mine(make_tiny_model(), rewards.length_reward, config, prompts, processing_class=tiny_tokenizer)
+    said = capsys.readouterr().out
+    assert "WARNING: Mine._generate_and_score_completions is not called" in said
+    assert said.count("WARNING") == 1 and "override _generate_single_turn" in said
+    trainer.train()
+    assert trainer.asked == 4
+
+
 def test_weights_count_beside_a_reward_that_has_none(tiny_folder, tiny_tokenizer, prompts, tmp_path):
     """One plain function in the list made the weights of all others 1, in silence."""
 

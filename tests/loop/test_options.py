@@ -27,7 +27,15 @@ MINIMAL: dict[str, Any] = {
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nucleus": ({"top_p": 0.95}, "top_p is 0.95: tokens would be drawn from a filtered distribution"),
-    "top k": ({"top_k": 50}, "Set top_k=0; to sample more sharply lower temperature, which is scored too"),
+    "top k": ({"top_k": 50}, "Set top_k=0; .* lower temperature, .* or set accept_truncated_sampling=true"),
+    "accepted, but hidden": (
+        {"generation_kwargs": {"top_p": 0.9}, "accept_truncated_sampling": True},
+        "or top_p=0.9 with accept_truncated_sampling=true",
+    ),
+    "of another kind": (
+        {"generation_kwargs": {"no_repeat_ngram_size": 3}, "accept_truncated_sampling": True},
+        "has no_repeat_ngram_size=3",
+    ),
     "min p": ({"min_p": 0.1}, "Set min_p=null"),
     "repetition": ({"repetition_penalty": 1.2}, "Set repetition_penalty=1.0"),
     "hidden filter": ({"generation_kwargs": {"top_p": 0.9}}, "generation_kwargs has top_p=0.9"),
@@ -44,7 +52,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two samples": ({"generation_kwargs": {"n": 2}, "rollout_engine": "vllm"}, "n=2.*Set num_generations=2"),
     "not vLLM's name": ({"generation_kwargs": {"max_new_tokens": 3}, "use_vllm": True}, "max_completion_length=3"),
     "its cache": ({"generation_kwargs": {"cache_implementation": "static"}}, "Set rollout_cache instead"),
+    "stops of vLLM": ({"generation_kwargs": {"stop_token_ids": [3]}, "use_vllm": True}, "Set tokenizer.eos_token"),
+    "for vLLM alone": ({"generation_kwargs": {"priority": 1}, "rollout_engine": "vllm"}, "priority=1.*Remove it"),
     "of the server": ({"generation_kwargs": {"allowed_token_ids": [1]}, "use_vllm": True}, "filtered distribution"),
+    "a form": ({"vllm_structured_outputs_regex": "a+", "use_vllm": True}, "filtered distribution.*Remove it"),
     "a time": ({"generation_kwargs": {"max_time": 1.0}}, "max_time=1.0, which the sampling does not follow. Remove it"),
     "delta": ({"delta": 1.1}, "it must be above 1 \\+ epsilon = 1.2"),
     "ratio": ({"kl_form": "per_token", "ratio_form": "sum"}, "set ratio_form=per_token"),
@@ -87,13 +98,12 @@ def test_neutral_values_and_temperature_are_taken(tmp_path):
     [
         ({"max_new_tokens": 6, "max_tokens": 6, "num_return_sequences": 1}, {"max_completion_length": 6}),
         ({"eos_token_id": None, "output_scores": True, "pad_token_id": 3}, {}),
-        ({"max_tokens": 3, "stop_token_ids": [3], "n": 1}, {"use_vllm": True}),
-        ({"stop": ["x"]}, {"rollout_engine": "vllm"}),
+        ({"n": 1, "temperature": 0.7}, {"use_vllm": True, "temperature": 0.7}),
     ],
     ids=str,
 )
 def test_generation_kwargs_that_are_followed(given, more, tmp_path):
-    """What says what holds anyway is no fault; and vLLM gets the rest from TRL, so refusing it would take it away."""
+    """What says what holds anyway is no fault."""
     assert RLOOConfig(str(tmp_path), generation_kwargs=given, **more).generation_kwargs == given
 
 
@@ -207,3 +217,15 @@ def test_flags_of_the_options(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--ratio_form", "token"])
     assert "per_token" in capsys.readouterr().err
+
+
+def test_accepted_filters_reach_the_engine(tmp_path):
+    """An opt-in that is taken and not followed trains on other samples than the run's file says."""
+    from rloo_kit.loop.build import read_filters
+    from rloo_kit.rollout.types import Filters
+
+    given = {"top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1}
+    config = RLOOConfig(str(tmp_path), accept_truncated_sampling=True, **given)
+    assert read_filters(config) == Filters(**given) and read_filters(config).active
+    off = RLOOConfig(str(tmp_path), top_k=-1, min_p=None)
+    assert read_filters(off) == Filters() and not read_filters(off).active

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.errors import DataError
 from rloo_kit.loop.resample import PromptReservoir
 
 
@@ -47,9 +47,3 @@ def test_a_resumed_reservoir_goes_on_where_it_was():
         assert resumed.draw(3, []) == whole.draw(3, [])
     with pytest.raises(DataError, match=r"of 7 training prompts, and there are 6 now.*data\.\*"):
         PromptReservoir(rows(6), seed=1).load_state_dict(cut.state_dict())
-
-
-def test_a_stream_is_refused():
-    """A streamed data set has no prompt number 5 to go back to."""
-    with pytest.raises(ConfigError, match=r"rollout\.resample_rounds: 0"):
-        PromptReservoir(iter(rows(3)), seed=0)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import rewards
 from rloo_kit import load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError
+from tests.loop.conftest import by_ids
 
 
 @pytest.fixture
@@ -133,3 +134,23 @@ def test_a_resumed_run_draws_what_the_whole_one_drew(start):
     expected = load_file(whole.adapter_folder / "adapter_model.safetensors")
     for name, tensor in load_file(resumed.adapter_folder / "adapter_model.safetensors").items():
         assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("engine", ["native", "generate"])
+def test_accepted_filters_are_corrected_and_logged(engine, make_trainer, capsys):
+    """The sampler's log-probabilities are those of what the filter left, the trainer's those of the whole: the weight
+    of each token is the share that was kept, and the gap is in the log."""
+    options = {"max_steps": 1, "per_device_train_batch_size": 8, "max_completion_length": 6, "rollout_engine": engine}
+    steps = {}
+    for correction in ("auto", "none"):
+        trainer = make_trainer(
+            [by_ids], accept_truncated_sampling=True, top_k=20, sampler_correction=correction, beta=0.0, **options
+        )
+        assert "truncated sampling: top_p=1, top_k=20" in capsys.readouterr().out
+        trainer.train()
+        (steps[correction],) = [logs for logs in trainer.state.log_history if "loss" in logs]
+    for step in steps.values():  # of 264 tokens of a random model 20 have a tenth of the probability, or less
+        assert step["sampling/logp_difference_mean"] > 1
+    assert 0 < steps["auto"]["sampling/importance_weight_mean"] < 0.3
+    assert "sampling/importance_weight_mean" not in steps["none"]
+    assert 0 < steps["auto"]["grad_norm"] < 0.3 * steps["none"]["grad_norm"]

@@ -16,7 +16,7 @@ from rloo_kit import build_rewards, load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError, RewardError, RunExistsError
 from rloo_kit.loop.callbacks import RolloutLog
 from rloo_kit.loop.run import mixed_precision
-from rloo_kit.rollout.engine import generate_completions
+from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.files import saved_paths
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.runs.run_dir import open_runs

@@ -11,7 +11,8 @@ objective and batches: `test_trl_cases_loop.py`. Cases of that suite which other
 | temperature | `test_equality_with_stock.py`, `test_step.py`: sampler and trainer agree |
 | a reference of its own | `test_trainer.py`: full training |
 | each sampling filter | `test_options.py`: what the loop would get wrong |
-| scaled logits (Cohere 2, Gemma) | refused, `gradient/test_scorer.py`; no Qwen3 has them |
+| scaled logits | `test_equality_with_stock.py`, `gradient/test_logprobs.py` (Gemma's soft cap is refused) |
+| experts and their auxiliary loss | `test_equality_with_stock.py`, `test_trl_cases_policy.py` |
 | resume | `test_trainer.py`, `test_run.py` |
 | 4-bit | `test_trainer.py`, `test_equality_with_stock.py` |
 | vLLM | `test_step.py`: vLLM is asked; `rollout/test_server.py` |

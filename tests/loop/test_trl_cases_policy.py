@@ -7,6 +7,10 @@ import torch
 from peft import AdaLoraConfig, IA3Config, LoraConfig, VeraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -71,7 +75,15 @@ def test_frozen_parameters_stay(trl_train, make_tiny_model):
     assert trl_train(arguments={"model": model}, beta=0.0).kept == frozen
 
 
-@pytest.mark.parametrize(("config", "model"), [(Qwen2Config, Qwen2ForCausalLM), (LlamaConfig, LlamaForCausalLM)])
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        (Qwen2Config, Qwen2ForCausalLM),
+        (LlamaConfig, LlamaForCausalLM),
+        (Cohere2Config, Cohere2ForCausalLM),
+        (GraniteConfig, GraniteForCausalLM),
+    ],
+)
 def test_other_plain_models(config, model, trl_train):
     """TRL's suite goes through architectures; sampler and scorer must agree on each, whatever its layers look like."""
     run = trl_train(arguments={"model": model(config(**SIZES))}, beta=0.0)
@@ -84,16 +96,40 @@ def mixture():
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapter"])
 def test_a_mixture_of_experts(adapter, trl_train):
-    """Its auxiliary loss is not scored here, so it has to be switched off by name; experts then train as others do,
-    also through an adapter on their fused weights."""
+    """Its experts train as other weights do, also through an adapter on their fused weights; the auxiliary loss is
+    there by default, and off by name."""
     target = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     arguments = {"peft_config": LoraConfig(r=2, target_modules=[], target_parameters=target)} if adapter else {}
-    with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0\.0"):
-        trl_train(arguments={"model": mixture()} | arguments, beta=0.0)
-    run = trl_train(arguments={"model": mixture()} | arguments, router_aux_loss_coef=0.0, beta=0.1 if adapter else 0.0)
-    trained = {name for name, value in parameters_of(run).items() if value.requires_grad}
-    assert run.moved == trained and any("experts" in name for name in trained)
-    assert all(step["sampling/logp_difference_max"] < 1e-4 for step in run.steps)
+    for options in ({}, {"router_aux_loss_coef": 0.0}):
+        run = trl_train(arguments={"model": mixture()} | arguments, beta=0.1 if adapter else 0.0, **options)
+        trained = {name for name, value in parameters_of(run).items() if value.requires_grad}
+        assert run.moved == trained and any("experts" in name for name in trained)
+        assert all(step["sampling/logp_difference_max"] < 1e-4 for step in run.steps)
+        assert all(("aux_loss" in step) == (not options) for step in run.steps)
+
+
+def test_the_experts_of_each_micro_step_are_balanced(trl_train):
+    """A share of tokens times a mean probability is no sum over rows: over other rows it is another loss. Rows without
+    a signal count too."""
+    model = mixture()
+    before = copy.deepcopy(model)
+    rewards = [0.0] * 4 + [0.0, 1.0, 2.0, 3.0]
+    run = trl_train(
+        lambda completion_ids, **_: rewards, arguments={"model": model}, beta=0.0, max_steps=1, num_generations=4,
+        gradient_accumulation_steps=2, shuffle_dataset=False,
+    )  # fmt: skip
+    assert len(run.rows) == 8
+    expected = []
+    for rows in (run.rows[:4], run.rows[4:]):
+        ids = [run.trainer.processing_class(row["prompt"])["input_ids"] + row["completion_ids"] for row in rows]
+        width = max(map(len, ids))
+        padded = torch.tensor([row + [256] * (width - len(row)) for row in ids])
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])
+        with torch.no_grad():
+            expected.append(before(padded, attention_mask=mask, output_router_logits=True).aux_loss.item())
+    step = run.steps[0]
+    assert step["aux_loss"] == pytest.approx(sum(expected) / 2, rel=1e-5) and abs(expected[0] - expected[1]) > 1e-3
+    assert step["loss"] == pytest.approx(step["loss/policy_avg"] + 0.001 * step["aux_loss"], rel=1e-4)
 
 
 def test_every_end_token_of_the_model_ends_a_completion(trl_train, make_tiny_model):

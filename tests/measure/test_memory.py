@@ -120,7 +120,7 @@ def test_rows_are_decoded_at_their_end(run, policy, calls, monkeypatch, engine):
     with pytest.raises(BackendError, match="and the model has"):
         measure_rollout(policy, run, rows=3, tokens=10**6)
     run.rollout.engine = "vllm"
-    with pytest.raises(BackendError, match="rollout.engine is vllm.*rollout.engine=auto"):
+    with pytest.raises(BackendError, match="rollout.engine=vllm.*gpu_memory_utilization.*rollout.engine=native"):
         measure_rollout(policy, run, rows=3, tokens=100)
 
 
@@ -223,6 +223,20 @@ def test_what_is_not_here_is_not_measured(run):
     small = replace(plan, machine=Machine("the CPU", 0.5, 0.3, False))
     with pytest.raises(BackendError, match="GiB and this machine has 0.2"):
         measure_plan(run, small)
+
+
+@pytest.mark.parametrize("words", [["vllm"], ["server", "rollout.server_url=http://127.0.0.1:9"]])
+def test_training_is_measured_where_something_else_samples(run, tiny_folder, words):
+    """`plan --measure` refused such a run, whose training may well be what does not fit; and what vLLM keeps while it
+    sleeps is not there to be measured, so it must not be in the figure that is computed for it."""
+    config = CONFIGS / "arithmetic_thinking.yaml"
+    names = [f"model.name={tiny_folder}", "model.family=auto"]
+    chosen = load_config(config, *WORDS, *names, f"rollout.engine={words[0]}", *words[1:])
+    lines: list[str] = []
+    (found,) = measure_plan(chosen, plan_vram(chosen), lines.append)
+    assert found.what == "training" and found.error is None and found.measured_gib
+    assert any("training only" in line for line in lines)
+    assert found.computed_gib == pytest.approx(plan_vram(run).training_gib)
 
 
 @pytest.mark.slow

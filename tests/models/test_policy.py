@@ -20,7 +20,9 @@ from rloo_kit.models import unsloth
 from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.policy import keep_settings, save_adapter
 from rloo_kit.models.policy import load_policy as load
+from rloo_kit.plan.result import VllmPlan
 from rloo_kit.system import environment
+from rloo_kit.system.environment import STANDBY_VARIABLE
 
 RUN = """\
 model: {name: %s}
@@ -323,16 +325,64 @@ def test_unsloth_does_not_train_every_parameter(make_run: Any, monkeypatch: pyte
         policies._choose(make_run("model.backend=transformers"), stack)
 
 
-def test_vllm_beside_unsloth_is_asked_for_by_the_engine(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it the error came from inside Unsloth, after the download of the model."""
-    run = make_run("rollout.engine=vllm", "model.lora.r=8")
-    assert unsloth._vllm_arguments(make_run()) == {}
-    assert unsloth._vllm_arguments(make_run("rollout.engine=vllm", "rollout.server_url=http://node1:8000")) == {}
-    monkeypatch.setattr(unsloth, "find_spec", lambda name: None)
-    with pytest.raises(BackendError, match="rollout.engine is vllm, but vLLM is not installed.*rollout.engine=auto"):
-        unsloth._vllm_arguments(run)
-    monkeypatch.setattr(unsloth, "find_spec", lambda name: object())
-    assert unsloth._vllm_arguments(run) == {"fast_inference": True, "max_lora_rank": 8}
+@pytest.fixture
+def vllm_plan() -> VllmPlan:
+    return VllmPlan(True, 0.8, 32, 4.0, 2.5, 0.9, None)
+
+
+def test_unsloth_loads_vllm_on_the_shares_that_were_planned(
+    make_run: Any, vllm_plan: VllmPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unsloth puts a share of its own in the place of the one it was given as soon as vLLM is to sleep."""
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", unsloth.SHARE_VARIABLE):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv(STANDBY_VARIABLE, "1")
+    run = make_run("rollout.engine=vllm", "model.lora.r=12", "rollout.vllm.enforce_eager=true")
+    with pytest.raises(BackendError, match="vLLM is not installed: .*constraints-vllm"):
+        unsloth._vllm_arguments(run, vllm_plan)
+    monkeypatch.setattr(unsloth, "find_vllm_problem", lambda: None)
+    found = unsloth._vllm_arguments(run, vllm_plan)
+    assert found == {
+        "fast_inference": True, "max_lora_rank": 16, "gpu_memory_utilization": 0.8, "max_num_seqs": 32,
+        "float8_kv_cache": False, "enforce_eager": True, "unsloth_vllm_standby": True,
+    }  # fmt: skip
+    assert os.environ[unsloth.SHARE_VARIABLE] == "1"
+
+
+def test_unsloth_that_was_imported_too_early_is_found(make_run: Any, vllm_plan: VllmPlan, monkeypatch) -> None:
+    """vLLM kept its pool while the model was trained, and training ran out of memory an hour later."""
+    monkeypatch.delenv(STANDBY_VARIABLE, raising=False)
+    monkeypatch.setattr(unsloth, "find_vllm_problem", lambda: None)
+    run = make_run("rollout.engine=vllm")  # built by hand: no file was read
+    monkeypatch.delenv(STANDBY_VARIABLE, raising=False)
+    with pytest.raises(BackendError, match="restart the kernel, and call load_config before"):
+        unsloth._vllm_arguments(run, vllm_plan)
+
+
+@pytest.mark.parametrize(
+    ("engine", "backend", "expected"),
+    [("vllm", "auto", "1"), ("vllm", "transformers", None), ("generate", "auto", None), ("auto", "auto", None)],
+)
+def test_vllm_may_sleep_where_it_may_be_used(engine, backend, expected, monkeypatch) -> None:
+    """Unsloth reads the variable when it is imported; with it, its allocator grows in fixed segments."""
+    monkeypatch.delenv(STANDBY_VARIABLE, raising=False)
+    monkeypatch.setitem(sys.modules, "unsloth", None)
+    del sys.modules["unsloth"]
+    environment.prepare_standby(engine, backend)
+    assert os.environ.get(STANDBY_VARIABLE) == expected
+    monkeypatch.delenv(STANDBY_VARIABLE, raising=False)
+
+
+def test_the_generated_trainer_does_not_see_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unsloth's trainer sets `use_vllm` for a model that carries vLLM, and TRL's code then merges and samples."""
+    inner = torch.nn.Linear(1, 1)
+    model, engine = torch.nn.Sequential(inner), object()
+    inner.vllm_engine = model.vllm_engine = engine
+    args = SimpleNamespace(bf16=True, fp16=False)
+    with pytest.raises(ValueError, match="a fault"), unsloth.keep_arguments(args, model):
+        assert not hasattr(model, "vllm_engine") and not hasattr(inner, "vllm_engine")
+        raise ValueError("a fault")
+    assert model.vllm_engine is engine and inner.vllm_engine is engine
 
 
 def test_trainer_settings_are_put_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,12 +390,12 @@ def test_trainer_settings_are_put_back(monkeypatch: pytest.MonkeyPatch, capsys: 
     bf16 was asked for it had evaluation cast the whole model, adapter included, to bf16 in place."""
     args = SimpleNamespace(bf16=False, fp16=False, bf16_full_eval=False, fp16_full_eval=False, eval_strategy="no")
     tokenizer = SimpleNamespace(padding_side="left")
-    with keep_settings(args, tokenizer):
+    with keep_settings({"args": args, "processing_class": tokenizer}):
         tokenizer.padding_side = "right"
     assert tokenizer.padding_side == "left"
     assert capsys.readouterr().out == "kept, where Unsloth would change it: padding_side left (Unsloth: right)\n"
     monkeypatch.delenv(unsloth.PRECISION_VARIABLE, raising=False)
-    with unsloth.keep_arguments(args) as changes:
+    with unsloth.keep_arguments(args, None) as changes:
         assert os.environ[unsloth.PRECISION_VARIABLE] == "bfloat16"
         args.bf16_full_eval, args.eval_strategy = True, "steps"
     assert unsloth.PRECISION_VARIABLE not in os.environ
@@ -353,7 +403,7 @@ def test_trainer_settings_are_put_back(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert [change.name for change in changes] == ["mixed precision", "bf16_full_eval", "eval_strategy"]
     assert str(changes[1]) == "bf16_full_eval False (Unsloth: True)"
     args.bf16 = True
-    with unsloth.keep_arguments(args) as changes:
+    with unsloth.keep_arguments(args, None) as changes:
         assert unsloth.PRECISION_VARIABLE not in os.environ
         args.bf16_full_eval = True
     assert args.bf16_full_eval is False and [change.name for change in changes] == ["bf16_full_eval"]

@@ -7,6 +7,7 @@ import pytest
 
 from rloo_kit import load_config, plan_vram
 from rloo_kit.plan import corrections, planner
+from rloo_kit.plan import load as plan_load
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen3_4b_thinking_12gb.yaml"
 
@@ -34,5 +35,5 @@ def test_measured_peaks_correct_computed_ones(request: pytest.FixtureRequest) ->
 def test_without_a_gpu_nothing_is_corrected(corrected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU's allocator took says nothing about a laptop's memory."""
     run = load_config(CONFIG.with_name("arithmetic_thinking.yaml"))
-    monkeypatch.setattr(planner, "is_cpu_torch", lambda: True)
+    monkeypatch.setattr(plan_load, "is_cpu_torch", lambda: True)
     assert not any(part.name == "correction" for part in plan_vram(run).parts)

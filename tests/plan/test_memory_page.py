@@ -11,7 +11,7 @@ import pytest
 from rloo_kit import load_config, plan_vram
 from rloo_kit.plan import parts
 from rloo_kit.plan.parts import GIB, Load
-from rloo_kit.plan.planner import largest_rows, rollout_gib, training_gib
+from rloo_kit.plan.peaks import largest_rows, rollout_gib, training_gib
 from rloo_kit.plan.result import Machine
 from rloo_kit.plan.shapes import PUBLISHED, ModelShape
 from tests.plan.test_parts import load_of

@@ -9,7 +9,7 @@ import pytest
 from rloo_kit.config.schema import PROJECTIONS
 from rloo_kit.plan import parts
 from rloo_kit.plan.parts import GIB, Load
-from rloo_kit.plan.planner import rollout_gib, training_gib
+from rloo_kit.plan.peaks import rollout_gib, training_gib
 from rloo_kit.plan.shapes import EMBEDDED, EMBEDDED_ROWS, PUBLISHED, ModelShape, shape_of_config
 
 SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 2}

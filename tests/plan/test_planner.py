@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,11 @@ import pytest
 
 from rloo_kit import load_config, plan_vram
 from rloo_kit.errors import ConfigError
-from rloo_kit.plan import planner
-from rloo_kit.plan.planner import SHORTEST, find_machine, read_load, rollout_gib
+from rloo_kit.plan import load as plan_load
+from rloo_kit.plan.changes import SHORTEST
+from rloo_kit.plan.load import find_machine, read_load
+from rloo_kit.plan.peaks import rollout_gib, rows_at_once
+from rloo_kit.plan.result import EngineChoice
 from rloo_kit.plan.shapes import PUBLISHED, find_shape
 from rloo_kit.system.memory import _free_in_container, available_gib
 
@@ -106,15 +110,37 @@ def test_the_embedded_models_need_no_build() -> None:
     assert find_shape(run).vocab_size == 151936
 
 
-@pytest.mark.parametrize(("gib", "rows"), [(24, 8), (12, 8), (8, 5), (6, 2)])
+@pytest.mark.parametrize(("gib", "rows"), [(48, 32), (24, 27), (12, 10), (8, 5), (6, 2)])
 def test_rows_are_planned(gib: float, rows: int) -> None:
     """One run file for every GPU: a smaller one generates fewer rows at once, and trains the same."""
-    run = load_config(THINKING)
+    run = load_config(THINKING, "rollout.engine=native")
     plan = plan_vram(run, gib)
-    assert plan.rows == rows and plan.fits
+    assert plan.rows == rows and plan.fits and plan.completions == 32
     load, limit = read_load(run, plan.machine), plan.machine.usable_gib
-    assert rollout_gib(load, rows) <= limit and (rows == 8 or rollout_gib(load, rows + 1) > limit)
+    assert rollout_gib(load, rows) <= limit and (rows == 32 or rollout_gib(load, rows + 1) > limit)
     assert plan_vram(load_config(THINKING, "rollout.rows=3"), gib).rows == 3, "the file wins"
+
+
+@pytest.mark.parametrize(("fit", "rows"), [(40, 32), (31, 16), (16, 16), (15, 11), (10, 8), (7, 7), (1, 1)])
+def test_batches_of_generate_are_alike(fit: int, rows: int) -> None:
+    """32 completions, 10 at once, are four batches, and so they are with 8: the rest was only memory, up to the last
+    gigabyte. An engine that fills the place of a row that has ended has a use for each."""
+    generate = read_load(load_config(THINKING), find_machine(24))
+    native = replace(generate, engine="native")
+    limit = rollout_gib(replace(generate, completions=64), fit) + 1e-6
+    assert rows_at_once(generate, limit) == rows and -(-32 // rows) == -(-32 // fit)
+    assert rows == 1 or -(-32 // (rows - 1)) > -(-32 // fit), "fewer would be a batch more"
+    assert rows_at_once(native, rollout_gib(native, min(fit, 32)) + 1e-6) == min(fit, 32)
+    assert rows_at_once(generate, limit, wanted=10) == 10, "the file wins"
+
+
+@pytest.mark.parametrize("engine", ["generate", "native", "vllm", "server"])
+def test_an_engine_gets_a_rollout_in_one_call(engine: str) -> None:
+    """A step was sampled in four rollouts of 8, which a GPU with room for 32 was no faster at."""
+    words = [f"rollout.engine={engine}", "rollout.server_url=http://node1:8000"][: 2 if engine == "server" else 1]
+    plan = plan_vram(load_config(THINKING, *words), 80)
+    assert plan.completions == plan.rows == 32
+    assert plan_vram(load_config(THINKING, *words, "rloo.steps_per_generation=8"), 80).completions == 8
 
 
 def test_a_rollout_on_a_server_takes_nothing_here(tiny_model: Any) -> None:
@@ -122,14 +148,14 @@ def test_a_rollout_on_a_server_takes_nothing_here(tiny_model: Any) -> None:
     from rloo_kit.loop.run import planned_limits
 
     words = ["rollout.engine=server", "rollout.server_url=http://node1:8000", "rloo.num_generations=16"]
-    words += ["rloo.steps_per_generation=16", "rloo.gradient_accumulation_steps=16", "rloo.max_completion_length=4096"]
+    words += ["rloo.gradient_accumulation_steps=16", "rloo.max_completion_length=4096"]
     here, there = (plan_vram(load_config(THINKING, *chosen), 12) for chosen in (words[2:], words))
     assert here.rollout_gib > there.rollout_gib and there.binds == "training"
     assert there.rows == there.completions > here.rows
     assert sum(part.rollout_gib for part in there.parts) == pytest.approx(there.rollout_gib)
     assert "rollout.rows" not in str(there) and "rollout.cache" not in str(there)
     assert "at once" not in str(there) and "not planned" in str(there) and "at once" in str(here)
-    policy = SimpleNamespace(model=SimpleNamespace(config=tiny_model.config))
+    policy = SimpleNamespace(model=tiny_model, backend="transformers")
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", *words[:2])
     assert "rollout_rows" not in planned_limits(run, policy)
 
@@ -188,7 +214,7 @@ def test_8_bits_are_offered_where_they_hold_more() -> None:
     small = plan_vram(load_config(THINKING, *LONG, PLAIN, "rollout.cache=int8"), 24)
     assert small.rows == 5 and small.fits and any("in 8 bits" in part.detail for part in small.parts)
     away = plan_vram(load_config(THINKING, *LONG, PLAIN, "rollout.cache=offloaded"), 24)
-    assert away.rows == 8 and any("of the machine's memory" in part.detail for part in away.parts)
+    assert away.rows == 26 and any("of the machine's memory" in part.detail for part in away.parts)
     assert sum(part.rollout_gib for part in away.parts) == pytest.approx(away.rollout_gib)
     for other in ("model.backend=auto", "rollout.engine=generate", "rollout.rows=2", "rollout.cache=int8"):
         assert not offers(PLAIN, other), other
@@ -238,9 +264,9 @@ def test_the_whole_memory_of_the_gpu_counts(run_fresh: Any, repository: Path) ->
     """What is free now depends on what the notebook has loaded already: rows would fall from cell to cell."""
     code = f"run = rloo_kit.load_config({str(THINKING)!r})\nplan = rloo_kit.plan_vram(run)\n"
     code += "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
-    code += "print(plan.machine.name, plan.machine.total_gib, plan.rows, plan.notes[-1])"
+    code += "print(plan.machine.name, plan.machine.total_gib, plan.rows, plan.notes[1])"
     done = run_fresh(code, [A10])
-    assert done.stdout.strip() == "A10 24.0 8 activations are those of the transformers backend", done.stderr
+    assert done.stdout.strip() == "A10 24.0 27 activations are those of the transformers backend", done.stderr
 
 
 def test_without_a_gpu_the_memory_of_the_machine_counts(tmp_path: Path) -> None:
@@ -285,18 +311,47 @@ def test_training_generates_as_many_rows_as_are_planned(
     from rloo_kit.loop.run import planned_limits
 
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=512", "rloo.memory=low")
-    policy = SimpleNamespace(model=SimpleNamespace(config=tiny_model.config))
+    policy = SimpleNamespace(model=tiny_model, backend="transformers")
     load = read_load(run, find_machine(), tiny_model.config.to_dict())
-    free = rollout_gib(load, 100) + planner.CPU_RESERVE_GIB
-    monkeypatch.setattr(planner, "available_gib", lambda: free + 1e-6)
+    free = rollout_gib(load, 100) + plan_load.CPU_RESERVE_GIB
+    monkeypatch.setattr(plan_load, "available_gib", lambda: free + 1e-6)
     assert planned_limits(run, policy) == {"rollout_rows": 100}
     assert "100 of the 128 completions of a rollout are generated at once" in capsys.readouterr().out
     run.rollout.rows = 7
     assert planned_limits(run, policy) == {"rollout_rows": 7} and not capsys.readouterr().out
-    monkeypatch.setattr(planner, "available_gib", lambda: 0.5)
+    monkeypatch.setattr(plan_load, "available_gib", lambda: 0.5)
     assert planned_limits(run, policy)["rollout_rows"] == 7 and "Does not fit" in capsys.readouterr().out
-    policy.model.config = SimpleNamespace(to_dict=lambda: {"model_type": "mamba"})
+    monkeypatch.setattr(tiny_model.config, "to_dict", lambda: {"model_type": "mamba"})
     assert planned_limits(run, policy) == {} and "cannot be planned" in capsys.readouterr().out
+
+
+def test_limits_are_those_of_the_engine_that_was_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_model: Any
+) -> None:
+    """`auto` was planned again with the loaded model's config: a policy that was loaded without vLLM got the limits of
+    vLLM's pool, and one that has it got rows that it does not take."""
+    from rloo_kit.loop.run import planned_limits
+    from rloo_kit.measure.memory import _load_of
+
+    run = load_config(CONFIGS / "arithmetic_thinking.yaml", "model.load_in_4bit=false")
+    policy = SimpleNamespace(model=tiny_model, backend="transformers")
+    config = tiny_model.config.to_dict()
+    free = rollout_gib(read_load(run, find_machine(), config), 100) + plan_load.CPU_RESERVE_GIB + 1e-6
+    monkeypatch.setattr(plan_load, "available_gib", lambda: free)
+    chosen = EngineChoice("vllm", "installed, and it fits")
+    monkeypatch.setattr("rloo_kit.plan.planner.choose_engine", lambda *_: chosen)
+    assert plan_vram(run, config=config).engine == chosen
+    assert planned_limits(run, policy)["rollout_rows"] == 100 and _load_of(run, policy).engine == "native"
+    assert "100 of the 128" in capsys.readouterr().out
+
+    monkeypatch.setattr("rloo_kit.plan.planner.choose_engine", lambda *_: EngineChoice("native", "vLLM does not fit"))
+    monkeypatch.setattr("rloo_kit.rollout.engine.find_vllm", lambda model: object() if model is tiny_model else None)
+    assert "rollout_rows" not in planned_limits(run, policy) and _load_of(run, policy).engine == "vllm"
+    assert "generated at once" not in capsys.readouterr().out
+    plan = plan_vram(run, config=config, engine="vllm")
+    assert plan.vllm is not None and plan.rows == plan.vllm.max_num_seqs
+    asked = load_config(CONFIGS / "arithmetic_thinking.yaml", "rollout.engine=vllm")
+    assert "rollout_rows" not in planned_limits(asked, policy)
 
 
 def test_a_pass_on_a_cpu_is_planned_as_it_is_made(monkeypatch: pytest.MonkeyPatch, tiny_model: Any) -> None:
@@ -304,9 +359,9 @@ def test_a_pass_on_a_cpu_is_planned_as_it_is_made(monkeypatch: pytest.MonkeyPatc
     the trainer's small passes."""
     from rloo_kit.loop.run import planned_limits
 
-    monkeypatch.setattr(planner, "available_gib", lambda: 8.0)
+    monkeypatch.setattr(plan_load, "available_gib", lambda: 8.0)
     run = load_config(CONFIGS / "arithmetic_thinking.yaml")
-    policy = SimpleNamespace(model=SimpleNamespace(config=tiny_model.config))
+    policy = SimpleNamespace(model=tiny_model, backend="transformers")
     group = plan_vram(load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=1")).tokens_per_pass
     assert group < plan_vram(run).tokens_per_pass == 2048
     assert "tokens_per_pass" not in planned_limits(run, policy)

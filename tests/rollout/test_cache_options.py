@@ -205,7 +205,7 @@ def test_a_budget_costs_one_call_of_generate(make_model, monkeypatch):
 REFUSED = {
     "unsloth, 8 bits": ("int8", "generate", "unsloth", True, "Unsloth decodes.*rollout.cache=plain.*transformers"),
     "unsloth, offloaded": ("offloaded", "generate", "unsloth", True, "Unsloth decodes.*rollout.cache=plain"),
-    "vllm": ("int8", "vllm", "transformers", True, "kv_cache_dtype.*rollout.cache=plain"),
+    "vllm": ("int8", "vllm", "transformers", True, "float8_kv_cache=true.*rollout.cache=plain"),
     "server": ("offloaded", "server", "transformers", True, "the server holds.*--kv-cache-dtype"),
     "no GPU": ("offloaded", "generate", "transformers", False, "not on a GPU.*rollout.cache=plain"),
     "no hqq": ("int8", "generate", "transformers", True, "pip install hqq.*rollout.engine=native"),

@@ -8,7 +8,7 @@ import torch
 
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.models.policy import Policy
-from rloo_kit.rollout.engine import Completion, find_end_ids, generate_completions
+from rloo_kit.rollout.completions import Completion, find_end_ids, generate_completions
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
 from tests.rollout.models import lean
 

@@ -319,5 +319,5 @@ def test_the_choice_is_explained(make_model, make_tiny_model):
         engine_for(sliding, "native")
     with pytest.raises(BackendError, match="rollout.engine is native, but Unsloth.*rollout.engine=generate"):
         engine_for(model, "native", backend="unsloth")
-    with pytest.raises(BackendError, match="vLLM is not installed: pip install vllm.*rollout.engine=auto"):
+    with pytest.raises(BackendError, match="vLLM is not installed: .*constraints-vllm.*rollout.engine=auto"):
         engine_for(model, "vllm")

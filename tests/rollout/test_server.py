@@ -17,14 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-import trl
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, LoraModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
-from rloo_kit.loop import arguments as trainer_arguments
 from rloo_kit.loop.options import RLOOConfig
-from rloo_kit.rollout import engine as rollout
 from rloo_kit.rollout import server as server_module
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.server import MARKER, ServerEngine, ServerSettings
@@ -260,7 +257,9 @@ def test_a_refused_probe_says_what_was_refused(server, make_policy, make_engine)
 @pytest.mark.parametrize("engine", ["server", "vllm"])
 def test_a_temperature_that_vllm_does_not_sample_at(engine):
     """It was refused by the server after the model had been loaded, with words about log-probabilities."""
-    with pytest.raises(ConfigError, match=r"temperature is 2\.5, .* samples at 0 to 2; set temperature=2 or lower"):
+    with pytest.raises(
+        ConfigError, match=r"temperature is 2\.5, and vLLM samples at 0 to 2; set temperature=2 or lower"
+    ):
         RLOOConfig(temperature=2.5, rollout_engine=engine, rollout_server_url="http://node1:8000", use_cpu=True)
 
 
@@ -632,7 +631,7 @@ def test_an_error_does_not_wait_for_the_others(server, make_policy, make_engine)
 
 def test_outside_the_trainer_it_is_refused(make_policy):
     """There is nobody who hands the adapter over."""
-    with pytest.raises(BackendError, match="rollout.engine is server, which samples inside the trainer only"):
+    with pytest.raises(BackendError, match="rollout.engine is server, but no server was named.*rollout.server_url"):
         build_engine(make_policy(), "server", temperature=1.0, end_ids=[TURN_END], pad_id=PAD)
 
 
@@ -684,7 +683,7 @@ def test_a_budget_through_the_trainer(server, make_trainer):
 
 def test_what_cannot_be_handed_over_is_refused(make_trainer):
     """Full fine-tuning has no adapter; it should say so before the first rollout."""
-    with pytest.raises(ConfigError, match="rollout.engine is server, which is handed an adapter"):
+    with pytest.raises(ConfigError, match="rollout.engine is server or vllm, which is handed an adapter"):
         make_trainer(lora=False)
 
 
@@ -698,23 +697,21 @@ def test_the_reference_stays_at_home(make_trainer, server, tmp_path):
     assert json.loads((target / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/tiny"
 
 
-@pytest.mark.parametrize("url", [None, "http://node1:8000"])
-def test_vllm_with_an_address_is_trls_server_mode(url, make_trainer, monkeypatch):
-    """`rollout.engine: vllm` with an address and without are two ways of TRL's; a run that was to use the server's
-    GPUs loaded a second vLLM on its own."""
+def test_trls_server_mode_is_the_engine_server(make_trainer, server, monkeypatch):
+    """TRL's own sync merges the adapter into the base and unmerges it, which re-quantises 4-bit weights each time."""
 
-    class Stopped(Exception):
-        pass
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the adapter is merged into the base")
 
-    def stop(self: Any, *_: Any, **arguments: Any) -> None:
-        raise Stopped(arguments["args"].use_vllm, arguments["args"].vllm_mode, arguments["args"].vllm_server_base_url)
-
-    monkeypatch.setattr(trainer_arguments, "choose_engine", lambda *_: ("vllm", ""))
-    monkeypatch.setattr(trl.RLOOTrainer, "__init__", stop)
-    assert rollout.choose_engine is not trainer_arguments.choose_engine
-    with pytest.raises(Stopped) as found:
-        make_trainer(rollout_engine="vllm", rollout_server_url=url)
-    assert found.value.args == (True, "server" if url else "colocate", url)
+    monkeypatch.setattr(LoraModel, "merge_adapter", refuse)
+    trainer = make_trainer(
+        rollout_engine="auto", rollout_server_url=None, use_vllm=True, vllm_mode="server",
+        vllm_server_base_url=server.url,
+    )  # fmt: skip
+    base = {name: value.clone() for name, value in trainer.model.named_parameters() if not value.requires_grad}
+    trainer.train()
+    assert trainer.rloo.sampler.engine.name == "server" and not trainer.use_vllm
+    assert all(torch.equal(base[name], value) for name, value in trainer.model.named_parameters() if name in base)
 
 
 def run_processes(count: int, settings: dict[str, Any]) -> list[subprocess.CompletedProcess[str]]:

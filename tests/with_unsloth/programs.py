@@ -27,7 +27,7 @@ def numbers(policy: Any) -> dict[str, Any]:
 
     from rloo_kit.gradient.packing import Group
     from rloo_kit.gradient.scorer import Scorer
-    from rloo_kit.rollout.engine import generate_completions
+    from rloo_kit.rollout.completions import generate_completions
 
     model, tokenizer = policy.model, policy.tokenizer
     rows = tokenizer([prompt + answer for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)], padding=True)

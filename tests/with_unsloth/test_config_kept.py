@@ -54,7 +54,7 @@ def test_the_reentrant_form_gives_way_where_another_is_asked_for(unsloth: Any, t
 
 
 @contextmanager
-def keep_nothing(_args: Any) -> Iterator[list[Any]]:
+def keep_nothing(_args: Any, _model: Any) -> Iterator[list[Any]]:
     yield []
 
 
@@ -89,6 +89,27 @@ def test_the_constructor_of_the_trainer(
         assert told in lines[0], lines[0]
     monkeypatch.setattr(backend, "keep_arguments", keep_nothing)
     assert build() == {"bf16_full_eval": (True, False)}
+
+
+def test_vllm_on_the_model_is_out_of_the_constructors_sight(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unsloth's trainer turns `use_vllm` on for a model that carries vLLM; TRL's code then samples, and hands merged
+    weights over. Without the kit's guard this has to show."""
+    from rloo_kit import RLOOConfig
+    from rloo_kit.models import unsloth as backend
+
+    policy = load()
+    policy.model.vllm_engine = policy.model.get_base_model().vllm_engine = object()
+    named = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "reward_weights": [1.0]}
+    named |= policy.config_arguments | {"rollout_engine": "generate"}
+    trainer = make_trainer(policy, RLOOConfig(**named))
+    assert not trainer.use_vllm and not trainer.args.use_vllm and hasattr(policy.model, "vllm_engine")
+    monkeypatch.setattr(backend, "keep_arguments", keep_nothing)
+    args = RLOOConfig(**named)
+    with pytest.raises((AttributeError, ImportError, TypeError)):  # TRL's code asks the stand-in for what vLLM has
+        make_trainer(policy, args)
+    assert args.use_vllm
 
 
 def test_a_model_that_is_not_what_was_asked_for(load: Any, capsys: pytest.CaptureFixture[str]) -> None:

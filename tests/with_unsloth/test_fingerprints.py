@@ -23,7 +23,7 @@ GENERATED = {
     "_prepare_inputs": "2a1bd87c01bc",
     "__init__": "31103662aa0e",
 }
-# Its own, module:name. In order: the model, packed rows, generation, loading and modes, checkpoints, the trainer.
+# Its own, module:name. In order: the model, packed rows, generation, loading and modes, checkpoints, vLLM, the trainer.
 UNSLOTH = {
     "unsloth.models.llama:LlamaModel_fast_forward": "7d3a1b0409bc",
     "unsloth.models.llama:_is_left_padded": "0dc806da5784",
@@ -47,6 +47,9 @@ UNSLOTH = {
     "unsloth.models._utils:apply_unsloth_gradient_checkpointing": "625ab570838c",
     "unsloth_zoo.gradient_checkpointing:unsloth_checkpoint": "b4b77e5d3729",
     "unsloth.models.rl:PatchFastRL": "d6af36e7d9bd",
+    "unsloth_zoo.vllm_utils:load_vllm": "b2d182cd7db5",
+    "unsloth_zoo.vllm_utils:load_lora": "c7b2e017337f",
+    "unsloth_zoo.vllm_utils:_build_lora_request": "2791e0ec8858",
     "UnslothRLOOTrainer:UnslothRLOOConfig.__init__": "3122a5f48482",
     "UnslothRLOOTrainer:_UnslothRLOOTrainer.__init__": "7fcf8b167fae",
     "UnslothRLOOTrainer:prepare_for_training_mode": "4ae6d6d84411",
@@ -118,6 +121,23 @@ def test_the_constructor_changes_the_settings_that_are_set_back(unsloth: Any) ->
     # No fields of the config: the first is for accelerate, the second of other trainers, the last stops DataParallel.
     assert found == {*CONSTRUCTOR_CHANGES, "mixed_precision", "max_seq_length", "_n_gpu"}
     assert set(assigned(trl.RLOOTrainer.__init__, "processing_class")) == {"padding_side"}
+
+
+def test_vllm_sleeps_by_the_variables_that_are_set(unsloth: Any) -> None:
+    """Unsloth has its trainer put vLLM to sleep for GRPO files alone; for RLOO the kit does."""
+    import trl
+
+    from rloo_kit.models.unsloth import MERGED_VARIABLE, SHARE_VARIABLE
+    from rloo_kit.system.environment import STANDBY_VARIABLE
+
+    assert "vllm_enable_sleep_mode=True" not in inspect.getsource(inspect.getmodule(trl.RLOOTrainer))
+    assert "'vllm_engine'" in inspect.getsource(trl.RLOOTrainer.__init__.__globals__["_UnslothRLOOTrainer"].__init__)
+    source = inspect.getsource(import_module("unsloth_zoo.vllm_utils"))
+    assert all(f'"{name}"' in source for name in (STANDBY_VARIABLE, SHARE_VARIABLE, MERGED_VARIABLE))
+    assert f'"{STANDBY_VARIABLE}"' in inspect.getsource(import_module("unsloth_zoo"))
+    taken = inspect.signature(find("unsloth_zoo.vllm_utils:load_vllm")).parameters
+    wanted = {"gpu_memory_utilization", "max_num_seqs", "float8_kv_cache", "enforce_eager", "unsloth_vllm_standby"}
+    assert wanted <= set(taken) and "max_lora_rank" in taken
 
 
 def test_a_change_is_named() -> None:

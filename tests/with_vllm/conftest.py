@@ -1,4 +1,4 @@
-"""Real vLLM on the CPU serves the embedded model in float32 (`make test-vllm`); skipped with the reason elsewhere.
+"""Real vLLM on the CPU, which serves the embedded model in float32 (`make test-vllm`); skipped elsewhere, with why.
 
 A server starts in one to two minutes, so tests share it. vLLM's settings are given to its processes only.
 """

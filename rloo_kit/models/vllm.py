@@ -1,0 +1,280 @@
+"""vLLM in this process: Unsloth's, which shares the policy's weights, or one with a copy of the base.
+
+The policy's adapter is handed over in memory as a LoRA before each rollout. It is never merged into the base: merging
+into 4-bit weights and unmerging re-quantises them each time. While the policy is trained vLLM sleeps, on a GPU.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from peft import get_peft_model_state_dict
+
+from rloo_kit.errors import BackendError
+from rloo_kit.models.adapters import find_handover_problem
+from rloo_kit.system.processes import count_processes, is_distributed
+from rloo_kit.system.versions import VLLM_INSTALL, is_importable
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM reserves room for
+PREFILL_TOKENS = 8192  # of one forward pass; as plan/vllm_memory.py counts
+CPU_POOL_GIB = "1"  # for keys and values on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise
+
+_numbers = count(1)  # of adapters in this process; a name that is used twice would find the other's cached prefixes
+_loaded: "WeakKeyDictionary[torch.nn.Module, InProcessVllm]" = WeakKeyDictionary()  # by the base model
+_absent: "WeakKeyDictionary[torch.nn.Module, str]" = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """What vLLM is started with.
+
+    Attributes:
+        max_tokens: of a prompt and its completion together.
+        gpu_memory_utilization: share of the GPU for weights, buffers, keys and values. None: vLLM's default.
+        max_num_seqs: completions at once. None: vLLM's default.
+        float8_kv_cache: keys and values in 8 bits. enforce_eager: no CUDA graphs.
+        four_bit: the base is loaded in 4 bits.
+    """
+
+    max_tokens: int
+    gpu_memory_utilization: float | None = None
+    max_num_seqs: int | None = None
+    float8_kv_cache: bool = False
+    enforce_eager: bool = False
+    four_bit: bool = False
+
+
+class InProcessVllm:
+    """vLLM with the means to hand it an adapter.
+
+    Args:
+        llm: a `vllm.LLM` of this process.
+        hand_over: takes the PeftModel and returns the `LoRARequest` with which requests ask for its adapter.
+        reason: one line for people.
+    """
+
+    def __init__(self, llm: Any, hand_over: Callable[[Any], Any], reason: str) -> None:
+        self.engine, self.reason = llm.llm_engine, reason
+        self._llm, self._hand_over = llm, hand_over
+        settings = self.engine.vllm_config
+        self.max_tokens: int = settings.model_config.max_model_len
+        self.max_num_seqs: int = settings.scheduler_config.max_num_seqs
+        self._sleeps = bool(settings.model_config.enable_sleep_mode) and torch.cuda.is_available()
+        self.rest()
+
+    def __str__(self) -> str:
+        sleeps = "asleep while the model is trained" if self._sleeps else "awake all the time"
+        return f"{self.reason}; {self.max_tokens} tokens, {self.max_num_seqs} completions at once; {sleeps}"
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """A block in which it has its memory; afterwards training has."""
+        if self._sleeps and self.engine.is_sleeping():
+            torch.cuda.empty_cache()
+            self._llm.wake_up()
+        try:
+            yield
+        finally:
+            self.rest()
+
+    def rest(self) -> None:
+        """Give back the memory of keys and values, and of its own weights, where it can."""
+        if self._sleeps and not self.engine.is_sleeping():
+            self._llm.sleep(1)
+
+    def take_adapter(self, model: Any) -> Any:
+        """Have it sample from the adapter of `model` as it is now; awake only.
+
+        Returns:
+            the `LoRARequest` of this adapter.
+
+        Raises:
+            BackendError: an adapter that vLLM cannot represent.
+        """
+        if problem := find_handover_problem(model):
+            raise BackendError(problem)
+        try:
+            request = self._hand_over(model)
+        except (ValueError, NotImplementedError) as error:
+            raise BackendError(f"vLLM does not take the adapter: {error}; or set rollout.engine=auto") from error
+        self._llm.reset_prefix_cache()
+        return request
+
+
+def vllm_of(model: Any) -> InProcessVllm | None:
+    """What was started for this model; None if nothing was."""
+    return _loaded.get(_base_of(model))
+
+
+def remember_absence(model: Any, reason: str) -> None:
+    """Keep why `load_policy` loaded this model without vLLM."""
+    _absent[_base_of(model)] = reason
+
+
+def why_without(model: Any) -> str | None:
+    """What `remember_absence` kept."""
+    return _absent.get(_base_of(model))
+
+
+def adopt_vllm(model: Any, vllm: InProcessVllm) -> InProcessVllm:
+    """Keep `vllm` as the model's, for as long as the model lives; a first adapter shows whether it takes them."""
+    with vllm.awake():
+        vllm.take_adapter(model)
+    _loaded[_base_of(model)] = vllm
+    return vllm
+
+
+def start_vllm(model: Any, settings: VllmSettings) -> InProcessVllm:
+    """Start vLLM with a copy of the base of `model`, a PeftModel of transformers, and keep it as the model's.
+
+    Raises:
+        BackendError: vLLM is missing or does not start, or `model` has no adapter that it can be handed.
+    """
+    if problem := find_vllm_problem() or find_handover_problem(model):
+        raise BackendError(f"rollout.engine is vllm, but {problem}")
+    base = _base_of(model)
+    name = base.config.name_or_path
+    if not name:
+        raise BackendError(
+            "vLLM reads the base from a checkpoint, and this model names none: save it and load it from there, or set "
+            "rollout.engine=auto"
+        )
+    prepare_variables()
+    from vllm import LLM
+
+    rank = max([model.peft_config["default"].r, *model.peft_config["default"].rank_pattern.values()])
+    try:
+        llm = LLM(model=name, max_lora_rank=room_for_rank(rank), **_arguments(base, settings))
+    except (RuntimeError, ValueError, OSError, NotImplementedError) as error:
+        raise BackendError(
+            f"vLLM does not start with {name}: {error}. Set rollout.engine=auto, or see docs/rollout.md"
+        ) from error
+    reason = "in this process, with a copy of the base; the adapter is handed over in memory"
+    return adopt_vllm(model, InProcessVllm(llm, partial(_hand_over, llm), reason))
+
+
+def find_vllm_problem() -> str | None:
+    """Why vLLM cannot be started in this process ("what is the case: what to do"); None if it can."""
+    if not is_importable("vllm"):
+        return f"vLLM is not installed: {VLLM_INSTALL}"
+    if is_distributed():
+        return (
+            f"the run has {count_processes()} processes, and vLLM in the trainer's process is for one: start a server "
+            "and set rollout.engine=server"
+        )
+    return None
+
+
+def prepare_variables() -> None:
+    """Before vLLM is imported: its engine in this process, without its log and without its statistics."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors are handed over, not sent
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_POOL_GIB)
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else the trainer's thread is tied to one core
+
+
+def room_for_rank(rank: int) -> int:
+    """The smallest rank that vLLM reserves room for and that holds `rank`.
+
+    >>> room_for_rank(4), room_for_rank(16), room_for_rank(17)
+    (8, 16, 32)
+    """
+    if rank > RANKS[-1]:
+        raise BackendError(f"vLLM takes adapters of rank {RANKS[-1]} at most, and model.lora.r is {rank}: lower it")
+    return next(known for known in RANKS if known >= rank)
+
+
+def _arguments(base: Any, settings: VllmSettings) -> dict[str, Any]:
+    """Keywords of `vllm.LLM`; those that are None are left to it."""
+    arguments: dict[str, Any] = {
+        "dtype": str(base.get_input_embeddings().weight.dtype).removeprefix("torch."),
+        "max_model_len": settings.max_tokens,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "max_num_seqs": settings.max_num_seqs,
+        "kv_cache_dtype": "fp8" if settings.float8_kv_cache else None,
+        "enforce_eager": settings.enforce_eager,
+        "enable_lora": True,
+        "max_loras": 1,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+    }
+    if base.device.type == "cuda":
+        arguments |= {"enable_sleep_mode": True, "max_num_batched_tokens": PREFILL_TOKENS}
+        arguments |= {"quantization": "bitsandbytes"} if settings.four_bit else {}
+    else:  # where a request with a seed ends vLLM's engine if its prefill is split
+        room = max(PREFILL_TOKENS, settings.max_tokens)
+        arguments |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": room}
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _hand_over(llm: Any, model: Any) -> Any:
+    """Put the adapter of `model` into the `vllm.LLM` as a LoRA, in memory."""
+    from vllm.lora.request import LoRARequest
+
+    number = next(_numbers)
+    state = get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
+    copies = {name: value.detach().clone() for name, value in state.items()}  # vLLM scales one of each pair in place
+    settings = model.peft_config["default"].to_dict()
+    config = {key: list(value) if isinstance(value, set) else value for key, value in settings.items()}
+    llm.collective_rpc(_take_tensors, args=(copies, config, number))
+    return LoRARequest(f"policy-{number}", number, "(handed over in memory)")
+
+
+def _take_tensors(worker: Any, tensors: dict[str, torch.Tensor], config: dict[str, Any], number: int) -> None:
+    """In vLLM's worker: what it does with an adapter's folder, with tensors; the adapter before is dropped.
+
+    Raises:
+        ValueError: an adapter that vLLM has no room or no kernel for.
+    """
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    loras = worker.model_runner.lora_manager
+    manager = loras._adapter_manager
+    helper = PEFTHelper.from_dict(config)
+    helper.validate_legal(loras.lora_config)
+    known = {part for name in manager.supported_lora_modules for part in (name, *_parts_of(manager, name))}
+    adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
+    if unknown := adapted - known:
+        raise ValueError(f"it has no LoRA for the layers {', '.join(sorted(unknown))}; set model.lora.target_modules")
+    lora = LoRAModel.from_lora_tensors(
+        number,
+        tensors,
+        helper,
+        device=str(next(iter(tensors.values())).device),
+        dtype=loras.lora_config.lora_dtype,
+        model_vocab_size=loras.vocab_size,
+        weights_mapper=_renames_of(manager.model),
+    )
+    manager.remove_all_adapters()
+    manager.add_adapter(lora)
+    manager.activate_adapter(number)
+
+
+def _parts_of(manager: Any, name: str) -> list[str]:
+    """The layers of transformers that vLLM joins into its layer `name` (q, k and v; gate and up)."""
+    return list(manager.packed_modules_mapping.get(name, ()))
+
+
+def _renames_of(model: Any) -> Any:
+    """vLLM's map from transformers' names to its own, without joining layers, whichever version has it; None if the
+    model has none."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for name in ("get_rename_mapper", "get_unstacked_mapper"):
+        if callable(method := getattr(mapper, name, None)):
+            return method()
+    return mapper
+
+
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "peft_config") else model

@@ -1,0 +1,96 @@
+"""The two peaks of a run, sums of its parts, and the largest rollout and training pass that stay below a limit."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from rloo_kit.plan import parts, vllm_memory
+from rloo_kit.plan.corrections import correction
+from rloo_kit.plan.parts import Load
+from rloo_kit.system.gpu import GIB
+
+
+def resting_bytes(load: Load) -> int:
+    """What is there in the rollout and in training alike."""
+    return (
+        parts.body_bytes(load)
+        + parts.table_bytes(load)
+        + own_bytes(load)
+        + parts.gradient_bytes(load)
+        + parts.optimizer_bytes(load)
+        + parts.reference_bytes(load)
+        + parts.work_bytes(load)
+        + parts.context_bytes(load)
+    )
+
+
+def own_bytes(load: Load) -> int:
+    """The adapter, in float32; without one what is trained is the model."""
+    return 0 if load.lora_rank is None else parts.FLOAT * parts.trained_weights(load)
+
+
+def rollout_gib(load: Load, rows: int) -> float:
+    """Peak of a rollout with `rows` completions at once, each at its full length, in GiB."""
+    return _corrected(load, "rollout", rollout_bytes(load, rows))
+
+
+def training_gib(load: Load, rows: int = 1) -> float:
+    """Peak of the largest training pass, in GiB; `rows` as in `training_bytes`."""
+    return _corrected(load, "training", training_bytes(load, rows))
+
+
+def rollout_bytes(load: Load, rows: int) -> int:
+    """The sum of the parts of a rollout."""
+    if load.engine == "server":
+        return resting_bytes(load)
+    if load.engine == "vllm":
+        return resting_bytes(load) + vllm_memory.added_bytes(load, rows)
+    cache = parts.cache_bytes(load, rows) + parts.decoding_bytes(load, rows) + parts.joined_bytes(load)
+    return resting_bytes(load) + cache + parts.sampling_bytes(load, rows)
+
+
+def training_bytes(load: Load, rows: int = 1) -> int:
+    """The sum of the parts of a training pass; `rows` are those of a rollout by vLLM, which sleeps meanwhile."""
+    asleep = vllm_memory.asleep_bytes(load, rows) if load.engine == "vllm" else 0
+    return resting_bytes(load) + parts.activation_bytes(load) + parts.head_bytes(load) + asleep
+
+
+def _corrected(load: Load, part: str, counted: int) -> float:
+    """GiB of what was counted; on a GPU what is torch's of it is multiplied by what measurements have shown."""
+    if not load.on_cuda or (part == "rollout" and load.engine == "vllm"):  # vLLM keeps to its share by itself
+        return counted / GIB
+    context = parts.context_bytes(load)
+    return (context + (counted - context) * correction("unsloth" if load.fused else "transformers", part)) / GIB
+
+
+def rows_at_once(load: Load, limit_gib: float, wanted: int | None = None) -> int:
+    """Completions of a rollout at once: as wanted, else as many as fit at full length.
+
+    `generate` samples batch after batch: rows that do not spare it one are left out, so that batches are alike.
+    """
+    if wanted is not None:
+        return min(wanted, load.completions)
+    if load.engine == "generate":
+        batches = -(-load.completions // largest_rows(load, limit_gib))
+        return -(-load.completions // batches)
+    if load.engine != "vllm" or load.vllm_bytes is None:
+        return largest_rows(load, limit_gib)
+    held = vllm_memory.pool_bytes(load, load.completions) // vllm_memory.row_bytes(load)
+    return min(max(held, 1), load.completions)
+
+
+def largest_rows(load: Load, limit_gib: float) -> int:
+    """Completions of a rollout that fit at once: 1 at least, and the whole rollout at most."""
+    return largest(1, load.completions, lambda rows: rollout_gib(load, rows) <= limit_gib)
+
+
+def largest_pass(load: Load, limit_gib: float, rows: int = 1) -> int:
+    """Tokens of a training pass that fit, up to those of `load`; a pass holds one row or group in any case."""
+    return largest(1, load.tokens_per_pass, lambda n: training_gib(replace(load, tokens_per_pass=n), rows) <= limit_gib)
+
+
+def largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from low to high that fits, and low where none does."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -1,0 +1,223 @@
+"""Completions as texts, for evaluation, the report and notebooks: by the engine that the run trains with."""
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rloo_kit.config.schema import RolloutSection
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.models.adapters import ADAPTER_ALONE, NO_ADAPTER, follow_umask
+from rloo_kit.models.policy import Policy
+from rloo_kit.rollout.engine import build_engine
+from rloo_kit.rollout.thinking_budget import close_ids_for
+from rloo_kit.rollout.types import Engine, Limits, Progress
+from rloo_kit.system.processes import is_distributed
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion.
+
+    Attributes:
+        prompt_index: which of the prompts it answers.
+        ids: token ids, forced ones and the end token included.
+        text: the ids decoded without special tokens; the thinking tags stay.
+        ended: the model ended it itself; False if it was truncated.
+        thinking_tokens: tokens before the first `</think>`; None if it is not closed.
+        forced: the thinking budget was spent and closed it.
+    """
+
+    prompt_index: int
+    ids: list[int]
+    text: str
+    ended: bool
+    thinking_tokens: int | None
+    forced: bool = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it holds `</think>`."""
+        return self.thinking_tokens is not None
+
+
+def generate_completions(
+    policy: Policy,
+    prompts: list[str],
+    *,
+    max_completion_length: int,
+    num_samples: int = 1,
+    temperature: float = 1.0,
+    batch_size: int = 128,
+    seed: int = 0,
+    thinking_budget: int | None = None,
+    answer_budget: int | None = None,
+    thinking_close: str = "tag",
+    engine: str | RolloutSection | None = None,
+    on_batch: Progress | None = None,
+) -> list[Completion]:
+    """Completions of rendered prompts: len(prompts) x num_samples, prompt by prompt.
+
+    Args:
+        policy: from `load_policy`.
+        prompts: texts with the chat template applied (`data.train["prompt"]`).
+        max_completion_length: limit in tokens, at least 1.
+        num_samples: completions of each prompt.
+        temperature: 0 takes the likeliest token each time.
+        batch_size: completions generated at once.
+        seed: fixes the samples for a batch size; the global random state is restored afterwards.
+        thinking_budget: tokens after which open thinking is closed; None for no budget.
+        answer_budget: with a thinking budget, limit in tokens after `</think>`; None for what the budget leaves of
+            `max_completion_length` (at least 1).
+        thinking_close: what closes open thinking: "tag" for `</think>` alone, "sentence" for the Qwen3 report's.
+        engine: as `rollout.engine`, or the `rollout` of a run; None: that of the run that `load_policy` read.
+        on_batch: called now and then with the number of completions done so far and in total.
+
+    Raises:
+        ConfigError: a value out of range, a budget for a model without `</think>`, more tokens than the model has
+            positions.
+        DataError: a prompt without tokens.
+    """
+    at_least_one = {"max_completion_length": max_completion_length, "num_samples": num_samples}
+    at_least_one |= {"batch_size": batch_size, "answer_budget": 1 if answer_budget is None else answer_budget}
+    for name, value in at_least_one.items():
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it has to be at least 1")
+    if temperature < 0:
+        raise ConfigError(f"temperature is {temperature}; it has to be 0 (greedy) or more")
+    limits = _limits(policy, max_completion_length, thinking_budget, answer_budget, thinking_close)
+    rollout = _rollout_of(policy, engine)
+    if not prompts:
+        return []
+    prompt_ids = policy.tokenizer(list(prompts))["input_ids"]
+    _check_lengths(policy, prompt_ids, limits.max_completion_length)
+    prefixes = [ids for ids in prompt_ids for _ in range(num_samples)]  # prompt-major
+    end_ids = find_end_ids(policy)
+    with _sampler(policy, rollout, temperature, end_ids, batch_size) as sampler, _seeded(seed):
+        sampled = sampler.sample(prefixes, limits, on_progress=on_batch)
+    return [
+        _completion(policy, number // num_samples, ids, end_ids, was_forced)
+        for number, (ids, was_forced) in enumerate(zip(sampled.completion_ids, sampled.thinking_forced, strict=True))
+    ]
+
+
+def _rollout_of(policy: Policy, engine: str | RolloutSection | None) -> RolloutSection:
+    """What says how to sample. With several processes each samples from the policy that it has: a server is handed the
+    adapter by all of them together, and here they call as often as each has prompts."""
+    if isinstance(engine, str):
+        return RolloutSection.model_validate(
+            {"engine": engine, "server_url": getattr(policy.rollout, "server_url", None)}
+        )
+    found = engine or policy.rollout or RolloutSection()
+    return RolloutSection() if found.engine == "server" and is_distributed() else found
+
+
+@contextmanager
+def _sampler(
+    policy: Policy, rollout: RolloutSection, temperature: float, end_ids: list[int], rows: int
+) -> Iterator[Engine]:
+    """The engine for one call; a server gives the adapter up afterwards."""
+    pad_id = policy.tokenizer.pad_token_id
+    with _server_settings(policy, rollout) if rollout.engine == "server" else nullcontext() as server:
+        engine = build_engine(
+            policy.model,
+            rollout.engine,
+            backend=policy.backend,
+            temperature=temperature,
+            end_ids=end_ids,
+            pad_id=end_ids[0] if pad_id is None else pad_id,
+            rows=rows,
+            server=server,
+        )
+        try:
+            yield engine
+        finally:
+            if (close := getattr(engine, "close", None)) is not None:
+                close()
+
+
+@contextmanager
+def _server_settings(policy: Policy, rollout: RolloutSection) -> Iterator[Any]:
+    """Where the engine "server" samples, with a folder for this call's adapter."""
+    from rloo_kit.rollout.server import ServerSettings  # loads an HTTP client
+
+    if not hasattr(policy.model, "peft_config"):
+        raise ConfigError(NO_ADAPTER)
+
+    def hand_over(target: Path) -> None:
+        policy.model.save_pretrained(str(target), **ADAPTER_ALONE)
+        follow_umask(target)
+
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    shared, name = rollout.server_adapters, f"{socket.gethostname()}:{os.getpid()}"
+    with nullcontext(shared) if shared is not None else tempfile.TemporaryDirectory(prefix="rloo-kit-") as folder:
+        if shared is None:
+            Path(folder).chmod(0o755)  # the server may run as another user
+        yield ServerSettings(str(rollout.server_url), Path(folder), hand_over, name, vocabulary)
+
+
+def _limits(
+    policy: Policy, max_completion_length: int, thinking_budget: int | None, answer_budget: int | None, close: str
+) -> Limits:
+    """Here a thinking budget may exceed `max_completion_length`, which then only gives what is left to answer."""
+    if thinking_budget is None:
+        return Limits(max_completion_length)
+    if thinking_budget < 0:
+        raise ConfigError(f"thinking_budget is {thinking_budget}; it has to be 0 or more tokens")
+    close_ids = close_ids_for(policy.tokenizer, policy.tags, close)
+    asked = Limits(max_completion_length, thinking_budget, answer_budget, close_ids, policy.tags.end_id)
+    length = thinking_budget + len(close_ids) + asked.answer_limit
+    return replace(asked, max_completion_length=length, answer_budget=asked.answer_limit)
+
+
+def find_end_ids(policy: Policy) -> list[int]:
+    """Ids that end a completion: the tokenizer's end token and those of the model's generation config."""
+    declared = policy.model.generation_config.eos_token_id
+    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    return list(dict.fromkeys([policy.tokenizer.eos_token_id, *declared]))
+
+
+def _completion(policy: Policy, prompt_index: int, ids: list[int], end_ids: list[int], forced: bool) -> Completion:
+    end_id = policy.tags.end_id
+    return Completion(
+        prompt_index=prompt_index,
+        ids=ids,
+        text=policy.tokenizer.decode(ids, skip_special_tokens=True),
+        ended=bool(ids) and ids[-1] in end_ids,
+        thinking_tokens=ids.index(end_id) if end_id is not None and end_id in ids else None,
+        forced=forced,
+    )
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with torch.random.fork_rng(devices=list(devices)):
+        torch.manual_seed(seed)
+        yield
+
+
+def _check_lengths(policy: Policy, prompt_ids: list[list[int]], completion_length: int) -> None:
+    longest = max(map(len, prompt_ids))
+    if not all(prompt_ids):
+        raise DataError(
+            f"prompt {[len(ids) for ids in prompt_ids].index(0)} has no tokens; there is nothing to continue"
+        )
+    positions = getattr(policy.model.config, "max_position_embeddings", None)
+    loaded = getattr(policy.model, "max_seq_length", None)  # Unsloth's tables end there, with an error about shapes
+    fixes = [
+        (loaded, f"was loaded for {loaded}: raise model.max_seq_length, or lower"),
+        (positions, f"has {positions} positions. Lower"),
+    ]
+    for limit, fix in fixes:
+        if limit is not None and longest + completion_length > limit:
+            raise ConfigError(
+                f"the longest prompt has {longest} tokens and {completion_length} more are to be generated, but the "
+                f"model {fix} eval.max_completion_length, eval.thinking_budgets or data.max_prompt_length"
+            )

@@ -1,0 +1,154 @@
+"""Sampling by vLLM in this process: all prompts of a call at once, a request for thinking and one for the answer.
+
+A request that follows a forced close finds its prompt and its thinking in vLLM's prefix cache. vLLM decides how many
+requests run at once; what its memory does not hold waits.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import count
+from typing import Any
+
+import torch
+
+from rloo_kit.errors import BackendError
+from rloo_kit.models.vllm import InProcessVllm
+from rloo_kit.rollout.thinking_budget import CompletionState, begin_completions, collect_rollout
+from rloo_kit.rollout.types import WHOLE, Filters, Limits, Progress, Rollout
+
+_requests = count()  # of this process: a name is used once
+
+
+class VllmEngine:
+    """See `engine.build_engine` for the arguments, `types.Engine` for the rest.
+
+    Args:
+        vllm: started for `model`, see `models.vllm`.
+    """
+
+    name = "vllm"
+    rows: int | None = None  # vLLM queues what it cannot hold
+
+    def __init__(
+        self,
+        model: Any,
+        vllm: InProcessVllm,
+        temperature: float,
+        end_ids: Sequence[int],
+        filters: Filters = WHOLE,
+    ) -> None:
+        self.reason = f"{vllm.reason}; {vllm.max_num_seqs} completions at once"
+        self._model, self._vllm, self._end_ids = model, vllm, list(end_ids)
+        self._temperature, self._filters = temperature, filters
+
+    def sample(
+        self,
+        prompt_ids: list[list[int]],
+        limits: Limits,
+        expected_lengths: Sequence[float] | None = None,
+        on_progress: Progress | None = None,
+    ) -> Rollout:
+        """See `types.Engine`; torch's random numbers seed the requests.
+
+        Raises:
+            BackendError: vLLM cannot hold a completion, or does not take the adapter.
+        """
+        self._check_lengths(prompt_ids, limits)
+        seeds = torch.randint(2**31 - 1, (len(prompt_ids),)).tolist()
+        states = begin_completions(limits, self._end_ids, len(prompt_ids))
+        order = [number for number, state in enumerate(states) if not state.finished]
+        if expected_lengths is not None:
+            order.sort(key=lambda number: -expected_lengths[number])
+        with self._vllm.awake():
+            adapter = self._vllm.take_adapter(self._model)
+            requests = _Requests(self._vllm.engine, adapter, self._sampling(), prompt_ids, states, seeds)
+            requests.run(order, on_progress)
+        return collect_rollout(states, self._temperature)
+
+    def _sampling(self) -> dict[str, Any]:
+        """What all requests of a call have in common, as keywords of SamplingParams."""
+        from vllm.sampling_params import RequestOutputKind
+
+        return {
+            "temperature": self._temperature,
+            **asdict(self._filters),
+            "ignore_eos": True,  # only a request's own stops end it, not the ends of the checkpoint's files
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": False,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
+
+    def _check_lengths(self, prompt_ids: list[list[int]], limits: Limits) -> None:
+        needed = max(map(len, prompt_ids)) + limits.max_completion_length
+        if needed > self._vllm.max_tokens:
+            raise BackendError(
+                f"a prompt and {limits.max_completion_length} tokens of a completion are {needed} tokens, and vLLM was "
+                f"started for {self._vllm.max_tokens}: set model.max_seq_length={needed} and load the model again, or "
+                "lower rloo.max_completion_length"
+            )
+
+
+class _Requests:
+    """The completions of one rollout, as requests to an engine of vLLM."""
+
+    def __init__(
+        self,
+        engine: Any,
+        adapter: Any,
+        sampling: dict[str, Any],
+        prompts: list[list[int]],
+        states: list[CompletionState],
+        seeds: list[int],
+    ) -> None:
+        self._engine, self._adapter, self._sampling = engine, adapter, sampling
+        self._prompts, self._states, self._seeds = prompts, states, seeds
+        self._open: dict[str, int] = {}  # row by the name of its request
+
+    def run(self, order: list[int], on_progress: Progress | None) -> None:
+        """Until all states are finished; an error or Ctrl-C leaves no request behind."""
+        total = len(self._states)
+        try:
+            for number in order:
+                self._ask(number)
+            while self._open:
+                done = [self._take(output) for output in self._engine.step() if output.finished]
+                if on_progress is not None and any(done):
+                    on_progress(total - len(self._open), total)
+        finally:
+            if self._open:
+                self._engine.abort_request(list(self._open))
+
+    def _ask(self, number: int) -> None:
+        """Request the next stretch of a completion: up to a limit, `</think>` or an end."""
+        from vllm import SamplingParams
+
+        state = self._states[number]
+        while state.next_forced is not None:
+            state.take(state.next_forced, math.nan)
+        if state.finished:
+            return
+        room, stops = state.next_stretch
+        seed = (self._seeds[number] + state.answers) % 2**31
+        parameters = SamplingParams(max_tokens=room, stop_token_ids=stops, seed=seed, **self._sampling)
+        name = f"rloo-{next(_requests)}"
+        prompt = {"prompt_token_ids": self._prompts[number] + state.ids}
+        self._open[name] = number
+        self._engine.add_request(name, prompt, parameters, lora_request=self._adapter)
+
+    def _take(self, output: Any) -> bool:
+        """Give a finished request's tokens to its state, and request what follows; whether the completion is done."""
+        number, found = self._open.pop(output.request_id), output.outputs[0]
+        ids, state = list(found.token_ids), self._states[number]
+        if found.finish_reason not in ("stop", "length") or not ids:
+            raise BackendError(f"vLLM aborted a completion (finish_reason {found.finish_reason}): see its log above")
+        for token, scores in zip(ids, found.logprobs, strict=True):
+            logp = scores[token].logprob
+            if not math.isfinite(logp):
+                raise BackendError(
+                    "vLLM sampled from logits that hold a NaN: the weights are broken (a learning rate too high?); "
+                    "restart the process, and resume from an earlier checkpoint with a lower rloo.learning_rate"
+                )
+            state.take(token, logp)
+        self._ask(number)
+        return state.finished

@@ -1,0 +1,28 @@
+"""What a run may change when it is resumed, by its configuration alone."""
+
+from pathlib import Path
+
+import pytest
+
+from rloo_kit.config.resume import refuse_changes
+from rloo_kit.config.run import load_config
+from rloo_kit.errors import ConfigError
+
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "arithmetic_thinking.yaml"
+VLLM = ["gpu_memory_utilization=0.5", "float8_kv_cache=true", "max_num_seqs=4", "enforce_eager=true"]
+
+
+@pytest.mark.parametrize("word", ["rollout.engine=vllm", *(f"rollout.vllm.{word}" for word in VLLM)])
+def test_how_vllm_divides_the_gpu_may_change(word: str, tmp_path: Path) -> None:
+    """A run that died because vLLM took too much has to be resumed with less; what is trained stays the same."""
+    then = load_config(DEMO).to_yaml()
+    refuse_changes(then, load_config(DEMO, word).to_yaml(), tmp_path)
+    older = then.replace(then[then.index("  vllm:") : then.index("  resample_rounds")], "")
+    assert "gpu_memory_utilization" not in older, "a run from before these keys"
+    refuse_changes(older, load_config(DEMO, word).to_yaml(), tmp_path)
+
+
+def test_what_would_train_differently_may_not(tmp_path: Path) -> None:
+    """The exceptions must not have become the rule."""
+    with pytest.raises(ConfigError, match=r"rollout.cache: 'plain' then, 'int8' now"):
+        refuse_changes(load_config(DEMO).to_yaml(), load_config(DEMO, "rollout.cache=int8").to_yaml(), tmp_path)

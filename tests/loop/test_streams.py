@@ -1,0 +1,71 @@
+"""A training set that is a stream (`datasets.IterableDataset`): it has no length, and no row has a number."""
+
+import pytest
+from datasets import IterableDataset
+
+from rloo_kit.errors import ConfigError
+
+
+def stream(number):
+    return IterableDataset.from_generator(lambda: ({"prompt": f"{n}+2="} for n in range(number)))
+
+
+REFUSED = {
+    "epochs": ({"max_steps": -1}, r"max_steps is not set.*set max_steps="),
+    "resampling": ({"resample_rounds": 2}, r"resample_rounds is 2.*set resample_rounds=0, or load the data whole"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_needs_a_length_is_refused_before_the_model_is_loaded(case, trl_train):
+    """Prompts by number were refused only when the weights were in memory, and epochs without a key."""
+    options, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        trl_train(arguments={"train_dataset": stream(5), "model": "no/such-model"}, **options)
+
+
+def test_a_stream_that_fills_no_rollout_is_refused(trl_train):
+    """TRL drops a batch that is not full: the run ended at step 0 as if it were done."""
+    with pytest.raises(ConfigError, match=r"has 1 prompt, but a rollout needs 2.*per_device_train_batch_size=4"):
+        trl_train(arguments={"train_dataset": stream(1)}, per_device_train_batch_size=8)
+
+
+@pytest.mark.parametrize("shuffled", [True, False], ids=["shuffled", "in order"])
+def test_a_stream_that_ends_starts_over(shuffled, trl_train):
+    """Every prompt once a pass; each pass in an order of its own, unless the order is to stay."""
+    run = trl_train(arguments={"train_dataset": stream(5)}, max_steps=10, shuffle_dataset=shuffled)
+    prompts = [row["prompt"] for row in run.rows][::4]
+    first, second, everything = prompts[:5], prompts[5:], [f"{n}+2=" for n in range(5)]
+    assert sorted(first) == sorted(second) == everything
+    assert (first != second) if shuffled else first == second == everything
+
+
+CASES = {
+    "in the first pass": (20, 6, 3, {}),
+    "in a later pass": (5, 9, 7, {}),
+    "between two passes": (5, 8, 5, {}),
+    "short steps": (5, 9, 5, {"gradient_accumulation_steps": 2, "steps_per_generation": 1}),
+    "reused rollouts": (3, 12, 8, {"num_iterations": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_goes_on_in_the_stream(case, trl_train, tmp_path):
+    """transformers takes a stream for one pass: resumed behind its end a run skipped the rest of the first pass, and
+    started over with the second one."""
+    number, steps, cut, more = CASES[case]
+    options = {"output_dir": str(tmp_path / "cut"), "max_steps": steps, "save_strategy": "steps", "save_steps": cut}
+    data = {"train_dataset": stream(number)}
+    whole = trl_train(arguments=data, **options, **more)
+
+    def resume(trainer):
+        plain = trainer.train
+        trainer.train = lambda: plain(resume_from_checkpoint=str(tmp_path / "cut" / f"checkpoint-{cut}"))
+
+    resumed = trl_train(arguments=data, before=resume, **options, **more)
+    assert resumed.trainer.state.global_step == steps
+    assert 0 < len(resumed.rows) < len(whole.rows)
+    rest = whole.rows[-len(resumed.rows) :]
+    for name in ("prompt", "completion_ids", "step"):
+        assert [row[name] for row in resumed.rows] == [row[name] for row in rest], name
+    assert resumed.steps[-1]["grad_norm"] == whole.steps[-1]["grad_norm"]

@@ -1,0 +1,234 @@
+"""Which engine a run gets, and how vLLM divides the GPU with training."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rloo_kit import load_config, plan_vram
+from rloo_kit.errors import ConfigError
+from rloo_kit.plan import engines, vllm_memory
+from rloo_kit.plan import load as plan_load
+from rloo_kit.plan.engines import choose_engine, plan_vllm
+from rloo_kit.plan.load import find_machine, read_load
+from rloo_kit.plan.parts import GIB
+from rloo_kit.plan.peaks import rollout_gib, training_gib
+from rloo_kit.plan.result import Machine
+from rloo_kit.plan.shapes import PUBLISHED
+from rloo_kit.system.versions import VLLM_INSTALL
+from tests.plan.test_parts import load_of
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+THINKING = CONFIGS / "qwen3_4b_thinking_12gb.yaml"
+HERE = Machine("an RTX 3060", 11.18, 0.8, True, capability=(8, 6))
+IN_16_BIT = ["model.load_in_4bit=false", "model.name=Qwen/Qwen3-4B-Thinking-2507"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("RLOO_KIT_BACKEND", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    install(monkeypatch)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *modules: str, version: str | None = None) -> None:
+    """Exactly these modules are there, and that version of vLLM."""
+    for module in (engines, plan_load):
+        monkeypatch.setattr(module, "is_importable", lambda name: name in modules)
+    monkeypatch.setattr(engines, "installed_version", lambda name: version)
+
+
+def gpu(gb: float) -> Machine:
+    return find_machine(gb * 1e9 / GIB)
+
+
+# Weights, torch's peak and what lies outside it in GiB, by tokens of a pass and rows: the comment in `load_vllm` of
+# unsloth_zoo, of a 4B model in bf16 with an adapter.
+MEASURED = {
+    (2048, 8): 0.18, (4096, 8): 0.32, (8192, 8): 0.62, (8192, 64): 0.62, (8192, 256): 1.45, (8192, 1024): 5.59,
+    (16384, 8): 1.20, (32768, 8): 2.38,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tokens", "rows"), MEASURED)
+def test_buffers_are_those_that_unsloth_measured(tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only measurement of vLLM's own memory at hand; a formula that misses it plans a pool that is not there."""
+    load = load_of(PUBLISHED["4b"], four_bit=False, fused=False, engine="vllm", enforce_eager=True)
+    monkeypatch.setattr(vllm_memory, "BATCHED_TOKENS", tokens)
+    outside = vllm_memory.OUTSIDE_GIB * GIB + vllm_memory.adapter_bytes(load)
+    peak = (vllm_memory.buffer_bytes(load, rows) - outside) / GIB
+    assert MEASURED[tokens, rows] * 0.8 <= peak <= MEASURED[tokens, rows] * 1.2
+    weights = (vllm_memory.weight_bytes(load) + vllm_memory.adapter_bytes(load)) / GIB
+    assert weights == pytest.approx(7.56, abs=0.02)
+
+
+def test_shared_weights_are_counted_once() -> None:
+    """Twice they are 2.5 GiB of a 12 GB GPU for nothing; once, where vLLM loads its own, the first rollout fails."""
+    run = load_config(THINKING, "rollout.engine=vllm")
+    shared, copied = plan_vllm(run, gpu(12)), plan_vllm(load_config(THINKING, "model.backend=transformers"), gpu(12))
+    assert shared.shared and not copied.shared and shared.weights_gib == copied.weights_gib
+    assert shared.max_num_seqs == 8 and copied.max_num_seqs < 8 and shared.pool_gib > copied.pool_gib
+    for plan, words in ((shared, []), (copied, ["model.backend=transformers"])):
+        found = plan_vram(load_config(THINKING, "rollout.engine=vllm", *words), 12e9 / GIB)
+        assert found.fits and found.vllm == plan and found.engine.name == "vllm"
+        assert sum(part.rollout_gib for part in found.parts) == pytest.approx(found.rollout_gib)
+        assert sum(part.training_gib for part in found.parts) == pytest.approx(found.training_gib)
+        assert found.rollout_gib <= found.machine.usable_gib
+        taken = plan.gpu_memory_utilization * found.machine.total_gib
+        resting = found.rollout_gib - taken + (plan.weights_gib if plan.shared else 0)
+        assert resting == pytest.approx(rollout_gib(replace(read_load(run, gpu(12)), engine="server"), 1), abs=0.01)
+    assert copied.asleep_gib < shared.asleep_gib < 1.1
+
+
+def test_the_pool_holds_the_rows_and_no_more_fit() -> None:
+    """All completions of a step go to vLLM, as many at once as the pool holds; a share that is set is kept."""
+    run = load_config(THINKING, "rollout.engine=vllm")
+    for gb, rows in ((12, 8), (24, 26), (80, 32)):
+        plan, load = plan_vllm(run, gpu(gb)), read_load(run, gpu(gb))
+        assert plan.obstacle is None and plan.max_num_seqs == rows and load.completions == 32
+        assert plan.pool_gib * GIB >= rows * vllm_memory.row_bytes(load)
+        assert rollout_gib(load, rows) <= gpu(gb).usable_gib and (
+            rows == 32 or rollout_gib(load, rows + 1) > gpu(gb).usable_gib
+        )
+    half = plan_vllm(load_config(THINKING, "rollout.vllm.gpu_memory_utilization=0.6"), gpu(24))
+    assert half.gpu_memory_utilization == pytest.approx(0.6) and 8 < half.max_num_seqs < 26
+    small = plan_vllm(load_config(THINKING, "rollout.vllm.float8_kv_cache=true"), gpu(12))
+    assert small.max_num_seqs in (16, 17), "half the bytes of a row"
+    eager = plan_vllm(load_config(THINKING, "rollout.vllm.enforce_eager=true"), gpu(12))
+    assert eager.max_num_seqs > 8 and eager.asleep_gib < 0.3
+    for words in (["rollout.rows=5"], ["rollout.vllm.max_num_seqs=5"]):
+        assert plan_vllm(load_config(THINKING, *words), gpu(12)).max_num_seqs == 5
+        assert plan_vram(load_config(THINKING, "rollout.engine=vllm", *words), 12e9 / GIB).rows == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "machine", "expected"),
+    [
+        (["model.lora=null", "model.load_in_4bit=false", *IN_16_BIT], gpu(80), "model.lora is null|model.lora={r: 16}"),
+        (["rloo.temperature=3"], gpu(12), "rloo.temperature is 3|0 to 2"),
+        (["rollout.cache=int8"], gpu(12), "rollout.cache is int8|rollout.vllm.float8_kv_cache=true"),
+        (["rollout.vllm.gpu_memory_utilization=0.3"], gpu(12), "gpu_memory_utilization is 0.3|4608 tokens|=null"),
+        (IN_16_BIT, gpu(11), "GiB|model.load_in_4bit=true|rollout.vllm.float8_kv_cache=true|rollout.engine=auto"),
+        (["rollout.vllm.float8_kv_cache=true"], replace(gpu(12), capability=(7, 5)), "8.0|7.5|float8_kv_cache=false"),
+        ([], HERE, f"not installed|{VLLM_INSTALL}"),
+    ],
+)
+def test_what_keeps_vllm_from_a_run(words: list[str], machine: Machine, expected: str) -> None:
+    """Each was an error from inside vLLM, after the weights were loaded."""
+    run = load_config(THINKING, *words)
+    obstacle = plan_vllm(run, machine).obstacle or ""
+    assert not [part for part in expected.split("|") if part not in obstacle], obstacle
+    choice = choose_engine(run, machine)
+    assert choice.name in ("generate", "native") and obstacle.partition("; set ")[0] in choice.reason
+
+
+def test_auto_takes_vllm_where_it_is_installed_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says why not where it does not: a run that is three times slower than it need be has no other sign of it."""
+    run = load_config(THINKING)
+    assert choose_engine(run, HERE).name == "native" and VLLM_INSTALL in choose_engine(run, HERE).reason
+    install(monkeypatch, "unsloth")
+    assert choose_engine(run, HERE).name == "generate"
+    install(monkeypatch, "unsloth", "vllm", version="0.27.1")
+    assert choose_engine(run, HERE).name == "vllm" and "8 completions" in choose_engine(run, HERE).reason
+    install(monkeypatch, "unsloth", "vllm", version="0.31.0")
+    assert "vllm_bnb_plugin" in choose_engine(run, HERE).reason
+    install(monkeypatch, "unsloth", "vllm", "vllm_bnb_plugin", version="0.31.0")
+    assert choose_engine(run, HERE).name == "vllm"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert choose_engine(run, HERE).name == "generate" and "2 processes" in choose_engine(run, HERE).reason
+    monkeypatch.delenv("WORLD_SIZE")
+    cpu = Machine("the CPU", 64, 0.3, False)
+    assert choose_engine(run, cpu).name == "native" and "GPU" in choose_engine(run, cpu).reason
+    for engine in ("native", "generate", "vllm", "server"):
+        words = [f"rollout.engine={engine}", "rollout.server_url=http://node1:8000"][: 2 if engine == "server" else 1]
+        assert choose_engine(load_config(THINKING, *words), cpu).name == engine
+
+
+def test_training_that_needs_the_gpu_for_itself_keeps_vllm_out() -> None:
+    """Asleep it still holds a gigabyte: a run whose training just fits must not be moved over the limit by auto."""
+    run = load_config(THINKING, "rloo.tokens_per_pass=40000")
+    alone = training_gib(read_load(run, gpu(12)))
+    machine = replace(gpu(12), total_gib=alone + 0.8 + 0.1)
+    obstacle = plan_vllm(run, machine).obstacle or ""
+    assert "asleep" in obstacle and "rollout.vllm.enforce_eager=true" in obstacle
+    assert choose_engine(run, machine).name == "generate"
+
+
+def test_a_pass_that_can_be_smaller_is_no_obstacle() -> None:
+    """The usual 8192 tokens a pass did not fit next to vLLM asleep, and auto took the slow engine; the plan takes fewer
+    where the file is silent."""
+    run = load_config(THINKING, "rollout.engine=vllm", *IN_16_BIT)
+    plan, machine = plan_vram(run, 11.5), find_machine(11.5)
+    assert plan_vllm(run, machine).obstacle is None and plan.fits
+    assert plan.tokens_per_pass < 8192
+    assert training_gib(replace(read_load(run, machine), tokens_per_pass=8192)) > machine.usable_gib
+
+
+def test_the_plan_says_which_engine_it_is_for() -> None:
+    """`rollout.engine=vllm` got the plan of `generate`: a cache and its copies that vLLM never makes."""
+    plans = {}
+    for engine in ("auto", "vllm", "generate"):
+        plans[engine] = plan_vram(load_config(THINKING, f"rollout.engine={engine}"), 12e9 / GIB)
+        assert f"Rollouts: {plans[engine].engine.name} (" in str(plans[engine])
+        assert plans[engine].to_dict()["engine"]["name"] == plans[engine].engine.name
+        json.dumps(plans[engine].to_dict())
+    names = {engine: {part.name for part in plan.parts} for engine, plan in plans.items()}
+    assert "decoding" in names["auto"] == names["generate"] and "vLLM: pool" in names["vllm"]
+    assert "decoding" not in names["vllm"]
+    assert plans["auto"].rows == 8 and plans["auto"].completions == plans["vllm"].completions == 32
+    assert any("rollout.engine=vllm" in note and VLLM_INSTALL in note for note in plans["auto"].notes)
+    assert str(plans["vllm"].vllm) in " ".join(str(plans["vllm"]).split())
+    assert plans["vllm"].to_dict()["vllm"]["max_num_seqs"] == 8
+
+
+def test_a_plan_with_an_obstacle_is_none_that_fits() -> None:
+    """`plan` exited with 0 for a run that `train` refuses."""
+    plan = plan_vram(load_config(THINKING, "rollout.engine=vllm", "rollout.vllm.gpu_memory_utilization=0.15"), 24)
+    assert plan.headroom_gib > 0 and not plan.fits
+    assert "Cannot run" in str(plan) and "rollout.vllm.gpu_memory_utilization is 0.15" in " ".join(str(plan).split())
+
+
+def test_changes_of_a_run_with_vllm_are_vllms() -> None:
+    """An 8-bit cache of the native engine was offered, which the config refuses with vLLM."""
+    words = ["rollout.engine=vllm", "rollout.vllm.gpu_memory_utilization=0.95"]
+    plan = plan_vram(load_config(THINKING, *words), 12)
+    assert not plan.fits and [change.override for change in plan.changes] == [
+        "rollout.vllm.gpu_memory_utilization=null"
+    ]
+    fixed = plan_vram(load_config(THINKING, *words, plan.changes[0].override), 12)
+    assert fixed.fits and fixed.rollout_gib == pytest.approx(plan.changes[0].rollout_gib)
+    many = plan_vram(load_config(THINKING, words[0], "rollout.vllm.max_num_seqs=16"), 12)
+    assert [change.key for change in many.changes] == ["rollout.vllm.max_num_seqs"] and many.changes[0].fits
+    load_config(THINKING, words[0], many.changes[0].override)
+    long = ["rloo.thinking_budget=14000", "rloo.max_completion_length=14600", "model.max_seq_length=15112"]
+    tight = plan_vram(load_config(THINKING, words[0], *long, "rloo.memory=low"), 7)
+    keys = [change.key for change in tight.changes]
+    assert "rollout.vllm.float8_kv_cache" in keys and "rollout.cache" not in keys
+
+
+def test_16_bit_is_offered_where_it_fits() -> None:
+    """In 4 bit a token step reads the weights, writes them in 16 bit and reads these: five times the bytes."""
+
+    def offers(gib: float, *words: str) -> list[str]:
+        notes = plan_vram(load_config(THINKING, "rollout.engine=vllm", *words), gib).notes
+        return [note for note in notes if "4-bit is the slower" in note]
+
+    assert not offers(12) and not offers(80, *IN_16_BIT)
+    (note,) = offers(80)
+    assert "model.load_in_4bit=false" in note and "-bnb-4bit" in note and "GiB to spare" in note
+    plan = plan_vram(load_config(THINKING, "rollout.engine=vllm", *IN_16_BIT), 80)
+    assert plan.fits and plan.rows == 32 and f"{plan.headroom_gib:.1f} GiB to spare" in note
+    (own,) = offers(80, "model.name=Qwen/Qwen3-4B-Thinking-2507")
+    assert "model.name" not in own
+
+
+def test_on_a_cpu_sleep_gives_nothing_back() -> None:
+    """vLLM on a CPU holds its copy and its pool while the policy trains."""
+    run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rollout.engine=vllm")
+    machine = Machine("the CPU", 16, 0.3, False)
+    plan = plan_vllm(run, machine)
+    assert plan.asleep_gib == pytest.approx(plan.gpu_memory_utilization * 16) and plan.max_num_seqs == 128
+    with pytest.raises(ConfigError):
+        plan_vllm(load_config(THINKING, "model.name=google/gemma-3-4b-it"), machine)

@@ -1,0 +1,108 @@
+"""The least time of a step: what it is made of, whose speed it is, and the estimates that it has to come near to."""
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit import load_config, plan_vram
+from rloo_kit.plan import parts
+from rloo_kit.plan.shapes import PUBLISHED
+from rloo_kit.plan.speed import GPUS, MEAN_SHARE, find_gpu, step_time, token_step_bytes, token_step_s
+from tests.plan.test_parts import load_of
+
+ROOT = Path(__file__).resolve().parents[2]
+RTX_3060 = next(gpu for gpu in GPUS if gpu.name == "RTX 3060")
+H100 = next(gpu for gpu in GPUS if gpu.name == "H100")
+
+
+@pytest.fixture
+def step_times(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    return importlib.import_module("step_times")
+
+
+def test_the_estimates_are_met_within_a_factor_of_two(step_times: Any) -> None:
+    """Two ways to the same figure; one of them that is off by ten has a unit wrong."""
+    for gpu, load, rows, rate, (low, high) in step_times.claims():
+        assert low / 2 <= rate <= high * 2, (gpu.name, load.engine, rows, rate)
+
+
+def test_a_token_step_is_what_binds_it() -> None:
+    """Bytes on a small GPU, launches on a large one without CUDA graphs, arithmetic for very many rows."""
+    load = load_of(PUBLISHED["4b"], engine="generate", prompt_tokens=512)
+    shape = load.shape
+    packed = parts.body_bytes(load) + 2 * 2 * shape.body_weights
+    cache = 8 * (MEAN_SHARE * 512 + 4096 / 2) * parts.cache_bytes_per_token(load)
+    assert token_step_bytes(load, 8) == pytest.approx(packed + 2 * 151936 * 2560 + cache)
+    assert token_step_s(load, 8, RTX_3060) == pytest.approx(token_step_bytes(load, 8) / 360e9)
+    assert token_step_s(load, 8, H100) == pytest.approx(3548 * 5e-6)
+    fast = replace(load, engine="vllm")
+    assert token_step_s(fast, 8, H100) < token_step_s(load, 8, H100) / 2
+    assert token_step_s(replace(fast, enforce_eager=True), 8, H100) > token_step_s(load, 8, H100)
+    many = token_step_s(replace(fast, completion_tokens=64, prompt_tokens=1, four_bit=False), 2048, RTX_3060)
+    assert many == pytest.approx(2 * shape.num_weights * 2048 / 25.5e12 + 2e-3)
+    assert token_step_bytes(replace(load, four_bit=False), 1) < token_step_bytes(load, 1) / 2
+
+
+def test_a_batch_of_generate_waits_for_its_longest_completion() -> None:
+    """The others go on with the next completion: with twice the completions they take less than twice as long."""
+    load = load_of(PUBLISHED["4b"], engine="generate", completions=8)
+    one, four = (step_time(load, 8, number, RTX_3060) for number in (8, 32))
+    assert one.rollout_s == pytest.approx(4096 * token_step_s(load, 8, RTX_3060))
+    assert four.rollout_s == pytest.approx(4 * one.rollout_s) and four.training_s == pytest.approx(4 * one.training_s)
+    assert step_time(load, 4, 8, RTX_3060).rollout_s > 1.5 * one.rollout_s
+    assert one.tokens_per_s == pytest.approx(8 * MEAN_SHARE * 4096 / one.rollout_s)
+    vllm = replace(load, engine="vllm", completions=32)
+    step = step_time(vllm, 8, 32, RTX_3060)
+    assert step.rollout_s == pytest.approx(32 * MEAN_SHARE * 4096 / 8 * token_step_s(vllm, 8, RTX_3060))
+    assert step_time(vllm, 32, 32, RTX_3060).rollout_s == pytest.approx(4096 * token_step_s(vllm, 32, RTX_3060))
+    assert step_time(replace(load, reference="adapter"), 8, 8, RTX_3060).training_s > one.training_s
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "expected"),
+    [
+        ("NVIDIA GeForce RTX 3060", 12.0, ("RTX 3060", 12)),
+        ("NVIDIA GeForce RTX 3060 Ti", 8.0, ("RTX 3060 Ti", 8)),
+        ("NVIDIA GeForce RTX 4090", 23.99, ("RTX 4090", 24)),
+        ("NVIDIA A100-SXM4-80GB", 79.25, ("A100", 80)),
+        ("NVIDIA A100-PCIE-40GB", 39.39, ("A100", 40)),
+        ("NVIDIA H100 80GB HBM3", 79.6, ("H100", 80)),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", 8.0, None),
+        ("NVIDIA GeForce RTX 4070 SUPER", 12.0, None),
+        ("NVIDIA A10", 22.5, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.8, None),
+        ("a GPU with 11.18 GiB", 11.18, ("RTX 3060", 12)),
+        ("a GPU with 140 GiB", 140, None),
+    ],
+)
+def test_a_gpu_is_known_by_its_name_and_size(name: str, gib: float, expected: Any) -> None:
+    """A laptop's GPU and a slice of a large one have the name of one that is much faster."""
+    found = find_gpu(name, gib)
+    assert (found and (found.name, found.memory_gb)) == expected
+
+
+def test_the_plan_prints_it_where_it_knows_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two days were found out about on the second day."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    run = load_config(ROOT / "configs" / "qwen3_4b_thinking_12gb.yaml")
+    plan = plan_vram(run, 12e9 / 2**30)
+    assert plan.step is not None and plan.step.gpu == "RTX 3060" and plan.step.max_steps == 200
+    printed = " ".join(str(plan).split())
+    assert f"{plan.step.seconds / 60:.0f} min, 200 steps {plan.step.hours(200):.3g} h" in printed
+    assert "computed, not measured" in printed and plan.to_dict()["step"]["gpu"] == "RTX 3060"
+    assert plan.step.seconds == pytest.approx(plan.step.rollout_s + plan.step.training_s)
+    assert plan_vram(run, 140).step is None and plan_vram(run, 140).to_dict()["step"] is None
+    run = load_config(ROOT / "configs" / "arithmetic_thinking.yaml")
+    assert plan_vram(run).step is None, "a CPU's speed is not known"
+
+
+def test_every_config_for_a_gpu_is_in_the_table(step_times: Any) -> None:
+    """A config that was added, and no row with it."""
+    rows = step_times.times_table()
+    shipped = [path.name for path in (ROOT / "configs").glob("qwen3*.yaml")]
+    assert all(sum(f"`{name}`" in row for row in rows) == 1 for name in shipped) and len(rows) == len(shipped) + 2

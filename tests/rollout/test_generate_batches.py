@@ -1,0 +1,77 @@
+"""Which rows `generate` samples together: prompts of one length, in no more batches than any other order takes."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from rloo_kit.rollout.generate import next_batch
+from rloo_kit.rollout.types import Limits
+from tests.rollout.models import adapted, check_logps, engine_for
+
+
+def cut(lengths: list[int], rows: int) -> list[list[int]]:
+    """All batches, as the engine takes them."""
+    order, batches = sorted(range(len(lengths)), key=lambda row: -lengths[row]), []
+    while order:
+        batches.append(next_batch(order, lengths, rows))
+        order = [row for row in order if row not in batches[-1]]
+    return batches
+
+
+def padded(batches: list[list[int]], lengths: list[int]) -> int:
+    return sum(len({lengths[row] for row in batch}) > 1 for batch in batches)
+
+
+def test_no_batch_more_and_no_row_twice():
+    """A batch more costs as much as what it was to spare; a row that is forgotten would be an empty completion."""
+    chance = random.Random(0)
+    for _ in range(500):
+        lengths = [chance.choice((5, 7, 9, 11)) for _ in range(chance.randrange(1, 40))]
+        rows = chance.randrange(1, 20)
+        batches = cut(lengths, rows)
+        assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+        assert len(batches) == math.ceil(len(lengths) / rows) and max(map(len, batches)) <= rows
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        before = [order[start : start + rows] for start in range(0, len(order), rows)]
+        assert padded(batches, lengths) <= padded(before, lengths)
+
+
+@pytest.mark.parametrize(
+    ("groups", "rows", "expected"),
+    [
+        ({9: 8, 7: 8, 5: 8, 3: 8}, 8, 0),  # rows = K: every batch is one prompt
+        ({9: 8, 7: 16, 5: 8}, 16, 1),  # in order of length both were padded
+        ({9: 4, 7: 12, 5: 4, 3: 4}, 8, 2),  # what is left of three lengths does not come out even
+        ({9: 8, 7: 8}, 12, 0),  # two batches anyway
+        ({9: 8, 7: 8, 5: 8, 3: 8}, 32, 1),  # one batch, and four would read all weights four times
+    ],
+)
+def test_how_many_batches_are_padded(groups, rows, expected):
+    lengths = [length for length, count in groups.items() for _ in range(count)]
+    random.Random(1).shuffle(lengths)
+    assert padded(cut(lengths, rows), lengths) == expected
+
+
+def test_what_reaches_generate(make_tiny_model: Any, monkeypatch: pytest.MonkeyPatch):
+    """Rows that wait in another order than they came in; each completion is still its own prompt's."""
+    model = adapted(make_tiny_model(initializer_range=0.3))
+    prompts = [[9] * 4, *[[3, 4, 5]] * 4, *[[8, 7]] * 2, *[[2, 6, 1]] * 2, [1, 2, 3, 4], [7, 7], [5, 6]]
+    masks: list[torch.Tensor] = []
+    plain = model.generate
+
+    def counted(**named: Any) -> Any:
+        masks.append(named["attention_mask"])
+        return plain(**named)
+
+    monkeypatch.setattr(model, "generate", counted)
+    done: list[tuple[int, int]] = []
+    torch.manual_seed(0)
+    found = engine_for(model, "generate", rows=6).sample(
+        prompts, Limits(8), on_progress=lambda *some: done.append(some)
+    )
+    assert [tuple(mask.shape) for mask in masks] == [(6, 3), (6, 4)] and bool(masks[0].all())
+    assert done == [(6, 12), (12, 12)]
+    check_logps(model, prompts, found)

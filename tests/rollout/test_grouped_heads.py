@@ -1,0 +1,193 @@
+"""A step of `ModuleDecoder` reads the KV cache as it lies: no copy of it for every query head, and the same logits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rloo_kit.gradient.scorer import Scorer
+from rloo_kit.rollout.decoders import ModuleDecoder
+from rloo_kit.rollout.kv_cache import make_cache
+from tests.rollout.models import adapted
+
+LENGTHS = (200, 200, 150, 90)  # of the rows, the new token included
+HEADS = 8
+SIZES = {
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "pad_token_id": 256,
+}
+OTHER_MAKES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3Moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "Mistral": {"sliding_window": None},
+    "Gemma": {"head_dim": 8},
+    "Granite": {"attention_multiplier": 0.3},
+    "Phi3": {},
+    "Olmo2": {},
+    "Cohere": {},
+}
+
+
+class Results(TorchDispatchMode):
+    """Notes the elements of every result that an operation allocates anew: views of what was there are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor)}
+        for one in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() not in given:
+                self.sizes.append(one.numel())
+        return found
+
+
+@pytest.fixture
+def make_model(make_tiny_model: Callable[..., Any]) -> Callable[..., Any]:
+    """`make_model(kv_heads, **config)`: 8 query heads, an adapter that is not the identity."""
+
+    def build(kv_heads: int = 2, **config: Any) -> Any:
+        values = {"num_attention_heads": HEADS, "num_key_value_heads": kv_heads, "initializer_range": 0.2}
+        return adapted(make_tiny_model(**(values | config)))
+
+    return build
+
+
+def filled(decoder: ModuleDecoder, kind: str = "plain", lengths: tuple[int, ...] = LENGTHS) -> Any:
+    """A cache behind one prompt a row, one token short of `lengths`."""
+    cache, generator = make_cache(kind, len(lengths)), torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 256, (length - 1,), generator=generator).tolist() for length in lengths]
+    decoder.prefill(prompts, cache, [(row, 1) for row in range(len(lengths))])
+    return cache
+
+
+def step(decoder: ModuleDecoder, cache: Any, lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
+    """Logits (R, V) behind the rows' last tokens."""
+    positions = cache.begin([length - 1 for length in lengths], decoder.device)
+    return decoder.decode(torch.arange(len(lengths)), positions, cache)
+
+
+def both_ways(model: Any, kind: str = "plain", lengths: tuple[int, ...] = LENGTHS) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits with grouped heads, and as transformers' own attention gives them."""
+    decoder = ModuleDecoder(model)
+    with torch.no_grad():
+        cache = filled(decoder, kind, lengths)
+        assert decoder.groups_heads
+        grouped = step(decoder, cache, lengths)
+        decoder.groups_heads = False
+        return grouped, step(decoder, cache, lengths)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (200,) * 4], ids=["unequal", "equal"])
+@pytest.mark.parametrize("kind", ["plain", "int8", "offloaded"])
+def test_no_layer_expands_the_cache(make_model, kind, lengths):
+    """A mask made transformers copy keys and values for each query head, in every layer of every token, and a step
+    behind long rows took that copy's time."""
+    model = make_model(kv_heads=2)
+    decoder = ModuleDecoder(model)
+    cache_size = len(lengths) * 2 * max(lengths) * 8  # R, G, L, D
+    unpacked = 2 * 2 if kind == "int8" else 0  # keys and values of two layers, as codes times their scales
+    with torch.no_grad():
+        cache = filled(decoder, kind, lengths)
+        with Results() as results:
+            step(decoder, cache, lengths)
+        whole = [size for size in results.sizes if size >= cache_size]
+        assert max(results.sizes) <= cache_size and len(whole) == unpacked, whole
+        decoder.groups_heads = False  # what the figures above would be otherwise
+        with Results() as results:
+            step(decoder, cache, lengths)
+        assert max(results.sizes) == cache_size * HEADS // 2
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logits_are_those_of_transformers_attention(make_model, dtype, kv_heads):
+    """1, 2 and 4 query heads a group; a head that read its neighbour's keys would be off by the size of the logits."""
+    for lengths in (LENGTHS, (200,) * 4):
+        grouped, plain = both_ways(make_model(kv_heads).to(dtype), lengths=lengths)
+        bound = 1e-5 if dtype == torch.float32 else 0.02
+        assert (grouped - plain).abs().max() <= bound * plain.abs().max()
+        assert plain.float().std() > 0.1  # they say something
+
+
+@pytest.mark.parametrize("kind", ["int8", "offloaded"])
+def test_other_caches(make_model, kind):
+    grouped, plain = both_ways(make_model(), kind)
+    assert (grouped - plain).abs().max() <= 1e-5 * plain.abs().max()
+
+
+@pytest.mark.parametrize("name", OTHER_MAKES)
+def test_models_of_other_makes(name):
+    """Scales of their own, experts, no norms on the heads: whatever goes through transformers' interface."""
+    values = SIZES | {
+        "intermediate_size": 64,
+        "num_key_value_heads": 2,
+        "bos_token_id": None,
+        "eos_token_id": 258,
+        "pad_token_id": 256,
+    }
+    config = getattr(transformers, f"{name}Config")(**(values | {"initializer_range": 0.2} | OTHER_MAKES[name]))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    grouped, plain = both_ways(model)
+    assert (grouped - plain).abs().max() <= 1e-5 * plain.abs().max()
+
+
+def test_attention_that_is_more_than_a_mask_stays_transformers_own(make_model):
+    """A window, a sink or a cap belongs to the layer that asks for it, and grouping would leave it out in silence."""
+    import rloo_kit.rollout.decoders as decoders
+
+    calls: list[Any] = []
+    query, key = torch.randn(2, 8, 1, 4), torch.randn(2, 2, 5, 4)
+    mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 4
+
+    def stock(*args: Any, **named: Any) -> Any:
+        calls.append(named)
+        return plain(*args, **named)
+
+    plain = decoders.sdpa_attention_forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoders, "sdpa_attention_forward", stock)
+        expected = plain(module, query, key, key, mask)[0]
+        found = decoders.attend_grouped(module, query, key, key, mask, sliding_window=None)[0]
+        assert not calls
+        torch.testing.assert_close(found, expected)
+        for name in ("sliding_window", "s_aux", "softcap", "position_bias"):
+            value = torch.zeros(2, 8, 1, 5) if name == "position_bias" else 3
+            found = decoders.attend_grouped(module, query, key, key, mask[..., :0], **{name: value})[0]
+            torch.testing.assert_close(found, expected)
+            assert len(calls) == 1 and calls.pop()[name] is value
+
+
+def test_eager_models_keep_their_attention(make_model):
+    model = make_model(attn_implementation="eager")
+    assert not ModuleDecoder(model).groups_heads
+
+
+def test_the_model_attends_as_before_between_steps(make_model):
+    """A pass that trains must not meet the rollout's attention, behind an error neither."""
+    model = make_model()
+    Scorer(model, 1.0, pad_id=256)  # its packed rows take "rloo_packed"
+    config = model.config
+    before = config._attn_implementation
+    assert before == "rloo_packed"
+    decoder = ModuleDecoder(model)
+    with torch.no_grad():
+        cache = filled(decoder)
+        step(decoder, cache)
+        assert config._attn_implementation == before
+        with pytest.raises(IndexError):
+            decoder.decode(torch.tensor([10**6] * 4), cache.begin([200] * 4, decoder.device), cache)
+    assert config._attn_implementation == before
