@@ -29,6 +29,7 @@ from rloo_kit.system.processes import is_main_process
 
 IN_FLIGHT = 256  # requests of one process at once, if `rows` is None; the server queues what it cannot hold
 PREFIX = "rloo-"  # of the names of adapters and their folders
+LOOK_S = 30.0  # without an answer, after which the server is looked at
 MARKER = ".rloo-kit-run"  # a file in an adapter's folder: `ServerSettings.run`, of the run that may delete it
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -104,7 +105,7 @@ class ServerEngine:
         def sample_one(number: int) -> CompletionState:
             return self._sample_one(prompt_ids[number], limits, seeds[number])
 
-        found = _run_all(sample_one, order, self.rows or IN_FLIGHT, on_progress)
+        found = _run_all(sample_one, order, self.rows or IN_FLIGHT, on_progress, self._client.is_gone)
         states = [found[number] for number in range(len(prompt_ids))]
         return collect_rollout(states, self._temperature)
 
@@ -260,41 +261,70 @@ class ServerEngine:
             return self._client.complete(*arguments)
 
 
-def _run_all(
-    work: Callable[[int], CompletionState], numbers: list[int], at_once: int, on_progress: Progress | None
-) -> dict[int, CompletionState]:
-    """`work(number)` for all numbers, in order, `at_once` in parallel; the first error ends it. The threads are daemons
-    and not joined: requests in flight, which may take an hour, must not keep the process alive."""
-    waiting: SimpleQueue[int] = SimpleQueue()
-    done: SimpleQueue[tuple[int, CompletionState | BaseException]] = SimpleQueue()
-    stop = threading.Event()
-    for number in numbers:
-        waiting.put(number)
+class _Workers:
+    """Threads that do `work(number)` for all numbers, in order, `at_once` in parallel, and put what they find into
+    `done`. They are daemons and not joined: requests in flight, which may take an hour, must not keep the process
+    alive."""
 
-    def serve() -> None:
-        while not stop.is_set():
+    def __init__(
+        self,
+        work: Callable[[int], CompletionState],
+        numbers: list[int],
+        at_once: int,
+        done: "SimpleQueue[tuple[_Workers, int, CompletionState | BaseException]]",
+    ) -> None:
+        self._work, self._done = work, done
+        self._waiting: SimpleQueue[int] = SimpleQueue()
+        self.stop = threading.Event()
+        for number in numbers:
+            self._waiting.put(number)
+        for _ in range(min(at_once, len(numbers))):
+            threading.Thread(target=self._serve, name="rollout", daemon=True).start()
+
+    def _serve(self) -> None:
+        while not self.stop.is_set():
             try:
-                number = waiting.get_nowait()
+                number = self._waiting.get_nowait()
             except Empty:
                 return
             try:
-                done.put((number, work(number)))
+                self._done.put((self, number, self._work(number)))
             except BaseException as error:
-                done.put((number, error))
+                self._done.put((self, number, error))
 
-    for _ in range(min(at_once, len(numbers))):
-        threading.Thread(target=serve, name="rollout", daemon=True).start()
+
+def _run_all(
+    work: Callable[[int], CompletionState],
+    numbers: list[int],
+    at_once: int,
+    on_progress: Progress | None,
+    is_gone: Callable[[], bool],
+) -> dict[int, CompletionState]:
+    """`work(number)` for all numbers; the first error ends it. A server that is shut down (SIGTERM) stops listening and
+    leaves the requests in flight without an answer: what is open is then asked for again, which waits for its return.
+    """
+    done: SimpleQueue[tuple[_Workers, int, CompletionState | BaseException]] = SimpleQueue()
+    workers, was_gone = _Workers(work, numbers, at_once, done), False
     found: dict[int, CompletionState] = {}
     try:
         while len(found) < len(numbers):
-            number, result = done.get()
+            try:
+                source, number, result = done.get(timeout=LOOK_S)
+            except Empty:
+                is_new, was_gone = not was_gone, is_gone()
+                if is_new and was_gone:
+                    workers.stop.set()
+                    workers = _Workers(work, [number for number in numbers if number not in found], at_once, done)
+                continue
             if isinstance(result, BaseException):
-                raise result
-            found[number] = result
-            if on_progress is not None:
-                on_progress(len(found), len(numbers))
+                if source is workers:
+                    raise result
+            elif number not in found:
+                found[number] = result
+                if on_progress is not None:
+                    on_progress(len(found), len(numbers))
     finally:
-        stop.set()
+        workers.stop.set()
     return found
 
 

@@ -120,6 +120,15 @@ class VllmClient:
             time.sleep(pause)
             pause = min(2 * pause, 10.0)
 
+    def is_gone(self) -> bool:
+        """Whether the server takes no connection, or says that its engine died; a busy one is not gone."""
+        try:
+            return self._ask("GET", "/health", None, 10.0).status == 503
+        except httpx.ConnectError:
+            return True
+        except (httpx.TransportError, RolloutServerError):
+            return False
+
     def read_served(self) -> Served:
         """What `/v1/models` lists."""
         answer = self._send("GET", "/v1/models", None, 30.0)

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
 from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.rollout import server as server_module
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.server import MARKER, ServerEngine, ServerSettings
 from rloo_kit.rollout.thinking_budget import make_limits
@@ -432,6 +433,55 @@ def test_a_server_that_died_is_waited_for(make_base, make_policy, make_engine, p
         first.stop()
         for server in restarted:
             server.stop()
+
+
+def test_a_server_that_is_shut_down_keeps_nobody_waiting(make_base, make_policy, make_engine, monkeypatch):
+    """On SIGTERM vLLM stops its engine and its socket, and waits for the connections to close, whose requests it never
+    answers: the run would have waited an hour for each."""
+    monkeypatch.setattr(server_module, "LOOK_S", 0.3)
+    first, release, asked = StandIn(make_base), threading.Event(), threading.Event()
+    answer, restarted = first.answer, []
+
+    def hang(path: str, body: dict[str, Any] | None) -> Any:
+        if path == COMPLETE:
+            asked.set()
+            release.wait(120)
+        return answer(path, body)
+
+    def restart() -> None:
+        asked.wait(60)
+        first.server.shutdown()
+        first.server.server_close()
+        time.sleep(1.0)
+        restarted.append(StandIn(make_base, port=first.server.server_address[1]))
+
+    first.answer = hang
+    model = make_policy()
+    restarter = threading.Thread(target=restart)
+    restarter.start()
+    try:
+        check_against(model, make_engine(model, url=first.url, retry_s=60.0).sample(PROMPTS, Limits(4)))
+        assert len(restarted[0].posted(COMPLETE)) >= 4 and len(restarted[0].ever_loaded) == 1
+    finally:
+        release.set()
+        restarter.join()
+        for server in restarted:
+            server.stop()
+
+
+def test_a_server_that_is_slow_is_asked_once(server, make_policy, make_engine, monkeypatch):
+    """A second request for a completion of an hour, because no answer came in half a minute, is an hour wasted."""
+    monkeypatch.setattr(server_module, "LOOK_S", 0.1)
+    complete = server._complete
+
+    def slow(body: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(0.3)
+        return complete(body)
+
+    server._complete = slow
+    model = make_policy()
+    check_against(model, make_engine(model).sample(PROMPTS, Limits(4)))
+    assert len(server.posted(COMPLETE)) == 4
 
 
 def test_a_server_that_stays_dead_ends_the_run(server, make_policy, make_engine):

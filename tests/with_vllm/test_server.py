@@ -115,10 +115,19 @@ def test_every_token_is_scored_as_the_trainer_scores_it(server, make_policy, mak
     engine.close()
 
 
+def count(server: VllmServer, name: str) -> float:
+    """One of vLLM's counters."""
+    lines = httpx.get(f"{server.url}/metrics", trust_env=False).text
+    return sum(float(value) for value in re.findall(rf"^vllm:{name}\{{.*\}} (\S+)$", lines, flags=re.M))
+
+
 def cached_tokens(server: VllmServer) -> float:
     """Tokens that vLLM took from its prefix cache so far."""
-    lines = httpx.get(f"{server.url}/metrics", trust_env=False).text
-    return sum(float(value) for value in re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", lines, flags=re.M))
+    return count(server, "prefix_cache_hits_total")
+
+
+def generated_tokens(server: VllmServer) -> float:
+    return count(server, "generation_tokens_total")
 
 
 def test_a_replaced_adapter_meets_no_stale_prefix(server, make_policy, make_engine, prompts):
@@ -311,11 +320,17 @@ def check_gaps(run: Run, steps: int) -> None:
     assert len(gaps) == steps and max(gaps) < GAP, gaps
 
 
-def test_learns_as_native_does(server, tmp_path):
+@pytest.fixture(scope="module")
+def learned(server: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """The same run by `native` and through the server."""
+    folder, small = tmp_path_factory.mktemp("learned"), "rloo.per_device_train_batch_size=64"
+    native = Run(folder, "native", "rollout.engine=native", small, steps=STEPS).end()
+    return native, Run(folder, "server", *on_server(server), small, steps=STEPS).end()
+
+
+def test_learns_as_native_does(learned):
     """The proof of the whole path: an adapter that arrives a step late, or not at all, does not learn."""
-    small = "rloo.per_device_train_batch_size=64"
-    native = Run(tmp_path, "native", "rollout.engine=native", small, steps=STEPS).end()
-    ours = Run(tmp_path, "server", *on_server(server), small, steps=STEPS).end()
+    native, ours = learned
     check_gaps(ours, STEPS)
     rises = []
     for run in (native, ours):
@@ -323,6 +338,29 @@ def test_learns_as_native_does(server, tmp_path):
         rises.append(sum(found[-WINDOW:]) / WINDOW - sum(found[:2]) / 2)
     assert min(rises) > LEAST_RISE and abs(rises[0] - rises[1]) < 0.5 * max(rises), rises
     assert not list((ours.folder / "server_adapters").glob("*")), "nothing is left"
+
+
+def evaluate(folder: Path, *words: str) -> dict[str, Any]:
+    """What `rloo-kit eval ... --json` finds on 100 held-out prompts, greedily."""
+    command = [sys.executable, "-m", "rloo_kit.cli", "eval", str(CONFIG), "eval.num_prompts=100", "eval.temperature=0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, *words, "--json"], env=environment, cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_eval_samples_on_the_server(server, learned, tmp_path):
+    """`eval` sampled in its own process whatever the run said, through another engine than training. Greedy
+    answers of one adapter are the same."""
+    adapter = ["--adapter", str(learned[1].folder / "adapter")]
+    native = evaluate(tmp_path, "rollout.engine=native", *adapter)
+    before = generated_tokens(server)
+    ours = evaluate(tmp_path, *on_server(server), *adapter)
+    assert generated_tokens(server) - before > 100
+    assert ours["num_prompts"] == 100 and ours["accuracy"] == pytest.approx(native["accuracy"], abs=0.02)
+    assert ours["mean_tokens"] == pytest.approx(native["mean_tokens"], rel=0.02)
 
 
 def test_two_processes(server, tmp_path):
@@ -336,23 +374,38 @@ def test_two_processes(server, tmp_path):
     assert len(rows) == 3 * 2 * 32 and len({row["prompt"] for row in rows}) == 3 * 2 * 32 / 8
 
 
+def await_requests(server: VllmServer, run: Run) -> None:
+    """Return when the server is sampling."""
+    running = re.compile(r"^vllm:num_requests_running\{.*\} [1-9]", flags=re.M)
+    run.until(lambda: running.search(httpx.get(f"{server.url}/metrics", trust_env=False).text) is not None)
+
+
 def test_a_server_that_is_killed_in_mid_run(strict_server, tmp_path):
-    """vLLM's engine dies under a completion: the run waits for the server, hands the adapter over again and goes on.
-    It ended, with the answer 500 taken for a refusal. The key that opens the server is in no file of the run."""
-    run = Run(tmp_path, "killed", *on_server(strict_server), "model.lora.r=8", steps=6, VLLM_API_KEY=KEY)
+    """vLLM's engine dies under completions, which are answered with status 500 and ended the run; later the server is
+    shut down, which answers them never. Both times the run waits for the server, hands the adapter over again and goes
+    on. The key that opens the server is in no file of the run."""
+    steps = 8
+    run = Run(tmp_path, "killed", *on_server(strict_server), "model.lora.r=8", steps=steps, VLLM_API_KEY=KEY)
     run.until(lambda: len(run.steps()) >= 2)
-    metrics = f"{strict_server.url}/metrics"
-    running = re.compile(r"^vllm:num_requests_running\{.*\} ([1-9]\S*)$", flags=re.M)
-    run.until(lambda: running.search(httpx.get(metrics, trust_env=False).text) is not None)
+    await_requests(strict_server, run)
     strict_server.engine_process().kill()
     run.until(lambda: not strict_server.is_running())
     strict_server.stop()
-    done = len(run.steps())
     strict_server.start()
-    run.end()
-    assert "handing it over again" in run.text
-    assert done < 6, "the run was over before the server was back"
-    check_gaps(run, 6)
+    run.until(lambda: len(run.steps()) >= 4)
+    await_requests(strict_server, run)
+    strict_server.terminate()
+    run.until(lambda: not strict_server.listens())
+    done, lost = len(run.steps()), run.text.count("handing it over again")
+    assert lost >= 1 and done < steps
+    ended = strict_server.detach()
+    try:
+        strict_server.start()
+        run.end()
+    finally:
+        ended.stop()
+    assert run.text.count("handing it over again") > lost
+    check_gaps(run, steps)
     files = [path for path in run.folder.rglob("*") if path.is_file()]
     assert len(files) > 5
     for path in [*files, run.printed, strict_server.log]:
