@@ -47,6 +47,7 @@ _ADVICE = {name: _INSTEAD[names] for names in _INSTEAD for name in names.split()
 CLOSE_TOKENS = {"tag": 1, "sentence": 24}
 
 VLLM_TEMPERATURE = 2.0  # the highest that vLLM takes
+VLLM_LEAST_TEMPERATURE = 0.01  # above 0; vLLM samples at this one where a lower one is asked for
 
 _WHY_REFUSED = (
     "tokens would be drawn from a filtered distribution, but scored under the whole one, so the gradient would be that "
@@ -155,15 +156,16 @@ def find_temperature_problems(engine: str, temperatures: Mapping[str, float], en
     """Temperatures, by their keys, that the engine does not sample at; `engine_key` is its name in messages.
 
     >>> find_temperature_problems("server", {"temperature": 2.5}, "engine")
-    ['temperature is 2.5, and vLLM samples at 0 to 2; set temperature=2 or lower, or engine=auto']
+    ['temperature is 2.5, and vLLM samples at 0.01 to 2; set temperature=2 or lower, or engine=auto']
     """
     if engine not in ("server", "vllm"):
         return []
+    low, high = VLLM_LEAST_TEMPERATURE, VLLM_TEMPERATURE
     return [
-        f"{key} is {value:g}, and vLLM samples at 0 to {VLLM_TEMPERATURE:g}; set {key}={VLLM_TEMPERATURE:g} or lower, "
-        f"or {engine_key}=auto"
+        f"{key} is {value:g}, and vLLM samples at {low:g} to {high:g}; set {key}="
+        f"{f'{high:g} or lower' if value > high else f'{low:g} or higher'}, or {engine_key}=auto"
         for key, value in temperatures.items()
-        if value > VLLM_TEMPERATURE
+        if value > high or 0 < value < low
     ]
 
 

@@ -17,6 +17,8 @@ PATCHED_ATTRIBUTES = {
     "models/transformers.py: module.support_avx512bf16_for_cpu": "else bitsandbytes changes 4-bit weights in eval mode",
     "models/unsloth.py: setattr(module, ENGINE)": "vLLM is out of sight of the generated trainer's constructor",
     "models/unsloth.py: model.get_base_model().model._unsloth_keep_padding_mask": "else training ignores padding",
+    "models/vllm.py: logger.addFilter": "transformers takes vLLM's process group for a run without its launcher",
+    "models/vllm.py: torch.set_num_threads": "set back: vLLM puts a function that does nothing in its place on a CPU",
     "rollout/decoders.py: AttentionInterface.register": "transformers' registry: attention of one token, grouped heads",
     "rollout/decoders.py: AttentionMaskInterface.register": "transformers' registry: the mask of that attention",
     "rollout/decoders.py: config._attn_implementation": "for one decoding step: it attends by that",

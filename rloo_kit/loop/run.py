@@ -31,7 +31,7 @@ from rloo_kit.loop.callbacks import (
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import NO_ADAPTER, gather_adapter
-from rloo_kit.models.policy import Policy, save_adapter
+from rloo_kit.models.policy import Policy, save_adapter, start_engine
 from rloo_kit.plan.load import TOKENS_PER_PASS
 from rloo_kit.plan.planner import plan_vram
 from rloo_kit.results.evaluation import compare
@@ -125,6 +125,7 @@ def check_sampling(run: RunConfig, policy: Policy) -> None:
     check_cache(run.rollout.cache, name, policy.backend, on_cuda=policy.model.device.type == "cuda")
     if name == "server" and not hasattr(policy.model, "peft_config"):
         raise ConfigError(NO_ADAPTER)
+    start_engine(run, policy)
 
 
 class _Training:

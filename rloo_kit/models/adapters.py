@@ -147,6 +147,9 @@ def find_handover_problem(model: Any) -> str | None:
         found, fix = "uses DoRA, which vLLM has no kernel for", "set use_dora=False or rollout.engine=auto"
     elif config.bias != "none" or getattr(config, "lora_bias", False) or config.modules_to_save:
         found = "trains biases or whole modules (modules_to_save) too"
+    elif config.rank_pattern or config.alpha_pattern:
+        found = "scales layers apart (rank_pattern, alpha_pattern), which vLLM before 0.32 overlooks"
+        fix = "leave the patterns out, or set rollout.engine=auto"
     elif isinstance(config.init_lora_weights, str) and config.init_lora_weights.lower() not in PLAIN_STARTS:
         name = config.init_lora_weights
         found, fix = f"starts by {name}, which changes the base", "set init_lora_weights=True or rollout.engine=auto"

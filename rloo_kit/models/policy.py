@@ -140,6 +140,15 @@ def find_vllm(model: Any) -> InProcessVllm | None:
     return found
 
 
+def start_engine(run: RunConfig, policy: Policy) -> None:
+    """Start vLLM as `run.rollout` asks for it, where the policy was loaded without; BackendError where it cannot be."""
+    if run.rollout.engine != "vllm" or find_vllm(policy.model) is not None:
+        return
+    vllm, _ = _plan_vllm(run, policy.backend)
+    _module(policy.backend).start_engine(run, policy.model, vllm)
+    print(f"{vllm}\nvLLM: {find_vllm(policy.model)}", flush=True)
+
+
 def save_adapter(policy: Policy, folder: str | Path) -> Path:
     """Write what was trained (the adapter, or the whole model where there is none) and the tokenizer into `folder`.
 

@@ -48,19 +48,24 @@ def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None)
         model.enable_input_require_grads()
     model.eval()  # PEFT's wrapper calls itself training around a base that is not
     if vllm is not None:
-        settings = run.rollout.vllm
-        start_vllm(
-            model,
-            VllmSettings(
-                max_tokens=usable_length(run, config),
-                gpu_memory_utilization=vllm.gpu_memory_utilization if device.type == "cuda" else None,
-                max_num_seqs=vllm.max_num_seqs,
-                float8_kv_cache=settings.float8_kv_cache,
-                enforce_eager=settings.enforce_eager,
-                four_bit=run.model.load_in_4bit,
-            ),
-        )
+        start_engine(run, model, vllm)
     return model, tokenizer
+
+
+def start_engine(run: RunConfig, model: Any, vllm: VllmPlan) -> None:
+    """Start vLLM with a copy of the base, as it was planned; BackendError where it does not start."""
+    settings, on_cuda = run.rollout.vllm, model.device.type == "cuda"
+    start_vllm(
+        model,
+        VllmSettings(
+            max_tokens=usable_length(run, model.config),
+            gpu_memory_utilization=vllm.gpu_memory_utilization if on_cuda else None,
+            max_num_seqs=vllm.max_num_seqs,
+            float8_kv_cache=settings.float8_kv_cache,
+            enforce_eager=settings.enforce_eager,
+            four_bit=run.model.load_in_4bit,
+        ),
+    )
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
 from rloo_kit.models.checkpoint import ModelSource, usable_length
-from rloo_kit.models.vllm import InProcessVllm, adopt_vllm, find_vllm_problem, prepare_variables, room_for_rank
+from rloo_kit.models.vllm import InProcessVllm, adopt_vllm, find_vllm_problem, is_running, prepare_variables, room_for_rank
 from rloo_kit.plan.result import VllmPlan
 from rloo_kit.system import environment
 
@@ -209,7 +209,9 @@ def _lora_of(run: RunConfig) -> LoraSection:
 
 
 def find_sleep_problem() -> str | None:
-    """Why vLLM could not give back its memory while the model is trained; None if it can."""
+    """Why vLLM could not give back its memory while the model is trained, or could never; None if it can."""
+    if is_running():
+        return "a model of this process has one, whose weights it shares: restart the kernel, and load this one alone"
     if environment.STANDBY_VARIABLE in os.environ:
         return None
     return (

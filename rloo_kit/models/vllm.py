@@ -4,7 +4,12 @@ The policy's adapter is handed over in memory as a LoRA before each rollout. It 
 into 4-bit weights and unmerging re-quantises them each time. While the policy is trained vLLM sleeps, on a GPU.
 """
 
+import gc
+import logging
 import os
+import random
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,12 +18,14 @@ from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from peft import get_peft_model_state_dict
 
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import find_handover_problem
 from rloo_kit.system.processes import count_processes, is_distributed
+from rloo_kit.system.signals import hold_signals
 from rloo_kit.system.versions import VLLM_INSTALL, is_importable
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM reserves room for
@@ -60,7 +67,8 @@ class InProcessVllm:
     """
 
     def __init__(self, llm: Any, hand_over: Callable[[Any], Any], reason: str) -> None:
-        self.engine, self.reason = llm.llm_engine, reason
+        self.engine: Any = llm.llm_engine
+        self.reason = reason
         self._llm, self._hand_over = llm, hand_over
         settings = self.engine.vllm_config
         self.max_tokens: int = settings.model_config.max_model_len
@@ -72,12 +80,24 @@ class InProcessVllm:
         sleeps = "asleep while the model is trained" if self._sleeps else "awake all the time"
         return f"{self.reason}; {self.max_tokens} tokens, {self.max_num_seqs} completions at once; {sleeps}"
 
+    def stop(self) -> None:
+        """End it, and give back all of its memory."""
+        engine, self.engine, self._llm, self._hand_over = self.engine, None, None, None
+        if engine is not None:
+            engine.engine_core.shutdown()
+
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """A block in which it has its memory; afterwards training has."""
+        """A block in which it has its memory; afterwards training has. BackendError once it was stopped."""
+        if self.engine is None:
+            raise BackendError(
+                "this model's vLLM was stopped when another was started (a process has room for one): load the model "
+                "again, or set rollout.engine=auto"
+            )
         if self._sleeps and self.engine.is_sleeping():
             torch.cuda.empty_cache()
-            self._llm.wake_up()
+            with hold_signals():
+                self._llm.wake_up()
         try:
             yield
         finally:
@@ -85,8 +105,9 @@ class InProcessVllm:
 
     def rest(self) -> None:
         """Give back the memory of keys and values, and of its own weights, where it can."""
-        if self._sleeps and not self.engine.is_sleeping():
-            self._llm.sleep(1)
+        if self._sleeps and self.engine is not None and not self.engine.is_sleeping():
+            with hold_signals():
+                self._llm.sleep(1)
 
     def take_adapter(self, model: Any) -> Any:
         """Have it sample from the adapter of `model` as it is now; awake only.
@@ -100,16 +121,23 @@ class InProcessVllm:
         if problem := find_handover_problem(model):
             raise BackendError(problem)
         try:
-            request = self._hand_over(model)
+            with hold_signals():
+                request = self._hand_over(model)
+                self._llm.reset_prefix_cache()
         except (ValueError, NotImplementedError) as error:
             raise BackendError(f"vLLM does not take the adapter: {error}; or set rollout.engine=auto") from error
-        self._llm.reset_prefix_cache()
         return request
 
 
 def vllm_of(model: Any) -> InProcessVllm | None:
     """What was started for this model; None if nothing was."""
     return _loaded.get(_base_of(model))
+
+
+def is_running() -> bool:
+    """Whether a model of this process has a vLLM."""
+    gc.collect()  # models are kept alive by cycles
+    return bool(_loaded)
 
 
 def remember_absence(model: Any, reason: str) -> None:
@@ -127,11 +155,15 @@ def adopt_vllm(model: Any, vllm: InProcessVllm) -> InProcessVllm:
     with vllm.awake():
         vllm.take_adapter(model)
     _loaded[_base_of(model)] = vllm
+    logger = logging.getLogger("transformers.training_args")
+    logger.addFilter(_is_no_launch_hint)
     return vllm
 
 
 def start_vllm(model: Any, settings: VllmSettings) -> InProcessVllm:
     """Start vLLM with a copy of the base of `model`, a PeftModel of transformers, and keep it as the model's.
+
+    Another model's is stopped: vLLM's groups of processes are the whole process's, and the end of one would end both.
 
     Raises:
         BackendError: vLLM is missing or does not start, or `model` has no adapter that it can be handed.
@@ -146,11 +178,16 @@ def start_vllm(model: Any, settings: VllmSettings) -> InProcessVllm:
             "rollout.engine=auto"
         )
     prepare_variables()
-    from vllm import LLM
-
-    rank = max([model.peft_config["default"].r, *model.peft_config["default"].rank_pattern.values()])
+    with _keep_process():
+        from vllm import LLM
+    rank = room_for_rank(model.peft_config["default"].r)
+    if is_running():
+        for other in _loaded.values():
+            other.stop()
+        _loaded.clear()
     try:
-        llm = LLM(model=name, max_lora_rank=room_for_rank(rank), **_arguments(base, settings))
+        with _keep_process():
+            llm = LLM(model=name, max_lora_rank=rank, **_arguments(base, settings))
     except (RuntimeError, ValueError, OSError, NotImplementedError) as error:
         raise BackendError(
             f"vLLM does not start with {name}: {error}. Set rollout.engine=auto, or see docs/rollout.md"
@@ -178,6 +215,28 @@ def prepare_variables() -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_POOL_GIB)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else the trainer's thread is tied to one core
+
+
+def _is_no_launch_hint(record: logging.LogRecord) -> bool:
+    """vLLM has a process group of one, for which transformers tells each run to use a launcher."""
+    return "launch your script with" not in record.getMessage()
+
+
+@contextmanager
+def _keep_process() -> Iterator[None]:
+    """Around vLLM's import and start, which seed all random numbers with 0, take `torch.set_num_threads` away on a CPU,
+    mark every error with "[rank0]", and hide what is alive from garbage collection for good."""
+    set_threads, hook = torch.set_num_threads, sys.excepthook
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_num_threads, sys.excepthook = set_threads, hook
+        gc.unfreeze()
 
 
 def room_for_rank(rank: int) -> int:

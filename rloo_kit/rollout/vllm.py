@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
-from rloo_kit.errors import BackendError
+from rloo_kit.config.checks import VLLM_LEAST_TEMPERATURE
+from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.models.vllm import InProcessVllm
 from rloo_kit.rollout.thinking_budget import CompletionState, begin_completions, collect_rollout
 from rloo_kit.rollout.types import WHOLE, Filters, Limits, Progress, Rollout
+from rloo_kit.system.signals import hold_signals
 
 _requests = count()  # of this process: a name is used once
 
@@ -38,6 +40,11 @@ class VllmEngine:
         end_ids: Sequence[int],
         filters: Filters = WHOLE,
     ) -> None:
+        if 0 < temperature < VLLM_LEAST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature is {temperature:g}, and vLLM would sample at {VLLM_LEAST_TEMPERATURE:g}: set it to 0 (the "
+                f"likeliest token), or to {VLLM_LEAST_TEMPERATURE:g} or higher"
+            )
         self.reason = f"{vllm.reason}; {vllm.max_num_seqs} completions at once"
         self._model, self._vllm, self._end_ids = model, vllm, list(end_ids)
         self._temperature, self._filters = temperature, filters
@@ -112,12 +119,15 @@ class _Requests:
             for number in order:
                 self._ask(number)
             while self._open:
-                done = [self._take(output) for output in self._engine.step() if output.finished]
+                with hold_signals():  # a step that is cut short leaves the engine unusable
+                    outputs = self._engine.step()
+                done = [self._take(output) for output in outputs if output.finished]
                 if on_progress is not None and any(done):
                     on_progress(total - len(self._open), total)
         finally:
             if self._open:
-                self._engine.abort_request(list(self._open))
+                with hold_signals():
+                    self._engine.abort_request(list(self._open))
 
     def _ask(self, number: int) -> None:
         """Request the next stretch of a completion: up to a limit, `</think>` or an end."""
@@ -134,7 +144,8 @@ class _Requests:
         name = f"rloo-{next(_requests)}"
         prompt = {"prompt_token_ids": self._prompts[number] + state.ids}
         self._open[name] = number
-        self._engine.add_request(name, prompt, parameters, lora_request=self._adapter)
+        with hold_signals():
+            self._engine.add_request(name, prompt, parameters, lora_request=self._adapter)
 
     def _take(self, output: Any) -> bool:
         """Give a finished request's tokens to its state, and request what follows; whether the completion is done."""

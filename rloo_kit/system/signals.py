@@ -39,6 +39,19 @@ def handle_signals(numbers: Sequence[signal.Signals], handler: Callable[[signal.
             signal.signal(number, before)
 
 
+@contextmanager
+def hold_signals() -> Iterator[None]:
+    """Signals that come while the block runs are handled after it, so that no exception of theirs leaves its code half
+    done; in the main thread, elsewhere nothing."""
+    held: list[signal.Signals] = []
+    try:
+        with handle_signals(ENDING, held.append):
+            yield
+    finally:
+        for number in held:
+            signal.raise_signal(number)
+
+
 def interrupt(number: signal.Signals) -> None:
     """A handler that ends the block like Ctrl-C."""
     raise KeyboardInterrupt(number.name)

@@ -73,10 +73,11 @@ WRONG = {
     "rollout.engine=vllm|model.lora=null": "model.lora is null|rollout.engine=auto|set model.lora={r: 16}",
     "rollout={engine: server, server_url: 'http://h:1'}|model.lora=null": "model.lora is null|set model.lora={r: 16}",
     "rollout.engine=vllm|model.lora.r=1024": "model.lora.r is 1024|rank 512|set model.lora.r=512",
-    "rollout.engine=vllm|rloo.temperature=2.5": "rloo.temperature is 2.5|0 to 2|set rloo.temperature=2 or lower, or "
+    "rollout.engine=vllm|rloo.temperature=2.5": "rloo.temperature is 2.5|0.01 to 2|set rloo.temperature=2 or lower, or "
     "rollout.engine=auto",
-    "rollout={engine: server, server_url: 'http://h:1'}|rloo.temperature=2.01": "rloo.temperature is 2.01|0 to 2",
-    "rollout.engine=vllm|eval.temperature=3": "eval.temperature is 3|0 to 2|set eval.temperature=2",
+    "rollout={engine: server, server_url: 'http://h:1'}|rloo.temperature=2.01": "rloo.temperature is 2.01|0.01 to 2",
+    "rollout.engine=vllm|rloo.temperature=0.005": "rloo.temperature is 0.005|0.01 to 2|set rloo.temperature=0.01 or higher",
+    "rollout.engine=vllm|eval.temperature=3": "eval.temperature is 3|0.01 to 2|set eval.temperature=2",
     "rollout.engine=vllm|rollout.server_url=http://h:1": "rollout.server_url is http://h:1|"
     "set rollout.engine=server or rollout.server_url=null",
     "rollout.engine=vllm|rollout.cache=int8": "rollout.cache is int8|"

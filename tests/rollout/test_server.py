@@ -258,7 +258,7 @@ def test_a_refused_probe_says_what_was_refused(server, make_policy, make_engine)
 def test_a_temperature_that_vllm_does_not_sample_at(engine):
     """It was refused by the server after the model had been loaded, with words about log-probabilities."""
     with pytest.raises(
-        ConfigError, match=r"temperature is 2\.5, and vLLM samples at 0 to 2; set temperature=2 or lower"
+        ConfigError, match=r"temperature is 2\.5, and vLLM samples at 0\.01 to 2; set temperature=2 or lower"
     ):
         RLOOConfig(temperature=2.5, rollout_engine=engine, rollout_server_url="http://node1:8000", use_cpu=True)
 

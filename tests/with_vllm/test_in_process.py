@@ -5,6 +5,7 @@ One vLLM serves all tests of the file. Its model is the embedded one in float32.
 
 import itertools
 import math
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,11 +191,41 @@ def test_an_error_leaves_no_request_behind(policy, data):
     assert counts[-1] == (len(prompts), len(prompts)) and counts == sorted(counts)
 
 
+def test_an_interrupt_in_the_middle_of_a_step_leaves_vllm_whole(policy, data, monkeypatch):
+    """vLLM's engine answered every later rollout with "State error" or a KeyError after a Ctrl-C that came between the
+    two halves of a step: the kernel had to be restarted. The signal is held until the step is done."""
+    engine, prompts = make_engine(policy), prompts_of(policy, data)
+    runner = engine._vllm.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    execute, seen = runner.execute_model, []
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        done = execute(*given, **named)
+        if not seen:
+            seen.append(signal.raise_signal(signal.SIGINT))
+        return done
+
+    monkeypatch.setattr(runner, "execute_model", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.sample(prompts, limits(policy))
+    assert seen
+    sampled = engine.sample(prompts, limits(policy))
+    assert largest_gap(policy.model, prompts, sampled) < MOST
+
+
+def test_a_temperature_that_vllm_raises_is_refused(policy):
+    """vLLM samples at 0.01 where 0.005 is asked for, and the trainer scores at 0.005."""
+    import rloo_kit as kit
+
+    with pytest.raises(kit.ConfigError, match=r"temperature is 0\.005.*0\.01 or higher"):
+        kit.generate_completions(policy, ["1+1="], max_completion_length=4, temperature=0.005)
+
+
 @pytest.mark.parametrize(
     ("settings", "refusal"),
     [
         ({"use_rslora": True}, None),
-        ({"alpha_pattern": {"q_proj": 64}}, None),
+        ({"alpha_pattern": {"q_proj": 64}}, "alpha_pattern.*rollout.engine=auto"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern.*rollout.engine=auto"),
         ({"r": 4, "init_lora_weights": "gaussian"}, None),
         ({"r": 32}, "vLLM does not take the adapter.*rank"),
         ({"use_dora": True}, "uses DoRA.*use_dora=False"),

@@ -1,0 +1,97 @@
+"""vLLM in the process, started more than once, and what its start leaves of the process. A process of its own each."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGINNING = """
+import gc, random, sys
+import numpy, psutil, torch
+import rloo_kit as kit
+
+kit.setup_environment()
+words = ["run.output_dir={folder}", "model.max_seq_length=512", "run.evaluate=false", "run.sample_every_steps=0"]
+def read(engine, *more):
+    return kit.load_config("{config}", f"rollout.engine={{engine}}", *words, *more)
+def sample(policy, **named):
+    return [c.ids for c in kit.generate_completions(policy, prompts, max_completion_length=30, **named)]
+prompts = list(kit.load_data(read("native"), kit.load_policy(read("native")).tokenizer).test["prompt"][:4])
+"""
+
+
+def run_script(script: str, folder: Path) -> str:
+    config = ROOT / "configs" / "arithmetic_thinking.yaml"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    done = subprocess.run(
+        [sys.executable, "-c", BEGINNING.format(folder=folder, config=config) + script],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_second_load_takes_the_place_of_the_first(tmp_path, vllm_is_here):
+    """The first one's gigabyte stayed for good (vLLM hides what is alive from garbage collection), and when it was
+    collected after all its end took the process groups of the second along: "pipeline model parallel group"."""
+    script = """
+def memory():
+    return psutil.Process().memory_info().rss / 2**30
+first = kit.load_policy(read("vllm"))
+texts, one = sample(first), memory()
+second = kit.load_policy(read("vllm"))
+assert sample(second) == texts and sample(first, engine="auto") and sample(second) == texts
+first = None
+gc.collect()
+assert sample(second) == texts
+assert memory() < one + 0.5, (one, memory())
+third = kit.load_policy(read("vllm"))
+second = None
+gc.collect()
+assert sample(third) == texts
+assert memory() < one + 0.5, (one, memory())
+"""
+    run_script(script, tmp_path)
+
+
+def test_its_start_changes_nothing_in_the_process(tmp_path, vllm_is_here):
+    """vLLM seeds all random numbers with 0: every `use_vllm=True` run drew the same, whatever its seed. It also takes
+    `torch.set_num_threads` away."""
+    script = """
+from rloo_kit.models.policy import start_engine
+policy = kit.load_policy(read("native"))
+def draw():
+    return random.random(), numpy.random.rand(), torch.rand(1).item()
+def seed():
+    random.seed(7), numpy.random.seed(7), torch.manual_seed(7)
+before = torch.set_num_threads, sys.excepthook
+seed()
+start_engine(read("vllm"), policy)
+drawn = draw()
+seed()
+assert drawn == draw()
+assert before == (torch.set_num_threads, sys.excepthook)
+assert gc.get_freeze_count() == 0
+"""
+    run_script(script, tmp_path)
+
+
+def test_a_policy_that_was_loaded_without_it_gets_it_as_the_run_says(tmp_path, vllm_is_here):
+    """`rollout.vllm` was overlooked there, and vLLM started with TRL's share of the GPU. Then back to native, without
+    transformers' advice to use a launcher, which vLLM's process group of one brought."""
+    script = """
+from rloo_kit.models.policy import find_vllm
+policy = kit.load_policy(read("native"))
+for engine in ("vllm", "native"):
+    run = read(engine, f"run.name={engine}", "rollout.vllm.max_num_seqs=3", "rloo.max_steps=2")
+    data = kit.load_data(run, policy.tokenizer)
+    kit.train(run, policy, data, kit.build_rewards(run, policy.tokenizer))
+vllm = find_vllm(policy.model)
+assert (vllm.max_num_seqs, vllm.max_tokens) == (3, 512), vllm
+"""
+    assert "launch" not in run_script(script, tmp_path)
