@@ -17,7 +17,7 @@ from rloo_kit.errors import ConfigError
 ADAPTER_ALONE: dict[str, Any] = {"selected_adapters": ["default"], "save_embedding_layers": False}
 NO_ADAPTER = (
     "rollout.engine is server or vllm, which is handed an adapter, but every parameter is trained here: train an "
-    "adapter (model.lora, or peft_config), or set rollout.engine=auto"
+    "adapter (model.lora, or peft_config), or set rollout.engine=generate"
 )
 PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")  # of an adapter, which leave its base as it was
 
@@ -140,19 +140,22 @@ def find_handover_problem(model: Any) -> str | None:
     if not is_peft_model(model):
         return NO_ADAPTER
     config: Any = model.peft_config["default"]
-    found, fix = "", "set rollout.engine=auto"
+    found, fix = "", "set rollout.engine=generate"
     if config.peft_type != "LORA":
-        found, fix = f"is of the type {config.peft_type.value}", "train a LoRA adapter, or set rollout.engine=auto"
+        found, fix = f"is of the type {config.peft_type.value}", "train a LoRA adapter, or set rollout.engine=generate"
     elif getattr(config, "use_dora", False):
-        found, fix = "uses DoRA, which vLLM has no kernel for", "set use_dora=False or rollout.engine=auto"
+        found, fix = "uses DoRA, which vLLM has no kernel for", "set use_dora=False or rollout.engine=generate"
     elif config.bias != "none" or getattr(config, "lora_bias", False) or config.modules_to_save:
         found = "trains biases or whole modules (modules_to_save) too"
     elif config.rank_pattern or config.alpha_pattern:
         found = "scales layers apart (rank_pattern, alpha_pattern), which vLLM before 0.32 overlooks"
-        fix = "leave the patterns out, or set rollout.engine=auto"
+        fix = "leave the patterns out, or set rollout.engine=generate"
     elif isinstance(config.init_lora_weights, str) and config.init_lora_weights.lower() not in PLAIN_STARTS:
         name = config.init_lora_weights
-        found, fix = f"starts by {name}, which changes the base", "set init_lora_weights=True or rollout.engine=auto"
+        found, fix = (
+            f"starts by {name}, which changes the base",
+            "set init_lora_weights=True or rollout.engine=generate",
+        )
     return f"vLLM is handed a LoRA alone, and this adapter {found}: {fix}" if found else None
 
 

@@ -111,7 +111,7 @@ def load_policy(run: RunConfig) -> Policy:
     if vllm is None:
         remember_absence(model, engine_reason)
     else:
-        print(f"{vllm}\nvLLM: {find_vllm(model)}", flush=True)
+        _announce(vllm, model)
     _loaded.add(name)
     bind_padding(model, tokenizer)
     _spare_threads(run, model)
@@ -145,8 +145,9 @@ def start_engine(run: RunConfig, policy: Policy) -> None:
     if run.rollout.engine != "vllm" or find_vllm(policy.model) is not None:
         return
     vllm, _ = _plan_vllm(run, policy.backend)
+    assert vllm is not None  # an obstacle is raised where the run asks for it
     _module(policy.backend).start_engine(run, policy.model, vllm)
-    print(f"{vllm}\nvLLM: {find_vllm(policy.model)}", flush=True)
+    _announce(vllm, policy.model)
 
 
 def save_adapter(policy: Policy, folder: str | Path) -> Path:
@@ -254,6 +255,12 @@ def _plan_vllm(run: RunConfig, backend: str) -> tuple[VllmPlan | None, str]:
     if obstacle and asked:
         raise BackendError(f"rollout.engine is vllm, but {obstacle}; or set rollout.engine=auto")
     return (plan, choice.reason) if obstacle is None else (None, f"not vLLM: {obstacle}")
+
+
+def _announce(plan: VllmPlan, model: Any) -> None:
+    """One line: which vLLM samples, and what was planned for it."""
+    share = f"{plan.gpu_memory_utilization:.2f} of the GPU, {plan.pool_gib:.2f} GiB for keys and values"
+    print(f"vLLM: {find_vllm(model)}{f'; {share}' if model.device.type == 'cuda' else ''}", flush=True)
 
 
 def _refuse_sharded_4bit(run: RunConfig) -> None:

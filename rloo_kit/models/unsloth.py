@@ -90,7 +90,8 @@ def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None)
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, BackendError):
             raise
-        raise BackendError(f"Unsloth cannot load model.name = {run.model.name}: {error}") from error
+        without = "" if vllm is None else " (with vLLM; rollout.engine=generate loads it without)"
+        raise BackendError(f"Unsloth cannot load model.name = {run.model.name}{without}: {error}") from error
     model = _with_adapter(model, run, source, stack)
     if changes := _find_changes(model, run, dtype_name, source.adapter is None):
         print(f"Unsloth loaded the model otherwise than asked: {', '.join(map(str, changes))}", flush=True)

@@ -93,7 +93,7 @@ class InProcessVllm:
         if self.engine is None:
             raise BackendError(
                 "this model's vLLM was stopped when another was started (a process has room for one): load the model "
-                "again, or set rollout.engine=auto"
+                "again, or set rollout.engine=generate"
             )
         if self._sleeps and self.engine.is_sleeping():
             torch.cuda.empty_cache()
@@ -126,7 +126,7 @@ class InProcessVllm:
                 request = self._hand_over(model)
                 self._llm.reset_prefix_cache()
         except (ValueError, NotImplementedError) as error:
-            raise BackendError(f"vLLM does not take the adapter: {error}; or set rollout.engine=auto") from error
+            raise BackendError(f"vLLM does not take the adapter: {error}; or set rollout.engine=generate") from error
         return request
 
 
@@ -176,7 +176,7 @@ def start_vllm(model: Any, settings: VllmSettings) -> InProcessVllm:
     if not name:
         raise BackendError(
             "vLLM reads the base from a checkpoint, and this model names none: save it and load it from there, or set "
-            "rollout.engine=auto"
+            "rollout.engine=generate"
         )
     prepare_variables()
     with _keep_process():
@@ -191,7 +191,7 @@ def start_vllm(model: Any, settings: VllmSettings) -> InProcessVllm:
             llm = LLM(model=name, max_lora_rank=rank, **_arguments(base, settings))
     except (RuntimeError, ValueError, OSError, NotImplementedError) as error:
         raise BackendError(
-            f"vLLM does not start with {name}: {error}. Set rollout.engine=auto, or see docs/rollout.md"
+            f"vLLM does not start with {name}: {error}. Set rollout.engine=generate, or see docs/rollout.md"
         ) from error
     reason = "in this process, with a copy of the base; the adapter is handed over in memory"
     return adopt_vllm(model, InProcessVllm(llm, partial(_hand_over, llm), reason))
