@@ -23,7 +23,14 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import LoraSection
 from rloo_kit.errors import BackendError
 from rloo_kit.models.checkpoint import ModelSource, usable_length
-from rloo_kit.models.vllm import InProcessVllm, adopt_vllm, find_vllm_problem, is_running, prepare_variables, room_for_rank
+from rloo_kit.models.vllm import (
+    InProcessVllm,
+    adopt_vllm,
+    find_vllm_problem,
+    is_running,
+    prepare_variables,
+    room_for_rank,
+)
 from rloo_kit.plan.result import VllmPlan
 from rloo_kit.system import environment
 

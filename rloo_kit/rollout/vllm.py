@@ -42,8 +42,8 @@ class VllmEngine:
     ) -> None:
         if 0 < temperature < VLLM_LEAST_TEMPERATURE:
             raise ConfigError(
-                f"temperature is {temperature:g}, and vLLM would sample at {VLLM_LEAST_TEMPERATURE:g}: set it to 0 (the "
-                f"likeliest token), or to {VLLM_LEAST_TEMPERATURE:g} or higher"
+                f"temperature is {temperature:g}, and vLLM would sample at {VLLM_LEAST_TEMPERATURE:g}: set it to 0 "
+                f"(the likeliest token), or to {VLLM_LEAST_TEMPERATURE:g} or higher"
             )
         self.reason = f"{vllm.reason}; {vllm.max_num_seqs} completions at once"
         self._model, self._vllm, self._end_ids = model, vllm, list(end_ids)
