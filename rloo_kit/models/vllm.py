@@ -67,9 +67,10 @@ class InProcessVllm:
     """
 
     def __init__(self, llm: Any, hand_over: Callable[[Any], Any], reason: str) -> None:
-        self.engine: Any = llm.llm_engine
         self.reason = reason
-        self._llm, self._hand_over = llm, hand_over
+        self.engine: Any = llm.llm_engine  # None once it was stopped, as the next two
+        self._llm: Any = llm
+        self._hand_over: Any = hand_over
         settings = self.engine.vllm_config
         self.max_tokens: int = settings.model_config.max_model_len
         self.max_num_seqs: int = settings.scheduler_config.max_num_seqs
