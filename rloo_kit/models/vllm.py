@@ -67,8 +67,8 @@ class InProcessVllm:
     """
 
     def __init__(self, llm: Any, hand_over: Callable[[Any], Any], reason: str) -> None:
-        self.engine: Any = llm.llm_engine
         self.reason = reason
+        self.engine: Any = llm.llm_engine  # None once it was stopped, as the next two
         self._llm: Any = llm
         self._hand_over: Any = hand_over
         settings = self.engine.vllm_config
@@ -169,8 +169,10 @@ def start_vllm(model: Any, settings: VllmSettings) -> InProcessVllm:
     Raises:
         BackendError: vLLM is missing or does not start, or `model` has no adapter that it can be handed.
     """
-    if problem := find_vllm_problem() or find_handover_problem(model):
-        raise BackendError(f"rollout.engine is vllm, but {problem}")
+    if problem := find_handover_problem(model):
+        raise BackendError(problem)
+    if problem := find_vllm_problem():
+        raise BackendError(f"rollout.engine is vllm, but {problem}, or set rollout.engine=auto")
     base = _base_of(model)
     name = base.config.name_or_path
     if not name:

@@ -62,7 +62,9 @@ def choose_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
         why = "Unsloth replaces the attention that it runs" if is_unsloth else _native_obstacle(model)
         raise BackendError(f"rollout.engine is native, but {why}: set rollout.engine=generate")
     if wanted == "vllm" and find_vllm(model) is None:
-        problem = find_vllm_problem() or find_handover_problem(model)
+        if problem := find_handover_problem(model):
+            raise BackendError(problem)
+        problem = find_vllm_problem()
         if problem is None and is_unsloth:
             problem = "Unsloth loaded the model without it: load it again, by load_policy or with fast_inference=True"
         if problem:

@@ -76,7 +76,8 @@ WRONG = {
     "rollout.engine=vllm|rloo.temperature=2.5": "rloo.temperature is 2.5|0.01 to 2|set rloo.temperature=2 or lower, or "
     "rollout.engine=auto",
     "rollout={engine: server, server_url: 'http://h:1'}|rloo.temperature=2.01": "rloo.temperature is 2.01|0.01 to 2",
-    "rollout.engine=vllm|rloo.temperature=0.005": "rloo.temperature is 0.005|set rloo.temperature=0.01 or higher",
+    "rollout.engine=vllm|rloo.temperature=0.005": "rloo.temperature is 0.005|0.01 to 2|"
+    "set rloo.temperature=0.01 or higher",
     "rollout.engine=vllm|eval.temperature=3": "eval.temperature is 3|0.01 to 2|set eval.temperature=2",
     "rollout.engine=vllm|rollout.server_url=http://h:1": "rollout.server_url is http://h:1|"
     "set rollout.engine=server or rollout.server_url=null",

@@ -215,8 +215,9 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_vllm_whole(policy, data, mo
 def test_a_temperature_that_vllm_raises_is_refused(policy):
     """vLLM samples at 0.01 where 0.005 is asked for, and the trainer scores at 0.005."""
     import rloo_kit as kit
+    from rloo_kit.errors import ConfigError
 
-    with pytest.raises(kit.ConfigError, match=r"temperature is 0\.005.*0\.01 or higher"):
+    with pytest.raises(ConfigError, match=r"temperature is 0\.005.*0\.01 or higher"):
         kit.generate_completions(policy, ["1+1="], max_completion_length=4, temperature=0.005)
 
 
