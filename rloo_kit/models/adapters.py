@@ -152,10 +152,8 @@ def find_handover_problem(model: Any) -> str | None:
         fix = "leave the patterns out, or set rollout.engine=generate"
     elif isinstance(config.init_lora_weights, str) and config.init_lora_weights.lower() not in PLAIN_STARTS:
         name = config.init_lora_weights
-        found, fix = (
-            f"starts by {name}, which changes the base",
-            "set init_lora_weights=True or rollout.engine=generate",
-        )
+        found = f"starts by {name}, which changes the base"
+        fix = "set init_lora_weights=True or rollout.engine=generate"
     return f"vLLM is handed a LoRA alone, and this adapter {found}: {fix}" if found else None
 
 
