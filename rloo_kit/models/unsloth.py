@@ -185,15 +185,17 @@ def _wrappings(model: Any) -> list[Any]:
 def adopt_engine(model: Any) -> InProcessVllm:
     """The vLLM that Unsloth loaded the model's weights into, for the kit's engine `vllm`."""
     llm = model.vllm_engine
-    folder = tempfile.mkdtemp(prefix="rloo-kit-")  # Unsloth writes the adapter's configuration there, once
+    folder = tempfile.TemporaryDirectory(prefix="rloo-kit-")  # Unsloth writes the adapter's configuration there, once
     shares = "Unsloth's, which shares the policy's weights; the adapter is handed over in memory"
     return adopt_vllm(model, InProcessVllm(llm, partial(_hand_over, folder), shares))
 
 
-def _hand_over(folder: str, model: Any) -> Any:
-    request = model.load_lora(folder, load_tensors=True)
+def _hand_over(folder: "tempfile.TemporaryDirectory[str]", model: Any) -> Any:
+    request = model.load_lora(folder.name, load_tensors=True)
     if not hasattr(request, "lora_int_id"):
         raise ValueError(f"{MERGED_VARIABLE} is set, which merges the adapter into the base for each rollout: unset it")
+    # vLLM scales one matrix of each pair in place, and in its own precision these are the parameters themselves
+    request.lora_tensors = {name: value.detach().clone() for name, value in request.lora_tensors.items()}
     return request
 
 

@@ -1,4 +1,4 @@
-"""Which engine samples, with which cache, and completions as texts for evaluation, the report and notebooks.
+"""Which engine samples, with which cache.
 
 Every engine samples from the policy's whole distribution (unless `Filters` cut it), keeps the same budget rules and
 returns the model's own ids.

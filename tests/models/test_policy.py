@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -357,6 +358,24 @@ def test_unsloth_that_was_imported_too_early_is_found(make_run: Any, vllm_plan: 
     monkeypatch.delenv(STANDBY_VARIABLE, raising=False)
     with pytest.raises(BackendError, match="restart the kernel, and call load_config before"):
         unsloth._vllm_arguments(run, vllm_plan)
+
+
+def test_unsloths_vllm_gets_copies_of_the_adapter(tmp_path: Path) -> None:
+    """vLLM multiplies one matrix of each pair by alpha / r, in place: in one precision those are the parameters."""
+    live = torch.ones(2, 2, requires_grad=True)
+    folders = []
+
+    def load_lora(folder: str, load_tensors: bool) -> SimpleNamespace:
+        folders.append(folder)
+        return SimpleNamespace(lora_int_id=1, lora_tensors={"q_proj.lora_B.weight": live})
+
+    folder = tempfile.TemporaryDirectory(dir=tmp_path)
+    request = unsloth._hand_over(folder, SimpleNamespace(load_lora=load_lora))
+    request.lora_tensors["q_proj.lora_B.weight"] *= 2
+    assert folders == [folder.name] and torch.equal(live, torch.ones(2, 2))
+    merged = SimpleNamespace(load_lora=lambda *_, **__: object())  # Unsloth's own request to merge
+    with pytest.raises(ValueError, match="UNSLOTH_VLLM_MERGED_ROLLOUT is set.*unset it"):
+        unsloth._hand_over(folder, merged)
 
 
 @pytest.mark.parametrize(
