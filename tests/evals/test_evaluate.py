@@ -240,8 +240,8 @@ def test_a_local_engine_of_training_evaluates(engine, make_run, make_policy):
 
 
 def test_evaluation_never_swaps_the_engine(make_run, make_policy):
-    """A run that trains through vLLM was evaluated through `generate`, an hour instead of a minute; that this policy has
-    no adapter to hand over is said instead. tests/with_vllm evaluates through vLLM, here and on a server."""
+    """A run that trains through vLLM was evaluated through `generate`, an hour instead of a minute; here the policy has
+    no adapter to hand over, and that is said instead. tests/with_vllm evaluates through vLLM."""
     run = make_run(greedy=False)
     run.rollout.engine = "vllm"
     with pytest.raises(BackendError, match="rollout.engine is server or vllm, which is handed an adapter"):
