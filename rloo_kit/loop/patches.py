@@ -15,6 +15,7 @@ PATCHED_ATTRIBUTES = {
     "loop/trainer.py: self.trainer._step": "TRL counts micro-steps from 0 in every process, also in a resumed run",
     "models/adapters.py: config.init_lora_weights": "for TRL's constructor: its copy takes PiSSA out of the base again",
     "models/transformers.py: module.support_avx512bf16_for_cpu": "else bitsandbytes changes 4-bit weights in eval mode",
+    "models/unsloth.py: request.lora_tensors": "copies: vLLM would scale the adapter's own tensors in place",
     "models/unsloth.py: setattr(module, ENGINE)": "vLLM is out of sight of the generated trainer's constructor",
     "models/unsloth.py: model.get_base_model().model._unsloth_keep_padding_mask": "else training ignores padding",
     "models/vllm.py: logger.addFilter": "transformers takes vLLM's process group for a run without its launcher",
