@@ -51,7 +51,8 @@ def test_rows_of_one_length_are_decoded_without_a_copy_of_the_cache(load: Any, m
     import torch
     from torch.overrides import TorchFunctionMode
 
-    from rloo_kit.rollout.engine import build_engine, find_end_ids
+    from rloo_kit.rollout.completions import find_end_ids
+    from rloo_kit.rollout.engine import build_engine
     from rloo_kit.rollout.types import Limits
 
     class Calls(TorchFunctionMode):
