@@ -30,6 +30,7 @@ from rloo_kit.system.processes import is_main_process
 IN_FLIGHT = 256  # requests of one process at once, if `rows` is None; the server queues what it cannot hold
 PREFIX = "rloo-"  # of the names of adapters and their folders
 LOOK_S = 30.0  # without an answer, after which the server is looked at
+RELOADS = 3  # of the adapter, that one request may need: a server may be restarted twice in a row
 MARKER = ".rloo-kit-run"  # a file in an adapter's folder: `ServerSettings.run`, of the run that may delete it
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -82,6 +83,8 @@ class ServerEngine:
         self._adapter: str | None = None  # its name, on the server and as a folder
         self._max_tokens: int | None = None
         self._reloading = threading.Lock()
+        self._reloads = self._ends = 0  # in this rollout: adapters handed over again, ends of the server seen by a look
+        self._is_lost = False  # at the last look
 
     def sample(
         self,
@@ -97,6 +100,7 @@ class ServerEngine:
         """
         self._publish(prompt_ids[0])
         self._check_lengths(prompt_ids, limits)
+        self._reloads, self._ends, self._is_lost = 0, 0, False
         seeds = torch.randint(2**31 - 1, (len(prompt_ids),)).tolist()
         order = list(range(len(prompt_ids)))
         if expected_lengths is not None:
@@ -105,7 +109,7 @@ class ServerEngine:
         def sample_one(number: int) -> CompletionState:
             return self._sample_one(prompt_ids[number], limits, seeds[number])
 
-        found = _run_all(sample_one, order, self.rows or IN_FLIGHT, on_progress, self._client.is_gone)
+        found = _run_all(sample_one, order, self.rows or IN_FLIGHT, on_progress, self._count_losses)
         states = [found[number] for number in range(len(prompt_ids))]
         return collect_rollout(states, self._temperature)
 
@@ -247,18 +251,29 @@ class ServerEngine:
         return state
 
     def _complete(self, prefix: list[int], room: int, stops: list[int], seed: int) -> Continuation:
-        """A server that was restarted in between gets the adapter again, once."""
+        """A server that was restarted in between gets the adapter again, from the first thread that notices."""
         assert self._adapter is not None
         arguments = (self._adapter, prefix, room, stops, self._temperature, seed)
-        try:
-            return self._client.complete(*arguments)
-        except AdapterLostError as error:
-            with self._reloading:
-                self._say(f"rollout: {error}; handing it over again")
-                folder = self._folder / self._adapter
-                rank = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["r"]
-                self._load(self._adapter, rank)
-            return self._client.complete(*arguments)
+        for _ in range(RELOADS):
+            reloads = self._reloads
+            try:
+                return self._client.complete(*arguments)
+            except AdapterLostError as error:
+                with self._reloading:
+                    if self._reloads == reloads:
+                        self._say(f"rollout: {error}; handing it over again")
+                        config = self._folder / self._adapter / CONFIG
+                        self._load(self._adapter, json.loads(config.read_text(encoding="utf-8"))["r"])
+                        self._reloads += 1
+        return self._client.complete(*arguments)
+
+    def _count_losses(self) -> int:
+        """Look at the server: how often in this rollout it was found to be gone, or to be another one that did not know
+        the adapter. What was in flight then is never answered."""
+        assert self._adapter is not None
+        was_lost, self._is_lost = self._is_lost, self._client.has_lost(self._adapter)
+        self._ends += self._is_lost and not was_lost
+        return self._ends + self._reloads
 
 
 class _Workers:
@@ -298,21 +313,22 @@ def _run_all(
     numbers: list[int],
     at_once: int,
     on_progress: Progress | None,
-    is_gone: Callable[[], bool],
+    count_losses: Callable[[], int],
 ) -> dict[int, CompletionState]:
     """`work(number)` for all numbers; the first error ends it. A server that is shut down (SIGTERM) stops listening and
-    leaves the requests in flight without an answer: what is open is then asked for again, which waits for its return.
+    leaves the requests in flight without an answer: after `LOOK_S` without any, what is open is asked for again if
+    `count_losses` has grown, and waits for the server's return.
     """
     done: SimpleQueue[tuple[_Workers, int, CompletionState | BaseException]] = SimpleQueue()
-    workers, was_gone = _Workers(work, numbers, at_once, done), False
+    workers, seen = _Workers(work, numbers, at_once, done), 0
     found: dict[int, CompletionState] = {}
     try:
         while len(found) < len(numbers):
             try:
                 source, number, result = done.get(timeout=LOOK_S)
             except Empty:
-                is_new, was_gone = not was_gone, is_gone()
-                if is_new and was_gone:
+                if (losses := count_losses()) > seen:
+                    seen = losses
                     workers.stop.set()
                     workers = _Workers(work, [number for number in numbers if number not in found], at_once, done)
                 continue

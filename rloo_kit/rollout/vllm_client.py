@@ -120,10 +120,16 @@ class VllmClient:
             time.sleep(pause)
             pause = min(2 * pause, 10.0)
 
-    def is_gone(self) -> bool:
-        """Whether the server takes no connection, or says that its engine died; a busy one is not gone."""
+    def has_lost(self, adapter: str) -> bool:
+        """Whether requests in flight for `adapter` will never be answered: the server takes no connection, says that
+        its engine died, or does not list the adapter, so it was started since. A busy server has lost nothing."""
         try:
-            return self._ask("GET", "/health", None, 10.0).status == 503
+            if self._ask("GET", "/health", None, 10.0).status == 503:
+                return True
+            answer = self._ask("GET", "/v1/models", None, 10.0)
+            if answer.status != 200:
+                return False
+            return adapter not in {model.id for model in read_answer(Models, answer, f"{self.url}/v1/models").data}
         except httpx.ConnectError:
             return True
         except (httpx.TransportError, RolloutServerError):
