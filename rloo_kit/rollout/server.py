@@ -83,8 +83,9 @@ class ServerEngine:
         self._adapter: str | None = None  # its name, on the server and as a folder
         self._max_tokens: int | None = None
         self._reloading = threading.Lock()
-        self._reloads = self._ends = 0  # in this rollout: adapters handed over again, ends of the server seen by a look
-        self._is_lost = False  # at the last look
+        self._reloads = 0  # of the adapter, in this rollout
+        self._losses = 0  # of what was in flight at the server, in this rollout, by a look or by the adapter's absence
+        self._is_lost = False  # the server was gone, or another one, at the last look and has not the adapter yet
 
     def sample(
         self,
@@ -100,16 +101,17 @@ class ServerEngine:
         """
         self._publish(prompt_ids[0])
         self._check_lengths(prompt_ids, limits)
-        self._reloads, self._ends, self._is_lost = 0, 0, False
+        self._reloads, self._losses, self._is_lost = 0, 0, False
         seeds = torch.randint(2**31 - 1, (len(prompt_ids),)).tolist()
         order = list(range(len(prompt_ids)))
         if expected_lengths is not None:
             order.sort(key=lambda number: -expected_lengths[number])
 
-        def sample_one(number: int) -> CompletionState:
-            return self._sample_one(prompt_ids[number], limits, seeds[number])
+        def sample_one(number: int, stop: threading.Event) -> CompletionState:
+            return self._sample_one(prompt_ids[number], limits, seeds[number], stop)
 
-        found = _run_all(sample_one, order, self.rows or IN_FLIGHT, on_progress, self._count_losses)
+        at_once = self.rows or IN_FLIGHT
+        found = _run_all(sample_one, order, at_once, on_progress, self._count_losses, self._client.hang_up)
         states = [found[number] for number in range(len(prompt_ids))]
         return collect_rollout(states, self._temperature)
 
@@ -232,7 +234,7 @@ class ServerEngine:
                 f"{longest + limits.max_completion_length} or more, or lower rloo.max_completion_length"
             )
 
-    def _sample_one(self, prompt: list[int], limits: Limits, seed: int) -> CompletionState:
+    def _sample_one(self, prompt: list[int], limits: Limits, seed: int, stop: threading.Event) -> CompletionState:
         """A completion of one prompt; an answer after closed thinking is a second request."""
         state = CompletionState(limits, self._end_ids)
         while not state.finished:
@@ -240,7 +242,7 @@ class ServerEngine:
                 state.take(state.next_forced, math.nan)
                 continue
             room, stops = state.next_stretch
-            found = self._complete(prompt + state.ids, room, stops, (seed + state.answers) % 2**31)
+            found = self._complete(prompt + state.ids, room, stops, (seed + state.answers) % 2**31, stop)
             if max(found.ids) >= (self._settings.vocabulary or 2**31):
                 raise RolloutServerError(
                     f"{self._client.url} sampled the id {max(found.ids)}, and this run's model has "
@@ -250,40 +252,48 @@ class ServerEngine:
                 state.take(token, logp)
         return state
 
-    def _complete(self, prefix: list[int], room: int, stops: list[int], seed: int) -> Continuation:
+    def _complete(
+        self, prefix: list[int], room: int, stops: list[int], seed: int, stop: threading.Event
+    ) -> Continuation:
         """A server that was restarted in between gets the adapter again, from the first thread that notices."""
         assert self._adapter is not None
-        arguments = (self._adapter, prefix, room, stops, self._temperature, seed)
+        arguments = (self._adapter, prefix, room, stops, self._temperature, seed, stop)
         for _ in range(RELOADS):
             reloads = self._reloads
             try:
                 return self._client.complete(*arguments)
             except AdapterLostError as error:
                 with self._reloading:
-                    if self._reloads == reloads:
-                        self._say(f"rollout: {error}; handing it over again")
-                        config = self._folder / self._adapter / CONFIG
-                        self._load(self._adapter, json.loads(config.read_text(encoding="utf-8"))["r"])
-                        self._reloads += 1
+                    if self._reloads == reloads and not stop.is_set():
+                        self._reload(self._adapter, error)
         return self._client.complete(*arguments)
 
+    def _reload(self, adapter: str, error: AdapterLostError) -> None:
+        """Hand the adapter over a second time; the lock is held."""
+        self._say(f"rollout: {error}; handing it over again")
+        config = json.loads((self._folder / adapter / CONFIG).read_text(encoding="utf-8"))
+        self._load(adapter, config["r"])
+        self._reloads += 1
+        self._losses += not self._is_lost  # by a look already
+        self._is_lost = False
+
     def _count_losses(self) -> int:
-        """Look at the server: how often in this rollout it was found to be gone, or to be another one that did not know
-        the adapter. What was in flight then is never answered."""
+        """Look at the server; how often in this rollout it was found to be gone, or to be another one."""
         assert self._adapter is not None
-        was_lost, self._is_lost = self._is_lost, self._client.has_lost(self._adapter)
-        self._ends += self._is_lost and not was_lost
-        return self._ends + self._reloads
+        is_lost = self._client.has_lost(self._adapter)
+        with self._reloading:
+            self._losses += is_lost and not self._is_lost
+            self._is_lost = is_lost
+        return self._losses
 
 
 class _Workers:
-    """Threads that do `work(number)` for all numbers, in order, `at_once` in parallel, and put what they find into
-    `done`. They are daemons and not joined: requests in flight, which may take an hour, must not keep the process
-    alive."""
+    """Threads that do `work(number, stop)` for all numbers, in order, `at_once` in parallel, and put what they find
+    into `done`. They are daemons and not joined: a request in flight must not keep the process alive."""
 
     def __init__(
         self,
-        work: Callable[[int], CompletionState],
+        work: Callable[[int, threading.Event], CompletionState],
         numbers: list[int],
         at_once: int,
         done: "SimpleQueue[tuple[_Workers, int, CompletionState | BaseException]]",
@@ -303,21 +313,24 @@ class _Workers:
             except Empty:
                 return
             try:
-                self._done.put((self, number, self._work(number)))
+                self._done.put((self, number, self._work(number, self.stop)))
             except BaseException as error:
                 self._done.put((self, number, error))
 
 
 def _run_all(
-    work: Callable[[int], CompletionState],
+    work: Callable[[int, threading.Event], CompletionState],
     numbers: list[int],
     at_once: int,
     on_progress: Progress | None,
     count_losses: Callable[[], int],
+    hang_up: Callable[[], None],
 ) -> dict[int, CompletionState]:
-    """`work(number)` for all numbers; the first error ends it. A server that is shut down (SIGTERM) stops listening and
-    leaves the requests in flight without an answer: after `LOOK_S` without any, what is open is asked for again if
-    `count_losses` has grown, and waits for the server's return.
+    """`work(number, stop)` for all numbers; the first error ends it.
+
+    A server that is shut down (SIGTERM) stops listening and leaves the requests in flight without an answer: after
+    `LOOK_S` without any, what is open is asked for again if `count_losses` has grown. Nothing stays in flight: vLLM's
+    engine ends when it needs the adapter of a request after that was replaced and its folder deleted.
     """
     done: SimpleQueue[tuple[_Workers, int, CompletionState | BaseException]] = SimpleQueue()
     workers, seen = _Workers(work, numbers, at_once, done), 0
@@ -330,6 +343,7 @@ def _run_all(
                 if (losses := count_losses()) > seen:
                     seen = losses
                     workers.stop.set()
+                    hang_up()
                     workers = _Workers(work, [number for number in numbers if number not in found], at_once, done)
                 continue
             if isinstance(result, BaseException):
@@ -341,6 +355,8 @@ def _run_all(
                     on_progress(len(found), len(numbers))
     finally:
         workers.stop.set()
+        if len(found) < len(numbers):
+            hang_up()
     return found
 
 

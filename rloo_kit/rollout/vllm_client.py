@@ -7,11 +7,15 @@ answer is not trusted: its size and the type of every field are checked. `VLLM_A
 import ipaddress
 import math
 import os
+import socket
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 import httpx
 
@@ -51,6 +55,10 @@ WHOLE_DISTRIBUTION = {
 
 class AdapterLostError(RolloutServerError):
     """The server does not know the adapter any more: it was restarted since."""
+
+
+class RequestStoppedError(RolloutServerError):
+    """The request's `stop` was set."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,8 @@ class VllmClient:
             trust_env=False,  # a proxy for the internet does not reach a machine of the cluster
             follow_redirects=False,  # the key would go along
         )
+        self._sockets: WeakSet[socket.socket] = WeakSet()
+        self._opening = threading.Lock()
         if self._key and is_exposed(self.url):
             say(f"rollout: {KEY_VARIABLE} and the completions go to {self.url} unencrypted; https hides them")
 
@@ -135,6 +145,14 @@ class VllmClient:
         except (httpx.TransportError, RolloutServerError):
             return False
 
+    def hang_up(self) -> None:
+        """Close the connections of all requests in flight, at which vLLM ends them. Those whose `stop` is set fail with
+        `RequestStoppedError`, others are repeated."""
+        with self._opening:
+            sockets = list(self._sockets)
+        for each in sockets:
+            _shut(each)
+
     def read_served(self) -> Served:
         """What `/v1/models` lists."""
         answer = self._send("GET", "/v1/models", None, 30.0)
@@ -165,15 +183,23 @@ class VllmClient:
             raise RolloutServerError(f"{self.url} does not unload the adapter {name}: {answer.text}")
 
     def complete(
-        self, adapter: str, prompt_ids: list[int], limit: int, stop_ids: list[int], temperature: float, seed: int
+        self,
+        adapter: str,
+        prompt_ids: list[int],
+        limit: int,
+        stop_ids: list[int],
+        temperature: float,
+        seed: int,
+        stop: threading.Event | None = None,
     ) -> Continuation:
         """Continue a prompt up to and including the first stop id, from the whole distribution.
 
         Args:
             limit: of new tokens, at least 1. temperature: 0 takes the likeliest token. seed: of this completion.
+            stop: set from another thread, before `hang_up`, where the completion is not wanted any more.
 
         Raises:
-            AdapterLostError: the server does not know `adapter`.
+            AdapterLostError: the server does not know `adapter`. RequestStoppedError: see `stop`.
         """
         body = {
             "model": adapter,
@@ -187,7 +213,7 @@ class VllmClient:
             "return_token_ids": True,
             **WHOLE_DISTRIBUTION,
         }
-        answer = self._send("POST", "/v1/completions", body, ANSWER_S)
+        answer = self._send("POST", "/v1/completions", body, ANSWER_S, stop)
         if answer.status == 404:
             raise AdapterLostError(f"{self.url} does not know the adapter {adapter} ({answer.text})")
         if answer.status != 200:
@@ -233,13 +259,21 @@ class VllmClient:
         ratio = (first[likeliest] - first[other]) / max(second[likeliest] - second[other], 1e-9)
         return "processed" if ratio > math.sqrt(2) else "raw"
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None, patience_s: float) -> Answer:
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        patience_s: float,
+        stop: threading.Event | None = None,
+    ) -> Answer:
         """The server's answer; the request is repeated while the server is unreachable, busy or restarted."""
+        stop = threading.Event() if stop is None else stop
         deadline: float | None = None  # from the first failure on: a completion may have been under way for an hour
         pause = 0.25
-        while True:
+        while not stop.is_set():
             try:
-                answer = self._ask(method, path, body, patience_s)
+                answer = self._ask(method, path, body, patience_s, stop)
                 if answer.status not in TRIED_AGAIN and not (answer.status == 500 and ENGINE_DIED in answer.text):
                     return answer
                 problem = f"status {answer.status}: {answer.text}"
@@ -248,21 +282,40 @@ class VllmClient:
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}".removesuffix(": ")
             deadline = time.monotonic() + self._retry_s if deadline is None else deadline
-            if time.monotonic() + pause > deadline:
+            if time.monotonic() + pause > deadline and not stop.is_set():
                 raise RolloutServerError(
                     f"{self.url}{path} did not answer for {self._retry_s:.0f} s ({problem}): read the server's log, "
                     "restart it, and resume the run"
                 )
-            time.sleep(pause)
+            stop.wait(pause)
             pause = min(2 * pause, 10.0)
+        raise RequestStoppedError(f"{self.url}{path} is not asked any more")
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None, patience_s: float) -> Answer:
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        patience_s: float,
+        stop: threading.Event | None = None,
+    ) -> Answer:
         """One request; raises httpx.TransportError where it gets no answer, and RolloutServerError for a redirect or an
         answer without end."""
+
+        def on_event(event: str, found: dict[str, Any]) -> None:
+            """Of the HTTP library: a connection that was opened is one that `hang_up` may close."""
+            if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+                opened = found["return_value"].get_extra_info("socket")
+                with self._opening:
+                    self._sockets.add(opened)
+                if stop is not None and stop.is_set():  # `hang_up` came before
+                    _shut(opened)
+
         deadline = time.monotonic() + patience_s
         timeout = httpx.Timeout(min(30.0, patience_s), read=patience_s)
         content = bytearray()
-        with self._http.stream(method, path, json=body, timeout=timeout) as response:
+        more = {"trace": on_event}
+        with self._http.stream(method, path, json=body, timeout=timeout, extensions=more) as response:
             if 300 <= response.status_code < 400:
                 raise RolloutServerError(
                     f"{self.url}{path} redirects (status {response.status_code}), and no redirect is followed, because "
@@ -278,6 +331,12 @@ class VllmClient:
                     raise httpx.ReadTimeout("the answer does not end")
         found = bytes(content)
         return Answer(response.status_code, found, find_message(found, self._key))
+
+
+def _shut(connection: socket.socket) -> None:
+    """Also where another thread waits for it to be read, which closing it would not wake."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def is_exposed(url: str) -> bool:

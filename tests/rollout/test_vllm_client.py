@@ -17,7 +17,7 @@ import pytest
 from rloo_kit.errors import ConfigError, RolloutServerError
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.rollout import vllm_client
-from rloo_kit.rollout.vllm_client import VllmClient
+from rloo_kit.rollout.vllm_client import RequestStoppedError, VllmClient
 
 KEY = "the-key-of-the-server"
 CASES = int(os.environ.get("RLOO_KIT_FUZZ_CASES", "600"))
@@ -36,10 +36,11 @@ MODELS: dict[str, Any] = {
 
 
 class Scripted:
-    """Answers every request with `answer(path)`: status, headers and body; `headers` has those of the requests."""
+    """Answers every request with `answer(path)`: status, headers and body; `headers` has those of the `requests`."""
 
     def __init__(self) -> None:
         self.headers: list[dict[str, str]] = []
+        self.requests: list[BaseHTTPRequestHandler] = []
         self.answer: Callable[[str], tuple[int, dict[str, str], bytes]] = lambda path: (200, {}, b"{}")
         scripted = self
 
@@ -50,6 +51,7 @@ class Scripted:
             def do_GET(self) -> None:
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 scripted.headers.append(dict(self.headers))
+                scripted.requests.append(self)
                 status, headers, body = scripted.answer(self.path)
                 self.send_response(status)
                 for name, value in ({"Content-Length": str(len(body))} | headers).items():
@@ -108,6 +110,48 @@ def test_no_redirect_is_followed(scripted, client, call, status):
         other.stop()
     assert not other.headers
     assert [headers["Authorization"] for headers in scripted.headers] == [f"Bearer {KEY}"]
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["new", "kept"])
+def test_hang_up_ends_a_request_in_flight(scripted, client, is_kept):
+    """vLLM ends a completion when its connection closes; closing a socket that another thread reads wakes nobody."""
+    stop, asked, closed = threading.Event(), threading.Event(), threading.Event()
+    finished: list[BaseException] = []
+
+    def hang(path: str) -> tuple[int, dict[str, str], bytes]:
+        asked.set()
+        request = scripted.requests[-1]
+        closed.set() if request.connection.recv(1) == b"" else None
+        return 200, {}, b"{}"
+
+    if is_kept:
+        client.wait_until_up()  # its connection is used for the next request too
+    scripted.answer = hang
+
+    def complete() -> None:
+        try:
+            client.complete("name", PROMPT, 4, STOPS, 1.0, 7, stop)
+        except RequestStoppedError as error:
+            finished.append(error)
+
+    thread = threading.Thread(target=complete)
+    thread.start()
+    assert asked.wait(30)
+    stop.set()
+    client.hang_up()
+    thread.join(30)
+    assert closed.wait(30) and len(finished) == 1
+    scripted.answer = lambda path: (200, {}, b"{}")
+    client.wait_until_up()  # others go on
+
+
+def test_a_request_that_is_stopped_is_not_repeated(scripted, client):
+    """Two requests for one completion would be in flight when the server returns."""
+    stop = threading.Event()
+    scripted.answer = lambda path: (stop.set(), (503, {}, b"busy"))[1]
+    with pytest.raises(RequestStoppedError):
+        client.complete("name", PROMPT, 4, STOPS, 1.0, 7, stop)
+    assert len(scripted.headers) == 1
 
 
 @pytest.mark.parametrize("key", [f"{KEY}\n", f"{KEY}\nsecond-line", f" {KEY}", f"{KEY}\x07", f"{KEY}ü"])

@@ -170,6 +170,28 @@ def test_greedy_completions_are_the_trainers(server, make_policy, make_engine, p
     assert texts[0] != texts[1], "the adapter changes what is sampled"
 
 
+def test_a_rollout_that_is_interrupted_leaves_nothing_in_flight(server, make_policy, make_engine, prompts):
+    """vLLM's engine ends, for everybody, when it needs the adapter of a request in flight that was replaced meanwhile
+    and whose folder is deleted: a Ctrl-C in a notebook ended the server."""
+    from rloo_kit.rollout.types import Limits
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    engine = make_engine(server, make_policy(1))
+    with pytest.raises(KeyboardInterrupt):
+        engine.sample(prompts * 8, Limits(180), on_progress=interrupt)
+    engine.close()
+    model = make_policy(2)
+    engine = make_engine(server, model)
+    assert largest_gap(model, prompts, engine.sample(prompts, Limits(16))) < GAP
+    engine.close()
+    deadline = time.monotonic() + 30
+    while (running := count(server, "num_requests_running")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not running and server.is_running()
+
+
 @pytest.mark.parametrize("close", ["tag", "sentence"])
 def test_budgets(server, make_policy, make_engine, prompts, tokenizer, close):
     """vLLM's own thinking budget marks nothing as forced, and lets the model close its thinking twice."""
