@@ -1,7 +1,7 @@
 """The parts of a trainer's step, chosen from its arguments, its model and its backend when it is built."""
 
 import socket
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -85,8 +85,7 @@ def describe(step: RLOOStep) -> str:
         f"memory: {memory}",
     ]
     if settings.filters.active:
-        cut = ", ".join(f"{name}={value:g}" for name, value in asdict(settings.filters).items())
-        lines.append(f"truncated sampling: {cut}; sampler_correction {settings.sampler_correction}")
+        lines.append(f"truncated sampling: {settings.filters}; sampler_correction {settings.sampler_correction}")
     if step.parallel.kind != "single":
         lines.append(f"processes: {step.parallel.describe()}")
     return "\n".join(lines)

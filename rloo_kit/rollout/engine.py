@@ -170,16 +170,11 @@ def build_engine(
 
         started = find_vllm(model) or start_vllm(model, vllm or VllmSettings(_usual_length(model)))
         return VllmEngine(model, started, temperature, end_ids, filters)
-    if filters.active:
-        raise ConfigError(
-            "rollout.engine is server, which samples from the whole distribution only: set rollout.engine=auto, or "
-            "leave top_p, top_k, min_p and repetition_penalty out"
-        )
     if server is None:
         raise BackendError("rollout.engine is server, but no server was named: set rollout.server_url=http://host:port")
     from rloo_kit.rollout.server import ServerEngine  # loads an HTTP client
 
-    return ServerEngine(server, reason, temperature, end_ids, rows, say)
+    return ServerEngine(server, reason, temperature, end_ids, rows, say, filters=filters)
 
 
 def _usual_length(model: Any) -> int:

@@ -22,7 +22,7 @@ import torch
 from rloo_kit.collective import share, wait_for_all
 from rloo_kit.errors import RolloutServerError
 from rloo_kit.rollout.thinking_budget import CompletionState, collect_rollout
-from rloo_kit.rollout.types import Limits, Progress, Rollout
+from rloo_kit.rollout.types import WHOLE, Filters, Limits, Progress, Rollout
 from rloo_kit.rollout.vllm_answers import Continuation
 from rloo_kit.rollout.vllm_client import AdapterLostError, VllmClient
 from rloo_kit.system.processes import is_main_process
@@ -72,11 +72,12 @@ class ServerEngine:
         rows: int | None,
         say: Callable[[str], None],
         client: VllmClient | None = None,
+        filters: Filters = WHOLE,
     ) -> None:
         self.reason, self.rows = f"{reason}; {settings.url}", rows
         self._settings, self._say = settings, say
         self._folder = settings.folder.resolve()
-        self._temperature, self._end_ids = temperature, list(end_ids)
+        self._temperature, self._end_ids, self._filters = temperature, list(end_ids), filters
         self._client = VllmClient(settings.url, say=say) if client is None else client
         self._stem = f"{PREFIX}{uuid4().hex}"
         self._count = 0
@@ -158,7 +159,7 @@ class ServerEngine:
         else:
             self._forget(last)  # before the next one is loaded: a server has room for one by default
         self._load(name, config["r"])
-        if last is None and self._temperature not in (0.0, 1.0):
+        if last is None and self._temperature > 0 and (self._temperature != 1 or self._filters.active):
             self._check_mode(name, prompt)
         return name
 
@@ -177,11 +178,13 @@ class ServerEngine:
             )
 
     def _check_mode(self, name: str, prompt: list[int]) -> None:
-        """Refuse log-probabilities before the temperature: they are of another distribution than the sampled one."""
+        """Refuse log-probabilities before temperature and filters: they are of another distribution than the sampled
+        one."""
         if self._client.find_logprobs_mode(name, prompt, self._temperature) == "raw":
+            filtered = f" with the filters {self._filters}" if self._filters.active else ""
             raise RolloutServerError(
-                f"rloo.temperature is {self._temperature}, but {self._client.url} returns log-probabilities from "
-                "before the temperature: start it with --logprobs-mode processed_logprobs"
+                f"rloo.temperature is {self._temperature}{filtered}, but {self._client.url} returns raw "
+                "log-probabilities, from before that: start it with --logprobs-mode processed_logprobs"
             )
 
     def _load(self, name: str, rank: int) -> None:
@@ -257,7 +260,7 @@ class ServerEngine:
     ) -> Continuation:
         """A server that was restarted in between gets the adapter again, from the first thread that notices."""
         assert self._adapter is not None
-        arguments = (self._adapter, prefix, room, stops, self._temperature, seed, stop)
+        arguments = (self._adapter, prefix, room, stops, self._temperature, seed, stop, self._filters)
         for _ in range(RELOADS):
             reloads = self._reloads
             try:
@@ -280,10 +283,12 @@ class ServerEngine:
     def _count_losses(self) -> int:
         """Look at the server; how often in this rollout it was found to be gone, or to be another one."""
         assert self._adapter is not None
+        reloads = self._reloads
         is_lost = self._client.has_lost(self._adapter)
         with self._reloading:
-            self._losses += is_lost and not self._is_lost
-            self._is_lost = is_lost
+            if self._reloads == reloads:  # else what was seen is older than the reload, which counted it
+                self._losses += is_lost and not self._is_lost
+                self._is_lost = is_lost
         return self._losses
 
 

@@ -1,7 +1,7 @@
 """What goes into a rollout and what comes out, in token ids, and the protocol of what samples it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 FOREIGN = ("vllm", "server")  # engines that sample with other kernels, from a LoRA that they are handed
@@ -49,6 +49,9 @@ class Filters:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value:g}" for name, value in asdict(self).items())
 
     @property
     def active(self) -> bool:

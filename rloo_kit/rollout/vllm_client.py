@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakSet
@@ -20,6 +20,7 @@ from weakref import WeakSet
 import httpx
 
 from rloo_kit.errors import RolloutServerError
+from rloo_kit.rollout.types import WHOLE, Filters
 from rloo_kit.rollout.vllm_answers import (
     Answer,
     Completions,
@@ -42,15 +43,8 @@ PROBE_TOKENS = 5
 NOT_PLAIN = ("DoRA", "Adapter bias", "modules_to_save")  # in vLLM's refusals of an adapter
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 
-# vLLM takes what a request leaves out from the checkpoint's generation config, so every option is sent.
-WHOLE_DISTRIBUTION = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+# vLLM takes what a request leaves out from the checkpoint's generation config, so these are sent with the filters.
+NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 class AdapterLostError(RolloutServerError):
@@ -191,12 +185,14 @@ class VllmClient:
         temperature: float,
         seed: int,
         stop: threading.Event | None = None,
+        filters: Filters = WHOLE,
     ) -> Continuation:
-        """Continue a prompt up to and including the first stop id, from the whole distribution.
+        """Continue a prompt up to and including the first stop id.
 
         Args:
             limit: of new tokens, at least 1. temperature: 0 takes the likeliest token. seed: of this completion.
             stop: set from another thread, before `hang_up`, where the completion is not wanted any more.
+            filters: of the distribution that is sampled from.
 
         Raises:
             AdapterLostError: the server does not know `adapter`. RequestStoppedError: see `stop`.
@@ -211,7 +207,8 @@ class VllmClient:
             "ignore_eos": True,  # only `stop_ids` end a completion, not those of the server's files
             "logprobs": 0,  # of the sampled token only
             "return_token_ids": True,
-            **WHOLE_DISTRIBUTION,
+            **asdict(filters),
+            **NO_PENALTIES,
         }
         answer = self._send("POST", "/v1/completions", body, ANSWER_S, stop)
         if answer.status == 404:
@@ -239,7 +236,7 @@ class VllmClient:
         for heat in (low, 2 * low):
             body = {"model": adapter, "prompt": prompt_ids, "max_tokens": 1, "temperature": heat}
             body |= {"logprobs": PROBE_TOKENS, "ignore_eos": True, "return_tokens_as_token_ids": True}
-            answer = self._send("POST", "/v1/completions", body | WHOLE_DISTRIBUTION, ANSWER_S)
+            answer = self._send("POST", "/v1/completions", body | asdict(WHOLE) | NO_PENALTIES, ANSWER_S)
             if answer.status != 200:
                 raise RolloutServerError(
                     f"{self.url} refuses one token at temperature {heat:g}, by which its log-probabilities are checked "

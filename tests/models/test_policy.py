@@ -21,6 +21,7 @@ from rloo_kit.models import unsloth
 from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.policy import keep_settings, save_adapter
 from rloo_kit.models.policy import load_policy as load
+from rloo_kit.models.vllm import InProcessVllm, adopt_vllm
 from rloo_kit.plan.result import VllmPlan
 from rloo_kit.system import environment
 from rloo_kit.system.environment import STANDBY_VARIABLE
@@ -358,6 +359,27 @@ def test_unsloth_that_was_imported_too_early_is_found(make_run: Any, vllm_plan: 
     monkeypatch.delenv(STANDBY_VARIABLE, raising=False)
     with pytest.raises(BackendError, match="restart the kernel, and call load_config before"):
         unsloth._vllm_arguments(run, vllm_plan)
+
+
+def test_unsloth_loads_vllm_once(make_run: Any, vllm_plan: VllmPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's groups of processes are the whole process's, and the first one holds the first model's weights: it cannot
+    be stopped for a second, as the transformers backend's is. Once its model is gone, another may be loaded."""
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", unsloth.SHARE_VARIABLE):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv(STANDBY_VARIABLE, "1")
+    monkeypatch.setattr(unsloth, "find_vllm_problem", lambda: None)
+    run = make_run("rollout.engine=vllm")
+    settings = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=64, enable_sleep_mode=False),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+    )
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=settings), reset_prefix_cache=lambda: None)
+    policy = load(make_run())
+    adopt_vllm(policy.model, InProcessVllm(llm, lambda model: "a request", "a test"))
+    with pytest.raises(BackendError, match="a model of this process has one, .* restart the kernel"):
+        unsloth._vllm_arguments(run, vllm_plan)
+    del policy
+    assert unsloth._vllm_arguments(run, vllm_plan)["fast_inference"]
 
 
 def test_unsloths_vllm_gets_copies_of_the_adapter(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from rloo_kit.rollout.engine import build_engine
+from rloo_kit.rollout.types import Filters
 
 PAD, END_OF_TEXT, TURN_END, THINK_END = 256, 257, 258, 260
 PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 20, [1], [3, 2, 1, 0, 4], [40, 41]]
@@ -49,6 +50,40 @@ def teacher_forced(model: Any, prompt: list[int], completion: list[int], tempera
         logits = model.eval()(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
     logps = (logits.float() / temperature).log_softmax(-1)
     return logps.gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+
+
+def kept_logps(logits: torch.Tensor, before: list[int], filters: Filters, temperature: float) -> torch.Tensor:
+    """Log-probabilities (V,) of what the filters leave, by their definitions and not by transformers' code."""
+    logits = logits.double().clone()
+    for token in set(before):
+        factor = 1 / filters.repetition_penalty if logits[token] > 0 else filters.repetition_penalty
+        logits[token] *= factor
+    logps = (logits / temperature).log_softmax(-1)
+    if filters.top_k:
+        logps[logps < logps.topk(filters.top_k).values[-1]] = -torch.inf
+        logps = logps.log_softmax(-1)
+    order = logps.argsort(descending=True)
+    ahead = logps[order].exp().cumsum(-1) - logps[order].exp()
+    logps[order[ahead >= filters.top_p]] = -torch.inf
+    logps = logps.log_softmax(-1)
+    logps[logps.exp() < filters.min_p * logps.exp().max()] = -torch.inf
+    return logps.log_softmax(-1)
+
+
+def check_kept(model: Any, prompts: list[list[int]], found: Any, filters: Filters, temperature: float) -> None:
+    """Every log-probability is that of what the filters leave of the model's distribution, and they cut something."""
+    smaller = 0
+    for prompt, ids, logps in zip(prompts, found.completion_ids, found.sampler_logps, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        expected = [
+            kept_logps(row, prompt + ids[:place], filters, temperature)[ids[place]].item()
+            for place, row in enumerate(logits)
+        ]
+        assert logps == pytest.approx(expected, abs=1e-4)  # -inf for a token that was filtered out
+        whole = teacher_forced(model, prompt, ids, temperature)
+        smaller += sum(abs(one - other) > 0.01 for one, other in zip(logps, whole, strict=True))
+    assert smaller > 10, f"the filter cut {smaller} tokens only"
 
 
 def check_logps(

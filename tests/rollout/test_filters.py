@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from rloo_kit.errors import ConfigError
 from rloo_kit.rollout.filters import make_cut
 from rloo_kit.rollout.native import draw
 from rloo_kit.rollout.types import Filters, Limits
-from tests.rollout.models import PROMPTS, engine_for, teacher_forced
+from tests.rollout.models import PROMPTS, check_kept, engine_for, kept_logps
 
 CASES = {
     "top p": Filters(top_p=0.6),
@@ -26,41 +25,13 @@ def sharp(make_tiny_model):
     return model
 
 
-def kept(logits, before, filters, temperature):
-    """Log-probabilities (V,) of what the filters leave, by their definitions and not by transformers' code."""
-    logits = logits.double().clone()
-    for token in set(before):
-        factor = 1 / filters.repetition_penalty if logits[token] > 0 else filters.repetition_penalty
-        logits[token] *= factor
-    logps = (logits / temperature).log_softmax(-1)
-    if filters.top_k:
-        logps[logps < logps.topk(filters.top_k).values[-1]] = -torch.inf
-        logps = logps.log_softmax(-1)
-    order = logps.argsort(descending=True)
-    ahead = logps[order].exp().cumsum(-1) - logps[order].exp()
-    logps[order[ahead >= filters.top_p]] = -torch.inf
-    logps = logps.log_softmax(-1)
-    logps[logps.exp() < filters.min_p * logps.exp().max()] = -torch.inf
-    return logps.log_softmax(-1)
-
-
 @pytest.mark.parametrize("engine", ["native", "generate"])
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_drawn_is_what_the_filters_leave(case, engine, make_tiny_model):
     """A log-probability of the whole distribution under a filtered draw would hide the gap that is to be corrected."""
     model, filters, temperature = sharp(make_tiny_model), CASES[case], 0.8
     found = engine_for(model, engine, temperature, filters=filters).sample(PROMPTS * 2, Limits(8))
-    smaller = 0
-    for prompt, ids, logps in zip(PROMPTS * 2, found.completion_ids, found.sampler_logps, strict=True):
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        expected = [
-            kept(row, prompt + ids[:place], filters, temperature)[ids[place]].item() for place, row in enumerate(logits)
-        ]
-        assert logps == pytest.approx(expected, abs=1e-4)  # -inf for a token that was filtered out
-        whole = teacher_forced(model, prompt, ids, temperature)
-        smaller += sum(abs(one - other) > 0.01 for one, other in zip(logps, whole, strict=True))
-    assert smaller > 10, "the filter took nothing away"
+    check_kept(model, PROMPTS * 2, found, filters, temperature)
 
 
 def test_frequencies_are_those_of_the_renormalised_rest():
@@ -69,7 +40,7 @@ def test_frequencies_are_those_of_the_renormalised_rest():
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
     filters = Filters(top_k=3)
     tokens, logps = draw(logits.expand(40_000, -1), 1.0, make_cut(filters))
-    expected = kept(logits, [], filters, 1.0)
+    expected = kept_logps(logits, [], filters, 1.0)
     shares = torch.bincount(tokens, minlength=5) / len(tokens)
     assert torch.allclose(shares.double(), expected.exp(), atol=0.01) and shares[3:].sum() == 0
     assert torch.allclose(logps.double(), expected[tokens], atol=1e-6)
@@ -78,9 +49,3 @@ def test_frequencies_are_those_of_the_renormalised_rest():
 def test_without_filters_nothing_is_called():
     """Sorting a vocabulary of 151,936 for every token is not free."""
     assert make_cut(Filters()) is None and not Filters(1.0, 0, 0.0, 1.0).active
-
-
-def test_an_engine_that_cannot_filter_says_so(make_tiny_model):
-    """A filter that is accepted and not followed is a setting that does nothing."""
-    with pytest.raises(ConfigError, match=r"rollout\.engine is server.*rollout\.engine=auto"):
-        engine_for(make_tiny_model(), "server", filters=Filters(top_p=0.5))

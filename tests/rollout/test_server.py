@@ -26,7 +26,7 @@ from rloo_kit.rollout import server as server_module
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.server import MARKER, ServerEngine, ServerSettings
 from rloo_kit.rollout.thinking_budget import make_limits
-from rloo_kit.rollout.types import Limits
+from rloo_kit.rollout.types import WHOLE, Filters, Limits
 from rloo_kit.rollout.vllm_client import VllmClient
 from rloo_kit.think_tags import bind_think_tags
 from tests.rollout.models import (
@@ -34,12 +34,14 @@ from tests.rollout.models import (
     PAD,
     THINK_END,
     TURN_END,
+    check_kept,
     check_logps,
     engine_for,
     lean,
     shake,
 )  # fmt: skip
-from tests.rollout.vllm_stand_in import COMPLETION_KEYS, WHOLE, Refusal, StandIn
+from tests.rollout.vllm_stand_in import COMPLETION_KEYS, Refusal, StandIn
+from tests.rollout.vllm_stand_in import WHOLE as WHOLE_DISTRIBUTION
 
 VOCABULARY = 264  # of the model behind the stand-in
 PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 20, [1]]
@@ -90,11 +92,14 @@ def make_engine(server: StandIn, tmp_path: Path) -> Callable[..., Any]:
         start_s: float = 2.0,
         retry_s: float = 2.0,
         run: str = "/a/run",
+        filters: Filters = WHOLE,
     ) -> Any:
         said: list[str] = []
         settings = ServerSettings(url or server.url, tmp_path / "adapters", write_of(model), run, VOCABULARY)
         client = VllmClient(settings.url, start_s=start_s, retry_s=retry_s, say=said.append)
-        engine = ServerEngine(settings, "a test", temperature, [TURN_END, END_OF_TEXT], rows, said.append, client)
+        engine = ServerEngine(
+            settings, "a test", temperature, [TURN_END, END_OF_TEXT], rows, said.append, client, filters
+        )
         engine.said = said
         return engine
 
@@ -134,7 +139,7 @@ def test_requests_and_their_order(server, make_policy, make_engine, tmp_path):
     completions = server.posted(COMPLETE)
     for body, name in zip(completions, [first["lora_name"]] * 4 + [second["lora_name"]] * 4, strict=True):
         assert set(body) == COMPLETION_KEYS
-        assert body == body | WHOLE | {
+        assert body == body | WHOLE_DISTRIBUTION | {
             "model": name, "max_tokens": 12, "temperature": 1.0, "stop_token_ids": [TURN_END, END_OF_TEXT],
             "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
         }  # fmt: skip
@@ -236,6 +241,29 @@ def test_the_temperature_is_in_the_log_probabilities(server, make_policy, make_e
     server.requests.clear()
     make_engine(model).sample(PROMPTS, Limits(4))
     assert len(server.posted(COMPLETE)) == 4, "nothing is asked where it makes no difference"
+
+
+FILTERS = {
+    "top p": Filters(top_p=0.6),
+    "top k": Filters(top_k=3),
+    "min p": Filters(min_p=0.4),
+    "repetition": Filters(repetition_penalty=1.8),
+}
+
+
+@pytest.mark.parametrize("case", FILTERS)
+def test_accepted_filters_reach_the_server(server, make_policy, make_engine, case):
+    """`accept_truncated_sampling` was refused with a server. Log-probabilities of the whole distribution would hide the
+    gap that is to be corrected: a server that gives those is refused at temperature 1 as well."""
+    model, filters = make_policy(), FILTERS[case]
+    with pytest.raises(
+        RolloutServerError, match=r"temperature is 1\.0 with the filters .*--logprobs-mode processed_logp"
+    ):
+        make_engine(model, filters=filters).sample(PROMPTS, Limits(4))
+    server.logprobs_mode = "processed"
+    for temperature in (1.0, 0.8):
+        found = make_engine(model, temperature, filters=filters).sample(PROMPTS * 4, Limits(12))
+        check_kept(model, PROMPTS * 4, found, filters, temperature)
 
 
 def test_a_temperature_above_1_is_probed_within_vllms_range(server, make_policy, make_engine):
@@ -493,6 +521,25 @@ def test_a_server_that_is_shut_down_keeps_nobody_waiting(
         restarter.join()
         for server in restarted:
             server.stop()
+
+
+def test_a_look_that_a_reload_overtakes_counts_one_loss(server, make_policy, make_engine, monkeypatch):
+    """A restarted server that got its adapter again while somebody looked was counted as two losses, and what was in
+    flight at it was asked for twice."""
+    engine = make_engine(make_policy())
+    engine.sample(PROMPTS, Limits(4))
+    server.models.clear()
+    server.loaded.clear()
+    look = engine._client.has_lost
+
+    def overtaken(adapter: str) -> bool:
+        found = look(adapter)
+        engine._complete(PROMPTS[0], 1, [], 0, threading.Event())
+        return found
+
+    monkeypatch.setattr(engine._client, "has_lost", overtaken)
+    assert engine._count_losses() == 1 and len(server.ever_loaded) == 2
+    assert engine._count_losses() == 1
 
 
 def test_a_server_that_is_slow_is_asked_once(server, make_policy, make_engine, monkeypatch):

@@ -8,6 +8,7 @@ on the way or a temperature that was dropped shows in the log-probabilities.
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,16 @@ from typing import Any
 import torch
 from peft import PeftModel
 
+from rloo_kit.rollout.types import Filters
+from tests.rollout.models import kept_logps
+
 TURN_END = 258
 # What a request for a completion may hold, and has to: vLLM takes what is missing from the checkpoint's own config.
-WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+WHOLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
          "frequency_penalty": 0.0}  # fmt: skip
 COMPLETION_KEYS = {"model", "prompt", "max_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos", "logprobs",
                    "return_token_ids", *WHOLE}  # fmt: skip
+FILTERS = [field.name for field in fields(Filters)]
 
 
 class Refusal(Exception):
@@ -191,10 +196,11 @@ class StandIn:
         logps: list[float] = []
         tops: list[dict[str, float]] = []
         stops = body.get("stop_token_ids", [])
+        filters = Filters(**{name: body[name] for name in FILTERS})
         with torch.no_grad():
             while len(ids) < room and not (ids and ids[-1] in stops):
                 logits = self.models[body["model"]](input_ids=torch.tensor([prompt + ids])).logits[0, -1]
-                spread = (logits / heat if heat else logits).log_softmax(-1)
+                spread = kept_logps(logits, prompt + ids, filters, heat or 1.0)
                 said = spread if self.logprobs_mode == "processed" else logits.log_softmax(-1)
                 token = int(torch.multinomial(spread.exp(), 1, generator=generator)) if heat else int(logits.argmax())
                 best = said.topk(max(body["logprobs"], 1)).indices.tolist()

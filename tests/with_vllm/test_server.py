@@ -70,15 +70,15 @@ def make_policy(embedded_folder: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def make_engine(tokenizer: Any, tmp_path: Path) -> Callable[..., Any]:
-    """`make_engine(server, model, temperature=1.0)`: the engine of that policy; `engine.said` has its lines."""
+    """`make_engine(server, model, temperature=1.0, **more)`: the engine of that policy; `engine.said` has its lines."""
     from rloo_kit.rollout.server import ServerEngine, ServerSettings
 
-    def build(server: VllmServer, model: Any, temperature: float = 1.0) -> Any:
+    def build(server: VllmServer, model: Any, temperature: float = 1.0, **more: Any) -> Any:
         said: list[str] = []
         settings = ServerSettings(
             server.url, tmp_path / "adapters", lambda folder: model.save_pretrained(folder), str(tmp_path), 320
         )
-        engine = ServerEngine(settings, "a test", temperature, [tokenizer.eos_token_id], None, said.append)
+        engine = ServerEngine(settings, "a test", temperature, [tokenizer.eos_token_id], None, said.append, **more)
         engine.said = said
         return engine
 
@@ -113,6 +113,21 @@ def test_every_token_is_scored_as_the_trainer_scores_it(server, make_policy, mak
     if temperature != 1.0:
         assert largest_gap(model, prompts, found, 1.0) > 0.1, "the temperature shows in the log-probabilities"
     engine.close()
+
+
+def test_accepted_filters_are_in_the_log_probabilities(server, make_policy, make_engine, prompts):
+    """With a server `accept_truncated_sampling` was refused. What a filter leaves is renormalised, as in the kit's own
+    engines; else the weights of a step would not be the shares that were kept."""
+    from rloo_kit.rollout.types import Filters, Limits
+    from tests.rollout.models import check_kept
+
+    model = make_policy()
+    some = {"top_p": 0.8, "top_k": 12, "repetition_penalty": 1.3}
+    for cut in ({"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.4}, {"repetition_penalty": 1.8}, some):
+        filters = Filters(**cut)
+        engine = make_engine(server, model, 1.2, filters=filters)
+        check_kept(model, prompts, engine.sample(prompts, Limits(32)), filters, 1.2)
+        engine.close()
 
 
 def count(server: VllmServer, name: str) -> float:
