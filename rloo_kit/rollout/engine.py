@@ -174,7 +174,7 @@ def build_engine(
         raise BackendError("rollout.engine is server, but no server was named: set rollout.server_url=http://host:port")
     from rloo_kit.rollout.server import ServerEngine  # loads an HTTP client
 
-    return ServerEngine(server, reason, temperature, end_ids, rows, say, filters=filters)
+    return ServerEngine(server, reason, temperature, end_ids, rows, say, filters)
 
 
 def _usual_length(model: Any) -> int:

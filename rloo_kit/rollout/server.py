@@ -71,8 +71,8 @@ class ServerEngine:
         end_ids: Sequence[int],
         rows: int | None,
         say: Callable[[str], None],
-        client: VllmClient | None = None,
         filters: Filters = WHOLE,
+        client: VllmClient | None = None,
     ) -> None:
         self.reason, self.rows = f"{reason}; {settings.url}", rows
         self._settings, self._say = settings, say

@@ -363,7 +363,7 @@ def test_unsloth_that_was_imported_too_early_is_found(make_run: Any, vllm_plan: 
 
 def test_unsloth_loads_vllm_once(make_run: Any, vllm_plan: VllmPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's groups of processes are the whole process's, and the first one holds the first model's weights: it cannot
-    be stopped for a second, as the transformers backend's is. Once its model is gone, another may be loaded."""
+    be stopped for a second, as the transformers backend's is. Once its model is gone, another is not refused."""
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", unsloth.SHARE_VARIABLE):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv(STANDBY_VARIABLE, "1")

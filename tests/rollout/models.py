@@ -13,6 +13,14 @@ PAD, END_OF_TEXT, TURN_END, THINK_END = 256, 257, 258, 260
 PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 20, [1], [3, 2, 1, 0, 4], [40, 41]]
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
+FILTERS = {
+    "top p": Filters(top_p=0.6),
+    "top k": Filters(top_k=3),
+    "min p": Filters(min_p=0.4),
+    "repetition": Filters(repetition_penalty=1.8),
+    "all": Filters(top_p=0.8, top_k=12, min_p=0.2, repetition_penalty=1.3),
+}
+
 
 def lean(model: Any, bias: dict[int, float]) -> Any:
     """The model with a head that leans towards some ids, so that a test has it end or close early, late or never."""

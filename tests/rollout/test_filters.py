@@ -6,15 +6,7 @@ import torch
 from rloo_kit.rollout.filters import make_cut
 from rloo_kit.rollout.native import draw
 from rloo_kit.rollout.types import Filters, Limits
-from tests.rollout.models import PROMPTS, check_kept, engine_for, kept_logps
-
-CASES = {
-    "top p": Filters(top_p=0.6),
-    "top k": Filters(top_k=3),
-    "min p": Filters(min_p=0.4),
-    "repetition": Filters(repetition_penalty=1.8),
-    "all": Filters(top_p=0.8, top_k=12, min_p=0.2, repetition_penalty=1.3),
-}
+from tests.rollout.models import FILTERS, PROMPTS, check_kept, engine_for, kept_logps
 
 
 def sharp(make_tiny_model):
@@ -26,10 +18,10 @@ def sharp(make_tiny_model):
 
 
 @pytest.mark.parametrize("engine", ["native", "generate"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FILTERS)
 def test_what_is_drawn_is_what_the_filters_leave(case, engine, make_tiny_model):
     """A log-probability of the whole distribution under a filtered draw would hide the gap that is to be corrected."""
-    model, filters, temperature = sharp(make_tiny_model), CASES[case], 0.8
+    model, filters, temperature = sharp(make_tiny_model), FILTERS[case], 0.8
     found = engine_for(model, engine, temperature, filters=filters).sample(PROMPTS * 2, Limits(8))
     check_kept(model, PROMPTS * 2, found, filters, temperature)
 

@@ -31,6 +31,7 @@ from rloo_kit.rollout.vllm_client import VllmClient
 from rloo_kit.think_tags import bind_think_tags
 from tests.rollout.models import (
     END_OF_TEXT,
+    FILTERS,
     PAD,
     THINK_END,
     TURN_END,
@@ -40,8 +41,7 @@ from tests.rollout.models import (
     lean,
     shake,
 )  # fmt: skip
-from tests.rollout.vllm_stand_in import COMPLETION_KEYS, Refusal, StandIn
-from tests.rollout.vllm_stand_in import WHOLE as WHOLE_DISTRIBUTION
+from tests.rollout.vllm_stand_in import COMPLETION_KEYS, WHOLE_DISTRIBUTION, Refusal, StandIn
 
 VOCABULARY = 264  # of the model behind the stand-in
 PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 20, [1]]
@@ -98,7 +98,7 @@ def make_engine(server: StandIn, tmp_path: Path) -> Callable[..., Any]:
         settings = ServerSettings(url or server.url, tmp_path / "adapters", write_of(model), run, VOCABULARY)
         client = VllmClient(settings.url, start_s=start_s, retry_s=retry_s, say=said.append)
         engine = ServerEngine(
-            settings, "a test", temperature, [TURN_END, END_OF_TEXT], rows, said.append, client, filters
+            settings, "a test", temperature, [TURN_END, END_OF_TEXT], rows, said.append, filters, client
         )
         engine.said = said
         return engine
@@ -241,14 +241,6 @@ def test_the_temperature_is_in_the_log_probabilities(server, make_policy, make_e
     server.requests.clear()
     make_engine(model).sample(PROMPTS, Limits(4))
     assert len(server.posted(COMPLETE)) == 4, "nothing is asked where it makes no difference"
-
-
-FILTERS = {
-    "top p": Filters(top_p=0.6),
-    "top k": Filters(top_k=3),
-    "min p": Filters(min_p=0.4),
-    "repetition": Filters(repetition_penalty=1.8),
-}
 
 
 @pytest.mark.parametrize("case", FILTERS)
@@ -752,6 +744,18 @@ def test_a_budget_through_the_trainer(server, make_trainer):
     assert any(forced)
     assert trainer.state.log_history[0]["thinking/forced_ratio"] == pytest.approx(sum(forced) / 8)
     assert trainer.state.log_history[0]["sampling/logp_difference_max"] < 1e-3
+
+
+def test_accepted_filters_through_the_trainer(server, make_trainer, capsys):
+    """What the run accepts is what the server is asked for, and each weight is the share that the filter kept."""
+    server.logprobs_mode = "processed"
+    trainer = make_trainer(accept_truncated_sampling=True, top_k=3, sampler_correction="auto", max_steps=1)
+    assert "truncated sampling: top_p=1, top_k=3" in capsys.readouterr().out
+    trainer.train()
+    asked = [body for body in server.posted(COMPLETE) if body["max_tokens"] > 1]  # without the probe
+    assert len(asked) == 8 and {body["top_k"] for body in asked} == {3}
+    assert trainer.state.log_history[0]["sampling/logp_difference_max"] > 0.01
+    assert 0 < trainer.state.log_history[0]["sampling/importance_weight_mean"] < 1
 
 
 def test_what_cannot_be_handed_over_is_refused(make_trainer):

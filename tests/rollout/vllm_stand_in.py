@@ -21,11 +21,10 @@ from tests.rollout.models import kept_logps
 
 TURN_END = 258
 # What a request for a completion may hold, and has to: vLLM takes what is missing from the checkpoint's own config.
-WHOLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
-         "frequency_penalty": 0.0}  # fmt: skip
+WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+                      "frequency_penalty": 0.0}  # fmt: skip
 COMPLETION_KEYS = {"model", "prompt", "max_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos", "logprobs",
-                   "return_token_ids", *WHOLE}  # fmt: skip
-FILTERS = [field.name for field in fields(Filters)]
+                   "return_token_ids", *WHOLE_DISTRIBUTION}  # fmt: skip
 
 
 class Refusal(Exception):
@@ -196,7 +195,7 @@ class StandIn:
         logps: list[float] = []
         tops: list[dict[str, float]] = []
         stops = body.get("stop_token_ids", [])
-        filters = Filters(**{name: body[name] for name in FILTERS})
+        filters = Filters(**{field.name: body[field.name] for field in fields(Filters)})
         with torch.no_grad():
             while len(ids) < room and not (ids and ids[-1] in stops):
                 logits = self.models[body["model"]](input_ids=torch.tensor([prompt + ids])).logits[0, -1]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +119,12 @@ def test_every_token_is_scored_as_the_trainer_scores_it(server, make_policy, mak
 def test_accepted_filters_are_in_the_log_probabilities(server, make_policy, make_engine, prompts):
     """With a server `accept_truncated_sampling` was refused. What a filter leaves is renormalised, as in the kit's own
     engines; else the weights of a step would not be the shares that were kept."""
-    from rloo_kit.rollout.types import Filters, Limits
-    from tests.rollout.models import check_kept
+    from rloo_kit.rollout.types import Limits
+    from tests.rollout.models import FILTERS, check_kept
 
     model = make_policy()
-    some = {"top_p": 0.8, "top_k": 12, "repetition_penalty": 1.3}
-    for cut in ({"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.4}, {"repetition_penalty": 1.8}, some):
-        filters = Filters(**cut)
+    together = replace(FILTERS["all"], min_p=0.0)  # which vLLM applies first
+    for filters in (FILTERS | {"all": together}).values():
         engine = make_engine(server, model, 1.2, filters=filters)
         check_kept(model, prompts, engine.sample(prompts, Limits(32)), filters, 1.2)
         engine.close()
