@@ -28,7 +28,7 @@ from rloo_kit.rewarding.replies import LOGS, Failure, Rewards, read_reply
 from rloo_kit.rewarding.signature import Signature
 from rloo_kit.rewards.text import as_ids
 from rloo_kit.system.gpu import GIB
-from rloo_kit.system.marked import Watchdog, end_marked, module_path, starting_folder
+from rloo_kit.system.marked import Watchdog, end_marked, end_tree, module_path, starting_folder
 from rloo_kit.system.processes import say
 
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the module, which may import torch
@@ -236,19 +236,14 @@ def _cause(process: "subprocess.Popen[bytes]") -> str:
 
 
 def _end(process: "subprocess.Popen[bytes]", mark: str, owner: int) -> None:
-    """Kill the process, its group and its descendants, then whatever carries its mark: a detached child has left all
+    """Kill the process, its descendants and its group, then whatever carries its mark: a detached child has left all
     but that behind. The group keeps its id until the process has been waited for. A fork of the owner ends nothing."""
     if os.getpid() != owner:
         return
     if process.returncode is None:
-        children = []
-        with contextlib.suppress(psutil.Error):
-            children = psutil.Process(process.pid).children(recursive=True)
+        end_tree(process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        for child in children:
-            with contextlib.suppress(psutil.Error):
-                child.kill()
     process.wait()
     end_marked(lambda marks: marks.get(WORKER_MARK) == mark)
     for stream in (process.stdin, process.stdout, process.stderr):

@@ -1,6 +1,7 @@
 """Processes found by a mark in their environment, which children inherit whatever session or parent they move to.
 
-`end_marked` kills them; a `Watchdog` does it when the process that started them is gone, even by SIGKILL.
+`end_marked` kills them, `end_tree` the descendants of a process, marked or not; a `Watchdog` kills the marked ones when
+the process that started them is gone, even by SIGKILL.
 """
 
 import os
@@ -8,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import IO
 
 import psutil
 
 END_TIMEOUT_S = 15.0
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 _BOOT = "import sys; sys.path[:] = sys.argv[3:]; from rloo_kit.system.marked import watch; watch(sys.stdin.buffer)"
 
@@ -31,6 +33,41 @@ def end_marked(wanted: Callable[[Mapping[str, str]], bool]) -> list[int]:
         if not found or time.monotonic() > until:
             return [process.pid for process in found]
         psutil.wait_procs(found, timeout=1.0)
+
+
+def end_tree(pid: int) -> None:
+    """Kill a process and its descendants, whatever session they moved to. They are stopped first: one that still runs
+    can start another after the look for its children."""
+    until = time.monotonic() + END_TIMEOUT_S
+    tree: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        root = psutil.Process(pid)
+        new = [root]
+        while new and time.monotonic() < until:
+            tree += new
+            _stop(new, until)
+            new = [child for child in root.children(recursive=True) if child not in tree]
+    for process in tree:
+        with suppress(psutil.Error):
+            process.kill()
+    while any(_status(process) not in _ENDED for process in tree) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _stop(processes: Iterable[psutil.Process], until: float) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.suspend()
+    for process in processes:
+        while _status(process) not in (psutil.STATUS_STOPPED, *_ENDED) and time.monotonic() < until:
+            time.sleep(0.001)
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return process.status()
+    except psutil.Error:
+        return psutil.STATUS_DEAD
 
 
 def _is_wanted(process: psutil.Process, wanted: Callable[[Mapping[str, str]], bool]) -> bool:

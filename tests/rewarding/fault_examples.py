@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import struct
 import subprocess
@@ -80,6 +81,14 @@ def clean_child_and_hangs(columns):
     """A child with an empty environment and a session of its own: no mark finds it."""
     subprocess.Popen([sys.executable, "-c", HOLDS_THE_PIPE], env={}, start_new_session=True)
     time.sleep(600)
+
+
+@harm
+def clean_children_without_end(columns):
+    """Goes on starting such children, which show `columns["path"]` in their command line, until it is killed."""
+    while True:
+        subprocess.Popen([columns["path"], "600"], executable=shutil.which("sleep"), env={}, start_new_session=True)
+        time.sleep(0.01)
 
 
 @harm

@@ -126,23 +126,23 @@ def test_a_fault_costs_one_call_and_leaves_nothing(fault: Fault, tmp_path: Path)
     assert marked(RUN_MARK, own_run()) == [] and all("marked" in p.cmdline()[2] for p in new)
 
 
-def test_a_child_with_a_clean_environment_is_ended_while_its_parent_lives() -> None:
-    """A sandbox of a reward's own starts programs with an empty environment: the mark does not find them."""
-    reward = make("clean_child_and_hangs")
+def test_children_with_a_clean_environment_are_ended_while_their_parent_lives(tmp_path: Path) -> None:
+    """A sandbox of a reward's own starts programs with an empty environment: the mark does not find them, and one that
+    was started between the look for children and the kill stayed."""
+    reward = make("clean_children_without_end")
     reward.worker.start()
-    before = sleepers()
     with pytest.raises(WholeBatchError, match="took longer"):
-        call(reward, "bad")
-    assert sleepers() <= before
+        call(reward, "bad", path=str(tmp_path))
+    assert sleepers(str(tmp_path)) == []
 
 
-def sleepers() -> set[int]:
-    """Ids of processes that run the program of `clean_child_and_hangs`."""
-    found = set()
+def sleepers(name: str) -> list[int]:
+    """Ids of the live processes that `clean_children_without_end` started under this name."""
+    found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.cmdline()[-1:] == ["import time; time.sleep(600)"] and process.status() != psutil.STATUS_ZOMBIE:
-                found.add(process.pid)
+            if process.cmdline()[:1] == [name] and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
     return found
 
 
