@@ -99,13 +99,13 @@ def own_run() -> str:
 
 def meet(fault: Fault, folder: Path) -> tuple[str, list[float | None], list[float | None]]:
     """The message, the rewards of the bad call and of the next one."""
-    reward = make(fault.name)
+    reward = make(fault.name, LIMIT_S if fault.words == KILLED else 60.0)
     guarded = guard(reward)
     reward.worker.start()
     columns = {"path": str(folder / "made"), "log_extra": lambda *args: None, "log_metric": lambda *args: None}
     bad = call(guarded, "bad", **columns)
     message = " | ".join(guarded.failures)
-    reward.worker.timeout_s = 30.0
+    reward.worker.timeout_s = 60.0
     after = call(guarded, "good", **columns)
     reward.worker.close()
     return message, bad, after
