@@ -312,8 +312,8 @@ def test_any_amount_of_completions_is_opened_in_the_same_memory(module: Any, tmp
 
 @pytest.mark.slow
 def test_a_run_stays_flat(module: Any, tmp_path: Path) -> None:
-    """Open files, threads and memory of a real run from outside; --steps 2000 is the command. In 40 steps one page more
-    of the allocator is above the limit a step."""
+    """Open files, threads and memory of a real run from outside; --steps 2000 is the command. 40 steps were too few: a
+    single growth of the allocator by 1 MiB is more than their limit."""
     out = tmp_path / "soak.json"
     assert module("soak").main(["--steps", "400", "--out", str(out)]) == 0
     found = json.loads(out.read_text())

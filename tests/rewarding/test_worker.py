@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,9 @@ def test_a_hang_is_killed_after_the_limit_and_the_next_batch_is_served(reward: W
     """Guards against a reward that loops for ever holding the interpreter lock: the run would stand still overnight."""
     guarded = guard(reward)
     reward.worker.start()
+    started = time.monotonic()
     assert guarded(completions=["hang", "ok"], completion_ids=[[1], [2]]) == [None, None]
+    assert 1.0 <= time.monotonic() - started < 30.0  # about 1 s on an idle machine
     assert guarded.failed == [True, True]
     assert guarded.failures == [
         "reward 'hangs' failed on samples 0 to 1: 'reward_examples:hangs' took longer than 1 s and was killed "

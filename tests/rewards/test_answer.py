@@ -40,9 +40,9 @@ def test_equal_as_text_or_as_numbers(given: str, expected: object, reward: float
 
 def test_huge_exponents_cost_no_time() -> None:
     """Guards against a completion of ten characters that would expand to gigabytes of digits."""
-    started = time.perf_counter()
+    started = time.process_time()
     assert reward_of("so</think>1e999999999", "1e999999998") == 0.0
-    assert time.perf_counter() - started < 10.0
+    assert time.process_time() - started < 1.0
 
 
 def test_last_closing_tag_counts() -> None:
