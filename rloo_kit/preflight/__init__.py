@@ -1,0 +1,1 @@
+"""Faults of a run that can be found before its model is loaded."""

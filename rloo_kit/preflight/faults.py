@@ -1,0 +1,66 @@
+"""A fault of a run, where it was looked for, and the error that lists all of them."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rloo_kit.errors import RlooKitError
+
+# In the order in which they are looked for: the first line without the stack, the second with the model.
+STAGES = (
+    "config", "machine", "data", "row", "rewards", "folder", "disk", "trackers",
+    "rollout", "memory", "gradient", "log-probs", "kl", "speed",
+)  # fmt: skip
+_KEY = re.compile(r"\b(?:run|model|data|rewards|rloo|rollout|eval|health)(?:\.\w+)+")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A problem of a run.
+
+    Attributes:
+        stage: one of STAGES. message: what was found, the limit, and the key with a value that works.
+        level: "error" keeps the run from starting, "warning" does not.
+    """
+
+    stage: str
+    message: str
+    level: Literal["error", "warning"] = "error"
+
+    @property
+    def key(self) -> str:
+        """The first key of the configuration that the message names; empty where the fault is outside of it.
+
+        >>> Fault("data", "mine.csv has no column 'anser': set data.answer_column=answer").key
+        'data.answer_column'
+        """
+        found = _KEY.search(self.message)
+        return found[0] if found else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self) | {"key": self.key}
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.message}"
+
+
+class PreflightError(RlooKitError, ValueError):
+    """A run has faults that keep it from starting; `faults` has them, warnings included."""
+
+    def __init__(self, faults: Sequence[Fault]):
+        self.faults = tuple(faults)
+        errors = [fault for fault in faults if fault.level == "error"]
+        count = "a problem" if len(errors) == 1 else f"{len(errors)} problems"
+        super().__init__("\n".join([f"{count}, found before any weights were loaded", *map(str, errors)]))
+
+
+@contextmanager
+def catching(stage: str, faults: list[Fault]) -> Iterator[None]:
+    """A block whose error, one of the kit's, becomes a fault of `stage`."""
+    try:
+        yield
+    except RlooKitError as error:
+        faults.append(Fault(stage, str(error)))
