@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rloo_kit.data import tasks
-from rloo_kit.embedded.tokenizer import ROWS, TURN_END, TURN_START
+from rloo_kit.data.byte_tokens import ROWS, TURN_END, TURN_START
 
 IGNORED = -100  # target of a position that carries no loss
 SECONDS_BETWEEN_REPORTS = 5.0

@@ -1,58 +1,19 @@
-"""The embedded model's tokenizer: Qwen3's single bytes, with Qwen3's ids, and its chat tokens; no merges.
-
-The vocabulary `compact` puts the chat tokens right behind the bytes; `qwen3` puts them at Qwen3's ids (`</think>` at
-151668), with placeholders between that no text encodes to.
-"""
+"""The embedded model's tokenizer; its vocabulary and templates are `data.byte_tokens`."""
 
 from typing import Any
 
 from tokenizers import AddedToken
 from transformers import Qwen2Tokenizer
 
-from rloo_kit.errors import ConfigError
-from rloo_kit.think_tags import QWEN3_IDS, THINK_END, THINK_START
-
-NUM_BYTES = 256
-END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CHAT_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, THINK_START, THINK_END)
-ROWS = {"compact": 320, "qwen3": 151936}  # rows of the embedding: a multiple of 64, as kernels like them
-KINDS = ("thinking", "instruct")
-
-_TURNS = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}"
-    "{{- '<|im_start|>assistant\\n' }}"
+from rloo_kit.data.byte_tokens import (
+    CHAT_TOKENS,
+    END_OF_TEXT,
+    SPECIAL_TOKENS,
+    TEMPLATES,
+    TURN_END,
+    check_names,
+    token_ids,
 )
-TEMPLATES = {
-    "thinking": _TURNS + "{{- '<think>\\n' }}{%- endif %}",  # the completion holds only </think>, as with Thinking-2507
-    "instruct": _TURNS + "{%- endif %}",
-}
-
-
-def byte_symbols() -> list[str]:
-    """The 256 printable characters that stand for bytes in a byte-level BPE, sorted; the index is the id in Qwen3."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    return [chr(point) for point in printable] + [chr(256 + shift) for shift in range(NUM_BYTES - len(printable))]
-
-
-def check_names(kind: str, vocabulary: str) -> None:
-    """Raises ConfigError where there is no such embedded model or vocabulary."""
-    if kind not in KINDS:
-        raise ConfigError(f"there is no embedded model '{kind}': model.name is embedded/{' or embedded/'.join(KINDS)}")
-    if vocabulary not in ROWS:
-        raise ConfigError(f"model.vocabulary is '{vocabulary}'; the embedded model has {' and '.join(ROWS)}")
-
-
-def token_ids(vocabulary: str) -> dict[str, int]:
-    """Text of every token -> id: the bytes, then the chat tokens (`qwen3`: at Qwen3's ids, placeholders between)."""
-    ids = {symbol: index for index, symbol in enumerate(byte_symbols())}
-    if vocabulary == "compact":
-        return ids | {token: NUM_BYTES + index for index, token in enumerate(CHAT_TOKENS)}
-    taken = set(QWEN3_IDS.values())
-    gaps = (index for index in range(NUM_BYTES, max(taken)) if index not in taken)
-    return ids | {f"<|unused_{index}|>": index for index in gaps} | QWEN3_IDS
 
 
 def build_tokenizer(kind: str = "thinking", vocabulary: str = "compact") -> Any:
@@ -72,7 +33,8 @@ def build_tokenizer(kind: str = "thinking", vocabulary: str = "compact") -> Any:
         clean_up_tokenization_spaces=False,
         model_max_length=4096,
     )
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in CHAT_TOKENS[:3]])
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in CHAT_TOKENS[3:]])
+    for special in (True, False):
+        chosen = [token for token in CHAT_TOKENS if (token in SPECIAL_TOKENS) is special]
+        tokenizer.add_tokens([AddedToken(token, normalized=False, special=special) for token in chosen])
     tokenizer.chat_template = TEMPLATES[kind]
     return tokenizer

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, QuantizedCache, Qwen2Config, Qwen3Config
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.embedded.tokenizer import ROWS, build_tokenizer
+from rloo_kit.data.byte_tokens import ROWS
+from rloo_kit.embedded.tokenizer import build_tokenizer
 from rloo_kit.errors import BackendError
 from rloo_kit.plan.shapes import ModelShape, find_shape
 from rloo_kit.rollout.generate import HQQ_CONFIG

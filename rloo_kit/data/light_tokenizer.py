@@ -1,0 +1,157 @@
+"""A tokenizer without transformers: what rendering a prompt and calling a reward need, from a folder's own files.
+
+`tokenizers` reads tokenizer.json, jinja2 renders the chat template in the sandbox that transformers uses.
+"""
+
+import datetime
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from rloo_kit.data.byte_tokens import (
+    CHAT_TOKENS,
+    END_OF_TEXT,
+    SPECIAL_TOKENS,
+    TEMPLATES,
+    TURN_END,
+    check_names,
+    token_ids,
+)
+
+TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+
+
+@dataclass
+class LightTokenizer:
+    """The methods of a transformers tokenizer that the kit's light packages call.
+
+    Attributes:
+        tokenizer: of the library `tokenizers`. chat_template: None without one.
+        special: texts of `bos_token`, `eos_token` and `pad_token`, None where there is none.
+    """
+
+    tokenizer: Tokenizer
+    chat_template: str | None
+    special: dict[str, str | None]
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special.get("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return None if self.bos_token is None else self.tokenizer.token_to_id(self.bos_token)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return None if self.eos_token is None else self.tokenizer.token_to_id(self.eos_token)
+
+    @cached_property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return dict(self.tokenizer.get_added_tokens_decoder())
+
+    @cached_property
+    def _vocab(self) -> dict[str, int]:
+        return dict(self.tokenizer.get_vocab(with_added_tokens=True))
+
+    def get_vocab(self) -> dict[str, int]:
+        """Text of every token -> id."""
+        return self._vocab
+
+    def __call__(self, texts: str | list[str]) -> dict[str, Any]:
+        """`input_ids` of a text, or of each of a list."""
+        if isinstance(texts, str):
+            return {"input_ids": self.tokenizer.encode(texts).ids}
+        return {"input_ids": [one.ids for one in self.tokenizer.encode_batch(texts)]}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        """The text of ids, (C,)."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], *, tokenize: bool = False, add_generation_prompt: bool = False, **more: Any
+    ) -> str:
+        """The text of a conversation; raises what the template raises."""
+        values = {"messages": messages, "tools": None, "documents": None, **self.special}
+        return str(self._template.render(values | {"add_generation_prompt": add_generation_prompt} | more))
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        return compile_template(self.chat_template or "")
+
+
+def compile_template(text: str) -> jinja2.Template:
+    """A chat template as transformers compiles it, without the tag `generation`, which marks tokens of the assistant;
+    raises `jinja2.TemplateSyntaxError` for one that uses it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def write_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment.filters["tojson"] = write_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(text)
+
+
+def read_tokenizer(folder: Path) -> LightTokenizer | None:
+    """The tokenizer that lies in a folder; None where only transformers can load it, or there is none."""
+    try:
+        settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        template = _read_template(folder, settings)
+        found = LightTokenizer(tokenizer, template, {name: _text_of(settings.get(name)) for name in _SPECIAL})
+        if template is not None:
+            _ = found._template
+    except Exception:  # tokenizers raises a bare Exception; every one of them is for transformers to explain
+        return None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return found
+
+
+_SPECIAL = ("bos_token", "eos_token", "pad_token")
+
+
+def _read_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    file = folder / TEMPLATE_FILE
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = settings.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        found = next((one["template"] for one in found if one.get("name") == "default"), None)
+    return found
+
+
+def _text_of(token: Any) -> str | None:
+    """A special token as tokenizer_config.json writes it: text, or a mapping with its flags."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def embedded_tokenizer(kind: str, vocabulary: str) -> LightTokenizer:
+    """The embedded model's tokenizer, whether or not that model is built; ConfigError where there is no such model."""
+    check_names(kind, vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=token_ids(vocabulary), merges=[]))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([
+        AddedToken(token, normalized=False, special=token in SPECIAL_TOKENS) for token in CHAT_TOKENS
+    ])  # fmt: skip
+    special = {"bos_token": None, "eos_token": TURN_END, "pad_token": END_OF_TEXT}
+    return LightTokenizer(tokenizer, TEMPLATES[kind], special)
