@@ -117,9 +117,14 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
 
 @app.command()
 def config(file: ConfigFile, overrides: Overrides = None) -> None:
-    """Print the resolved run: every key with its value."""
+    """Print the resolved run, every key with its value; what keeps it from starting here, as warnings."""
     with _exit_codes():
-        print(_load_config(file, overrides).to_yaml(), end="")
+        run = _load_config(file, overrides)
+        print(run.to_yaml(), end="", flush=True)
+        from rloo_kit.preflight.cheap import find_faults
+
+        for fault in find_faults(run):
+            print(f"rloo-kit: warning: {fault}", file=sys.stderr)
 
 
 @app.command()
@@ -184,18 +189,16 @@ def train(
             raise typer.Exit(launch_run(launch, ["train", str(file), *(overrides or []), *flags], processes))
         if processes is not None:
             raise ConfigError(f"--processes {processes} says how many --launch starts, which is not given")
-        from rloo_kit.config.batches import check_prompts
+        from rloo_kit.preflight.cheap import FolderUse, refuse_faults
         from rloo_kit.runs.run_dir import RunDir
-        from rloo_kit.system.versions import check_trackers
 
         run = _load_config(file, overrides)
-        check_trackers(run.rloo.report_to)
-        check_prompts(run)
+        refuse_faults(run, folder=FolderUse(resume, overwrite))
         with RunDir.create(run, resume=resume, overwrite=overwrite) as run_dir:
             words = ["rloo-kit", "train", str(file), *(overrides or []), *resume_words(), "--resume"]
             run_dir.resume_command = shlex.join(words)
             try:
-                policy, data = _prepare(run, with_rewards=True)
+                policy, data = _prepare(run)
                 from rloo_kit.loop.run import run_and_report
                 from rloo_kit.rewarding.registry import build_rewards
 
@@ -215,7 +218,7 @@ def evaluate(
     file: ConfigFile,
     overrides: Overrides = None,
     adapter: Annotated[
-        Path | None, typer.Option("--adapter", help="Folder of a trained adapter, for example outputs/x/adapter.")
+        Path | None, typer.Option("--adapter", help="Folder of a trained adapter, or of its run.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")] = False,
 ) -> None:
@@ -317,18 +320,16 @@ def _with_adapter(overrides: list[str] | None, adapter: Path | None) -> list[str
     if not adapter.is_dir():
         raise RunNotFoundError(f"--adapter {adapter}: there is no such folder; a run writes outputs/NAME/adapter")
     is_adapter = (adapter / "adapter_config.json").is_file()
+    if not is_adapter and not (adapter / "config.json").is_file() and (adapter / "adapter").is_dir():  # a run's folder
+        return _with_adapter(words, adapter / "adapter")
     return [*words, f"model.adapter={adapter}" if is_adapter else f"model.name={adapter.resolve()}"]
 
 
-def _prepare(run: "RunConfig", with_rewards: bool = False) -> "tuple[Policy, Data]":
-    """Set-up, policy and data, each with its line; mistyped rewards are refused before the model is loaded."""
+def _prepare(run: "RunConfig") -> "tuple[Policy, Data]":
+    """Set-up, policy and data, each with its line."""
     import rloo_kit as kit
 
     say(kit.setup_environment(run.model.backend))
-    if with_rewards:
-        from rloo_kit.rewarding.registry import check_reward_names
-
-        check_reward_names(run)
     policy = kit.load_policy(run)
     say(f"policy: {policy.describe()}")
     data = kit.load_data(run, policy.tokenizer)

@@ -79,7 +79,8 @@ def test_a_mistyped_reward_is_refused_before_the_model_is_loaded(config_file):
     """A download of gigabytes came before the news that no reward has that name."""
     words = ("train", config_file, "rewards=[{name: lenght_reward}]", "model.name=/nowhere/at/all")
     code, _, said = call(*words)
-    assert code == 2 and "'lenght_reward'; did you mean 'length_reward'?" in said and "/nowhere" not in said
+    assert code == 2 and "'lenght_reward'; did you mean 'length_reward'? Known:" in said
+    assert "2 problems" in said and "model.name is /nowhere/at/all" in said and "policy:" not in said
 
 
 def test_rollouts_that_cannot_be_are_refused_before_the_evaluation(config_file):
@@ -187,7 +188,7 @@ def test_an_interrupted_run_exits_130_and_goes_on_with_the_command_it_names(conf
         "import os, signal\n"
         "def reward(completion_ids, **_):\n"
         "    marker = __file__ + '.done'\n"
-        "    if not os.path.exists(marker):\n"
+        "    if len(completion_ids) == 8 and not os.path.exists(marker):\n"
         "        open(marker, 'w').close()\n"
         "        os.kill(os.getppid(), signal.SIGINT)\n"
         "    return [float(len(ids)) for ids in completion_ids]\n"

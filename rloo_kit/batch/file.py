@@ -22,6 +22,7 @@ from rloo_kit.config.schema import Count, Section
 from rloo_kit.config.yaml_files import Key, apply_override, dump_yaml, read_file
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.notebook.parameters import read_parameters
+from rloo_kit.preflight.cheap import find_faults
 from rloo_kit.system.env_file import find_root
 from rloo_kit.system.input_files import expand_user, is_file
 
@@ -257,8 +258,9 @@ def _find_duplicates(runs: list[BatchRun]) -> list[str]:
 def _find_parameter_problems(runs: list[BatchRun], root: Path) -> list[str]:
     """What is wrong with the parameters, each fault once, with the first run that has it."""
     having: dict[str, list[str]] = {}
+    looked: dict[str, list[str]] = {}
     for run in runs:
-        for problem in _check_parameters(run, root):
+        for problem in _check_parameters(run, root, looked):
             having.setdefault(problem, []).append(run.name)
     return [
         f"{names[0]}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''}: {problem}"
@@ -266,9 +268,10 @@ def _find_parameter_problems(runs: list[BatchRun], root: Path) -> list[str]:
     ]
 
 
-def _check_parameters(run: BatchRun, root: Path) -> list[str]:
+def _check_parameters(run: BatchRun, root: Path, looked: dict[str, list[str]]) -> list[str]:
     """What is wrong with a run's parameters, without running it: names the notebook's cell does not know, and, where it
-    calls `read_parameters`, values that it or the configuration refuses."""
+    calls `read_parameters`, values that it or the configuration refuses, and faults of model, data and rewards;
+    `looked` keeps these by what decides them."""
     notebook = run.notebook
     problems = [f"{name} is set by the batch: {GIVEN[name]}; remove it" for name in GIVEN if name in run.parameters]
     if run.parameters and notebook.cell is None:
@@ -287,7 +290,11 @@ def _check_parameters(run: BatchRun, root: Path) -> list[str]:
         with contextlib.chdir(root), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the run warns itself, in its notebook
             parameters = read_parameters(namespace)
-            load_config(parameters.config, *parameters.overrides)
+            found = load_config(parameters.config, *parameters.overrides)
+            key = repr([found.model, found.data, found.rewards])
+            if key not in looked:
+                looked[key] = [str(fault) for fault in find_faults(found) if fault.level == "error"]
+            return looked[key]
     except ConfigError as error:
         return re.sub(r" \(In\[\d\]\)", "", str(error)).splitlines()
     return []

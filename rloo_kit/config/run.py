@@ -39,6 +39,7 @@ class RunConfig(Section):
     rollout: RolloutSection = Field(default_factory=lambda: RolloutSection(), description="the sampling")
     eval: EvalSection = Field(default_factory=lambda: EvalSection(), description="the evaluation")
     _source: Path | None = PrivateAttr(None)
+    _checked: str = PrivateAttr("")  # what of it preflight.refuse_faults has passed
 
     @property
     def source(self) -> Path | None:

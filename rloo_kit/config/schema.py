@@ -229,10 +229,12 @@ def _check_variable(name: str) -> str:
 
 
 class RewardSection(Section):
-    """One reward: its name in the registry or `module:function`, its weight and its parameters."""
+    """One reward: its name in the registry or a function of the user's own, its weight and its parameters."""
 
     prefix: ClassVar[str] = "rewards.N."
-    name: str = Field(min_length=1, description="a registered reward or module:function of your own")
+    name: str = Field(
+        min_length=1, description="a registered reward, or of your own module:function or file.py:function"
+    )
     weight: float = key(1.0, "factor of this reward in the sum")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
     timeout_s: float = key(30.0, "module:function only: seconds before a call counts as failed", gt=0)

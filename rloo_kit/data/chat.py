@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.think_tags import THINK_END, THINK_START
 
@@ -60,6 +61,16 @@ def resolve_family(tokenizer: Any, name: str, family: str = "auto", enable_think
 def thinks(family: str, enable_thinking: bool | None = None) -> bool:
     """Whether a completion starts with thinking that it has to close."""
     return family == "thinking" or (family == "hybrid" and enable_thinking is not False)
+
+
+def check_budget(run: RunConfig, family: str) -> None:
+    """Refuse a thinking budget for a model that does not think: `</think>` would be forced into its answers."""
+    budget = run.rloo.thinking_budget
+    if budget is not None and not thinks(family, run.model.enable_thinking):
+        raise ConfigError(
+            f"rloo.thinking_budget is {budget}, but this model does not think (family {family}, "
+            f"model.enable_thinking {run.model.enable_thinking}): set rloo.thinking_budget=null"
+        )
 
 
 def render_prompt(

@@ -78,12 +78,13 @@ class LightTokenizer:
         """The text of ids, (C,)."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    def apply_chat_template(
-        self, messages: list[dict[str, Any]], *, tokenize: bool = False, add_generation_prompt: bool = False, **more: Any
-    ) -> str:
-        """The text of a conversation; raises what the template raises."""
-        values = {"messages": messages, "tools": None, "documents": None, **self.special}
-        return str(self._template.render(values | {"add_generation_prompt": add_generation_prompt} | more))
+    def apply_chat_template(self, messages: list[dict[str, Any]], tokenize: bool = False, **options: Any) -> str:
+        """The text of a conversation; raises what the template raises, and ValueError where ids are asked for."""
+        if tokenize:
+            raise ValueError("tokenize is True, and this tokenizer renders text alone")
+        return str(
+            self._template.render({"messages": messages, "tools": None, "documents": None} | self.special | options)
+        )
 
     @cached_property
     def _template(self) -> jinja2.Template:

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from rloo_kit.data.byte_tokens import check_names
 from rloo_kit.data.tasks import Noise
 from rloo_kit.embedded.cold_start import PLANS, ColdStart, train
-from rloo_kit.data.byte_tokens import check_names
 from rloo_kit.embedded.tokenizer import build_tokenizer
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder

@@ -20,6 +20,7 @@ PATCHED_ATTRIBUTES = {
     "models/unsloth.py: model.get_base_model().model._unsloth_keep_padding_mask": "else training ignores padding",
     "models/vllm.py: logger.addFilter": "transformers takes vLLM's process group for a run without its launcher",
     "models/vllm.py: torch.set_num_threads": "set back: vLLM puts a function that does nothing in its place on a CPU",
+    "rewarding/worker_main.py: sys.modules[name]": "a reward's file as a module, which dataclasses look up there",
     "rollout/decoders.py: AttentionInterface.register": "transformers' registry: attention of one token, grouped heads",
     "rollout/decoders.py: AttentionMaskInterface.register": "transformers' registry: the mask of that attention",
     "rollout/decoders.py: config._attn_implementation": "for one decoding step: it attends by that",

@@ -14,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback
 from rloo_kit.collective import gather_objects, share, wait_for_all
 from rloo_kit.config.batches import check_prompts
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import thinks
+from rloo_kit.data.chat import check_budget
 from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError, NoSignalError, RlooKitError
 from rloo_kit.evals.difficulty import select_prompts
@@ -115,12 +115,7 @@ def check_sampling(run: RunConfig, policy: Policy) -> None:
     Raises ConfigError (a budget for a model that does not think, a missing adapter) or BackendError (an engine, a
     cache).
     """
-    budget = run.rloo.thinking_budget
-    if budget is not None and not thinks(policy.family, run.model.enable_thinking):  # `</think>` forced into answers
-        raise ConfigError(
-            f"rloo.thinking_budget is {budget}, but this model does not think (family {policy.family}, "
-            f"model.enable_thinking {run.model.enable_thinking}): set rloo.thinking_budget=null"
-        )
+    check_budget(run, policy.family)
     name, _ = choose_engine(run.rollout.engine, policy.backend, policy.model)
     check_cache(run.rollout.cache, name, policy.backend, on_cuda=policy.model.device.type == "cuda")
     if name == "server" and not hasattr(policy.model, "peft_config"):

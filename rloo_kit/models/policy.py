@@ -25,6 +25,7 @@ from rloo_kit.models.checkpoint import bind_padding, find_source
 from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
 from rloo_kit.plan.engines import choose_engine, plan_vllm
 from rloo_kit.plan.result import VllmPlan
+from rloo_kit.preflight.cheap import is_complete, refuse_faults
 from rloo_kit.runs.files import saving
 from rloo_kit.system import environment
 from rloo_kit.system.processes import is_distributed, is_main_process
@@ -90,22 +91,29 @@ class Policy:
         )
 
 
-def load_policy(run: RunConfig) -> Policy:
+def load_policy(run: RunConfig, check: bool = True) -> Policy:
     """Load the model of `run.model` with an adapter to train, and its tokenizer.
 
     Args:
         run: a `RunConfig`. `run.model.backend` forces a backend; an adapter that exists (`run.model.adapter`, or a
             `run.model.name` that is an adapter's folder) is continued.
+        check: look for faults of the whole run first (`preflight.find_faults`); False where rows or rewards are made
+            in Python, so that the run's own `data` and `rewards` are not used.
 
     Raises:
+        PreflightError: the run has faults that show without its weights; all of them, each with its key.
         BackendError: the model, its adapter or the backend cannot be used; the text names the key to change.
     """
+    if check:
+        refuse_faults(run)
     stack = load_stack()
     start_processes()
     name, reason = _choose(run, stack)
     _refuse_mixed_gpus(run)
     with main_first():
         source = find_source(run)
+        if check and not is_complete(run):
+            _check_with_stack(run, source.base)
     vllm, engine_reason = _plan_vllm(run, name)
     model, tokenizer = _module(name).load(run, source, stack, vllm)
     if vllm is None:
@@ -125,6 +133,16 @@ def load_policy(run: RunConfig) -> Policy:
         config_arguments=_module(name).config_arguments(run),
         rollout=run.rollout,
     )
+
+
+def _check_with_stack(run: RunConfig, base: str) -> None:
+    """The faults that need a tokenizer which is not on this machine yet, or a source that only the stack reads; a
+    tokenizer that cannot be had is left to the loading of the model."""
+    try:
+        tokenizer = load_stack().transformers.AutoTokenizer.from_pretrained(base)
+    except (OSError, ValueError):
+        return
+    refuse_faults(run, tokenizer)
 
 
 def inference_mode_of(backend: str) -> Callable[[Any], AbstractContextManager[None]]:

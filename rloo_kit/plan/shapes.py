@@ -144,7 +144,7 @@ def _find_by_name(name: str, depth: int = 0) -> ModelShape:
                 "its memory cannot be planned; name a folder written by save_pretrained, or a hub id"
             )
         return _find_by_name(str(base), depth + 1)
-    cached = _find_in_cache(name)
+    cached = find_in_cache(name)
     if cached is not None:
         return _read_shape(cached)
     known = _find_published(name)
@@ -207,7 +207,7 @@ def _hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or huggingface_home() / "hub").expanduser()
 
 
-def _find_in_cache(name: str) -> Path | None:
+def find_in_cache(name: str) -> Path | None:
     """`config.json` of a hub id in the cache: of the branch main, or else the newest that is there."""
     folder = _hub_cache() / f"models--{name.replace('/', '--')}"
     try:

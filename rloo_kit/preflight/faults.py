@@ -44,7 +44,7 @@ class Fault:
         return asdict(self) | {"key": self.key}
 
     def __str__(self) -> str:
-        return f"{self.stage}: {self.message}"
+        return self.message if self.message.startswith(self.stage) else f"{self.stage}: {self.message}"
 
 
 class PreflightError(RlooKitError, ValueError):

@@ -157,6 +157,7 @@ class GuardedReward:
         signature: what the reward accepts; it is handed nothing else.
         weight: factor of this reward in the sum.
         failed: whether the last call failed, per sample.
+        problems: why, per sample; None where it did not fail.
         failures: one message per failure of the last call, with the reward's name and the sample's excerpt.
     """
 
@@ -166,6 +167,7 @@ class GuardedReward:
         self.signature = read_signature(reward)
         self.weight: float = getattr(reward, "weight", 1.0)
         self.failed: list[bool] = []
+        self.problems: list[str | None] = []
         self.failures: list[str] = []
         self._passed: frozenset[str] | None = None  # names of the last call, and those that the reward accepts
         self._accepted: frozenset[str] = frozenset()
@@ -206,18 +208,19 @@ class GuardedReward:
         values, problem = _read_outcome(outcome, size)
         if problem is None:
             return self._settle(values, [None] * size, batch)
-        self.failed = [True] * size
+        self.failed, self.problems = [True] * size, [problem] * size
         where = "sample 0" if size == 1 else f"samples 0 to {size - 1}"
         self.failures = [f"reward '{self.__name__}' failed on {where}: {problem}"]
         return [None] * size
 
     def _settle(self, values: list[Any], problems: list[str | None], batch: dict[str, Any]) -> list[float | None]:
         rewards: list[float | None] = []
-        self.failed, self.failures = [], []
+        self.failed, self.problems, self.failures = [], [], []
         for index, (found, known) in enumerate(zip(read_numbers(values), problems, strict=True)):
             number, problem = (None, known) if known else found
             rewards.append(number)
             self.failed.append(problem is not None)
+            self.problems.append(problem)
             if problem is not None:
                 where = f"sample {index} (prompt {_excerpt(batch, 'prompts', index)}, "
                 where += f"completion {_excerpt(batch, 'completions', index)})"

@@ -65,7 +65,7 @@ def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str 
     weight; `key` is its name in errors, which are those of `build_rewards`."""
     if ":" in entry.name:
         return _build_worker(key, entry, run)
-    _check_name(key, entry.name)
+    check_reward_name(key, entry.name)
     if entry.env:
         raise ConfigError(f"{key}.env is for a module:function; {entry.name} reads no variables: leave env out")
     factory = REGISTRY[entry.name]
@@ -74,27 +74,20 @@ def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str 
     return _call_factory(key, entry, factory, _bind(run, tokenizer))
 
 
-def check_reward_names(run: RunConfig) -> None:
-    """Refuse a name that no reward has, with the nearest and all known ones; before a tokenizer or model is
-    downloaded."""
-    for index, entry in enumerate(run.rewards):
-        if ":" not in entry.name:
-            _check_name(f"rewards.{index}", entry.name)
-
-
 def _check_params(key: str, entry: RewardSection, takes: list[str]) -> None:
     for name in entry.params:
         if name not in takes:
-            offered = f"it takes {', '.join(takes)}" if takes else "it takes none"
-            hint = "; set timeout_s next to params" if name == "timeout_s" else nearest(name, takes)
-            raise ConfigError(f"{key}.params.{name}: {entry.name} has no parameter of that name{hint}; {offered}")
+            offered = f"It takes {', '.join(takes)}" if takes else "It takes none"
+            hint = "; set timeout_s next to params." if name == "timeout_s" else nearest(name, takes) or "."
+            raise ConfigError(f"{key}.params.{name}: {entry.name} has no parameter of that name{hint} {offered}")
 
 
-def _check_name(key: str, name: str) -> None:
+def check_reward_name(key: str, name: str) -> None:
+    """Refuse a name that no reward has, with the nearest and all known ones; `key` is the entry's."""
     if name not in REGISTRY:
         raise ConfigError(
-            f"{key}.name: there is no reward '{name}'{nearest(name, REGISTRY)}. Known: {', '.join(REGISTRY)}; a "
-            "function of your own is module:function"
+            f"{key}.name: there is no reward '{name}'{nearest(name, REGISTRY) or '.'} Known: {', '.join(REGISTRY)}; a "
+            "function of your own is module:function or path/to/file.py:function"
         )
 
 
@@ -141,14 +134,20 @@ def _check_tag(key: str, entry: RewardSection, given: dict[str, Any], end_id: in
 
 
 def _build_worker(key: str, entry: RewardSection, run: RunConfig) -> WorkerReward:
-    module, _, function = entry.name.partition(":")
+    module, _, function = entry.name.rpartition(":")
     if not module or not function:
-        raise ConfigError(f"{key}.name is '{entry.name}'; a function of your own is module:function")
+        raise ConfigError(
+            f"{key}.name is '{entry.name}'; a function of your own is module:function or path/to/file.py:function"
+        )
     for name in entry.env:
         if name not in os.environ:
             raise ConfigError(f"{key}.env names {name!r}, and there is no such variable: set it in .env, or remove it")
     folders = [Path(run.source).resolve().parent] if run.source else []
-    reward = WorkerReward(entry.name, params=entry.params, folders=folders, timeout_s=entry.timeout_s, env=entry.env)
+    target = entry.name
+    if module.endswith(".py"):
+        file = _find_reward_file(f"{key}.name", module, [Path.cwd(), *folders])
+        target, folders = f"{file}:{function}", [file.parent]
+    reward = WorkerReward(target, params=entry.params, folders=folders, timeout_s=entry.timeout_s, env=entry.env)
     try:
         reward.worker.start()
         accepted = reward.worker.signature
@@ -159,6 +158,15 @@ def _build_worker(key: str, entry: RewardSection, run: RunConfig) -> WorkerRewar
         reward.worker.close()
         raise ConfigError(f"{key}.name '{entry.name}': {error}") from None
     return reward
+
+
+def _find_reward_file(key: str, name: str, folders: list[Path]) -> Path:
+    """The file of a `path/to/file.py:function`, from the working directory, then from the config's folder."""
+    looked = list(dict.fromkeys((folder / Path(name).expanduser()).resolve() for folder in folders))
+    found = next((file for file in looked if file.is_file()), None)
+    if found is None:
+        raise ConfigError(f"{key}: there is no file {name}; it was looked for as {' and as '.join(map(str, looked))}")
+    return found
 
 
 def _describe(built: list[NamedReward], think_end_id: int | None) -> str:

@@ -6,6 +6,7 @@ standard error, which the run reads too.
 
 import asyncio
 import importlib
+import importlib.util
 import inspect
 import io
 import os
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rloo_kit.errors import RewardError
@@ -76,16 +78,16 @@ def _offer_to_be_killed() -> None:
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The function behind `module:function`, ready for a worker's request.
+    """The function behind `module:function` or `path/to/file.py:function`, ready for a worker's request.
 
     The kit's own functions are called directly; any other is a reward in TRL's convention.
 
     Raises:
         RewardError: no such module, no such function, or importing it failed.
     """
-    module_name, _, name = target.partition(":")
+    module_name, _, name = target.rpartition(":")
     try:
-        module = importlib.import_module(module_name)
+        module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name != module_name.partition(".")[0] and error.name != module_name:
             raise RewardError(f"importing '{module_name}' failed: {_describe(error)}") from None
@@ -107,6 +109,16 @@ def resolve(target: str) -> Callable[..., Any]:
     if not callable(function):
         raise RewardError(f"'{target}' is {type(function).__name__}; a reward is a function")
     return _Reward(function)
+
+
+def _import_file(path: str) -> ModuleType:
+    """The module in a file, under a name that no other has: a types.py of the user's is not Python's."""
+    name = f"_reward_file_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # the name ends in .py
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class _Reward:
@@ -139,6 +151,10 @@ async def _await(result: Any) -> Any:
 
 
 def _describe(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
+    """An error with the file and the line of the user's code that it comes from; of a file that Python cannot read,
+    that file's own line, which is in no frame."""
+    if isinstance(error, SyntaxError):  # its text ends with the file and the line
+        return describe_error(error, f": {error.text.strip()}" if error.text else "")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     theirs = frames and frames[-1].filename != __file__
     return describe_error(error, f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if theirs else "")

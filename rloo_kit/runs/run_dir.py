@@ -111,6 +111,20 @@ class RunDir:
             ) from error
         return self
 
+    @classmethod
+    def check(cls, run: RunConfig, *, resume: bool = False, overwrite: bool = False) -> None:
+        """Refuse what `create` would refuse, without touching anything; a lock, and checkpoints, are left to it."""
+        self = cls(Path(run.folder))
+        self._check(resume, overwrite)
+        place = self.folder.absolute()
+        while not place.exists():
+            place = place.parent
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            raise SetupError(
+                f"the run's folder {self.folder} cannot be written, because of {place}; choose another place with "
+                "run.output_dir=... or another name with run.name=..."
+            )
+
     def _open(self, run: RunConfig, resume: bool, overwrite: bool) -> None:
         self._check(resume, overwrite)
         self._config = run.to_yaml()

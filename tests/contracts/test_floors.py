@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 # A module or package imports from what stands before it, and from its own package.
 ORDER = [
     "errors", "system", "config", "runs", "plan", "_stack", "collective", "think_tags", "rewards", "data",
-    "embedded", "results", "models", "rewarding", "gradient", "rollout", "evals", "loop", "measure", "notebook",
+    "rewarding", "preflight", "embedded", "results", "models", "gradient", "rollout", "evals", "loop", "measure", "notebook",
     "batch", "cli",
 ]
 # Never torch: not at the top of a module, nor through another package. `LOADS_IN_FUNCTIONS` may in functions.
 LIGHT = [
-    "errors", "system", "config", "runs", "collective", "think_tags", "data", "results", "rewarding", "plan",
+    "errors", "system", "config", "runs", "collective", "think_tags", "data", "results", "rewarding", "plan", "preflight",
     "notebook", "batch", "cli",
 ]
 # The `__init__` of each calls load_stack(), so Unsloth, torch and TRL have come in the right order above any module.
@@ -32,7 +32,7 @@ HEAVY = ["embedded", "models", "gradient", "rollout", "evals", "loop", "measure"
 
 LOADS_IN_FUNCTIONS = {"data", "rewarding", "collective"}
 LIGHT_LIBRARIES = {"pydantic", "yaml", "dotenv", "pynvml", "packaging", "rich", "tqdm", "psutil"}
-LIGHT_LIBRARIES |= {"httpx", "ruamel", "typer", "matplotlib"}
+LIGHT_LIBRARIES |= {"httpx", "ruamel", "typer", "matplotlib", "jinja2", "tokenizers"}
 LIGHT_LIBRARIES |= {"jupyter_core", "jupyter_client"}  # where a kernel runs they are loaded; inside functions only
 MAY_IMPORT_UNSLOTH = {"rloo_kit/_stack.py", "rloo_kit/models/unsloth.py"}
 

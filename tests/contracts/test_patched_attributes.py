@@ -13,6 +13,7 @@ KIT = Path(__file__).resolve().parents[2] / "rloo_kit"
 SETTINGS = {
     "grad", "requires_grad",  # torch: parameters
     "padding_side", "pad_token", "pad_token_id", "chat_template",  # transformers: tokenizers and configs
+    "normalizer", "pre_tokenizer", "decoder",  # tokenizers: the parts of one
     "should_save", "should_training_stop", "should_log", "global_step",
     "best_model_checkpoint",  # transformers: the trainer's control and state
     "use_vllm", "rollout_engine", "rollout_server_url", "reward_weights",  # the config that the user handed over

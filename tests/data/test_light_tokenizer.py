@@ -1,4 +1,4 @@
-"""The tokenizer without transformers equals the one with it, so that what is checked before the stack holds after it."""
+"""The tokenizer without transformers equals the one with it: what is checked before the stack holds after it."""
 
 from pathlib import Path
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from rloo_kit.data.byte_tokens import KINDS, ROWS
 from rloo_kit.data.tasks import LIMITS, draw_pair
 from rloo_kit.embedded import cold_start
 from rloo_kit.embedded.cold_start import PLANS, joint_logits
 from rloo_kit.embedded.model import RECIPE, RECORD, build
-from rloo_kit.data.byte_tokens import KINDS, ROWS
 from rloo_kit.embedded.tokenizer import build_tokenizer
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.think_tags import QWEN3_IDS, bind_think_tags

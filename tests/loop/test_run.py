@@ -16,6 +16,7 @@ from rloo_kit import build_rewards, load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError, RewardError, RunExistsError
 from rloo_kit.loop.callbacks import RolloutLog
 from rloo_kit.loop.run import mixed_precision
+from rloo_kit.preflight.faults import PreflightError
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.files import saved_paths
 from rloo_kit.runs.rollouts import read_rollouts
@@ -96,7 +97,7 @@ def test_a_run_leaves_everything_in_its_folder(start, capsys):
 
 def test_fewer_prompts_than_a_rollout_needs_leave_no_run_behind(start, tmp_path):
     """Such a run ended at once, as finished, with the adapter that it started from."""
-    with pytest.raises(ConfigError, match="1 prompt, but a rollout needs 2.*per_device_train_batch_size=4"):
+    with pytest.raises(PreflightError, match="1 prompt, but a rollout needs 2.*per_device_train_batch_size=4"):
         start("data.num_prompts=3")
     assert not (tmp_path / "outputs").exists()
 

@@ -23,6 +23,7 @@ from rloo_kit.models.policy import keep_settings, save_adapter
 from rloo_kit.models.policy import load_policy as load
 from rloo_kit.models.vllm import InProcessVllm, adopt_vllm
 from rloo_kit.plan.result import VllmPlan
+from rloo_kit.preflight.faults import PreflightError
 from rloo_kit.system import environment
 from rloo_kit.system.environment import STANDBY_VARIABLE
 
@@ -206,7 +207,7 @@ def test_pad_token_is_not_the_end_token(make_run: Any, tiny_folder: Path, tmp_pa
 
 
 def refused(run: Any) -> str:
-    with pytest.raises(BackendError) as caught:
+    with pytest.raises((BackendError, PreflightError)) as caught:
         load(run)
     return str(caught.value)
 
@@ -251,7 +252,8 @@ def adapter(make_run: Any, tmp_path: Path) -> Path:
 
 def test_what_contradicts_an_adapter_is_refused(make_run: Any, adapter: Path, tmp_path: Path) -> None:
     """Two adapters for one model, or an adapter to continue where every parameter is to be trained."""
-    text = refused(make_run(f"model.adapter={tmp_path}", name=adapter))
+    other = shutil.copytree(adapter, tmp_path / "other")
+    text = refused(make_run(f"model.adapter={other}", name=adapter))
     assert str(adapter) in text and "names another" in text
     text = refused(make_run(f"model.adapter={adapter}", "model.lora=null"))
     assert "model.lora is null" in text and "model.lora={}" in text

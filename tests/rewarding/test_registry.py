@@ -136,7 +136,7 @@ def test_what_a_config_gets_wrong_is_said_with_its_key(
     [
         ("by_position", {}, "rewards.0.name 'reward_examples:by_position': .*by position"),
         ("singular", {}, "rewards.0.name .*'completion'.*did you mean 'completions'?"),
-        ("limited", {"limitt": 3}, r"rewards.0.params.limitt: reward_examples:limited .*'limit'\?; it takes limit"),
+        ("limited", {"limitt": 3}, r"rewards.0.params.limitt: reward_examples:limited .*'limit'\? It takes limit"),
     ],
 )
 def test_a_function_that_can_never_work_is_refused_when_it_is_built(

@@ -1,0 +1,144 @@
+"""What can be wrong with a run, found in seconds and before its model is loaded: all of it at once.
+
+Without torch, transformers or datasets, where no reward of the user's own imports them. What only they can read (a
+Parquet file, a hub id, a tokenizer that is not on this machine) is looked at when the caller hands it over.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.config.batches import check_prompts
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.chat import check_budget, resolve_family, thinks
+from rloo_kit.data.prepared import Prepared, needs_stack, prepare_data
+from rloo_kit.errors import ConfigError
+from rloo_kit.plan import parts
+from rloo_kit.plan.load import find_machine, read_load
+from rloo_kit.plan.peaks import own_bytes
+from rloo_kit.preflight.faults import Fault, PreflightError, catching
+from rloo_kit.preflight.rewards import find_reward_faults
+from rloo_kit.preflight.tokenizers import find_tokenizer
+from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.gpu import GIB
+from rloo_kit.system.processes import is_main_process, say
+from rloo_kit.system.versions import check_trackers
+
+
+@dataclass(frozen=True)
+class FolderUse:
+    """How the run's folder is about to be opened; see `RunDir.create`."""
+
+    resume: bool = False
+    overwrite: bool = False
+
+
+def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse | None = None) -> list[Fault]:
+    """Every fault of a run that shows without its weights.
+
+    Args:
+        tokenizer: the policy's, where it is loaded; None looks for its files on this machine, and leaves out what
+            needs it where there are none. With it, sources are read that need the stack.
+        folder: None does not ask whether the run's folder is free, for callers that only look.
+
+    Returns:
+        the faults in the order of `STAGES`; errors keep the run from starting, warnings do not.
+    """
+    faults: list[Fault] = []
+    with catching("machine", faults):
+        _check_folders(run)
+    loaded = tokenizer is not None
+    with catching("row", faults):
+        tokenizer = tokenizer or find_tokenizer(run)
+    prepared, thinking = None, True
+    if tokenizer is not None:
+        with catching("row", faults):
+            family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
+            thinking = thinks(family, run.model.enable_thinking)
+            check_budget(run, family)
+        prepared = _prepare(run, tokenizer, faults, loaded)
+    faults += find_reward_faults(run, tokenizer, thinking, None if prepared is None else prepared.row(0))
+    with catching("folder", faults):
+        RunDir.check(run, resume=bool(folder and folder.resume), overwrite=folder is None or folder.overwrite)
+    faults += _find_disk_faults(run)
+    with catching("trackers", faults):
+        check_trackers(run.rloo.report_to)
+    return faults
+
+
+def is_complete(run: RunConfig) -> bool:
+    """Whether `find_faults` sees all of it without the stack and without a download."""
+    return not needs_stack(run) and find_tokenizer(run) is not None
+
+
+def refuse_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse | None = None) -> None:
+    """Raise PreflightError where `find_faults` has an error; warnings are printed. Of several processes the main one
+    looks; a run that has passed, and is still the same, is not looked at twice."""
+    state = f"{tokenizer is not None} {run.model_dump_json()}"
+    if run._checked == state or not is_main_process():
+        return
+    faults = find_faults(run, tokenizer, folder)
+    for fault in faults:
+        if fault.level == "warning":
+            say(f"WARNING: {fault}")
+    if any(fault.level == "error" for fault in faults):
+        raise PreflightError(faults)
+    run._checked = state
+
+
+def _check_folders(run: RunConfig) -> None:
+    """Folders that the model is to be loaded from."""
+    name, adapter = run.model.name, run.model.adapter
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if not run.model.is_embedded and is_path and not Path(name).expanduser().is_dir():
+        raise ConfigError(f"model.name is {name}, and there is no such folder")
+    if adapter is not None and not (Path(adapter).expanduser() / "adapter_config.json").is_file():
+        inner = Path(adapter).expanduser() / "adapter"
+        hint = f"; set model.adapter={inner}" if (inner / "adapter_config.json").is_file() else ""
+        raise ConfigError(f"model.adapter is {adapter}, which holds no adapter_config.json{hint}")
+
+
+def _prepare(run: RunConfig, tokenizer: Any, faults: list[Fault], loaded: bool) -> Prepared | None:
+    """The rows as they will be trained on; None where they cannot be read, or not yet."""
+    if needs_stack(run) and not loaded:
+        return None
+    prepared = None
+    with catching("data", faults):
+        prepared = prepare_data(run, tokenizer)
+    if prepared is not None:
+        with catching("data", faults):
+            check_prompts(run, len(prepared.train_rows))
+    return prepared
+
+
+def _find_disk_faults(run: RunConfig) -> list[Fault]:
+    """Whether the checkpoints fit the disk that they go to."""
+    place = Path(run.folder).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    try:
+        needed = checkpoint_bytes(run)
+    except ConfigError:  # a model whose shape nothing here knows
+        return []
+    kept = run.rloo.save_total_limit
+    total = needed * ((kept or 1) + 1) + needed  # one is written before the oldest goes; adapter/ is smaller than one
+    if total <= free:
+        return []
+    what = f"{kept} checkpoints and the next one" if kept else "two checkpoints of many"
+    fewer = "rloo.save_total_limit=1, " if kept is None or kept > 1 else ""
+    return [
+        Fault(
+            "disk",
+            f"{place} has {free / GIB:.2f} GiB free, but {what} and the adapter take {total / GIB:.2f} "
+            f"({needed / GIB:.2f} each, computed): set {fewer}run.output_dir=... to a folder on a larger disk",
+        )
+    ]
+
+
+def checkpoint_bytes(run: RunConfig) -> int:
+    """Size of one checkpoint: what is trained in float32, and the optimizer's state; computed."""
+    load = read_load(run, find_machine(None))
+    weights = own_bytes(load) or parts.FLOAT * parts.trained_weights(load)
+    return weights + parts.optimizer_bytes(load)
