@@ -175,6 +175,9 @@ def test_a_whole_run(config_file, tmp_path):
     after = json.loads((folder / "after.json").read_text())
     assert json.loads(printed.splitlines()[-1])["mean_tokens"] == after["mean_tokens"]
 
+    code, printed, errors = call("eval", config_file, "--adapter", folder, "--json")  # a run's folder has one in it
+    assert code == 0 and json.loads(printed.splitlines()[-1])["mean_tokens"] == after["mean_tokens"], errors
+
     (folder / "report.html").unlink()
     moved = folder.rename(tmp_path / "moved")
     code, printed, errors = call("report", moved)

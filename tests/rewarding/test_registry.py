@@ -175,3 +175,26 @@ def test_env_holds_names_of_variables(make_run: Make, name: str) -> None:
     with pytest.raises(ConfigError, match=r"rewards.0.env.0: .* letters, digits and _") as found:
         make_run({"name": "m:f", "env": [name]})
     assert not name or repr(name) not in str(found.value)
+
+
+def test_a_reward_of_a_file_by_its_path(make_run: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """`configs/my_rewards.py:largest` was looked for as a module of that name; a types.py would be Python's own."""
+    text = "from dataclasses import dataclass\n\n@dataclass\nclass Rule:\n    value: float = 3.0\n\n"
+    text += "def own(completions, **columns):\n    return [Rule().value] * len(completions)\n"
+    (tmp_path / "types.py").write_text(text)
+    (reward,) = build_rewards(make_run({"name": f"{tmp_path}/types.py:own"}), tiny_tokenizer)
+    assert reward.__name__ == "own"
+    assert reward(prompts=["a"], completions=["b"], completion_ids=[[1]]) == [3.0]
+    reward.reward.worker.close()
+    with pytest.raises(ConfigError, match=r"rewards.0.name: there is no file .*nowhere.py"):
+        build_rewards(make_run({"name": f"{tmp_path}/nowhere.py:own"}), tiny_tokenizer)
+
+
+def test_a_syntax_error_is_shown_where_it_is(make_run: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """It was placed at line 488 of `<frozen importlib._bootstrap>`."""
+    (tmp_path / "broken.py").write_text("import os\n\ndef own(completions:\n    pass\n")
+    for name in (f"{tmp_path}/broken.py:own", "imports_broken:own"):
+        (tmp_path / "imports_broken.py").write_text("import broken\n")
+        with pytest.raises(ConfigError, match=r"broken.py, line 3\): def own\(completions:") as caught:
+            build_rewards(make_run({"name": name}), tiny_tokenizer)
+        assert "frozen" not in str(caught.value)

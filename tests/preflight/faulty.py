@@ -1,0 +1,220 @@
+"""Faults that cost a user an hour: files, columns, rewards, folders. Each is found before a model is loaded.
+
+`python tests/preflight/faulty.py` runs `rloo-kit train` on every one, and writes the seconds and the message of each
+into docs/preflight.md.
+"""
+
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+REPEATS = 3
+CONFIG = """\
+model: {name: embedded/thinking, max_seq_length: 128}
+data: {source: mine.csv, test_size: 8, max_prompt_length: 64}
+rewards: [{name: answer_reward}]
+rloo: {max_steps: 2, num_generations: 4, per_device_train_batch_size: 8, max_completion_length: 48}
+"""
+GOOD = "def longest(completions, **columns):\n    return [float(len(text)) for text in completions]\n"
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """A run that cannot work.
+
+    Attributes:
+        name: for people. overrides: of the run in `CONFIG`. words: that the message has, the key among them.
+        make: writes what the fault needs into the run's folder, which holds mine.csv, my_rewards.py and run.yaml.
+        level: "error", or "warning" where the run may start.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    words: tuple[str, ...]
+    make: Callable[[Path], object] = lambda folder: None
+    level: str = "error"
+
+
+def write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text, encoding="utf-8")
+
+
+def reward(body: str, name: str = "own") -> Callable[[Path], object]:
+    return write("my_rewards.py", f"def {name}(completions, **columns):\n{body}")
+
+
+OWN = ("rewards=[{name: 'my_rewards:own'}]",)
+FAULTS = (
+    Faulty("a key that does not exist", ("rloo.lerning_rate=1e-4",), ("rloo.lerning_rate", "rloo.learning_rate")),
+    Faulty("a misspelt file", ("data.source=mine.cvs",), ("data.source", "mine.cvs")),
+    Faulty("a file that is not there", ("data.source=nine.csv",), ("data.source", "nine.csv")),
+    Faulty("an empty file", (), ("mine.csv", "no rows"), write("mine.csv", "")),
+    Faulty("a file with a header alone", (), ("mine.csv", "no rows"), write("mine.csv", "prompt,answer\n")),
+    Faulty("a misspelt prompt column", ("data.prompt_column=promt",), ("data.prompt_column", "prompt, answer")),
+    Faulty("a misspelt answer column", ("data.answer_column=anser",), ("data.answer_column", "prompt, answer")),
+    Faulty(
+        "a broken line of JSON",
+        ("data.source=rows.jsonl",),
+        ("rows.jsonl, line 2", "broken JSON"),
+        write("rows.jsonl", '{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n'),
+    ),
+    Faulty(
+        "an empty prompt in row 3",
+        (),
+        ("mine.csv, line 4", "the prompt is empty", "data.prompt_column"),
+        write("mine.csv", "prompt,answer\n1+1=,2\n1+2=,3\n,4\n1+4=,5\n"),
+    ),
+    Faulty(
+        "a row without its answer",
+        (),
+        ("mine.csv, line 3", "data.answer_column"),
+        write("mine.csv", "prompt,answer\n1+1=,2\n1+2=,\n" + "".join(f"1+{n}=,{n + 1}\n" for n in range(3, 30))),
+    ),
+    Faulty("prompts that are all too long", ("data.max_prompt_length=8",), ("data.max_prompt_length", "none is left")),
+    Faulty("fewer prompts than a rollout needs", ("data.num_prompts=9",), ("1 prompt", "num_generations=8")),
+    Faulty("a reward that does not exist", ("rewards.0.name=answer_rewrd",), ("rewards.0.name", "'answer_reward'? Known")),
+    Faulty("a parameter that a reward has not", ("rewards.0.params={fnd: boxed}",), ("rewards.0.params.fnd", "'find'?")),
+    Faulty("a module that is not there", ("rewards.0.name='my_reward:own'",), ("rewards.0.name", "no module 'my_reward'")),
+    Faulty("a function that is not there", OWN, ("rewards.0.name", "no 'own'", "longest"), write("my_rewards.py", GOOD)),
+    Faulty(
+        "a syntax error in a reward",
+        OWN,
+        ("SyntaxError", "my_rewards.py, line 1", "def own(completions:"),
+        write("my_rewards.py", "def own(completions:\n    return []\n"),
+    ),
+    Faulty(
+        "a reward that fails on an empty completion",
+        OWN,
+        ("rewards.0.name", "that is empty", "IndexError", "my_rewards.py, line 2"),
+        reward("    return [float(text[0] == '4') for text in completions]\n"),
+    ),
+    Faulty(
+        "a reward that takes the last line for a number",
+        OWN,
+        ("rewards.0.name", "ValueError", "my_rewards.py, line 2"),
+        reward("    return [float(text.split()[-1]) if text else 0.0 for text in completions]\n"),
+    ),
+    Faulty(
+        "a reward that returns one number for all",
+        OWN,
+        ("rewards.0.name", "returned float", "list of"),
+        reward("    return 1.0\n"),
+    ),
+    Faulty(
+        "a reward that returns a text",
+        OWN,
+        ("rewards.0.name", "'good'", "number or None"),
+        reward("    return ['good' for _ in completions]\n"),
+    ),
+    Faulty(
+        "a reward that needs a column that is not there",
+        OWN,
+        ("rewards.0.name", "'level'", "answer"),
+        write("my_rewards.py", "def own(completions, level):\n    return [1.0] * len(completions)\n"),
+    ),
+    Faulty(
+        "a reward that returns None always",
+        OWN,
+        ("rewards", "None", "data.answer_column"),
+        reward("    return [None] * len(completions)\n"),
+        "warning",
+    ),
+    Faulty(
+        "a reward that is the same for everything",
+        OWN,
+        ("rewards", "nonsense", "teaches nothing"),
+        reward("    return [1.0] * len(completions)\n"),
+        "warning",
+    ),
+    Faulty("a tracker that is not installed", ("rloo.report_to=swanlab_",), ("rloo.report_to",)),
+    Faulty("a library of a tracker that is not there", ("rloo.report_to=wandb",), ("rloo.report_to", "pip install wandb")),
+    Faulty("a model's folder that is not there", ("model.name=./models/mine",), ("model.name", "no such folder")),
+    Faulty("a run's folder for its adapter", ("model.adapter=old",), ("model.adapter", "adapter_config.json")),
+    Faulty(
+        "a thinking budget for a model that does not think",
+        ("model.name=embedded/instruct", "rloo.thinking_budget=16"),
+        ("rloo.thinking_budget=null", "does not think"),
+    ),
+    Faulty(
+        "a folder that holds something else",
+        (),
+        ("outputs/run", "run.name", "run.output_dir"),
+        lambda folder: ((folder / "outputs/run").mkdir(parents=True), (folder / "outputs/run/thesis.txt").touch()),
+    ),
+    Faulty(
+        "a file in the place of outputs/",
+        (),
+        ("run.output_dir", "outputs"),
+        write("outputs", ""),
+    ),
+    Faulty(
+        "more checkpoints than the disk holds",
+        ("model.name=Qwen/Qwen3-32B", "model.lora=null", "model.max_seq_length=512", "rloo.save_total_limit=1000"),
+        ("rloo.save_total_limit", "run.output_dir"),
+    ),
+)  # fmt: skip
+
+
+def prepare(folder: Path, fault: Faulty) -> Path:
+    """The run's file, in a folder that has the fault."""
+    rows = [f"{first}+{second}=,{first + second}\n" for first in range(10, 18) for second in range(20, 28)]
+    (folder / "mine.csv").write_text("prompt,answer\n" + "".join(rows), encoding="utf-8")
+    (folder / "my_rewards.py").write_text(GOOD, encoding="utf-8")
+    (folder / "run.yaml").write_text(CONFIG, encoding="utf-8")
+    fault.make(folder)
+    return folder / "run.yaml"
+
+
+def measure(fault: Faulty) -> dict[str, object]:
+    """Seconds of the whole command `rloo-kit train`, and what it says."""
+    seconds = []
+    with tempfile.TemporaryDirectory() as place:
+        prepare(Path(place), fault)
+        command = "train" if fault.level == "error" else "config"
+        words = [sys.executable, "-m", "rloo_kit.cli", command, "run.yaml", *fault.overrides]
+        for _ in range(REPEATS):
+            started = time.perf_counter()
+            environment = os.environ | {"PYTHONPATH": str(ROOT)}
+            done = subprocess.run(words, cwd=place, capture_output=True, text=True, env=environment, check=False)
+            seconds.append(time.perf_counter() - started)
+        said = done.stderr.replace(str(Path(place).resolve()), "").strip().splitlines()
+    lines = [line for line in said if "problem" not in line.split(",")[0]]
+    return {
+        "fault": fault.name,
+        "overrides": shlex.join(fault.overrides),
+        "exit_code": done.returncode,
+        "seconds": [round(one, 2) for one in seconds],
+        "median_s": round(statistics.median(seconds), 2),
+        "message": " ".join(lines).removeprefix("rloo-kit: "),
+    }
+
+
+def main() -> int:
+    rows = [measure(fault) for fault in FAULTS]
+    lines = ["| fault | seconds | message |", "|---|---|---|"]
+    for row in rows:
+        message = str(row["message"])
+        shown = message if len(message) <= 240 else message[:240] + " ..."
+        lines.append(f"| {row['fault']} | {row['median_s']:.1f} | `{shown.replace('|', '/').replace('`', '')}` |")
+    page = ROOT / "docs" / "preflight.md"
+    text = "<!-- table: faults -->\n" + "\n".join(lines) + "\n<!-- end -->"
+    found = page.read_text(encoding="utf-8")
+    page.write_text(re.sub(r"<!-- table: faults -->.*?<!-- end -->", lambda _: text, found, flags=re.S), encoding="utf-8")
+    result = ROOT / "benchmarks" / "results" / "faults_found.json"
+    result.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Faults that were found behind the model, or behind the first evaluation: now before either, and all at once."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit.config.run import load_config
+from rloo_kit.errors import ConfigError
+from rloo_kit.preflight.cheap import FolderUse, find_faults, refuse_faults
+from rloo_kit.preflight.faults import Fault, PreflightError
+from tests.preflight.faulty import FAULTS, Faulty, prepare
+
+SOUND = Faulty("a sound run", (), ())
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def faults_of(folder: Path, fault: Faulty) -> list[Fault]:
+    """Faults of a run, those of its configuration included."""
+    file = prepare(folder, fault)
+    try:
+        run = load_config(file, *fault.overrides)
+    except ConfigError as error:
+        return [Fault("config", str(error))]
+    return find_faults(run, folder=FolderUse())
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_each_fault_is_found_with_its_key_and_its_fix(place: Path, fault: Faulty) -> None:
+    """A misspelt column cost 24 to 56 s and a download; a reward that raises, the whole first evaluation."""
+    found = faults_of(place, fault)
+    about = [one for one in found if one.level == fault.level and all(word in str(one) for word in fault.words)]
+    assert about, [str(one) for one in found]
+    assert about[0].level == "error" or not any(one.level == "error" for one in found)
+
+
+def test_a_sound_run_has_none(place: Path) -> None:
+    """A check that finds faults where there are none is switched off, and then finds nothing."""
+    assert faults_of(place, SOUND) == []
+
+
+def test_all_faults_are_reported_at_once(place: Path) -> None:
+    """One fault a try costs a try for each."""
+    overrides = ("data.answer_column=anser", "rewards=[{name: answer_rewrd}, {name: 'my_reward:own'}]")
+    with pytest.raises(PreflightError) as caught:
+        refuse_faults(load_config(prepare(place, SOUND), *overrides, "rloo.report_to=wandb"))
+    text = str(caught.value)
+    assert {fault.key for fault in caught.value.faults} >= {"rewards.0.name", "rewards.1.name", "rloo.report_to"}
+    assert "4 problems" in text and "data.answer_column" in text
+
+
+def test_a_run_that_passed_is_not_looked_at_twice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`train` looks, and then `load_policy`: each own reward would start twice. A run that was changed is another."""
+    from rloo_kit.preflight import cheap
+
+    looked: list[Any] = []
+    monkeypatch.setattr(cheap, "find_faults", lambda run, *rest: looked.append(run) or [])
+    run = load_config(prepare(place, SOUND))
+    refuse_faults(run)
+    refuse_faults(run)
+    assert len(looked) == 1
+    run.rloo.num_generations = 8
+    refuse_faults(run)
+    assert len(looked) == 2
+
+
+def test_the_notebook_gets_it_before_its_weights(place: Path) -> None:
+    """In a notebook the data are loaded after the model: a misspelt column was found behind a download."""
+    from rloo_kit import load_policy
+
+    run = load_config(prepare(place, SOUND), "data.prompt_column=promt", "model.build_seed=12345")
+    with pytest.raises(PreflightError, match="data.prompt_column"):
+        load_policy(run)  # a model of this seed is not built: that takes a minute
+
+
+def test_no_heavy_library_is_loaded(place: Path, run_fresh: Any) -> None:
+    """Importing torch takes longer than everything that is checked."""
+    file = prepare(place, Faulty("", (), ()))
+    done = run_fresh(
+        "from rloo_kit.config.run import load_config\n"
+        "from rloo_kit.preflight.cheap import find_faults\n"
+        f"run = load_config({str(file)!r}, \"rewards.0.name='my_rewards:longest'\", 'data.source={place}/mine.csv')\n"
+        "print([str(fault) for fault in find_faults(run)])\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'trl', 'numpy'} & set(sys.modules)))\n"
+    )
+    assert done.stdout.splitlines() == ["[]", "[]"], done.stdout + done.stderr
+
+
+def test_workers_of_the_check_are_ended(place: Path) -> None:
+    """The run starts its own: a worker left from the check would keep the user's module in memory twice."""
+    import psutil
+
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    run = load_config(prepare(place, SOUND), "rewards.0.name='my_rewards:longest'")
+    assert find_faults(run) == []
+    after = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    with contextlib.suppress(psutil.Error):
+        assert not [child for child in after if "worker_main" in " ".join(child.cmdline())]
+
+
+def test_a_run_is_resumed_over_its_own_folder(place: Path) -> None:
+    """`--resume` was refused because the folder holds a run, which is what it is for."""
+    run = load_config(prepare(place, SOUND))
+    folder = place / "outputs" / "run"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("# rloo-kit run 0123456789ab: x\n")
+    assert any("holds a run already" in str(fault) for fault in find_faults(run, folder=FolderUse()))
+    assert find_faults(run, folder=FolderUse(resume=True)) == []
+    assert find_faults(run, folder=FolderUse(overwrite=True)) == []
+    assert find_faults(run) == [], "who only looks does not ask whether the folder is free"
+    os.chmod(folder, 0o755)
