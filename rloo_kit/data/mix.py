@@ -26,7 +26,8 @@ def share_out(sizes: list[int], weights: list[float], most: int | None) -> list[
     >>> share_out([600, 100], [1.0, 1.0], None), share_out([600, 100], [3.0, 1.0], 50)
     ([100, 100], [38, 12])
     """
-    exact = [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
+    written = [Fraction(str(weight)) for weight in weights]  # 0.1 as a file writes it
+    exact = [weight / sum(written) for weight in written]
     total = int(min(size / share for size, share in zip(sizes, exact, strict=True)))
     total = total if most is None else min(total, most)
     counts = [int(total * share) for share in exact]

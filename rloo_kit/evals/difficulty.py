@@ -182,7 +182,8 @@ def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
     if not judged:
         raise ConfigError(
             f"rollout.difficulty_samples is {run.rollout.difficulty_samples}, but the training prompts have no "
-            "column 'answer' with answers to judge completions by: name it in data.answer_column, or set rollout.difficulty_samples=0"
+            "column 'answer' with answers to judge completions by: name it in data.answer_column, or set "
+            "rollout.difficulty_samples=0"
         )
     low, high = run.rollout.min_pass_rate, run.rollout.max_pass_rate
     prompts = list(dataset["prompt"])

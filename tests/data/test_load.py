@@ -2,9 +2,6 @@
 
 import copy
 import csv
-import json
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +12,6 @@ from tokenizers import processors
 from rloo_kit.data.load import Data, load_data
 from rloo_kit.errors import ConfigError, DataError
 from tests.data.conftest import jsonl, rendered
-
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": number % 3} for number in range(20)]
 
@@ -281,7 +277,10 @@ def test_columns_that_the_trainer_uses_itself(make_run, tiny_tokenizer, capsys):
 def test_image_columns_are_refused(make_run, write, tiny_tokenizer, column):
     """They were dropped with a note, and the run trained on questions about pictures that nobody showed."""
     text = f"column '{column}' holds images, by its name; rloo-kit trains on text. Remove the column"
-    for path in (write("rows.jsonl", jsonl({"prompt": "a", column: None})), write("rows.csv", f"prompt,{column}\na,b\n")):
+    for path in (
+        write("rows.jsonl", jsonl({"prompt": "a", column: None})),
+        write("rows.csv", f"prompt,{column}\na,b\n"),
+    ):
         with pytest.raises(DataError, match=text):
             load_data(make_run(path), tiny_tokenizer)
     with pytest.raises(DataError, match=text):
@@ -391,27 +390,28 @@ def test_num_prompts_draws_from_the_whole_source(make_run, tiny_tokenizer):
     assert len(set(numbers)) == 20 and numbers == sorted(numbers) and max(numbers) > 100
 
 
+LIMITS = ("data.test_size", "data.test_source", "data.num_prompts", "data.max_prompt_length")
+
+
 @pytest.mark.parametrize(
-    ("settings", "helps"),
+    ("settings", "long", "helps"),
     [
-        ({"test_size": 20}, {"data.test_size to at most 19", "data.test_source"}),
-        ({"test_size": 20, "num_prompts": 600}, {"data.test_size to at most 19", "data.test_source"}),
-        (
-            {"test_size": 4, "num_prompts": 5, "max_prompt_length": 48},
-            {"data.test_size to at most", "data.test_source", "data.num_prompts", "data.max_prompt_length"},
-        ),
+        ({"test_size": 20}, 0, LIMITS[:2]),
+        ({"test_size": 600, "num_prompts": 601}, 0, LIMITS[:2]),
+        ({"test_size": 10, "num_prompts": 15}, 12, LIMITS),
+        ({"test_size": 0.5}, 19, LIMITS[1::2]),
     ],
 )
-def test_nothing_left_to_train_on(make_run, tiny_tokenizer, settings, helps):
+def test_nothing_left_to_train_on(make_run, tiny_tokenizer, settings, long, helps):
     """`test_size: 1000` on a file of 20 rows gave an empty training set, and a trainer that fell over it. Raising
-    data.num_prompts was the advice where it was null, and on files of fewer rows."""
-    rows = [{"prompt": row["prompt"] + ("1" * (number % 2))} for number, row in enumerate(ROWS)]
+    data.num_prompts was the advice where it was null, and on a file of 600 rows."""
+    rows = [{"prompt": row["prompt"] + "1" * 99 * (place < long)} for place, row in enumerate(ROWS)]
+    limit = len(tiny_tokenizer(rendered("10+1="))["input_ids"])
     with pytest.raises(DataError, match="different prompts, and data.test_size=.* none is left") as caught:
-        load_data(make_run(**settings), tiny_tokenizer, rows=rows)
-    keys = ("data.test_size to at most", "data.test_source", "data.num_prompts", "data.max_prompt_length")
+        load_data(make_run(**settings, max_prompt_length=limit), tiny_tokenizer, rows=rows)
     advice = str(caught.value).partition("to train on.")[2]
-    assert all(text in advice.lower() for text in helps)
-    assert {key for key in keys if key in advice.lower()} == {next(k for k in keys if text.startswith(k)) for text in helps}
+    assert {key for key in LIMITS if key in advice} == set(helps)
+    assert long or "data.test_size to at most 19" in advice
 
 
 def test_family_and_options_reach_the_template(make_run, tiny_tokenizer):
