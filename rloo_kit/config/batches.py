@@ -120,7 +120,7 @@ def check_prompts(run: "RunConfig", prompts: int | None = None) -> None:
     if prompts is None:
         if run.data.num_prompts is None:
             return
-        size = run.data.test_size
+        size = 0 if run.data.separate_test else run.data.test_size
         prompts = run.data.num_prompts - (int(size) if size >= 1 else size > 0)
     rloo = run.rloo
     passes_key = "steps_per_generation" if rloo.steps_per_generation else "gradient_accumulation_steps"

@@ -46,6 +46,8 @@ _ADVICE = {name: _INSTEAD[names] for names in _INSTEAD for name in names.split()
 # Tokens that close a thought in Qwen3's vocabulary: the tag; or the sentence of its report, the tag, a blank line.
 CLOSE_TOKENS = {"tag": 1, "sentence": 24}
 
+FILE_KINDS = (".jsonl", ".csv", ".parquet")  # of rows of data
+
 VLLM_TEMPERATURE = 2.0  # the highest that vLLM takes
 VLLM_LEAST_TEMPERATURE = 0.01  # above 0; vLLM samples at this one where a lower one is asked for
 
@@ -167,6 +169,39 @@ def find_temperature_problems(engine: str, temperatures: Mapping[str, float], en
         for key, value in temperatures.items()
         if value > high or 0 < value < low
     ]
+
+
+def find_test_problem(source: str | None, test_source: str | None, split: str, test_split: str | None) -> str | None:
+    """Why the held-out prompts cannot be read from where `data` says; `source` is None for a mix.
+
+    >>> find_test_problem("rows.csv", None, "train", "test")
+    "test_split is 'test', but rows.csv is a file and has no splits; set data.test_source to the file of the test set"
+    """
+    if test_source is None and test_split is None:
+        return None
+    read = test_source or source
+    if read is None:
+        return "test_split names a split of data.source, and data.sources is a mix; set data.test_source too"
+    if read.startswith("embedded/"):
+        name = "test_split" if test_source is None else "test_source"
+        return f"{name} is set, but {read} has no test set of its own; remove data.{name}, and data.test_size splits"
+    if read.lower().endswith(FILE_KINDS):
+        if test_source is None:
+            return (
+                f"test_split is {test_split!r}, but {read} is a file and has no splits; set data.test_source to the "
+                "file of the test set"
+            )
+        if test_split is not None:
+            return f"test_split is {test_split!r}, but test_source is the file {read}; remove data.test_split"
+        same = read == source
+    else:
+        same = read == source and split == (test_split or "test")
+    if same:
+        return (
+            f"the held-out prompts are to come from {read}, which is what is trained on; remove data.test_source and "
+            "data.test_split, and data.test_size splits, or name another split"
+        )
+    return None
 
 
 def _find_ratio_problems(values: Mapping[str, Any], prefix: str) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from rloo_kit.config.checks import find_temperature_problems
+from rloo_kit.config.checks import FILE_KINDS, find_temperature_problems
 from rloo_kit.config.messages import explain_error, explain_errors
 from rloo_kit.config.old_names import CONFIG_NAMES, forget_overruled, translate_file
 from rloo_kit.config.schema import (
@@ -77,13 +77,8 @@ class RunConfig(Section):
     def _check_sections_together(self) -> "RunConfig":
         problems = [*self._find_length_problems(), *self._find_reward_problems()]
         problems += self.find_vllm_problems(self.rollout.engine)
-        own_file = self.data.source.lower().endswith((".jsonl", ".csv", ".parquet"))  # may well hold additions
-        if self.model.is_embedded and self.data.source != "embedded/addition" and not own_file:
-            problems.append(
-                f"model.name is {self.model.name}, which knows only addition, but data.source is {self.data.source}; "
-                "set data.source=embedded/addition, a file of additions of your own, or another model.name"
-            )
-        if self.run.evaluate and self.data.test_size == 0:
+        problems += self._find_source_problems()
+        if self.run.evaluate and self.data.test_size == 0 and not self.data.separate_test:
             problems.append(
                 "run.evaluate is true, but data.test_size is 0: there is nothing to measure on; set data.test_size "
                 "above 0 or run.evaluate=false"
@@ -91,6 +86,20 @@ class RunConfig(Section):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _find_source_problems(self) -> list[str]:
+        def may_add(source: str) -> bool:  # a file or folder of the user's may well hold additions
+            return source.lower().endswith(FILE_KINDS) or source.startswith((".", "/", "~"))
+
+        if not self.model.is_embedded:
+            return []
+        others = [name for name in self.data.all_sources if name != "embedded/addition" and not may_add(name)]
+        return [
+            f"model.name is {self.model.name}, which knows only addition, but "
+            f"data.{'sources has' if self.data.sources else 'source is'} {name}; set data.source=embedded/addition, a "
+            "file or folder (./name) of additions of your own, or another model.name"
+            for name in others
+        ]
 
     def _find_length_problems(self) -> list[str]:
         prompt, limit = self.data.max_prompt_length, self.model.max_seq_length

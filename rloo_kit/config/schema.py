@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 from rloo_kit.config.batches import check_generation_batch
-from rloo_kit.config.checks import find_loop_problems, find_server_problems
+from rloo_kit.config.checks import find_loop_problems, find_server_problems, find_test_problem
 from rloo_kit.config.messages import accepts_bool, describe_type, explain_error
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.processes import count_processes
@@ -191,30 +191,80 @@ class ModelSection(Section):
         return self
 
 
+class SourceSection(Section):
+    """One source of a mix."""
+
+    prefix: ClassVar[str] = "data.sources.N."
+    source: str = Field(min_length=1, description="as data.source")
+    weight: float = key(1.0, "rows are drawn in proportion to the weights", gt=0)
+    subset: str | None = key(None, "null: data.subset")
+    split: str | None = key(None, "null: data.split")
+    prompt_column: str | None = key(None, "null: data.prompt_column", min_length=1)
+    answer_column: str | None = key(None, "null: data.answer_column", min_length=1)
+    answer_after: str | None = key(None, "null: data.answer_after", min_length=1)
+
+
 class DataSection(Section):
     """Prompts: where they come from, which columns, how they are split."""
 
     prefix: ClassVar[str] = "data."
-    source: str = Field(min_length=1, description="embedded/addition, a hub id, or a .jsonl, .csv or .parquet path")
+    source: str | None = key(
+        None,
+        "required unless sources is set: embedded/addition, a hub id, a .jsonl, .csv or .parquet path, or a folder of "
+        "save_to_disk",
+        min_length=1,
+    )
+    sources: list[SourceSection] | None = key(None, "instead of source: several, mixed; see below", min_length=1)
     subset: str | None = key(None, "hub sources only: the configuration's name, 'main' for gsm8k")
-    split: str = key("train", "hub sources only: the split that is read")
+    split: str = key("train", "hub ids and save_to_disk folders: the split that is read")
+    test_source: str | None = key(
+        None, "where the held-out prompts come from, as source; null: from source itself", min_length=1
+    )
+    test_split: str | None = key(
+        None, "hub ids and save_to_disk folders: the split that is held out; null: test, where test_source is set",
+        min_length=1,
+    )  # fmt: skip
     prompt_column: str = key("prompt", "column with the prompt, text or messages", min_length=1)
     answer_column: str = key("answer", "column with the gold answer", min_length=1)
     answer_after: str | None = key(
         None, "the gold answer is what follows the last such marker, '####' for gsm8k", min_length=1
     )
     system_prompt: str | None = key(None, "system message put before every prompt")
-    num_prompts: Count | None = key(None, "read at most so many prompts, test included; null for all")
-    test_size: int | float = key(0.1, "held-out prompts: a number, or a share below 1", ge=0)
+    num_prompts: Count | None = key(
+        None, "read at most so many prompts, test included (not those of test_source or test_split); null for all"
+    )
+    test_size: int | float = key(
+        0.1, "held-out prompts: a number, or a share below 1; of test_source or test_split a number, below 1 all", ge=0
+    )
     max_prompt_length: Count = key(256, "tokens of a prompt, template included")
     too_long: Literal["drop", "refuse"] = key("drop", "what happens to longer prompts")
     seed: int = key(0, "seed of the split", ge=0, lt=2**32)
+
+    @property
+    def all_sources(self) -> list[str]:
+        """`source`, or those of the mix."""
+        return [entry.source for entry in self.sources] if self.sources else [str(self.source)]
+
+    @property
+    def separate_test(self) -> bool:
+        """Whether the held-out prompts are read on their own, and not split off."""
+        return self.test_source is not None or self.test_split is not None
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> "DataSection":
+        if (self.source is None) == (self.sources is None):
+            found = "neither source nor sources is there" if self.source is None else "source and sources are both set"
+            raise ValueError(f"{found}; give one of the two: data.source=..., or data.sources for a mix")
+        problem = find_test_problem(self.source, self.test_source, self.split, self.test_split)
+        if problem:
+            raise ValueError(problem)
+        return self
 
     @model_validator(mode="after")
     def _check_test_size(self) -> "DataSection":
         if isinstance(self.test_size, float) and self.test_size >= 1 and self.test_size != int(self.test_size):
             raise ValueError(f"test_size is {self.test_size}; a share is below 1, a number of prompts is whole")
-        if self.num_prompts is not None and self.test_size >= self.num_prompts:
+        if self.num_prompts is not None and self.test_size >= self.num_prompts and not self.separate_test:
             raise ValueError(
                 f"test_size ({self.test_size}) leaves none of num_prompts ({self.num_prompts}) to train on; "
                 "lower data.test_size or raise data.num_prompts"

@@ -1,23 +1,19 @@
 """From a data source to the two datasets of a run: read, drawn, rendered, checked, split over distinct prompts."""
 
-import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rloo_kit import _stack
 from rloo_kit.collective import main_first
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection
-from rloo_kit.data.chat import refuse_surrogates, render_prompt, resolve_family, thinks
-from rloo_kit.data.sources import Columns, DataSource, find_file, read_file, read_hub, read_rows, select_rows
-from rloo_kit.data.tasks import addition_rows
+from rloo_kit.data.chat import render_prompt, resolve_family, thinks
+from rloo_kit.data.columns import DataSource
+from rloo_kit.data.reading import read_test, read_training
+from rloo_kit.data.tables import to_dataset
 from rloo_kit.errors import DataError
 from rloo_kit.system.processes import say
-
-EMBEDDED_SOURCE = "embedded/addition"
-EMBEDDED_PROMPTS = 10_000  # if data.num_prompts is null
-REWARDS_WITH_ANSWERS = ("answer_reward", "math_answer_reward")
 
 
 @dataclass
@@ -25,8 +21,9 @@ class Data:
     """The prompts of a run.
 
     Attributes:
-        train: datasets.Dataset with `prompt` (rendered text), `answer` (text, if the source has it), other columns.
-        test: the same columns; its prompts are distinct, and none is in `train`.
+        train: datasets.Dataset with `prompt` (rendered text), `answer` (text, or None for a row without one; if the
+            source has it), other columns.
+        test: the same, with the columns of its own source; its prompts are distinct, and none is in `train`.
         dropped: prompts left out because they were too long.
         notes: what was left out or replaced, in sentences.
     """
@@ -45,7 +42,7 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
     """The training and test prompts of a run.
 
     Args:
-        run: reads `data`, `model.name`, `model.family`, `model.enable_thinking` and the names in `rewards`.
+        run: reads `data`, `model.name`, `model.family`, `model.enable_thinking`, and names and weights in `rewards`.
         tokenizer: the policy's.
         rows: prompts in Python instead of `data.source`: a list of dicts or of bare prompts, or a `datasets.Dataset`,
             with the column names of `data`.
@@ -59,83 +56,38 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
     """
     family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
     with main_first():  # downloads and conversions are then cached for the other processes
-        found = _read(run, rows, thinks(family, run.model.enable_thinking))
-    source = _draw(found, run.data.num_prompts, run.data.seed)
+        source = read_training(run, rows, thinks(family, run.model.enable_thinking))
+        held_out = read_test(run)
     notes = list(source.notes)
-    texts = [_render(run, tokenizer, family, source, row) for row in range(len(source.prompts))]
-    answers = _answers(run, source)
+    texts = [render_row(run, tokenizer, family, source, row) for row in range(len(source))]
     fitting = _fitting_rows(run, tokenizer, source, texts, notes)
     dropped = len(texts) - len(fitting)
-    train_rows, test_rows = _split(source, fitting, run.data, notes)
-    data = Data(
-        train=_dataset(source, texts, answers, train_rows),
-        test=_dataset(source, texts, answers, test_rows),
-        dropped=dropped,
-        notes=notes,
-    )
+    if held_out is None:
+        train_rows, test_rows = _split(source, fitting, run.data, notes)
+        train, test = _datasets(source, texts, train_rows, test_rows)
+    else:
+        notes += held_out.notes
+        test_texts = [render_row(run, tokenizer, family, held_out, row) for row in range(len(held_out))]
+        test_fitting = _fitting_rows(run, tokenizer, held_out, test_texts, notes)
+        dropped += len(test_texts) - len(test_fitting)
+        train_rows, test_rows = _hold_out(source, fitting, held_out, test_fitting, run.data, notes)
+        (train,) = _datasets(source, texts, train_rows)
+        (test,) = _datasets(held_out, test_texts, test_rows)
     for note in notes:
         say(f"data: {note}")
-    return data
+    return Data(train=train, test=test, dropped=dropped, notes=notes)
 
 
-def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
-    answer = run.data.answer_column
-    compared = any(reward.name in REWARDS_WITH_ANSWERS for reward in run.rewards)
-    named = answer != type(run.data).model_fields["answer_column"].default or run.data.answer_after is not None
-    columns = Columns(prompt=run.data.prompt_column, answer=answer, answer_required=compared or named)
-    if rows is not None:
-        return read_rows(rows, columns)
-    if run.data.source == EMBEDDED_SOURCE:
-        drawn = addition_rows(run.data.num_prompts or EMBEDDED_PROMPTS, run.data.seed, thinking)
-        return read_rows(drawn, Columns())
-    if run.data.source.startswith("embedded/"):
-        raise DataError(f"data.source: no embedded task '{run.data.source}'; there is {EMBEDDED_SOURCE}")
-    path = find_file(run.data.source, run.source)
-    if path is not None:
-        return read_file(path, columns)
-    return read_hub(run.data.source, run.data.subset, run.data.split, columns)
+def render_row(run: RunConfig, tokenizer: Any, family: str, source: DataSource, row: int) -> str:
+    """The text that the model reads for one row; raises DataError with its file and line where it cannot be rendered.
 
-
-def _draw(source: DataSource, num_prompts: int | None, seed: int) -> DataSource:
-    """`num_prompts` rows, drawn without replacement, in the source's order."""
-    total = len(source.prompts)
-    if num_prompts is None or num_prompts >= total:
-        return source
-    return select_rows(source, sorted(random.Random(f"draw-{seed}").sample(range(total), num_prompts)))
-
-
-def _render(run: RunConfig, tokenizer: Any, family: str, source: DataSource, row: int) -> str:
+    `family` is that of `resolve_family`.
+    """
     try:
         return render_prompt(tokenizer, source.prompts[row], family, run.model.enable_thinking, run.data.system_prompt)
     except DataError as error:
-        raise DataError(f"{source.where(row)}: {error} (data.prompt_column: {run.data.prompt_column})") from error
-
-
-def _answers(run: RunConfig, source: DataSource) -> list[str] | None:
-    """The gold answers as text; None if the source has none."""
-    if source.answers is None:
-        return None
-    return [_answer(value, run.data, source.where(row)) for row, value in enumerate(source.answers)]
-
-
-def _answer(value: Any, section: DataSection, where: str) -> str:
-    column = f"data.answer_column: {section.answer_column}"
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not isinstance(value, str) and not (number and (isinstance(value, int) or math.isfinite(value))):
-        what = "no answer" if number or value is None else f"an answer of type {type(value).__name__}"
-        raise DataError(f"{where}: {what}; each row needs a text or a number ({column})")
-    try:
-        text = str(value).strip()
-    except ValueError:  # Python writes no number of more than 4300 digits
-        raise DataError(f"{where}: the answer has thousands of digits; give it as text ({column})") from None
-    if section.answer_after is not None:
-        _, found, text = text.rpartition(section.answer_after)
-        if not found:
-            raise DataError(f"{where}: the answer has no {section.answer_after!r} in it (data.answer_after; {column})")
-    if not text.strip():
-        raise DataError(f"{where}: the answer is empty ({column})")
-    refuse_surrogates(text, f"{where}: the answer")
-    return text.strip()
+        key = "prompt_column of data.sources" if source.is_mix else f"data.prompt_column: {run.data.prompt_column}"
+        raise DataError(f"{source.where(row)}: {error} ({key})") from error
 
 
 def _fitting_rows(run: RunConfig, tokenizer: Any, source: DataSource, texts: list[str], notes: list[str]) -> list[int]:
@@ -170,18 +122,15 @@ def _refuse_appended_eos(tokenizer: Any, text: str, ids: list[int]) -> None:
 
 def _split(source: DataSource, rows: list[int], section: DataSection, notes: list[str]) -> tuple[list[int], list[int]]:
     """Training rows in order, test rows shuffled; no prompt is on both sides."""
-    groups: dict[Any, list[int]] = {}
-    for row in rows:
-        groups.setdefault(_identity(source.prompts[row]), []).append(row)
+    groups = _group(source, rows)
     size = section.test_size
     wanted = int(size) if size >= 1 else max(round(size * len(groups)), 1 if size > 0 else 0)
     if wanted >= len(groups):
         raise DataError(
             f"{source.name} has {len(groups)} different prompts, and data.test_size={size} holds {wanted} of them out: "
-            "none is left to train on. Lower data.test_size or raise data.num_prompts"
+            f"none is left to train on. {_ways_out(source, len(groups), len(source) - len(rows))}"
         )
-    keys = list(groups)
-    random.Random(f"split-{section.seed}").shuffle(keys)
+    keys = _shuffled(groups, section.seed)
     held_out = keys[:wanted]
     test = [groups[key][0] for key in held_out]
     train = sorted(row for key in keys[wanted:] for row in groups[key])
@@ -194,17 +143,79 @@ def _split(source: DataSource, rows: list[int], section: DataSection, notes: lis
     return train, test
 
 
+def _ways_out(source: DataSource, prompts: int, dropped: int) -> str:
+    """What gives a run prompts to train on: only what helps with this source."""
+    ways = ["set data.test_source to hold out prompts of another file"]
+    if prompts > 1:
+        ways.insert(0, f"lower data.test_size to at most {prompts - 1}")
+    if source.rows_left:
+        ways.append("raise data.num_prompts, which left rows out")
+    if dropped:
+        ways.append(f"raise data.max_prompt_length, which dropped {dropped}")
+    text = f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
+    return text[0].upper() + text[1:]
+
+
+def _hold_out(
+    source: DataSource,
+    rows: list[int],
+    held_out: DataSource,
+    test_rows: list[int],
+    section: DataSection,
+    notes: list[str],
+) -> tuple[list[int], list[int]]:
+    """Rows of the source to train on, and of the test source, shuffled and distinct, `data.test_size` of them if that
+    is a number; no prompt is on both sides."""
+    groups = _group(held_out, test_rows)
+    keys = _shuffled(groups, section.seed)
+    if section.test_size >= 1:
+        keys = keys[: int(section.test_size)]
+    if len(groups) < len(test_rows):
+        notes.append(f"{len(test_rows) - len(groups)} repeats of held-out prompts are left out of {held_out.name}")
+    known = set(keys)
+    train = [row for row in rows if _identity(source.prompts[row]) not in known]
+    both = len(rows) - len(train)
+    if not train:
+        raise DataError(
+            f"all {both} training prompts of {source.name} are held-out prompts of {held_out.name} too: none is left "
+            "to train on. Name another file or split in data.test_source or data.test_split"
+        )
+    if both:
+        notes.append(f"{both} rows of {source.name} are left out of training: their prompts are held out too")
+    return train, [groups[key][0] for key in keys]
+
+
+def _group(source: DataSource, rows: list[int]) -> dict[Any, list[int]]:
+    """The rows of each different prompt, in order."""
+    groups: dict[Any, list[int]] = {}
+    for row in rows:
+        groups.setdefault(_identity(source.prompts[row]), []).append(row)
+    return groups
+
+
+def _shuffled(groups: dict[Any, list[int]], seed: int) -> list[Any]:
+    keys = list(groups)
+    random.Random(f"split-{seed}").shuffle(keys)
+    return keys
+
+
 def _identity(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
     """What distinguishes prompts: roles and words, not white space."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return tuple((message["role"], " ".join(message["content"].split())) for message in messages)
 
 
-def _dataset(source: DataSource, texts: list[str], answers: list[str] | None, rows: list[int]) -> Any:
+def _datasets(source: DataSource, texts: list[str], *sides: list[int]) -> list[Any]:
+    """A dataset of the rows of each side; a column has one type on all sides."""
+    table = replace(source, others=to_dataset(source.others, source.name))
+    return [_dataset(table, texts, rows) for rows in sides]
+
+
+def _dataset(source: DataSource, texts: list[str], rows: list[int]) -> Any:
     datasets = _stack.load_stack().datasets
-    columns = {"prompt": [texts[row] for row in rows]}
-    if answers is not None:
-        columns["answer"] = [answers[row] for row in rows]
+    columns: dict[str, list[Any]] = {"prompt": [texts[row] for row in rows]}
+    if source.answers is not None:
+        columns["answer"] = [source.answers[row] for row in rows]
     features = datasets.Features({name: datasets.Value("string") for name in columns})
     table = datasets.Dataset.from_dict(columns, features=features)
     if source.others is None:

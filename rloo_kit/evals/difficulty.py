@@ -177,17 +177,23 @@ def fingerprint(model: Any) -> str:
 
 def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
     """The rows to keep, and how many were too hard or too easy; prints both."""
-    if "answer" not in dataset.column_names:
+    answers = list(dataset["answer"]) if "answer" in dataset.column_names else []
+    judged = [row for row, answer in enumerate(answers) if answer is not None]  # the others are trained on as they are
+    if not judged:
         raise ConfigError(
-            f"rollout.difficulty_samples is {run.rollout.difficulty_samples}, but the training prompts have no column "
-            "'answer' to judge completions by: name it in data.answer_column, or set rollout.difficulty_samples=0"
+            f"rollout.difficulty_samples is {run.rollout.difficulty_samples}, but the training prompts have no "
+            "column 'answer' with answers to judge completions by: name it in data.answer_column, or set "
+            "rollout.difficulty_samples=0"
         )
     low, high = run.rollout.min_pass_rate, run.rollout.max_pass_rate
-    rates, cached = measure_pass_rates(run, policy, list(dataset["prompt"]), list(dataset["answer"]))
-    kept = [row for row, rate in enumerate(rates) if low < rate < high]
+    prompts = list(dataset["prompt"])
+    rates, cached = measure_pass_rates(run, policy, [prompts[row] for row in judged], [answers[row] for row in judged])
+    skipped = {row for row, rate in zip(judged, rates, strict=True) if not low < rate < high}
+    kept = [row for row in range(len(prompts)) if row not in skipped]
     hard, easy = (sum(rate <= low for rate in rates), sum(rate >= high for rate in rates))
+    which = "training prompts with an answer" if len(rates) < len(prompts) else "training prompts"
     found = (
-        f"of {len(rates)} training prompts, {hard} have a pass rate of at most {low:g} (rollout.min_pass_rate) and "
+        f"of {len(rates)} {which}, {hard} have a pass rate of at most {low:g} (rollout.min_pass_rate) and "
         f"{easy} of at least {high:g} (rollout.max_pass_rate)"
     )
     measured = f"{run.rollout.difficulty_samples} completions each"
@@ -234,7 +240,7 @@ def _measure(
         )
         judge.gold = [answer for _, answer in chunk]
         verdicts = judge.judge(completions) or []
-        rights = [sum(verdicts[at : at + samples]) for at in range(0, len(verdicts), samples)]
+        rights = [sum(map(bool, verdicts[at : at + samples])) for at in range(0, len(verdicts), samples)]
         cache.add([(*pair, right) for pair, right in zip(chunk, rights, strict=True)])
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from rloo_kit.collective import gather_lists, share, share_of
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
+from rloo_kit.data.answers import REWARDS_WITH_ANSWERS, is_missing
 from rloo_kit.data.chat import thinks
-from rloo_kit.data.load import REWARDS_WITH_ANSWERS
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.evaluation import Evaluation
@@ -66,7 +66,7 @@ class AnswerJudge:
 
     Args:
         run: reads `rewards`, `model` and `rloo`. tokenizer: the policy's.
-        gold: the right answer of each prompt; None if there are none.
+        gold: the right answer of each prompt, None for one without; None if there are none.
 
     Attributes:
         unscored: completions so far that the reward could not judge; they count as wrong.
@@ -74,18 +74,21 @@ class AnswerJudge:
 
     def __init__(self, run: RunConfig, tokenizer: Any, gold: list[Any] | None) -> None:
         self.unscored = 0
-        self.gold = gold
+        self.gold = None if gold is None or all(map(is_missing, gold)) else gold
         entry = next((entry for entry in run.rewards if entry.name in REWARDS_WITH_ANSWERS), None)
         entry = entry or RewardSection(name="answer_reward")
-        self.reward = None if gold is None else build_reward(run, tokenizer, entry)
+        self.reward = None if self.gold is None else build_reward(run, tokenizer, entry)
 
-    def judge(self, completions: list[Completion]) -> list[bool] | None:
-        """One verdict per completion, by the answer of its `prompt_index`; None without gold answers."""
+    def judge(self, completions: list[Completion]) -> list[bool | None] | None:
+        """One verdict per completion, by the answer of its `prompt_index`, None where that has none; None without gold
+        answers."""
         if self.reward is None or self.gold is None:
             return None
-        verdicts: list[bool] = []
-        for start in range(0, len(completions), JUDGED_AT_ONCE):
-            batch = completions[start : start + JUDGED_AT_ONCE]
+        verdicts: list[bool | None] = [None] * len(completions)
+        judged = [place for place, done in enumerate(completions) if not is_missing(self.gold[done.prompt_index])]
+        for start in range(0, len(judged), JUDGED_AT_ONCE):
+            places = judged[start : start + JUDGED_AT_ONCE]
+            batch = [completions[place] for place in places]
             scores = self.reward(
                 prompts=[""] * len(batch),
                 completions=[completion.text for completion in batch],
@@ -94,7 +97,8 @@ class AnswerJudge:
                 thinking_forced=[completion.forced for completion in batch],
             )
             self.unscored += sum(score is None or math.isnan(score) for score in scores)
-            verdicts += [score == 1.0 for score in scores]
+            for place, score in zip(places, scores, strict=True):
+                verdicts[place] = score == 1.0
         return verdicts
 
     def close(self) -> None:
@@ -160,7 +164,8 @@ def _measure_sampled(
     if verdicts is not None:
         measured.per_prompt = _per_prompt(verdicts, num_samples)
         measured.accuracy, measured.low, measured.high = clustered(measured.per_prompt, num_samples)
-        rights = [sum(verdicts[start : start + num_samples]) for start in range(0, len(verdicts), num_samples)]
+        measured.num_judged = len(measured.per_prompt)
+        rights = [round(share * num_samples) for share in measured.per_prompt]
         measured.pass_at_k = {
             k: _mean([pass_at_k(right, num_samples, k) for right in rights]) for k in sorted(set(run.eval.pass_at_k))
         }
@@ -191,14 +196,15 @@ def _measure_budget(run: RunConfig, judge: AnswerJudge, generate: _Generator, bu
     forced = [completion.forced for completion in completions]
     entry: dict[str, Any] = {"budget": budget, "forced_share": _mean(forced)}
     for prefix, sides in (("", (True, False)), ("forced_", (True,)), ("unforced_", (False,))):
-        chosen = [float(v) for v, closed in zip(verdicts or [], forced, strict=verdicts is not None) if closed in sides]
+        pairs = zip(verdicts or [], forced, strict=verdicts is not None)
+        chosen = [float(verdict) for verdict, closed in pairs if closed in sides and verdict is not None]
         estimate = clustered(chosen, 1) if chosen else (None, None, None)
         entry |= dict(zip((f"{prefix}accuracy", f"{prefix}low", f"{prefix}high"), estimate, strict=True))
     return entry
 
 
 def _samples(
-    run: RunConfig, policy: Policy, dataset: Any, completions: list[Completion], verdicts: list[bool] | None
+    run: RunConfig, policy: Policy, dataset: Any, completions: list[Completion], verdicts: list[bool | None] | None
 ) -> list[dict[str, Any]]:
     """The first completion of each of the first prompts, split into thinking and answer."""
     samples = []
@@ -257,13 +263,15 @@ def _check_budgets(run: RunConfig, policy: Policy) -> None:
         )
 
 
-def _judge(judge: AnswerJudge, completions: list[Completion]) -> list[bool] | None:
+def _judge(judge: AnswerJudge, completions: list[Completion]) -> list[bool | None] | None:
     """One verdict per completion, the main process's in all: a time limit may expire in one process only."""
     return share(judge.judge(completions) if is_main_process() else None)
 
 
-def _per_prompt(verdicts: list[bool], num_samples: int) -> list[float]:
-    return [_mean(verdicts[start : start + num_samples]) for start in range(0, len(verdicts), num_samples)]
+def _per_prompt(verdicts: list[bool | None], num_samples: int) -> list[float]:
+    """The share of right completions of each prompt that has an answer, in order."""
+    starts = (start for start in range(0, len(verdicts), num_samples) if verdicts[start] is not None)
+    return [_mean(verdicts[start : start + num_samples]) for start in starts]
 
 
 def _mean(values: list[Any]) -> float:

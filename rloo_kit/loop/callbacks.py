@@ -16,7 +16,7 @@ from rich.text import Text
 from transformers import ProgressCallback, TrainerCallback
 
 from rloo_kit.collective import any_of, gather_lists, share
-from rloo_kit.data.load import REWARDS_WITH_ANSWERS
+from rloo_kit.data.answers import REWARDS_WITH_ANSWERS
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
 from rloo_kit.runs.health import Finding, LearningSignalWatch
 from rloo_kit.runs.rollouts import Rollouts

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rloo_kit.data.load import REWARDS_WITH_ANSWERS
+from rloo_kit.data.answers import REWARDS_WITH_ANSWERS
 from rloo_kit.gradient.advantages import Advantages, AdvantageSettings, kl_charge, tied_groups
 from rloo_kit.gradient.objective import sum_rows
 from rloo_kit.loop.records import RolloutBatch, StepStats, pick
@@ -248,20 +248,20 @@ def thinking_metrics(forced: torch.Tensor, answers: torch.Tensor | None) -> dict
 
     Args:
         forced: (A,) bool, whether the budget closed the completion's thinking.
-        answers: (A,), the answer reward's values (`find_answer_column`); one that is NaN counts as wrong.
+        answers: (A,), the answer reward's values (`find_answer_column`); NaN, where it does not apply, is left out.
 
     Returns:
         The metrics; an accuracy over no completions at all is NaN, which TRL's log leaves out.
 
     >>> thinking_metrics(torch.tensor([True, False, False, False]), torch.tensor([0.0, 1.0, 1.0, float("nan")]))
-    {'thinking/forced_ratio': 0.25, 'thinking/forced_accuracy': 0.0, 'thinking/unforced_accuracy': 0.6666666865348816}
+    {'thinking/forced_ratio': 0.25, 'thinking/forced_accuracy': 0.0, 'thinking/unforced_accuracy': 1.0}
     """
     forced = forced.bool()
     metrics = {"thinking/forced_ratio": forced.float().mean().item()}
     if answers is not None:
-        right = (answers == 1.0).float()
-        metrics["thinking/forced_accuracy"] = right[forced].mean().item()
-        metrics["thinking/unforced_accuracy"] = right[~forced].mean().item()
+        judged, right = ~answers.isnan(), (answers == 1.0).float()
+        metrics["thinking/forced_accuracy"] = right[forced & judged].mean().item()
+        metrics["thinking/unforced_accuracy"] = right[~forced & judged].mean().item()
     return metrics
 
 

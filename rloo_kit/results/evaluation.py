@@ -56,6 +56,7 @@ class Evaluation:
     Attributes:
         label: a word for tables ("before").
         num_prompts, num_samples, temperature, max_completion_length: how it was measured.
+        num_judged: prompts with a right answer, over which every accuracy is; None: all, or no accuracy.
         accuracy, low, high: share of right completions with its 95 % interval; None without an answer column.
         greedy_accuracy, greedy_low, greedy_high: the same at temperature 0; None if not asked for.
         pass_at_k: k -> chance that one of k completions is right.
@@ -71,7 +72,7 @@ class Evaluation:
         unscored: completions that the answer reward could not judge; they count as wrong.
         seconds: how long it took.
         prompts_digest: equal for evaluations of the same prompts.
-        per_prompt, greedy_per_prompt: share of right completions of each prompt, for paired comparison.
+        per_prompt, greedy_per_prompt: share of right completions of each prompt with an answer, for paired comparison.
     """
 
     label: str
@@ -97,6 +98,12 @@ class Evaluation:
     prompts_digest: str = ""
     per_prompt: list[Share] | None = None
     greedy_per_prompt: list[Share] | None = None
+    num_judged: Number | None = None
+
+    @property
+    def prompts_compared(self) -> int:
+        """The prompts that an accuracy is over."""
+        return self.num_prompts if self.num_judged is None else self.num_judged
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` reads them back to an equal object."""
@@ -114,8 +121,8 @@ class Evaluation:
             if None in interval and interval != [None] * 3:
                 raise ValueError(f"an accuracy has its interval: {prefix}accuracy, low and high are {interval}")
         for shares in (found.per_prompt, found.greedy_per_prompt):
-            if shares is not None and len(shares) != found.num_prompts:
-                raise ValueError(f"{len(shares)} prompts have a share, of {found.num_prompts}")
+            if shares is not None and len(shares) != found.prompts_compared:
+                raise ValueError(f"{len(shares)} prompts have a share, of {found.prompts_compared}")
         return found
 
     @classmethod
@@ -133,6 +140,8 @@ class Evaluation:
         """Name and value of each measure, as text for a table."""
         sampled = f"accuracy, temperature {self.temperature:g}"
         rows = [(sampled, _with_interval(self.accuracy, self.low, self.high) or "not measured: no answer column")]
+        if self.prompts_compared < self.num_prompts:
+            rows.append(("accuracies are over the prompts with an answer", f"{self.num_judged} of {self.num_prompts}"))
         if self.greedy_accuracy is not None:
             rows.append(("accuracy, greedy", _with_interval(self.greedy_accuracy, self.greedy_low, self.greedy_high)))
         rows += [(f"pass@{k}", f"{value:.3f}") for k, value in sorted(self.pass_at_k.items())]
@@ -171,7 +180,7 @@ class Comparison:
         difference, low, high: in accuracy at the sampling temperature.
         greedy_difference, greedy_low, greedy_high: in greedy accuracy.
         paired: compared prompt by prompt, because both are of the same prompts.
-        num_prompts: prompts of the smaller evaluation.
+        num_prompts: prompts with an answer of the smaller evaluation.
         apart: whether the two accuracies' own intervals do not overlap.
     """
 
@@ -208,13 +217,14 @@ class Comparison:
 
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
     """The difference that training made, with its interval: paired where both evaluations are of the same prompts."""
-    paired = before.prompts_digest == after.prompts_digest and before.num_prompts == after.num_prompts
+    sizes = {(evaluation.num_prompts, evaluation.prompts_compared) for evaluation in (before, after)}
+    paired = before.prompts_digest == after.prompts_digest and len(sizes) == 1
     sampled = _difference(paired, before, after, "")
     greedy = _difference(paired, before, after, "greedy_")
     apart = None
     if before.low is not None and before.high is not None and after.low is not None and after.high is not None:
         apart = before.high < after.low or after.high < before.low
-    num_prompts = min(before.num_prompts, after.num_prompts)
+    num_prompts = min(before.prompts_compared, after.prompts_compared)
     value, low, high = sampled or (None, None, None)
     greedy_value, greedy_low, greedy_high = greedy or (None, None, None)
     return Comparison(value, low, high, greedy_value, greedy_low, greedy_high, paired, num_prompts, apart)

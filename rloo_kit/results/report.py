@@ -119,9 +119,8 @@ def _headline(
 ) -> str:
     end = {None: "ran to its end", "interrupted": "was interrupted", "no signal": "stopped: no learning signal"}
     how = end.get(result.stopped, f"stopped: {result.stopped}")
-    summary = (
-        f"{run.model.name} on {run.data.source}: {result.steps} steps in {format_duration(result.seconds)}; {how}."
-    )
+    sources = " + ".join(run.data.all_sources)
+    summary = f"{run.model.name} on {sources}: {result.steps} steps in {format_duration(result.seconds)}; {how}."
     tiles = [
         _tile(name, getattr(before, key, None), getattr(after, key, None), change, form)
         for name, key, change, form in (

@@ -9,11 +9,11 @@ from pydantic_core import PydanticUndefined
 from rloo_kit.config.messages import describe_field
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import LoraSection, RewardSection, Section, VllmSection, declared
+from rloo_kit.config.schema import LoraSection, RewardSection, Section, SourceSection, VllmSection, declared
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 FIELDS = {name: field.annotation for name, field in RunConfig.model_fields.items()}
-NESTED = {"model.lora": LoraSection, "rollout.vllm": VllmSection}
+NESTED = {"model.lora": LoraSection, "data.sources": SourceSection, "rollout.vllm": VllmSection}
 SECTIONS: dict[str, Any] = FIELDS | NESTED | {"rewards": RewardSection}
 
 

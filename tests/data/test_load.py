@@ -2,9 +2,6 @@
 
 import copy
 import csv
-import json
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,44 +9,9 @@ import datasets
 import pytest
 from tokenizers import processors
 
-from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import Data, load_data
 from rloo_kit.errors import ConfigError, DataError
-
-
-@pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., RunConfig]:
-    """`make_run(source, rewards=..., **data)`: a run whose model says nothing about its family."""
-
-    def build(source: Any = "unused.jsonl", reward: str = "length_reward", **data: Any) -> RunConfig:
-        return RunConfig(
-            model={"name": "my-model"},
-            data={"source": str(source), "test_size": 0} | data,
-            rewards=[{"name": reward}],
-            rloo={"max_steps": 1},
-            run={"evaluate": False},
-        )
-
-    return build
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str, str], Path]:
-    def build(name: str, text: str) -> Path:
-        path = tmp_path / name
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return build
-
-
-def jsonl(*rows: Any) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def rendered(question: str) -> str:
-    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n<think>\n"
-
+from tests.data.conftest import jsonl, rendered
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": number % 3} for number in range(20)]
 
@@ -193,10 +155,8 @@ BAD_JSONL = [
     (jsonl({"prompt": "a"}) + "\n" + jsonl({"prompt": " "}), "line 3: the prompt is empty"),
     (jsonl({"prompt": "a"}, {"prompt": None}), "line 2: the prompt is of type NoneType"),
     (jsonl({"prompt": "a"}, {"prompt": [{"role": "x", "content": "b"}]}), "line 2: message 1 has the role 'x'"),
-    (jsonl({"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}), "line 2: no answer; each row needs"),
-    (jsonl({"prompt": "a", "answer": ""}), "line 1: the answer is empty (data.answer_column: answer)"),
     (jsonl({"prompt": "a", "answer": ["1"]}), "line 1: an answer of type list"),
-    (jsonl({"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": float("nan")}), "line 2: no answer; each row"),
+    (jsonl({"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": float("inf")}), "line 2: the answer is inf"),
     (jsonl({"prompt": "a\ud800"}), "line 1: the prompt holds \\ud800 at character 1, which is half a character"),
     (jsonl({"prompt": "a", "answer": "\ud800"}), "line 1: the answer holds \\ud800 at character 0"),
     (jsonl({"prompt": "a", "n": "b"}, {"prompt": "b", "n": "\ud800"}), "line 2: column 'n' holds a value that Arrow"),
@@ -304,13 +264,40 @@ def test_answer_after_a_marker(make_run, write, tiny_tokenizer):
 
 def test_columns_that_the_trainer_uses_itself(make_run, tiny_tokenizer, capsys):
     """A data set with a column `completions` made every reward call fail with "multiple values for argument"."""
-    rows = [{"q": "a", "gold": "1", "answer": "long", "prompts": "x", "completions": "y", "image": None, "level": 2}]
+    rows = [{"q": "a", "gold": "1", "answer": "long", "prompts": "x", "completions": "y", "level": 2}]
     data = load_data(make_run(prompt_column="q", answer_column="gold"), tiny_tokenizer, rows=rows)
     assert data.train.to_list() == [{"prompt": rendered("a"), "answer": "1", "level": 2}]
     printed = capsys.readouterr().out
     assert "column 'answer' is replaced by the column that data.answer_column names" in printed
-    for column in ("prompts", "completions", "image"):
+    for column in ("prompts", "completions"):
         assert f"column '{column}' is left out" in printed
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_image_columns_are_refused(make_run, write, tiny_tokenizer, column):
+    """They were dropped with a note, and the run trained on questions about pictures that nobody showed."""
+    text = f"column '{column}' holds images, by its name; rloo-kit trains on text. Remove the column"
+    for path in (
+        write("rows.jsonl", jsonl({"prompt": "a", column: None})),
+        write("rows.csv", f"prompt,{column}\na,b\n"),
+    ):
+        with pytest.raises(DataError, match=text):
+            load_data(make_run(path), tiny_tokenizer)
+    with pytest.raises(DataError, match=text):
+        load_data(make_run(), tiny_tokenizer, rows=datasets.Dataset.from_dict({"prompt": ["a"], column: [1]}))
+    data = load_data(make_run(prompt_column=column), tiny_tokenizer, rows=[{column: "a"}])
+    assert data.train["prompt"][:] == [rendered("a")], "named by data.prompt_column it is a text"
+
+
+@pytest.mark.parametrize("feature", [datasets.Image(), datasets.List(datasets.Image()), {"a": datasets.Image()}])
+def test_columns_of_images_under_another_name_are_refused(make_run, tmp_path, tiny_tokenizer, feature):
+    """`picture` is no name that TRL knows; the column went to the rewards, decoded, in every step."""
+    features = datasets.Features({"prompt": datasets.Value("string"), "picture": feature})
+    table = datasets.Dataset.from_dict({"prompt": ["a"], "picture": [None]}, features=features)
+    table.to_parquet(tmp_path / "rows.parquet")
+    for rows, source in ((table, "unused.jsonl"), (None, tmp_path / "rows.parquet")):
+        with pytest.raises(DataError, match="column 'picture' holds images, by its type.* Remove the column"):
+            load_data(make_run(source), tiny_tokenizer, rows=rows)
 
 
 def test_too_long_prompts(make_run, tiny_tokenizer, capsys):
@@ -403,12 +390,28 @@ def test_num_prompts_draws_from_the_whole_source(make_run, tiny_tokenizer):
     assert len(set(numbers)) == 20 and numbers == sorted(numbers) and max(numbers) > 100
 
 
-def test_nothing_left_to_train_on(make_run, tiny_tokenizer):
-    """`test_size: 1000` on a file of 20 rows gave an empty training set, and a trainer that fell over it."""
-    with pytest.raises(
-        DataError, match="20 different prompts, and data.test_size=20 holds 20 of them out: none is left"
-    ):
-        load_data(make_run(test_size=20), tiny_tokenizer, rows=ROWS)
+LIMITS = ("data.test_size", "data.test_source", "data.num_prompts", "data.max_prompt_length")
+
+
+@pytest.mark.parametrize(
+    ("settings", "long", "helps"),
+    [
+        ({"test_size": 20}, 0, LIMITS[:2]),
+        ({"test_size": 600, "num_prompts": 601}, 0, LIMITS[:2]),
+        ({"test_size": 10, "num_prompts": 15}, 12, LIMITS),
+        ({"test_size": 0.5}, 19, LIMITS[1::2]),
+    ],
+)
+def test_nothing_left_to_train_on(make_run, tiny_tokenizer, settings, long, helps):
+    """`test_size: 1000` on a file of 20 rows gave an empty training set, and a trainer that fell over it. Raising
+    data.num_prompts was the advice where it was null, and on a file of 600 rows."""
+    rows = [{"prompt": row["prompt"] + "1" * 99 * (place < long)} for place, row in enumerate(ROWS)]
+    limit = len(tiny_tokenizer(rendered("10+1="))["input_ids"])
+    with pytest.raises(DataError, match="different prompts, and data.test_size=.* none is left") as caught:
+        load_data(make_run(**settings, max_prompt_length=limit), tiny_tokenizer, rows=rows)
+    advice = str(caught.value).partition("to train on.")[2]
+    assert {key for key in LIMITS if key in advice} == set(helps)
+    assert long or "data.test_size to at most 19" in advice
 
 
 def test_family_and_options_reach_the_template(make_run, tiny_tokenizer):

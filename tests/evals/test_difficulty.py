@@ -52,7 +52,7 @@ def make_run(**rollout: Any) -> RunConfig:
     )  # fmt: skip
 
 
-def make_dataset(answers: list[str]) -> Any:
+def make_dataset(answers: list[str | None]) -> Any:
     prompts = [f"<|im_start|>user\n{n}+1=<|im_end|>\n" for n in range(len(answers))]
     return datasets.Dataset.from_dict({"prompt": prompts, "answer": answers})
 
@@ -100,6 +100,15 @@ def test_prompts_solved_always_or_never_are_skipped(policy, folder, sampled, cap
     assert narrower["prompt"] == [dataset[2]["prompt"]], "both ends are skipped"
     off = make_run(difficulty_samples=0)
     assert select_prompts(off, policy, dataset, folder) is dataset
+
+
+def test_prompts_without_an_answer_are_kept(policy, folder, sampled, capsys):
+    """The rows of another task have no gold answer; as never solved they would all be skipped."""
+    dataset = make_dataset(["7", None, "7", None, "7"])
+    chosen = select_prompts(make_run(), policy, dataset, folder)
+    assert chosen["prompt"] == [dataset[row]["prompt"] for row in (1, 2, 3, 4)]
+    assert sampled == [[dataset[row]["prompt"] for row in (0, 2, 4)]]
+    assert "of 3 training prompts with an answer, 1 have" in capsys.readouterr().out
 
 
 def test_pass_rates_are_the_runs_own_right_answers(policy):

@@ -51,7 +51,7 @@ def make_run() -> Callable[..., RunConfig]:
     return build
 
 
-def make_dataset(answers: list[str] | None = None) -> Any:
+def make_dataset(answers: list[str | None] | None = None) -> Any:
     columns = {"prompt": [f"<|im_start|>user\n{n}+1=<|im_end|>\n" for n in range(NUM_PROMPTS)]}
     return datasets.Dataset.from_dict(columns | ({"answer": answers} if answers else {}))
 
@@ -92,6 +92,30 @@ def test_accuracy_counts_the_right_answers(make_run, make_policy):
             else (measured.greedy_accuracy, measured.greedy_low, measured.greedy_high)
         )
         assert values == tuple(wilson(sum(expected) / NUM_PROMPTS, NUM_PROMPTS))
+
+
+def test_prompts_without_an_answer_are_not_wrong(make_run, make_policy):
+    """Of two tasks in one file only one has gold answers: counted as wrong, the other's rows held accuracy below one
+    half for ever. Every accuracy is over the rows with an answer, and the table says how many those are."""
+    policy = digits_policy(make_policy)
+    gold = [answer or "none" for answer in answers_of(policy)]
+    options = {"num_samples": 2, "pass_at_k": [2], "thinking_budgets": [2], "answer_budget": 3, "num_completions": 2}
+    judged = [index for index in range(NUM_PROMPTS) if index % 3]
+    some = [answer if index in judged else None for index, answer in enumerate(gold)]
+    whole, part = (evaluate(make_run(**options), policy, make_dataset(each)) for each in (gold, some))
+    assert (part.num_prompts, part.num_judged, part.unscored) == (NUM_PROMPTS, len(judged), 0)
+    assert part.per_prompt == [whole.per_prompt[index] for index in judged]
+    assert part.greedy_per_prompt == [whole.greedy_per_prompt[index] for index in judged]
+    assert 0 < part.accuracy == sum(part.per_prompt) / len(judged)
+    assert part.pass_at_k[2] == sum(share > 0 for share in part.per_prompt) / len(judged)
+    assert part.budgets[0]["forced_share"] == whole.budgets[0]["forced_share"]
+    assert [sample["correct"] is None for sample in part.samples] == [True, False]
+    assert f"{len(judged)} of {NUM_PROMPTS}" in str(part) and "with an answer" not in str(whole)
+    assert Evaluation.from_dict(json.loads(json.dumps(part.to_dict()))) == part
+    change = compare(part, part)
+    assert change.paired and change.num_prompts == len(judged) and not compare(whole, part).paired
+    nothing = evaluate(make_run(greedy=False), policy, make_dataset([None] * NUM_PROMPTS))
+    assert nothing.accuracy is None and nothing.per_prompt is None and "no answer column" in str(nothing)
 
 
 def test_only_full_marks_count(make_run, make_policy):

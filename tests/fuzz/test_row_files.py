@@ -24,7 +24,7 @@ PARTS = [
 ]  # fmt: skip
 json_row = st.builds(
     lambda given, ascii: json.dumps(given, ensure_ascii=ascii),
-    st.dictionaries(st.sampled_from(["prompt", "answer", "x", "y", "prompts"]), json_values(), max_size=3),
+    st.dictionaries(st.sampled_from(["prompt", "answer", "x", "y", "prompts", "image"]), json_values(), max_size=3),
     st.booleans(),
 )
 csv_row = st.lists(texts(), max_size=3).map(",".join)
@@ -51,20 +51,32 @@ settings = st.fixed_dictionaries(
         "too_long": st.just("refuse"),
     },
 )
-cases = st.tuples(
-    st.one_of(
-        st.tuples(st.just("rows.jsonl"), content),
-        st.tuples(st.just("rows.csv"), csv_content),
-        st.tuples(st.just("rows.parquet"), st.one_of(odd_bytes, content)),
-    ),
-    settings,
+files = st.one_of(
+    st.tuples(st.just("rows.jsonl"), content),
+    st.tuples(st.just("rows.csv"), csv_content),
+    st.tuples(st.just("rows.parquet"), st.one_of(odd_bytes, content)),
 )
+rewards = st.sampled_from([["length_reward"], ["answer_reward"], ["length_reward", "answer_reward"]])
+cases = st.tuples(files, settings, st.one_of(st.none(), st.none(), files), st.sampled_from(["mix", "test"]), rewards)
+
+Case = tuple[tuple[str, bytes], dict[str, Any], tuple[str, bytes] | None, str, list[str]]
 
 
-def attack(case: tuple[tuple[str, bytes], dict[str, Any]], folder: Path) -> None:
-    (name, given), options = case
+def attack(case: Case, folder: Path) -> None:
+    """One file, or a second one: mixed in, or as the test source."""
+    (name, given), options, second, use, names = case
     (folder / name).write_bytes(given)
-    tiny.load(str(folder / name), folder, **options)
+    source = str(folder / name)
+    if second is None:
+        tiny.load(source, folder, rewards=names, **options)
+        return
+    other = folder / f"other_{second[0]}"
+    other.write_bytes(second[1])
+    if use == "test":
+        tiny.load(source, folder, rewards=names, test_source=str(other), **options)
+    else:
+        mix = [{"source": source, "weight": 2}, {"source": str(other), "prompt_column": "x"}]
+        tiny.load("", folder, rewards=names, sources=mix, **options)
 
 
 SURFACE = Surface("row files", cases, attack, tiny.prepare)

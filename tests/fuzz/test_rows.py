@@ -46,11 +46,11 @@ rows = st.one_of(
     values().map(lambda given: [] if isinstance(given, Rude) else given),  # an iterator's error is its author's
     st.builds(iter, st.lists(row)),
 )
-cases = st.tuples(rows, st.sampled_from(["length_reward", "answer_reward"]))
+cases = st.tuples(rows, st.sampled_from([["length_reward"], ["answer_reward"], ["length_reward", "answer_reward"]]))
 
 
-def attack(case: tuple[Any, str], folder: Path) -> None:
-    tiny.load("unused.jsonl", folder, rows=case[0], reward=case[1])
+def attack(case: tuple[Any, list[str]], folder: Path) -> None:
+    tiny.load("unused.jsonl", folder, rows=case[0], rewards=case[1])
 
 
 SURFACE = Surface("rows", cases, attack, tiny.prepare)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,22 @@ def prepare() -> None:
         tokenizer()
 
 
-def load(source: str, folder: Path, rows: Any = None, reward: str = "length_reward", **data: Any) -> None:
+def load(
+    source: str, folder: Path, rows: Any = None, rewards: Sequence[str] = ("length_reward",), sources: Any = None,
+    **data: Any,
+) -> None:  # fmt: skip
     """`load_data` of a run with these keys of `data:`."""
     from rloo_kit.config.run import RunConfig
     from rloo_kit.data.load import load_data
 
     run = RunConfig(
         model={"name": "my-model"},
-        data={"source": "unused", "test_size": 0},
-        rewards=[{"name": reward}],
+        data={"test_size": 0} | ({"sources": sources} if sources else {"source": "unused"}),
+        rewards=[{"name": name} for name in rewards],
         rloo={"max_steps": 1},
         run={"evaluate": False},
     )
-    for key, value in {"source": source, **data}.items():
+    for key, value in (data if sources else {"source": source, **data}).items():
         setattr(run.data, key, value)  # as from a file: ConfigError where a key does not take it
     run._source = folder / "run.yaml"
     with contextlib.redirect_stdout(io.StringIO()):  # its notes

@@ -86,10 +86,11 @@ def test_it_never_stops_a_run(capsys):
 
 
 def test_accuracies_are_over_their_own_side():
-    """One accuracy over both hides that every cut-off thought is wrong; half a point is not a right answer."""
-    forced = torch.tensor([True, True, False, False, False])
-    found = thinking_metrics(forced, torch.tensor([1.0, 0.5, 1.0, NAN, 1.0]))
-    assert found["thinking/forced_ratio"] == torch.tensor(0.4).item()
+    """One accuracy over both hides that every cut-off thought is wrong; half a point is not a right answer. A row
+    of another task, to which the answer reward does not apply, is not a wrong one."""
+    forced = torch.tensor([True, True, False, False, False, False])
+    found = thinking_metrics(forced, torch.tensor([1.0, 0.5, 1.0, NAN, 1.0, 0.0]))
+    assert found["thinking/forced_ratio"] == torch.tensor(2 / 6).item()
     assert found["thinking/forced_accuracy"] == 0.5
     assert math.isclose(found["thinking/unforced_accuracy"], 2 / 3, rel_tol=1e-6)
     # a run that never needs its budget has no forced accuracy; a 0.0 would look like an alarm

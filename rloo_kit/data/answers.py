@@ -1,0 +1,87 @@
+"""Gold answers as text, and which rows may go without one."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.chat import refuse_surrogates
+from rloo_kit.data.columns import DataSource
+from rloo_kit.errors import DataError
+
+REWARDS_WITH_ANSWERS = ("answer_reward", "math_answer_reward")
+
+
+def compares_with_answers(run: RunConfig) -> bool:
+    """Whether a reward of the run compares completions with the `answer` column."""
+    return any(reward.name in REWARDS_WITH_ANSWERS for reward in run.rewards)
+
+
+def needs_all_answers(run: RunConfig) -> bool:
+    """Whether a row without an answer has no reward: each one that has a weight compares with answers."""
+    return all(reward.name in REWARDS_WITH_ANSWERS for reward in run.rewards if reward.weight)
+
+
+def is_missing(answer: Any) -> bool:
+    """Whether a row has no answer: null, NaN or blank text."""
+    if isinstance(answer, float):
+        return math.isnan(answer)
+    return answer is None or (isinstance(answer, str) and not answer.strip())
+
+
+def with_answers(run: RunConfig, source: DataSource, after: str | None, column: str) -> DataSource:
+    """The source with its answers as text, None for a row without one where a reward scores such rows.
+
+    Args:
+        after: the marker that an answer follows. column: key and name of the column, for errors.
+
+    Raises:
+        DataError: an answer that is no text or number, or lacks the marker; a row that needs one and has none.
+    """
+    if source.answers is None:
+        return source
+    answers = [_answer(run, value, after, source.where(row), column) for row, value in enumerate(source.answers)]
+    missing = [row for row, answer in enumerate(answers) if answer is None]
+    if not missing:
+        return replace(source, answers=answers)
+    note = (
+        f"{len(missing)} of {len(answers)} rows of {source.name} have no answer (the first: "
+        f"{source.places[missing[0]]}); rewards that compare with one skip them"
+    )
+    return replace(source, answers=answers, notes=(*source.notes, note))
+
+
+def require_one_answer(run: RunConfig, source: DataSource) -> None:
+    """Raise DataError where a reward compares with answers, and no row has one."""
+    if compares_with_answers(run) and source.answers is not None and all(map(is_missing, source.answers)):
+        raise DataError(
+            f"{source.name}: no row has an answer, and a reward compares with one. Name the right column in "
+            "data.answer_column, or remove the rewards that compare with an answer"
+        )
+
+
+def _answer(run: RunConfig, value: Any, after: str | None, where: str, column: str) -> str | None:
+    if is_missing(value):
+        if not needs_all_answers(run):
+            return None
+        raise DataError(
+            f"{where}: no answer, and each reward with a weight compares with one; give the row a text or a number "
+            f"({column}), or add a reward for rows without an answer"
+        )
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not isinstance(value, str) and not (number and (isinstance(value, int) or math.isfinite(value))):
+        what = f"the answer is {value}" if number else f"an answer of type {type(value).__name__}"
+        raise DataError(f"{where}: {what}; it has to be a text or a number ({column})")
+    try:
+        text = str(value).strip()
+    except ValueError:  # Python writes no number of more than 4300 digits
+        raise DataError(f"{where}: the answer has thousands of digits; give it as text ({column})") from None
+    if after is not None:
+        _, found, text = text.rpartition(after)
+        if not found:
+            key = column.split("answer_column")[0] + "answer_after"
+            raise DataError(f"{where}: the answer has no {after!r} in it ({key}; {column})")
+    if not text.strip():
+        raise DataError(f"{where}: the answer is empty ({column})")
+    refuse_surrogates(text, f"{where}: the answer")
+    return text.strip()

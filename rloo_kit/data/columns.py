@@ -1,0 +1,164 @@
+"""Rows as they were read, each with its line or row for error messages, and the columns that they may have."""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rloo_kit.errors import DataError
+from rloo_kit.system.input_files import DEEPEST
+
+# Names that the trainer passes to a reward itself: a column may not use them.
+TAKEN_COLUMNS = (
+    "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
+    "thinking_forced",
+)  # fmt: skip
+IMAGE_COLUMNS = ("image", "images")  # TRL reads columns of these names as images
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns hold prompt and answer, and whether the answer's is required; `prefix` is that of their keys."""
+
+    prompt: str = "prompt"
+    answer: str = "answer"
+    answer_required: bool = False
+    prefix: str = "data."
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """N rows: `prompts` and `answers` (None without such a column) as Python values, and the other columns.
+
+    Attributes:
+        others: lists of N values by column; or a datasets.Dataset of N rows, where one was read; None without any.
+        places: "line 12", "row 12". notes: what the user may miss, in sentences.
+        rows_left: whether data.num_prompts left out rows that there are. is_mix: of `data.sources`.
+    """
+
+    name: str
+    prompts: list[Any]
+    answers: list[Any] | None
+    others: Any | None
+    places: list[str]
+    notes: tuple[str, ...] = ()
+    rows_left: bool = False
+    is_mix: bool = False
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def where(self, row: int) -> str:
+        """The place of a row, as errors name it."""
+        return f"{self.name}, {self.places[row]}"
+
+    def row(self, row: int) -> dict[str, Any]:
+        """One row: `prompt`, `answer` (if there is such a column), and the columns that are passed on to rewards."""
+        found = {"prompt": self.prompts[row]} | ({} if self.answers is None else {"answer": self.answers[row]})
+        return found | {name: self.column(name)[row] for name in self.other_names}
+
+    @property
+    def other_names(self) -> list[str]:
+        """The columns that are passed on to rewards."""
+        if self.others is None:
+            return []
+        return list(self.others) if isinstance(self.others, dict) else list(self.others.column_names)
+
+    def column(self, name: str) -> Any:
+        """The values of one of `other_names`."""
+        return [] if self.others is None else self.others[name]
+
+
+def select_rows(source: DataSource, rows: list[int]) -> DataSource:
+    """Some of the rows, in the given order."""
+    others = source.others
+    if isinstance(others, dict):
+        others = {name: [values[row] for row in rows] for name, values in others.items()}
+    elif others is not None:
+        others = others.select(rows)
+    return replace(
+        source,
+        prompts=[source.prompts[row] for row in rows],
+        answers=None if source.answers is None else [source.answers[row] for row in rows],
+        others=others,
+        places=[source.places[row] for row in rows],
+    )
+
+
+def arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> list[Any]:
+    """`values`, if Arrow can hold them in one column; raises DataError with the place of the first that it cannot."""
+    import pyarrow
+
+    def explain(rows: list[Any]) -> Exception | None:
+        try:
+            pyarrow.array(rows)
+        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError, RecursionError) as error:
+            return error
+        return None
+
+    for row, value in enumerate(values):
+        if isinstance(value, (list, tuple, dict)) and _is_deeper(value, DEEPEST):  # Arrow overflows the stack of C
+            raise DataError(f"{where(row)}: column '{key}' is nested more than {DEEPEST} levels deep, or holds itself")
+    error = explain(values)
+    if error is None:
+        return values
+    kinds = [type(value) for value in values]
+    first = next(kind for kind in kinds if kind is not type(None))
+    odd = next((row for row, kind in enumerate(kinds) if kind not in (first, type(None))), None)
+    if odd is not None:
+        what = f"holds a {kinds[odd].__name__}, and before it a {first.__name__}; a column needs one type"
+        raise DataError(f"{where(odd)}: column '{key}' {what} ({error})") from error
+    first_bad = bisect_left(range(len(values)), True, key=lambda row: explain(values[: row + 1]) is not None)
+    what = f"column '{key}' holds a value that Arrow cannot hold with those before it: {error}"
+    raise DataError(f"{where(first_bad)}: {what}") from error
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and mappings are nested in `value` more than so many levels deep."""
+    left = [(value, 1)]
+    while left:
+        found, level = left.pop()
+        if isinstance(found, (list, tuple, dict)):
+            if level > levels:
+                return True
+            left += [(item, level + 1) for item in (found.values() if isinstance(found, dict) else found)]
+    return False
+
+
+def require_columns(name: str, place: str, found: list[str], columns: Columns) -> None:
+    """Raise DataError where the prompt's column, or a required answer's, is not among those found."""
+    listed = ", ".join(found) or "none"
+    if columns.prompt not in found:
+        raise DataError(
+            f"{name}, {place}: no column '{columns.prompt}'; columns found: {listed}. Name the right one in "
+            f"{columns.prefix}prompt_column"
+        )
+    if columns.answer_required and columns.answer not in found:
+        raise DataError(
+            f"{name}, {place}: no column '{columns.answer}'; columns found: {listed}. Name the right one in "
+            f"{columns.prefix}answer_column, or remove the rewards that compare with an answer"
+        )
+
+
+def taken_columns(
+    name: str, found: list[str], columns: Columns, images: tuple[str, ...] = ()
+) -> tuple[list[str], tuple[str, ...]]:
+    """Columns that are not passed on, and notes on those that the user may miss.
+
+    Raises DataError for columns that TRL reads as images by their name, and for `images`, whose type says so.
+    """
+    moved = [column for column in (columns.prompt, columns.answer) if column in found]
+    for column in found:
+        if column in images or (column in IMAGE_COLUMNS and column not in moved):
+            raise DataError(
+                f"{name}: column '{column}' holds images, by its {'type' if column in images else 'name'}; rloo-kit "
+                "trains on text. Remove the column from the data, or rename it if it holds something else"
+            )
+    hidden = [column for column in ("prompt", "answer") if column in found and column not in moved]
+    refused = [column for column in TAKEN_COLUMNS if column in found and column not in moved]
+    notes = [
+        f"{name}: column '{column}' is replaced by the column that {columns.prefix}{column}_column names"
+        for column in hidden
+    ]
+    notes += [f"{name}: column '{column}' is left out: the trainer uses that name itself" for column in refused]
+    return [*moved, *hidden, *refused], tuple(notes)

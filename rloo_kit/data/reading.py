@@ -1,0 +1,204 @@
+"""From `data` of a run to its rows, not yet rendered: each source read, drawn or mixed, its answers as text.
+
+`read_light` and `read_light_test` do so without torch, transformers and `datasets`, where the source allows it.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import DataSection
+from rloo_kit.data.answers import compares_with_answers, needs_all_answers, require_one_answer, with_answers
+from rloo_kit.data.columns import Columns, DataSource
+from rloo_kit.data.mix import combine, draw, share_out
+from rloo_kit.data.sources import find_file, read_file, read_rows
+from rloo_kit.data.tables import read_folder, read_hub
+from rloo_kit.data.tasks import MAX_ROWS, addition_rows
+from rloo_kit.errors import DataError
+
+EMBEDDED_SOURCE = "embedded/addition"
+EMBEDDED_PROMPTS = 10_000  # if data.num_prompts is null
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source of a run with what `data` says about it; `key` and `split_key` name it in errors."""
+
+    source: str
+    columns: Columns
+    subset: str | None
+    split: str | None  # None: test
+    answer_after: str | None
+    key: str = "data.source"
+    split_key: str = "data.split"
+
+    @property
+    def answer_key(self) -> str:
+        """Key and name of the answer's column, for errors."""
+        return f"{self.columns.prefix}answer_column: {self.columns.answer}"
+
+
+def read_light(run: RunConfig) -> DataSource | None:
+    """The rows to train on (and to split the test set from), as `load_data` reads them, without the stack.
+
+    Returns:
+        Its `answers` are text or None; `row(i)` is one row as rewards get it, with the prompt as it is in the source.
+        None where only the stack can read a source: Parquet, a folder of save_to_disk, a hub id.
+
+    Raises:
+        DataError: as `load_data`, for a source, row, column or answer that cannot be used.
+    """
+    return _read_training(run, None, _probably_thinks(run), light=True)
+
+
+def read_light_test(run: RunConfig) -> DataSource | None:
+    """The rows of `data.test_source`, as `read_light`; None also where the run has no test source."""
+    return _read_test(run, light=True)
+
+
+def read_training(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
+    """The rows to train on, or `rows`; `thinking` is for the embedded task."""
+    found = _read_training(run, rows, thinking, light=False)
+    assert found is not None
+    return found
+
+
+def read_test(run: RunConfig) -> DataSource | None:
+    """The rows of the test source or split, in the source's order; None where the test set is split off."""
+    return _read_test(run, light=False)
+
+
+def _read_training(run: RunConfig, rows: Any, thinking: bool, light: bool) -> DataSource | None:
+    section = run.data
+    if rows is not None:
+        part = _part(run, "")
+        return _finish(run, part, draw(read_rows(rows, part.columns), section.num_prompts, section.seed))
+    if section.sources is not None:
+        return _read_mix(run, thinking, light)
+    part = _part(run, str(section.source))
+    found = _read_part(run, part, thinking, light)
+    return None if found is None else _finish(run, part, draw(found, section.num_prompts, section.seed))
+
+
+def _finish(run: RunConfig, part: Part, source: DataSource) -> DataSource:
+    source = with_answers(run, source, part.answer_after, part.answer_key)
+    require_one_answer(run, source)
+    return source
+
+
+def _read_test(run: RunConfig, light: bool) -> DataSource | None:
+    section = run.data
+    if not section.separate_test:
+        return None
+    key = "data.source" if section.test_source is None else "data.test_source"
+    part = _part(run, str(section.test_source or section.source))
+    part = replace(part, split=section.test_split, key=key, split_key="data.test_split")
+    found = _read_part(run, part, True, light)
+    return None if found is None else _finish(run, part, found)
+
+
+def _read_mix(run: RunConfig, thinking: bool, light: bool) -> DataSource | None:
+    entries = run.data.sources or []
+    parts = [_part_of_mix(run, number) for number in range(len(entries))]
+    found = [_read_part(run, part, thinking, light) for part in parts]
+    sources = [source for source in found if source is not None]
+    if len(sources) < len(parts):
+        return None
+    if all(source.answers is None for source in sources) and _answers_wanted(run):
+        raise DataError(
+            f"data.sources: no source has an answer column ({', '.join(part.answer_key for part in parts)}). Name the "
+            "right ones, or remove the rewards that compare with an answer"
+        )
+    counts = share_out([len(source) for source in sources], [entry.weight for entry in entries], run.data.num_prompts)
+    drawn = []
+    for number, (part, source, count) in enumerate(zip(parts, sources, counts, strict=True)):
+        chosen = draw(source, count, f"{run.data.seed}-{number}")
+        drawn.append(with_answers(run, chosen, part.answer_after, part.answer_key))
+    labels = _labels(run.data)
+    mixed = combine(drawn, labels)
+    require_one_answer(run, mixed)
+    each = ", ".join(
+        f"{count} of the {len(source)} rows of {label}"
+        for label, source, count in zip(labels, sources, counts, strict=True)
+    )
+    limited = run.data.num_prompts is not None and sum(counts) == run.data.num_prompts
+    return replace(mixed, notes=(*mixed.notes, f"the mix has {each}"), rows_left=limited)
+
+
+def _labels(section: DataSection) -> list[str]:
+    """What the column `source` calls each source of a mix: as the file writes it; subset and split where two are of one
+    source."""
+    entries, names = section.sources or [], section.all_sources
+    return [
+        entry.source
+        if names.count(entry.source) == 1
+        else " ".join(filter(None, (entry.source, entry.subset or section.subset, entry.split or section.split)))
+        for entry in entries
+    ]
+
+
+def _read_part(run: RunConfig, part: Part, thinking: bool, light: bool) -> DataSource | None:
+    """The rows of one source; None where `light` and only the stack can read it."""
+    if part.source == EMBEDDED_SOURCE:
+        return _read_embedded(run, thinking)
+    if part.source.startswith("embedded/"):
+        raise DataError(f"{part.key}: no embedded task '{part.source}'; there is {EMBEDDED_SOURCE}")
+    path = find_file(part.source, run.source, part.key)
+    if light and (path is None or path.is_dir() or path.suffix.lower() == ".parquet"):
+        return None
+    if path is None:
+        return read_hub(part.source, part.subset, part.split, part.columns, part.key, part.split_key)
+    if path.is_dir():
+        return read_folder(path, part.split, part.split_key, part.columns)
+    return read_file(path, part.columns)
+
+
+def _read_embedded(run: RunConfig, thinking: bool) -> DataSource:
+    """As many problems as are wanted; of a mix as many as there may be, since the other sources give some."""
+    wanted = run.data.num_prompts or EMBEDDED_PROMPTS
+    most = MAX_ROWS["thinking" if thinking else "instruct"]
+    drawn = addition_rows(min(wanted, most) if run.data.sources else wanted, run.data.seed, thinking)
+    return replace(read_rows(drawn, Columns()), name=EMBEDDED_SOURCE, rows_left=wanted < most)
+
+
+def _part(run: RunConfig, source: str) -> Part:
+    section = run.data
+    columns = Columns(section.prompt_column, section.answer_column, _answers_wanted(run))
+    return Part(source, columns, section.subset, section.split, section.answer_after)
+
+
+def _part_of_mix(run: RunConfig, number: int) -> Part:
+    """An entry of `data.sources`; where a reward scores rows without an answer, a source may lack the column unless the
+    entry itself names it."""
+    section, prefix = run.data, f"data.sources.{number}."
+    entry = (section.sources or [])[number]
+    named = entry.answer_column is not None or entry.answer_after is not None
+    columns = Columns(
+        prompt=entry.prompt_column or section.prompt_column,
+        answer=entry.answer_column or section.answer_column,
+        answer_required=named or needs_all_answers(run),
+        prefix=prefix,
+    )
+    return Part(
+        source=entry.source,
+        columns=columns,
+        subset=entry.subset or section.subset,
+        split=entry.split or section.split,
+        answer_after=None if entry.source == EMBEDDED_SOURCE else entry.answer_after or section.answer_after,
+        key=f"{prefix}source",
+        split_key=f"{prefix}split",
+    )
+
+
+def _answers_wanted(run: RunConfig) -> bool:
+    """Whether `data` names an answer column, or a reward compares with it: then it has to be there."""
+    section = run.data
+    named = section.answer_column != type(section).model_fields["answer_column"].default
+    return named or section.answer_after is not None or compares_with_answers(run)
+
+
+def _probably_thinks(run: RunConfig) -> bool:
+    """Whether the model thinks, as far as the configuration says; the embedded task is drawn by it."""
+    if run.model.family in ("instruct", "plain"):
+        return False
+    return run.model.enable_thinking is not False and "instruct" not in run.model.name.lower()

@@ -1,0 +1,126 @@
+"""Rows that only the stack can read: Parquet, folders of `save_to_disk`, the hub; and columns as a `Dataset`."""
+
+from pathlib import Path
+from typing import Any
+
+from rloo_kit import _stack
+from rloo_kit.data.columns import Columns, DataSource, require_columns, taken_columns
+from rloo_kit.errors import DataError
+
+
+def is_saved_folder(folder: Path) -> bool:
+    """Whether `save_to_disk` of a `datasets.Dataset` or `DatasetDict` wrote the folder."""
+    return _has_splits(folder) or all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
+
+
+def _has_splits(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").is_file()
+
+
+def read_parquet(path: Path, columns: Columns) -> DataSource:
+    """The rows of a Parquet file; raises DataError where it is none, or lacks a column."""
+    datasets = _stack.load_stack().datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = datasets.Dataset(pyarrow.parquet.read_table(path))
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is not a Parquet file that can be read: {error}") from error
+    return from_dataset(table, str(path), columns)
+
+
+def read_folder(folder: Path, split: str | None, split_key: str, columns: Columns) -> DataSource:
+    """The rows of a folder of `save_to_disk`: of the split that the key `split_key` named (None: test), where it has
+    splits. Raises DataError for a split that is not there, or a damaged folder."""
+    datasets = _stack.load_stack().datasets
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except Exception as error:  # the libraries that read it share no base class of errors
+        raise DataError(
+            f"{folder} is a folder of save_to_disk that cannot be read: {type(error).__name__}: {error}. Save it again"
+        ) from error
+    if not isinstance(found, datasets.DatasetDict):
+        if split_key == "data.test_split" and split is not None:
+            raise DataError(f"{split_key} is {split!r}, but {folder} was saved without splits; remove {split_key}")
+        return from_dataset(found, str(folder), columns)
+    split = split or "test"
+    if split not in found:
+        raise DataError(f"{folder} has no split {split!r}; set {split_key} to one of {', '.join(found) or 'none'}")
+    return from_dataset(found[split], f"{folder} ({split})", columns)
+
+
+def read_hub(
+    source: str, subset: str | None, split: str | None, columns: Columns, key: str, split_key: str
+) -> DataSource:
+    """One split of a dataset on the hub or in the local cache of `datasets`; `key` and `split_key` named it
+    (split None: test). Raises DataError where it is unreachable, or dataset, subset, split or column does not exist."""
+    datasets = _stack.load_stack().datasets
+    split = split or "test"
+    try:
+        table = datasets.load_dataset(source, name=subset, split=split)
+    except Exception as error:  # the hub's libraries share no base class of errors
+        found = f"{key}: '{source}' (subset {subset}, split {split}) could not be loaded"
+        raise DataError(_hub_message(found, error, key, f"{columns.prefix}subset", split_key)) from error
+    return from_dataset(table, f"{source} ({split})", columns)
+
+
+def from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
+    """A `DataSource` from a `datasets.Dataset`; its other columns keep their types."""
+    if not len(table):
+        raise DataError(f"{name} has no rows")
+    places = [f"row {number}" for number in range(1, len(table) + 1)]
+    require_columns(name, places[0], table.column_names, columns)
+    has_answer = columns.answer in table.column_names
+    images = tuple(column for column, feature in table.features.items() if _holds_images(feature))
+    taken, notes = taken_columns(name, table.column_names, columns, images)
+    kept = [column for column in table.column_names if column not in taken]
+    return DataSource(
+        name=name,
+        prompts=list(table[columns.prompt]),
+        answers=list(table[columns.answer]) if has_answer else None,
+        others=table.select_columns(kept) if kept else None,
+        places=places,
+        notes=notes,
+    )
+
+
+def _holds_images(feature: Any) -> bool:
+    """Whether values of this type are images, or hold some."""
+    if isinstance(feature, dict):
+        return any(_holds_images(inner) for inner in feature.values())
+    inner = getattr(feature, "feature", None)  # of a list
+    return type(feature).__name__ == "Image" or (inner is not None and _holds_images(inner))
+
+
+def to_dataset(others: Any, name: str) -> Any:
+    """The `others` of a `DataSource` called `name` as a `datasets.Dataset`; None stays None."""
+    if not isinstance(others, dict):
+        return others
+    import pyarrow
+
+    try:
+        return _stack.load_stack().datasets.Dataset.from_dict(others)
+    except (
+        pyarrow.ArrowException,
+        TypeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # nested too deeply to be combined
+        raise DataError(f"{name}: Arrow cannot hold the columns {', '.join(others)}: {error}") from error
+
+
+def _hub_message(found: str, error: Exception, key: str, subset_key: str, split_key: str) -> str:
+    text = " ".join(str(error).split())
+    found = f"{found}: {type(error).__name__}: {text}"
+    lowered = text.lower()
+    if "config name is missing" in lowered or "builderconfig" in lowered:
+        return f"{found} Set {subset_key} to one of those named."
+    if "split" in lowered and not isinstance(error, OSError):
+        return f"{found} Set {split_key} to one of those named."
+    return (
+        f"{found} If the id is right, the hub cannot be reached from here (or asks for a token: HF_TOKEN in .env). "
+        "Load it once where there is a connection and copy the cache folder (HF_HOME), or save the split as a file "
+        f"(dataset.to_parquet('data.parquet')) and set {key} to it."
+    )

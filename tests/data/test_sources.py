@@ -1,0 +1,302 @@
+"""Sources beyond one file: folders of `save_to_disk`, test sources, mixes; and reading without the stack."""
+
+import datasets
+import pytest
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import DataSection
+from rloo_kit.data.load import load_data
+from rloo_kit.data.mix import share_out
+from rloo_kit.data.reading import read_light, read_light_test
+from rloo_kit.errors import ConfigError, DataError
+from tests.data.conftest import BOTH, jsonl, plain
+
+SUMS = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": number % 3} for number in range(20)]
+
+
+# folders of save_to_disk
+
+
+def test_saved_folders(make_run, tmp_path, tiny_tokenizer):
+    """`save_to_disk` is how people keep what they made with `datasets`; the folder was refused."""
+    table = datasets.Dataset.from_list(SUMS)
+    table.save_to_disk(tmp_path / "bare")
+    splits = datasets.DatasetDict({"train": table.select(range(5)), "dev": table.select(range(5, 9))})
+    splits.save_to_disk(tmp_path / "splits")
+    bare = load_data(make_run(tmp_path / "bare"), tiny_tokenizer).train
+    assert plain(bare["prompt"]) == [row["prompt"] for row in SUMS]
+    assert bare.features["level"] == table.features["level"] and bare["level"][:] == table["level"][:]
+    assert len(load_data(make_run(tmp_path / "splits"), tiny_tokenizer).train) == 5
+    assert len(load_data(make_run(tmp_path / "splits", split="dev"), tiny_tokenizer).train) == 4
+    with pytest.raises(DataError, match=r"splits has no split 'test'; set data\.split to one of train, dev"):
+        load_data(make_run(tmp_path / "splits", split="test"), tiny_tokenizer)
+    with pytest.raises(DataError, match=r"bare, row 1: no column 'question'"):
+        load_data(make_run(tmp_path / "bare", prompt_column="question"), tiny_tokenizer)
+
+
+def test_folders_that_are_none(make_run, tmp_path, tiny_tokenizer):
+    """Of another folder the error has to name what is read; a damaged one must not end in a traceback of Arrow."""
+    with pytest.raises(DataError, match=r"is a folder; name a file in it \(\.jsonl, \.csv, \.parquet\).*save_to_disk"):
+        load_data(make_run(tmp_path), tiny_tokenizer)
+    datasets.Dataset.from_list(SUMS).save_to_disk(tmp_path / "saved")
+    for part in (tmp_path / "saved").glob("*.arrow"):
+        part.write_bytes(b"no arrow")
+    with pytest.raises(DataError, match=r"saved is a folder of save_to_disk that cannot be read: "):
+        load_data(make_run(tmp_path / "saved"), tiny_tokenizer)
+
+
+# test sources
+
+
+def test_a_test_file(make_run, write, tiny_tokenizer, capsys):
+    """Benchmarks come with a test set; one that was made by hand from the training file shared prompts with it. The
+    default share of data.test_size must not halve a test set that somebody chose."""
+    train = write("train.jsonl", jsonl(*SUMS))
+    test = write("test.csv", "prompt,answer,note\n3+1=,4,x\n 3+1=,4,y\n100+1=,101,z\n7+1=,8,z\n")
+    data = load_data(make_run(train, test_source=str(test), test_size=0.1), tiny_tokenizer)
+    assert sorted(plain(data.test["prompt"])) == ["100+1=", "3+1=", "7+1="] and data.test.column_names[-1] == "note"
+    left = [row["prompt"] for row in SUMS if row["prompt"] not in ("3+1=", "7+1=")]
+    assert plain(data.train["prompt"]) == left
+    printed = capsys.readouterr().out
+    assert f"2 rows of {train} are left out of training" in printed
+    assert f"1 repeats of held-out prompts are left out of {test}" in printed
+    sizes = {size: load_data(make_run(train, test_source=str(test), test_size=size), tiny_tokenizer) for size in (0, 2)}
+    assert len(sizes[0].test) == 3 and plain(sizes[2].test["prompt"]) == plain(data.test["prompt"])[:2]
+    # the held-out prompts are few, and data.num_prompts is of the training rows alone
+    few = load_data(make_run(train, test_source=str(test), test_size=50, num_prompts=4), tiny_tokenizer)
+    assert len(few.test) == 3 and len(few.train) <= 4
+
+
+def test_a_test_source_that_is_the_training_set(make_run, write, tiny_tokenizer):
+    """A copy of the training file as the test set would leave nothing to train on."""
+    paths = [write(f"{name}.jsonl", jsonl(*SUMS)) for name in "ab"]
+    with pytest.raises(
+        DataError, match=r"all 20 training prompts of .*a\.jsonl .*data\.test_source or data\.test_split"
+    ):
+        load_data(make_run(paths[0], test_source=str(paths[1])), tiny_tokenizer)
+
+
+def test_faults_of_the_test_source_name_its_key(make_run, write, tiny_tokenizer):
+    """A mistyped test file was looked for under data.source."""
+    path = write("rows.jsonl", jsonl(*SUMS))
+    with pytest.raises(DataError, match=r"^data\.test_source: no file missing\.csv"):
+        load_data(make_run(path, test_source="missing.csv"), tiny_tokenizer)
+    broken = write("broken.jsonl", jsonl({"prompt": "a", "answer": "1"}, {"prompt": "", "answer": "1"}))
+    with pytest.raises(DataError, match=r"broken\.jsonl, line 2: the prompt is empty"):
+        load_data(make_run(path, test_source=str(broken)), tiny_tokenizer)
+
+
+def test_another_split(make_run, tmp_path, tiny_tokenizer, monkeypatch):
+    """gsm8k has 1,319 test problems; they are read by naming the split, and `test` where only the source is named."""
+    table = datasets.Dataset.from_list(SUMS)
+    splits = {"train": table.select(range(12)), "test": table.select(range(12, 20)), "dev": table.select(range(3))}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "splits")
+    asked = []
+
+    def load(source, name, split):
+        asked.append((source, name, split))
+        return splits[split]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for source in (tmp_path / "splits", "some/set"):
+        by_split = load_data(make_run(source, test_split="test", subset="main"), tiny_tokenizer)
+        by_source = load_data(make_run("some/set", test_source=str(source), split="dev"), tiny_tokenizer)
+        assert (len(by_split.train), len(by_split.test)) == (12, 8)
+        assert (len(by_source.train), len(by_source.test)) == (3, 8)
+    assert ("some/set", "main", "train") in asked and ("some/set", "main", "test") in asked
+    with pytest.raises(DataError, match=r"no split 'x'; set data\.test_split to one of train, test, dev"):
+        load_data(make_run(tmp_path / "splits", test_split="x"), tiny_tokenizer)
+    datasets.Dataset.from_list(SUMS[15:]).save_to_disk(tmp_path / "bare")
+    with pytest.raises(DataError, match=r"data\.test_split is 'test', but .*bare was saved without splits; remove"):
+        load_data(make_run(tmp_path / "bare", test_split="test"), tiny_tokenizer)
+    run = make_run("some/set", test_source=str(tmp_path / "bare"))
+    assert len(load_data(run, tiny_tokenizer).test) == 5
+
+
+@pytest.mark.parametrize(
+    ("data", "fix"),
+    [
+        ({"source": "a.csv", "test_split": "test"}, r"a\.csv is a file.*set data\.test_source"),
+        ({"source": "a/b", "test_source": "t.csv", "test_split": "x"}, r"file t\.csv; remove data\.test_split"),
+        ({"source": "embedded/addition", "test_split": "x"}, r"remove data\.test_split, and data\.test_size splits"),
+        ({"source": "a.csv", "test_source": "embedded/addition"}, r"remove data\.test_source, and data\.test_size"),
+        ({"source": "a.csv", "test_source": "a.csv"}, r"a\.csv, which is what is trained on; remove data\.test_source"),
+        ({"source": "a/b", "test_split": "train"}, r"a/b, which is what is trained on"),
+        ({"sources": [{"source": "a/b"}], "test_split": "x"}, r"data\.sources is a mix; set data\.test_source too"),
+        ({}, r"neither source nor sources is there; give one of the two: data\.source=.*data\.sources"),
+        ({"source": "a", "sources": [{"source": "b"}]}, r"source and sources are both set"),
+        ({"sources": []}, r"sources"),
+        ({"sources": [{"source": "a", "weight": 0}]}, r"weight"),
+    ],
+)
+def test_keys_that_contradict_each_other(data, fix):
+    """A key that is ignored is believed: the split of a file, a test set that is the training set."""
+    with pytest.raises(ValueError, match=fix):
+        DataSection(**data)
+
+
+def test_a_test_source_is_something_to_measure_on(make_run):
+    """`run.evaluate` was refused at test_size 0, and a number of prompts above data.num_prompts too."""
+    values = make_run("a.csv", test_source="t.csv").model_dump() | {"run": {"evaluate": True}}
+    assert RunConfig.model_validate(values).data.separate_test
+    assert make_run("a.csv", test_source="t.csv", test_size=200, num_prompts=100).data.test_size == 200
+    with pytest.raises(ValueError, match=r"set data\.test_size above 0"):
+        RunConfig.model_validate(values | {"data": {"source": "a.csv", "test_size": 0}})
+
+
+# mixes
+
+
+def test_a_mix(make_run, write, tmp_path, tiny_tokenizer, capsys):
+    """Two tasks in one run, three rows of one for each of the other, each source with its own columns: rewards know a
+    row's task by `source`, and columns that a source lacks are null."""
+    sums = write("sums.jsonl", jsonl(*SUMS))
+    texts = tmp_path / "texts.parquet"
+    datasets.Dataset.from_dict({"q": [f"Write {n} words" for n in range(30)], "words": list(range(30))}).to_parquet(
+        texts
+    )
+    sources = [{"source": str(sums), "weight": 1.5}, {"source": str(texts), "weight": 0.5, "prompt_column": "q"}]
+    run = make_run(reward=BOTH, sources=sources, num_prompts=16)
+    data = load_data(run, tiny_tokenizer)
+    by_source = {name: [row for row in data.train if row["source"] == name] for name in (str(sums), str(texts))}
+    assert {name: len(rows) for name, rows in by_source.items()} == {str(sums): 12, str(texts): 4}
+    answers = {row["prompt"]: row["answer"] for row in SUMS}
+    for row, prompt in zip(data.train, plain(data.train["prompt"]), strict=True):
+        if row["source"] == str(sums):
+            assert (row["answer"], row["words"]) == (answers[prompt], None) and row["level"] is not None
+        else:
+            assert (row["answer"], row["level"]) == (None, None) and prompt == f"Write {row['words']} words"
+    for start in (0, 4, 8, 12):
+        assert list(data.train["source"])[start : start + 4].count(str(texts)) == 1, "every stretch is mixed"
+    assert f"12 of the 20 rows of {sums}, 4 of the 30 rows of {texts}" in capsys.readouterr().out
+    assert load_data(run, tiny_tokenizer).train.to_list() == data.train.to_list()
+    run.data.seed = 1
+    assert load_data(run, tiny_tokenizer).train.to_list() != data.train.to_list()
+    # the split is over the mix; a test source takes its place
+    halves = load_data(make_run(reward=BOTH, sources=sources, num_prompts=16, test_size=0.5), tiny_tokenizer)
+    assert (len(halves.train), len(halves.test)) == (8, 8) and set(halves.test["source"]) == {str(sums), str(texts)}
+    test = write("test.jsonl", jsonl({"prompt": "100+1=", "answer": 101}))
+    apart = load_data(make_run(reward=BOTH, sources=sources, test_source=str(test)), tiny_tokenizer)
+    assert plain(apart.test["prompt"]) == ["100+1="] and len(apart.train) == 20 + 6, "until the sums are exhausted"
+
+
+def test_shares_of_a_mix():
+    """Counts add up to what was asked for, no source gives more than it has, and one that is exhausted ends the mix."""
+    for sizes, weights, most, expected in (
+        ([600, 100], [1.0, 1.0], None, [100, 100]),
+        ([600, 100], [0.9, 0.1], 600, [540, 60]),
+        ([10, 10, 10], [1.0, 1.0, 1.0], 10, [4, 3, 3]),
+        ([1, 1000], [1000.0, 1.0], None, [1, 0]),
+        ([7], [0.1], None, [7]),
+        ([3, 5, 100], [0.1, 0.2, 0.7], None, [3, 5, 17]),
+    ):
+        found = share_out(sizes, weights, most)
+        assert found == expected and all(count <= size for count, size in zip(found, sizes, strict=True))
+
+
+def test_faults_of_a_mix_name_the_entry(make_run, write, tiny_tokenizer):
+    """With five sources "no column 'answer'" says nothing: the entry of data.sources is what one has to change."""
+    sums, gold = write("a.jsonl", jsonl(*SUMS)), write("b.jsonl", jsonl({"prompt": "x", "gold": 1, "level": "high"}))
+
+    def fails(text, *entries, reward=BOTH, **data):
+        with pytest.raises(DataError, match=text):
+            load_data(make_run(reward=reward, sources=[{"source": str(sums)}, *entries], **data), tiny_tokenizer)
+
+    fails(r"column 'level' is int64 in .*a\.jsonl and string in .*b\.jsonl", {"source": str(gold)})
+    fails(r"^data\.sources\.1\.source: no file c\.csv", {"source": "c.csv"})
+    fails(r"data\.sources\.1\.prompt_column", {"source": str(gold), "prompt_column": "q"})
+    fails(r"data\.sources\.1\.answer_column", {"source": str(gold), "answer_column": "q"})
+    fails(r"data\.sources\.1\.answer_column", {"source": str(gold)}, reward="answer_reward")
+    fails(r"line 1: the answer has no '#' in it \(data\.sources\.1\.answer_after", {
+        "source": str(gold), "answer_column": "gold", "answer_after": "#",
+    })  # fmt: skip
+    other = write("c.jsonl", jsonl({"prompt": 3}))
+    fails(r"c\.jsonl, line 1: the prompt is of type int.* \(prompt_column of data\.sources\)", {"source": str(other)})
+    with pytest.raises(DataError, match=r"no source has an answer column.*data\.sources\.0\.answer_column: x"):
+        load_data(make_run(sources=[{"source": str(sums)}], answer_column="x"), tiny_tokenizer)
+
+
+def test_columns_called_source_and_the_embedded_task(make_run, write, tiny_tokenizer):
+    """A data set with a column `source` of its own keeps it; the embedded task can be one of a mix."""
+    own = write("own.jsonl", jsonl(*({"prompt": f"{n}+0=", "answer": str(n), "source": "mine"} for n in range(9))))
+    sources = [{"source": "embedded/addition"}, {"source": str(own)}]
+    train = load_data(
+        make_run(sources=sources, answer_after="="), tiny_tokenizer, rows=[{"prompt": "a", "answer": "=1"}]
+    )
+    assert len(train.train) == 1, "rows in Python replace the mix"
+    train = load_data(make_run(sources=sources, num_prompts=10), tiny_tokenizer).train
+    assert sorted(map(str, train["source"])) == ["None"] * 5 + ["mine"] * 5
+
+
+# without the stack
+
+
+def test_light_reading_loads_no_stack(run_fresh, tmp_path, write):
+    """A check of a file of rows took as long as loading torch; a mistyped column is found in a moment."""
+    csv, rows = write("rows.csv", "prompt,answer,level\n1+1=,2,x\n"), write("rows.jsonl", jsonl(*SUMS))
+    code = f"""
+from pathlib import Path
+from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import DataSection
+from rloo_kit.data.columns import Columns
+from rloo_kit.data.reading import read_light, read_light_test
+from rloo_kit.data.sources import read_file
+for path in ({str(csv)!r}, {str(rows)!r}):
+    assert read_file(Path(path), Columns()).row(0)["prompt"]
+def run(**data):
+    return RunConfig(model=dict(name="m"), data=data, rewards=[dict(name="answer_reward")], rloo=dict(max_steps=1))
+assert len(read_light(run(source={str(rows)!r}))) == 20
+assert read_light_test(run(source={str(rows)!r}, test_source={str(csv)!r})).answers == ["2"]
+assert len(read_light(run(sources=[dict(source="embedded/addition"), dict(source={str(rows)!r})]))) == 40
+import rloo_kit.data.load
+print([name for name in ("torch", "transformers", "datasets", "trl") if name in sys.modules])
+"""
+    done = run_fresh(code)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_prompts": 7}, {"seed": 5, "num_prompts": 7}])
+def test_light_rows_are_those_of_a_run(make_run, write, tiny_tokenizer, settings):
+    """A check that reads other rows than the run finds other faults."""
+    path = write("rows.jsonl", jsonl(*SUMS))
+    test = write("test.jsonl", jsonl({"prompt": "50+1=", "answer": 51}))
+    mixed = [{"source": str(path), "weight": 2}, {"source": "embedded/addition"}]
+    for source in ({"source": path}, {"sources": mixed}):
+        run = make_run(**source, **settings, test_source=str(test))
+        light, data = read_light(run), load_data(run, tiny_tokenizer)
+        columns = ["prompt", "answer", *light.other_names]
+        assert data.train.column_names == columns
+        for place, row in enumerate(data.train.to_list()):
+            assert light.row(place) == row | {"prompt": plain([row["prompt"]])[0]}
+        assert [read_light_test(run).row(0)] == [{"prompt": "50+1=", "answer": "51"}]
+
+
+def test_light_reading_leaves_to_the_stack_what_is_its(make_run, write, tmp_path):
+    """None is "not checked"; faults that need no stack are raised all the same."""
+    datasets.Dataset.from_list(SUMS).save_to_disk(tmp_path / "saved")
+    rows = write("rows.jsonl", jsonl(*SUMS))
+    for source in ("some/set", tmp_path / "saved", write("rows.parquet", "")):
+        assert read_light(make_run(source)) is None
+        assert read_light_test(make_run(rows, test_source=str(source))) is None
+        assert read_light(make_run(sources=[{"source": str(rows)}, {"source": str(source)}])) is None
+    assert read_light_test(make_run(rows)) is None
+    with pytest.raises(DataError, match="no file missing.parquet"):
+        read_light(make_run("missing.parquet"))
+    with pytest.raises(DataError, match="line 1: no answer"):
+        read_light(make_run(write("n.jsonl", jsonl({"prompt": "a", "answer": None})), reward="answer_reward"))
+
+
+def test_the_embedded_model_takes_additions_only():
+    """An embedded model on somebody's questions learns nothing; files and folders of their own may hold additions."""
+
+    def build(**data):
+        return RunConfig(
+            model={"name": "embedded/thinking"}, data=data, rewards=[{"name": "answer_reward"}], rloo={"max_steps": 1}
+        )
+
+    for source in ("./saved", "/data/saved", "sums.parquet"):
+        assert build(sources=[{"source": source}, {"source": "embedded/addition"}]).data.all_sources[0] == source
+    with pytest.raises(ValueError, match=r"data\.sources has openai/gsm8k; set data\.source=embedded/addition"):
+        build(sources=[{"source": "openai/gsm8k"}, {"source": "embedded/addition"}])
+    with pytest.raises(ConfigError, match="neither source nor sources"):
+        build(source="embedded/addition").data.source = None
