@@ -38,6 +38,30 @@ class Data:
         return f"{len(self.train)} training prompts, {len(self.test)} held out{dropped}"
 
 
+@dataclass(frozen=True)
+class Side:
+    """The rows of a source that one of the two datasets is made of; `texts` are the prompts of all its rows, rendered."""
+
+    source: DataSource
+    texts: list[str]
+    rows: list[int]
+
+    def row(self, index: int) -> dict[str, Any]:
+        """One of them as rewards get it: `prompt`, `answer` and the other columns."""
+        row = self.rows[index]
+        return self.source.row(row) | {"prompt": self.texts[row]}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The prompts of a run before they are datasets; `dropped` and `notes` as in `Data`."""
+
+    train: Side
+    test: Side
+    dropped: int
+    notes: list[str]
+
+
 def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
     """The training and test prompts of a run.
 
@@ -54,6 +78,20 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
         DataError: a source, row or column that cannot be used, with file and line; nothing left to train on.
         ConfigError: `model.family` contradicts the tokenizer's chat template.
     """
+    prepared = prepare_data(run, tokenizer, rows)
+    train, test = prepared.train, prepared.test
+    if train.source is test.source:
+        datasets = _datasets(train.source, train.texts, train.rows, test.rows)
+    else:
+        datasets = [*_datasets(train.source, train.texts, train.rows), *_datasets(test.source, test.texts, test.rows)]
+    for note in prepared.notes:
+        say(f"data: {note}")
+    return Data(*datasets, dropped=prepared.dropped, notes=prepared.notes)
+
+
+def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Prepared:
+    """All of `load_data` but the datasets: without the stack where `needs_stack` is False. The same arguments and
+    errors."""
     family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
     with main_first():  # downloads and conversions are then cached for the other processes
         source = read_training(run, rows, thinks(family, run.model.enable_thinking))
@@ -64,18 +102,13 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
     dropped = len(texts) - len(fitting)
     if held_out is None:
         train_rows, test_rows = _split(source, fitting, run.data, notes)
-        train, test = _datasets(source, texts, train_rows, test_rows)
-    else:
-        notes += held_out.notes
-        test_texts = [render_row(run, tokenizer, family, held_out, row) for row in range(len(held_out))]
-        test_fitting = _fitting_rows(run, tokenizer, held_out, test_texts, notes)
-        dropped += len(test_texts) - len(test_fitting)
-        train_rows, test_rows = _hold_out(source, fitting, held_out, test_fitting, run.data, notes)
-        (train,) = _datasets(source, texts, train_rows)
-        (test,) = _datasets(held_out, test_texts, test_rows)
-    for note in notes:
-        say(f"data: {note}")
-    return Data(train=train, test=test, dropped=dropped, notes=notes)
+        return Prepared(Side(source, texts, train_rows), Side(source, texts, test_rows), dropped, notes)
+    notes += held_out.notes
+    test_texts = [render_row(run, tokenizer, family, held_out, row) for row in range(len(held_out))]
+    test_fitting = _fitting_rows(run, tokenizer, held_out, test_texts, notes)
+    dropped += len(test_texts) - len(test_fitting)
+    train_rows, test_rows = _hold_out(source, fitting, held_out, test_fitting, run.data, notes)
+    return Prepared(Side(source, texts, train_rows), Side(held_out, test_texts, test_rows), dropped, notes)
 
 
 def render_row(run: RunConfig, tokenizer: Any, family: str, source: DataSource, row: int) -> str:

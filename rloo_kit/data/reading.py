@@ -1,6 +1,6 @@
 """From `data` of a run to its rows, not yet rendered: each source read, drawn or mixed, its answers as text.
 
-`read_light` and `read_light_test` do so without torch, transformers and `datasets`, where the source allows it.
+Torch, transformers and `datasets` are loaded for what only they can read (`needs_stack`).
 """
 
 from dataclasses import dataclass, replace
@@ -38,46 +38,44 @@ class Part:
         return f"{self.columns.prefix}answer_column: {self.columns.answer}"
 
 
-def read_light(run: RunConfig) -> DataSource | None:
-    """The rows to train on (and to split the test set from), as `load_data` reads them, without the stack.
-
-    Returns:
-        Its `answers` are text or None; `row(i)` is one row as rewards get it, with the prompt as it is in the source.
-        None where only the stack can read a source: Parquet, a folder of save_to_disk, a hub id.
-
-    Raises:
-        DataError: as `load_data`, for a source, row, column or answer that cannot be used.
-    """
-    return _read_training(run, None, _probably_thinks(run), light=True)
+def needs_stack(run: RunConfig) -> bool:
+    """Whether a source of the run can be read by the stack alone: Parquet, a folder of save_to_disk, a hub id."""
+    section = run.data
+    wanted = [*section.all_sources, *([section.test_source] if section.test_source else [])]
+    return any(_is_for_stack(source, run) for source in wanted)
 
 
-def read_light_test(run: RunConfig) -> DataSource | None:
-    """The rows of `data.test_source`, as `read_light`; None also where the run has no test source."""
-    return _read_test(run, light=True)
+def _is_for_stack(source: str, run: RunConfig) -> bool:
+    if source.startswith("embedded/"):
+        return False
+    try:
+        path = find_file(source, run.source)
+    except DataError:  # whoever reads it says so
+        return False
+    return path is None or path.is_dir() or path.suffix.lower() == ".parquet"
 
 
 def read_training(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
     """The rows to train on, or `rows`; `thinking` is for the embedded task."""
-    found = _read_training(run, rows, thinking, light=False)
-    assert found is not None
-    return found
-
-
-def read_test(run: RunConfig) -> DataSource | None:
-    """The rows of the test source or split, in the source's order; None where the test set is split off."""
-    return _read_test(run, light=False)
-
-
-def _read_training(run: RunConfig, rows: Any, thinking: bool, light: bool) -> DataSource | None:
     section = run.data
     if rows is not None:
         part = _part(run, "")
         return _finish(run, part, draw(read_rows(rows, part.columns), section.num_prompts, section.seed))
     if section.sources is not None:
-        return _read_mix(run, thinking, light)
+        return _read_mix(run, thinking)
     part = _part(run, str(section.source))
-    found = _read_part(run, part, thinking, light)
-    return None if found is None else _finish(run, part, draw(found, section.num_prompts, section.seed))
+    return _finish(run, part, draw(_read_part(run, part, thinking), section.num_prompts, section.seed))
+
+
+def read_test(run: RunConfig) -> DataSource | None:
+    """The rows of the test source or split, in the source's order; None where the test set is split off."""
+    section = run.data
+    if not section.separate_test:
+        return None
+    key = "data.source" if section.test_source is None else "data.test_source"
+    part = _part(run, str(section.test_source or section.source))
+    part = replace(part, split=section.test_split, key=key, split_key="data.test_split")
+    return _finish(run, part, _read_part(run, part, True))
 
 
 def _finish(run: RunConfig, part: Part, source: DataSource) -> DataSource:
@@ -86,24 +84,10 @@ def _finish(run: RunConfig, part: Part, source: DataSource) -> DataSource:
     return source
 
 
-def _read_test(run: RunConfig, light: bool) -> DataSource | None:
-    section = run.data
-    if not section.separate_test:
-        return None
-    key = "data.source" if section.test_source is None else "data.test_source"
-    part = _part(run, str(section.test_source or section.source))
-    part = replace(part, split=section.test_split, key=key, split_key="data.test_split")
-    found = _read_part(run, part, True, light)
-    return None if found is None else _finish(run, part, found)
-
-
-def _read_mix(run: RunConfig, thinking: bool, light: bool) -> DataSource | None:
+def _read_mix(run: RunConfig, thinking: bool) -> DataSource:
     entries = run.data.sources or []
     parts = [_part_of_mix(run, number) for number in range(len(entries))]
-    found = [_read_part(run, part, thinking, light) for part in parts]
-    sources = [source for source in found if source is not None]
-    if len(sources) < len(parts):
-        return None
+    sources = [_read_part(run, part, thinking) for part in parts]
     if all(source.answers is None for source in sources) and _answers_wanted(run):
         raise DataError(
             f"data.sources: no source has an answer column ({', '.join(part.answer_key for part in parts)}). Name the "
@@ -137,15 +121,13 @@ def _labels(section: DataSection) -> list[str]:
     ]
 
 
-def _read_part(run: RunConfig, part: Part, thinking: bool, light: bool) -> DataSource | None:
-    """The rows of one source; None where `light` and only the stack can read it."""
+def _read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
+    """The rows of one source."""
     if part.source == EMBEDDED_SOURCE:
         return _read_embedded(run, thinking)
     if part.source.startswith("embedded/"):
         raise DataError(f"{part.key}: no embedded task '{part.source}'; there is {EMBEDDED_SOURCE}")
     path = find_file(part.source, run.source, part.key)
-    if light and (path is None or path.is_dir() or path.suffix.lower() == ".parquet"):
-        return None
     if path is None:
         return read_hub(part.source, part.subset, part.split, part.columns, part.key, part.split_key)
     if path.is_dir():
@@ -195,10 +177,3 @@ def _answers_wanted(run: RunConfig) -> bool:
     section = run.data
     named = section.answer_column != type(section).model_fields["answer_column"].default
     return named or section.answer_after is not None or compares_with_answers(run)
-
-
-def _probably_thinks(run: RunConfig) -> bool:
-    """Whether the model thinks, as far as the configuration says; the embedded task is drawn by it."""
-    if run.model.family in ("instruct", "plain"):
-        return False
-    return run.model.enable_thinking is not False and "instruct" not in run.model.name.lower()

@@ -12,7 +12,8 @@ from typing import Any
 from rloo_kit.config.batches import check_prompts
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget, resolve_family, thinks
-from rloo_kit.data.prepared import Prepared, needs_stack, prepare_data
+from rloo_kit.data.load import Prepared, prepare_data
+from rloo_kit.data.reading import needs_stack
 from rloo_kit.errors import ConfigError
 from rloo_kit.plan import parts
 from rloo_kit.plan.load import find_machine, read_load
@@ -58,7 +59,7 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
             thinking = thinks(family, run.model.enable_thinking)
             check_budget(run, family)
         prepared = _prepare(run, tokenizer, faults, loaded)
-    faults += find_reward_faults(run, tokenizer, thinking, None if prepared is None else prepared.row(0))
+    faults += find_reward_faults(run, tokenizer, thinking, None if prepared is None else prepared.train.row(0))
     with catching("folder", faults):
         RunDir.check(run, resume=bool(folder and folder.resume), overwrite=folder is None or folder.overwrite)
     faults += _find_disk_faults(run)
@@ -108,7 +109,7 @@ def _prepare(run: RunConfig, tokenizer: Any, faults: list[Fault], loaded: bool) 
         prepared = prepare_data(run, tokenizer)
     if prepared is not None:
         with catching("data", faults):
-            check_prompts(run, len(prepared.train_rows))
+            check_prompts(run, len(prepared.train.rows))
     return prepared
 
 

@@ -5,9 +5,9 @@ import pytest
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection
-from rloo_kit.data.load import load_data
+from rloo_kit.data.load import load_data, prepare_data
 from rloo_kit.data.mix import share_out
-from rloo_kit.data.reading import read_light, read_light_test
+from rloo_kit.data.reading import needs_stack
 from rloo_kit.errors import ConfigError, DataError
 from tests.data.conftest import BOTH, jsonl, plain
 
@@ -231,59 +231,49 @@ def test_columns_called_source_and_the_embedded_task(make_run, write, tiny_token
 # without the stack
 
 
-def test_light_reading_loads_no_stack(run_fresh, tmp_path, write):
+def test_rows_are_prepared_without_the_stack(run_fresh, tmp_path, write):
     """A check of a file of rows took as long as loading torch; a mistyped column is found in a moment."""
     csv, rows = write("rows.csv", "prompt,answer,level\n1+1=,2,x\n"), write("rows.jsonl", jsonl(*SUMS))
     code = f"""
-from pathlib import Path
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import DataSection
-from rloo_kit.data.columns import Columns
-from rloo_kit.data.reading import read_light, read_light_test
-from rloo_kit.data.sources import read_file
-for path in ({str(csv)!r}, {str(rows)!r}):
-    assert read_file(Path(path), Columns()).row(0)["prompt"]
-def run(**data):
-    return RunConfig(model=dict(name="m"), data=data, rewards=[dict(name="answer_reward")], rloo=dict(max_steps=1))
-assert len(read_light(run(source={str(rows)!r}))) == 20
-assert read_light_test(run(source={str(rows)!r}, test_source={str(csv)!r})).answers == ["2"]
-assert len(read_light(run(sources=[dict(source="embedded/addition"), dict(source={str(rows)!r})]))) == 40
-import rloo_kit.data.load
+from rloo_kit.data.light_tokenizer import embedded_tokenizer
+from rloo_kit.data.load import prepare_data
+tokenizer = embedded_tokenizer("thinking", "compact")
+def prepare(**data):
+    model = dict(name="embedded/thinking")
+    run = RunConfig(model=model, data=data, rewards=[dict(name="answer_reward")], rloo=dict(max_steps=1))
+    return prepare_data(run, tokenizer)
+assert len(prepare(source={str(rows)!r}, test_size=4).train.rows) == 16
+found = prepare(source={str(rows)!r}, test_source={str(csv)!r})
+assert found.test.row(0)["answer"] == "2" and found.test.row(0)["level"] == "x"
+mixed = prepare(sources=[dict(source="embedded/addition"), dict(source={str(rows)!r})], test_size=10)
+assert len(mixed.train.rows) == 30 and "1+1=" in mixed.test.row(0)["prompt"] + str(mixed.train.texts)
 print([name for name in ("torch", "transformers", "datasets", "trl") if name in sys.modules])
 """
     done = run_fresh(code)
     assert done.stdout.strip() == "[]", done.stderr
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_prompts": 7}, {"seed": 5, "num_prompts": 7}])
-def test_light_rows_are_those_of_a_run(make_run, write, tiny_tokenizer, settings):
+def test_prepared_rows_are_those_of_the_datasets(make_run, write, tiny_tokenizer):
     """A check that reads other rows than the run finds other faults."""
-    path = write("rows.jsonl", jsonl(*SUMS))
-    test = write("test.jsonl", jsonl({"prompt": "50+1=", "answer": 51}))
-    mixed = [{"source": str(path), "weight": 2}, {"source": "embedded/addition"}]
-    for source in ({"source": path}, {"sources": mixed}):
-        run = make_run(**source, **settings, test_source=str(test))
-        light, data = read_light(run), load_data(run, tiny_tokenizer)
-        columns = ["prompt", "answer", *light.other_names]
-        assert data.train.column_names == columns
-        for place, row in enumerate(data.train.to_list()):
-            assert light.row(place) == row | {"prompt": plain([row["prompt"]])[0]}
-        assert [read_light_test(run).row(0)] == [{"prompt": "50+1=", "answer": "51"}]
+    path, test = write("rows.jsonl", jsonl(*SUMS)), write("test.jsonl", jsonl({"prompt": "50+1=", "answer": 51}))
+    for more in ({}, {"test_source": str(test)}):
+        run = make_run(path, num_prompts=7, **more)
+        prepared, data = prepare_data(run, tiny_tokenizer), load_data(run, tiny_tokenizer)
+        for side, table in ((prepared.train, data.train), (prepared.test, data.test)):
+            assert [side.row(index) for index in range(len(side.rows))] == table.to_list()
 
 
-def test_light_reading_leaves_to_the_stack_what_is_its(make_run, write, tmp_path):
-    """None is "not checked"; faults that need no stack are raised all the same."""
+def test_what_needs_the_stack_is_known(make_run, write, tmp_path):
+    """A check that loads torch to look at a Parquet file keeps the user waiting for a misspelt reward."""
     datasets.Dataset.from_list(SUMS).save_to_disk(tmp_path / "saved")
     rows = write("rows.jsonl", jsonl(*SUMS))
     for source in ("some/set", tmp_path / "saved", write("rows.parquet", "")):
-        assert read_light(make_run(source)) is None
-        assert read_light_test(make_run(rows, test_source=str(source))) is None
-        assert read_light(make_run(sources=[{"source": str(rows)}, {"source": str(source)}])) is None
-    assert read_light_test(make_run(rows)) is None
-    with pytest.raises(DataError, match="no file missing.parquet"):
-        read_light(make_run("missing.parquet"))
-    with pytest.raises(DataError, match="line 1: no answer"):
-        read_light(make_run(write("n.jsonl", jsonl({"prompt": "a", "answer": None})), reward="answer_reward"))
+        assert needs_stack(make_run(source))
+        assert needs_stack(make_run(rows, test_source=str(source)))
+        assert needs_stack(make_run(sources=[{"source": str(rows)}, {"source": str(source)}]))
+    assert not needs_stack(make_run(rows)) and not needs_stack(make_run("embedded/addition"))
+    assert not needs_stack(make_run("missing.parquet")), "nothing is there to be read"
 
 
 def test_the_embedded_model_takes_additions_only():

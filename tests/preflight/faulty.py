@@ -82,10 +82,18 @@ FAULTS = (
     ),
     Faulty("prompts that are all too long", ("data.max_prompt_length=8",), ("data.max_prompt_length", "none is left")),
     Faulty("fewer prompts than a rollout needs", ("data.num_prompts=9",), ("1 prompt", "num_generations=8")),
-    Faulty("a reward that does not exist", ("rewards.0.name=answer_rewrd",), ("rewards.0.name", "'answer_reward'? Known")),
-    Faulty("a parameter that a reward has not", ("rewards.0.params={fnd: boxed}",), ("rewards.0.params.fnd", "'find'?")),
-    Faulty("a module that is not there", ("rewards.0.name='my_reward:own'",), ("rewards.0.name", "no module 'my_reward'")),
-    Faulty("a function that is not there", OWN, ("rewards.0.name", "no 'own'", "longest"), write("my_rewards.py", GOOD)),
+    Faulty(
+        "a reward that does not exist", ("rewards.0.name=answer_rewrd",), ("rewards.0.name", "'answer_reward'? Known")
+    ),
+    Faulty(
+        "a parameter that a reward has not", ("rewards.0.params={fnd: boxed}",), ("rewards.0.params.fnd", "'find'?")
+    ),
+    Faulty(
+        "a module that is not there", ("rewards.0.name='my_reward:own'",), ("rewards.0.name", "no module 'my_reward'")
+    ),
+    Faulty(
+        "a function that is not there", OWN, ("rewards.0.name", "no 'own'", "longest"), write("my_rewards.py", GOOD)
+    ),
     Faulty(
         "a syntax error in a reward",
         OWN,
@@ -137,7 +145,9 @@ FAULTS = (
         "warning",
     ),
     Faulty("a tracker that is not installed", ("rloo.report_to=swanlab_",), ("rloo.report_to",)),
-    Faulty("a library of a tracker that is not there", ("rloo.report_to=wandb",), ("rloo.report_to", "pip install wandb")),
+    Faulty(
+        "a library of a tracker that is not there", ("rloo.report_to=wandb",), ("rloo.report_to", "pip install wandb")
+    ),
     Faulty("a model's folder that is not there", ("model.name=./models/mine",), ("model.name", "no such folder")),
     Faulty("a run's folder for its adapter", ("model.adapter=old",), ("model.adapter", "adapter_config.json")),
     Faulty(
@@ -162,7 +172,7 @@ FAULTS = (
         ("model.name=Qwen/Qwen3-32B", "model.lora=null", "model.max_seq_length=512", "rloo.save_total_limit=1000"),
         ("rloo.save_total_limit", "run.output_dir"),
     ),
-)  # fmt: skip
+)
 
 
 def prepare(folder: Path, fault: Faulty) -> Path:
@@ -209,7 +219,9 @@ def main() -> int:
     page = ROOT / "docs" / "preflight.md"
     text = "<!-- table: faults -->\n" + "\n".join(lines) + "\n<!-- end -->"
     found = page.read_text(encoding="utf-8")
-    page.write_text(re.sub(r"<!-- table: faults -->.*?<!-- end -->", lambda _: text, found, flags=re.S), encoding="utf-8")
+    page.write_text(
+        re.sub(r"<!-- table: faults -->.*?<!-- end -->", lambda _: text, found, flags=re.S), encoding="utf-8"
+    )
     result = ROOT / "benchmarks" / "results" / "faults_found.json"
     result.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print("\n".join(lines))
