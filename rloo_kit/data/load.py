@@ -40,7 +40,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Side:
-    """The rows of a source that one of the two datasets is made of; `texts` are the prompts of all its rows, rendered."""
+    """The rows of a source that a dataset is made of; `texts` are the prompts of all its rows, rendered."""
 
     source: DataSource
     texts: list[str]
@@ -81,12 +81,12 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
     prepared = prepare_data(run, tokenizer, rows)
     train, test = prepared.train, prepared.test
     if train.source is test.source:
-        datasets = _datasets(train.source, train.texts, train.rows, test.rows)
+        tables = _datasets(train.source, train.texts, train.rows, test.rows)
     else:
-        datasets = [*_datasets(train.source, train.texts, train.rows), *_datasets(test.source, test.texts, test.rows)]
+        tables = [*_datasets(train.source, train.texts, train.rows), *_datasets(test.source, test.texts, test.rows)]
     for note in prepared.notes:
         say(f"data: {note}")
-    return Data(*datasets, dropped=prepared.dropped, notes=prepared.notes)
+    return Data(train=tables[0], test=tables[1], dropped=prepared.dropped, notes=prepared.notes)
 
 
 def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Prepared:
