@@ -34,6 +34,7 @@ from rloo_kit.models.adapters import NO_ADAPTER, gather_adapter
 from rloo_kit.models.policy import Policy, save_adapter, start_engine
 from rloo_kit.plan.load import TOKENS_PER_PASS
 from rloo_kit.plan.planner import plan_vram
+from rloo_kit.preflight.cheap import find_place_faults, raise_errors
 from rloo_kit.results.evaluation import compare
 from rloo_kit.results.report import TrainResult, load_evaluation, write_report
 from rloo_kit.rewarding.worker import end_workers
@@ -45,7 +46,6 @@ from rloo_kit.runs.health import LearningSignalWatch
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system import environment
 from rloo_kit.system.processes import is_distributed, is_main_process, say
-from rloo_kit.system.versions import check_trackers
 
 
 def train(
@@ -70,11 +70,13 @@ def train(
         `TrainResult`. Ctrl-C does not raise: it saves, prints how to resume, and `stopped` is "interrupted".
 
     Raises:
-        RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create`; or a tracker's library is missing, or see
-            `check_sampling`, or there are fewer prompts than a rollout needs.
+        RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create` and `check_sampling`; or there are fewer
+            prompts than a rollout needs.
+        PreflightError: the disk is too small for the checkpoints, or a tracker's library is missing.
         RewardError: rewards failed too often (`run.max_reward_failure_share`); the state is saved.
     """
-    check_trackers(run.rloo.report_to)
+    if is_main_process():
+        raise_errors(find_place_faults(run))
     check_sampling(run, policy)
     check_prompts(run, len(data.train))
     owned = run_dir is None

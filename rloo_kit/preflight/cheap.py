@@ -5,6 +5,7 @@ Parquet file, a hub id, a tokenizer that is not on this machine) is looked at wh
 """
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,12 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
             check_budget(run, family)
         prepared = _prepare(run, tokenizer, faults, loaded)
     faults += find_reward_faults(run, tokenizer, thinking, None if prepared is None else prepared.train.row(0))
+    return faults + find_place_faults(run, folder)
+
+
+def find_place_faults(run: RunConfig, folder: FolderUse | None = None) -> list[Fault]:
+    """The last of `find_faults`: the run's folder, its disk, the trackers."""
+    faults: list[Fault] = []
     with catching("folder", faults):
         RunDir.check(run, resume=bool(folder and folder.resume), overwrite=folder is None or folder.overwrite)
     faults += _find_disk_faults(run)
@@ -80,12 +87,16 @@ def refuse_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUs
     if run._checked == state or not is_main_process():
         return
     faults = find_faults(run, tokenizer, folder)
-    for fault in faults:
-        if fault.level == "warning":
-            say(f"WARNING: {fault}")
+    raise_errors(faults)
+    run._checked = state
+
+
+def raise_errors(faults: Sequence[Fault]) -> None:
+    """Raise PreflightError where one of the faults is an error; else print them, which are warnings."""
     if any(fault.level == "error" for fault in faults):
         raise PreflightError(faults)
-    run._checked = state
+    for fault in faults:
+        say(f"WARNING: {fault}")
 
 
 def _check_folders(run: RunConfig) -> None:

@@ -54,7 +54,8 @@ class PreflightError(RlooKitError, ValueError):
         self.faults = tuple(faults)
         errors = [fault for fault in faults if fault.level == "error"]
         count = "a problem" if len(errors) == 1 else f"{len(errors)} problems"
-        super().__init__("\n".join([f"{count}, found before any weights were loaded", *map(str, errors)]))
+        warnings = [f"warning: {fault}" for fault in faults if fault.level == "warning"]
+        super().__init__("\n".join([f"{count} to solve first", *map(str, errors), *warnings]))
 
 
 @contextmanager

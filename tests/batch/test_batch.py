@@ -549,3 +549,13 @@ def test_figures_that_are_no_numbers_are_left_out(folder: Path) -> None:
         (row,) = collect_rows(place)
         assert row["accuracy_after"] is row["accuracy_low_after"] is row["tokens_after"] is None
         write_comparison(place)
+
+
+def test_faults_of_a_run_are_found_before_the_batch_starts(tmp_path: Path) -> None:
+    """A misspelt column failed six runs, one after another, each behind its model."""
+    file = tmp_path / "batch.yaml"
+    notebook = ROOT / "notebooks" / "arithmetic_thinking.ipynb"
+    run = 'overrides: "rewards.0.name=answer_rewrd"'
+    file.write_text(f"notebook: {notebook}\nparameters: {{{run}}}\ngrid: {{seed: [0, 1]}}\n")
+    with pytest.raises(ConfigError, match=r"and 1 more.*rewards.0.name: there is no reward 'answer_rewrd'"):
+        load_batch(file)
