@@ -28,6 +28,7 @@ from rloo_kit.loop.callbacks import (
     SampleTable,
     TimedSaves,
 )
+from rloo_kit.loop.memory import watch_memory
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import NO_ADAPTER, gather_adapter
@@ -161,6 +162,9 @@ class _Training:
         trainer.checkpoint_record = self.run_dir.checkpoint_record
         trainer.remove_callback(PrinterCallback)
         trainer.rollout_listeners.append(self.rollouts)
+        self.memory = watch_memory(run, policy.model.config.to_dict(), loaded_engine(run, policy), trainer.args)
+        if self.memory is not None:
+            trainer.rollout_listeners.append(self.memory)
         return trainer
 
     def run_to_end(self) -> TrainResult:
@@ -179,6 +183,8 @@ class _Training:
             if not self.was_training:  # with checkpointing a model in training mode decodes without its cache: nonsense
                 self.policy.model.eval()
         self._conclude(stopped)
+        if self.memory is not None:
+            self.memory.report(self.run_dir)
         steps = self.trainer.state.global_step
         seconds = time.monotonic() - started
         wait_for_all()  # a launcher ends the others as soon as one has left
@@ -213,6 +219,8 @@ class _Training:
             where = f"step {self.checkpoint.step}" if self.checkpoint else "the start: it has no checkpoint yet"
             say(f"resuming {self.run_dir.folder} from {where}")
             self.run_dir.drop_results()
+        if self.memory is not None:
+            self.memory.start()
         with self.interrupts:
             try:
                 place = str(self.checkpoint.folder) if self.checkpoint else None
@@ -326,6 +334,8 @@ def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
         limits["tokens_per_pass"] = plan.tokens_per_pass
     if not plan.fits:
         say(f"memory: {plan}")
+    elif plan.verdict == "tight":
+        say(f"memory: {plan.sentence}")
     elif "rollout_rows" in limits and plan.rows < plan.completions and run.rollout.rows is None:
         say(
             f"memory: {plan.rows} of the {plan.completions} completions of a rollout are generated at once, as many as "

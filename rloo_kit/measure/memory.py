@@ -7,7 +7,6 @@ figure is torch's peak, without CUDA's context and the allocator's reserve; else
 
 import gc
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -37,7 +36,7 @@ from rloo_kit.plan.result import VramPlan
 from rloo_kit.rollout.engine import build_engine, check_cache, choose_engine
 from rloo_kit.rollout.types import Limits, Rollout
 from rloo_kit.system.console import render_text
-from rloo_kit.system.memory import GIB, is_out_of_memory, resident_gib, trim_heap
+from rloo_kit.system.memory import GIB, ResidentPeak, is_out_of_memory, trim_heap
 
 DECODED_TOKENS = 64
 LOCAL_ENGINES = ("auto", "native", "generate")
@@ -62,7 +61,7 @@ class Peak:
 
     def __enter__(self) -> "Peak":
         self._cuda = torch.cuda if torch.cuda.is_available() else None
-        self._watch: _Watch | None = None
+        self._watch: ResidentPeak | None = None
         if self._settled:
             gc.collect()
         if self._cuda is not None:
@@ -73,7 +72,7 @@ class Peak:
         else:
             if self._settled:
                 trim_heap()
-            self._watch = _Watch()
+            self._watch = ResidentPeak()
         self._started = time.monotonic()
         return self
 
@@ -85,35 +84,6 @@ class Peak:
             self.gib = self._cuda.max_memory_allocated() / GIB
             self.reserved_gib = self._cuda.max_memory_reserved() / GIB
         self.seconds = time.monotonic() - self._started
-
-
-class _Watch:
-    """The peak of this process's resident memory: the kernel's own where it can be reset, else looked at every 2 ms."""
-
-    def __init__(self) -> None:
-        resident = resident_gib()
-        if resident is None:
-            raise BackendError("memory cannot be measured here: there is neither a CUDA GPU nor /proc/self/statm")
-        self._most = resident
-        self._thread: threading.Thread | None = None
-        try:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        except OSError:
-            self._done = threading.Event()
-            self._thread = threading.Thread(target=self._look, daemon=True)
-            self._thread.start()
-
-    def finish(self) -> float:
-        if self._thread is not None:
-            self._done.set()
-            self._thread.join()
-            return max(self._most, resident_gib() or 0.0)
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) * 1024 / GIB
-
-    def _look(self) -> None:
-        while not self._done.wait(0.002):
-            self._most = max(self._most, resident_gib() or 0.0)
 
 
 # ------------------------------------------------------------------------------------------------ the rollout

@@ -28,6 +28,7 @@ from rloo_kit.plan.result import VllmPlan
 from rloo_kit.preflight.cheap import is_complete, refuse_faults
 from rloo_kit.runs.files import saving
 from rloo_kit.system import environment
+from rloo_kit.system.memory import return_large_blocks
 from rloo_kit.system.processes import is_distributed, is_main_process
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
 
@@ -115,6 +116,8 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
         if check and not is_complete(run):
             _check_with_stack(run, source.base)
     vllm, engine_reason = _plan_vllm(run, name)
+    if not torch.cuda.is_available():
+        return_large_blocks()
     model, tokenizer = _module(name).load(run, source, stack, vllm)
     if vllm is None:
         remember_absence(model, engine_reason)

@@ -1,11 +1,38 @@
-"""By how much peaks measured on a GPU exceeded computed ones: `corrections.json`, written by `make gpu-report`."""
+"""By how much measured peaks exceed computed ones: by runs of this machine, else by `corrections.json`, which
+`make gpu-report` writes."""
 
 import functools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.plan.history import past_runs
+from rloo_kit.plan.parts import Load
+from rloo_kit.plan.result import Machine
+
 FILE = Path(__file__).with_name("corrections.json")
+PARTS = "rollout", "training"
+NEAR = 0.9  # of the planned length; a shorter run may raise a plan but not lower it
+# The most by which a measured peak exceeded its computed one in benchmarks/results/plan_calibration.json (a test
+# compares): what a plan may be off by where nothing was measured.
+UNMEASURED = 0.1
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What computed peaks are multiplied by, and what is still not known.
+
+    Attributes:
+        factors: of the rollout and of training. sources: where each was measured, empty where nothing was.
+        unmeasured: share of the peak by which a measurement may exceed it.
+        spare_gib: what torch's allocator held besides what was used, in the last run of this model here.
+    """
+
+    factors: tuple[float, float]
+    sources: tuple[str, str]
+    unmeasured: float
+    spare_gib: float
 
 
 @functools.cache
@@ -14,10 +41,18 @@ def load_corrections() -> dict[str, Any]:
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
-def correction(backend: str, part: str) -> float:
-    """What a computed peak on a GPU is multiplied by, 1 where nothing was measured.
-
-    Args:
-        backend: "unsloth" or "transformers". part: "rollout" or "training".
-    """
-    return float(load_corrections()["factors"].get(f"{backend} {part}", 1.0))
+def find_correction(machine: Machine, load: Load) -> Correction:
+    """Of a plan for `load`; measurements of this machine win over those that came with the kit."""
+    runs = past_runs(machine, load)
+    known = load_corrections() if load.on_cuda else {"source": "", "factors": {}}
+    backend = "unsloth" if load.fused else "transformers"
+    factors, sources = [], []
+    for part in PARTS:
+        own = [run for run in runs if run.part == part]
+        ratios = [run.ratio if run.load.row_tokens >= NEAR * load.row_tokens else max(run.ratio, 1.0) for run in own]
+        factors.append(max(ratios) if own else float(known["factors"].get(f"{backend} {part}", 1.0)))
+        sources.append(f"this machine, {own[-1].date[:10]}" if own else known["source"])
+    seen = max((run.load.row_tokens for run in runs), default=0)
+    unmeasured = UNMEASURED * max(0.0, 1 - seen / load.row_tokens)
+    spare = runs[-1].spare_gib if runs else 0.0
+    return Correction((factors[0], factors[1]), (sources[0], sources[1]), unmeasured, spare)

@@ -2,14 +2,16 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
-from rloo_kit.plan.parts import Load
+from rloo_kit.plan.corrections import find_correction
+from rloo_kit.plan.parts import Load, body_bytes, table_bytes
 from rloo_kit.plan.result import Machine
-from rloo_kit.plan.shapes import find_shape, read_adapter, shape_of_config
+from rloo_kit.plan.shapes import DYNAMIC_ENDING, ModelShape, find_shape, read_adapter, shape_of_config
 from rloo_kit.system.environment import BACKEND_VARIABLE
 from rloo_kit.system.gpu import GIB, find_gpus
 from rloo_kit.system.memory import available_gib
@@ -19,6 +21,8 @@ from rloo_kit.system.versions import is_cpu_torch, is_importable
 TOKENS_PER_PASS = (8192, 2048)  # on a GPU and on a CPU (`[is_cpu]`), where the file is silent and memory allows it
 RESERVE_GIB = 0.8  # fragments of the allocator, and the desktop
 CPU_RESERVE_GIB = 0.3
+# Of a model in 4 bit: what its dynamic copies take on top, at most, by Unsloth's blog "Dynamic 4-bit Quantization".
+DYNAMIC_SHARE = 0.1
 
 
 def find_machine(gpu_gib: float | None = None) -> Machine:
@@ -52,7 +56,7 @@ def read_load(
     if rloo.beta > 0:
         copies = is_continued and rloo.reference == "start"
         reference = "model" if rank is None else "adapter" if copies else "none"
-    return Load(
+    load = Load(
         shape=shape,
         four_bit=model.load_in_4bit or shape.is_quantised,
         weight_bytes=weight,
@@ -76,6 +80,14 @@ def read_load(
         enforce_eager=vllm.enforce_eager,
         vllm_bytes=None if share is None else int(share * machine.total_gib * GIB),
     )
+    unknown = int(DYNAMIC_SHARE * (body_bytes(load) + table_bytes(load))) if keeps_unknown_layers(run, shape) else 0
+    known = find_correction(machine, load)
+    return replace(load, factors=known.factors, unmeasured=known.unmeasured, unknown_bytes=unknown)
+
+
+def keeps_unknown_layers(run: RunConfig, shape: ModelShape) -> bool:
+    """Whether the checkpoint keeps layers in 16 bit, and its `config.json`, which says which, is not here."""
+    return shape.source.startswith("the published") and run.model.name.endswith(DYNAMIC_ENDING)
 
 
 def step_completions(run: RunConfig) -> int:

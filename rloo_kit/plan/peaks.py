@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rloo_kit.plan import parts, vllm_memory
-from rloo_kit.plan.corrections import correction
 from rloo_kit.plan.parts import Load
 from rloo_kit.system.gpu import GIB
 
@@ -30,12 +29,13 @@ def own_bytes(load: Load) -> int:
 
 def rollout_gib(load: Load, rows: int) -> float:
     """Peak of a rollout with `rows` completions at once, each at its full length, in GiB."""
-    return _corrected(load, "rollout", rollout_bytes(load, rows))
+    factor = 1.0 if load.engine == "vllm" else load.factors[0]  # vLLM keeps to its share by itself
+    return _corrected(load, factor, rollout_bytes(load, rows))
 
 
 def training_gib(load: Load, rows: int = 1) -> float:
     """Peak of the largest training pass, in GiB; `rows` as in `training_bytes`."""
-    return _corrected(load, "training", training_bytes(load, rows))
+    return _corrected(load, load.factors[1], training_bytes(load, rows))
 
 
 def rollout_bytes(load: Load, rows: int) -> int:
@@ -54,16 +54,29 @@ def training_bytes(load: Load, rows: int = 1) -> int:
     return resting_bytes(load) + parts.activation_bytes(load) + parts.head_bytes(load) + asleep
 
 
-def _corrected(load: Load, part: str, counted: int) -> float:
-    """GiB of what was counted; on a GPU what is torch's of it is multiplied by what measurements have shown."""
-    if not load.on_cuda or (part == "rollout" and load.engine == "vllm"):  # vLLM keeps to its share by itself
-        return counted / GIB
+def _corrected(load: Load, factor: float, counted: int) -> float:
+    """GiB of what was counted, all but the context multiplied by what measurements have shown."""
     context = parts.context_bytes(load)
-    return (context + (counted - context) * correction("unsloth" if load.fused else "transformers", part)) / GIB
+    return (context + (counted - context) * factor) / GIB
+
+
+def unmeasured_gib(load: Load, peak_gib: float, part: str) -> float:
+    """By how much a measurement may exceed this peak; of a rollout by vLLM only what lies outside its share."""
+    if part == "rollout" and load.engine == "vllm":
+        peak_gib = resting_bytes(load) / GIB
+    return load.unmeasured * (peak_gib - parts.context_bytes(load) / GIB)
+
+
+def comfortable_gib(load: Load, limit_gib: float, part: str) -> float:
+    """The largest peak that leaves the margin free below a limit: what rows and passes are chosen by."""
+    limit_gib -= load.unknown_bytes / GIB
+    if part == "rollout" and load.engine == "vllm":
+        return limit_gib - unmeasured_gib(load, limit_gib, part)
+    return (limit_gib + load.unmeasured * parts.context_bytes(load) / GIB) / (1 + load.unmeasured)
 
 
 def rows_at_once(load: Load, limit_gib: float, wanted: int | None = None) -> int:
-    """Completions of a rollout at once: as wanted, else as many as fit at full length.
+    """Completions of a rollout at once: as wanted, else as many as fit at full length and leave the margin free.
 
     `generate` samples batch after batch: rows that do not spare it one are left out, so that batches are alike.
     """
@@ -79,13 +92,15 @@ def rows_at_once(load: Load, limit_gib: float, wanted: int | None = None) -> int
 
 
 def largest_rows(load: Load, limit_gib: float) -> int:
-    """Completions of a rollout that fit at once: 1 at least, and the whole rollout at most."""
-    return largest(1, load.completions, lambda rows: rollout_gib(load, rows) <= limit_gib)
+    """Completions of a rollout that fit at once, the margin left free: 1 at least, and the whole rollout at most."""
+    most = comfortable_gib(load, limit_gib, "rollout")
+    return largest(1, load.completions, lambda rows: rollout_gib(load, rows) <= most)
 
 
 def largest_pass(load: Load, limit_gib: float, rows: int = 1) -> int:
     """Tokens of a training pass that fit, up to those of `load`; a pass holds one row or group in any case."""
-    return largest(1, load.tokens_per_pass, lambda n: training_gib(replace(load, tokens_per_pass=n), rows) <= limit_gib)
+    most = comfortable_gib(load, limit_gib, "training")
+    return largest(1, load.tokens_per_pass, lambda n: training_gib(replace(load, tokens_per_pass=n), rows) <= most)
 
 
 def largest(low: int, high: int, fits: Callable[[int], bool]) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 from rloo_kit.config.run import RunConfig
 from rloo_kit.plan import parts, vllm_memory
 from rloo_kit.plan.changes import find_changes, keeps_8_bits
-from rloo_kit.plan.corrections import load_corrections
+from rloo_kit.plan.corrections import PARTS, find_correction
 from rloo_kit.plan.engines import choose_engine, plan_vllm
-from rloo_kit.plan.load import find_machine, read_load, step_completions, wanted_rows
+from rloo_kit.plan.load import find_machine, keeps_unknown_layers, read_load, step_completions, wanted_rows
 from rloo_kit.plan.parts import Load
 from rloo_kit.plan.peaks import (
     largest_pass,
@@ -20,10 +20,12 @@ from rloo_kit.plan.peaks import (
     rows_at_once,
     training_bytes,
     training_gib,
+    unmeasured_gib,
 )
-from rloo_kit.plan.result import EngineChoice, Machine, Part, VramPlan
-from rloo_kit.plan.shapes import BNB_ENDING, DYNAMIC_ENDING
+from rloo_kit.plan.result import EngineChoice, Machine, Margin, Part, VramPlan
+from rloo_kit.plan.shapes import BNB_ENDING
 from rloo_kit.plan.speed import StepTime, find_gpu, step_time
+from rloo_kit.plan.without_gpu import describe_lack_of_gpu
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.versions import VLLM_INSTALL
 
@@ -65,12 +67,14 @@ def plan_vram(
         engine=choice,
         vllm=plan_vllm(run, machine, config) if choice.name == "vllm" else None,
         step=_find_step_time(run, load, rows, machine),
-        parts=tuple(_list_parts(load, rows)),
+        parts=tuple(_list_parts(load, rows, machine)),
         rollout_gib=rollout,
         training_gib=training,
         rows=rows,
         completions=load.completions,
         tokens_per_pass=load.pass_tokens,
+        margins=tuple(_find_margins(run, load, rows, machine)),
+        no_gpu=describe_lack_of_gpu(run, load, machine, rows),
         changes=() if fits else tuple(find_changes(run, load, rows, limit)),
         notes=tuple(_find_notes(run, load, rows, machine, config)),
     )
@@ -88,7 +92,28 @@ def _describe(run: RunConfig, load: Load) -> str:
     return f"{run.model.name}, {load.shape.num_weights / 1e9:.3g} G weights in {bits}"
 
 
-def _list_parts(load: Load, rows: int) -> Iterator[Part]:
+def _find_margins(run: RunConfig, load: Load, rows: int, machine: Machine) -> Iterator[Margin]:
+    """What the peaks do not count; see docs/plan.md for where each figure is from."""
+    rollout, training = rollout_gib(load, rows), training_gib(load, rows)
+    if load.unknown_bytes:
+        reason = "layers that this dynamic 4-bit model keeps in 16 bit: a tenth of its weights at most, says Unsloth"
+        yield Margin(load.unknown_bytes / GIB, f"{reason}; config.json, which lists them, is not here")
+    if run.eval.batch_size > load.completions and load.engine in ("native", "generate"):
+        tokens = run.eval.max_completion_length or load.completion_tokens
+        batch = replace(load, completions=run.eval.batch_size, completion_tokens=tokens)
+        more = rollout_gib(batch, run.eval.batch_size) - max(rollout, training)
+        if more > 0:
+            yield Margin(more, f"the evaluation, which generates eval.batch_size = {run.eval.batch_size} at once")
+    part, peak = ("training", training) if training > rollout else ("rollout", rollout)
+    if (unmeasured := unmeasured_gib(load, peak, part)) > 0:
+        here = "on this machine" if machine.is_here else "on that GPU"
+        yield Margin(unmeasured, f"not measured {here} at this length: {load.unmeasured:.0%} of what is computed")
+    spare = find_correction(machine, load).spare_gib - machine.reserve_gib
+    if spare > 0:
+        yield Margin(spare, "the allocator's fragments and free blocks in the last run of this model here")
+
+
+def _list_parts(load: Load, rows: int, machine: Machine) -> Iterator[Part]:
     """The lines of the table; they add up to the two peaks."""
     shape = load.shape
 
@@ -118,8 +143,10 @@ def _list_parts(load: Load, rows: int) -> Iterator[Part]:
         rollout_gib(load, rows) - rollout_bytes(load, rows) / GIB,
         training_gib(load, rows) - training_bytes(load, rows) / GIB,
     )
-    if max(more) > 0:
-        yield Part("correction", *more, f"peaks measured on {load_corrections()['source']} were larger")
+    if any(more):
+        sources = find_correction(machine, load).sources
+        found = (f"{part} x {load.factors[at]:.2f} ({sources[at]})" for at, part in enumerate(PARTS) if more[at])
+        yield Part("correction", *more, f"measured: {', '.join(found)}")
 
 
 def _list_rollout_parts(load: Load, rows: int) -> Iterator[Part]:
@@ -163,10 +190,10 @@ def _find_notes(
 ) -> Iterator[str]:
     """What the figures assume, and what else would fit."""
     limit = machine.usable_gib
-    if load.shape.source.startswith("the published") and run.model.name.endswith(DYNAMIC_ENDING):
+    if keeps_unknown_layers(run, load.shape):
         yield (
             f"{run.model.name} keeps some layers in 16 bit; which, its config.json says. It is not on this machine, so "
-            "all are counted in 4 bit: the true figure is larger"
+            "all are counted in 4 bit: the true figure is larger, and the margin allows for it"
         )
     if machine.on_cuda:
         backend = "Unsloth" if load.fused else "transformers"
@@ -177,8 +204,6 @@ def _find_notes(
     more = largest_rows(replace(load, cache="int8"), limit)
     if keeps_8_bits(run, load) and run.rollout.rows is None and rows < more:
         yield f"rollout.cache=int8 would hold {more} completions at once, sampled from 8-bit keys and values"
-    if run.eval.batch_size > load.completions:
-        yield f"the evaluation generates eval.batch_size = {run.eval.batch_size} completions at once; it is not planned"
 
 
 def _find_faster(

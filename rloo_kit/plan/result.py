@@ -1,6 +1,5 @@
 """The plan of a run's memory as it is printed and written to JSON, in GiB."""
 
-import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rloo_kit.plan.speed import StepTime
-from rloo_kit.system.console import WIDTH, render_text
+from rloo_kit.system.console import fill_text, render_text
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,14 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Margin:
+    """GiB that the peaks do not count, and what they are for."""
+
+    gib: float
+    reason: str
+
+
+@dataclass(frozen=True)
 class VramPlan:
     """Memory of a run with all completions at their full length; computed, not measured.
 
@@ -107,8 +114,10 @@ class VramPlan:
             optimizer step, on a GPU whose speed is known.
         parts: where the memory goes. rollout_gib, training_gib: the two peaks, sums of the parts.
         rows: completions of a rollout at once, of `completions` in all. tokens_per_pass: tokens of a training pass.
+        margins: what the peaks do not count. no_gpu: why a plan of the machine's memory says little, where it does.
         binds: the larger peak, "rollout" or "training". fits: whether both leave the reserve free, and nothing else
             keeps vLLM from sampling where `rollout.engine` asks for it.
+        verdict: "fits", "tight" where less than the margin is left, or "does not fit".
         changes: what to change where it does not fit, cheapest first. notes: what the figures assume.
     """
 
@@ -124,6 +133,8 @@ class VramPlan:
     rows: int
     completions: int
     tokens_per_pass: int
+    margins: tuple[Margin, ...]
+    no_gpu: str | None
     changes: tuple[Remedy, ...]
     notes: tuple[str, ...]
 
@@ -145,6 +156,26 @@ class VramPlan:
     def fits(self) -> bool:
         return self.headroom_gib >= 0 and (self.vllm is None or self.vllm.obstacle is None)
 
+    @property
+    def margin_gib(self) -> float:
+        """What the peaks may be too small by."""
+        return sum(margin.gib for margin in self.margins)
+
+    @property
+    def verdict(self) -> str:
+        if not self.fits:
+            return "does not fit"
+        return "fits" if self.headroom_gib >= self.margin_gib else "tight"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict where both peaks stay below the limit, with what is left and the margin."""
+        machine, margin = self.machine, f"{self.margin_gib:.2f}"
+        left = f"{self.headroom_gib:.2f} GiB to spare of {machine.total_gib:.2f} GiB less {machine.reserve_gib:.1f}"
+        if self.verdict == "tight":
+            return f"Tight: {left} kept free, and the margin is {margin}; {self.binds} binds."
+        return f"Fits: {left} kept free, the margin of {margin} included; {self.binds} binds."
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, for JSON; GiB with three decimals."""
 
@@ -155,6 +186,8 @@ class VramPlan:
             "run": self.run,
             "model": self.model,
             "fits": self.fits,
+            "verdict": self.verdict,
+            "no_gpu": self.no_gpu,
             "engine": asdict(self.engine),
             "vllm": self.vllm and self.vllm.to_dict(),
             "step": self.step and self.step.to_dict(),
@@ -168,14 +201,15 @@ class VramPlan:
             "rollout_gib": round(self.rollout_gib, 3),
             "training_gib": round(self.training_gib, 3),
             "headroom_gib": round(self.headroom_gib, 3),
+            "margin_gib": round(self.margin_gib, 3),
+            "margins": [{"gib": round(one.gib, 3), "reason": one.reason} for one in self.margins],
             "parts": {part.name: peaks(part) for part in self.parts},
             "changes": [{"override": one.override, **peaks(one), "fits": one.fits} for one in self.changes],
             "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
-        verdict = [textwrap.fill(line, WIDTH, break_long_words=False) for line in self._verdict().split("\n")]
-        lines = [render_text(self._table()), *verdict]
+        lines = [render_text(self._table()), *map(fill_text, self._say().split("\n"))]
         for change in self.changes:
             which = "rollout" if change.rollout_gib > change.training_gib else "training"
             peak = max(change.rollout_gib, change.training_gib)
@@ -183,7 +217,7 @@ class VramPlan:
         if self.changes and not self.changes[-1].fits:
             lines.append("  and a smaller model or a larger GPU: these alone are not enough")
         for note in self.notes:
-            lines.append(textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="  ", break_long_words=False))
+            lines.append(fill_text(f"note: {note}"))
         return "\n".join(lines)
 
     def _table(self) -> Table:
@@ -197,7 +231,8 @@ class VramPlan:
             table.add_row(part.name, _written(part.rollout_gib), _written(part.training_gib), Text(part.detail))
         return table
 
-    def _verdict(self) -> str:
+    def _say(self) -> str:
+        """The verdict and what follows from it."""
         machine = self.machine
         left = f"{machine.total_gib:.2f} GiB less {machine.reserve_gib:.1f} kept free"
         rows = f"Rows of a rollout: {self.rows} of {self.completions} at once."
@@ -211,7 +246,11 @@ class VramPlan:
         if self.vllm is not None and self.vllm.obstacle is not None and self.headroom_gib >= 0:
             return f"Cannot run: rollout.engine is vllm, but {self.vllm.obstacle}.\n{rows}"
         if self.fits:
-            return f"Fits: {self.headroom_gib:.2f} GiB to spare of {left}; {self.binds} binds.\n{rows}"
+            margins = "".join(f"  margin {one.gib:.2f}: {one.reason}\n" for one in self.margins)
+            sentence = self.sentence
+            if self.no_gpu is not None:  # a bare "Fits" would read like a go-ahead
+                sentence = f"{self.no_gpu}\nThe machine's memory: {sentence[0].lower()}{sentence[1:]}"
+            return f"{sentence}\n{margins}{rows}"
         return (
             f"Does not fit: {-self.headroom_gib:.2f} GiB too much for {left}; {self.binds} binds.\n{rows}\n"
             "To change, in this order, each on top of those before it:"

@@ -3,7 +3,9 @@
 import io
 import os
 import re
+import shutil
 import sys
+import textwrap
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,8 @@ else:
 
 VARIABLE = "TQDM_NOTEBOOK"  # set by many recipes, read by no library
 INTERVAL_S = 5.0  # between two lines of all open bars together; a shorter loop prints nothing
-WIDTH = 100  # columns that fit a cell of JupyterLab on a laptop, with its file browser open
+WIDTH = 100  # columns of a file, a pipe or a notebook: a cell of JupyterLab on a laptop, with its file browser open
+NARROWEST = 40  # columns that tables are laid out for
 _FALSE, _TRUE = ("false", "0", "no", "off"), ("true", "1", "yes", "on")
 # A model may write control characters; pages and terminals get the symbols that picture them.
 _PICTURED = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
@@ -113,9 +116,27 @@ class TextBar(_TqdmBar):
         self._line_at, self._line_n = self._time(), self.n
 
 
-def render_text(renderable: Any, width: int = WIDTH) -> str:
-    """What rich renders, as plain lines without colour, at most `width` columns and no blanks at their ends."""
+def columns() -> int:
+    """Columns for tables and paragraphs: those of the terminal, or of COLUMNS where it is set; else `WIDTH`."""
+    if _is_in_kernel():
+        return WIDTH
+    if not (sys.stdout is not None and _is_terminal(sys.stdout)) and not os.environ.get("COLUMNS"):
+        return WIDTH
+    return max(shutil.get_terminal_size((WIDTH, 24)).columns, NARROWEST)
+
+
+def fill_text(text: str) -> str:
+    """A paragraph in lines of at most `columns()`; what follows the first is indented by two more."""
+    indent = " " * (len(text) - len(text.lstrip()))
+    options = {"subsequent_indent": f"{indent}  ", "break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, columns(), **options)
+
+
+def render_text(renderable: Any, width: int | None = None) -> str:
+    """What rich renders, as plain lines without colour, at most `width` columns (None: `columns()`) and no blanks at
+    their ends."""
     file = io.StringIO()
+    width = width or columns()
     console = Console(file=file, width=width, color_system=None, force_terminal=False, force_jupyter=False)
     console.print(renderable)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
@@ -124,7 +145,7 @@ def render_text(renderable: Any, width: int = WIDTH) -> str:
 def print_table(renderable: Any) -> None:
     """Print what rich renders, coloured in a terminal only. FORCE_COLOR of a kernel would make any file a terminal."""
     if sys.stdout.isatty():
-        Console(force_jupyter=False).print(renderable)
+        Console(force_jupyter=False, width=columns()).print(renderable)
     else:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         text = render_text(renderable) + "\n"

@@ -4,7 +4,6 @@
 """
 
 import os
-import shutil
 import stat
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rloo_kit.errors import ConfigError, SetupError
-from rloo_kit.system.console import WIDTH, render_text, set_up_progress
+from rloo_kit.system.console import render_text, set_up_progress
 from rloo_kit.system.env_file import EXPECTED_KEYS, EnvFile, find_token, load_env_file
 from rloo_kit.system.gpu import Gpu, Gpus, find_gpus
 from rloo_kit.system.processes import count_processes, is_distributed
@@ -104,16 +103,13 @@ class Environment:
 
 
 def render_rows(rows: Sequence[tuple[str, str]], title: str) -> str:
-    """A two-column table as plain text, no wider than `WIDTH` columns and the terminal."""
-    width = WIDTH
-    if sys.stdout is not None and sys.stdout.isatty():
-        width = min(width, shutil.get_terminal_size().columns)
+    """A two-column table as plain text."""
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(Text(name), Text(value))
-    return render_text(table, width)
+    return render_text(table)
 
 
 def choose_precision(gpu: Gpu | None) -> tuple[str, str]:

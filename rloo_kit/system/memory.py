@@ -3,10 +3,15 @@
 import ctypes
 import os
 import sys
+import threading
 import traceback
 from pathlib import Path
 
+from rloo_kit.errors import BackendError
 from rloo_kit.system.gpu import GIB
+
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+LARGE_BLOCK = 2**22  # bytes; smaller ones cost more time in page faults than they save memory (docs/plan.md)
 
 
 def resident_gib() -> float | None:
@@ -35,6 +40,52 @@ def trim_heap() -> None:
     """Return free memory of the C heap to the system; only glibc can."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):  # another C library
+        return
+
+
+class ResidentPeak:
+    """The peak of this process's resident memory since it was made: the kernel's own where it can be reset, else looked
+    at every 2 ms. Raises BackendError where there is no /proc."""
+
+    def __init__(self) -> None:
+        resident = resident_gib()
+        if resident is None:
+            raise BackendError("memory cannot be measured here: there is neither a CUDA GPU nor /proc/self/statm")
+        self.start_gib = self._most = resident
+        self._thread: threading.Thread | None = None
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError:
+            self._done = threading.Event()
+            self._thread = threading.Thread(target=self._look, daemon=True)
+            self._thread.start()
+
+    def finish(self) -> float:
+        """GiB of the peak."""
+        if self._thread is not None:
+            self._done.set()
+            self._thread.join()
+            return max(self._most, resident_gib() or 0.0)
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) * 1024 / GIB
+
+    def _look(self) -> None:
+        while not self._done.wait(0.002):
+            self._most = max(self._most, resident_gib() or 0.0)
+
+
+def return_large_blocks() -> None:
+    """Have the C heap return blocks of LARGE_BLOCK bytes as soon as they are free; only glibc can.
+
+    It raises its own threshold up to 32 MiB as such blocks are freed, and its heap then hardly reuses torch's aligned
+    blocks (https://sourceware.org/bugzilla/show_bug.cgi?id=14581): training on a CPU took up to 1 GiB more than its
+    tensors. A threshold of the user's (MALLOC_MMAP_THRESHOLD_) stays.
+    """
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    try:
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
     except (AttributeError, OSError, TypeError):  # another C library
         return
 

@@ -1,0 +1,118 @@
+"""Peaks that runs on this machine had, in `memory.json` of the kit's cache: what corrects the next plan.
+
+An entry holds what was loaded, at the lengths that the run came to, so that it is compared with today's arithmetic.
+"""
+
+import math
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.errors import RlooKitError
+from rloo_kit.plan.parts import Load
+from rloo_kit.plan.peaks import rollout_gib, training_gib
+from rloo_kit.plan.result import Machine
+from rloo_kit.plan.shapes import ModelShape
+from rloo_kit.runs.files import now, read_json, write_json
+from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
+
+KEPT = 50  # entries, the newest
+BOUNDS = 0.25, 4.0  # of a ratio; beyond it is a damaged entry or another program's memory
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """The peak of a run in GiB: `measured_gib` with CUDA's context, `spare_gib` what torch's allocator held besides.
+
+    Attributes:
+        load: with the longest prompt, completion and pass that there were. rows: completions at once.
+    """
+
+    machine: str
+    date: str
+    load: Load
+    rows: int
+    measured_gib: float
+    spare_gib: float = 0.0
+
+    @property
+    def part(self) -> str:
+        """The part whose peak it is, by what is computed: "rollout" or "training"."""
+        return "rollout" if self._computed[0] >= self._computed[1] else "training"
+
+    @property
+    def computed_gib(self) -> float:
+        return max(self._computed)
+
+    @property
+    def ratio(self) -> float:
+        return self.measured_gib / self.computed_gib
+
+    @property
+    def _computed(self) -> tuple[float, float]:
+        plain = replace(self.load, factors=(1.0, 1.0))
+        return rollout_gib(plain, self.rows), training_gib(plain, self.rows)
+
+
+def machine_key(machine: Machine) -> str:
+    """A GPU by its name and memory; without one the machine's name."""
+    return f"{machine.name}, {machine.total_gib:.0f} GiB" if machine.on_cuda else f"{platform.node()}, CPU"
+
+
+def past_runs(machine: Machine, load: Load) -> list[PastRun]:
+    """The runs of this machine with the same model, backend, engine and checkpointing, the oldest first."""
+    if not machine.is_here:
+        return []
+    key, wanted = machine_key(machine), _identity(load)
+    return [run for run in _read_all() if run.machine == key and _identity(run.load) == wanted]
+
+
+def keep_run(machine: Machine, load: Load, rows: int, measured_gib: float, spare_gib: float) -> None:
+    """Add an entry; a cache that cannot be written costs a line on stderr."""
+    try:
+        added = PastRun(machine_key(machine), now(), load, rows, measured_gib, spare_gib)
+        file = _file()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, [asdict(run) for run in [*_read_all(), added][-KEPT:]])
+    except (OSError, RlooKitError) as error:
+        _warn(f"the measured peak is not kept for the next plan: {error}. Set {CACHE_VARIABLE} to a folder")
+
+
+def _file() -> Path:
+    return cache_folder() / "memory.json"
+
+
+def _identity(load: Load) -> tuple[Any, ...]:
+    shape = replace(load.shape, source="", kept=())
+    return shape, load.four_bit, load.lora_rank is None, load.fused, load.engine, load.checkpointing, load.on_cuda
+
+
+def _read_all() -> list[PastRun]:
+    file = _file()
+    found = read_json(file)
+    if not isinstance(found, list):
+        if file.is_file():
+            _warn(f"{file} is damaged and counts as empty; delete it")
+        return []
+    return list(_read_entries(found))
+
+
+def _read_entries(found: list[Any]) -> Iterator[PastRun]:
+    """What can be read; an entry of another version may have other fields."""
+    for entry in found:
+        try:
+            load = dict(entry["load"])
+            shape = load["shape"] | {"kept": tuple(load["shape"]["kept"])}
+            listed = {name: tuple(load[name]) for name in ("lora_targets", "factors")}
+            run = PastRun(**entry | {"load": Load(**load | listed | {"shape": ModelShape(**shape)})})
+            if math.isfinite(run.spare_gib) and BOUNDS[0] <= run.ratio <= BOUNDS[1]:
+                yield run
+        except (TypeError, KeyError, ValueError, ArithmeticError, AttributeError):
+            continue
+
+
+def _warn(text: str) -> None:
+    print(f"memory: {text}", file=sys.stderr)

@@ -1,0 +1,44 @@
+"""Whether this machine can train a run at all: asked before anything is loaded."""
+
+from dataclasses import dataclass
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.errors import ConfigError
+from rloo_kit.plan.planner import plan_vram
+from rloo_kit.plan.without_gpu import fitting_config
+
+
+@dataclass(frozen=True)
+class MachineProblem:
+    """What is wrong, and the key, config or command that fixes it; `is_fatal` where the run cannot fit at all."""
+
+    message: str
+    fix: str
+    is_fatal: bool
+
+
+def find_machine_problem(run: RunConfig) -> MachineProblem | None:
+    """The model against the machine: a large model and no GPU, or memory that does not suffice.
+
+    Takes a fraction of a second and loads no torch. None also where the shape of the model is not known.
+    """
+    try:
+        plan = plan_vram(run)
+    except ConfigError:
+        return None
+    config = fitting_config(plan.machine)
+    other = f"train {config}, which fits this machine" if config else "take a smaller model or a larger GPU"
+    if plan.no_gpu is not None:
+        message, _, _ = plan.no_gpu.partition(" `rloo-kit plan")
+        fix = f"take a machine with a GPU (`rloo-kit plan FILE --gpu-gib N` says what fits), or {other}"
+        return MachineProblem(message, fix, plan.headroom_gib < 0)
+    if plan.headroom_gib >= 0:
+        return None
+    message = (
+        f"{plan.model} does not fit: {plan.binds} takes {plan.peak_gib:.1f} GiB at full length, and "
+        f"{plan.machine.name} has {plan.machine.usable_gib:.1f}"
+    )
+    changes = " ".join(change.override for change in plan.changes)
+    if changes and plan.changes[-1].fits:
+        return MachineProblem(message, f"set {changes}", False)
+    return MachineProblem(message, other, True)
