@@ -27,14 +27,17 @@ from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import picture_controls
 from rloo_kit.system.versions import installed_versions
 
+EARLY = "early"  # `TrainResult.stopped` of a run that eval.patience stopped
 FILES = {
     "adapter": "the trained adapter; load it with model.adapter",
+    "best": "the adapter of the best evaluation during training",
     "config.yaml": "the resolved configuration",
     "versions.json": "versions and git revision",
     "status.json": "how the run ended",
     "metrics.jsonl": "one row of metrics a step",
     "rollouts.jsonl": "every completion with its ids, rewards and advantage; older ones in rollouts-STEP.jsonl.gz",
     "prompts.json": "the training prompts that were chosen by their pass rate",
+    "evaluations.jsonl": "the evaluations during training",
     "before.json": "the evaluation before training",
     "after.json": "the evaluation after training",
     "checkpoints": "what --resume continues from",
@@ -50,7 +53,10 @@ class TrainResult:
         steps: optimizer steps done, those before a resume included.
         metrics: the rows of `metrics.jsonl`, one a logged step.
         seconds: wall time of this call.
-        stopped: None when it ran to its end, else "interrupted" or "no signal".
+        stopped: None when it ran to its end, else "early" (`eval.patience`; the run is finished), "interrupted" or "no
+            signal".
+        adapter_step: whose weights the adapter holds: the last step's, or with `eval.save_best` the best evaluation's;
+            None where it is not known.
     """
 
     folder: Path
@@ -59,6 +65,7 @@ class TrainResult:
     metrics: list[dict[str, Any]] = field(repr=False)
     seconds: float
     stopped: str | None = None
+    adapter_step: int | None = None
 
 
 def load_result(run: RunConfig) -> TrainResult:
@@ -70,8 +77,12 @@ def load_result(run: RunConfig) -> TrainResult:
         raise RunNotFoundError(f"there is no run in {run_dir.folder}; rloo-kit train makes one")
     metrics = run_dir.read_metrics()
     seconds = (metrics[-1].get("seconds") if metrics else None) or 0.0
-    stopped = None if status.get("state") == "finished" else status.get("state")
-    return TrainResult(run_dir.folder, run_dir / "adapter", status.get("step", 0), metrics, seconds, stopped)
+    ended = EARLY if status.get("stopped_early") else None
+    stopped = ended if status.get("state") == "finished" else status.get("state")
+    adapter_step = status.get("adapter_step")
+    return TrainResult(
+        run_dir.folder, run_dir / "adapter", status.get("step", 0), metrics, seconds, stopped, adapter_step
+    )
 
 
 def load_evaluation(run: RunConfig, when: str) -> Evaluation | None:
