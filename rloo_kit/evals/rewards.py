@@ -35,9 +35,7 @@ class HeldOutRewards:
         runs_async: what runs a coroutine to its end; None: a loop of its own.
     """
 
-    def __init__(
-        self, run: RunConfig, rewards: Sequence[Any], runs_async: Callable[[Any], Any] | None = None
-    ) -> None:
+    def __init__(self, run: RunConfig, rewards: Sequence[Any], runs_async: Callable[[Any], Any] | None = None) -> None:
         guarded = [guard(reward) for reward in rewards]
         self.names = log_names([reward_name(reward) for reward in guarded], guarded)
         self.is_callable = all(hasattr(reward, "failed") for reward in guarded)

@@ -77,7 +77,13 @@ def draw_prompts(run: RunConfig, test: Any) -> Any:
 
 def settings_during_training(run: RunConfig) -> RunConfig:
     """The run with an `eval` that measures the sampled completions and nothing else."""
-    alone = {"num_prompts": None, "greedy": False, "pass_at_k": [], "thinking_budgets": [], "num_completions": 0}
+    alone: dict[str, Any] = {
+        "num_prompts": None,
+        "greedy": False,
+        "pass_at_k": [],
+        "thinking_budgets": [],
+        "num_completions": 0,
+    }
     return run.model_copy(update={"eval": run.eval.model_copy(update=alone)})
 
 
@@ -99,7 +105,8 @@ class Evaluations(TrainerCallback):
         run_dir: RunDir,
         interrupts: Interrupts,
     ) -> None:
-        self.run, self.policy, self.run_dir, self.interrupts = settings_during_training(run), policy, run_dir, interrupts
+        self.run, self.policy = settings_during_training(run), policy
+        self.run_dir, self.interrupts = run_dir, interrupts
         self.prompts = draw_prompts(run, test)
         self.rewards = HeldOutRewards(run, reward_funcs, self._await)
         self.judge = AnswerJudge(run, policy.tokenizer, answers_of(self.prompts))
@@ -124,7 +131,8 @@ class Evaluations(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         if self.stopped is not None:  # by an evaluation that an interrupt had put off
             control.should_save = control.should_training_stop = control.should_log = True
-        if control.should_training_stop or not self._is_due(state.global_step, state.max_steps):
+        step, last = state.global_step, state.max_steps
+        if not self._is_due(step, last) or (self.interrupts.requested and step < last):
             return control
         found = self._evaluate(state, control)
         recorder = self.trainer.rloo.recorder
@@ -203,8 +211,8 @@ class Evaluations(TrainerCallback):
                 self._stage(best)
             else:
                 say(
-                    f"WARNING: {self.run_dir / BEST} does not hold the weights of step {best.step}, the best evaluation "
-                    "so far: the next one is the best"
+                    f"WARNING: {self.run_dir / BEST} does not hold the weights of step {best.step}, the best "
+                    "evaluation so far: the next one is the best"
                 )
                 self.history.forget_best()
         self._publish(step)

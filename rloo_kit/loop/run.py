@@ -204,9 +204,7 @@ class _Training:
         self._conclude(stopped, adapter_step)
         seconds = time.monotonic() - started
         wait_for_all()  # a launcher ends the others as soon as one has left
-        return share(
-            TrainResult(self.run_dir.folder, adapter, steps, self.writer.rows, seconds, stopped, adapter_step)
-        )
+        return share(TrainResult(self.run_dir.folder, adapter, steps, self.writer.rows, seconds, stopped, adapter_step))
 
     def _save_adapter(self) -> Path:
         """The adapter in the run's folder, replaced in one piece."""

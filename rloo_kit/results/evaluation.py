@@ -4,7 +4,6 @@
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -36,7 +35,7 @@ class Measured(NamedTuple):
     value: float
     low: float | None
     high: float | None
-    per_prompt: Sequence[float | None] | None
+    per_prompt: list[float | None] | None
 
 
 class _RewardMean(BaseModel):
@@ -139,18 +138,14 @@ class Evaluation:
 
     def measure(self, name: str) -> Measured | None:
         """What was measured under "accuracy", "greedy_accuracy", "reward" or the name of a reward; None if nothing."""
-        if name == "accuracy":
-            found = Measured(self.accuracy, self.low, self.high, self.per_prompt)
-        elif name == "greedy_accuracy":
-            found = Measured(self.greedy_accuracy, self.greedy_low, self.greedy_high, self.greedy_per_prompt)
-        elif name == "reward":
-            found = Measured(self.reward, self.reward_low, self.reward_high, self.reward_per_prompt)
-        else:
-            entry = self.rewards.get(name)
-            if entry is None:
-                return None
-            found = Measured(entry["mean"], entry["low"], entry["high"], entry["per_prompt"])
-        return None if found.value is None else found
+        of_reward = self.rewards.get(name, {})
+        found: dict[str, tuple[Any, ...]] = {
+            name: tuple(of_reward.get(key) for key in ("mean", "low", "high", "per_prompt")),
+            "accuracy": (self.accuracy, self.low, self.high, self.per_prompt),
+            "greedy_accuracy": (self.greedy_accuracy, self.greedy_low, self.greedy_high, self.greedy_per_prompt),
+            "reward": (self.reward, self.reward_low, self.reward_high, self.reward_per_prompt),
+        }
+        return None if found[name][0] is None else Measured(*found[name])
 
     def take_rewards(self, total: list[list[float | None]], single: dict[str, list[list[float | None]]]) -> None:
         """Fill in the mean rewards.
@@ -162,7 +157,8 @@ class Evaluation:
         self.reward_unscored = sum(value is None for values in total for value in values)
         found = _average(total, self.num_samples)
         if found is not None:
-            self.reward, self.reward_low, self.reward_high, self.reward_per_prompt = found
+            self.reward, self.reward_low, self.reward_high = found[:3]
+            self.reward_per_prompt = found.per_prompt
         entries = {name: _average(values, self.num_samples) for name, values in single.items()}
         self.rewards = {
             name: {"mean": found.value, "low": found.low, "high": found.high, "per_prompt": found.per_prompt}
@@ -303,18 +299,11 @@ class Comparison:
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
     """The difference that training made, with its interval: paired where both evaluations are of the same prompts."""
     found = {name: difference(before, after, name) for name in ("accuracy", "greedy_accuracy", "reward")}
-    sampled, greedy, reward = ((None, None, None) if one is None else _closed(one) for one in found.values())
+    sampled, greedy, reward = map(_closed, found.values())
     name = "reward" if found["accuracy"] is None else "accuracy"
-    return Comparison(
-        *sampled,
-        *greedy,
-        paired=_are_paired(before, after),
-        num_prompts=min(before.num_prompts, after.num_prompts),
-        apart=_are_apart(before.measure(name), after.measure(name)),
-        reward_difference=reward[0],
-        reward_low=reward[1],
-        reward_high=reward[2],
-    )
+    apart = _are_apart(before.measure(name), after.measure(name))
+    num_prompts = min(before.num_prompts, after.num_prompts)
+    return Comparison(*sampled, *greedy, _are_paired(before, after), num_prompts, apart, *reward)
 
 
 def difference(before: Evaluation, after: Evaluation, name: str) -> Estimate | None:
@@ -324,10 +313,11 @@ def difference(before: Evaluation, after: Evaluation, name: str) -> Estimate | N
         return None
     if _are_paired(before, after) and old.per_prompt is not None and new.per_prompt is not None:
         both = [(a, b) for a, b in zip(old.per_prompt, new.per_prompt, strict=True) if a is not None and b is not None]
+        first, second = [a for a, _ in both], [b for _, b in both]
         if both and name.endswith("accuracy"):
-            return paired_difference(*zip(*both, strict=True))
+            return paired_difference(first, second)
         if both:
-            return paired_mean_difference(*zip(*both, strict=True), math.lcm(before.num_samples, after.num_samples))
+            return paired_mean_difference(first, second, math.lcm(before.num_samples, after.num_samples))
     return unpaired_difference(_open(old), _open(new))
 
 
@@ -344,13 +334,19 @@ def _are_apart(before: Measured | None, after: Measured | None) -> bool | None:
 
 def _average(values: list[list[float | None]], num_samples: int) -> Measured | None:
     """The mean over prompts of what was scored; None where nothing was."""
-    means = [math.fsum(scored) / len(scored) if (scored := [v for v in one if v is not None]) else None for one in values]
+    scored = [[value for value in one if value is not None] for one in values]
+    means = [math.fsum(one) / len(one) if one else None for one in scored]
     known = [mean for mean in means if mean is not None]
-    return Measured(*_closed(mean_of_prompts(known, num_samples)), means) if known else None
+    if not known:
+        return None
+    estimate = mean_of_prompts(known, num_samples)
+    return Measured(estimate.value, *_closed(estimate)[1:], means)
 
 
-def _closed(estimate: Estimate) -> tuple[float, float | None, float | None]:
-    """With None for the ends of an open interval, as JSON has no infinity."""
+def _closed(estimate: Estimate | None) -> tuple[float | None, float | None, float | None]:
+    """With None for the ends of an open interval, as JSON has no infinity; three of them without an estimate."""
+    if estimate is None:
+        return None, None, None
     low, high = (end if math.isfinite(end) else None for end in estimate[1:])
     return estimate.value, low, high
 

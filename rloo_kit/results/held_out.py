@@ -90,13 +90,13 @@ class HeldOutHistory:
             return f"held-out at step {found.step}: {self.measure} could not be measured, so it does not count"
         text = f"held-out at step {found.step}: {self.measure} {with_interval(*measured[:3])}"
         if against is not None:
-            text += f"; {signed(*against)} against the best before"
+            text += f", {signed(*against)} against the best before"
         assert self.best is not None
         if self.best is found:
-            return text if against is None else f"{text}: the best so far"
+            return text if against is None else f"{text}; the best so far"
         of = "" if self.patience is None else f" of {self.patience}"
         best = f"{self.best_value:.3f} at step {self.best.step}"
-        return f"{text}: no new best for {self.since}{of} (best {best})"
+        return f"{text}; no new best for {self.since}{of} (best {best})"
 
     def _value(self, found: HeldOut | None) -> float | None:
         measured = None if found is None else found.measure(self.measure)
@@ -104,20 +104,24 @@ class HeldOutHistory:
 
 
 def read_evaluations(folder: Path, run: str) -> list[dict[str, Any]]:
-    """The rows of `evaluations.jsonl` that the run with the id `run` wrote, in the order of their steps."""
-    rows = [row for row in read_rows(folder / EVALUATIONS) if is_count(row.get("step")) and row.get("run", "") == run]
-    return sorted(rows, key=lambda row: row["step"])
+    """The rows of `evaluations.jsonl` that the run with the id `run` wrote, in the order of their steps; a damaged one
+    is left out."""
+    mine = [row for row in read_rows(folder / EVALUATIONS) if row.get("run", "") == run and _parse(row) is not None]
+    return sorted(mine, key=lambda row: row["step"])
 
 
 def parse_evaluations(rows: Iterable[dict[str, Any]]) -> list[HeldOut]:
-    """The evaluations in rows; one that is damaged is left out."""
-    found = []
-    for row in rows:
-        try:
-            found.append(HeldOut(row["step"], Evaluation.from_dict(row.get("evaluation"))))
-        except ValueError:
-            continue
-    return found
+    """The evaluations in rows."""
+    return [found for row in rows if (found := _parse(row)) is not None]
+
+
+def _parse(row: dict[str, Any]) -> HeldOut | None:
+    if not is_count(row.get("step")) or not isinstance(row.get("measure"), str):
+        return None
+    try:
+        return HeldOut(row["step"], Evaluation.from_dict(row.get("evaluation")))
+    except ValueError:
+        return None
 
 
 def read_best_step(folder: Path, run: str) -> int | None:
