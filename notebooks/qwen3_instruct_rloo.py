@@ -294,12 +294,12 @@ result = kit.train(
 print(f"{result.steps} steps, {result.seconds:.0f} s")
 
 # %% [markdown]
-# A run that was stopped ends here, so that nobody takes it for a whole one. The cells below still work, one by one,
+# A run that was cut short ends here, so that nobody takes it for a whole one. The cells below still work, one by one,
 # on what has been learnt so far.
 
 # %%
-if result.stopped:
-    raise kit.RlooKitError(f"stopped early ({result.stopped}) at step {result.steps}; resume = True goes on from there")
+if result.stopped not in (None, "early"):
+    raise kit.RlooKitError(f"stopped ({result.stopped}) at step {result.steps}; resume = True goes on from there")
 
 # %% [markdown]
 # ### One group of this run

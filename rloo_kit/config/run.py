@@ -83,6 +83,11 @@ class RunConfig(Section):
                 "run.evaluate is true, but data.test_size is 0: there is nothing to measure on; set data.test_size "
                 "above 0 or run.evaluate=false"
             )
+        if self.eval.every_steps and self.data.test_size == 0:
+            problems.append(
+                f"eval.every_steps is {self.eval.every_steps}, but data.test_size is 0: there is nothing to measure "
+                "on; set data.test_size above 0 or eval.every_steps=0"
+            )
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -552,6 +552,23 @@ class EvalSection(Section):
     thinking_budgets: list[Count] = key([], "also measure accuracy with thinking closed at these tokens")
     answer_budget: Count = key(32, "tokens left for the answer after a forced close")
     num_completions: int = key(10, "completions kept for the report", ge=0)
+    every_steps: int = key(0, "optimizer steps between two evaluations during training; 0: none", ge=0)
+    every_prompts: Count = key(64, "held-out prompts of such an evaluation, the same each time")
+    measure: str = key(
+        "auto", "what decides there: accuracy, reward (the weighted sum) or a reward's name; auto: accuracy if answers",
+        min_length=1,
+    )  # fmt: skip
+    save_best: bool = key(True, "keep the best such evaluation's weights: best/, and adapter/ at the end")
+    patience: Count | None = key(None, "such evaluations in a row without a new best that stop the run; null: never")
+
+    @model_validator(mode="after")
+    def _check_patience(self) -> "EvalSection":
+        if self.patience is not None and not self.every_steps:
+            raise ValueError(
+                f"patience is {self.patience}, but nothing is measured during training: set eval.every_steps above 0, "
+                "or eval.patience=null"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_pass_at_k(self) -> "EvalSection":

@@ -1,4 +1,4 @@
-"""Held-out accuracy with its interval, and what goes with it: greedy accuracy, pass@k, thinking lengths, budgets.
+"""Held-out accuracy and mean reward with their intervals, greedy accuracy, pass@k, thinking lengths, budgets.
 
 Each process samples a part of the prompts, the main one judges, and all return the same figures.
 """
@@ -15,6 +15,7 @@ from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.answers import REWARDS_WITH_ANSWERS, is_missing
 from rloo_kit.data.chat import thinks
 from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.evals.rewards import HeldOutRewards, close_worker, make_held_out_rewards
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.intervals import clustered, pass_at_k
@@ -27,35 +28,61 @@ from rloo_kit.think_tags import split_thinking
 JUDGED_AT_ONCE = 32  # completions in one call of the answer reward, whose time limit is for a call
 
 
-def evaluate(run: RunConfig, policy: Policy, dataset: Any, label: str = "") -> Evaluation:
+def evaluate(
+    run: RunConfig, policy: Policy, dataset: Any, label: str = "", *, reward_funcs: list[Any] | None = None
+) -> Evaluation:
     """Measure a policy on held-out prompts.
 
     Args:
-        run: reads `eval`, `rewards`, `rloo.max_completion_length`, `model` and `run.seed`.
+        run: reads `eval`, `rewards`, `rloo`, `model` and `run.seed`.
         policy: from `load_policy`, trained or not.
         dataset: `load_data(...).test`: rendered prompts, with or without an `answer` column. The first
             `eval.num_prompts` are used, so that two evaluations use the same prompts.
         label: a word for the table's title.
+        reward_funcs: whose mean is measured, as `train` takes them; None: those of `run.rewards`, built for this call.
 
     Raises:
         DataError: no prompts.
         ConfigError: thinking budgets for a model that does not think, or that exceed `model.max_seq_length`.
     """
-    started = time.monotonic()
-    dataset = _first_prompts(dataset, run.eval.num_prompts)
     _check_budgets(run, policy)
-    gold = list(dataset["answer"]) if "answer" in dataset.column_names else None
-    judge = AnswerJudge(run, policy.tokenizer, gold)
-    generate = _Generator(run, policy, dataset, label)
+    dataset = _first_prompts(dataset, run.eval.num_prompts)
+    judge = AnswerJudge(run, policy.tokenizer, answers_of(dataset))
+    built: list[Any] = []
     try:
-        with policy.whole_weights():
-            measured = _measure_sampled(run, policy, dataset, judge, generate, label)
-            if run.eval.greedy:
-                _measure_greedy(run, judge, generate, measured)
-            for budget in run.eval.thinking_budgets:
-                measured.budgets.append(_measure_budget(run, judge, generate, budget))
+        if reward_funcs is None:
+            rewards, built = make_held_out_rewards(run, policy.tokenizer)
+        else:
+            rewards = HeldOutRewards(run, reward_funcs)
+        return evaluate_with(run, policy, dataset, judge, rewards, label)
     finally:
         judge.close()
+        for reward in built:
+            close_worker(reward)
+
+
+def answers_of(dataset: Any) -> list[Any] | None:
+    """The right answers of held-out prompts; None without a column of them."""
+    return list(dataset["answer"]) if "answer" in dataset.column_names else None
+
+
+def evaluate_with(
+    run: RunConfig, policy: Policy, dataset: Any, judge: "AnswerJudge", rewards: HeldOutRewards | None, label: str = ""
+) -> Evaluation:
+    """`evaluate` on all of `dataset` with a judge and rewards that are used again: they stay open."""
+    started = time.monotonic()
+    dataset = _first_prompts(dataset, None)
+    judge.unscored = 0
+    generate = _Generator(run, policy, dataset, label)
+    with policy.whole_weights():
+        completions = generate("sampled", run.eval.temperature, num_samples=run.eval.num_samples)
+        measured = _measure_sampled(run, policy, dataset, judge, completions, generate.limit, label)
+        if rewards is not None:
+            rewards.measure(dataset, completions, measured)
+        if run.eval.greedy:
+            _measure_greedy(run, judge, generate, measured)
+        for budget in run.eval.thinking_budgets:
+            measured.budgets.append(_measure_budget(run, judge, generate, budget))
     measured.unscored = judge.unscored
     measured.seconds = time.monotonic() - started
     return share(measured)
@@ -103,9 +130,7 @@ class AnswerJudge:
 
     def close(self) -> None:
         """End the reward's process, if it has one."""
-        worker = None if self.reward is None else vars(self.reward).get("worker")  # the property would start one
-        if worker is not None:
-            worker.close()
+        close_worker(self.reward)
 
 
 class _Generator:
@@ -141,10 +166,15 @@ class _Generator:
 
 
 def _measure_sampled(
-    run: RunConfig, policy: Policy, dataset: Any, judge: AnswerJudge, generate: _Generator, label: str
+    run: RunConfig,
+    policy: Policy,
+    dataset: Any,
+    judge: AnswerJudge,
+    completions: list[Completion],
+    limit: int,
+    label: str,
 ) -> Evaluation:
     num_samples = run.eval.num_samples
-    completions = generate("sampled", run.eval.temperature, num_samples=num_samples)
     verdicts = _judge(judge, completions)
     thinking = [completion.thinking_tokens for completion in completions if completion.thinking_tokens is not None]
     is_thinking = thinks(policy.family, run.model.enable_thinking)
@@ -153,7 +183,7 @@ def _measure_sampled(
         num_prompts=len(dataset),
         num_samples=num_samples,
         temperature=run.eval.temperature,
-        max_completion_length=generate.limit,
+        max_completion_length=limit,
         closed_share=_mean([completion.closed for completion in completions]) if is_thinking else None,
         truncated_share=_mean([not completion.ended for completion in completions]),
         mean_thinking_tokens=_mean(thinking) if thinking and is_thinking else None,

@@ -134,15 +134,22 @@ class TimedSaves(TrainerCallback):
 
 class ProgressLine(TrainerCallback):
     """One flushed line of text about where the run is, at most every `every_s` seconds, and at the first and the last
-    step."""
+    step.
+
+    Attributes:
+        evaluations: those during training, whose time counts for the time left, and not for the tokens a second; None
+            without any.
+    """
 
     def __init__(self, rollouts: RolloutLog, every_s: float):
         self.rollouts = rollouts
+        self.evaluations: Any = None
         self.every_s = every_s
         self._begun = self._printed_at = 0.0
         self._first_step = 0
         self._printed_step: int | None = None
         self._printed_tokens = 0
+        self._evaluated_s = 0.0  # by the last line
         self._logs: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -163,17 +170,24 @@ class ProgressLine(TrainerCallback):
             self._print(state)
 
     def _print(self, state: Any) -> None:
-        now = time.monotonic()
+        now, step = time.monotonic(), state.global_step
+        evaluated_s, held_out, left_s = 0.0, None, 0.0
+        if self.evaluations is not None:
+            evaluated_s, held_out = self.evaluations.seconds, self.evaluations.history.value
+            left_s = self.evaluations.seconds_left(step, state.max_steps)
         tokens = self.rollouts.completion_tokens - self._printed_tokens
-        done = max(state.global_step - self._first_step, 1)
-        left_s = (now - self._begun) / done * (state.max_steps - state.global_step)
-        per_second = tokens / max(now - self._printed_at, 1e-9)
-        say(progress_line(state.global_step, state.max_steps, self._logs, per_second, left_s))
+        done = max(step - self._first_step, 1)
+        left_s += (now - self._begun - evaluated_s) / done * (state.max_steps - step)
+        per_second = tokens / max(now - self._printed_at - (evaluated_s - self._evaluated_s), 1e-9)
+        say(progress_line(step, state.max_steps, self._logs, per_second, left_s, held_out))
+        self._evaluated_s = evaluated_s
         self._printed_at, self._printed_step = now, state.global_step
         self._printed_tokens = self.rollouts.completion_tokens
 
 
-def progress_line(step: int, steps: int, logs: dict[str, Any], tokens_per_s: float, left_s: float) -> str:
+def progress_line(
+    step: int, steps: int, logs: dict[str, Any], tokens_per_s: float, left_s: float, held_out: float | None = None
+) -> str:
     """The line itself; a value that the run does not have is left out.
 
     >>> progress_line(5, 20, {"reward": 0.5, "thinking/mean_length": 41.0}, 812.4, 75)
@@ -186,6 +200,8 @@ def progress_line(step: int, steps: int, logs: dict[str, Any], tokens_per_s: flo
     accuracy = next((value for value in means if value is not None), None)
     if accuracy is not None:
         parts.append(f"accuracy {accuracy:.3f}")
+    if held_out is not None:
+        parts.append(f"held-out {held_out:.3f}")
     if logs.get("thinking/mean_length") is not None:
         parts.append(f"think {logs['thinking/mean_length']:.0f}")
     if logs.get("kl") is not None:
@@ -253,10 +269,14 @@ class Interrupts(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         self.between_steps = True
+        self.stop_if_requested(control)
+        return control
+
+    def stop_if_requested(self, control: Any) -> None:
+        """Ask the trainer to save and stop, in all processes, if a signal has come to one of them."""
         if any_of(self.requested):
             self.requested = True
             control.should_save = control.should_training_stop = control.should_log = True
-        return control
 
 
 class SampleTable(TrainerCallback):

@@ -11,6 +11,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from rloo_kit.collective import share, wait_for_all
 from rloo_kit.gradient.advantages import RunningMoments
 from rloo_kit.loop.step import RLOOStep
+from rloo_kit.models.adapters import load_shards
 from rloo_kit.runs.checkpoints import STEM, UNFINISHED, prune, publish, read_checkpoint, seal, set_aside
 from rloo_kit.runs.files import read_object, saving, write_json
 from rloo_kit.system.processes import say
@@ -94,6 +95,15 @@ def read_place(folder: str | None) -> StreamPlace | None:
     """Where the run of a checkpoint was in its stream; None without a checkpoint, or in one that does not say."""
     found = read_object(Path(folder) / LOOP_STATE).get("stream") if folder else None
     return StreamPlace(**found) if found else None
+
+
+def load_weights(trainer: Any, folder: Path) -> None:
+    """Put the weights that `save_adapter` wrote into `folder` into the policy that `trainer` trains; all processes call
+    this at once."""
+    if trainer.rloo.parallel.kind == "shards":
+        load_shards(trainer.accelerator, trainer.accelerator.unwrap_model(trainer.model), folder)
+    else:
+        trainer._load_from_checkpoint(str(folder))
 
 
 def load_loop_state(rloo: RLOOStep, folder: Path) -> None:

@@ -305,6 +305,11 @@ class Recorder:
         if self._begun is None:
             self._begun = time.monotonic(), self.episodes
 
+    def leave_out(self, seconds: float) -> None:
+        """So many seconds, that just passed, were none of training: they do not count for completions a second."""
+        if self._begun is not None:
+            self._begun = self._begun[0] + seconds, self._begun[1]
+
     def count(self, name: str, value: float) -> None:
         """Record one number of a step."""
         self._metrics[name].append(float(value))

@@ -28,6 +28,7 @@ from rloo_kit.loop.callbacks import (
     SampleTable,
     TimedSaves,
 )
+from rloo_kit.loop.evaluation import Evaluations, choose_measure
 from rloo_kit.loop.memory import watch_memory
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
@@ -37,7 +38,7 @@ from rloo_kit.plan.load import TOKENS_PER_PASS
 from rloo_kit.plan.planner import plan_vram
 from rloo_kit.preflight.cheap import find_place_faults, raise_errors
 from rloo_kit.results.evaluation import compare
-from rloo_kit.results.report import TrainResult, load_evaluation, write_report
+from rloo_kit.results.report import EARLY, TrainResult, load_evaluation, write_report
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.rollout.engine import check_cache, choose_engine
 from rloo_kit.rollout.types import FOREIGN
@@ -68,11 +69,12 @@ def train(
         run_dir: the folder where it is open already; `resume` and `overwrite` were settled when it was opened.
 
     Returns:
-        `TrainResult`. Ctrl-C does not raise: it saves, prints how to resume, and `stopped` is "interrupted".
+        `TrainResult`. Ctrl-C does not raise: it saves, prints how to resume, and `stopped` is "interrupted". With
+        `eval.save_best` the policy then has the weights of the best evaluation (`eval.every_steps`).
 
     Raises:
         RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create` and `check_sampling`; or there are fewer
-            prompts than a rollout needs.
+            prompts than a rollout needs, or no `eval.measure`.
         PreflightError: the disk is too small for the checkpoints, or a tracker's library is missing.
         RewardError: rewards failed too often (`run.max_reward_failure_share`); the state is saved.
     """
@@ -80,6 +82,7 @@ def train(
         raise_errors(find_place_faults(run))
     check_sampling(run, policy)
     check_prompts(run, len(data.train))
+    check_measure(run, data, reward_funcs)
     owned = run_dir is None
     opened = _open_together(run, resume, overwrite) if run_dir is None else run_dir
     with opened if owned else nullcontext():
@@ -112,6 +115,12 @@ def _check_shared_folder(run_dir: RunDir) -> None:
         )
 
 
+def check_measure(run: RunConfig, data: Data, reward_funcs: list[Any]) -> None:
+    """Refuse an `eval.measure` that the evaluations during training cannot have: ConfigError with the known ones."""
+    if run.eval.every_steps:
+        choose_measure(run, data.test, reward_funcs)
+
+
 def check_sampling(run: RunConfig, policy: Policy) -> None:
     """Refuse rollouts that this model, backend or machine cannot do, before an evaluation that takes an hour.
 
@@ -142,6 +151,9 @@ class _Training:
             LearningSignalWatch(run.run.no_signal_steps, run.rloo.model_dump()), stop=run.run.stop_when_no_signal
         )
         self.interrupts = Interrupts()
+        self.evaluations: Evaluations | None = None
+        if run.eval.every_steps:
+            self.evaluations = Evaluations(run, policy, data.test, reward_funcs, run_dir, self.interrupts)
         prompts = select_prompts(run, policy, data.train, run_dir)
         self.trainer = self._build_trainer(prompts, reward_funcs)
 
@@ -150,7 +162,11 @@ class _Training:
         progress = ProgressLine(self.rollouts, run.run.progress_every_s)
         shown = policy.tokenizer, policy.tags, policy.family, run.run.sample_every_steps, run.run.num_samples
         saves = TimedSaves(self.run_dir, run.run.save_every_minutes)
-        callbacks = [self.writer, progress, SampleTable(self.rollouts, *shown), self.guard, self.interrupts, saves]
+        callbacks = [self.writer, progress, SampleTable(self.rollouts, *shown), self.guard, self.interrupts]
+        if self.evaluations is not None:
+            progress.evaluations = self.evaluations
+            callbacks.append(self.evaluations)  # behind the interrupts, which put an evaluation off
+        callbacks.append(saves)
         trainer = RLOOTrainer(
             model=policy.model,
             reward_funcs=reward_funcs,
@@ -165,6 +181,9 @@ class _Training:
         self.memory = watch_memory(run, policy.model.config.to_dict(), loaded_engine(run, policy), trainer.args)
         if self.memory is not None:
             trainer.rollout_listeners.append(self.memory)
+        policy.sharding = _Sharding(trainer) if trainer.rloo.parallel.kind == "shards" else None
+        if self.evaluations is not None:
+            self.evaluations.trainer = trainer
         return trainer
 
     def run_to_end(self) -> TrainResult:
@@ -175,20 +194,20 @@ class _Training:
             else:
                 self._train()
             stopped = self._why_stopped()
-            self.policy.sharding = _Sharding(self.trainer) if self.trainer.rloo.parallel.kind == "shards" else None
+            steps = self.trainer.state.global_step
+            adapter_step = steps if self.evaluations is None else (self.evaluations.load_best() or steps)
             adapter = self._save_adapter()
         finally:
             end_workers()
             self._drop_reference()
             if not self.was_training:  # with checkpointing a model in training mode decodes without its cache: nonsense
                 self.policy.model.eval()
-        self._conclude(stopped)
+        self._conclude(stopped, adapter_step)
         if self.memory is not None:
             self.memory.report(self.run_dir)
-        steps = self.trainer.state.global_step
         seconds = time.monotonic() - started
         wait_for_all()  # a launcher ends the others as soon as one has left
-        return share(TrainResult(self.run_dir.folder, adapter, steps, self.writer.rows, seconds, stopped))
+        return share(TrainResult(self.run_dir.folder, adapter, steps, self.writer.rows, seconds, stopped, adapter_step))
 
     def _save_adapter(self) -> Path:
         """The adapter in the run's folder, replaced in one piece."""
@@ -203,6 +222,8 @@ class _Training:
         """Whether the resumed run has nothing left to do; the trainer would go one step too far."""
         if self.checkpoint is None:
             return False
+        if self.evaluations is not None and self.evaluations.stopped is not None:
+            return True
         state = read_object(self.checkpoint.folder / "trainer_state.json")
         epochs = self.run.rloo.num_train_epochs
         total = self.run.rloo.max_steps or (state["max_steps"] if state["num_train_epochs"] == epochs else None)
@@ -212,7 +233,13 @@ class _Training:
         step = self.checkpoint.step
         self.trainer._load_from_checkpoint(str(self.checkpoint.folder))
         self.trainer.state.global_step = self.trainer.state.max_steps = step
-        say(f"the run is finished already (step {step}); its weights are loaded")
+        how = "finished"
+        if self.evaluations is not None:
+            self.evaluations.settle(step)
+            if self.evaluations.stopped is not None:
+                self.trainer.state.max_steps = read_object(self.checkpoint.folder / "trainer_state.json")["max_steps"]
+                how = "stopped early (a higher eval.patience goes on)"
+        say(f"the run is {how} already (step {step}); its weights are loaded")
 
     def _train(self) -> None:
         if self.run_dir.resumed:
@@ -244,17 +271,24 @@ class _Training:
             return None
         if self.guard.finding is not None:
             return "no signal"
+        if self.evaluations is not None and self.evaluations.stopped is not None:
+            return EARLY
         return "interrupted" if self.interrupts.requested else None
 
-    def _conclude(self, stopped: str | None) -> None:
+    def _conclude(self, stopped: str | None, adapter_step: int) -> None:
         """The last word in `status.json` and on the screen."""
         state, folder = self.trainer.state, self.run_dir.folder
-        progress = {"step": state.global_step, "max_steps": state.max_steps}
-        if stopped is None:
+        progress = {"step": state.global_step, "max_steps": state.max_steps, "adapter_step": adapter_step}
+        where = f"at step {state.global_step} of {state.max_steps}"
+        if stopped == EARLY and self.evaluations is not None:
+            progress |= {"stopped_early": f"{where}: {self.evaluations.stopped}"}
+            say(f"stopped early {progress['stopped_early']}")
+        if self.evaluations is not None and adapter_step != state.global_step:
+            say(f"{folder / 'adapter'} holds the weights of step {adapter_step}, the best evaluation's")
+        if stopped in (None, EARLY):
             self.run_dir.set_status("finished", **progress)
             return
         resume = self.run_dir.resume_command
-        where = f"at step {state.global_step} of {state.max_steps}"
         if stopped == "interrupted":
             last = self.run_dir.last_checkpoint()
             saved = f"the checkpoint of step {last.step}" if last else "no checkpoint yet (no step was finished)"
@@ -360,24 +394,26 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
     interrupted. Raises NoSignalError where `run.stop_when_no_signal` stopped the run, else as `train`."""
     check_sampling(run, policy)
     check_prompts(run, len(data.train))  # before an evaluation that takes an hour
+    check_measure(run, data, reward_funcs)
     before = after = None
     if run.run.evaluate:
         before = share(load_evaluation(run, "before") if run_dir.resumed else None)
         if before is None:
-            before = evaluate(run, policy, data.test, label="before")
+            before = evaluate(run, policy, data.test, label="before", reward_funcs=reward_funcs)
             run_dir.write_json("before.json", before.to_dict())
         say(before)
     result = train(run, policy, data, reward_funcs, run_dir=run_dir)
     if result.stopped == "interrupted":
         return True
-    if result.stopped is not None:
+    if result.stopped not in (None, EARLY):
         raise NoSignalError(f"{run_dir.status().get('error')}\nTo go on regardless: {run_dir.resume_command}")
     if before is not None:
-        after = evaluate(run, policy, data.test, label="after")
+        after = evaluate(run, policy, data.test, label="after", reward_funcs=reward_funcs)
+        end_workers()  # a reward that is called again starts its process again
         run_dir.write_json("after.json", after.to_dict())
         say(after)
         say(f"after training: {compare(before, after)}")
-    files = [("adapter", result.adapter_folder), ("metrics", run_dir / "metrics.jsonl")]
+    files: list[tuple[str, Path]] = [("adapter", result.adapter_folder), ("metrics", run_dir / "metrics.jsonl")]
     files += [("rollouts", run_dir / "rollouts.jsonl"), ("configuration", run_dir / "config.yaml")]
     if run.run.report and is_main_process():
         files.append(("report", write_report(run, result, before, after)))

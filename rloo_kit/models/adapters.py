@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, is_peft_model
+from safetensors.torch import load_file
 
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import ConfigError
@@ -192,6 +193,39 @@ def gather_adapter(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch
     if accelerator.distributed_type != DistributedType.FSDP:
         return None
     return {name: _whole(value.detach()).cpu() for name, value in trained.items()}
+
+
+def load_shards(accelerator: Any, policy: torch.nn.Module, folder: Path) -> None:
+    """Put what `save_adapter` wrote into `folder` back into a model of which each process holds a share; the reverse of
+    `gather_adapter`. Every process reads the folder."""
+    saved: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        saved |= load_file(file)
+    trained = {name: value for name, value in policy.named_parameters() if value.requires_grad}
+    files = _names_in_file(policy, list(trained))
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(trained.values()), modifier_rank=0):
+            if accelerator.is_main_process:
+                for name, value in trained.items():
+                    value.data.copy_(saved[files[name]])
+        return
+    for name, value in trained.items():
+        new = saved[files[name]].to(value.device, value.dtype)
+        if hasattr(value, "full_tensor"):
+            new = torch.distributed.tensor.distribute_tensor(new, value.device_mesh, value.placements)
+        value.data.copy_(new)
+
+
+def _names_in_file(policy: Any, names: list[str]) -> dict[str, str]:
+    """Parameters by the names that `save_pretrained` gives them: PEFT leaves the adapter's name out."""
+    if not is_peft_model(policy):
+        return {name: name for name in names}
+    numbered = {name: torch.tensor(number) for number, name in enumerate(names)}
+    state_dict = load_stack().peft.get_peft_model_state_dict
+    found = state_dict(policy, state_dict=numbered, adapter_name="default", save_embedding_layers=False)
+    return {names[int(number)]: name for name, number in found.items()}
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:

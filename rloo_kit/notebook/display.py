@@ -32,6 +32,10 @@ _ANSWERING: list[_Panel] = [
     ("completions/mean_length", "Completion tokens", 0.0, None, ".1f"),
     ("completions/clipped_ratio", "Share truncated", 0.0, 1.0, ".1%"),
 ]
+_HELD_OUT: list[_Panel] = [
+    ("eval/accuracy", "Held-out accuracy", 0.0, 1.0, ".3f"),
+    ("eval/reward", "Held-out reward", None, None, ".3f"),
+]
 _Display = TypeVar("_Display")
 
 
@@ -84,7 +88,8 @@ def plot_training(result: Any) -> TrainingPlot:
     """Reward, KL, thinking length and the share that closes its thinking, over the steps of a run.
 
     A model that does not think has the length of its completions and the share truncated instead. Without a KL
-    (`rloo.beta` 0) the panel is left out, with a note. From 20 logged steps on a moving mean is drawn.
+    (`rloo.beta` 0) the panel is left out, with a note. Evaluations during training (`eval.every_steps`) add the
+    held-out accuracy, or without answers the held-out reward. From 20 logged steps on a moving mean is drawn.
 
     Args:
         result: what `train` returned; only its `metrics` are read, also of an interrupted or resumed run.
@@ -97,9 +102,10 @@ def plot_training(result: Any) -> TrainingPlot:
     # Other models log it too, where a completion happens to hold a tag.
     thinks = sum("thinking/mean_length" in row for row in rows) > len(rows) / 2
     curves, parts, notes = [], [], []
-    for metric, title, low, high, form in (_REWARD, _KL, *(_THINKING if thinks else _ANSWERING)):
+    held_out = [panel for panel in _HELD_OUT if any(is_number(row.get(panel[0])) for row in rows)][:1]
+    for metric, title, low, high, form in (_REWARD, *held_out, _KL, *(_THINKING if thinks else _ANSWERING)):
         points = [(row["step"], row[metric]) for row in rows if is_number(row.get(metric))]
-        logged = sum(metric in row for row in rows)
+        logged = sum(metric in row for row in rows) if metric[:5] != "eval/" else len(points)
         if points:
             curves.append((title, points, low, high))
             name = title.split(",")[0].lower().replace("kl", "KL")

@@ -3,14 +3,21 @@
 `before.json` and `after.json` hold them, so that a report can be written again anywhere.
 """
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, Field, TypeAdapter
 from rich.table import Table
 
-from rloo_kit.results.intervals import Estimate, paired_difference, unpaired_difference
+from rloo_kit.results.intervals import (
+    Estimate,
+    mean_of_prompts,
+    paired_difference,
+    paired_mean_difference,
+    unpaired_difference,
+)
 from rloo_kit.runs.files import read_json
 from rloo_kit.system.console import render_text
 from rloo_kit.system.processes import say
@@ -18,6 +25,26 @@ from rloo_kit.system.processes import say
 Number = Annotated[int, Field(ge=0, lt=2**53)]
 Size = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Measured(NamedTuple):
+    """A mean over prompts with its interval, None where that is open, and the mean of each prompt, None where nothing
+    of it was scored; without them it cannot be compared prompt by prompt."""
+
+    value: float
+    low: float | None
+    high: float | None
+    per_prompt: list[float | None] | None
+
+
+class _RewardMean(BaseModel):
+    """One reward's mean, without its weight; see `Evaluation.rewards`."""
+
+    mean: Finite
+    low: Finite | None
+    high: Finite | None
+    per_prompt: list[Finite | None]
 
 
 class _Budget(BaseModel):
@@ -73,6 +100,11 @@ class Evaluation:
         seconds: how long it took.
         prompts_digest: equal for evaluations of the same prompts.
         per_prompt, greedy_per_prompt: share of right completions of each prompt with an answer, for paired comparison.
+        reward, reward_low, reward_high: the weighted sum of the run's rewards, as the metric `reward`, a mean over
+            prompts with its 95 % interval; None where nothing was scored, an interval also where there is one prompt.
+        reward_per_prompt: its mean over the scored completions of each prompt, None where there are none.
+        rewards: each reward's own mean by its name: mean, low, high, per_prompt.
+        reward_unscored: completions without such a sum: a reward failed on them, or none applied.
     """
 
     label: str
@@ -104,6 +136,42 @@ class Evaluation:
     def prompts_compared(self) -> int:
         """The prompts that an accuracy is over."""
         return self.num_prompts if self.num_judged is None else self.num_judged
+    reward: Finite | None = None
+    reward_low: Finite | None = None
+    reward_high: Finite | None = None
+    reward_per_prompt: list[Finite | None] | None = None
+    rewards: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reward_unscored: Number = 0
+
+    def measure(self, name: str) -> Measured | None:
+        """What was measured under "accuracy", "greedy_accuracy", "reward" or the name of a reward; None if nothing."""
+        of_reward = self.rewards.get(name, {})
+        found: dict[str, tuple[Any, ...]] = {
+            name: tuple(of_reward.get(key) for key in ("mean", "low", "high", "per_prompt")),
+            "accuracy": (self.accuracy, self.low, self.high, self.per_prompt),
+            "greedy_accuracy": (self.greedy_accuracy, self.greedy_low, self.greedy_high, self.greedy_per_prompt),
+            "reward": (self.reward, self.reward_low, self.reward_high, self.reward_per_prompt),
+        }
+        return None if found[name][0] is None else Measured(*found[name])
+
+    def take_rewards(self, total: list[list[float | None]], single: dict[str, list[list[float | None]]]) -> None:
+        """Fill in the mean rewards.
+
+        Args:
+            total: the weighted sum of each completion of each prompt, None where it is not scored.
+            single: likewise of each reward, by its name.
+        """
+        self.reward_unscored = sum(value is None for values in total for value in values)
+        found = _average(total, self.num_samples)
+        if found is not None:
+            self.reward, self.reward_low, self.reward_high = found[:3]
+            self.reward_per_prompt = found.per_prompt
+        entries = {name: _average(values, self.num_samples) for name, values in single.items()}
+        self.rewards = {
+            name: {"mean": found.value, "low": found.low, "high": found.high, "per_prompt": found.per_prompt}
+            for name, found in entries.items()
+            if found is not None
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` reads them back to an equal object."""
@@ -115,6 +183,8 @@ class Evaluation:
         found: Evaluation = TypeAdapter(cls).validate_python(values)
         TypeAdapter(list[_Budget]).validate_python(found.budgets)
         TypeAdapter(list[_Sample]).validate_python(found.samples)
+        for name, entry in found.rewards.items():
+            found.rewards[name] = _RewardMean.model_validate(entry).model_dump()
         sides = [(vars(found), ("", "greedy_")), *((entry, ("", "forced_", "unforced_")) for entry in found.budgets)]
         for holder, prefix in ((holder, prefix) for holder, prefixes in sides for prefix in prefixes):
             interval = [holder.get(f"{prefix}{name}") for name in ("accuracy", "low", "high")]
@@ -123,6 +193,9 @@ class Evaluation:
         for shares in (found.per_prompt, found.greedy_per_prompt):
             if shares is not None and len(shares) != found.prompts_compared:
                 raise ValueError(f"{len(shares)} prompts have a share, of {found.prompts_compared}")
+        for values in (found.reward_per_prompt, *(entry["per_prompt"] for entry in found.rewards.values())):
+            if values is not None and len(values) != found.num_prompts:
+                raise ValueError(f"{len(values)} prompts have a reward, of {found.num_prompts}")
         return found
 
     @classmethod
@@ -139,14 +212,18 @@ class Evaluation:
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each measure, as text for a table."""
         sampled = f"accuracy, temperature {self.temperature:g}"
-        rows = [(sampled, _with_interval(self.accuracy, self.low, self.high) or "not measured: no answer column")]
+        rows = [(sampled, with_interval(self.accuracy, self.low, self.high) or "not measured: no answer column")]
         if self.prompts_compared < self.num_prompts:
             rows.append(("accuracies are over the prompts with an answer", f"{self.num_judged} of {self.num_prompts}"))
         if self.greedy_accuracy is not None:
-            rows.append(("accuracy, greedy", _with_interval(self.greedy_accuracy, self.greedy_low, self.greedy_high)))
+            rows.append(("accuracy, greedy", with_interval(self.greedy_accuracy, self.greedy_low, self.greedy_high)))
+        if self.reward is not None:
+            rows.append(("reward, weighted sum", with_interval(self.reward, self.reward_low, self.reward_high)))
+        for name, entry in self.rewards.items() if len(self.rewards) > 1 else ():
+            rows.append((f"reward {name}", with_interval(entry["mean"], entry["low"], entry["high"])))
         rows += [(f"pass@{k}", f"{value:.3f}") for k, value in sorted(self.pass_at_k.items())]
         for entry in self.budgets:
-            found = _with_interval(entry["accuracy"], entry["low"], entry["high"]) or "no answer column"
+            found = with_interval(entry["accuracy"], entry["low"], entry["high"]) or "no answer column"
             rows.append((f"accuracy, thinking at most {entry['budget']} tokens", found))
             rows += _forced_rows(entry)
         if self.closed_share is not None:
@@ -157,6 +234,8 @@ class Evaluation:
         rows.append(("tokens of a completion", f"{self.mean_tokens:.1f}"))
         if self.unscored:
             rows.append(("could not be judged, counted as wrong", str(self.unscored)))
+        if self.reward_unscored:
+            rows.append(("without a reward, left out of its mean", str(self.reward_unscored)))
         return rows
 
     def __rich__(self) -> Table:
@@ -174,14 +253,15 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`after - before` with 95 % intervals; None where one of the two has no accuracy.
+    """`after - before` with 95 % intervals; None where one of the two was not measured.
 
     Attributes:
         difference, low, high: in accuracy at the sampling temperature.
         greedy_difference, greedy_low, greedy_high: in greedy accuracy.
         paired: compared prompt by prompt, because both are of the same prompts.
-        num_prompts: prompts with an answer of the smaller evaluation.
-        apart: whether the two accuracies' own intervals do not overlap.
+        num_prompts: prompts of the smaller evaluation; with an answer, where accuracies are compared.
+        apart: whether the own intervals do not overlap: of the two accuracies, or else of the two rewards.
+        reward_difference, reward_low, reward_high: in the weighted sum of the rewards.
     """
 
     difference: float | None
@@ -193,55 +273,99 @@ class Comparison:
     paired: bool
     num_prompts: int
     apart: bool | None
+    reward_difference: float | None = None
+    reward_low: float | None = None
+    reward_high: float | None = None
 
     @property
     def sampled(self) -> str:
         """The difference at the sampling temperature as text; empty without one."""
-        return _signed(self.difference, self.low, self.high)
+        return signed(self.difference, self.low, self.high)
 
     @property
     def greedy(self) -> str:
         """The difference in greedy accuracy as text; empty without one."""
-        return _signed(self.greedy_difference, self.greedy_low, self.greedy_high)
+        return signed(self.greedy_difference, self.greedy_low, self.greedy_high)
+
+    @property
+    def reward(self) -> str:
+        """The difference in the mean reward as text; empty without one."""
+        return signed(self.reward_difference, self.reward_low, self.reward_high)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        if self.difference is None:
-            return "no accuracy to compare: an evaluation had no answer column"
-        how = f"{'the same' if self.paired else 'different'} {self.num_prompts} prompts"
-        return f"accuracy {self.sampled} on {how}" + (f"; greedy {self.greedy}" if self.greedy else "")
+        how = f"on {'the same' if self.paired else 'different'} {self.num_prompts} prompts"
+        parts = [f"accuracy {self.sampled}"] if self.sampled else []
+        if self.reward and self.reward != self.sampled:  # it is the accuracy where that is the only reward
+            parts.append(f"reward {self.reward}")
+        if not parts:
+            return "neither an accuracy nor a reward to compare: an evaluation has none"
+        parts[0] = f"{parts[0]} {how}"
+        return "; ".join([*parts, *([f"greedy {self.greedy}"] if self.greedy else [])])
 
 
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
     """The difference that training made, with its interval: paired where both evaluations are of the same prompts."""
-    sizes = {(evaluation.num_prompts, evaluation.prompts_compared) for evaluation in (before, after)}
-    paired = before.prompts_digest == after.prompts_digest and len(sizes) == 1
-    sampled = _difference(paired, before, after, "")
-    greedy = _difference(paired, before, after, "greedy_")
-    apart = None
-    if before.low is not None and before.high is not None and after.low is not None and after.high is not None:
-        apart = before.high < after.low or after.high < before.low
-    num_prompts = min(before.prompts_compared, after.prompts_compared)
-    value, low, high = sampled or (None, None, None)
-    greedy_value, greedy_low, greedy_high = greedy or (None, None, None)
-    return Comparison(value, low, high, greedy_value, greedy_low, greedy_high, paired, num_prompts, apart)
+    found = {name: difference(before, after, name) for name in ("accuracy", "greedy_accuracy", "reward")}
+    sampled, greedy, reward = map(_closed, found.values())
+    name = "reward" if found["accuracy"] is None else "accuracy"
+    apart = _are_apart(before.measure(name), after.measure(name))
+    sizes = [one.num_prompts if name == "reward" else one.prompts_compared for one in (before, after)]
+    return Comparison(*sampled, *greedy, _are_paired(before, after), min(sizes), apart, *reward)
 
 
-def _difference(paired: bool, before: Evaluation, after: Evaluation, prefix: str) -> Estimate | None:
-    """The difference in the accuracy whose fields begin with `prefix`."""
-    shares = [getattr(evaluation, f"{prefix}per_prompt") for evaluation in (before, after)]
-    old, new = (
-        [getattr(evaluation, f"{prefix}{name}") for name in ("accuracy", "low", "high")]
-        for evaluation in (before, after)
-    )
-    if old[0] is None or new[0] is None:
+def difference(before: Evaluation, after: Evaluation, name: str) -> Estimate | None:
+    """`after - before` of what `Evaluation.measure(name)` finds, paired where it can be; None where one has nothing."""
+    old, new = before.measure(name), after.measure(name)
+    if old is None or new is None:
         return None
-    if paired and None not in shares:
-        return paired_difference(*shares)
-    return unpaired_difference(Estimate(*old), Estimate(*new))
+    if _are_paired(before, after) and old.per_prompt is not None and new.per_prompt is not None:
+        both = [(a, b) for a, b in zip(old.per_prompt, new.per_prompt, strict=True) if a is not None and b is not None]
+        first, second = [a for a, _ in both], [b for _, b in both]
+        if both and name.endswith("accuracy"):
+            return paired_difference(first, second)
+        if both:
+            return paired_mean_difference(first, second, math.lcm(before.num_samples, after.num_samples))
+    return unpaired_difference(_open(old), _open(new))
+
+
+def _are_paired(before: Evaluation, after: Evaluation) -> bool:
+    sizes = {(one.num_prompts, one.prompts_compared) for one in (before, after)}
+    return before.prompts_digest == after.prompts_digest and len(sizes) == 1
+
+
+def _are_apart(before: Measured | None, after: Measured | None) -> bool | None:
+    if before is None or after is None or None in (before.low, before.high, after.low, after.high):
+        return None
+    (_, low, high), (_, new_low, new_high) = _open(before), _open(after)
+    return high < new_low or new_high < low
+
+
+def _average(values: list[list[float | None]], num_samples: int) -> Measured | None:
+    """The mean over prompts of what was scored; None where nothing was."""
+    scored = [[value for value in one if value is not None] for one in values]
+    means = [math.fsum(one) / len(one) if one else None for one in scored]
+    known = [mean for mean in means if mean is not None]
+    if not known:
+        return None
+    estimate = mean_of_prompts(known, num_samples)
+    return Measured(estimate.value, *_closed(estimate)[1:], means)
+
+
+def _closed(estimate: Estimate | None) -> tuple[float | None, float | None, float | None]:
+    """With None for the ends of an open interval, as JSON has no infinity; three of them without an estimate."""
+    if estimate is None:
+        return None, None, None
+    low, high = (end if math.isfinite(end) else None for end in estimate[1:])
+    return estimate.value, low, high
+
+
+def _open(found: Measured) -> Estimate:
+    low, high = found.low, found.high
+    return Estimate(found.value, -math.inf if low is None else low, math.inf if high is None else high)
 
 
 def _forced_rows(entry: dict[str, Any]) -> list[tuple[str, str]]:
@@ -249,17 +373,27 @@ def _forced_rows(entry: dict[str, Any]) -> list[tuple[str, str]]:
     at = f"at {entry['budget']}"
     rows = [(f"closed by the budget {at}", f"{entry['forced_share']:.1%}")]
     for side, name in (("forced", f"accuracy {at}, closed by the budget"), ("unforced", f"accuracy {at}, the others")):
-        found = _with_interval(*(entry.get(f"{side}_{key}") for key in ("accuracy", "low", "high")))
+        found = with_interval(*(entry.get(f"{side}_{key}") for key in ("accuracy", "low", "high")))
         rows += [(name, found)] if found else []
     return rows
 
 
-def _with_interval(value: float | None, low: float | None, high: float | None) -> str:
-    return "" if value is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
+def with_interval(value: float | None, low: float | None, high: float | None) -> str:
+    """A value with its interval as text; empty without one."""
+    if value is None:
+        return ""
+    return f"{value:.3f}" if low is None or high is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def _signed(value: float | None, low: float | None, high: float | None) -> str:
-    return "" if value is None else f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
+def signed(value: float | None, low: float | None, high: float | None) -> str:
+    """A difference with its interval as text; empty without one.
+
+    >>> signed(0.12, 0.05, 0.2), signed(0.12, None, None), signed(None, None, None)
+    ('+0.120 [+0.050, +0.200]', '+0.120', '')
+    """
+    if value is None:
+        return ""
+    return f"{value:+.3f}" if low is None or high is None else f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 CLOSED_BY_THE_BUDGET = "closed by the budget"  # the model was still thinking when its budget was spent

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.evaluation import Evaluation, Measured
 from rloo_kit.runs.health import is_number
 
 if TYPE_CHECKING:
@@ -139,31 +139,97 @@ def _moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 def draw_accuracies(before: Evaluation | None, after: Evaluation | None) -> str | None:
     """Accuracies with their intervals, before above after; None where nothing was measured."""
+    old, new = (None if evaluation is None else _accuracies(evaluation) for evaluation in (before, after))
+    description = "Accuracy before and after training with 95 % intervals"
+    return _draw_pairs(old, new, "accuracies", "share of right answers, 95 % interval", description, (0, 1))
+
+
+def draw_rewards(before: Evaluation | None, after: Evaluation | None) -> str | None:
+    """Mean rewards likewise, the weighted sum first; None without any, and where the only reward is the accuracy."""
+    if all(evaluation is None or evaluation.reward == evaluation.accuracy for evaluation in (before, after)):
+        return None
+    old, new = (None if evaluation is None else _rewards(evaluation) for evaluation in (before, after))
+    description = "Mean reward before and after training with 95 % intervals"
+    return _draw_pairs(old, new, "rewards", "mean reward, 95 % interval", description)
+
+
+def draw_held_out(points: Sequence[tuple[int, Measured]], measure: str, best: int | None) -> str | None:
+    """The evaluations during training over the steps, with intervals, that of the step `best` marked; None without
+    any."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    if not points:
+        return None
+    with rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 2.6), layout="constrained")
+        axes = figure.add_subplot()
+        for step, found in points:
+            if found.low is not None and found.high is not None:
+                axes.plot([step, step], [found.low, found.high], color=GREY, linewidth=1.5, alpha=0.6)
+        values = [found.value for _, found in points]
+        axes.plot([step for step, _ in points], values, "o-", color=BLUE, linewidth=1.5, markersize=4)
+        for step, found in points:
+            if step == best:
+                label = f"best: {found.value:.3f} at step {step}"
+                axes.plot([step], [found.value], "o", color=BLUE, markersize=9, label=label, linestyle="none")
+                figure.legend(loc="outside upper right")
+        axes.set_title(f"Held-out {measure}")
+        axes.set_xlabel("step", fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+        return to_svg(figure, "held-out", "The held-out measure over the steps of the run with 95 % intervals")
+
+
+Intervals = dict[str, tuple[float, float, float]]
+
+
+def _draw_pairs(
+    before: Intervals | None,
+    after: Intervals | None,
+    name: str,
+    label: str,
+    description: str,
+    ends: tuple[float, float] | None = None,
+) -> str | None:
+    """A row for each name, with the values before above those after."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    measured = [(evaluation, _accuracies(evaluation)) for evaluation in (before, after) if evaluation is not None]
-    names = list(dict.fromkeys(name for _, values in measured for name in values))
+    measured = [(values, values is after) for values in (before, after) if values is not None]
+    names = list(dict.fromkeys(one for values, _ in measured for one in values))
     if not names:
         return None
     with rc_context(STYLE | {"axes.grid.axis": "x"}):
         figure = Figure(figsize=(7.2, 0.9 + 0.55 * len(names)), layout="constrained")
         axes = figure.add_subplot()
-        for evaluation, values in measured:
-            is_after = evaluation is after
-            for row, name in enumerate(names):
-                if name in values:
-                    _draw_interval(axes, row + (0.14 if is_after else -0.14), values[name], is_after, row == 0)
+        for values, is_after in measured:
+            for row, one in enumerate(names):
+                if one in values:
+                    _draw_interval(axes, row + (0.14 if is_after else -0.14), values[one], is_after, row == 0)
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.set_xlim(0, 1)
-        axes.set_xlabel("share of right answers, 95 % interval")
+        if ends is not None:
+            axes.set_xlim(*ends)
+        else:
+            axes.margins(x=0.15)
+        axes.set_xlabel(label)
         axes.tick_params(length=0)
         figure.legend(loc="outside upper right", ncols=2)
-        return to_svg(figure, "accuracies", "Accuracy before and after training with 95 % intervals")
+        return to_svg(figure, name, description)
 
 
-def _accuracies(evaluation: Evaluation) -> dict[str, tuple[float, float, float]]:
+def _rewards(evaluation: Evaluation) -> Intervals:
+    entries = [("weighted sum", evaluation.measure("reward"))]
+    entries += [(name, evaluation.measure(name)) for name in evaluation.rewards if len(evaluation.rewards) > 1]
+    return {
+        name: (found.value, found.low, found.high)
+        for name, found in entries
+        if found is not None and found.low is not None and found.high is not None
+    }
+
+
+def _accuracies(evaluation: Evaluation) -> Intervals:
     entries = [
         (f"temperature {evaluation.temperature:g}", evaluation.accuracy, evaluation.low, evaluation.high),
         ("greedy", evaluation.greedy_accuracy, evaluation.greedy_low, evaluation.greedy_high),

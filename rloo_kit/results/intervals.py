@@ -1,4 +1,4 @@
-"""95 % intervals for shares of right answers, differences between two of them, and pass@k. Standard library only.
+"""95 % intervals for shares of right answers, mean rewards, their differences, and pass@k. Standard library only.
 
 Several completions of a prompt are not independent: the prompts are the sample, and the interval is Wilson's with the
 effective number of completions that the spread between prompts implies. Evaluations of the same prompts are compared
@@ -71,6 +71,66 @@ def unpaired_difference(before: Estimate, after: Estimate) -> Estimate:
     below = math.hypot(after.value - after.low, before.high - before.value)
     above = math.hypot(after.high - after.value, before.value - before.low)
     return Estimate(value, value - below, value + above)
+
+
+def t_quantile(freedom: int) -> float:
+    """The 0.975 quantile of Student's t: exact for 1 and 2 degrees of freedom, else to 0.2 % (Cornish and Fisher).
+
+    >>> [round(t_quantile(freedom), 2) for freedom in (1, 2, 4, 63)]
+    [12.71, 4.3, 2.78, 2.0]
+    """
+    if freedom <= 2:
+        return math.tan(0.475 * math.pi) if freedom == 1 else 0.95 / math.sqrt(2 * 0.975 * 0.025)
+    z = Z_95
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return math.fsum(term / freedom**power for power, term in enumerate(terms))
+
+
+def mean_of_prompts(means: Sequence[float], num_samples: int) -> Estimate:
+    """The mean of one mean reward per prompt, each over `num_samples` completions, with its interval.
+
+    Of rewards that are 0 or 1 it is `clustered`. Of others it is Student's over the prompts, which knows no bounds: of
+    one prompt it is open, and where all prompts earn the same it has no width.
+
+    >>> mean_of_prompts([1.0, 0.0], 1) == clustered([1.0, 0.0], 1)
+    True
+    >>> [round(number, 3) for number in mean_of_prompts([0.5, 2.5, 3.0], 1)]
+    [2.0, -1.286, 5.286]
+    """
+    if _are_shares(means, num_samples):
+        return clustered(means, num_samples)
+    return _student(means)
+
+
+def paired_mean_difference(before: Sequence[float], after: Sequence[float], num_samples: int) -> Estimate:
+    """The mean of `after - before`, prompt by prompt: `paired_difference` of rewards that are 0 or 1, else Student's.
+
+    >>> paired_mean_difference([0, 0, 1, 1], [1, 1, 1, 1], 1) == paired_difference([0, 0, 1, 1], [1, 1, 1, 1])
+    True
+    """
+    if _are_shares([*before, *after], num_samples):
+        return paired_difference(before, after)
+    return _student([new - old for old, new in zip(before, after, strict=True)])
+
+
+def _student(values: Sequence[float]) -> Estimate:
+    num, mean = len(values), math.fsum(values) / len(values)
+    if num == 1:
+        return Estimate(mean, -math.inf, math.inf)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (num - 1)
+    half = t_quantile(num - 1) * math.sqrt(variance / num)
+    return Estimate(mean, mean - half, mean + half)
+
+
+def _are_shares(means: Sequence[float], num_samples: int) -> bool:
+    """Whether the means can be those of so many zeros and ones."""
+    return all(0 <= mean <= 1 and abs(mean * num_samples - round(mean * num_samples)) < 1e-9 for mean in means)
 
 
 def pass_at_k(num_right: int, num_samples: int, k: int) -> float:

@@ -20,21 +20,27 @@ from rloo_kit.results.evaluation import (
     describe_sample,
     is_thinking,
     pair_samples,
+    signed,
+    with_interval,
 )
-from rloo_kit.results.figures import draw_accuracies, draw_learning_curve
+from rloo_kit.results.figures import draw_accuracies, draw_held_out, draw_learning_curve, draw_rewards
+from rloo_kit.results.held_out import HeldOutHistory, parse_evaluations, read_evaluations
 from rloo_kit.runs.files import read_object, saving
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import picture_controls
 from rloo_kit.system.versions import installed_versions
 
+EARLY = "early"  # `TrainResult.stopped` of a run that eval.patience stopped
 FILES = {
     "adapter": "the trained adapter; load it with model.adapter",
+    "best": "the adapter of the best evaluation during training",
     "config.yaml": "the resolved configuration",
     "versions.json": "versions and git revision",
     "status.json": "how the run ended",
     "metrics.jsonl": "one row of metrics a step",
     "rollouts.jsonl": "every completion with its ids, rewards and advantage; older ones in rollouts-STEP.jsonl.gz",
     "prompts.json": "the training prompts that were chosen by their pass rate",
+    "evaluations.jsonl": "the evaluations during training",
     "before.json": "the evaluation before training",
     "after.json": "the evaluation after training",
     "checkpoints": "what --resume continues from",
@@ -50,7 +56,10 @@ class TrainResult:
         steps: optimizer steps done, those before a resume included.
         metrics: the rows of `metrics.jsonl`, one a logged step.
         seconds: wall time of this call.
-        stopped: None when it ran to its end, else "interrupted" or "no signal".
+        stopped: None when it ran to its end, else "early" (`eval.patience`; the run is finished), "interrupted" or "no
+            signal".
+        adapter_step: whose weights the adapter holds: the last step's, or with `eval.save_best` the best evaluation's;
+            None where it is not known.
     """
 
     folder: Path
@@ -59,6 +68,7 @@ class TrainResult:
     metrics: list[dict[str, Any]] = field(repr=False)
     seconds: float
     stopped: str | None = None
+    adapter_step: int | None = None
 
 
 def load_result(run: RunConfig) -> TrainResult:
@@ -70,8 +80,12 @@ def load_result(run: RunConfig) -> TrainResult:
         raise RunNotFoundError(f"there is no run in {run_dir.folder}; rloo-kit train makes one")
     metrics = run_dir.read_metrics()
     seconds = (metrics[-1].get("seconds") if metrics else None) or 0.0
-    stopped = None if status.get("state") == "finished" else status.get("state")
-    return TrainResult(run_dir.folder, run_dir / "adapter", status.get("step", 0), metrics, seconds, stopped)
+    ended = EARLY if status.get("stopped_early") else None
+    stopped = ended if status.get("state") == "finished" else status.get("state")
+    adapter_step = status.get("adapter_step")
+    return TrainResult(
+        run_dir.folder, run_dir / "adapter", status.get("step", 0), metrics, seconds, stopped, adapter_step
+    )
 
 
 def load_evaluation(run: RunConfig, when: str) -> Evaluation | None:
@@ -98,9 +112,11 @@ def write_report(
         if evaluation is not None:
             run_dir.write_json(name, evaluation.to_dict())
     comparison = compare(before, after) if before is not None and after is not None else None
+    during = read_evaluations(folder, run_dir.id)
     sections = [
         _headline(run, result, before, after, comparison),
-        make_section("Accuracy", _accuracy(before, after, comparison)),
+        make_section("Before and after", _before_and_after(before, after, comparison)),
+        make_section("Held-out during training", _during_training(during)) if during else "",
         make_section("Learning curve", _learning_curve(result.metrics)),
         make_section("Completions before and after", _completions(before, after)),
         make_section("Configuration, versions, files", _details(run, folder)),
@@ -118,14 +134,20 @@ def _headline(
     comparison: Comparison | None,
 ) -> str:
     end = {None: "ran to its end", "interrupted": "was interrupted", "no signal": "stopped: no learning signal"}
+    end[EARLY] = "stopped early, without a new best for too long (eval.patience)"
     how = end.get(result.stopped, f"stopped: {result.stopped}")
     sources = " + ".join(run.data.all_sources)
     summary = f"{run.model.name} on {sources}: {result.steps} steps in {format_duration(result.seconds)}; {how}."
+    adapter_step = getattr(result, "adapter_step", None)
+    if adapter_step not in (None, result.steps):
+        summary += f" adapter/ holds the weights of step {adapter_step}, the best evaluation's."
+    shows_reward = any(one is not None and one.reward != one.accuracy for one in (before, after))
     tiles = [
         _tile(name, getattr(before, key, None), getattr(after, key, None), change, form)
         for name, key, change, form in (
             ("accuracy", "accuracy", comparison.sampled if comparison else None, ".3f"),
             ("greedy accuracy", "greedy_accuracy", comparison.greedy if comparison else None, ".3f"),
+            *((("reward", "reward", comparison.reward if comparison else None, ".3f"),) if shows_reward else ()),
             ("thinking closed", "closed_share", None, ".3f"),
             ("thinking tokens", "mean_thinking_tokens", None, ".1f"),
         )
@@ -146,7 +168,7 @@ def _tile(name: str, before: float | None, after: float | None, change: str | No
     )
 
 
-def _accuracy(before: Evaluation | None, after: Evaluation | None, comparison: Comparison | None) -> str:
+def _before_and_after(before: Evaluation | None, after: Evaluation | None, comparison: Comparison | None) -> str:
     measured = [evaluation for evaluation in (before, after) if evaluation is not None]
     if not measured:
         return "<p>The run was not evaluated (run.evaluate).</p>"
@@ -158,9 +180,8 @@ def _accuracy(before: Evaluation | None, after: Evaluation | None, comparison: C
             None: "",
         }
         parts.append(f"<p>After minus before: {escape_text(str(comparison))}.{verdict[comparison.apart]}</p>")
-    drawing = draw_accuracies(before, after)
-    if drawing is not None:
-        parts.append(f"<figure class='wide'>{drawing}</figure>")
+    drawings = [draw_accuracies(before, after), draw_rewards(before, after)]
+    parts += [f"<figure class='wide'>{drawing}</figure>" for drawing in drawings if drawing is not None]
     columns = [dict(evaluation.rows()) for evaluation in measured]
     names = list(dict.fromkeys(name for column in columns for name in column))
     titles = [title for title, evaluation in (("before", before), ("after", after)) if evaluation is not None]
@@ -176,6 +197,35 @@ def _accuracy(before: Evaluation | None, after: Evaluation | None, comparison: C
     parts.append(f"<p>{measured[-1].num_prompts} held-out prompts, {each} of each; 95 % intervals in brackets.</p>")
     parts.append(f"<table><thead><tr><th>measure</th>{head}</tr></thead><tbody>{rows}</tbody></table>")
     return "\n".join(parts)
+
+
+def _during_training(rows: list[dict[str, Any]]) -> str:
+    """The curve of the measure, and a line for each evaluation."""
+    measure, best = rows[-1]["measure"], rows[-1].get("best_step")
+    found = parse_evaluations(rows)
+    names = dict.fromkeys((measure, "accuracy", "reward"))
+    names = {name: None for name in names if any(one.measure(name) for one in found)}
+    history = HeldOutHistory(measure, patience=None)
+    titles = ("step", *names, "thinking tokens", "against the best before", "")
+    head = "".join(f"<th>{escape_text(title)}</th>" for title in titles)
+    body = ""
+    for one in found:
+        values = [with_interval(*measured[:3]) if measured else "-" for measured in map(one.measure, names)]
+        tokens = one.evaluation.mean_thinking_tokens
+        against = history.compare_with_best(one)
+        history.observe(one)
+        cells = [one.step, *values, "-" if tokens is None else f"{tokens:.1f}", signed(*against) if against else "-"]
+        cells.append("best" if one.step == best else "")
+        body += f"<tr>{''.join(f'<td>{escape_text(cell)}</td>' for cell in cells)}</tr>"
+    count = found[-1].evaluation.num_prompts
+    text = (
+        f"<p>{escape_text(measure)} decides (eval.measure), on the same {count} held-out prompts each time; "
+        "95 % intervals. The best of many evaluations is partly luck: compare before and after by the table above.</p>"
+    )
+    points = [(one.step, measured) for one in found if (measured := one.measure(measure)) is not None]
+    drawing = draw_held_out(points, measure, best)
+    figure = "" if drawing is None else f"<figure class='wide'>{drawing}</figure>"
+    return f"{text}{figure}\n<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _learning_curve(metrics: list[dict[str, Any]]) -> str:

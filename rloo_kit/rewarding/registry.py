@@ -50,14 +50,19 @@ def build_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
             function that cannot be called as rewards are.
         TokenizerError: a reward decides by `</think>` and the tokenizer has none, or at another id.
     """
+    built = make_rewards(run, tokenizer)
+    say(_describe(built, bind_think_tags(tokenizer).end_id))
+    return built
+
+
+def make_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
+    """`build_rewards` without its line."""
     if not run.rewards:
         raise ConfigError("rewards is empty; a run needs at least one, for example - {name: answer_reward}")
     made = [build_reward(run, tokenizer, entry, f"rewards.{index}") for index, entry in enumerate(run.rewards)]
     names = log_names([reward.__name__ for reward in made], made)
     weights = [entry.weight for entry in run.rewards]
-    built = [NamedReward(*parts) for parts in zip(made, names, weights, strict=True)]
-    say(_describe(built, bind_think_tags(tokenizer).end_id))
-    return built
+    return [NamedReward(*parts) for parts in zip(made, names, weights, strict=True)]
 
 
 def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str = "rewards") -> Any:

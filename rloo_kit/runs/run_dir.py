@@ -34,21 +34,22 @@ from rloo_kit.runs.files import (
 )
 from rloo_kit.runs.health import is_number
 from rloo_kit.runs.rollouts import Rollouts, is_rollouts
-from rloo_kit.runs.rows import append_rows, read_rows
+from rloo_kit.runs.rows import append_rows, cut_rows, read_rows
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
 from rloo_kit.system.signals import FROM_OUTSIDE, handle_signals, interrupt
 from rloo_kit.system.versions import installed_versions
 
 FILES = (
-    "config.yaml", "versions.json", "status.json", "metrics.jsonl", "rollouts.jsonl", "prompts.json", "before.json",
-    "after.json", "report.html",
+    "config.yaml", "versions.json", "status.json", "metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl",
+    "prompts.json", "before.json", "after.json", "report.html",
 )  # fmt: skip
 ID_LINE = b"# rloo-kit run "  # the start of config.yaml's first line; the run's id follows
 SECONDS_FOR_MAIN = 3.0  # that another process waits with an error: the main one may raise the same
 STATES = ("running", "finished", "interrupted", "failed")
 
-_COUNTS = ("step", "max_steps", "saved", "pid")  # fields of status.json that are whole numbers
+_COUNTS = ("step", "max_steps", "saved", "pid", "adapter_step")  # fields of status.json that are whole numbers
 _ID = re.compile(rb"[0-9a-f]{12}")
+_OF_ITS_END = ("error", "resume", "stopped_early", "adapter_step")  # not true of a run that trains on
 _OWN_TRACES = re.compile(r"\.lock|\..*\.tmp")  # of a process that was killed before it had written anything
 
 _open: "WeakKeyDictionary[RunDir, threading.Thread]" = WeakKeyDictionary()  # each with the thread that opened it
@@ -145,11 +146,12 @@ class RunDir:
         _open[self] = threading.current_thread()
 
     def _refuse_odd_files(self) -> None:
-        if (self.folder / "adapter").is_symlink():  # it is replaced as a whole
-            raise SetupError(
-                f"{self.folder / 'adapter'} is a link: put a folder in its place. checkpoints/ may be a link to a "
-                "larger disk, and run.output_dir moves everything"
-            )
+        for path in (self.folder / name for name in ("adapter", "best")):
+            if path.is_symlink():  # it is replaced as a whole
+                raise SetupError(
+                    f"{path} is a link: put a folder in its place. checkpoints/ may be a link to a larger disk, and "
+                    "run.output_dir moves everything"
+                )
         for path in (self.folder / name for name in FILES):
             if path.exists() and not path.is_file():
                 raise SetupError(f"{path} is no regular file, and the run writes one of this name: move it away")
@@ -252,7 +254,8 @@ class RunDir:
         deletion that was cut off can be repeated."""
         checkpoints = self.folder / "checkpoints"
         mine = [one.folder for one in list_checkpoints(checkpoints, self.id)] if self.id else []
-        for path in (*mine, *(checkpoints / UNFINISHED, self.folder / UNFINISHED, self.folder / "adapter")):
+        made = ("adapter", "best", UNFINISHED)
+        for path in (*mine, checkpoints / UNFINISHED, *(self.folder / name for name in made)):
             if path.is_dir():
                 shutil.rmtree(path)
         with suppress(OSError):  # it holds something else
@@ -398,7 +401,8 @@ class RunDir:
     def set_status(self, state: str, **fields: Any) -> None:
         """Write `status.json`: the state (one of STATES), the process, the time, and `fields` over the ones it had.
 
-        Fields are `step`, `max_steps`, `error` and `resume` (the command that resumes the run).
+        Fields are `step`, `max_steps`, `error`, `resume` (the command that resumes the run), `adapter_step` (whose
+        weights `adapter/` holds) and `stopped_early` (why).
         """
         if state not in STATES:
             raise ValueError(f"a run's state is one of {', '.join(STATES)}; got {state!r}")
@@ -409,7 +413,7 @@ class RunDir:
         self.keep_folder()
         kept = self._read_status()
         if state in ("running", "finished"):  # what was wrong before is over
-            kept = {key: value for key, value in kept.items() if key not in ("error", "resume")}
+            kept = {key: value for key, value in kept.items() if key not in _OF_ITS_END}
         status = kept | {"run": self.id, "state": state, "pid": os.getpid(), "updated": now()} | fields
         write_json(self.folder / "status.json", status)
 
@@ -424,8 +428,12 @@ class RunDir:
                 (self.folder / name).unlink(missing_ok=True)
 
     def rewind(self, step: int) -> None:
-        """Drop what came after `step` from `metrics.jsonl` and `rollouts.jsonl`: a resumed run repeats it."""
+        """Drop what came after `step` from the logs, and `best/` if it is of a later one: a resumed run repeats it."""
         if self.writes:
+            cut_rows(self.folder / "evaluations.jsonl", step)
+            best = read_object(self.folder / "best" / "evaluation.json").get("step")
+            if is_count(best) and best > step:
+                shutil.rmtree(self.folder / "best")
             self.replace_jsonl("metrics.jsonl", [row for row in self.read_metrics() if row["step"] <= step])
             Rollouts(self.folder).cut(step)
 

@@ -287,7 +287,7 @@ def test_long_evaluation_says_how_far_it_is(make_run, make_policy, capsys):
     """Two hundred prompts of a 4B model take many minutes; a silent one looked hung and was killed. A quick one is
     quiet."""
     policy = digits_policy(make_policy)
-    evaluate(make_run(), policy, make_dataset())
+    evaluate(make_run(), policy, make_dataset(["1"] * NUM_PROMPTS))
     assert capsys.readouterr().out == ""
     run = make_run(batch_size=1, num_samples=4, thinking_budgets=[2])
     run.run.progress_every_s = 0.0
@@ -355,4 +355,4 @@ def test_compare_greedy_and_none():
     assert (found.difference, found.greedy_difference) == (0.5, -0.5)
     assert "greedy -0.500 [" in str(found)
     nothing = compare(Evaluation("", 2, 1, 1.0, 6), measured([1.0, 0.0]))
-    assert nothing.difference is None and nothing.apart is None and "no accuracy to compare" in str(nothing)
+    assert nothing.difference is None and nothing.apart is None and "neither an accuracy nor a reward" in str(nothing)

@@ -22,17 +22,26 @@ def by_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(ids) % 17 / 17 for ids in completion_ids]
 
 
+def falling(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
+    """`by_ids` in training; in evaluations, which see the run at its end, 1, 2 and from then on less than 0."""
+    if trainer_state.global_step < 6:
+        return by_ids(completion_ids)
+    falling.calls = getattr(falling, "calls", 0) + 1  # type: ignore[attr-defined]
+    return [falling.calls * (1.0 if falling.calls < 3 else -1.0)] * len(completion_ids)  # type: ignore[attr-defined]
+
+
 def train(settings: dict[str, Any]) -> dict[str, Any]:
     run = kit.load_config(settings["config"], *settings["overrides"])
     policy = kit.load_policy(run)
     data = kit.load_data(run, policy.tokenizer)
     before = kit.evaluate(run, policy, data.test)
-    result = kit.train(run, policy, data, [by_ids], resume=settings.get("resume", False))
+    reward = falling if settings.get("falls") else by_ids
+    result = kit.train(run, policy, data, [reward], resume=settings.get("resume", False))
     after = kit.evaluate(run, policy, data.test)
     return {
         "before": before.to_dict(), "after": after.to_dict(), "steps": result.steps, "metrics": result.metrics,
         "seconds": result.seconds, "stopped": result.stopped, "sharded": policy.sharding is not None,
-        "in_4bit": " in 4-bit" in policy.describe(),
+        "adapter_step": result.adapter_step, "in_4bit": " in 4-bit" in policy.describe(),
     }  # fmt: skip
 
 

@@ -313,6 +313,35 @@ def test_shards_train_evaluate_and_go_on_as_copies_do(config, copies, kind):
     assert found[0]["after"]["samples"] == copies[0]["after"]["samples"]
 
 
+@pytest.mark.parametrize("kind", [None, "fsdp2", "zero3"])
+def test_processes_keep_the_best_weights_together(config, kind):
+    """Each process decided by its own part of the prompts, and one stopped alone; or adapter/ had the last weights,
+    because what is shared out cannot be loaded as a file."""
+    if kind == "zero3" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed: pip install deepspeed")
+    from safetensors.torch import load_file
+
+    from rloo_kit import evaluate, load_config, load_data, load_policy
+
+    name = f"best_{kind}"
+    words = ["rloo.max_steps=6", f"run.name={name}", "eval.every_steps=1", "eval.measure=reward", "eval.patience=2"]
+    (first, second), printed = run_script(config, config.parent / name, sharding=kind, falls=True, overrides=words)
+    folder = config.parent / "outputs" / name
+    assert first == second and (first["stopped"], first["steps"], first["adapter_step"]) == ("early", 3, 1)
+    rows = read_lines(folder / "evaluations.jsonl")
+    assert [(row["step"], row["value"]) for row in rows] == [(0, 1.0), (1, 2.0), (2, -3.0), (3, -4.0)]
+    assert printed.count("held-out at step 1:") == 1
+    assert json.loads((folder / "status.json").read_text())["adapter_step"] == 1
+    best = load_file(folder / "best" / "adapter_model.safetensors")
+    adapter, last = adapter_of(folder), load_file(folder / "checkpoints" / "checkpoint-3" / "adapter_model.safetensors")
+    assert adapter.keys() == best.keys() and all(best[key].equal(value) for key, value in adapter.items())
+    assert not all(last[key].equal(value) for key, value in adapter.items())
+    loaded = load_config(config, f"model.adapter={folder / 'adapter'}")
+    policy = load_policy(loaded)
+    again = evaluate(loaded, policy, load_data(loaded, policy.tokenizer).test)
+    assert again.to_dict()["samples"] == first["after"]["samples"], "what is in memory is what adapter/ holds"
+
+
 def test_copies_of_a_4bit_model_train(config, tmp_path, make_tiny_model, tiny_tokenizer):
     """The way for a 32B model on GPUs with 48 GB: accelerate refuses 4-bit weights that lie on another device."""
     make_tiny_model(hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path / "wide")

@@ -152,7 +152,7 @@ def test_a_run_that_stopped_early_fails_the_notebook(start: Start, tmp_path: Pat
     parameters = SMALL | {"output_dir": tmp_path / "runs", "overrides": stop, "max_completion_length": 4}
     done = papermill(start, "arithmetic_thinking", tmp_path / "x.ipynb", **parameters)
     assert done.returncode == 1
-    assert "stopped early (no signal) at step 2; resume = True goes on from there" in done.stderr
+    assert "stopped (no signal) at step 2; resume = True goes on from there" in done.stderr
     said = text_of(tmp_path / "x.ipynb", "kit.train(")
     assert "raise rloo.max_completion_length (currently 4)" in said
 

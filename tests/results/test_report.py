@@ -157,7 +157,7 @@ def test_report_with_one_evaluation_and_no_answers(run: RunConfig, result: Any) 
     assert "not measured: no answer column" in shown and "2 completions of each" in shown
     assert "right answer" not in shown and "After minus before" not in shown
     both = Page(write_report(run, result, only, only).read_text("utf-8")).text
-    assert "no accuracy to compare" in both
+    assert "neither an accuracy nor a reward to compare" in both
 
 
 def test_drawings_follow_the_page(written: str) -> None:

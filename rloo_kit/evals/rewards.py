@@ -1,0 +1,142 @@
+"""What held-out completions earn: the rewards of a run, called as training calls them, without a trainer."""
+
+import asyncio
+import functools
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from transformers import TrainerState
+
+from rloo_kit.collective import gather_objects, share_of
+from rloo_kit.config.run import RunConfig
+from rloo_kit.errors import RlooKitError
+from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.rewarding.guard import guard, log_names, reward_name
+from rloo_kit.rewarding.registry import make_rewards
+from rloo_kit.rollout.completions import Completion
+from rloo_kit.system.processes import count_processes, say
+
+NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # of a data set, as in TRL's call
+
+
+class HeldOutRewards:
+    """The rewards of a run behind guards of their own, by the names that training logs them under.
+
+    A reward is called with what a rollout's is: prompts, texts and ids, every column, `thinking_forced` where the run
+    has a thinking budget, as many completions at once as one process has of a rollout. Two things differ: what it logs
+    is dropped, and `trainer_state` is always that of the run's last step, so that all evaluations measure the same.
+
+    Args:
+        run: reads `rloo`.
+        rewards: as `train` takes them; models that only TRL's trainer can call (a name, an `nn.Module`) leave the
+            rewards unmeasured.
+        runs_async: what runs a coroutine to its end; None: a loop of its own.
+    """
+
+    def __init__(self, run: RunConfig, rewards: Sequence[Any], runs_async: Callable[[Any], Any] | None = None) -> None:
+        guarded = [guard(reward) for reward in rewards]
+        self.names = log_names([reward_name(reward) for reward in guarded], guarded)
+        self.is_callable = all(hasattr(reward, "failed") for reward in guarded)
+        self._rewards, self._runs_async = guarded, runs_async or _run_alone
+        self._weights = [getattr(reward, "weight", 1.0) for reward in guarded]
+        self._has_budget = run.rloo.thinking_budget is not None
+        self._size = max(1, run.rloo.generation_batch_size // count_processes())
+        steps = run.rloo.max_steps or 1
+        self._constant = {"trainer_state": TrainerState(global_step=steps, max_steps=steps)}
+        self._constant |= dict.fromkeys(("log_extra", "log_metric"), _drop)
+
+    def measure(self, dataset: Any, completions: list[Completion], measured: Evaluation) -> None:
+        """Fill in the mean rewards of `completions`, prompt by prompt as many of each; each process scores a part.
+
+        Args:
+            dataset: the prompts with their columns. completions: of all of them, in order. measured: is changed.
+        """
+        if not self.is_callable:
+            return
+        size = measured.num_samples
+        own = share_of(range(len(dataset)))  # whole prompts: a reward may compare siblings
+        values, messages = self._score(dataset, completions[own.start * size : own.stop * size], size)
+        found = gather_objects((values, messages))
+        rows = [row for part, _ in found for row in part]
+        total = [self._sum(row) for row in rows]
+        single = {
+            name: _by_prompt([_readable(row[number]) for row in rows], size) for number, name in enumerate(self.names)
+        }
+        measured.take_rewards(_by_prompt(total, size), single)
+        failures = [message for _, part in found for message in part]
+        if failures:
+            share = measured.reward_unscored / len(rows)
+            say(f"WARNING: {failures[0]} ({share:.0%} of the held-out completions have no reward)")
+
+    def _score(
+        self, dataset: Any, completions: list[Completion], num_samples: int
+    ) -> tuple[list[list[float | None]], list[str]]:
+        """For each completion every reward: None where it does not apply, NaN where it failed; and messages."""
+        rows: list[list[float | None]] = []
+        messages: list[str] = []
+        size = max(1, self._size // num_samples) * num_samples
+        for start in range(0, len(completions), size):
+            chunk = completions[start : start + size]
+            batch = self._batch(dataset, chunk) | self._constant
+            columns = []
+            for reward in self._rewards:
+                values = reward(**batch)
+                values = self._runs_async(values) if asyncio.iscoroutine(values) else values
+                pairs = zip(values, reward.failed, strict=True)
+                columns.append([math.nan if failed else value for value, failed in pairs])
+                messages += reward.failures[:1]
+            rows += [list(row) for row in zip(*columns, strict=True)]
+        return rows, messages
+
+    def _batch(self, dataset: Any, chunk: list[Completion]) -> dict[str, Any]:
+        samples = [dataset[completion.prompt_index] for completion in chunk]
+        batch = {
+            "prompts": [sample["prompt"] for sample in samples],
+            "completions": [completion.text for completion in chunk],
+            "completion_ids": [completion.ids for completion in chunk],
+        }
+        batch |= {name: [sample[name] for sample in samples] for name in samples[0] if name not in NOT_COLUMNS}
+        return batch | ({"thinking_forced": [done.forced for done in chunk]} if self._has_budget else {})
+
+    def _sum(self, row: list[float | None]) -> float | None:
+        """The weighted sum of the rewards that apply; None where one failed, or none applies, as in a rollout."""
+        terms = [value * weight for value, weight in zip(row, self._weights, strict=True) if value is not None]
+        return _readable(math.fsum(terms)) if terms else None
+
+
+def make_held_out_rewards(run: RunConfig, tokenizer: Any) -> tuple[HeldOutRewards | None, list[Any]]:
+    """The rewards of the configuration, and what has to be closed afterwards; None, with a warning, where they cannot
+    be built: an evaluation of a run whose reward file is gone still has its accuracy."""
+    try:
+        made = make_rewards(run, tokenizer)
+    except RlooKitError as error:
+        say(f"WARNING: the held-out reward is not measured: {error}")
+        return None, []
+    return HeldOutRewards(run, made), [reward.reward for reward in made]
+
+
+def close_worker(reward: Any) -> None:
+    """End a reward's process, if it has one."""
+    worker = vars(reward).get("worker") if hasattr(reward, "__dict__") else None  # the property would start one
+    if worker is not None:
+        worker.close()
+
+
+def _by_prompt(values: list[float | None], size: int) -> list[list[float | None]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def _readable(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _run_alone(coroutine: Any) -> Any:
+    """In a thread of its own: a notebook's has a loop that is running."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(functools.partial(asyncio.run, coroutine)).result()
+
+
+def _drop(*_: Any) -> None:
+    """What `log_extra` and `log_metric` do here."""

@@ -1,0 +1,305 @@
+"""Evaluation during training: every few steps, on the same held-out prompts; the best weights kept, an early stop.
+
+It changes nothing of the training: random numbers and the model's mode are what they were.
+"""
+
+import asyncio
+import random
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from rloo_kit.collective import share, wait_for_all
+from rloo_kit.config.run import RunConfig
+from rloo_kit.errors import ConfigError
+from rloo_kit.evals.evaluate import AnswerJudge, answers_of, digest_prompts, evaluate_with
+from rloo_kit.evals.rewards import HeldOutRewards
+from rloo_kit.loop.callbacks import Interrupts
+from rloo_kit.loop.checkpoints import load_weights
+from rloo_kit.models.policy import Policy, save_adapter
+from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.held_out import (
+    BEST,
+    EVALUATIONS,
+    RECORD,
+    HeldOut,
+    HeldOutHistory,
+    parse_evaluations,
+    read_best_step,
+    read_evaluations,
+)
+from rloo_kit.rewarding.guard import guard, log_names, reward_name
+from rloo_kit.runs.checkpoints import UNFINISHED, publish
+from rloo_kit.runs.files import saving, write_json
+from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.processes import is_main_process, say
+
+
+def choose_measure(run: RunConfig, test: Any, reward_funcs: Sequence[Any]) -> str:
+    """What `eval.measure` stands for: "accuracy", "reward" or the name of a reward.
+
+    Args:
+        test: the held-out prompts. reward_funcs: as `train` takes them.
+
+    Raises:
+        ConfigError: it is none of those, or cannot be measured.
+    """
+    wanted, has_answers = run.eval.measure, "answer" in test.column_names
+    guarded = [guard(reward) for reward in reward_funcs]
+    names = log_names([reward_name(reward) for reward in guarded], guarded)
+    foreign = [name for name, reward in zip(names, guarded, strict=True) if not hasattr(reward, "failed")]
+    known = [*(["accuracy"] if has_answers else []), *([] if foreign else ["reward", *names])]
+    if wanted == "auto":
+        wanted = "accuracy" if has_answers else "reward"
+    for name in (wanted, wanted.rpartition(":")[2]):  # a module:function is logged under its function's name
+        if name in known:
+            return name
+    found = f"eval.measure is {run.eval.measure}"
+    if foreign:
+        found += f", and {foreign[0]} is a model that only the trainer calls (name it as rewards: [name: reward_model])"
+    if not has_answers:
+        found += ", and the held-out prompts have no column 'answer' (data.answer_column)"
+    options = f"set one of: auto, {', '.join(known)}" if known else "set eval.every_steps=0"
+    raise ConfigError(f"{found}: no evaluation during training (eval.every_steps) can measure that; {options}")
+
+
+def draw_prompts(run: RunConfig, test: Any) -> Any:
+    """The `eval.every_prompts` held-out prompts of all evaluations during training, drawn by `data.seed`."""
+    count = min(run.eval.every_prompts, len(test))
+    return test.select(sorted(random.Random(f"eval-{run.data.seed}").sample(range(len(test)), count)))
+
+
+def settings_during_training(run: RunConfig) -> RunConfig:
+    """The run with an `eval` that measures the sampled completions and nothing else."""
+    alone: dict[str, Any] = {
+        "num_prompts": None,
+        "greedy": False,
+        "pass_at_k": [],
+        "thinking_budgets": [],
+        "num_completions": 0,
+    }
+    return run.model_copy(update={"eval": run.eval.model_copy(update=alone)})
+
+
+class Evaluations(TrainerCallback):
+    """Evaluates before the first step, after every `eval.every_steps` and after the last one.
+
+    Attributes:
+        history: the evaluations so far, and the best of them.
+        seconds: that they have taken in this process.
+        stopped: why patience is used up, in words; None while it is not.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        policy: Policy,
+        test: Any,
+        reward_funcs: Sequence[Any],
+        run_dir: RunDir,
+        interrupts: Interrupts,
+    ) -> None:
+        self.run, self.policy = settings_during_training(run), policy
+        self.run_dir, self.interrupts = run_dir, interrupts
+        self.prompts = draw_prompts(run, test)
+        self.rewards = HeldOutRewards(run, reward_funcs, self._await)
+        self.judge = AnswerJudge(run, policy.tokenizer, answers_of(self.prompts))
+        self.history = HeldOutHistory(choose_measure(run, test, reward_funcs), run.eval.patience)
+        self.seconds = 0.0
+        self.stopped: str | None = None
+        self.trainer: Any = None
+        self._staged: int | None = None  # the step whose weights wait for their checkpoint
+        self._measured: set[int] = set()
+        self._count = 0
+        self.rows = share(read_evaluations(run_dir.folder, run_dir.id))
+        self._restore()
+
+    # ------------------------------------------------------------------------------------------------ the schedule
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        step = state.global_step
+        if not self._measured or (step not in self._measured and self._is_due(step, state.max_steps)):
+            self._evaluate(state, control)
+        self.settle(step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        if self.stopped is not None:  # by an evaluation that an interrupt had put off
+            control.should_save = control.should_training_stop = control.should_log = True
+        step, last = state.global_step, state.max_steps
+        if not self._is_due(step, last) or (self.interrupts.requested and step < last):
+            return control
+        found = self._evaluate(state, control)
+        recorder = self.trainer.rloo.recorder
+        recorder.leave_out(found.evaluation.seconds)
+        for name in dict.fromkeys(("accuracy", "reward", self.history.measure)):
+            for key, value in zip(("", "_low", "_high"), found.measure(name) or (), strict=False):
+                if value is not None:
+                    recorder.count(f"eval/{name}{key}", value)
+        control.should_log = True
+        self.interrupts.stop_if_requested(control)
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._publish(state.global_step)
+
+    def seconds_left(self, step: int, max_steps: int) -> float:
+        """What the evaluations after `step` will take, by those so far."""
+        every = self.run.eval.every_steps
+        left = max_steps // every - step // every + (max_steps % every != 0 and step < max_steps)
+        return left * self.seconds / max(self._count, 1)
+
+    def _is_due(self, step: int, max_steps: int) -> bool:
+        return step % self.run.eval.every_steps == 0 or step >= max_steps
+
+    # ------------------------------------------------------------------------------------------------ one evaluation
+
+    def _evaluate(self, state: Any, control: Any) -> HeldOut:
+        started, step = time.monotonic(), state.global_step
+        found = HeldOut(step, self._measure(f"at step {step}"))
+        against = self.history.compare_with_best(found)
+        is_best = self.history.observe(found)
+        self._measured.add(step)
+        self._write(found, is_best, against)
+        say(self.history.describe(found, against))
+        if is_best and step > 0 and self.run.eval.save_best:
+            self._stage(found)
+            control.should_save = True
+        if self.history.is_over and step < state.max_steps:
+            self.stopped = self._why_over()
+            control.should_save = control.should_training_stop = True
+        self.seconds += time.monotonic() - started
+        self._count += 1
+        return found
+
+    def _measure(self, label: str) -> Evaluation:
+        with _same_random_numbers():
+            return evaluate_with(self.run, self.policy, self.prompts, self.judge, self.rewards, label)
+
+    def _write(self, found: HeldOut, is_best: bool, against: Any) -> None:
+        measured = found.measure(self.history.measure)
+        value, low, high = (None, None, None) if measured is None else measured[:3]
+        best = None if self.history.best is None else self.history.best.step
+        row = {"run": self.run_dir.id, "step": found.step, "measure": self.history.measure, "value": value}
+        row |= {"low": low, "high": high, "is_best": is_best, "best_step": best, "against_best": against}
+        rest = found.evaluation.to_dict()
+        row["evaluation"] = {name: kept for name, kept in rest.items() if kept not in (None, [], {})}
+        self.rows.append(row)
+        self.run_dir.replace_jsonl(EVALUATIONS, self.rows)  # few rows; and all of them again if the folder was removed
+
+    def _await(self, coroutine: Any) -> Any:
+        """An async reward's result by the loop that its calls in training are made on."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.trainer.async_loop).result()
+
+    # ------------------------------------------------------------------------------------------------ the best weights
+
+    def settle(self, step: int) -> None:
+        """With the weights of `step` in the policy: `best/` holds those of the best evaluation, or there is none.
+
+        A run that was killed between a checkpoint and `best/` has the weights of that step still.
+        """
+        best = self.history.best
+        if best is None or best.step == 0 or not self.run.eval.save_best:
+            return
+        if self._staged is None and share(self._best_on_disk()) != best.step:
+            if best.step == step:
+                self._stage(best)
+            else:
+                say(
+                    f"WARNING: {self.run_dir / BEST} does not hold the weights of step {best.step}, the best "
+                    "evaluation so far: the next one is the best"
+                )
+                self.history.forget_best()
+        self._publish(step)
+
+    def load_best(self) -> int | None:
+        """Put the best weights into the policy; returns their step, None where the last ones stay."""
+        if not self.run.eval.save_best:
+            return None
+        last = self.run_dir.last_checkpoint()
+        self._publish(share(last.step if last else 0))
+        best = self.history.best
+        if best is None or best.step == 0:
+            if best is not None:
+                say(
+                    f"WARNING: no evaluation was better than the start ({self.history.measure} "
+                    f"{self.history.best_value:.3f} at step 0): adapter/ holds the weights of the last step"
+                )
+            return None
+        if share(self._best_on_disk()) != best.step:
+            say(f"WARNING: {self.run_dir / BEST} is gone: adapter/ holds the weights of the last step")
+            return None
+        wait_for_all()
+        load_weights(self.trainer, self.run_dir / BEST)
+        return best.step
+
+    def close(self) -> None:
+        """End the process of the judge."""
+        self.judge.close()
+
+    def _stage(self, found: HeldOut) -> None:
+        """Write the weights next to where they belong; `_publish` puts them there once their checkpoint is whole."""
+        staged = self._staging
+        if is_main_process():
+            shutil.rmtree(staged, ignore_errors=True)
+        wait_for_all()
+        save_adapter(self.policy, staged)
+        if is_main_process():
+            value, low, high, _ = found.measure(self.history.measure) or (None,) * 4
+            record = {"run": self.run_dir.id, "step": found.step, "measure": self.history.measure, "value": value}
+            write_json(staged / RECORD, record | {"low": low, "high": high, "prompts": len(self.prompts)})
+        self._staged = found.step
+
+    def _publish(self, saved: int) -> None:
+        """Put staged weights in place if the run resumes at their step or a later one: `saved`, its last checkpoint."""
+        if self._staged is None or self._staged > saved:
+            return
+        target = self.run_dir / BEST
+        if is_main_process() and self._staging.is_dir():
+            with saving(target):
+                publish(self._staging, target)
+        self._staged = None
+
+    @property
+    def _staging(self) -> Path:
+        return self.run_dir / UNFINISHED / BEST
+
+    def _best_on_disk(self) -> int | None:
+        return read_best_step(self.run_dir.folder, self.run_dir.id)
+
+    def _restore(self) -> None:
+        """Take the evaluations of the run so far that were made as this one's are."""
+        digest, mine = digest_prompts(self.prompts), self.run.eval
+        limit = mine.max_completion_length or self.run.rloo.max_completion_length
+        now = (digest, mine.num_samples, mine.temperature, limit)
+        for found in parse_evaluations(self.rows):
+            one = found.evaluation
+            if (one.prompts_digest, one.num_samples, one.temperature, one.max_completion_length) == now:
+                self.history.observe(found)
+                self._measured.add(found.step)
+        self.stopped = self._why_over() if self.history.is_over else None
+
+    def _why_over(self) -> str:
+        best, history = self.history.best, self.history
+        return (
+            f"{history.measure} {history.value:.3f}, no new best in {history.since} evaluations (eval.patience); best "
+            f"{history.best_value:.3f} at step {best.step if best else 0}"
+        )
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Python's and numpy's; sampling and rewards restore torch's. A reward may draw from them, in training too."""
+    numpy = sys.modules.get("numpy")
+    state, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)

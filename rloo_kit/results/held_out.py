@@ -1,0 +1,130 @@
+"""The evaluations of a run while it trained: which was the best, and whether the run should stop. No model, no torch.
+
+All of it follows from the rows of `evaluations.jsonl`, so a resumed run goes on where it was cut.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.results.evaluation import Evaluation, Measured, difference, signed, with_interval
+from rloo_kit.runs.files import is_count, read_object
+from rloo_kit.runs.rows import read_rows
+
+EVALUATIONS, BEST = "evaluations.jsonl", "best"  # in the run's folder
+RECORD = "evaluation.json"  # in BEST: which evaluation its weights are of
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One evaluation during training: after which optimizer step (0: before the first), and what it found."""
+
+    step: int
+    evaluation: Evaluation
+
+    def measure(self, name: str) -> Measured | None:
+        """See `Evaluation.measure`."""
+        return self.evaluation.measure(name)
+
+
+class HeldOutHistory:
+    """Evaluations in their order, each compared with the best before it: better is a higher mean of the measure.
+
+    Args:
+        measure: what decides, as `Evaluation.measure` takes it.
+        patience: evaluations in a row without a new best after which `is_over`; None: never.
+
+    Attributes:
+        best: the first of those with the highest mean; None before one was measured.
+        since: evaluations after it.
+    """
+
+    def __init__(self, measure: str, patience: int | None) -> None:
+        self.measure, self.patience = measure, patience
+        self.best: HeldOut | None = None
+        self.last: HeldOut | None = None
+        self.since = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether patience is used up."""
+        return self.patience is not None and self.since >= self.patience
+
+    @property
+    def value(self) -> float | None:
+        """The newest mean; None before there is one."""
+        return self._value(self.last)
+
+    @property
+    def best_value(self) -> float | None:
+        """The best one's mean."""
+        return self._value(self.best)
+
+    def observe(self, found: HeldOut) -> bool:
+        """Take the next evaluation; returns whether it is the best now. One that measured nothing does not count."""
+        value = self._value(found)
+        if value is None:
+            return False
+        self.last = found
+        best = self.best_value
+        if best is None or value > best:
+            self.best, self.since = found, 0
+            return True
+        self.since += 1
+        return False
+
+    def forget_best(self) -> None:
+        """The weights of the best one are gone: the next evaluation is the best then."""
+        self.best, self.since = None, 0
+
+    def compare_with_best(self, found: HeldOut) -> tuple[float | None, float | None, float | None] | None:
+        """How far `found` is above the best, with the interval of the difference; None where there is no best."""
+        estimate = None if self.best is None else difference(self.best.evaluation, found.evaluation, self.measure)
+        return None if estimate is None else tuple(estimate)  # type: ignore[return-value]
+
+    def describe(self, found: HeldOut, against: tuple[float | None, float | None, float | None] | None) -> str:
+        """One line about `found`, which `observe` has taken; `against`: `compare_with_best` from before that."""
+        measured = found.measure(self.measure)
+        if measured is None:
+            return f"held-out at step {found.step}: {self.measure} could not be measured, so it does not count"
+        text = f"held-out at step {found.step}: {self.measure} {with_interval(*measured[:3])}"
+        if against is not None:
+            text += f", {signed(*against)} against the best before"
+        assert self.best is not None
+        if self.best is found:
+            return text if against is None else f"{text}; the best so far"
+        of = "" if self.patience is None else f" of {self.patience}"
+        best = f"{self.best_value:.3f} at step {self.best.step}"
+        return f"{text}; no new best for {self.since}{of} (best {best})"
+
+    def _value(self, found: HeldOut | None) -> float | None:
+        measured = None if found is None else found.measure(self.measure)
+        return None if measured is None else measured.value
+
+
+def read_evaluations(folder: Path, run: str) -> list[dict[str, Any]]:
+    """The rows of `evaluations.jsonl` that the run with the id `run` wrote, in the order of their steps; a damaged one
+    is left out."""
+    mine = [row for row in read_rows(folder / EVALUATIONS) if row.get("run", "") == run and _parse(row) is not None]
+    return sorted(mine, key=lambda row: row["step"])
+
+
+def parse_evaluations(rows: Iterable[dict[str, Any]]) -> list[HeldOut]:
+    """The evaluations in rows."""
+    return [found for row in rows if (found := _parse(row)) is not None]
+
+
+def _parse(row: dict[str, Any]) -> HeldOut | None:
+    if not is_count(row.get("step")) or not isinstance(row.get("measure"), str):
+        return None
+    try:
+        return HeldOut(row["step"], Evaluation.from_dict(row.get("evaluation")))
+    except ValueError:
+        return None
+
+
+def read_best_step(folder: Path, run: str) -> int | None:
+    """The step whose weights lie in `best/`; None where there are none of this run."""
+    record = read_object(folder / BEST / RECORD)
+    return record["step"] if record.get("run", "") == run and is_count(record.get("step")) else None

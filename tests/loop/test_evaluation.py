@@ -1,0 +1,330 @@
+"""Evaluation during training: it changes nothing of the run, keeps the best weights, stops, and survives a resume."""
+
+import json
+import os
+import random
+import shutil
+import signal
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rloo_kit import build_rewards, load_config, load_data, load_policy, train
+from rloo_kit.errors import ConfigError
+from rloo_kit.evals.evaluate import evaluate
+from rloo_kit.loop.evaluation import draw_prompts, settings_during_training
+from rloo_kit.loop.run import run_and_report
+from rloo_kit.results.report import load_result
+from rloo_kit.runs.run_dir import RunDir
+from tests.loop.conftest import by_ids
+
+CLOCKS = {"seconds", "step_time", "eps", "run"}
+LEARNS = ("rloo.learning_rate=0.2", "eval.num_samples=4", "eval.measure=reward")  # each evaluation is the best so far
+EVERY_TWO = ("data.test_size=6", "eval.every_steps=2", "eval.every_prompts=4", "rloo.max_steps=6")
+
+
+def lines(folder, name):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def status(folder):
+    return json.loads((folder / "status.json").read_text())
+
+
+def weights(folder):
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys() and one
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def found_by(folder):
+    """Step and value of each evaluation, and which was the best."""
+    return [(row["step"], row["value"], row["is_best"], row["best_step"]) for row in lines(folder, "evaluations.jsonl")]
+
+
+def low_ids(completion_ids, **_):
+    """A reward that a few steps raise."""
+    return [1 - sum(ids) / len(ids) / 264 for ids in completion_ids]
+
+
+def drawing(completion_ids, **_):
+    """A reward with noise from both generators that are not torch's."""
+    return [sum(ids) % 17 / 17 + 0.1 * random.random() + 0.1 * numpy.random.rand() for ids in completion_ids]
+
+
+def falling(limit):
+    """A reward of training that rises and of evaluation that falls: what is evaluated gets the last step's state."""
+    calls = []
+
+    def reward(completion_ids, trainer_state, **_):
+        if trainer_state.global_step != limit:  # a rollout of training
+            return low_ids(completion_ids)
+        calls.append(len(completion_ids))
+        return [-float(len(calls)) if len(calls) > 2 else float(len(calls))] * len(completion_ids)
+
+    return reward
+
+
+def test_an_evaluation_changes_nothing_of_the_training(start):
+    """Evaluations that drew from training's random numbers made every run with them another run: nothing could be
+    compared with the runs of before. Rewards may draw too, from Python's numbers and numpy's."""
+    results = []
+    for name, every in (("with", 1), ("without", 0)):
+        random.seed(0)
+        numpy.random.seed(0)
+        words = (*EVERY_TWO, f"eval.every_steps={every}", "eval.save_best=false", "rloo.beta=0.1", f"run.name={name}")
+        results.append(start(*words, rewards=[drawing]))
+    one, other = results
+    assert_same(weights(one.adapter_folder), weights(other.adapter_folder))
+    assert lines(one.folder, "rollouts.jsonl") == lines(other.folder, "rollouts.jsonl")
+    rows = [
+        [
+            {key: value for key, value in row.items() if key not in CLOCKS and key[:5] != "eval/"}
+            for row in result.metrics
+        ]
+        for result in results
+    ]
+    assert rows[0] == rows[1] and len(rows[0]) == 6
+    assert len(found_by(one.folder)) == 7 and not (other.folder / "evaluations.jsonl").exists()
+
+
+def test_every_evaluated_step_is_in_metrics_and_in_the_line(start, capsys):
+    """The held-out measure lay in a file of its own, where neither the progress line nor a tracker showed it."""
+    result = start(*EVERY_TWO, "eval.every_steps=4", "rloo.logging_steps=3", "eval.num_samples=2")
+    assert [step for step, *_ in found_by(result.folder)] == [0, 4, 6], "the start and the last step too"
+    assert {row["step"]: "eval/accuracy" in row for row in result.metrics} == {3: False, 4: True, 6: True}
+    row, evaluation = result.metrics[1], lines(result.folder, "evaluations.jsonl")[1]
+    for name in ("accuracy", "accuracy_low", "accuracy_high", "reward", "reward_low", "reward_high"):
+        assert isinstance(row[f"eval/{name}"], float), name
+    assert row["eval/reward"] == pytest.approx(evaluation["evaluation"]["reward"])
+    assert row["eval/accuracy"] == evaluation["value"] and evaluation["measure"] == "accuracy"
+    printed = capsys.readouterr().out
+    assert "held-out at step 4: accuracy 0.000 [0.000, " in printed and "| held-out 0.000 |" in printed
+
+
+def test_a_run_is_stopped_early_and_its_adapter_is_the_best(start, capsys):
+    """A run that got worse for half a night was saved as it was at the end. adapter/ holds the best evaluation's
+    weights, the policy in memory has them, and the words and files say so."""
+    words = (*EVERY_TWO, "eval.patience=2", "eval.measure=reward", "rloo.max_steps=12")
+    result = start(*words, rewards=[falling(12)])
+    folder = result.folder
+    assert found_by(folder) == [(0, 1.0, True, 0), (2, 2.0, True, 2), (4, -3.0, False, 2), (6, -4.0, False, 2)]
+    assert (result.stopped, result.steps, result.adapter_step) == ("early", 6, 2)
+    assert_same(weights(folder / "adapter"), weights(folder / "best"))
+    record = json.loads((folder / "best" / "evaluation.json").read_text())
+    assert (record["step"], record["value"], record["measure"]) == (2, 2.0, "reward")
+    said = status(folder)
+    assert said["state"] == "finished" and said["adapter_step"] == 2
+    assert "at step 6 of 12" in said["stopped_early"] and "best 2.000 at step 2" in said["stopped_early"]
+    printed = capsys.readouterr().out
+    assert "stopped early at step 6 of 12" in printed and "holds the weights of step 2" in printed
+    two_steps = start(*EVERY_TWO, "rloo.max_steps=2", "eval.every_steps=0", "run.name=short", rewards=[low_ids])
+    assert_same(weights(folder / "adapter"), weights(two_steps.folder / "adapter"))
+    last = weights(folder / "checkpoints" / "checkpoint-6")
+    assert any(not torch.equal(tensor, last[name]) for name, tensor in weights(folder / "adapter").items())
+
+
+def test_what_is_in_memory_afterwards_is_the_best(start):
+    """`after.json` measured the last weights and adapter/ held others: the report was of a policy that nobody had."""
+    result = start(*EVERY_TWO, "eval.measure=reward", rewards=[falling(6)])
+    live = {
+        name.replace(".default", ""): value.detach()
+        for name, value in start.policy.model.named_parameters()
+        if "lora_" in name
+    }
+    assert result.stopped is None and result.adapter_step == 2
+    assert_same(live, weights(result.folder / "best"))
+
+
+def test_the_best_weights_earn_what_is_written_about_them(write_config):
+    """A folder called best whose weights were saved a step too late, or came from another step, earns another value."""
+    run = load_config(write_config(), *EVERY_TWO, *LEARNS, "eval.measure=low_ids")
+    policy = load_policy(run)
+    data = load_data(run, policy.tokenizer)
+    folder = train(run, policy, data, [low_ids]).folder
+    record = json.loads((folder / "best" / "evaluation.json").read_text())
+    again = load_config(write_config(), *EVERY_TWO, *LEARNS, f"model.adapter={folder / 'best'}")
+    policy = load_policy(again)
+    measured = evaluate(
+        settings_during_training(again), policy, draw_prompts(again, data.test), reward_funcs=[low_ids]
+    ).measure("low_ids")
+    assert record["step"] > 0 and (measured.value, measured.low) == (record["value"], record["low"])
+    values = [value for _, value, _, _ in found_by(folder)]
+    assert record["value"] == max(values) and values.count(max(values)) == 1
+
+
+def test_a_start_that_nothing_beats_is_said(start, capsys):
+    """adapter/ held weights that were worse than none, and the run ended as a success."""
+
+    def worse(completion_ids, trainer_state, **_):
+        worse.calls = getattr(worse, "calls", 0) + (trainer_state.global_step == 6)
+        return [-float(worse.calls)] * len(completion_ids) if trainer_state.global_step == 6 else by_ids(completion_ids)
+
+    result = start(*EVERY_TWO, "eval.measure=reward", rewards=[worse])
+    assert result.adapter_step == 6 == status(result.folder)["adapter_step"] and not (result.folder / "best").exists()
+    assert "no evaluation was better than the start (reward -1.000 at step 0)" in capsys.readouterr().out
+
+
+def stopping_at(step):
+    """`low_ids`, with a Ctrl-C in the rollout that is sampled after `step` steps; evaluations see another state."""
+    sent = []
+
+    def reward(completion_ids, trainer_state, **_):
+        if trainer_state.global_step == step and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGINT))
+        return low_ids(completion_ids)
+
+    return reward
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_resumed_run_has_the_best_of_one_that_was_never_cut(step, start):
+    """The best so far, the patience used up and the evaluations come back; the Ctrl-C in the step before an evaluation
+    puts that off, and the resume makes up for it."""
+    words = (*EVERY_TWO, *LEARNS, "eval.patience=9")
+    whole = start(*words, "run.name=whole", rewards=[low_ids])
+    cut = start(*words, rewards=[stopping_at(step)])
+    assert cut.stopped == "interrupted" and cut.steps == step + 1
+    resumed = start(*words, resume=True, rewards=[low_ids])
+    assert found_by(resumed.folder) == found_by(whole.folder) and len(found_by(whole.folder)) == 4
+    assert resumed.adapter_step == whole.adapter_step > 0
+    assert_same(weights(resumed.folder / "adapter"), weights(whole.folder / "adapter"))
+    assert_same(
+        weights(resumed.folder / "checkpoints" / "checkpoint-6"), weights(whole.folder / "checkpoints/checkpoint-6")
+    )
+
+
+def test_best_weights_that_are_gone_are_said(start, capsys):
+    """A best evaluation whose weights nobody has would beat all later ones, and adapter/ would hold none of them."""
+    words = (*EVERY_TWO, "eval.measure=reward", "rloo.save_steps=2", "rloo.save_total_limit=null")
+    folder = start(*words, rewards=[falling(6)]).folder
+    (folder / "checkpoints" / "checkpoint-6" / "optimizer.pt").unlink()
+    shutil.rmtree(folder / "best")
+    again = start(*words, rewards=[falling(6)], resume=True)
+    assert "does not hold the weights of step 2" in capsys.readouterr().out
+    assert again.adapter_step == 6 and found_by(folder)[-1] == (6, 1.0, True, 6)
+
+
+def test_a_resume_forgets_what_came_after_its_checkpoint(start):
+    """A best evaluation of step 6 stood in the files of a run that had gone back to step 2, and won for good."""
+    words = (*EVERY_TWO, *LEARNS, "rloo.save_steps=2", "rloo.save_total_limit=null")
+    first = start(*words, rewards=[low_ids])
+    before, adapter = found_by(first.folder), weights(first.folder / "adapter")
+    for step in (4, 6):
+        (first.folder / "checkpoints" / f"checkpoint-{step}" / "optimizer.pt").unlink()
+    again = start(*words, resume=True, rewards=[low_ids])
+    assert again.steps == 6 and found_by(again.folder) == before
+    assert again.adapter_step == first.adapter_step == 6
+    assert_same(weights(again.folder / "adapter"), adapter)
+
+
+def test_a_kill_between_the_checkpoint_and_the_best_loses_neither(start):
+    """best/ is put in place after its checkpoint is whole; a kill in between left the best before it there."""
+    words = (*EVERY_TWO, "eval.measure=reward")
+    first = start(*words, "rloo.max_steps=2", rewards=[falling(2)])
+    assert first.adapter_step == 2
+    expected = weights(first.folder / "best")
+    shutil.rmtree(first.folder / "best")
+    again = start(*words, "rloo.max_steps=2", resume=True)
+    assert again.adapter_step == 2 and again.steps == 2
+    assert_same(weights(first.folder / "best"), expected)
+
+
+def test_a_run_that_was_stopped_early_stays_stopped(start, capsys):
+    """`--resume` of a finished run trains no step; more patience goes on where it stopped."""
+    words = (*EVERY_TWO, "eval.measure=reward", "rloo.max_steps=12")
+    first = start(*words, "eval.patience=2", rewards=[falling(12)])
+    again = start(*words, "eval.patience=2", rewards=[falling(12)], resume=True)
+    assert (again.stopped, again.steps, again.adapter_step) == ("early", 6, 2)
+    assert "stopped early (a higher eval.patience goes on) already" in capsys.readouterr().out
+    run = load_config(first.folder / "config.yaml", f"run.output_dir={first.folder.parent}", "run.name=tiny")
+    assert (load_result(run).stopped, load_result(run).adapter_step) == ("early", 2)
+    on = start(*words, "eval.patience=3", rewards=[falling(12)], resume=True)
+    assert on.steps > 6 and [row[0] for row in found_by(on.folder)][:5] == [0, 2, 4, 6, 8]
+    assert "stopped_early" in status(on.folder) or on.stopped is None
+
+
+def test_a_full_model_gets_its_best_weights_back(start):
+    """Without an adapter the best weights are a whole model."""
+    result = start(
+        *EVERY_TWO, "eval.measure=reward", "model.lora=null", "rloo.learning_rate=1e-3", rewards=[falling(6)]
+    )
+    adapter, best = (load_file(result.folder / name / "model.safetensors") for name in ("adapter", "best"))
+    last = load_file(result.folder / "checkpoints" / "checkpoint-6" / "model.safetensors")
+    assert_same(adapter, best)
+    assert result.adapter_step == 2 and any(not torch.equal(tensor, last[name]) for name, tensor in adapter.items())
+    live = dict(start.policy.model.named_parameters())
+    assert all(torch.equal(tensor, live[name]) for name, tensor in best.items() if name in live)
+
+
+def test_an_unknown_measure_is_refused_before_anything_is_done(start, tmp_path):
+    """It was found out after the evaluation before training, an hour later."""
+    with pytest.raises(ConfigError, match=r"eval.measure is brevity.*set one of: auto, accuracy, reward, by_ids"):
+        start(*EVERY_TWO, "eval.measure=brevity")
+    assert not (tmp_path / "outputs").exists()
+    with pytest.raises(ConfigError, match=r"patience is 3.*eval.every_steps"):
+        start("eval.patience=3")
+    with pytest.raises(ConfigError, match=r"eval.every_steps is 2, but data.test_size is 0"):
+        start(*EVERY_TWO, "data.test_size=0")
+
+
+def test_an_evaluation_that_fails_does_not_count(start, capsys):
+    """A judge that was down for an evaluation counted as a policy that had got worse, and stopped the run."""
+
+    def flaky(completion_ids, trainer_state, **_):
+        if trainer_state.global_step == 6:
+            flaky.calls = getattr(flaky, "calls", 0) + 1
+            if flaky.calls > 1:
+                raise ConnectionError("the judge is down")
+        return by_ids(completion_ids)
+
+    result = start(*EVERY_TWO, "eval.measure=reward", "eval.patience=1", rewards=[flaky])
+    assert (result.stopped, result.steps) == (None, 6)
+    assert [value is None for _, value, _, _ in found_by(result.folder)] == [False, True, True, True]
+    printed = capsys.readouterr().out
+    assert "the judge is down (100% of the held-out completions have no reward)" in printed
+    assert "held-out at step 2: reward could not be measured, so it does not count" in printed
+
+
+def test_an_async_reward_is_measured_as_training_calls_it(start):
+    """It returned a coroutine, which is no number."""
+
+    async def judged(completion_ids, **_):
+        return by_ids(completion_ids)
+
+    result = start(*EVERY_TWO, "rloo.max_steps=2", "eval.measure=judged", rewards=[judged])
+    assert all(isinstance(value, float) for _, value, _, _ in found_by(result.folder))
+
+
+@pytest.mark.slow
+def test_a_learning_rate_that_breaks_the_policy(tmp_path, repository):
+    """The whole command on the embedded model: accuracy rises, falls again, the run stops, and what is measured
+    afterwards, saved and reported is the best."""
+    words = ["eval.every_steps=2", "eval.patience=3", "rloo.learning_rate=1.5e-2", "rloo.lr_scheduler_type=constant"]
+    words += [f"run.output_dir={tmp_path}", "rloo.max_steps=40", "data.num_prompts=1200", "data.test_size=200"]
+    run = load_config(repository / "configs" / "arithmetic_thinking.yaml", *words)
+    policy = load_policy(run)
+    data = load_data(run, policy.tokenizer)
+    with RunDir.create(run) as run_dir:
+        assert run_and_report(run, policy, data, build_rewards(run, policy.tokenizer), run_dir) is False
+    found = found_by(run.folder)
+    best = max(found, key=lambda row: row[1])
+    assert found[-1][0] < 40 and 0 < best[0] < found[-1][0] and best[1] > found[-1][1] + 0.1
+    assert status(run.folder)["adapter_step"] == best[0] and "stopped_early" in status(run.folder)
+    assert_same(weights(run.folder / "adapter"), weights(run.folder / "best"))
+    loaded = load_config(
+        repository / "configs" / "arithmetic_thinking.yaml", *words, f"model.adapter={run.folder}/adapter"
+    )
+    policy = load_policy(loaded)
+    after = json.loads((run.folder / "after.json").read_text())
+    assert evaluate(loaded, policy, data.test).per_prompt == after["per_prompt"]
+    again = evaluate(settings_during_training(loaded), policy, draw_prompts(loaded, data.test))
+    assert again.accuracy == best[1]
+    page = (run.folder / "report.html").read_text()
+    assert f"the weights of step {best[0]}" in page and "stopped early" in page
