@@ -23,6 +23,8 @@ from rloo_kit.results.evaluation import (
 )
 from rloo_kit.results.figures import draw_accuracies, draw_learning_curve
 from rloo_kit.runs.files import read_object, saving
+from rloo_kit.runs.health import Context, Finding
+from rloo_kit.runs.health_watch import examine
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import picture_controls
 from rloo_kit.system.versions import installed_versions
@@ -33,6 +35,7 @@ FILES = {
     "versions.json": "versions and git revision",
     "status.json": "how the run ended",
     "metrics.jsonl": "one row of metrics a step",
+    "health.jsonl": "what was wrong with the run: since which step, evidence, cause, fix",
     "rollouts.jsonl": "every completion with its ids, rewards and advantage; older ones in rollouts-STEP.jsonl.gz",
     "prompts.json": "the training prompts that were chosen by their pass rate",
     "before.json": "the evaluation before training",
@@ -50,7 +53,8 @@ class TrainResult:
         steps: optimizer steps done, those before a resume included.
         metrics: the rows of `metrics.jsonl`, one a logged step.
         seconds: wall time of this call.
-        stopped: None when it ran to its end, else "interrupted" or "no signal".
+        stopped: None when it ran to its end, else "interrupted" or the rule of `health:` that stopped it ("no signal").
+        findings: what the rules of `runs/health_rules.py` found, the causes in the order of their steps.
     """
 
     folder: Path
@@ -59,6 +63,7 @@ class TrainResult:
     metrics: list[dict[str, Any]] = field(repr=False)
     seconds: float
     stopped: str | None = None
+    findings: list[Finding] = field(default_factory=list, repr=False)
 
 
 def load_result(run: RunConfig) -> TrainResult:
@@ -71,7 +76,8 @@ def load_result(run: RunConfig) -> TrainResult:
     metrics = run_dir.read_metrics()
     seconds = (metrics[-1].get("seconds") if metrics else None) or 0.0
     stopped = None if status.get("state") == "finished" else status.get("state")
-    return TrainResult(run_dir.folder, run_dir / "adapter", status.get("step", 0), metrics, seconds, stopped)
+    findings = examine(metrics, Context.of(run, status.get("max_steps")))
+    return TrainResult(run_dir.folder, run_dir / "adapter", status.get("step", 0), metrics, seconds, stopped, findings)
 
 
 def load_evaluation(run: RunConfig, when: str) -> Evaluation | None:
@@ -85,7 +91,7 @@ def write_report(
     """Write `report.html` into the run's folder, and the evaluations it shows as `before.json` and `after.json`.
 
     Args:
-        result: the `TrainResult`; read are folder, steps, metrics, seconds, stopped.
+        result: the `TrainResult`; read are folder, steps, metrics, seconds, stopped, findings.
         before, after: evaluations; None where the run was not evaluated.
 
     Returns:
@@ -101,6 +107,7 @@ def write_report(
     sections = [
         _headline(run, result, before, after, comparison),
         make_section("Accuracy", _accuracy(before, after, comparison)),
+        make_section("Health", _health(result)),
         make_section("Learning curve", _learning_curve(result.metrics)),
         make_section("Completions before and after", _completions(before, after)),
         make_section("Configuration, versions, files", _details(run, folder)),
@@ -177,6 +184,19 @@ def _accuracy(before: Evaluation | None, after: Evaluation | None, comparison: C
     parts.append(f"<p>{measured[-1].num_prompts} held-out prompts, {each} of each; 95 % intervals in brackets.</p>")
     parts.append(f"<table><thead><tr><th>measure</th>{head}</tr></thead><tbody>{rows}</tbody></table>")
     return "\n".join(parts)
+
+
+def _health(result: TrainResult) -> str:
+    if not result.findings:
+        return "<p>No rule of health found anything.</p>"
+    rows = []
+    for one in result.findings:
+        steps = f"{one.since}" if one.last >= result.steps else f"{one.since} to {one.last}"
+        also = f"; seen with it: {', '.join(one.explains).replace('_', ' ')}" if one.explains else ""
+        cells = (one.title, steps, one.evidence + also, one.cause, one.fix)
+        rows.append("<tr>" + "".join(f"<td>{escape_text(cell)}</td>" for cell in cells) + "</tr>")
+    head = "".join(f"<th>{name}</th>" for name in ("what", "since step", "evidence", "cause", "to do"))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _learning_curve(metrics: list[dict[str, Any]]) -> str:

@@ -34,14 +34,14 @@ from rloo_kit.runs.files import (
 )
 from rloo_kit.runs.health import is_number
 from rloo_kit.runs.rollouts import Rollouts, is_rollouts
-from rloo_kit.runs.rows import append_rows, read_rows
+from rloo_kit.runs.rows import append_rows, cut_rows, read_rows
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
 from rloo_kit.system.signals import FROM_OUTSIDE, handle_signals, interrupt
 from rloo_kit.system.versions import installed_versions
 
 FILES = (
-    "config.yaml", "versions.json", "status.json", "metrics.jsonl", "rollouts.jsonl", "prompts.json", "before.json",
-    "after.json", "report.html",
+    "config.yaml", "versions.json", "status.json", "metrics.jsonl", "health.jsonl", "rollouts.jsonl", "prompts.json",
+    "before.json", "after.json", "report.html",
 )  # fmt: skip
 ID_LINE = b"# rloo-kit run "  # the start of config.yaml's first line; the run's id follows
 SECONDS_FOR_MAIN = 3.0  # that another process waits with an error: the main one may raise the same
@@ -410,9 +410,11 @@ class RunDir:
                 (self.folder / name).unlink(missing_ok=True)
 
     def rewind(self, step: int) -> None:
-        """Drop what came after `step` from `metrics.jsonl` and `rollouts.jsonl`: a resumed run repeats it."""
+        """Drop what came after `step` from `metrics.jsonl`, `health.jsonl` and `rollouts.jsonl`: a resumed run repeats
+        it."""
         if self.writes:
             self.replace_jsonl("metrics.jsonl", [row for row in self.read_metrics() if row["step"] <= step])
+            cut_rows(self.folder / "health.jsonl", step)
             Rollouts(self.folder).cut(step)
 
 
