@@ -105,8 +105,10 @@ def rollout_metrics(
         "objective/non_score_reward": mean(rewards - batch.scores),
         "val/num_eos_tokens": column["eos_tokens"].sum().item(),
         "completions/repeated_ratio": column["repeated"].mean().item(),
-        "completions/most_common_ratio": column["print"].unique(return_counts=True)[1].max().item() / len(statistics),
     }
+    if len(statistics) > batch.group_size:  # of one prompt a solved one has one completion
+        most = column["print"].unique(return_counts=True)[1].max().item()
+        metrics["completions/most_common_ratio"] = most / len(statistics)
     if beta != 0.0:
         metrics["kl"] = (column["kl"].sum() / column["kl_tokens"].sum().clamp(min=1)).item()
         metrics["objective/kl"] = column["kl"].mean().item()
