@@ -108,7 +108,7 @@ def measure_mechanism(output: Path, prompts: int, samples: int) -> list[dict[str
     for drift, reward in (("learned", None), ("unrelated", coin_reward)):
         steps = PROBE_STEPS[drift]
         settings = [f"rloo.max_steps={steps}", "rloo.beta=0"]
-        settings += ["run.stop_when_no_signal=false", "run.sample_every_steps=0"]
+        settings += ["run.sample_every_steps=0"]
         where = [f"run.output_dir={output}", f"run.name=probe-{drift}"]
         run = kit.load_config(str(CONFIG), *settings, *where)
         policy = kit.load_policy(run)

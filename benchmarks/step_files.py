@@ -40,6 +40,7 @@ LEFT_OUT = (
     "rloo_kit/rewards/",
     "rloo_kit/loop/metrics.py",
     "rloo_kit/loop/callbacks.py",
+    "rloo_kit/loop/health.py",
     "rloo_kit/results/",
     "rloo_kit/runs/",
     "rloo_kit/system/console.py",

@@ -90,7 +90,11 @@ class RunNotFoundError(RlooKitError, FileNotFoundError):
     """A run's folder, or something in it that was asked for, is not there."""
 
 
-class NoSignalError(RlooKitError, RuntimeError):
+class HealthError(RlooKitError, RuntimeError):
+    """Training was stopped by a rule of the run's health, as `health:` asked for."""
+
+
+class NoSignalError(HealthError):
     """Training was stopped because its steps carried no learning signal."""
 
 

@@ -2,7 +2,8 @@
 """How a run stands and whether it is healthy: state, accuracy before and after, the metrics judged, what to change.
 
 FOLDER is a run's folder, outputs/NAME, running or ended. Prints one JSON object on stdout: `verdict` is healthy, watch
-or alarming, `actions` are the changes in the order of their weight. The limits are those of SKILL.md's table.
+or alarming, `actions` are the changes in the order of their weight, `health` is what the rules found in the whole run,
+the causes in the order of their steps. Rules and limits are those of the run itself and of SKILL.md's table.
 
 Exit codes: 0 healthy, or values to watch; 1 alarming; 6 the run failed, whatever its metrics say;
 """
@@ -38,48 +39,36 @@ def main(arguments: list[str] | None = None) -> int:
     summary = {"folder": str(options.folder)} | {key: value for key, value in summary.items() if value is not None}
     summary["accuracy"] = describe_accuracy(run_dir)
     if rows:
-        summary |= judge_rows(rows, read_config(options.folder), options.last)
+        summary |= judge_rows(rows, read_config(options.folder), status.get("max_steps"), options.last)
     show(summary)
     return FAILED if failed else ALARMING if summary["verdict"] == "alarming" else 0
 
 
-def judge_rows(rows: list[dict[str, Any]], run: Any, last: int) -> dict[str, Any]:
-    """Verdict, actions, judgements and what carried no signal."""
-    from rloo_kit.runs.health import judge
+def judge_rows(rows: list[dict[str, Any]], run: Any, max_steps: int | None, last: int) -> dict[str, Any]:
+    """Verdict, actions, what the rules of health found, and each metric judged."""
+    from rloo_kit.runs.health import LEVELS, Context
+    from rloo_kit.runs.health_watch import HealthWatch, judge
 
-    rloo = run.rloo.model_dump()
-    findings = find_no_signal(rows, rloo, run.run.no_signal_steps)
-    judgements = judge(rows, is_on_policy(rloo), last)
-    levels = {"alarming" if findings else "healthy", *(found.level for found in judgements)}
-    actions = [found["message"] for found in findings]
+    context = Context.of(run, max_steps)
+    watch = HealthWatch(context, rows)
+    findings = [vars(one) | {"holds": watch.holds(one)} for one in watch.findings]
+    now = [one for one in watch.findings if watch.holds(one)]
+    judgements = judge(rows, context.on_policy, last, watch.is_solved())
+    levels = ["healthy", *(one.level for one in now), *(one.level for one in judgements)]
+    known = {one.rule for one in now} | watch.explained()
+    actions = []
     for level in ("alarming", "watch"):
-        actions += [f"{found.metric}: {found.action}" for found in judgements if found.level == level]
+        actions += [str(one) for one in now if one.level == level]
+        others = [one for one in judgements if one.level == level and one.rule not in known]
+        actions += [f"{one.metric}: {one.action}" for one in others]
     return {
-        "verdict": next(level for level in ("alarming", "watch", "healthy") if level in levels),
+        "verdict": max(levels, key=LEVELS.index),
         "actions": actions,
-        "no_signal": findings,
+        "health": findings,
         "metrics": [vars(found) for found in judgements],
         "means": mean_of(rows[-last:]),
         "first": mean_of(rows[:last]),
     }
-
-
-def find_no_signal(rows: list[dict[str, Any]], rloo: dict[str, Any], patience: int) -> list[dict[str, Any]]:
-    """What `rloo_kit.runs.health` says and what still holds at the last row."""
-    from rloo_kit.runs.health import LearningSignalWatch, find_problems
-
-    watch, said = LearningSignalWatch(patience, rloo), {}
-    for row in rows:
-        for finding in watch.observe(row["step"], row):
-            said[finding.kind] = vars(finding)
-    now = find_problems(rows[-1])
-    return [found for kind, found in said.items() if kind in now]
-
-
-def is_on_policy(rloo: dict[str, Any]) -> bool:
-    """Whether a rollout is used up before the next optimizer step."""
-    accumulation = rloo["gradient_accumulation_steps"]
-    return rloo["num_iterations"] == 1 and (rloo["steps_per_generation"] or accumulation) <= accumulation
 
 
 def mean_of(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -211,11 +211,11 @@ def test_an_interrupted_run_exits_130_and_goes_on_with_the_command_it_names(conf
 
 
 def test_a_run_without_signal_exits_2_with_the_key_to_change(config_file, tmp_path):
-    """With run.stop_when_no_signal a job must end as a failure, or the batch that started it goes on."""
+    """With health.no_signal=stop a job must end as a failure, or the batch that started it goes on."""
     (tmp_path / "flat.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")
-    words = ["rewards.0.name=flat:reward", "run.stop_when_no_signal=true", "run.no_signal_steps=1"]
+    words = ["rewards.0.name=flat:reward", "health.no_signal=stop", "health.no_signal_steps=1"]
     code, _, errors = call("train", config_file, *words, "run.evaluate=false")
-    keys = ("run.stop_when_no_signal", "rloo.max_completion_length (currently 4)", "--resume")
+    keys = ("health.no_signal=stop", "rloo.max_completion_length (currently 4)", "--resume")
     assert code == 2 and "step 1 of 2" in errors and all(key in errors for key in keys)
 
 

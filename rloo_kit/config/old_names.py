@@ -264,7 +264,7 @@ def _pair_clip_range(values: dict[str, Any], given: Mapping[str, Any], messages:
 def translate_file(values: dict[str, Any], processes: int = 1) -> list[str]:
     """Translate the old names in a run's file, in place; a message for each. Raises as `translate_config`."""
     section = values.get("rloo")
-    messages = _move_reward_model(values)
+    messages = _move_reward_model(values) + _move_no_signal(values)
     if not isinstance(section, dict):
         return messages
     for old, (other, key) in _SECTION_KEYS.items():
@@ -277,6 +277,26 @@ def translate_file(values: dict[str, Any], processes: int = 1) -> list[str]:
     translation = translate_config({str(key): value for key, value in section.items()}, processes, "rloo.")
     values["rloo"] = translation.values
     return messages + translation.messages
+
+
+def _move_no_signal(values: dict[str, Any]) -> list[str]:
+    """`run.stop_when_no_signal` and `run.no_signal_steps` are keys of `health:` today."""
+    run, messages = values.get("run"), []
+    for old, key in (("stop_when_no_signal", "no_signal"), ("no_signal_steps", "no_signal_steps")):
+        if not isinstance(run, dict) or old not in run:
+            continue
+        value = run.pop(old)
+        target = values.setdefault("health", {})
+        if value is None or not isinstance(target, dict):
+            continue
+        if key == "no_signal" and not isinstance(value, bool):
+            raise ConfigError(f"run.{old} is {excerpt(value)}; it took true or false, and is health.no_signal today")
+        value = value if key != "no_signal" else "stop" if value else None
+        if value is not None:
+            _set_once(target, key, value, f"run.{old}", f"health.{key}")
+        read = f"health.{key}={'warn' if value is None else value}"
+        messages.append(f"run.{old} is a key of health: today; read as {read}")
+    return messages
 
 
 def forget_overruled(section: dict[str, Any], changed: set[str]) -> None:

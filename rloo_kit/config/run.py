@@ -12,6 +12,7 @@ from rloo_kit.config.old_names import CONFIG_NAMES, forget_overruled, translate_
 from rloo_kit.config.schema import (
     DataSection,
     EvalSection,
+    HealthSection,
     ModelSection,
     RewardSection,
     RLOOSection,
@@ -38,6 +39,7 @@ class RunConfig(Section):
     rloo: RLOOSection = Field(description="the loop")
     rollout: RolloutSection = Field(default_factory=lambda: RolloutSection(), description="the sampling")
     eval: EvalSection = Field(default_factory=lambda: EvalSection(), description="the evaluation")
+    health: HealthSection = Field(default_factory=lambda: HealthSection(), description="what a finding leads to")
     _source: Path | None = PrivateAttr(None)
     _checked: str = PrivateAttr("")  # what of it preflight.refuse_faults has passed
 

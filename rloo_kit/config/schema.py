@@ -24,6 +24,7 @@ Tracker = Literal[
 ]  # fmt: skip
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+OnFinding = Literal["warn", "stop", "off"]
 
 
 class TrlDefault(NamedTuple):
@@ -109,8 +110,6 @@ class RunSection(Section):
     )  # fmt: skip
     evaluate: bool = key(True, "measure held-out accuracy before and after training")
     report: bool = key(True, "write report.html at the end")
-    stop_when_no_signal: bool = key(False, "stop, instead of warning, when steps carry no learning signal")
-    no_signal_steps: Count = key(5, "steps in a row without signal before the run reports it")
     progress_every_s: float = key(5.0, "seconds between two progress lines", ge=0.0)
     sample_every_steps: int = key(25, "steps between two tables of sample completions; 0 for none", ge=0)
     num_samples: int = key(2, "completions in such a table", ge=0)
@@ -448,6 +447,36 @@ def _refuse_removed_engine(value: Any) -> Any:
     if value == "continuous":
         raise ValueError("is 'continuous', an engine that was removed; set rollout.engine=auto (or native, generate)")
     return value
+
+
+class HealthSection(Section):
+    """What the run does when a rule of its health finds something (`runs/health_rules.py`)."""
+
+    prefix: ClassVar[str] = "health."
+    no_signal_steps: Count = key(
+        5, "steps in a row after which no_signal, truncation, all_none, cold_start, zero_gradient, kl_outweighs count"
+    )
+    broken_policy: OnFinding = key("warn", "the reward falls far, and entropy, KL or form of the completions leave")
+    all_none: OnFinding = key("warn", "no completion is scored: every reward returns None")
+    reward_failures: OnFinding = key("warn", "a reward fails on a fifth of the samples or more")
+    truncation: OnFinding = key("warn", "over 80 % of the completions are cut off")
+    cold_start: OnFinding = key("warn", "practically no completion is right from the first step on")
+    no_signal: OnFinding = key("warn", "every group of completions earns one and the same reward")
+    zero_gradient: OnFinding = key("warn", "the gradient is zero though rewards differ")
+    gradient_spike: OnFinding = key("warn", "a gradient norm of ten times its median, and above rloo.max_grad_norm")
+    kl_explosion: OnFinding = key("warn", "a KL above 2 nats a token")
+    kl_outweighs: OnFinding = key("warn", "the KL penalty differs more within a group than the reward")
+    entropy_collapse: OnFinding = key("warn", "an entropy under 0.01 in an unsolved task, or one answer to all")
+    entropy_explosion: OnFinding = key("warn", "the entropy doubles while the reward does not rise")
+    length_explosion: OnFinding = key("warn", "completions grow into the limit, or without more right answers")
+    length_collapse: OnFinding = key("warn", "completions or thoughts shrink without more right answers")
+    repetition: OnFinding = key("warn", "completions repeat themselves")
+    never_closed: OnFinding = key("warn", "thinking is not closed, though there is room")
+    reward_hacking: OnFinding = key("warn", "accuracy falls while the reward, or a part of it, rises")
+    no_movement: OnFinding = key("warn", "the trained weights do not move")
+    nothing_learnt: OnFinding = key("warn", "half of the steps are gone and the reward has not left its noise")
+    sampler_gap: OnFinding = key("warn", "sampler and trainer differ by over 0.1 nats a token")
+    ratio: OnFinding = key("warn", "the ratio is not 1 on-policy")
 
 
 class VllmSection(Section):

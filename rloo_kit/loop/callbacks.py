@@ -18,7 +18,6 @@ from transformers import ProgressCallback, TrainerCallback
 from rloo_kit.collective import any_of, gather_lists, share
 from rloo_kit.data.answers import REWARDS_WITH_ANSWERS
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
-from rloo_kit.runs.health import Finding, LearningSignalWatch
 from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import VARIABLE, format_seconds, picture_controls, plain_prompt, print_table
@@ -207,26 +206,6 @@ def progress_line(
     if logs.get("kl") is not None:
         parts.append(f"kl {logs['kl']:.4f}")
     return " | ".join([*parts, f"{tokens_per_s:.0f} tok/s", f"eta {format_seconds(left_s)}"])
-
-
-class LearningSignalGuard(TrainerCallback):
-    """Warns of steps without a learning signal; where the run wants it, saves, stops and keeps what it found in
-    `finding`."""
-
-    def __init__(self, watch: LearningSignalWatch, stop: bool):
-        self.watch = watch
-        self.stop = stop
-        self.finding: Finding | None = None
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> Any:
-        if not is_step_row(logs):
-            return control
-        for finding in share(self.watch.observe(state.global_step, logs)):
-            say(f"WARNING: {'no learning signal: ' if finding.may_stop else ''}{finding.message}")
-            if self.stop and finding.may_stop and self.finding is None:
-                self.finding = finding
-                control.should_save = control.should_training_stop = True
-        return control
 
 
 class Interrupts(TrainerCallback):

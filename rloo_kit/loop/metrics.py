@@ -19,7 +19,11 @@ from rloo_kit.loop.records import RolloutBatch, StepStats, pick
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.think_tags import ThinkTags
 
-COLUMNS = ("tokens", "eos_tokens", "thinks", "closed", "thinking_tokens", "forced", "kl", "kl_tokens", "penalty")
+COLUMNS = (
+    "tokens", "eos_tokens", "thinks", "closed", "thinking_tokens", "forced", "repeated", "print", "kl", "kl_tokens",
+    "penalty",
+)  # fmt: skip
+REPEATED_TOKENS = 8  # of a run of tokens that is looked for again in the same completion
 
 
 def mean(values: torch.Tensor) -> float:
@@ -40,7 +44,7 @@ def sample_statistics(batch: RolloutBatch, tags: ThinkTags, end_ids: set[int], k
 
     `thinking_tokens` are those before the first `</think>`; a completion that never closes has spent all of its tokens
     on thinking, so that truncation does not make thoughts look short. `thinks` is 0 for a model that was not asked to.
-    `penalty` is what the whole completion is charged, before beta.
+    `penalty` is what the whole completion is charged, before beta; `print` is equal for equal completions.
     """
     found = batch.judged.completions
     columns = []
@@ -50,13 +54,27 @@ def sample_statistics(batch: RolloutBatch, tags: ThinkTags, end_ids: set[int], k
         thinks = closed or (tags.end_id is not None and (asked or (tags.start_id is not None and tags.start_id in ids)))
         thinking = ids.index(tags.end_id) if tags.end_id is not None and closed else len(ids)
         ends = sum(token in end_ids for token in ids)
-        columns.append([len(ids), ends, thinks, closed, thinking, span is not None])
+        fingerprint = hash(tuple(ids)) % 2**24  # a float32 holds it; of ids the same in every process
+        columns.append([len(ids), ends, thinks, closed, thinking, span is not None, repeated_share(ids), fingerprint])
     rows = torch.tensor(columns, dtype=torch.float32, device=batch.scores.device)
     if batch.kl is None:
         return torch.cat([rows, rows.new_zeros(len(rows), 3)], dim=1)
     kl, mask, lengths = pick(batch.kl), pick(batch.mask), batch.lengths
     charged = [sum_rows(kl, lengths), sum_rows(mask.float(), lengths), kl_charge(kl, mask, lengths, kl_form)]
     return torch.cat([rows, torch.stack([column.float() for column in charged], dim=1)], dim=1)
+
+
+def repeated_share(ids: Sequence[int]) -> float:
+    """Share of a completion's runs of REPEATED_TOKENS tokens that stand in it a second time; 0 for a shorter one.
+
+    >>> repeated_share(range(50)), repeated_share([1, 2] * 25)
+    (0.0, 0.9534883720930233)
+    """
+    runs = len(ids) - REPEATED_TOKENS + 1
+    if runs < 1:
+        return 0.0
+    ids = list(ids)
+    return 1 - len(set(zip(*(ids[first : first + runs] for first in range(REPEATED_TOKENS)), strict=True))) / runs
 
 
 def rollout_metrics(
@@ -84,7 +102,11 @@ def rollout_metrics(
         "objective/rlhf_reward": mean(rewards),
         "objective/non_score_reward": mean(rewards - batch.scores),
         "val/num_eos_tokens": column["eos_tokens"].sum().item(),
+        "completions/repeated_ratio": column["repeated"].mean().item(),
     }
+    if len(statistics) > batch.group_size:  # of one prompt a solved one has one completion
+        most = column["print"].unique(return_counts=True)[1].max().item()
+        metrics["completions/most_common_ratio"] = most / len(statistics)
     if beta != 0.0:
         metrics["kl"] = (column["kl"].sum() / column["kl_tokens"].sum().clamp(min=1)).item()
         metrics["objective/kl"] = column["kl"].mean().item()

@@ -16,12 +16,11 @@ from rloo_kit.config.batches import check_prompts
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget
 from rloo_kit.data.load import Data
-from rloo_kit.errors import ConfigError, NoSignalError, RlooKitError
+from rloo_kit.errors import ConfigError, HealthError, NoSignalError, RlooKitError
 from rloo_kit.evals.difficulty import select_prompts
 from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.loop.callbacks import (
     Interrupts,
-    LearningSignalGuard,
     MetricsWriter,
     ProgressLine,
     RolloutLog,
@@ -29,6 +28,7 @@ from rloo_kit.loop.callbacks import (
     TimedSaves,
 )
 from rloo_kit.loop.evaluation import Evaluations, choose_measure
+from rloo_kit.loop.health import HealthGuard, Movement, say_findings
 from rloo_kit.loop.memory import watch_memory
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
@@ -44,7 +44,6 @@ from rloo_kit.rollout.engine import check_cache, choose_engine
 from rloo_kit.rollout.types import FOREIGN
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import read_object, saving
-from rloo_kit.runs.health import LearningSignalWatch
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system import environment
 from rloo_kit.system.processes import is_distributed, is_main_process, say
@@ -86,7 +85,10 @@ def train(
     owned = run_dir is None
     opened = _open_together(run, resume, overwrite) if run_dir is None else run_dir
     with opened if owned else nullcontext():
-        return _Training(run, policy, data, reward_funcs, opened).run_to_end()
+        result = _Training(run, policy, data, reward_funcs, opened).run_to_end()
+        if owned:  # else whoever opened the folder closes with them
+            say_findings(result.findings, result.steps)
+        return result
 
 
 def _open_together(run: RunConfig, resume: bool, overwrite: bool) -> RunDir:
@@ -147,9 +149,7 @@ class _Training:
             run_dir.rewind(self.checkpoint.step if self.checkpoint else 0)
         self.rollouts = RolloutLog(run_dir, run.run.rollouts_gib)
         self.writer = MetricsWriter(run_dir)
-        self.guard = LearningSignalGuard(
-            LearningSignalWatch(run.run.no_signal_steps, run.rloo.model_dump()), stop=run.run.stop_when_no_signal
-        )
+        self.guard = HealthGuard(run, run_dir, self.writer.rows)
         self.interrupts = Interrupts()
         self.evaluations: Evaluations | None = None
         if run.eval.every_steps:
@@ -177,6 +177,7 @@ class _Training:
         )
         trainer.checkpoint_record = self.run_dir.checkpoint_record
         trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(Movement(trainer))
         trainer.rollout_listeners.append(self.rollouts)
         self.memory = watch_memory(run, policy.model.config.to_dict(), loaded_engine(run, policy), trainer.args)
         if self.memory is not None:
@@ -207,7 +208,10 @@ class _Training:
             self.memory.report(self.run_dir)
         seconds = time.monotonic() - started
         wait_for_all()  # a launcher ends the others as soon as one has left
-        return share(TrainResult(self.run_dir.folder, adapter, steps, self.writer.rows, seconds, stopped, adapter_step))
+        rows, findings = self.writer.rows, self.guard.findings
+        return share(
+            TrainResult(self.run_dir.folder, adapter, steps, rows, seconds, stopped, adapter_step, findings=findings)
+        )
 
     def _save_adapter(self) -> Path:
         """The adapter in the run's folder, replaced in one piece."""
@@ -269,8 +273,8 @@ class _Training:
         state = self.trainer.state
         if state.max_steps and state.global_step >= state.max_steps:
             return None
-        if self.guard.finding is not None:
-            return "no signal"
+        if self.guard.stopped_by is not None:
+            return self.guard.stopped_by.replace("_", " ")
         if self.evaluations is not None and self.evaluations.stopped is not None:
             return EARLY
         return "interrupted" if self.interrupts.requested else None
@@ -295,9 +299,8 @@ class _Training:
             self.run_dir.set_status("interrupted", resume=resume, **progress)
             say(f"interrupted {where}; {folder} has {saved}, and the adapter. To go on: {resume}")
             return
-        found = "" if self.guard.finding is None else self.guard.finding.message
-        error = NoSignalError(f"stopped {where} (run.stop_when_no_signal): {found}")
-        self.run_dir.set_status("failed", error=f"NoSignalError: {error}", resume=resume, **progress)
+        error = self.guard.make_error(where)
+        self.run_dir.set_status("failed", error=f"{type(error).__name__}: {error}", resume=resume, **progress)
         say(f"{error}\nThe state is saved in {folder}.")
 
     def _drop_reference(self) -> None:
@@ -391,7 +394,8 @@ def mixed_precision(run: RunConfig) -> dict[str, bool]:
 
 def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir) -> bool:
     """All of `rloo-kit train` in an open folder: evaluate, train, evaluate again, report; returns whether it was
-    interrupted. Raises NoSignalError where `run.stop_when_no_signal` stopped the run, else as `train`."""
+    interrupted. Raises HealthError where a rule of `health:` stopped the run (`no_signal`: NoSignalError), else as
+    `train`."""
     check_sampling(run, policy)
     check_prompts(run, len(data.train))  # before an evaluation that takes an hour
     check_measure(run, data, reward_funcs)
@@ -404,9 +408,11 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
         say(before)
     result = train(run, policy, data, reward_funcs, run_dir=run_dir)
     if result.stopped == "interrupted":
+        say_findings(result.findings, result.steps)
         return True
     if result.stopped not in (None, EARLY):
-        raise NoSignalError(f"{run_dir.status().get('error')}\nTo go on regardless: {run_dir.resume_command}")
+        error = NoSignalError if result.stopped == "no signal" else HealthError
+        raise error(f"{run_dir.status().get('error')}\nTo go on regardless: {run_dir.resume_command}")
     if before is not None:
         after = evaluate(run, policy, data.test, label="after", reward_funcs=reward_funcs)
         end_workers()  # a reward that is called again starts its process again
@@ -420,4 +426,5 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
     say(f"{result.steps} steps, {result.seconds:.0f} s of training. Everything is in {run_dir.folder}:")
     for name, path in files:
         say(f"  {name}: {path}")
+    say_findings(result.findings, result.steps)
     return False

@@ -136,6 +136,7 @@ class Evaluation:
     def prompts_compared(self) -> int:
         """The prompts that an accuracy is over."""
         return self.num_prompts if self.num_judged is None else self.num_judged
+
     reward: Finite | None = None
     reward_low: Finite | None = None
     reward_high: Finite | None = None

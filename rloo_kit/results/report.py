@@ -26,6 +26,8 @@ from rloo_kit.results.evaluation import (
 from rloo_kit.results.figures import draw_accuracies, draw_held_out, draw_learning_curve, draw_rewards
 from rloo_kit.results.held_out import HeldOutHistory, parse_evaluations, read_evaluations
 from rloo_kit.runs.files import read_object, saving
+from rloo_kit.runs.health import Context, Finding
+from rloo_kit.runs.health_watch import examine
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import picture_controls
 from rloo_kit.system.versions import installed_versions
@@ -38,6 +40,7 @@ FILES = {
     "versions.json": "versions and git revision",
     "status.json": "how the run ended",
     "metrics.jsonl": "one row of metrics a step",
+    "health.jsonl": "what was wrong with the run: since which step, evidence, cause, fix",
     "rollouts.jsonl": "every completion with its ids, rewards and advantage; older ones in rollouts-STEP.jsonl.gz",
     "prompts.json": "the training prompts that were chosen by their pass rate",
     "evaluations.jsonl": "the evaluations during training",
@@ -56,10 +59,11 @@ class TrainResult:
         steps: optimizer steps done, those before a resume included.
         metrics: the rows of `metrics.jsonl`, one a logged step.
         seconds: wall time of this call.
-        stopped: None when it ran to its end, else "early" (`eval.patience`; the run is finished), "interrupted" or "no
-            signal".
+        stopped: None when it ran to its end, else "early" (`eval.patience`; the run is finished), "interrupted" or the
+            rule of `health:` that stopped it ("no signal").
         adapter_step: whose weights the adapter holds: the last step's, or with `eval.save_best` the best evaluation's;
             None where it is not known.
+        findings: what the rules of `runs/health_rules.py` found, the causes in the order of their steps.
     """
 
     folder: Path
@@ -69,6 +73,7 @@ class TrainResult:
     seconds: float
     stopped: str | None = None
     adapter_step: int | None = None
+    findings: list[Finding] = field(default_factory=list, repr=False)
 
 
 def load_result(run: RunConfig) -> TrainResult:
@@ -81,10 +86,15 @@ def load_result(run: RunConfig) -> TrainResult:
     metrics = run_dir.read_metrics()
     seconds = (metrics[-1].get("seconds") if metrics else None) or 0.0
     ended = EARLY if status.get("stopped_early") else None
-    stopped = ended if status.get("state") == "finished" else status.get("state")
-    adapter_step = status.get("adapter_step")
     return TrainResult(
-        run_dir.folder, run_dir / "adapter", status.get("step", 0), metrics, seconds, stopped, adapter_step
+        run_dir.folder,
+        run_dir / "adapter",
+        status.get("step", 0),
+        metrics,
+        seconds,
+        stopped=ended if status.get("state") == "finished" else status.get("state"),
+        adapter_step=status.get("adapter_step"),
+        findings=examine(metrics, Context.of(run, status.get("max_steps"))),
     )
 
 
@@ -99,7 +109,7 @@ def write_report(
     """Write `report.html` into the run's folder, and the evaluations it shows as `before.json` and `after.json`.
 
     Args:
-        result: the `TrainResult`; read are folder, steps, metrics, seconds, stopped.
+        result: the `TrainResult`; read are folder, steps, metrics, seconds, stopped, findings.
         before, after: evaluations; None where the run was not evaluated.
 
     Returns:
@@ -117,6 +127,7 @@ def write_report(
         _headline(run, result, before, after, comparison),
         make_section("Before and after", _before_and_after(before, after, comparison)),
         make_section("Held-out during training", _during_training(during)) if during else "",
+        make_section("Health", _health(result)),
         make_section("Learning curve", _learning_curve(result.metrics)),
         make_section("Completions before and after", _completions(before, after)),
         make_section("Configuration, versions, files", _details(run, folder)),
@@ -226,6 +237,19 @@ def _during_training(rows: list[dict[str, Any]]) -> str:
     drawing = draw_held_out(points, measure, best)
     figure = "" if drawing is None else f"<figure class='wide'>{drawing}</figure>"
     return f"{text}{figure}\n<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _health(result: TrainResult) -> str:
+    if not result.findings:
+        return "<p>No rule of health found anything.</p>"
+    rows = []
+    for one in result.findings:
+        steps = f"{one.since}" if one.last >= result.steps else f"{one.since} to {one.last}"
+        also = f"; seen with it: {', '.join(one.explains).replace('_', ' ')}" if one.explains else ""
+        cells = (one.title, steps, one.evidence + also, one.cause, one.fix)
+        rows.append("<tr>" + "".join(f"<td>{escape_text(cell)}</td>" for cell in cells) + "</tr>")
+    head = "".join(f"<th>{name}</th>" for name in ("what", "since step", "evidence", "cause", "to do"))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _learning_curve(metrics: list[dict[str, Any]]) -> str:

@@ -1,20 +1,25 @@
-"""Health of a run from its logged metrics: healthy ranges, and a watch for steps in a row that train nothing. No
+"""What the rules of a run's health are made of: the logged numbers by metric, healthy ranges, a rule, what it finds. No
 torch."""
 
 import math
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 LEVELS = ("healthy", "watch", "alarming")
-LAST_ROWS = 10  # logged steps that are averaged
-TRUNCATED_LIMIT = 0.95  # share of completions cut off from which a step teaches next to nothing
-SPREAD_LIMIT = 1.0  # the KL penalty's spread within a group over the reward's, above which the penalty decides
 LARGEST = sys.float_info.max
-EQUAL_REWARDS = 1e-6  # a standard deviation below this is rounding
+LONGEST_LOOK = 500  # values that a rule looks back over, so that a long run costs no more a step
 
 Row = Mapping[str, Any]  # metrics of one logged step, under the trainer's names
+
+
+def is_number(value: Any) -> bool:
+    """Whether a metric's value is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return -LARGEST <= value <= LARGEST  # false for NaN; math.isfinite raises for an integer of 400 digits
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class Threshold:
         low, high: the healthy range, ends included; if_low, if_high: what to change outside of it.
         alarm_low, alarm_high: below or above these it is alarming; between them and the range, watch.
         on_policy: holds only where a rollout is used up before the next optimizer step.
+        unless_solved: a run that has learnt its task leaves the range.
     """
 
     metrics: tuple[str, ...]
@@ -36,11 +42,13 @@ class Threshold:
     if_low: str = ""
     if_high: str = ""
     on_policy: bool = False
+    unless_solved: bool = False
 
     def level(self, value: float) -> str:
         """One of LEVELS.
 
-        >>> THRESHOLDS[0].level(0.1), THRESHOLDS[0].level(0.5), THRESHOLDS[0].level(0.9)
+        >>> limits = Threshold(("x",), high=0.3, alarm_high=0.8)
+        >>> limits.level(0.1), limits.level(0.5), limits.level(0.9)
         ('healthy', 'watch', 'alarming')
         """
         if _is_outside(value, self.alarm_low, self.alarm_high):
@@ -58,258 +66,208 @@ def _is_outside(value: float, low: float | None, high: float | None) -> bool:
     return (low is not None and value < low) or (high is not None and value > high)
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """One metric of one run: its mean over the last rows, how that is, and what to change (empty if nothing)."""
+class Point(NamedTuple):
+    """A metric at a logged step; `covered`: the steps since the row before, which the row stands for."""
 
-    metric: str
+    step: int
     value: float
-    level: str
-    action: str
+    covered: int
 
 
-THRESHOLDS = (
-    Threshold(
-        ("completions/clipped_ratio",),
-        high=0.3,
-        alarm_high=0.8,
-        if_high="raise rloo.max_completion_length, or add soft_overlong_penalty to rewards",
-    ),
-    Threshold(
-        ("frac_score_zero_std", "frac_reward_zero_std"),
-        high=0.8,
-        alarm_high=0.8,
-        if_high="solved (reward near its highest): harder prompts in data.source; else easier prompts, a graded reward "
-        "in rewards, more rloo.num_generations or a higher rloo.temperature",
-    ),
-    Threshold(
-        ("entropy",),
-        low=0.05,
-        high=0.5,
-        alarm_low=0.01,
-        if_low="lower rloo.learning_rate, raise rloo.beta or rloo.temperature; at the end of a run that has learnt its "
-        "task this is normal",
-        if_high="normal at the start; if it keeps rising, lower rloo.learning_rate",
-    ),
-    Threshold(("kl",), high=0.5, alarm_high=2.0, if_high="raise rloo.beta or lower rloo.learning_rate"),
-    Threshold(
-        ("kl/spread_ratio",),
-        high=1.0,
-        if_high="the KL penalty decides more than the reward: lower rloo.beta or set rloo.kl_form=length_normalized",
-    ),
-    Threshold(
-        ("grad_norm",),
-        low=0.001,
-        high=1.0,
-        alarm_high=10.0,
-        if_low="no signal: see frac_score_zero_std and completions/clipped_ratio; or raise rloo.learning_rate",
-        if_high="lower rloo.learning_rate",
-    ),
-    Threshold(
-        ("clip_ratio/region_mean",),
-        high=0.0,
-        alarm_high=0.0,
-        if_high="a bug on-policy: the ratio has to be exactly 1; see references/troubleshooting.md",
-        on_policy=True,
-    ),
-    Threshold(
-        ("rewards/failed_ratio",),
-        high=0.0,
-        alarm_high=0.5,
-        if_high="fix the reward: the run's output names it and the first sample it failed on",
-    ),
-)
-
-
-def judge(rows: Sequence[Row], on_policy: bool = True, last: int = LAST_ROWS) -> list[Judgement]:
-    """Judge the last rows of a `metrics.jsonl`; a metric that was not logged is left out.
-
-    >>> rows = [{"step": 1, "completions/clipped_ratio": 1.0, "grad_norm": 0.2}]
-    >>> [(found.metric, found.level) for found in judge(rows)]
-    [('completions/clipped_ratio', 'alarming'), ('grad_norm', 'healthy')]
+class Series:
+    """The numbers of a run's rows by metric, in the order of their steps.
 
     Args:
-        rows: one mapping a logged step, in order. on_policy: whether rules that hold only on-policy count.
-        last: rows that are averaged, at least 1.
+        logging_steps: that the first row stands for.
     """
-    found = []
-    for threshold in THRESHOLDS:
-        if threshold.on_policy and not on_policy:
-            continue
-        for metric in threshold.metrics:
-            values = [row[metric] for row in rows[-last:] if is_number(row.get(metric))]
-            if values:
-                value = sum(values) / len(values)
-                found.append(Judgement(metric, value, threshold.level(value), threshold.action(value)))
-                break
-    return found
 
+    def __init__(self, logging_steps: int = 1) -> None:
+        self.step = 0
+        self._logging_steps = max(logging_steps, 1)
+        self._rows = 0
+        self._points: dict[str, list[Point]] = {}
 
-def is_number(value: Any) -> bool:
-    """Whether a metric's value is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return -LARGEST <= value <= LARGEST  # false for NaN; math.isfinite raises for an integer of 400 digits
+    def add(self, row: Row) -> None:
+        """Take in a row. One without a `loss` (a measurement between two steps) stands for no step of its own."""
+        covered = row["step"] - self.step if self._rows else self._logging_steps
+        self._rows += 1
+        self.step = row["step"]
+        for name, value in row.items():
+            if name != "step" and is_number(value):
+                self._points.setdefault(name, []).append(Point(self.step, value, max(covered, 1)))
+
+    def all(self, name: str) -> Sequence[Point]:
+        """Every value of a metric; empty where it was never logged."""
+        return self._points.get(name, ())
+
+    def names(self) -> list[str]:
+        """The metrics that were logged."""
+        return list(self._points)
+
+    def last(self, name: str, count: int) -> list[float]:
+        """The last `count` values; empty where there are fewer."""
+        points = self.all(name)
+        return [point.value for point in points[-count:]] if len(points) >= count else []
+
+    def first(self, name: str, count: int) -> list[float]:
+        """The first `count` values, or those that there are."""
+        return [point.value for point in self.all(name)[:count]]
+
+    def held(self, name: str, shows: Callable[[float], bool], steps: int) -> Point | None:
+        """The first of the values that show a condition up to now without a break, where they stand for `steps` steps
+        or more. A step that reuses a rollout logs nothing about it and counts with it."""
+        points = self.all(name)
+        begun = len(points)
+        while begun and len(points) - begun < LONGEST_LOOK and shows(points[begun - 1].value):
+            begun -= 1
+        if begun == len(points):
+            return None
+        point = points[begun]
+        return point if self.step - (point.step - point.covered) >= steps else None
+
+    def lasting(self, name: str, shows: Callable[[float], bool], count: int) -> Point | None:
+        """The same for `count` values, whatever number of steps they stand for."""
+        points = self.all(name)
+        if len(points) < count:
+            return None
+        point = self.held(name, shows, 1)
+        return point if point is not None and point.step <= points[-count].step else None
+
+    def best_mean(self, name: str, count: int, before: int) -> tuple[float, int] | None:
+        """The highest mean of `count` values in a row among those before the last `before` ones, and the step of the
+        last of them; of the first values where there are fewer than `count`."""
+        points = self.all(name)[-LONGEST_LOOK - before : -before]
+        if not points:
+            return None
+        count = min(count, len(points))
+        sums = [sum(point.value for point in points[:count])]
+        for gone, new in zip(points, points[count:], strict=False):
+            sums.append(sums[-1] + new.value - gone.value)
+        best = max(range(len(sums)), key=sums.__getitem__)
+        return sums[best] / count, points[best + count - 1].step
+
+    def mean_around(self, name: str, step: int, count: int) -> float | None:
+        """The mean of the last `count` values up to a step; None where there are none."""
+        points = [point.value for point in self.all(name)[-2 * LONGEST_LOOK :] if point.step <= step][-count:]
+        return statistics.fmean(points) if points else None
+
+    def noise(self, name: str) -> float:
+        """The standard deviation of one value around its trend, from the differences of neighbours."""
+        values = [point.value for point in self.all(name)[-60:]]
+        differences = [abs(new - old) for old, new in zip(values, values[1:], strict=False)]
+        return statistics.median(differences) / 0.954 if differences else 0.0  # of normal values
+
+    def since(self, name: str, after: int, shows: Callable[[float], bool]) -> int:
+        """The first step behind `after` at which the values show a condition; `after + 1` where none does."""
+        points = self.all(name)[-2 * LONGEST_LOOK :]
+        return next((point.step for point in points if point.step > after and shows(point.value)), after + 1)
+
+    def trend(self, name: str) -> float:
+        """How far a metric's slope over the whole run is from 0, in its standard errors; 0 for fewer than 3 values."""
+        points = self.all(name)
+        points = points[:: max(len(points) // 200, 1)]
+        if len(points) < 3:
+            return 0.0
+        steps, values = [float(point.step) for point in points], [point.value for point in points]
+        mean_step, mean_value = statistics.fmean(steps), statistics.fmean(values)
+        spread = sum((step - mean_step) ** 2 for step in steps)
+        slope = sum((step - mean_step) * (value - mean_value) for step, value in zip(steps, values, strict=True))
+        slope /= spread
+        errors = [value - mean_value - slope * (step - mean_step) for step, value in zip(steps, values, strict=True)]
+        error = math.sqrt(sum(one**2 for one in errors) / (len(points) - 2) / spread)
+        return slope / error if error else math.copysign(math.inf, slope) if slope else 0.0
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A problem that has held for `steps` steps in a row; `message` has what was found and the key that fixes it.
+class Context:
+    """What the rules know of a run besides its rows.
 
-    `kind` is one of PROBLEMS: "tied", "truncated", "zero_gradient" or, which never stops a run, "kl_outweighs".
+    Attributes:
+        rloo: the values of the `rloo:` section. modes: "warn", "stop" or "off" by a rule's name; "warn" if missing.
+        no_signal_steps: steps in a row without signal before the run reports it. max_steps: planned; None: unknown.
+        answers: names of the rewards whose mean is the accuracy on the training prompts.
     """
 
-    kind: str
-    steps: int
-    message: str
+    rloo: Mapping[str, Any]
+    modes: Mapping[str, str] = field(default_factory=dict)
+    no_signal_steps: int = 5
+    max_steps: int | None = None
+    answers: tuple[str, ...] = ("answer_reward", "math_answer_reward")
+
+    @classmethod
+    def of(cls, run: Any, max_steps: int | None = None) -> "Context":
+        """Of a `RunConfig`; `max_steps`: what an unset `rloo.max_steps` came to."""
+        modes = run.health.model_dump()
+        steps = modes.pop("no_signal_steps")
+        return cls(run.rloo.model_dump(), modes, steps, max_steps or run.rloo.max_steps)
 
     @property
-    def may_stop(self) -> bool:
-        """Whether `run.stop_when_no_signal` counts it: where the KL outweighs, the run still learns."""
-        return self.kind != "kl_outweighs"
-
-
-def _number(metrics: Row, name: str) -> float:
-    """A metric, 0 where it is not logged or NaN."""
-    value = metrics.get(name)
-    return 0.0 if value is None or math.isnan(value) else float(value)
-
-
-def _is_tied(metrics: Row) -> bool:
-    # With a KL penalty the rewards of a group differ by it alone, so the scores before the penalty come first.
-    share = metrics.get("frac_score_zero_std", metrics.get("frac_reward_zero_std"))
-    deviation = metrics.get("reward_std")
-    return (share is not None and share >= 1.0) or (deviation is not None and deviation < EQUAL_REWARDS)
-
-
-# Kind: (whether a row shows it, the metrics of which a row must hold one to decide; a step that reuses a rollout
-# (`rloo.num_iterations`) logs none of them).
-PROBLEMS: dict[str, tuple[Callable[[Row], bool], tuple[str, ...]]] = {
-    "tied": (_is_tied, ("frac_score_zero_std", "frac_reward_zero_std", "reward_std")),
-    "truncated": (
-        lambda row: _number(row, "completions/clipped_ratio") >= TRUNCATED_LIMIT,
-        ("completions/clipped_ratio",),
-    ),
-    "zero_gradient": (lambda row: row.get("grad_norm") == 0.0, ()),
-    "kl_outweighs": (lambda row: _number(row, "kl/spread_ratio") > SPREAD_LIMIT, ("kl/spread_ratio",)),
-}
-
-
-def find_problems(metrics: Row) -> set[str]:
-    """The kinds of `Finding` that one row of metrics shows.
-
-    >>> sorted(find_problems({"frac_reward_zero_std": 1.0, "grad_norm": 0.0, "completions/clipped_ratio": 0.1}))
-    ['tied', 'zero_gradient']
-    """
-    return {kind for kind, (shows, _) in PROBLEMS.items() if shows(metrics)}
-
-
-def explain(kind: str, steps: int, metrics: Row, rloo: Mapping[str, Any]) -> str:
-    """What a problem of `steps` steps in a row means for a run with the `rloo:` values given, and the key to change."""
-    clipped = _number(metrics, "completions/clipped_ratio")
-    longer = (
-        f"raise rloo.max_completion_length (currently {rloo.get('max_completion_length')}): {clipped:.0%} of the "
-        "completions are cut off before they end"
-    )
-    if kind == "truncated":
-        closed = metrics.get("thinking/closed_ratio")
-        thinking = "" if closed is None else f", and {closed:.0%} of them close their thinking"
-        return f"nearly every completion was truncated in {steps} steps in a row: {longer}{thinking}"
-    if kind == "kl_outweighs":
-        return _explain_kl(steps, metrics, rloo)
-    if kind == "zero_gradient":
-        fix = _find_gradient(clipped, longer, rloo)
-        return f"the gradient was zero in {steps} steps in a row, so no weight moved: {fix}"
-    if _number(metrics, "rewards/unscored_ratio") >= 1.0:
+    def on_policy(self) -> bool:
+        """Whether a rollout is used up before the next optimizer step."""
+        accumulation = self.rloo.get("gradient_accumulation_steps", 1)
         return (
-            f"no completion was scored in {steps} steps in a row: every reward failed (see rewards/failed_ratio) "
-            "or returned None, as one does that misses its column; check rewards and data.answer_column"
+            self.rloo.get("num_iterations", 1) == 1
+            and (self.rloo.get("steps_per_generation") or accumulation) <= accumulation
         )
-    reward = metrics.get("reward")
-    value = "" if reward is None else f" (mean reward {reward:.3g})"
-    fix = longer if clipped >= TRUNCATED_LIMIT else _untie(rloo)
-    return (
-        f"every group of completions earned one and the same reward in {steps} steps in a row{value}, so every "
-        f"advantage is zero: {fix}"
-    )
 
 
-def _explain_kl(steps: int, metrics: Row, rloo: Mapping[str, Any]) -> str:
-    ratio, form = _number(metrics, "kl/spread_ratio"), rloo.get("kl_form", "sum")
-    if math.isinf(ratio):
-        found = f"within a group of completions nothing but the KL penalty differed in {steps} steps in a row"
-    else:
-        found = (
-            f"the KL penalty differed {ratio:.2g} times as much within a group as the task reward in {steps} steps in "
-            "a row"
-        )
-    fix = f"lower rloo.beta (currently {rloo.get('beta')})"
-    if form != "length_normalized":
-        fix += f", or set rloo.kl_form=length_normalized (currently {form}): a long thought is then charged no more"
-    return f"{found}, so the policy learns to stay near its reference rather than to earn rewards: {fix}"
+class Evidence(NamedTuple):
+    """What a rule has seen: the first step that shows it, in words, and cause and fix where they are not the rule's."""
+
+    since: int
+    text: str
+    cause: str = ""
+    fix: str = ""
 
 
-def _untie(rloo: Mapping[str, Any]) -> str:
-    return (
-        "the rewards cannot tell the completions apart. Use prompts that are solved sometimes (data.source), a reward "
-        f"with grades between its extremes (rewards), more completions a prompt (rloo.num_generations, currently "
-        f"{rloo.get('num_generations')}) or a higher rloo.temperature (currently {rloo.get('temperature')})"
-    )
+@dataclass(frozen=True)
+class Rule:
+    """One way in which a run goes wrong.
 
-
-def _find_gradient(clipped: float, longer: str, rloo: Mapping[str, Any]) -> str:
-    if clipped >= TRUNCATED_LIMIT:
-        masked = "rloo.mask_truncated_completions leaves truncated completions out of the loss; "
-        return masked + longer if rloo.get("mask_truncated_completions") else longer
-    clip = rloo.get("reward_clip_range")
-    if clip:
-        return f"rloo.reward_clip_range (currently {list(clip)}) may flatten all rewards to one value; widen it"
-    return (
-        "either every advantage is zero (see frac_reward_zero_std; change rewards, data.source, rloo.num_generations) "
-        "or nothing is trainable (see model.lora)"
-    )
-
-
-class LearningSignalWatch:
-    """Counts steps in a row without a learning signal; reports once a kind, and again each time the row has doubled.
-
-    Args:
-        patience: steps in a row before it reports (`run.no_signal_steps`).
-        rloo: the values of the `rloo:` section, for the message.
-
-    >>> watch = LearningSignalWatch(2, {"max_completion_length": 128, "num_generations": 4, "temperature": 1.0})
-    >>> row = {"frac_reward_zero_std": 1.0, "completions/clipped_ratio": 1.0, "reward": -1.0}
-    >>> watch.observe(1, row)
-    []
-    >>> [finding.kind for finding in watch.observe(2, row)]
-    ['tied', 'truncated']
+    Attributes:
+        name: the key of `health:` that says whether it warns, stops the run or is off.
+        metrics: that it reads; without the first one it is silent.
+        window: values that it looks at, or None for `health.no_signal_steps` steps.
+        detect: from the series, the run's context and the window to the evidence, or None.
+        cause, fix: in words; {key} stands for the value of rloo.key.
+        follows: rules whose finding, if it began no later, is the cause of this one, which then is not reported.
+        level: "alarming" or "watch". thresholds: healthy ranges of single metrics.
     """
 
-    def __init__(self, patience: int, rloo: Mapping[str, Any]):
-        self.patience = patience
-        self.rloo = rloo
-        self._last_step: int | None = None
-        self._in_a_row = dict.fromkeys(PROBLEMS, 0)
-        self._reported = dict.fromkeys(PROBLEMS, 0)
+    name: str
+    metrics: tuple[str, ...]
+    window: int | None
+    detect: Callable[[Series, Context, int], Evidence | None]
+    cause: str
+    fix: str
+    follows: tuple[str, ...] = ()
+    level: str = "alarming"
+    thresholds: tuple[Threshold, ...] = ()
 
-    def observe(self, step: int, metrics: Row) -> list[Finding]:
-        """What to report after one logged row.
 
-        Args:
-            step: optimizer steps done; a row stands for all steps since the last one (`rloo.logging_steps`).
-        """
-        unlogged = self.rloo.get("logging_steps", 1) if self._last_step is None else step - self._last_step
-        covered = max(unlogged, 1)
-        self._last_step = step
-        findings = []
-        for kind, (shows, needs) in PROBLEMS.items():
-            steps = self._in_a_row[kind]
-            if not needs or any(metrics.get(name) is not None for name in needs):
-                steps = steps + covered if shows(metrics) else 0
-            elif steps:  # this step reused the last rollout, with what was wrong with it
-                steps += covered
-            self._in_a_row[kind] = steps
-            if steps >= max(self.patience, 2 * self._reported[kind]):
-                self._reported[kind] = steps
-                findings.append(Finding(kind, steps, explain(kind, steps, metrics, self.rloo)))
-        return findings
+@dataclass
+class Finding:
+    """What a rule has found in a run.
+
+    Attributes:
+        rule: its name. step: at which it was found. since: the first step that shows it. last: the last one so far.
+        evidence, cause, fix: in words. level: "alarming" or "watch". explains: rules that fired as its consequences.
+    """
+
+    rule: str
+    step: int
+    since: int
+    last: int
+    evidence: str
+    cause: str
+    fix: str
+    level: str
+    explains: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """The rule's name in words."""
+        return self.rule.replace("_", " ")
+
+    def __str__(self) -> str:
+        return f"{self.title} since step {self.since}: {self.evidence}. {self.cause}. To do: {self.fix}"

@@ -40,8 +40,8 @@ from rloo_kit.system.signals import FROM_OUTSIDE, handle_signals, interrupt
 from rloo_kit.system.versions import installed_versions
 
 FILES = (
-    "config.yaml", "versions.json", "status.json", "metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl",
-    "prompts.json", "before.json", "after.json", "report.html",
+    "config.yaml", "versions.json", "status.json", "metrics.jsonl", "health.jsonl", "rollouts.jsonl",
+    "evaluations.jsonl", "prompts.json", "before.json", "after.json", "report.html",
 )  # fmt: skip
 ID_LINE = b"# rloo-kit run "  # the start of config.yaml's first line; the run's id follows
 SECONDS_FOR_MAIN = 3.0  # that another process waits with an error: the main one may raise the same
@@ -435,6 +435,7 @@ class RunDir:
             if is_count(best) and best > step:
                 shutil.rmtree(self.folder / "best")
             self.replace_jsonl("metrics.jsonl", [row for row in self.read_metrics() if row["step"] <= step])
+            cut_rows(self.folder / "health.jsonl", step)
             Rollouts(self.folder).cut(step)
 
 

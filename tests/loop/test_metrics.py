@@ -1,19 +1,14 @@
-"""What the KL penalty weighs next to the reward, the warning that it weighs too much, and metrics of the budget."""
+"""What the KL penalty weighs next to the reward, metrics of the budget, and what repeats itself."""
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from rloo_kit.gradient.advantages import kl_charge
-from rloo_kit.loop.callbacks import LearningSignalGuard
-from rloo_kit.loop.metrics import find_answer_column, kl_share, kl_spread_ratio, thinking_metrics
-from rloo_kit.runs.health import Finding, LearningSignalWatch
+from rloo_kit.loop.metrics import find_answer_column, kl_share, kl_spread_ratio, repeated_share, thinking_metrics
 
 NAN = float("nan")
-ROW = {"frac_score_zero_std": 0.0, "reward_std": 0.4, "grad_norm": 0.3, "completions/clipped_ratio": 0.0}
 
 
 def test_penalties_of_whole_completions():
@@ -51,40 +46,6 @@ def test_spread_where_there_is_nothing_to_divide_by():
     assert kl_spread_ratio(tied, torch.tensor([1.0, NAN, NAN, NAN]), 0.1, 2) is None
 
 
-def observe(watch: LearningSignalWatch, rows: list[dict[str, Any]]) -> list[tuple[int, Finding]]:
-    return [(step, finding) for step, row in enumerate(rows, 1) for finding in watch.observe(step, row)]
-
-
-def test_the_warning_comes_after_as_many_steps_as_the_others():
-    """One odd step is no finding, and the message names the value, the key and what it stands at."""
-    rloo = {"beta": 0.05, "kl_form": "sum"}
-    high, low = ROW | {"kl/spread_ratio": 2.34}, ROW | {"kl/spread_ratio": 1.0}
-    found = observe(LearningSignalWatch(3, rloo), [high, high, low, high, high, high, high])
-    assert [(step, finding.kind) for step, finding in found] == [(6, "kl_outweighs")]
-    for words in ("2.3", "rloo.beta (currently 0.05)", "rloo.kl_form=length_normalized (currently sum)"):
-        assert words in found[0][1].message
-    (other,) = observe(LearningSignalWatch(1, rloo | {"kl_form": "length_normalized"}), [high])
-    assert "kl_form" not in other[1].message
-    assert len(observe(LearningSignalWatch(1, rloo), [ROW | {"kl/spread_ratio": math.inf}])) == 1
-    assert (
-        observe(LearningSignalWatch(1, rloo), [ROW, ROW | {"kl/spread_ratio": NAN}, ROW | {"kl/spread_ratio": None}])
-        == []
-    )
-
-
-def test_it_never_stops_a_run(capsys):
-    """`run.stop_when_no_signal` is for runs that learn nothing; this one learns, if not what was meant."""
-    guard = LearningSignalGuard(LearningSignalWatch(1, {"beta": 0.1}), stop=True)
-    control = SimpleNamespace(should_save=False, should_training_stop=False)
-    logs = ROW | {"kl/spread_ratio": 5.0, "loss": 0.0}
-    guard.on_log(None, SimpleNamespace(global_step=1), control, logs=logs)
-    assert not control.should_training_stop and guard.finding is None
-    line = capsys.readouterr().out
-    assert line.startswith("WARNING: the KL penalty") and "no learning signal" not in line
-    guard.on_log(None, SimpleNamespace(global_step=2), control, logs=logs | {"grad_norm": 0.0})
-    assert control.should_training_stop and guard.finding is not None and guard.finding.kind == "zero_gradient"
-
-
 def test_accuracies_are_over_their_own_side():
     """One accuracy over both hides that every cut-off thought is wrong; half a point is not a right answer. A row
     of another task, to which the answer reward does not apply, is not a wrong one."""
@@ -108,3 +69,22 @@ def test_without_answers_only_the_share_is_there():
     assert set(thinking_metrics(torch.tensor([True, False]), None)) == {"thinking/forced_ratio"}
     column = find_answer_column(rewards, ["length_reward", "math_answer_reward"])
     assert column is not None and column.tolist() == [1.0, 0.0]
+
+
+def test_what_a_completion_repeats():
+    """Text that goes in circles and a step that is written twice are different things."""
+    assert repeated_share([5] * 40) == pytest.approx(1 - 1 / 33)
+    assert repeated_share(list(range(20)) * 2) == pytest.approx(1 - 20 / 33)
+    assert repeated_share([1, 2, 3] * 2 + list(range(10, 40))) == 0.0, "three tokens come again in any text"
+    assert repeated_share([]) == repeated_share([5] * 7) == 0.0
+
+
+def test_one_completion_to_every_prompt(make_trainer):
+    """A policy that has settled on one answer looks like a solved task: a high reward, tied groups, a low entropy."""
+    rows = {"same": [[1, 2, 3]] * 8, "solved": [[1, 2, 3]] * 4 + [[4, 5]] * 4, "apart": [[n, n] for n in range(8)]}
+    found = {}
+    for name, completions in rows.items():
+        trainer = make_trainer(lambda completion_ids, **_: [0.5] * len(completion_ids), completions=completions)
+        trainer.train()
+        found[name] = trainer.state.log_history[0]["completions/most_common_ratio"]
+    assert found == {"same": 1.0, "solved": 0.5, "apart": 0.125}

@@ -20,7 +20,7 @@ from rloo_kit.preflight.faults import PreflightError
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.files import saved_paths
 from rloo_kit.runs.rollouts import read_rollouts
-from rloo_kit.runs.run_dir import open_runs
+from rloo_kit.runs.run_dir import RunDir, open_runs
 from rloo_kit.system import environment
 from tests.loop.conftest import by_ids
 
@@ -317,29 +317,73 @@ def test_the_published_recipe_says_that_it_learns_nothing(start, capsys, endless
     """The published Qwen3-Thinking recipe: 128 tokens and -1.0 without </think>. A Thinking model does not close its
     thoughts that early, so every completion earns -1.0, all advantages are zero and the run trains nothing."""
     recipe = ["rloo.max_completion_length=128", "model.max_seq_length=256", f"model.name={endless_folder}"]
-    result = start(*recipe, "rloo.beta=0.05", "rloo.max_steps=4", "run.no_signal_steps=2", rewards=[thinking_reward])
+    result = start(*recipe, "rloo.beta=0.05", "rloo.max_steps=4", "health.no_signal_steps=2", rewards=[thinking_reward])
     assert [row["reward"] for row in result.metrics] == [-1.0] * 4
     assert [row["grad_norm"] for row in result.metrics] == [0.0] * 4
     printed = capsys.readouterr().out
-    assert "raise rloo.max_completion_length (currently 128): 100% of the completions are cut off" in printed
-    for kind in ("one and the same reward in 2 steps", "truncated in 2 steps", "gradient was zero in 2 steps"):
-        assert kind in printed
-    assert printed.count("one and the same reward") == 2, "again when the row of such steps has doubled, not every step"
+    warning = "WARNING: truncation since step 1: 100% of the completions are cut off before they end"
+    assert printed.count(warning) == 1 and printed.count(warning.removeprefix("WARNING: ")) == 2, "once, and at the end"
+    assert printed.rstrip().splitlines()[-1].startswith("health: truncation since step 1")
+    assert "raise rloo.max_completion_length (currently 128)" in printed and "one and the same" not in printed
+    (row,) = lines(result.folder, "health.jsonl")
+    assert (row["step"], row["rule"], row["since"], row["last"]) == (2, "truncation", 1, 4)
+    assert {"no_signal", "zero_gradient"} <= set(row["explains"]) and row["run"] == result.metrics[0]["run"]
+    (kept,) = status(result)["health"]
+    assert kept["rule"] == "truncation" and "rloo.max_completion_length" in kept["fix"]
+    assert [one.rule for one in result.findings] == ["truncation"]
 
 
 def test_no_signal_stops_the_run_where_it_is_to(start, capsys):
     """On rented time a warning that nobody reads costs a night."""
-    result = start("run.stop_when_no_signal=true", "run.no_signal_steps=2", rewards=[all_equal])
+    result = start("health.no_signal=stop", "health.no_signal_steps=2", rewards=[all_equal])
     assert result.stopped == "no signal" and result.steps == 2
     assert (result.folder / "checkpoints/checkpoint-2/trainer_state.json").exists()
     found = status(result)
     assert found["state"] == "failed" and found["error"].startswith("NoSignalError: stopped at step 2 of 4")
-    assert "raise rloo.max_completion_length (currently 6)" in found["error"]
+    assert "health.no_signal=stop" in found["error"]
+    assert "raise rloo.max_completion_length (currently 6)" in found["error"], "the cause: all of them are cut off"
+    assert start("health.no_signal=stop", "health.no_signal_steps=2", rewards=[all_equal], resume=True).stopped is None
+
+
+def test_another_rule_stops_the_run_with_its_own_words(start, capsys):
+    """Only a run without signal could be stopped; one that was truncated from end to end used the GPU up."""
+    result = start("health.truncation=stop", "health.no_signal_steps=2")
+    assert result.stopped == "truncation" and result.steps == 2 and status(result)["state"] == "failed"
+    assert status(result)["error"].startswith(
+        "HealthError: stopped at step 2 of 4 (health.truncation=stop): truncation"
+    )
+    capsys.readouterr()
+    on = start("health.truncation=off", "health.no_signal_steps=2", resume=True)
+    printed = capsys.readouterr().out
+    assert on.steps == 4 and on.findings == [] and "health:" not in printed and "WARNING: trunc" not in printed
+    assert lines(on.folder, "health.jsonl") == [] == status(on)["health"]
+
+
+def test_findings_are_rewound_with_the_rows(start, capsys):
+    """A resumed run repeats what came after its checkpoint; a finding from there would stand in the file twice."""
+    keys = ("health.no_signal_steps=3", "rloo.save_steps=2")
+    result = start(*keys)
+    assert [(row["rule"], row["step"]) for row in lines(result.folder, "health.jsonl")] == [("truncation", 3)]
+    capsys.readouterr()
+    more = start(*keys, "rloo.max_steps=6", resume=True)
+    assert "WARNING: truncation" not in capsys.readouterr().out, "it was printed before the resume"
+    (row,) = lines(more.folder, "health.jsonl")
+    assert (row["since"], row["step"]) == (1, 3)
+    RunDir(more.folder).rewind(2)
+    assert lines(more.folder, "health.jsonl") == []
+
+
+def test_movement_of_the_weights_is_logged(start):
+    """An adapter that did not move ended as "finished"; with a rate of 0 the metric has to be 0, else above."""
+    moved = [row["policy/moved"] for row in start("rloo.max_steps=3").metrics]
+    assert 0 < moved[0] < moved[1] < moved[2]
+    still = start("rloo.max_steps=2", "rloo.learning_rate=0.0", overwrite=True).metrics
+    assert [row["policy/moved"] for row in still] == [0.0, 0.0]
 
 
 def test_equal_rewards_are_noticed_behind_a_kl_penalty(start, capsys):
     """With beta above zero the rewards of a group differ by the penalty alone, and the share of tied groups stays 0."""
-    start("rloo.beta=0.1", "run.no_signal_steps=2", rewards=[all_equal])
+    start("rloo.beta=0.1", "health.no_signal_steps=2", "health.truncation=off", rewards=[all_equal])
     assert "one and the same reward in 2 steps" in capsys.readouterr().out
 
 

@@ -148,7 +148,7 @@ def test_a_run_goes_on_with_resume(start: Start, tmp_path: Path) -> None:
 def test_a_run_that_stopped_early_fails_the_notebook(start: Start, tmp_path: Path) -> None:
     """A notebook that goes on after a run without signal exits 0, and a batch counts it as done. It is also what the
     notebook says happens with `max_completion_length = 4`."""
-    stop = f"{OVERRIDES} run.stop_when_no_signal=true run.no_signal_steps=2"
+    stop = f"{OVERRIDES} health.no_signal=stop health.no_signal_steps=2"
     parameters = SMALL | {"output_dir": tmp_path / "runs", "overrides": stop, "max_completion_length": 4}
     done = papermill(start, "arithmetic_thinking", tmp_path / "x.ipynb", **parameters)
     assert done.returncode == 1

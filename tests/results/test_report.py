@@ -12,6 +12,7 @@ from rloo_kit.results.evaluation import Evaluation, compare
 from rloo_kit.results.figures import PANELS, draw_accuracies, draw_learning_curve
 from rloo_kit.results.report import write_report
 from rloo_kit.runs.files import saved_paths
+from rloo_kit.runs.health import Finding
 from tests.html_page import Page
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> \x00\x1b[31m & <think> ünïcode 你好"
@@ -63,15 +64,20 @@ def finished(run: RunConfig) -> Any:
     (folder / "adapter").mkdir(parents=True)
     (folder / "config.yaml").write_text("x")
     (folder / "versions.json").write_text('{"versions": {"torch": "9.9.9"}}')
+    over = Finding("repetition", 9, 8, 12, "31 % of the <tokens>", "circles", "read rollouts.jsonl", "alarming")
+    holds = Finding("truncation", 20, 16, 30, "90 % cut off", "too short", "raise it", "alarming", ["no_signal"])
     return SimpleNamespace(
-        folder=folder, adapter_folder=folder / "adapter", steps=30, metrics=make_metrics(30), seconds=75.4, stopped=None
-    )
+        folder=folder, adapter_folder=folder / "adapter", steps=30, metrics=make_metrics(30), seconds=75.4,
+        stopped=None, findings=[over, holds],
+    )  # fmt: skip
 
 
 @pytest.fixture
 def result(finished: Any) -> Any:
     """The same with two steps logged: fewer drawings."""
-    return SimpleNamespace(**vars(finished) | {"metrics": [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2}]})
+    return SimpleNamespace(
+        **vars(finished) | {"metrics": [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2}], "findings": []}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +110,14 @@ def test_report_holds_everything(written: str, evaluations: tuple[Evaluation, Ev
     assert {"adapter", "config.yaml", "versions.json"} <= set(page.values("href"))
     assert "rollouts.jsonl" not in page.values("href")  # it is not there
     assert page.tags.count("svg") == 1 + 6
+
+
+def test_what_was_wrong_stands_in_the_report(written: str, run: RunConfig, result: Any) -> None:
+    """A run whose reward stood at 0.000 for all of its steps had a report of curves and a folder's name."""
+    text = " ".join(" ".join(text for _, text in Page(written).texts).split())
+    assert "repetition 8 to 12 31 % of the <tokens> circles read rollouts.jsonl" in text
+    assert "truncation 16 90 % cut off; seen with it: no signal too short raise it" in text
+    assert "No rule of health found anything." in write_report(run, result).read_text()
 
 
 def test_the_evaluations_are_kept_beside_the_report(

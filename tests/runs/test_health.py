@@ -1,115 +1,330 @@
-"""The watch for steps that train nothing, and the table of healthy values, over rows of metrics as they are logged."""
+"""The rules of a run's health: over recorded runs that failed and that were healthy, over rows for each rule, and what
+is done with several findings at once."""
 
+import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rloo_kit.runs.health import LAST_ROWS, THRESHOLDS, LearningSignalWatch, find_problems, judge
+from rloo_kit.config.run import load_config
+from rloo_kit.config.schema import HealthSection
+from rloo_kit.data.load import REWARDS_WITH_ANSWERS
+from rloo_kit.runs.health import Context, Finding
+from rloo_kit.runs.health_rules import RULES, THRESHOLDS
+from rloo_kit.runs.health_watch import LAST_ROWS, HealthWatch, examine, judge
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+ROOT = Path(__file__).resolve().parents[2]
+SERIES = sorted((Path(__file__).parent / "series").glob("*.jsonl"))
 BY_NAME = {one.metrics[0]: one for one in THRESHOLDS}
+WITHIN = 20  # steps after the onset of a fault
 
-RLOO = {"max_completion_length": 128, "num_generations": 4, "temperature": 0.7, "logging_steps": 1}
-TIED = {"frac_reward_zero_std": 1.0, "reward_std": 0.4, "reward": 0.0, "completions/clipped_ratio": 0.0}
-HEALTHY = {"frac_reward_zero_std": 0.25, "reward_std": 0.4, "grad_norm": 0.3, "completions/clipped_ratio": 0.1}
+RLOO = {"max_completion_length": 128, "num_generations": 4, "temperature": 0.7, "logging_steps": 1, "beta": 0.0}
+RLOO |= {"learning_rate": 0.3, "kl_form": "sum", "max_grad_norm": 1.0, "num_iterations": 1}
+WELL = {
+    "loss": 0.0, "reward": 0.5, "reward_std": 0.5, "frac_score_zero_std": 0.25, "frac_reward_zero_std": 0.25,
+    "grad_norm": 0.3, "completions/clipped_ratio": 0.1, "completions/mean_length": 60.0, "entropy": 0.3,
+    "thinking/closed_ratio": 0.9, "thinking/mean_length": 50.0, "rewards/unscored_ratio": 0.0,
+    "rewards/failed_ratio": 0.0, "completions/repeated_ratio": 0.01, "clip_ratio/region_mean": 0.0,
+}  # fmt: skip
+TIED = WELL | {"frac_score_zero_std": 1.0, "frac_reward_zero_std": 1.0, "reward": 0.0, "grad_norm": 0.0}
 
 
-def watch(rows, patience=3, **rloo):
-    """Findings as (step, kind, message) over rows of consecutive steps."""
-    guard = LearningSignalWatch(patience, RLOO | rloo)
-    return [(n, f.kind, f.message) for n, row in enumerate(rows, start=1) for f in guard.observe(n, row)]
+def number(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with the steps 1, 2, 3, ..."""
+    return [{"step": step} | row for step, row in enumerate(rows, 1)]
 
 
-def test_a_healthy_run_is_left_alone():
+def make_context(
+    modes: dict[str, str] | None = None, patience: int = 3, steps: int | None = None, **rloo: Any
+) -> Context:
+    return Context(RLOO | rloo, modes or {}, patience, steps)
+
+
+def look(rows: list[dict[str, Any]], **context: Any) -> list[Finding]:
+    return examine(number(rows), make_context(**context))
+
+
+def names(findings: list[Finding]) -> list[tuple[str, int, int]]:
+    """Rule, first step, step at which it was found."""
+    return [(one.rule, one.since, one.step) for one in findings]
+
+
+# ------------------------------------------------------------------------------------------------ recorded runs
+
+
+@pytest.mark.parametrize("path", SERIES, ids=lambda path: path.stem)
+def test_recorded_runs(path: Path) -> None:
+    """Runs of the embedded model that were made to fail, each by its name within 20 steps of the fault, and healthy
+    ones, silent to the end: a policy that a learning rate of 0.3 had destroyed got the advice to use other prompts."""
+    head, *rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    config = load_config(ROOT / "configs" / f"{head['config']}.yaml", *head["overrides"])
+    watch = HealthWatch(Context.of(config))
+    reported = [finding for row in rows for finding in watch.observe(row)]
+    if not head["rule"]:
+        assert reported == []
+        return
+    found = next(one for one in reported if one.rule == head["rule"])
+    assert found.step - head["onset"] <= WITHIN and found.since <= found.step
+    assert head["rule"] in {one.rule for one in watch.findings}, "it follows from none of the others"
+
+
+def test_there_is_a_series_for_what_was_run() -> None:
+    """A loop over an empty folder passes."""
+    rules = [json.loads(path.open(encoding="utf-8").readline())["rule"] for path in SERIES]
+    assert len([rule for rule in rules if rule]) >= 10 and rules.count("") >= 5
+    assert len({rule for rule in rules if rule}) == len([rule for rule in rules if rule])
+
+
+# ------------------------------------------------------------------------------------------------ each rule
+
+
+def drift(name: str, begin: float, end: float, steps: int = 24, **more: Any) -> list[dict[str, Any]]:
+    """Healthy rows in which one metric goes from one value to another, with a little noise."""
+    values = (begin + (end - begin) * step / (steps - 1) for step in range(steps))
+    return [WELL | more | {name: value * (1 + 0.01 * (place % 3))} for place, value in enumerate(values)]
+
+
+GONE = {"reward": 0.0, "reward_std": 0.0, "frac_score_zero_std": 1.0, "grad_norm": 0.0}
+CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
+    ("no_signal", [WELL] * 5 + [TIED] * 5, {}, "rloo.temperature (currently 0.7)"),
+    ("no_signal", [WELL | {"reward_std": 0.0}] * 5, {}, "rloo.num_generations, currently 4"),
+    ("truncation", [WELL | {"completions/clipped_ratio": 0.85}] * 5, {}, "rloo.max_completion_length (currently 128)"),
+    ("all_none", [TIED | {"rewards/unscored_ratio": 1.0, "reward": None}] * 5, {}, "data.answer_column"),
+    ("reward_failures", [WELL | {"rewards/failed_ratio": 0.3}] * 5, {}, "fix the reward"),
+    ("cold_start", [TIED | {"rewards/answer_reward/mean": 0.0}] * 8, {}, "rloo-kit sft"),
+    ("zero_gradient", [WELL | {"grad_norm": 0.0}] * 5, {}, "model.lora"),
+    ("zero_gradient", [WELL | {"grad_norm": 0.0}] * 5, {"reward_clip_range": [0.0, 0.1]}, "currently [0.0, 0.1]"),
+    ("zero_gradient", [WELL | {"grad_norm": 0.0}] * 5, {"mask_truncated_completions": True}, "rloo.mask_truncated"),
+    ("gradient_spike", [WELL] * 12 + [WELL | {"grad_norm": 9.0}] + [WELL] * 3, {}, "rloo.learning_rate (currently 0.3)"),
+    ("kl_explosion", [WELL | {"kl": 3.0}] * 5, {"beta": 0.1}, "rloo.beta (currently 0.1)"),
+    ("kl_outweighs", [WELL | {"kl/spread_ratio": 2.0}] * 5, {"beta": 0.1}, "rloo.kl_form=length_normalized (currently sum)"),
+    ("broken_policy", [WELL] * 8 + [WELL | GONE | {"entropy": 5.7}] * 6, {}, "rloo.learning_rate ten times (currently 0.3)"),
+    ("broken_policy", [WELL | {"kl": 0.1}] * 2 + [WELL | GONE | {"kl": 8.8}] * 6, {}, "rloo.learning_rate"),
+    ("entropy_collapse", [WELL | {"entropy": 0.005}] * 6, {}, "rloo.temperature (currently 0.7)"),
+    ("entropy_explosion", drift("entropy", 0.3, 3.0), {}, "rloo.learning_rate"),
+    ("length_explosion", [WELL | row for row in drift("completions/mean_length", 60, 200, **{"rewards/answer_reward/mean": 0.3})], {}, "thinking_budget_reward"),
+    ("length_collapse", drift("thinking/mean_length", 50, 5), {"beta": 0.05}, "rloo.kl_form=length_normalized"),
+    ("repetition", drift("completions/repeated_ratio", 0.02, 0.6), {}, "rollouts.jsonl"),
+    ("never_closed", drift("thinking/closed_ratio", 0.9, 0.0), {}, "think_format_reward"),
+    ("no_movement", [WELL | {"policy/moved": 2e-8 * step} for step in range(12)], {}, "rloo.learning_rate (currently 0.3)"),
+    ("nothing_learnt", [WELL | {"reward": 0.5 + 0.02 * (step % 3)} for step in range(20)], {"steps": 40}, "two to five"),
+    ("sampler_gap", [WELL | {"sampling/logp_difference_mean": 0.2}] * 4, {}, "rloo.sampler_correction=token"),
+    ("ratio", [WELL | {"clip_ratio/region_mean": 1e-3}] * 4, {}, "troubleshooting"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rule", "rows", "options", "key"), CASES, ids=[f"{n}-{case[0]}" for n, case in enumerate(CASES)]
+)
+def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[str, Any], key: str) -> None:
+    """A rule that never fires looks like a run that is well; one that fires without the key to change is no help."""
+    (found,) = look(rows, **options)
+    assert found.rule == rule and key in found.fix and found.evidence and found.cause
+    modes = {rule: "off"} | dict.fromkeys(found.explains, "off")
+    assert look(rows, **options, modes=modes) == []
+
+
+def test_every_rule_has_its_key_and_its_case() -> None:
+    """A rule without a key can be neither stopped by nor switched off; one without a case may be dead."""
+    rules = [rule.name for rule in RULES]
+    assert sorted(rules) == sorted(set(HealthSection.model_fields) - {"no_signal_steps"})
+    assert set(rules) == {case[0] for case in CASES} | {"reward_hacking"}
+    assert all(set(rule.follows) <= set(rules) - {rule.name} for rule in RULES)
+    assert Context({}).answers == REWARDS_WITH_ANSWERS
+
+
+def hacked(truth: str, steps: int = 24) -> list[dict[str, Any]]:
+    rows = drift("rewards/mine/mean", 0.1, 0.9, steps, **{"rewards/mine/std": 0.2})
+    falls = [row | {"reward": row["rewards/mine/mean"]} for row in rows]
+    for place, row in enumerate(falls):
+        if truth != "eval/accuracy" or place % 6 == 0:
+            row[truth] = 0.6 - 0.02 * place
+    return falls
+
+
+@pytest.mark.parametrize("truth", ["rewards/answer_reward/mean", "eval/accuracy"])
+def test_a_reward_that_is_gamed(truth: str) -> None:
+    """The reward rose for a whole night and the model answered nothing any more."""
+    (found,) = look(hacked(truth))
+    assert found.rule == "reward_hacking" and "mine rose" in found.evidence and "inspect_completions" in found.fix
+    falling = [row | {"reward": 1 - row["reward"]} for row in hacked(truth)]
+    assert look(falling) == [], "a reward that falls with it is not gamed"
+
+
+def test_a_trade_that_is_meant_is_none() -> None:
+    """A penalty on length falls when longer thoughts find more answers."""
+    rows = drift("rewards/brevity/mean", 0.9, 0.2, **{"rewards/brevity/std": 0.1})
+    rows = [
+        row | {"rewards/answer_reward/mean": 0.2 + 0.03 * n, "reward": 0.4 + 0.01 * n} for n, row in enumerate(rows)
+    ]
+    assert look(rows) == []
+
+
+# ------------------------------------------------------------------------------------------------ healthy runs
+
+
+def test_a_healthy_run_is_left_alone() -> None:
     """A watch that cries wolf is switched off before the day it is needed."""
-    almost = HEALTHY | {"frac_reward_zero_std": 0.99, "completions/clipped_ratio": 0.94, "grad_norm": 1e-4}
-    assert watch([HEALTHY] * 50) == [] and watch([almost] * 50) == []
+    almost = WELL | {"frac_score_zero_std": 0.99, "completions/clipped_ratio": 0.79, "grad_norm": 1e-4}
+    assert look([WELL] * 50) == [] and look([almost] * 50) == [] and look([]) == []
 
 
-def test_steps_must_follow_each_other():
-    """Two tied batches now and then are ordinary in a run that is nearly solved."""
-    assert watch([TIED, TIED, HEALTHY] * 10) == []
+def test_two_tied_batches_now_and_then_are_ordinary() -> None:
+    """A run that is nearly solved has them."""
+    assert look([TIED, TIED, WELL] * 10) == []
 
 
-def test_it_speaks_once_and_again_when_the_row_has_doubled():
-    """One line a step buries the run's own lines; one line in all is scrolled away."""
-    assert [step for step, kind, _ in watch([TIED] * 25) if kind == "tied"] == [3, 6, 12, 24]
-    assert [step for step, kind, _ in watch([TIED] * 4 + [HEALTHY] + [TIED] * 6)] == [3, 11]
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_task_that_was_learnt_to_its_end_is_no_fault(counted: bool) -> None:
+    """Groups tie, the entropy falls and the gradient vanishes because there is nothing left to learn."""
+    rows = drift("reward", 0.2, 0.95, 20)
+    rows += [TIED | {"reward": 1.0, "reward_std": 0.0, "entropy": 0.004}] * 15
+    if counted:
+        rows = [row | {"rewards/answer_reward/mean": row["reward"]} for row in rows]
+    assert look(rows, steps=40) == []
 
 
-def test_steps_that_reuse_a_rollout_count_with_it():
-    """With num_iterations=2 every second row holds no rewards; it used to end the row, so nothing was ever said."""
-    truncated = TIED | {"completions/clipped_ratio": 1.0, "grad_norm": 0.2}
-    found = watch([truncated, {"grad_norm": 0.2}] * 3, patience=4)
-    assert [(step, kind) for step, kind, _ in found] == [(4, "tied"), (4, "truncated")]
-    assert watch([HEALTHY, {"grad_norm": 0.2}] * 5, patience=1) == []
+def test_what_was_solved_from_the_start_says_so() -> None:
+    """Such a run trains nothing; the advice to take easier prompts would be wrong."""
+    (found,) = look([TIED | {"reward": 1.0, "rewards/answer_reward/mean": 1.0}] * 5)
+    assert found.rule == "no_signal" and found.fix == "harder prompts (data.source)"
 
 
-def test_a_logged_row_stands_for_the_steps_since_the_last_one():
+def test_thoughts_may_grow_and_shrink_where_more_answers_are_right() -> None:
+    """Longer thoughts are what reinforcement of a thinking model often is."""
+    for end in (180.0, 20.0):
+        rows = drift("completions/mean_length", 60, end)
+        assert look([row | {"rewards/answer_reward/mean": 0.2 + 0.03 * n} for n, row in enumerate(rows)]) == []
+
+
+def test_off_policy_the_ratio_may_be_clipped() -> None:
+    """With num_iterations above 1 clipping is what the ratio is for."""
+    rows = [{"step": 1, "clip_ratio/region_mean": 0.1}] * 4
+    assert look(rows, num_iterations=2) == []
+    assert judge(rows)[0].level == "alarming" and judge(rows, on_policy=False) == []
+
+
+def test_values_that_are_no_numbers_decide_nothing() -> None:
+    """NaN is null in the file; a rule that reads it as 0 fires in one of the two."""
+    odd = dict.fromkeys(WELL | {"kl": 0, "kl/spread_ratio": 0, "policy/moved": 0}, math.nan)
+    assert look([odd] * 10) == [] and look([dict.fromkeys(odd)] * 10) == []
+    assert look([WELL | {"kl/spread_ratio": value} for value in (math.nan, None, math.inf)] * 4) == []
+
+
+# ------------------------------------------------------------------------------------- causes and consequences
+
+
+def test_the_zero_gradient_does_not_repeat_the_tied_groups() -> None:
+    """One fault, two warnings, each with other advice."""
+    (found,) = look([TIED] * 5)
+    assert found.rule == "no_signal" and found.explains == ["zero_gradient"]
+
+
+def test_the_published_recipe_is_truncation_alone() -> None:
+    """128 tokens, -1.0 without </think>: what has to change is the limit, not the reward."""
+    row = TIED | {"reward": -1.0, "completions/clipped_ratio": 1.0, "thinking/closed_ratio": 0.0}
+    (found,) = look([row | {"rewards/answer_reward/mean": 0.0}] * 6)
+    assert found.rule == "truncation" and "rloo.max_completion_length (currently 128)" in found.fix
+    assert "100% of the completions" in found.evidence and "0% close their thinking" in found.evidence
+    assert {"no_signal", "zero_gradient", "cold_start"} <= set(found.explains)
+
+
+def test_a_broken_policy_is_not_called_hard_prompts() -> None:
+    """A learning rate of 0.3: KL 8.8, entropy 5.7, reward from 0.34 to 0. The advice was `rloo.beta` and prompts that
+    are solved sometimes."""
+    broken = WELL | GONE | {"kl": 8.8, "entropy": 5.7, "completions/clipped_ratio": 1.0, "thinking/closed_ratio": 0.0}
+    rows = [WELL | {"reward": 0.34, "kl": 0.0}] * 9 + [WELL | {"reward": 0.3, "grad_norm": 8.0}] + [broken] * 12
+    (found,) = look(rows, patience=5)
+    assert names([found]) == [("broken_policy", 11, 13)]
+    assert "0.34 to 0" in found.evidence and "27 times its median" not in found.fix
+    assert "the gradient norm was 8 at step 10, 26.7 times its median" in found.evidence
+    assert {"gradient_spike", "no_signal", "truncation", "kl_explosion", "never_closed"} <= set(found.explains)
+
+
+def test_failed_rewards_are_not_rewards_of_none() -> None:
+    """Everything failed was "every reward returned None"; everything None was "one and the same reward"."""
+    row = TIED | {"reward": None, "reward_std": None, "rewards/unscored_ratio": 1.0}
+    assert [one.rule for one in look([row | {"rewards/failed_ratio": 1.0}] * 6)] == ["reward_failures"]
+    (found,) = look([row] * 6)
+    assert found.rule == "all_none" and "temperature" not in found.fix
+
+
+def test_the_first_in_time_is_the_cause() -> None:
+    """The same two signs: a limit that is too short leaves thoughts open; thoughts that never close meet the limit."""
+    limit = [WELL] * 6 + [WELL | {"completions/clipped_ratio": 0.9}] * 6
+    limit += [WELL | {"completions/clipped_ratio": 0.9, "thinking/closed_ratio": 0.1}] * 9
+    assert [one.rule for one in look(limit)] == ["truncation"]
+    left_open = [WELL] * 6 + [WELL | {"thinking/closed_ratio": 0.1}] * 6
+    left_open += [WELL | {"completions/clipped_ratio": 0.9, "thinking/closed_ratio": 0.1}] * 9
+    assert [one.rule for one in look(left_open)] == ["never_closed"]
+
+
+def test_a_cause_long_past_explains_nothing() -> None:
+    """The rewards failed at the start; that groups tie forty steps later has another reason."""
+    rows = [WELL | {"rewards/failed_ratio": 0.5}] * 4 + [WELL] * 40 + [TIED] * 5
+    assert [one.rule for one in look(rows)] == ["reward_failures", "no_signal"]
+
+
+# ------------------------------------------------------------------------------------------------ the watch
+
+
+def test_a_finding_is_reported_once() -> None:
+    """One line a step buries the run's own lines."""
+    watch = HealthWatch(make_context())
+    assert [len(watch.observe(row)) for row in number([TIED] * 6 + [WELL] * 3 + [TIED] * 6)] == [0, 0, 1] + [0] * 12
+    (found,) = watch.findings
+    assert (found.since, found.last) == (1, 15) and watch.holds(found)
+
+
+def test_steps_that_reuse_a_rollout_count_with_it() -> None:
+    """With num_iterations=2 every second row holds no rewards; it used to end the row, so nothing was ever found."""
+    reused = {"grad_norm": 0.2, "loss": 0.0}
+    assert names(look([TIED | reused, reused] * 3, patience=4)) == [("no_signal", 1, 4)]
+    assert look([WELL, reused] * 5, patience=1) == []
+
+
+def test_a_logged_row_stands_for_the_steps_since_the_last_one() -> None:
     """With logging_steps=10 five steps without signal are less than one row."""
-    guard = LearningSignalWatch(20, RLOO | {"logging_steps": 10})
-    assert guard.observe(10, TIED) == []
-    assert [finding.steps for finding in guard.observe(20, TIED)] == [20]
+    watch = HealthWatch(make_context(patience=20, logging_steps=10))
+    assert watch.observe({"step": 10} | TIED) == []
+    assert names(watch.observe({"step": 20} | TIED)) == [("no_signal", 1, 20)]
 
 
-def test_truncation_names_the_limit_and_its_value():
-    """The published recipe: 128 tokens, -1.0 without </think>. What has to change is the limit, not the reward."""
-    row = {"frac_reward_zero_std": 1.0, "reward": -1.0, "grad_norm": 0.0, "completions/clipped_ratio": 1.0}
-    found = watch([row | {"thinking/closed_ratio": 0.0}] * 3)
-    assert [kind for _, kind, _ in found] == ["tied", "truncated", "zero_gradient"]
-    assert all("raise rloo.max_completion_length (currently 128): 100%" in message for _, _, message in found)
-    assert "mean reward -1" in found[0][2] and "0% of them close their thinking" in found[1][2]
+def test_a_run_that_is_resumed_does_not_find_it_a_second_time() -> None:
+    """The counts began at 0 after each resume, and an old finding was printed as news."""
+    rows = number([WELL] * 4 + [TIED] * 8)
+    whole = HealthWatch(make_context())
+    for row in rows:
+        whole.observe(row)
+    cut = HealthWatch(make_context(), rows[:9])
+    assert [new for row in rows[9:] for new in cut.observe(row)] == [] and cut.findings == whole.findings
+    early = HealthWatch(make_context(), rows[:6])
+    assert names([new for row in rows[6:] for new in early.observe(row)]) == [("no_signal", 5, 7)]
 
 
-def test_a_run_that_scores_nothing_is_not_called_tied():
-    """All rewards None came out as "one and the same reward", with the advice to raise the temperature."""
-    row = TIED | {"reward": None, "reward_std": None, "rewards/unscored_ratio": 1.0, "rewards/failed_ratio": 0.0}
-    ((_, kind, message),) = watch([row] * 3)
-    assert kind == "tied" and "rewards/failed_ratio" in message
-    assert "data.answer_column" in message and "temperature" not in message
+def test_what_stops_a_run_and_what_does_not() -> None:
+    """`stop` of no_signal is `run.stop_when_no_signal`: also where truncation is the cause, which the message names; a
+    run that goes on after it was stopped is wanted so."""
+    row = TIED | {"completions/clipped_ratio": 1.0}
+    rows, context = number([row] * 8), make_context({"no_signal": "stop"})
+    watch = HealthWatch(context)
+    steps = [watch.observe(one) and watch.stopped_by for one in rows]
+    assert steps[:3] == [[], [], "no_signal"] and watch.stop is not None and watch.stop.rule == "truncation"
+    again = HealthWatch(context, rows[:3])
+    for one in rows[3:]:
+        again.observe(one)
+    assert again.stopped_by is None
+    for one in [{"step": 9} | WELL, *({"step": step} | row for step in (10, 11, 12))]:
+        again.observe(one)
+    assert again.stopped_by == "no_signal"
+    warned = HealthWatch(make_context({"no_signal": "warn"}), rows)
+    assert warned.stopped_by is None
 
 
-def test_ties_without_truncation_name_what_tells_completions_apart():
-    """A longer limit does not help a run whose prompts are all too hard or all too easy."""
-    ((_, _, message),) = watch([TIED] * 3)
-    assert "rloo.max_completion_length" not in message
-    keys = ("data.source", "rewards", "rloo.num_generations, currently 4", "rloo.temperature (currently 0.7)")
-    assert all(key in message for key in keys)
-
-
-@pytest.mark.parametrize(
-    ("row", "is_tied"),
-    [
-        ({"frac_reward_zero_std": 0.0, "frac_score_zero_std": 1.0, "reward_std": 0.4}, True),  # the KL alone differs
-        ({"frac_reward_zero_std": 0.0, "frac_score_zero_std": 0.9, "reward_std": 0.4}, False),
-        ({"frac_reward_zero_std": 0.0, "reward_std": 0.0}, True),  # a bare TRL run's log
-        ({"frac_reward_zero_std": 1.0}, True),
-        ({"reward_std": math.nan, "completions/clipped_ratio": math.nan, "grad_norm": math.nan}, False),
-        ({}, False),
-    ],
-)
-def test_a_tie_is_judged_before_the_kl_penalty(row, is_tied):
-    """With beta above zero equal rewards differ by the KL, so TRL's share of tied groups says 0 while nothing is
-    learnt but staying where one is."""
-    assert ("tied" in find_problems(row)) is is_tied
-
-
-@pytest.mark.parametrize(
-    ("rloo", "key"),
-    [
-        ({"mask_truncated_completions": True}, "rloo.mask_truncated_completions"),
-        ({"reward_clip_range": [0.0, 0.1], "clipped": 0.0}, "rloo.reward_clip_range (currently [0.0, 0.1])"),
-        ({"clipped": 0.0}, "see model.lora"),
-    ],
-)
-def test_a_zero_gradient_names_its_likely_cause(rloo, key):
-    """A gradient of zero has several causes, and the wrong advice costs another run."""
-    row = HEALTHY | {"grad_norm": 0.0, "completions/clipped_ratio": rloo.pop("clipped", 1.0)}
-    messages = [message for _, kind, message in watch([row] * 3, **rloo) if kind == "zero_gradient"]
-    assert len(messages) == 1 and key in messages[0]
-
+# ------------------------------------------------------------------------------------------------ single metrics
 
 LEVELS = [("completions/clipped_ratio", 0.3, "healthy", ""), ("frac_score_zero_std", 0.8, "healthy", "")]
 LEVELS += [
@@ -120,6 +335,8 @@ LEVELS += [("entropy", *pair, "rloo.temperature") for pair in ((0.04, "watch"), 
 LEVELS += [("frac_score_zero_std", 0.81, "alarming", "rloo.num_generations"), ("kl", 2.1, "alarming", "rloo.beta")]
 LEVELS += [("grad_norm", *rest, "rloo.learning_rate") for rest in ((0.0001, "watch"), (10.1, "alarming"))]
 LEVELS += [("clip_ratio/region_mean", 1e-9, "alarming", "exactly 1")]
+LEVELS += [("thinking/closed_ratio", 0.19, "alarming", "think_format_reward")]
+LEVELS += [("completions/repeated_ratio", 0.4, "watch", "rollouts.jsonl")]
 
 
 @pytest.mark.parametrize(("metric", "value", "level", "key"), LEVELS)
@@ -145,20 +362,22 @@ def test_the_score_counts_before_the_reward_with_its_penalty() -> None:
     assert (found.metric, found.level) == ("frac_score_zero_std", "alarming")
     (found,) = judge([{"frac_reward_zero_std": 1.0}])
     assert (found.metric, found.level) == ("frac_reward_zero_std", "alarming")
-
-
-def test_off_policy_the_ratio_may_be_clipped() -> None:
-    """With num_iterations above 1 clipping is what the ratio is for."""
-    rows = [{"clip_ratio/region_mean": 0.1}]
-    assert judge(rows)[0].level == "alarming" and judge(rows, on_policy=False) == []
+    behind = WELL | {"frac_reward_zero_std": 0.0, "frac_score_zero_std": 1.0}
+    assert [one.rule for one in look([behind] * 4)] == ["no_signal"]
+    assert look([behind | {"frac_score_zero_std": 0.9}] * 4) == []
 
 
 def test_the_page_of_metrics_has_the_same_limits() -> None:
     """Two tables of limits drift apart."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name in ("completions/clipped_ratio", "frac_reward_zero_std", "entropy", "kl", "grad_norm"):
-        one = next(one for one in THRESHOLDS if name in one.metrics)
-        row = next(line for line in text.splitlines() if line.startswith(f"| `{name}`"))
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for one in THRESHOLDS:
+        row = next(line for line in text.splitlines() if re.match(rf"\| [^|]*`{one.metrics[0]}`", line))
         numbers = set(re.findall(r"\d+(?:\.\d+)?", row))
         limits = {f"{limit:g}" for limit in (one.low, one.high, one.alarm_low, one.alarm_high) if limit is not None}
-        assert limits <= numbers, (name, limits - numbers)
+        assert limits <= numbers, (one.metrics[0], limits - numbers)
+
+
+def test_the_page_of_runs_has_every_rule() -> None:
+    """A warning that no page explains is looked up in the source, or not."""
+    text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    assert [rule.name for rule in RULES if f"| `{rule.name}` |" not in text] == []

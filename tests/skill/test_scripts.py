@@ -226,7 +226,7 @@ def test_a_real_run_is_summarized(real_run: Path) -> None:
 def test_a_healthy_run_is_exit_code_0(make_run: Callable[..., Path]) -> None:
     """A verdict that is always alarming is soon not read."""
     code, found = call_here("summarize_run.py", make_run(make_rows()))
-    assert code == 0 and found["verdict"] == "healthy" and found["actions"] == found["no_signal"] == []
+    assert code == 0 and found["verdict"] == "healthy" and found["actions"] == found["health"] == []
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_healthy_run_is_exit_code_0(make_run: Callable[..., Path]) -> None:
         ({"clip_ratio/region_mean": 0.01}, 1, "alarming", "exactly 1"),
         ({"rewards/failed_ratio": 0.2}, 0, "watch", "fix the reward"),
         ({"frac_score_zero_std": 1.0, "reward_std": 0.0, "reward": -1.0}, 1, "alarming", "every advantage is zero"),
-        ({"grad_norm": 0.0}, 1, "alarming", "the gradient was zero in 10 steps"),
+        ({"grad_norm": 0.0}, 1, "alarming", "the gradient was zero in 12 steps"),
     ],
 )
 def test_each_sign_is_judged_with_its_key(
@@ -258,9 +258,14 @@ def test_what_was_wrong_only_at_the_start_is_forgotten(make_run: Callable[..., P
     """A run that found its signal after ten tied steps is fine now."""
     rows = make_rows(10, frac_score_zero_std=1.0, reward_std=0.0)
     rows += [{"step": step, **HEALTHY} for step in range(11, 25)]
-    assert call_here("summarize_run.py", make_run(rows))[1]["verdict"] == "healthy"
+    found = call_here("summarize_run.py", make_run(rows))[1]
+    assert found["verdict"] == "healthy" and [(one["rule"], one["holds"]) for one in found["health"]] == [
+        ("no_signal", False)
+    ]
     code, found = call_here("summarize_run.py", make_run(rows[:10], "finished", ("run.name=again",)))
-    assert code == 1 and found["no_signal"][0]["kind"] == "tied"
+    assert code == 1 and [(one["rule"], one["since"], one["holds"]) for one in found["health"]] == [
+        ("no_signal", 1, True)
+    ]
 
 
 def test_off_policy_a_clipped_ratio_is_no_bug(make_run: Callable[..., Path]) -> None:

@@ -1,0 +1,65 @@
+"""Rewards that make a run of the embedded model go wrong, for `health_runs.py`. They know its token ids."""
+
+import random
+from typing import Any
+
+THINK_END, END, SEVEN = 260, 258, 22
+LIMIT = 48
+FIXED = (THINK_END, 198, 198, 23, 18, 24, END)  # "</think>", two newlines, 839
+STARTS_TO_FAIL = 8  # calls that go well: one a step
+
+_calls = 0
+_coin = random.Random(0)
+
+
+def none_later(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """None for everything after some calls, as from a service that is gone."""
+    global _calls
+    _calls += 1
+    return [None if _calls > STARTS_TO_FAIL else float(SEVEN in ids) for ids in completion_ids]
+
+
+def raises_often(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Raises on about 60 % of the completions."""
+    if any(sum(ids) % 5 < 3 for ids in completion_ids):
+        raise ValueError("no verdict")
+    return [float(SEVEN in ids) for ids in completion_ids]
+
+
+def longer(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Pays for length."""
+    return [len(ids) / LIMIT for ids in completion_ids]
+
+
+def shorter(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Pays for brevity."""
+    return [1 - len(ids) / LIMIT for ids in completion_ids]
+
+
+def sevens(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Pays for a digit, wherever it stands."""
+    return [sum(token == SEVEN for token in ids) / len(ids) for ids in completion_ids]
+
+
+def one_answer(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Pays for coming near one completion, whatever the prompt."""
+    scores = []
+    for ids in completion_ids:
+        same = next((place for place, pair in enumerate(zip(ids, FIXED, strict=False)) if pair[0] != pair[1]), None)
+        scores.append((min(len(ids), len(FIXED)) if same is None else same) / len(FIXED))
+    return scores
+
+
+def left_open(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Pays for a thought that is not closed."""
+    return [float(THINK_END not in ids) for ids in completion_ids]
+
+
+def circles(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Pays for pairs of tokens that were there before."""
+    return [1 - len(set(zip(ids, ids[1:], strict=False))) / max(len(ids) - 1, 1) for ids in completion_ids]
+
+
+def coin(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Heads or tails: nothing can be learnt from it."""
+    return [float(_coin.random() < 0.5) for _ in completion_ids]

@@ -1,0 +1,192 @@
+"""Does the health of a run name what is wrong, and only then? Runs of the embedded model that are made to fail, and
+healthy ones; figures go to `results/health_runs.json`.
+
+    python benchmarks/health_runs.py                        # all of them, one after the other
+    python benchmarks/health_runs.py --only limit coin      # some
+    python benchmarks/health_runs.py --series tests/runs/series     # and their rows, for tests/runs/test_health.py
+
+Each run goes through `rloo-kit train`. A failing one is found if the rule of its fault is among the findings within 20
+steps of the fault's onset (the first step that has it); a healthy one must be silent to its end. The rules' windows and
+limits were fixed before these runs, with other seeds. Exit code 1 where one misses.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import reporting
+from reporting import RESULTS, ROOT
+
+RESULT = RESULTS / "health_runs.json"
+WITHIN = 20  # steps after the onset
+STEPS = 24
+
+
+@dataclass(frozen=True)
+class HealthRun:
+    """One run.
+
+    Attributes:
+        fault: in words. rule: that has to find it; empty: the run is healthy. onset: the first step that has the fault.
+        overrides: of the config. rewards: in place of its own, (name, weight).
+    """
+
+    name: str
+    fault: str
+    rule: str
+    overrides: tuple[str, ...] = ()
+    rewards: tuple[tuple[str, float], ...] = ()
+    onset: int = 1
+    config: str = "arithmetic_thinking"
+
+    @property
+    def words(self) -> list[str]:
+        """The overrides, with the rewards as one of them."""
+        listed = ", ".join(f"{{name: {name}, weight: {weight}}}" for name, weight in self.rewards)
+        steps = (
+            [] if any("max_steps" in word for word in self.overrides) or not self.rule else [f"rloo.max_steps={STEPS}"]
+        )
+        return [*steps, *self.overrides, *([f"rewards=[{listed}]"] if listed else [])]
+
+
+WATCHED = ("answer_reward", 0.0)  # logged and not trained on
+RUNS = (
+    HealthRun("rate", "learning rate 0.3", "broken_policy", ("rloo.learning_rate=0.3",)),
+    HealthRun("limit", "6 tokens to think and answer", "truncation", ("rloo.max_completion_length=6",)),
+    HealthRun("wrong", "every answer of the data is wrong", "cold_start", ("data.source=wrong.jsonl",)),
+    HealthRun("still", "learning rate 1e-9", "no_movement", ("rloo.learning_rate=1e-9",)),
+    HealthRun("none", "the reward returns None from step 9 on", "all_none", (), (("health_rewards:none_later", 1),), 9),
+    HealthRun("raises", "the reward raises on 60 %", "reward_failures", (), (("health_rewards:raises_often", 1),)),
+    HealthRun("longer", "a reward for length", "length_explosion", (), (("health_rewards:longer", 1), WATCHED)),
+    HealthRun("shorter", "a reward for brevity", "length_collapse", (), (("health_rewards:shorter", 1), WATCHED)),
+    HealthRun(
+        "sevens", "a reward for a digit, five times the answer's", "reward_hacking", (),
+        (("health_rewards:sevens", 1), ("answer_reward", 0.2)),
+    ),
+    HealthRun(
+        "one_answer", "a reward for one fixed answer, learning rate 5e-3", "entropy_collapse",
+        ("rloo.learning_rate=5e-3",), (("health_rewards:one_answer", 1),),
+    ),
+    HealthRun(
+        "kl", "a reward for a digit, learning rate 5e-3, beta 0.001", "kl_explosion",
+        ("rloo.learning_rate=5e-3", "rloo.beta=0.001"), (("health_rewards:sevens", 1),),
+    ),
+    HealthRun("open", "a reward for leaving the thought open", "never_closed", (), (("health_rewards:left_open", 1),)),
+    HealthRun("circles", "a reward for repeating", "repetition", (), (("health_rewards:circles", 1),)),
+    HealthRun("coin", "the reward is a coin", "nothing_learnt", ("rloo.max_steps=30",), (("health_rewards:coin", 1),)),
+    HealthRun("healthy", "none", "", ("run.seed=1",)),
+    HealthRun("healthy_beta", "none: beta 0.05", "", ("run.seed=2", "rloo.beta=0.05", "rloo.kl_form=length_normalized")),
+    HealthRun("healthy_k4", "none: K 4", "", ("run.seed=3", "rloo.num_generations=4")),
+    HealthRun("healthy_instruct", "none: without thinking", "", ("run.seed=4",), (), 1, "arithmetic_instruct"),
+    HealthRun(
+        "healthy_reused", "none: temperature 0.8, each rollout used twice", "",
+        ("run.seed=5", "rloo.temperature=0.8", "rloo.num_iterations=2"),
+    ),
+    HealthRun(
+        "healthy_format", "none: two rewards", "", ("run.seed=6",),
+        (("answer_reward", 1), ("think_format_reward", 0.2)),
+    ),
+)  # fmt: skip
+
+
+def make_folder(folder: Path) -> None:
+    """The configs, the rewards next to them, and additions with answers that are wrong."""
+    for path in (*(ROOT / "configs").glob("arithmetic_*.yaml"), ROOT / "benchmarks" / "health_rewards.py"):
+        shutil.copy(path, folder)
+    draw = random.Random(0)
+    pairs = [(draw.randrange(10, 1000), draw.randrange(10, 1000)) for _ in range(2000)]
+    rows = [{"prompt": f"{one}+{two}=", "answer": str(one + two + 5000)} for one, two in pairs]
+    (folder / "wrong.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def run_one(one: HealthRun, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Train, and what its `health.jsonl` says; with its rows of metrics."""
+    words = ["train", str(folder / f"{one.config}.yaml"), f"run.output_dir={folder}", f"run.name={one.name}"]
+    words += ["run.evaluate=false", "run.report=false", "run.sample_every_steps=0", "--overwrite", *one.words]
+    words = [word.replace("source=wrong", f"source={folder}/wrong") for word in words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "rloo_kit.cli", *words], capture_output=True, text=True, check=False, env=environment
+    )
+    rows, findings = (read_rows(folder / one.name / name) for name in ("metrics.jsonl", "health.jsonl"))
+    if not rows:
+        raise RuntimeError(f"{one.name} ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    print(f"{one.name}: {len(rows)} steps, exit code {done.returncode}", flush=True)
+    return judge(one, findings) | {
+        "steps": rows[-1]["step"], "exit_code": done.returncode, "wall_s": round(time.monotonic() - begun, 1),
+    }, rows  # fmt: skip
+
+
+def judge(one: HealthRun, findings: list[dict[str, Any]]) -> dict[str, Any]:
+    """Whether the findings are those of the run."""
+    own = next((found for found in findings if found["rule"] == one.rule), None)
+    found_after = None if own is None else own["step"] - one.onset
+    others = [found["rule"] for found in findings if found is not own]
+    holds = not findings if not one.rule else found_after is not None and found_after <= WITHIN
+    return {
+        "name": one.name, "fault": one.fault, "rule": one.rule, "onset": one.onset, "overrides": one.words,
+        "found": own and own["step"], "since": own and own["since"], "evidence": own and own["evidence"],
+        "explains": own["explains"] if own else [], "others": others, "holds": holds,
+    }  # fmt: skip
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def write_series(one: HealthRun, rows: list[dict[str, Any]], folder: Path) -> None:
+    """The rows with what the rules read, rounded, behind a line about the run."""
+    from rloo_kit.runs.health_rules import RULES
+
+    read = {"step", *(name for rule in RULES for name in rule.metrics)}
+    kept = [
+        {
+            name: value if isinstance(value, int) or value is None else float(f"{value:.4g}")
+            for name, value in row.items()
+            if name in read or name.startswith("rewards/")
+        }
+        for row in rows
+    ]
+    config = [word for word in one.words if word.startswith("rloo.")]
+    head = {"fault": one.fault, "rule": one.rule, "onset": one.onset, "config": one.config, "overrides": config}
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in [head, *kept])
+    (folder / f"{one.name}.jsonl").write_text(lines, encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what was asked for and write the results."""
+    reporting.settle()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[one.name for one in RUNS])
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--series", type=Path, help="a folder for the rows that the rules read")
+    options = parser.parse_args(arguments)
+    result = reporting.header("benchmarks/health_runs.py") | {"within_steps": WITHIN, "runs": []}
+    with tempfile.TemporaryDirectory() as name:
+        make_folder(Path(name))
+        for one in RUNS:
+            if options.only and one.name not in options.only:
+                continue
+            found, rows = run_one(one, Path(name))
+            result["runs"].append(found)
+            if options.series is not None:
+                write_series(one, rows, options.series)
+    options.out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for found in result["runs"]:
+        print(f"{found['name']}: {'held' if found['holds'] else 'MISSED'}, found {found['found']}, {found['others']}")
+    return 0 if all(found["holds"] for found in result["runs"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

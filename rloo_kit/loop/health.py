@@ -1,0 +1,127 @@
+"""Health of a run while it trains: the callback that watches the rules, and how far the weights have moved.
+
+The rules are in `runs/health_rules.py`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from rloo_kit.collective import share
+from rloo_kit.config.run import RunConfig
+from rloo_kit.errors import HealthError, NoSignalError
+from rloo_kit.loop.callbacks import is_step_row
+from rloo_kit.runs.health import Context, Finding
+from rloo_kit.runs.health_watch import HealthWatch
+from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.processes import say
+
+SAMPLED = 2**16  # trained numbers that are followed
+
+
+class HealthGuard(TrainerCallback):
+    """Prints what the rules find, once, and keeps it in `health.jsonl` and `status.json`; where `health:` wants it,
+    saves and stops.
+
+    Args:
+        rows: the lines of `metrics.jsonl`, to which others add while the run goes on; those that are there belong to an
+            earlier part of the run, and what they show is not printed again.
+
+    Attributes:
+        findings: the causes so far, of the whole run. stopped_by: the rule that stopped it; None if none did.
+    """
+
+    def __init__(self, run: RunConfig, run_dir: RunDir, rows: list[dict[str, Any]]):
+        self.run, self.run_dir, self.rows = run, run_dir, rows
+        self.stopped_by: str | None = None
+        self._cause: Finding | None = None
+        self._start(None)
+
+    def _start(self, max_steps: int | None) -> None:
+        self._watch = HealthWatch(Context.of(self.run, max_steps), self.rows)
+        self._observed = len(self.rows)
+
+    @property
+    def findings(self) -> list[Finding]:
+        return self._watch.findings
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._start(state.max_steps)
+        self._write()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> Any:
+        if not is_step_row(logs):
+            return control
+        found, self.stopped_by, self._cause = share((self._observe(), self._watch.stopped_by, self._watch.stop))
+        for finding in found:
+            say(f"WARNING: {finding}")
+        if self.stopped_by is not None:
+            control.should_save = control.should_training_stop = True
+        return control
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        for finding in self._observe():  # a measurement behind the last step
+            say(f"WARNING: {finding}")
+        self._write()
+
+    def _observe(self) -> list[Finding]:
+        rows, self._observed = self.rows[self._observed :], len(self.rows)
+        found = [finding for row in rows for finding in self._watch.observe(row)]
+        if found:
+            self._write()
+        return found
+
+    def _write(self) -> None:
+        causes = self.findings
+        rows = [{"step": one.step, **asdict(one), "run": self.run_dir.id} for one in sorted(causes, key=_found_at)]
+        self.run_dir.replace_jsonl("health.jsonl", rows)
+        brief = [{"rule": one.rule, "since": one.since, "evidence": one.evidence, "fix": one.fix} for one in causes]
+        self.run_dir.set_status("running", health=brief)
+
+    def make_error(self, where: str) -> HealthError:
+        """What a run that was stopped ends with; `where`: "at step 3 of 20"."""
+        kind = NoSignalError if self.stopped_by == "no_signal" else HealthError
+        return kind(f"stopped {where} (health.{self.stopped_by}=stop): {self._cause}")
+
+
+def _found_at(finding: Finding) -> int:
+    return finding.step
+
+
+def say_findings(findings: Iterable[Finding], steps: int) -> None:
+    """The findings of a run at its end, after `steps` steps; nothing where there are none."""
+    for finding in findings:
+        over = f" (it was over after step {finding.last})" if finding.last < steps else ""
+        say(f"health: {finding}{over}")
+
+
+class Movement(TrainerCallback):
+    """Logs `policy/moved`: how far the trained weights are from where training began in this process.
+
+    The norm of the difference over the norm of the beginning, on a sample of about SAMPLED numbers of all trained
+    tensors. Nothing is logged where processes hold shares of the weights.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self._begun: torch.Tensor | None = None
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [one for one in self.trainer.model.parameters() if one.requires_grad]
+
+    def _sample(self) -> torch.Tensor:
+        tensors = self._trained()
+        stride = max(sum(one.numel() for one in tensors) // SAMPLED, 1)
+        return torch.cat([one.detach().reshape(-1)[::stride].float() for one in tensors])
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.trainer.rloo.parallel.kind != "shards" and self._trained():
+            self._begun = self._sample()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._begun is not None:
+            moved = (self._sample() - self._begun).norm() / self._begun.norm().clamp(min=1e-12)
+            self.trainer.rloo.recorder.count("policy/moved", moved.item())

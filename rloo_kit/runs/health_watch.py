@@ -1,0 +1,157 @@
+"""The watch over a run's health, row by row while it trains or over the rows that it has left. No torch."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rloo_kit.runs.health import Context, Evidence, Finding, Row, Rule, Series, is_number
+from rloo_kit.runs.health_rules import RULES, is_solved
+
+LAST_ROWS = 10  # logged steps that are averaged
+NEAR = 5  # steps by which a consequence may show before its cause
+
+
+class HealthWatch:
+    """Holds the rules against a run's rows and names the first cause in time: what follows from it is not reported.
+
+    Args:
+        rows: those of an earlier part of the run; what they show was reported then.
+
+    Attributes:
+        stopped_by: the rule that ends the run, where `health:` wants that of one that has fired; None so far.
+        stop: the cause of what it has found.
+
+    >>> watch = HealthWatch(Context({"max_completion_length": 128}, no_signal_steps=2))
+    >>> row = {"frac_reward_zero_std": 1.0, "completions/clipped_ratio": 1.0, "reward": -1.0, "grad_norm": 0.0}
+    >>> watch.observe({"step": 1, **row})
+    []
+    >>> [(one.rule, one.since, one.explains) for one in watch.observe({"step": 2, **row})]
+    [('truncation', 1, ['no_signal', 'zero_gradient'])]
+    """
+
+    def __init__(self, context: Context, rows: Iterable[Row] = ()):
+        self.context = context
+        self.stopped_by: str | None = None
+        self.stop: Finding | None = None
+        self._excused: set[str] = set()  # what held when an earlier part ended: it goes on all the same
+        self._seen = Series(context.rloo.get("logging_steps") or 1)
+        self._found: dict[str, Finding] = {}  # also those that follow from another
+        self._reported: list[str] = []
+        for row in rows:
+            self.observe(row)
+        self._excused = {name for name, one in self._found.items() if self.holds(one)}
+        self.stopped_by = self.stop = None
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The causes that were reported, in the order of their steps."""
+        causes = [self._found[name] for name in self._reported if self._cause(self._found[name]) is None]
+        return sorted(causes, key=lambda one: one.since)
+
+    def holds(self, finding: Finding) -> bool:
+        """Whether it was true of the last row."""
+        return finding.last == self._seen.step
+
+    def is_solved(self) -> bool:
+        """Whether the task is learnt, so that tied groups and a low entropy are no fault."""
+        return is_solved(self._seen, self.context)
+
+    def explained(self) -> set[str]:
+        """Rules that hold and follow from another one's finding."""
+        return {name for name, one in self._found.items() if self.holds(one) and self._cause(one) is not None}
+
+    def observe(self, row: Row) -> list[Finding]:
+        """What to report after one logged row."""
+        self._seen.add(row)
+        active = []
+        for rule in RULES:
+            if self.context.modes.get(rule.name) == "off":
+                continue
+            evidence = rule.detect(self._seen, self.context, rule.window or self.context.no_signal_steps)
+            if evidence is not None:
+                active.append(rule)
+                self._keep(rule, evidence)
+        for finding in self._found.values():
+            finding.explains = sorted(
+                name for name, one in self._found.items() if one is not finding and self._root(one) is finding
+            )
+        new = [rule.name for rule in active if self._cause(self._found[rule.name]) is None]
+        new = [name for name in new if name not in self._reported]
+        self._reported += new
+        firing = {rule.name for rule in active}
+        self._excused &= firing
+        stopping = [name for name in firing - self._excused if self.context.modes.get(name) == "stop"]
+        if stopping and self.stop is None:
+            self.stopped_by = min(stopping, key=lambda name: self._found[name].since)
+            self.stop = self._root(self._found[self.stopped_by])
+        return [self._found[name] for name in new]
+
+    def _keep(self, rule: Rule, evidence: Evidence) -> None:
+        found, step = self._found.get(rule.name), self._seen.step
+        if found is not None:
+            found.last = step
+            return
+        values = defaultdict(lambda: "unset", self.context.rloo)
+        cause = (evidence.cause or rule.cause).format_map(values)
+        fix = (evidence.fix or rule.fix).format_map(values)
+        self._found[rule.name] = Finding(rule.name, step, evidence.since, step, evidence.text, cause, fix, rule.level)
+
+    def _cause(self, finding: Finding) -> Finding | None:
+        """The earliest finding that this one follows from and that held when it began; None for a first cause."""
+        rules = {rule.name: rule for rule in RULES}
+        causes = []
+        for name in rules[finding.rule].follows:
+            other = self._found.get(name)
+            slack = 0 if finding.rule in rules[name].follows else NEAR
+            if other is not None and other.since <= finding.since + slack and other.last >= finding.since - NEAR:
+                causes.append(other)
+        return min(causes, key=lambda one: one.since, default=None)
+
+    def _root(self, finding: Finding) -> Finding:
+        passed = [finding]
+        while (cause := self._cause(passed[-1])) is not None and cause not in passed:
+            passed.append(cause)
+        return passed[-1]
+
+
+def examine(rows: Iterable[Row], context: Context) -> list[Finding]:
+    """The findings of a whole run from its rows, as its watch had them."""
+    return HealthWatch(context, rows).findings
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One metric of one run: its mean over the last rows, how that is, and what to change (empty if nothing)."""
+
+    metric: str
+    value: float
+    level: str
+    action: str
+    rule: str
+
+
+def judge(rows: Sequence[Row], on_policy: bool = True, last: int = LAST_ROWS, solved: bool = False) -> list[Judgement]:
+    """Judge the last rows of a `metrics.jsonl`; a metric that was not logged is left out.
+
+    >>> rows = [{"step": 1, "completions/clipped_ratio": 1.0, "grad_norm": 0.2}]
+    >>> [(found.metric, found.level) for found in judge(rows)]
+    [('completions/clipped_ratio', 'alarming'), ('grad_norm', 'healthy')]
+
+    Args:
+        rows: one mapping a logged step, in order. on_policy: whether rules that hold only on-policy count.
+        last: rows that are averaged, at least 1. solved: whether the run has learnt its task.
+    """
+    found = []
+    for rule in RULES:
+        for threshold in rule.thresholds:
+            if threshold.on_policy and not on_policy:
+                continue
+            for metric in threshold.metrics:
+                values = [row[metric] for row in rows[-last:] if is_number(row.get(metric))]
+                if values:
+                    value = sum(values) / len(values)
+                    well = solved and threshold.unless_solved
+                    level, action = ("healthy", "") if well else (threshold.level(value), threshold.action(value))
+                    found.append(Judgement(metric, value, level, action, rule.name))
+                    break
+    return found
