@@ -16,6 +16,7 @@ from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.evaluation import Evaluation, compare
 from rloo_kit.results.intervals import wilson
+from rloo_kit.rewarding.registry import build_rewards
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.think_tags import bind_think_tags, split_thinking
 from tests.rollout.models import lean
@@ -324,6 +325,101 @@ def test_samples_are_split_at_the_tag_that_is_judged(make_run, make_policy):
             assert sample[name] == getattr(completion, name)
         assert sample["tokens"] == len(completion.ids)
     assert {sample["closed"] for sample in measured.samples} == {True, False}
+
+
+REWARDS = [{"name": "length_reward", "weight": 0.5}, {"name": "thinking_reward", "weight": 2.0}]
+
+
+def test_held_out_reward_is_that_of_training(make_run, make_policy):
+    """A run with rewards of its own had "no accuracy to compare". The same numbers by hand: weighted sum and each
+    reward, a mean over prompts; accuracy is left out without answers."""
+    run, policy = make_run(REWARDS, num_samples=4), digits_policy(make_policy)
+    found = evaluate(run, policy, make_dataset())
+    completions = generate_completions(
+        policy, make_dataset()["prompt"][:], max_completion_length=6, num_samples=4, seed=0
+    )
+    batch = {"completions": [one.text for one in completions], "completion_ids": [one.ids for one in completions]}
+    values = {reward.__name__: reward(**batch) for reward in build_rewards(run, policy.tokenizer)}
+    for name, numbers in values.items():
+        entry = found.rewards[name]
+        assert entry["mean"] == pytest.approx(sum(numbers) / len(numbers))
+        assert entry["per_prompt"] == pytest.approx([sum(numbers[at : at + 4]) / 4 for at in range(0, len(numbers), 4)])
+        assert entry["low"] <= entry["mean"] <= entry["high"]
+    sums = [0.5 * a + 2.0 * b for a, b in zip(values["length_reward"], values["thinking_reward"], strict=True)]
+    assert found.reward == pytest.approx(sum(sums) / len(sums)) and found.reward_low < found.reward < found.reward_high
+    assert found.accuracy is None and found.reward_unscored == 0
+    assert "reward, weighted sum" in str(found) and "reward length_reward" in str(found)
+    assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert str(compare(found, found)).startswith("reward +0.000 [+0.000, +0.000] on the same 12 prompts")
+
+
+def test_rewards_are_called_as_training_calls_them(make_run, make_policy):
+    """A reward that reads a column, the forced flag or the trainer's state failed in evaluation and in no rollout."""
+    calls = []
+
+    def watching(prompts, completions, completion_ids, **columns):
+        calls.append((prompts, completions, completion_ids, columns))
+        columns["log_metric"]("length", 1.0)
+        columns["log_extra"]("answer", completions)
+        return [float(len(ids)) for ids in completion_ids]
+
+    data = make_dataset(["1"] * NUM_PROMPTS).add_column("level", list(range(NUM_PROMPTS)))
+    run, policy = make_run(num_samples=2, greedy=False), digits_policy(make_policy)
+    run.rloo.thinking_budget, run.rloo.max_steps, run.rloo.per_device_train_batch_size = 4, 9, 8
+    found = evaluate(run, policy, data, reward_funcs=[watching])
+    assert [len(prompts) for prompts, *_ in calls] == [8, 8, 8], "as many at once as one process has of a rollout"
+    prompts, completions, ids, columns = calls[1]
+    assert prompts == [text for text in data["prompt"][4:8] for _ in range(2)]
+    assert columns["level"] == [4, 4, 5, 5, 6, 6, 7, 7] and columns["answer"] == ["1"] * 8
+    assert columns["thinking_forced"] == [False] * 8 and "prompt" not in columns
+    assert completions == [policy.tokenizer.decode(one, skip_special_tokens=True) for one in ids]
+    assert (columns["trainer_state"].global_step, columns["trainer_state"].max_steps) == (9, 9)
+    assert found.reward == found.rewards["watching"]["mean"] == pytest.approx(found.mean_tokens)
+    run.rloo.thinking_budget = None
+    evaluate(run, policy, data, reward_funcs=[watching])
+    assert "thinking_forced" not in calls[-1][3]
+
+
+def test_a_reward_that_fails_leaves_its_samples_out(make_run, make_policy, capsys):
+    """A failed reward is no reward of 0: it would look like a policy that got worse. None does not apply."""
+
+    def sometimes(completion_ids, level, **_):
+        if 3 in level:
+            raise ValueError("no level 3")
+        return [None if at % 4 == 0 else 1.0 + at for at in level]
+
+    def plain(completion_ids, **_):
+        return [1.0] * len(completion_ids)
+
+    data = make_dataset().add_column("level", list(range(NUM_PROMPTS)))
+    found = evaluate(make_run(), digits_policy(make_policy), data, reward_funcs=[sometimes, plain])
+    assert found.reward_unscored == 1 and found.reward_per_prompt[3] is None
+    assert found.reward_per_prompt[:3] == [1.0, 3.0, 4.0] and found.reward_per_prompt[4] == 1.0
+    assert found.rewards["sometimes"]["per_prompt"][:5] == [None, 2.0, 3.0, None, None]
+    assert found.rewards["plain"]["mean"] == 1.0
+    assert "without a reward, left out of its mean" in str(found)
+    assert "ValueError: no level 3 (8% of the held-out completions have no reward)" in capsys.readouterr().out
+    assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_a_reward_file_that_is_gone_leaves_the_accuracy(make_run, make_policy, capsys):
+    """`rloo-kit eval` of an old run needs its answers alone; its own reward's file may be on another machine."""
+    run = make_run([{"name": "no_such_module_here:brevity"}])
+    found = evaluate(run, digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS))
+    assert found.accuracy is not None and found.reward is None
+    assert "the held-out reward is not measured" in capsys.readouterr().out
+
+
+def test_evaluations_from_before_there_were_rewards(make_run, make_policy):
+    """before.json of a run that began with an older version is half of its report."""
+    found = evaluate(make_run(), digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS)).to_dict()
+    old = {name: value for name, value in found.items() if not name.startswith("reward")}
+    read = Evaluation.from_dict(old)
+    assert read.reward is None and read.measure("reward") is None and read.measure("brevity") is None
+    assert "accuracy" in str(compare(read, Evaluation.from_dict(found))) and "reward" not in str(compare(read, read))
+    for wrong in ({"a": {"mean": float("nan")}}, {"a": {"mean": 1.0, "low": None, "high": None, "per_prompt": [1.0]}}):
+        with pytest.raises(ValueError):
+            Evaluation.from_dict(found | {"rewards": wrong})
 
 
 def measured(shares: list[float], digest: str = "x", greedy: list[float] | None = None) -> Evaluation:

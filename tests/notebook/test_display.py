@@ -77,6 +77,20 @@ def test_colors_read_well_on_either_ground(color: str, ground: str) -> None:
     assert contrast(color, GROUNDS[ground]) >= 4.0
 
 
+def test_evaluations_during_training_are_a_curve_of_their_own() -> None:
+    """A reward that is gamed rises while the held-out measure falls; the plot showed the first alone. Most rows have
+    none, which is no missing number."""
+    rows = thinking_rows(30, kl=0.1)
+    for step, accuracy in ((10, 0.5), (20, 0.25)):
+        rows[step - 1] |= {"eval/accuracy": accuracy, "eval/reward": accuracy}
+    shown = plot_training(result_of(rows))
+    assert [title for title, *_ in shown.curves][:2] == ["Reward", "Held-out accuracy"]
+    assert shown.curves[1][1] == [(10, 0.5), (20, 0.25)] and "held-out accuracy 0.500 -> 0.250" in shown.summary
+    assert not shown.notes and shown.png
+    only = plot_training(result_of([{"step": 5, "reward": 1.0, "kl": 0.1, "eval/reward": 2.5}]))
+    assert [title for title, *_ in only.curves][:2] == ["Reward", "Held-out reward"]
+
+
 def test_image_is_transparent_and_has_no_other_colors() -> None:
     """A white box in a dark notebook, or one label left black: seen in the pixels, not in the settings."""
     from PIL import Image

@@ -6,7 +6,16 @@ import random
 
 import pytest
 
-from rloo_kit.results.intervals import clustered, paired_difference, pass_at_k, unpaired_difference, wilson
+from rloo_kit.results.intervals import (
+    clustered,
+    mean_of_prompts,
+    paired_difference,
+    paired_mean_difference,
+    pass_at_k,
+    t_quantile,
+    unpaired_difference,
+    wilson,
+)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +93,41 @@ def test_no_change_on_few_prompts_is_not_certainty() -> None:
     assert estimate.value == 0 and estimate.low < -0.1 and estimate.high > 0.1
     everything = paired_difference([0.0] * 10, [1.0] * 10)
     assert everything.low < 0.7 and everything.high == 1.0
+
+
+def test_t_quantile_as_tabulated() -> None:
+    """Few prompts have heavy tails: 1.96 for 4 prompts covers the truth in 86 % only."""
+    table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 30: 2.042, 63: 1.998, 1000: 1.962}
+    for freedom, value in table.items():
+        assert t_quantile(freedom) == pytest.approx(value, rel=2e-3), freedom
+
+
+def test_interval_of_a_mean_reward() -> None:
+    """Rewards have no bounds, so Wilson's does not apply: Student's over prompts. 0 and 1 keep Wilson's, which has a
+    width where all prompts earn the same; one prompt has no interval."""
+    values = [0.5, -1.0, 2.0, 3.5]
+    found = mean_of_prompts(values, 1)
+    spread = math.sqrt(sum((value - 1.25) ** 2 for value in values) / 3 / 4)
+    assert found == pytest.approx((1.25, 1.25 - 3.182 * spread, 1.25 + 3.182 * spread), rel=2e-3)
+    assert mean_of_prompts([0.5, 1.0, 0.0], 2) == clustered([0.5, 1.0, 0.0], 2)
+    assert mean_of_prompts([0.5, 1.0, 0.0], 1) != clustered([0.5, 1.0, 0.0], 1)
+    assert mean_of_prompts([0.3], 1)[1:] == (-math.inf, math.inf)
+    difference = paired_mean_difference([1.0, 10.0, 100.0], [1.5, 10.5, 101.0], 1)
+    assert difference.value == pytest.approx(2 / 3) and 0 < 2 / 3 - difference.low < 1
+
+
+def test_interval_of_a_mean_reward_covers() -> None:
+    """95 % has to be 95 %: rewards in grades, skewed, 20 prompts of different difficulty with 4 completions each."""
+    rng = random.Random(2)
+    hits = 0
+    for _ in range(1500):
+        means = [
+            sum(rng.choice((-0.5, 0.1, 2.0)) if rng.random() < ease else -0.5 for _ in range(4)) / 4
+            for ease in (rng.random() for _ in range(20))
+        ]
+        estimate = mean_of_prompts(means, 4)
+        hits += estimate.low <= 0.5 * (1.6 / 3) + 0.5 * -0.5 <= estimate.high
+    assert 0.92 <= hits / 1500 <= 0.97
 
 
 def test_pass_at_k_is_the_mean_over_all_draws() -> None:

@@ -174,6 +174,48 @@ def test_report_with_one_evaluation_and_no_answers(run: RunConfig, result: Any) 
     assert "neither an accuracy nor a reward to compare" in both
 
 
+def with_reward(label: str, values: list[float], **single: list[float]) -> Evaluation:
+    """An evaluation without answers: `values` are the weighted sum of each prompt, `single` those of each reward."""
+    found = Evaluation(label, len(values), 1, 1.0, 64, prompts_digest="x")
+    found.take_rewards([[value] for value in values], {name: [[v] for v in one] for name, one in single.items()})
+    return found
+
+
+def test_report_of_a_run_with_rewards_of_its_own(run: RunConfig, result: Any) -> None:
+    """It said that there was no accuracy to compare, and showed nothing of what had been trained for."""
+    before = with_reward("before", [0.0, 1.5, 3.0, 2.0], brevity=[0.0, 1.0, 1.0, 2.0], form=[0.0, 0.5, 2.0, 0.0])
+    after = with_reward("after", [1.0, 2.5, 3.5, 3.0], brevity=[1.0, 2.0, 1.5, 3.0], form=[0.0, 0.5, 2.0, 0.0])
+    text = write_report(run, result, before, after).read_text("utf-8")
+    shown = Page(text).text
+    assert "After minus before: reward +0.875 [+0.478, +1.272] on the same 4 prompts. The intervals before" in shown
+    assert "reward, weighted sum" in shown and "reward brevity" in shown and "not measured: no answer column" in shown
+    assert text.count("aria-label='Mean reward") + text.count('aria-label="Mean reward') == 1 and "mean reward" in shown
+
+
+def test_report_shows_the_evaluations_during_training(run: RunConfig, result: Any) -> None:
+    """Which step adapter/ is of was in no file that people read; a damaged row is left out."""
+    from rloo_kit.runs.run_dir import RunDir
+
+    rows = []
+    for step, value, best in ((0, 1.0, 0), (10, 2.0, 10), (20, 1.25, 10)):
+        found = with_reward("", [value, value + 1, value - 1], brevity=[value] * 3)
+        row = {"run": RunDir(result.folder).id, "step": step, "measure": "reward", "best_step": best, "value": value}
+        rows.append(json.dumps(row | {"evaluation": found.to_dict()}))
+    damaged = ['{"step": 30, "measure": "reward"}', '{"step": 4, "measure": "reward", "evaluation": [1]}', "{", "7"]
+    path = result.folder / "evaluations.jsonl"
+    path.write_text("\n".join([*rows, *damaged]))
+    try:
+        result.steps, result.stopped, result.adapter_step = 20, "early", 10
+        text = write_report(run, result).read_text("utf-8")
+    finally:
+        path.unlink()
+    shown = " ".join(Page(text).text.split())
+    assert "stopped early" in shown and "adapter/ holds the weights of step 10, the best evaluation's." in shown
+    assert "best: 2.000 at step 10" in shown and "Held-out reward" in shown
+    assert "+1.000 [+1.000, +1.000]" in shown and "-0.750 [-0.750, -0.750]" in shown
+    assert shown.count("against the best before") == 1 and "evaluations.jsonl" in text
+
+
 def test_drawings_follow_the_page(written: str) -> None:
     """Black axes on a dark page are invisible, and two drawings with the same ids borrow each other's clip paths."""
     drawings = re.findall(r"<svg.*?</svg>", written, flags=re.DOTALL)

@@ -482,6 +482,20 @@ def test_json_has_no_nan(run):
         assert text == '{"step": 1, "kl": null, "list": [null, 1.0]}\n'
 
 
+def test_rewind_drops_the_evaluations_that_will_be_made_again(run):
+    """A best evaluation of step 4 in a run that went back to step 2 decided what its adapter was."""
+    with RunDir.create(run) as run_dir:
+        for name, step in (("later", 4), ("same", 2)):
+            run_dir.replace_jsonl("evaluations.jsonl", [{"step": number} for number in (0, 2, 4)])
+            (run_dir / "best").mkdir()
+            run_dir.write_json("best/evaluation.json", {"step": step, "name": name})
+            run_dir.rewind(2)
+            assert [row["step"] for row in run_dir.read_jsonl("evaluations.jsonl")] == [0, 2]
+            assert (run_dir / "best").exists() == (name == "same")
+    with RunDir.create(run, overwrite=True) as run_dir:
+        assert not (run_dir / "best").exists() and not (run_dir / "evaluations.jsonl").exists()
+
+
 def test_rewind_drops_what_will_be_done_again(run):
     """A resumed run whose metrics hold some steps twice draws a curve that goes back in time."""
     with RunDir.create(run) as run_dir:
