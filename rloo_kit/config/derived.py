@@ -8,12 +8,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rloo_kit.config.batches import usual_batch
 from rloo_kit.config.checks import CLOSE_TOKENS
-from rloo_kit.config.schema import FULL_LEARNING_RATE, ModelSection, RLOOSection
+from rloo_kit.config.schema import FULL_LEARNING_RATE, ModelSection
 
 Keys = dict[str, Any]  # of a section, as the file gives them
 
-PROMPTS = 4  # of a step
 PROMPT_SHARE = 4  # a prompt has one of so many parts of model.max_seq_length
 ANSWER_SHARE, ANSWER = 4, 512  # a forced answer has one of so many parts of a completion, and at most so many tokens
 THINKING_LENGTH, EMBEDDED_LENGTH = 6144, 160  # model.max_seq_length by kind of model
@@ -32,7 +32,7 @@ def fill_defaults(values: Any) -> Any:
     model, data, rloo = values["model"], values["data"], values["rloo"]
     if "lora" in model and model["lora"] is None:
         rloo.setdefault("learning_rate", FULL_LEARNING_RATE)
-    _try(lambda: rloo.setdefault("per_device_train_batch_size", PROMPTS * _generations(rloo)))
+    _try(lambda: rloo.setdefault("per_device_train_batch_size", usual_batch(_number(rloo, "num_generations"))))
     evaluated = values["eval"] if isinstance(values.get("eval"), dict) else {}
     _try(lambda: _fill_lengths(model, data, rloo, _number(evaluated, "max_completion_length") or 0))
     return values
@@ -54,10 +54,6 @@ def _number(keys: Mapping[str, Any], name: str) -> int | None:
     if isinstance(value, bool) or int(value) != float(value) or int(value) < 1:
         raise ValueError(name)
     return int(value)
-
-
-def _generations(rloo: Keys) -> int:
-    return _number(rloo, "num_generations") or int(RLOOSection.model_fields["num_generations"].default)
 
 
 def _fill_lengths(model: Keys, data: Keys, rloo: Keys, evaluated: int) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from rloo_kit.config.batches import check_generation_batch
+from rloo_kit.config.batches import GENERATIONS, PROMPTS, check_generation_batch
 from rloo_kit.config.checks import find_loop_problems, find_server_problems
 from rloo_kit.config.messages import accepts_bool, describe_type, explain_error
 from rloo_kit.errors import ConfigError
@@ -291,7 +291,7 @@ class RLOOSection(Section):
     adam_beta2: float = key(0.999, "decay of the second moment", ge=0, lt=1)
     adam_epsilon: float = key(1e-8, "term that keeps Adam's division finite", gt=0)
     per_device_train_batch_size: Count = key(
-        32, "completions of one micro-step", follows="4 x num_generations",
+        GENERATIONS * PROMPTS, "completions of one micro-step", follows=f"{PROMPTS} x num_generations",
         trl=TrlDefault(8, "a step on one prompt's completions is noise; this is four prompts"),
     )  # fmt: skip
     gradient_accumulation_steps: Count = key(1, "micro-steps of one optimizer step")
@@ -301,7 +301,7 @@ class RLOOSection(Section):
     )
     tokens_per_pass: Count | None = key(None, "tokens in one forward and backward pass; null: by the machine")
     num_generations: int = key(
-        8, "completions of each prompt, K; the baseline needs siblings", ge=2, lt=2**31,
+        GENERATIONS, "completions of each prompt, K; the baseline needs siblings", ge=2, lt=2**31,
         trl=TrlDefault(2, "with a single sibling most groups tie, and its reward is a rough baseline"),
     )  # fmt: skip
     num_iterations: Count = key(1, "times each rollout is used; above 1 the ratio is clipped")
