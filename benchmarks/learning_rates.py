@@ -8,7 +8,7 @@ The run is the shortest file that trains: model, data, reward, number of steps; 
 prompts before and after. A seed decides the problems and their split, the adapter and the sampling; the embedded model
 is the same in all runs.
 
-Exit code 0 whatever comes out: this measures, it has no bar. Left out: every other model. One with 0.3 million
+Exit code 0 whatever comes out: this measures, it has no bar. Left out: every other model. One with half a million
 parameters wants a larger rate than one with billions.
 """
 

@@ -122,7 +122,8 @@ def init(
     prompt_column: Annotated[str | None, typer.Option("--prompt-column", help="Its column with the prompts.")] = None,
     answer_column: Annotated[str | None, typer.Option("--answer-column", help="And that with the answers.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="The run's file, or a folder; ./DATA.yaml unless given.")
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="The run's file, or a folder; ./DATA.yaml unless given."),
     ] = None,
     gpu_gib: Annotated[
         float | None, typer.Option("--gpu-gib", help="Fit a GPU with so many GiB instead of this machine.")
@@ -154,11 +155,15 @@ def _ask(flag: str, proposed: str | None, take_it: bool) -> str:
     """What a missing flag is: what is proposed, or the answer of whoever sits in front of the terminal."""
     if take_it and proposed is not None:
         return proposed
-    if take_it or not sys.stdin.isatty():
+    if take_it or not _can_ask():
         there = f" ({flag} {proposed}, say), or --yes takes what is proposed" if proposed else ""
         raise ConfigError(f"{flag} is missing, and nobody is there to be asked: give it{there}")
     answer: str = typer.prompt(flag.removeprefix("--").replace("-", " "), default=proposed)
     return answer
+
+
+def _can_ask() -> bool:
+    return sys.stdin.isatty()
 
 
 @app.command()

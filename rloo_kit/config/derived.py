@@ -10,11 +10,12 @@ from typing import Any
 
 from rloo_kit.config.batches import usual_batch
 from rloo_kit.config.checks import CLOSE_TOKENS
-from rloo_kit.config.schema import FULL_LEARNING_RATE, ModelSection
+from rloo_kit.config.schema import FULL_LEARNING_RATE, EvalSection, ModelSection
 
 Keys = dict[str, Any]  # of a section, as the file gives them
 
 PROMPT_SHARE = 4  # a prompt has one of so many parts of model.max_seq_length
+LEAST_TO_THINK = 64  # tokens of a completion below which no thinking budget is proposed
 ANSWER_SHARE, ANSWER = 4, 512  # a forced answer has one of so many parts of a completion, and at most so many tokens
 THINKING_LENGTH, EMBEDDED_LENGTH = 6144, 160  # model.max_seq_length by kind of model
 _THINKS = re.compile(r"thinking|^qwen3-\d(?!.*(instruct|base))", re.I)  # Qwen3's hybrid models think unless told not to
@@ -26,7 +27,9 @@ def fill_defaults(values: Any) -> Any:
     A section that is an object already has all of its keys: then nothing is filled in. Where a value is none that the
     checks take, what follows it stays at its own default.
     """
-    if not isinstance(values, dict) or not all(isinstance(values.get(name), dict) for name in ("model", "data", "rloo")):
+    if not isinstance(values, dict) or not all(
+        isinstance(values.get(name), dict) for name in ("model", "data", "rloo")
+    ):
         return values
     values = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in values.items()}
     model, data, rloo = values["model"], values["data"], values["rloo"]
@@ -34,7 +37,7 @@ def fill_defaults(values: Any) -> Any:
         rloo.setdefault("learning_rate", FULL_LEARNING_RATE)
     _try(lambda: rloo.setdefault("per_device_train_batch_size", usual_batch(_number(rloo, "num_generations"))))
     evaluated = values["eval"] if isinstance(values.get("eval"), dict) else {}
-    _try(lambda: _fill_lengths(model, data, rloo, _number(evaluated, "max_completion_length") or 0))
+    _try(lambda: _fill_lengths(model, data, rloo, _evaluated_length(evaluated, rloo)))
     return values
 
 
@@ -74,7 +77,8 @@ def _fill_lengths(model: Keys, data: Keys, rloo: Keys, evaluated: int) -> None:
         rloo.setdefault("max_completion_length", completion)
     answer = _number(rloo, "answer_budget") or min(completion // ANSWER_SHARE, ANSWER)
     budget = completion - answer - _closing(rloo)
-    if budget > 0 and thinks(model) and not _is_embedded(model):  # whose thoughts are far shorter than its completions
+    short = _is_embedded(model) or completion < LEAST_TO_THINK  # thoughts, or what there is of them
+    if thinks(model) and not short and budget > 0:
         rloo.setdefault("thinking_budget", budget)
 
 
@@ -82,6 +86,14 @@ def _least_completion(rloo: Keys) -> int:
     """Tokens of a completion that the budgets which are given take."""
     thinking = _number(rloo, "thinking_budget")
     return (thinking + _closing(rloo) if thinking else 0) + (_number(rloo, "answer_budget") or 1)
+
+
+def _evaluated_length(evaluated: Keys, rloo: Keys) -> int:
+    """Tokens of the longest completion that the evaluation asks for by itself; 0 where it takes training's."""
+    budgets = evaluated.get("thinking_budgets") or [0]
+    answer = _number(evaluated, "answer_budget") or int(EvalSection.model_fields["answer_budget"].default)
+    budget = max(int(one) for one in budgets)
+    return max(_number(evaluated, "max_completion_length") or 0, budget + _closing(rloo) + answer if budget else 0)
 
 
 def _closing(rloo: Keys) -> int:

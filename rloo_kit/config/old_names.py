@@ -214,7 +214,9 @@ def translate_config(
         if entry.keep:
             result.kept[old] = value
         _check_kind(old, value, entry.kind, prefix)
-        new = entry.read({**(usual or {}), **given}, processes) if entry.read else {entry.new: value} if entry.new else {}
+        new = (
+            entry.read({**(usual or {}), **given}, processes) if entry.read else {entry.new: value} if entry.new else {}
+        )
         for name, converted in new.items():
             _set_once(values, name, converted, prefix + old, prefix + name)
         result.messages.append(_describe(old, entry, new, prefix))

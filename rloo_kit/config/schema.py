@@ -346,7 +346,7 @@ class RLOOSection(Section):
     )  # fmt: skip
     thinking_budget: Count | None = key(
         None, "tokens of thinking after which it is closed by force; null: never",
-        follows="for a Thinking model what leaves the answer a quarter of the completion, at most 512 tokens",
+        follows="for a Thinking model what leaves a quarter of the completion, at most 512 tokens, to the answer",
     )  # fmt: skip
     answer_budget: Count | None = key(None, "tokens for the answer after a forced close; null: what is left")
     thinking_close: Literal["tag", "sentence"] = key(

@@ -83,8 +83,8 @@ def fit(model: str, file: Path, module: str, table: Table, gpu_gib: float | None
     other = next((one for one in known if one != model and _first_that_fits(one, file, module, table, gpu_gib)), None)
     instead = f"--model {other} fits" if other else f"--model {EMBEDDED} fits any machine, and knows additions"
     raise ConfigError(
-        f"--model {model} takes {plan.peak_gib:.1f} GiB with completions of {LENGTHS[True][-1][0]} tokens or fewer, one "
-        f"at a time, more than the {machine.usable_gib:.1f} of {machine.name}; {instead}, or --gpu-gib 24 writes the "
+        f"--model {model} takes {plan.peak_gib:.1f} GiB with completions of {LENGTHS[True][-1][0]} tokens or fewer, "
+        f"one at a time, more than the {machine.usable_gib:.1f} of {machine.name}; {instead}, or --gpu-gib 24 writes the "
         "file for a GPU with 24 GiB"
     )
 

@@ -68,7 +68,9 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
     rows = read_file(path, Columns(prompt_column, answer_column, answer_required=True))
     golds = [str(one).strip() for one in rows.answers or [] if one is not None and str(one).strip()]
     if not golds:
-        raise ConfigError(f"--answer-column {answer_column}: {path} has no answer in it; name the column of the answers")
+        raise ConfigError(
+            f"--answer-column {answer_column}: {path} has no answer in it; name the column of the answers"
+        )
     marked = all(MARKER in gold for gold in golds)
     golds = [gold.rpartition(MARKER)[2].strip() for gold in golds] if marked else golds
     odd = next((row for row, prompt in enumerate(rows.prompts) if not _is_addition(prompt)), None)

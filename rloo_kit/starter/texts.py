@@ -1,4 +1,4 @@
-"""The three texts of a first run: its file with a comment for each key that matters, a reward, and the reward's test."""
+"""The texts of a first run: its file with a comment for each key that matters, a reward, and the reward's test."""
 
 import json
 from collections.abc import Iterator
@@ -72,12 +72,13 @@ def _quoted(value: Any) -> str:
 def make_header(settings: Settings, plan: VramPlan) -> str:
     """The comment at the top: how to run it, how much a step is, and what it takes by the plan."""
     completions, length = settings.prompts * GENERATIONS, settings.completion_length
+    test = settings.file.with_name(f"test_{settings.module}.py")
     rollout = f"{settings.prompts} prompts x {GENERATIONS} generations = {completions} completions"
     return f"""\
 # {settings.model} on {settings.table.source}, written by rloo-kit init.
 #
 # Run:     rloo-kit train {settings.file}          (rloo-kit config {settings.file}: every key)
-# Reward:  {settings.module}.py, yours to change; its test: pytest {settings.file.with_name(f"test_{settings.module}.py")}
+# Reward:  {settings.module}.py, yours to change; its test: pytest {test}
 # Step:    1 rollout = {rollout} x at most {length} tokens, {plan.rows} of them at once.
 # Memory:  {plan.rollout_gib:.1f} GiB in a rollout, {plan.training_gib:.1f} GiB in training, of \
 {plan.machine.usable_gib:.1f} GiB on {plan.machine.name} (computed, not measured).
@@ -122,20 +123,21 @@ def _data(settings: Settings) -> Iterator[str]:
 def _rewards(settings: Settings) -> Iterator[str]:
     yield "rewards:"
     yield f"  - name: {_quoted(f'{settings.module}:score')}  # trained on; {settings.module}.py"
-    yield f"    params: {{think_end_id: {_quoted(settings.think_end_id)}}}  # {THINK_END}; null: the model does not think"
+    end = _quoted(settings.think_end_id)
+    yield f"    params: {{think_end_id: {end}}}  # of {THINK_END}; null: the model does not think"
     yield "  - name: answer_reward  # measured, not trained on: accuracy"
     yield "    weight: 0.0"
     yield f"    params: {{find: {settings.form}}}"
 
 
 def _rloo(settings: Settings) -> Iterator[str]:
-    embedded = settings.is_embedded
+    embedded, usual = settings.is_embedded, _written(LORA_LEARNING_RATE)
     yield "rloo:"
     yield f"  max_steps: {60 if embedded else 200}"
     if embedded:
-        yield f"  learning_rate: {_written(EMBEDDED_LEARNING_RATE)}  # of this tiny model; {_written(LORA_LEARNING_RATE)} is an adapter's default"
+        yield f"  learning_rate: {_written(EMBEDDED_LEARNING_RATE)}  # of this tiny model; an adapter's default is {usual}"
     else:
-        yield f"  learning_rate: {_written(LORA_LEARNING_RATE)}  # halve it if entropy falls fast, raise it if reward is flat"
+        yield f"  learning_rate: {usual}  # lower it if entropy falls fast, raise it if reward is flat"
         yield "  lr_scheduler_type: constant_with_warmup"
         yield "  warmup_steps: 5"
     if settings.on_cuda and not embedded:

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ class Starter:
     """What `write_starter` wrote. Prints with the commands that come next.
 
     Attributes:
-        config, reward, test: the files. plan: the memory of the run.
+        config, reward, test: the files. plan: the memory of the run. is_embedded: the model is the kit's own.
     """
 
     config: Path
@@ -28,6 +29,7 @@ class Starter:
     test: Path
     table: Table
     plan: VramPlan
+    is_embedded: bool
 
     @property
     def commands(self) -> list[str]:
@@ -43,11 +45,16 @@ class Starter:
                 f"'{self.table.answer_column}'",
                 f"{plan.model}: {plan.peak_gib:.1f} of {plan.machine.usable_gib:.1f} GiB on {plan.machine.name} "
                 "(computed, not measured)",
+                *self._notes(),
                 f"wrote {self.config}, {self.reward} and {self.test}",
                 "next:",
                 *(f"  {command}" for command in self.commands),
             ]
         )
+
+    def _notes(self) -> Iterator[str]:
+        if not self.plan.machine.on_cuda and not self.is_embedded:
+            yield "without a GPU a step takes hours; --gpu-gib 8 writes the file for a machine with one"
 
 
 def name_output(output: Path | None, source: str) -> Path:
@@ -88,7 +95,7 @@ def write_starter(
     config.parent.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
-    return Starter(config, reward, test, table, fitted.plan)
+    return Starter(config, reward, test, table, fitted.plan, fitted.settings.is_embedded)
 
 
 def _as_module(stem: str) -> str:

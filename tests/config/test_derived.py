@@ -62,7 +62,12 @@ def test_a_short_file_has_room_to_think_and_learns_from_four_prompts(model: Any,
 
 # Values of the four keys that agree with each other, in a small and a large run; None leaves the key out.
 SANE = [
-    {"max_seq_length": whole, "max_prompt_length": prompt, "max_completion_length": completion, "thinking_budget": budget}
+    {
+        "max_seq_length": whole,
+        "max_prompt_length": prompt,
+        "max_completion_length": completion,
+        "thinking_budget": budget,
+    }
     for whole, prompt, completion, budget in ((1024, 64, 700, 600), (20000, 3000, 16000, 12000), (600, 300, 300, 200))
 ]
 SUBSETS = [names for size in range(5) for names in itertools.combinations(SANE[0], size)]
@@ -86,15 +91,17 @@ def test_no_subset_of_the_lengths_is_made_to_contradict(
         if close:
             sections["rloo"]["thinking_close"] = close
         if evaluated:
-            sections["eval"]["max_completion_length"] = evaluated
+            sections["eval"] |= {"max_completion_length": evaluated, "thinking_budgets": [8, 200]}
         run = build(sections.pop("model"), **sections)
+        longest = 200 + (24 if close else 1) + 32 if evaluated else 0  # of eval.thinking_budgets
+        assert run.data.max_prompt_length + longest <= run.model.max_seq_length
         for name in names:
             assert getattr(getattr(run, places.get(name, "rloo")), name) == values[name]
         assert RunConfig.model_validate(run.model_dump()) == run
 
 
 def test_a_null_and_what_is_no_number_stay_what_they_are() -> None:
-    """A budget that is switched off stays off; and a wrong length is refused by its own key, not by one that follows."""
+    """A budget that is off stays off; and a wrong length is refused by its own key, not by one that follows."""
     assert build(THINKING, rloo={"thinking_budget": None}).rloo.thinking_budget is None
     for wrong in ("many", True, -4, 1.5, [1], float("inf")):
         with pytest.raises(ValueError, match="max_seq_length") as caught:

@@ -18,14 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # A module or package imports from what stands before it, and from its own package.
 ORDER = [
     "errors", "system", "config", "runs", "plan", "_stack", "collective", "think_tags", "rewards", "data",
-    "starter", "embedded", "results", "models", "rewarding", "gradient", "rollout", "evals", "loop", "measure", "notebook",
-    "batch", "cli",
+    "starter", "embedded", "results", "models", "rewarding", "gradient", "rollout", "evals", "loop", "measure",
+    "notebook", "batch", "cli",
 ]
 # Never torch: not at the top of a module, nor through another package. `LOADS_IN_FUNCTIONS` may in functions.
 LIGHT = [
     "errors", "system", "config", "runs", "collective", "think_tags", "data", "results", "rewarding", "plan",
-    "starter",
-    "notebook", "batch", "cli",
+    "starter", "notebook", "batch", "cli",
 ]
 # The `__init__` of each calls load_stack(), so Unsloth, torch and TRL have come in the right order above any module.
 HEAVY = ["embedded", "models", "gradient", "rollout", "evals", "loop", "measure"]
