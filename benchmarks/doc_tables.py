@@ -130,6 +130,20 @@ def kl_training_table(result: dict[str, Any]) -> list[str]:
     return table(head, rows)
 
 
+def rates_table(result: dict[str, Any]) -> list[str]:
+    """learning_rates.json: each rate over its seeds."""
+    rows = []
+    for trained, rate in dict.fromkeys((run["trained"], run["rate"]) for run in result["runs"]):
+        runs = [run for run in result["runs"] if (run["trained"], run["rate"]) == (trained, rate)]
+        cells = [trained, f"{rate:g}", str(len(runs))]
+        for figure in ("accuracy", "greedy_accuracy"):
+            for when in ("before", "after"):
+                values = [run[when][figure] for run in runs]
+                cells.append(f"{sum(values) / len(values):.3f} ({min(values):.3f} to {max(values):.3f})")
+        rows.append(cells)
+    return table(["trained", "rate", "seeds", "accuracy before", "after", "greedy before", "after"], rows)
+
+
 def decode_table(result: dict[str, Any]) -> list[str]:
     """decode_step.json: a row for each length of the cache, and rows of equal and of unequal length."""
     rows = []
@@ -168,6 +182,7 @@ TABLES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
     "demo": (demo_table, "demo_phase.json"),
     "kl-mechanism": (kl_mechanism_table, "kl_forms.json"),
     "kl-training": (kl_training_table, "kl_forms.json"),
+    "learning-rates": (rates_table, "learning_rates.json"),
     "rewards": (rewards_table, "rewards.json"),
     "startup": (startup_table, "startup.json"),
     "step-times": (step_times.times_table, ""),

@@ -60,7 +60,7 @@ print(kit.setup_environment())
 #   `frac_score_zero_std`, the share of groups that teach nothing.
 # - `beta = 0.05`: the KL is measured and drawn.
 # - `max_completion_length = 2`: the answer is cut off before it ends, and the run says what is wrong.
-# - `learning_rate = 1e-5`: the choice for the large models; here nothing moves.
+# - `learning_rate = 1e-4`: the choice for the large models; a tiny one hardly moves.
 #
 # Give each try a `run_name` of its own, and the folders lie side by side in `outputs/`.
 
@@ -243,9 +243,9 @@ for tokens in (30, 500, 4096, 12288):
 
 # %% [markdown]
 # From about 4,000 tokens on it costs more than a right answer earns, so the model learns to think less, not better.
-# `overrides = "rloo.kl_form=length_normalized"` takes the mean over the tokens instead: a long thought then costs no
-# more than a short one. `beta = 0`, as in the files of this project, needs no starting policy at all, and no time for
-# it.
+# `rloo.kl_form: length_normalized`, the default, takes the mean over the tokens instead: a long thought then costs no
+# more than a short one; `overrides = "rloo.kl_form=sum"` takes the sum. `beta = 0`, as in the files of this project,
+# needs no starting policy at all, and no time for it.
 
 # %% [markdown]
 # ### RLOO and GRPO

@@ -69,7 +69,7 @@ run_name = ""  # folder of the run in output_dir; empty: the file's name
 output_dir = "outputs"
 max_steps = 200
 num_generations = 8  # K
-learning_rate = 1e-5
+learning_rate = 1e-4
 beta = 0.0
 max_completion_length = 2048
 eval_prompts = 100
@@ -241,9 +241,9 @@ for tokens in (30, 500, 4096, 12288):
 
 # %% [markdown]
 # From about 4,000 tokens on it costs more than a right answer earns, so the model learns to think less, not better.
-# `overrides = "rloo.kl_form=length_normalized"` takes the mean over the tokens instead: a long thought then costs no
-# more than a short one. `beta = 0`, as in the files of this project, needs no starting policy at all, and no time for
-# it.
+# `rloo.kl_form: length_normalized`, the default, takes the mean over the tokens instead: a long thought then costs no
+# more than a short one; `overrides = "rloo.kl_form=sum"` takes the sum. `beta = 0`, as in the files of this project,
+# needs no starting policy at all, and no time for it.
 
 # %% [markdown]
 # ### RLOO and GRPO

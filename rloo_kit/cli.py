@@ -116,6 +116,57 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
 
 
 @app.command()
+def init(
+    model: Annotated[str | None, typer.Option("--model", help="Hub id, folder or embedded/thinking.")] = None,
+    data: Annotated[str | None, typer.Option("--data", metavar="FILE", help="A .csv, .jsonl or .parquet file.")] = None,
+    prompt_column: Annotated[str | None, typer.Option("--prompt-column", help="Its column with the prompts.")] = None,
+    answer_column: Annotated[str | None, typer.Option("--answer-column", help="And that with the answers.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="The run's file, or a folder; ./DATA.yaml unless given."),
+    ] = None,
+    gpu_gib: Annotated[
+        float | None, typer.Option("--gpu-gib", help="Fit a GPU with so many GiB instead of this machine.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Take what is proposed where a flag is missing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")] = False,
+) -> None:
+    """Write a run's file for your own data that fits this machine, and a reward with its test."""
+    with _exit_codes():
+        from rloo_kit.starter.columns import guess_columns, read_columns
+        from rloo_kit.starter.fit import suggest_model
+        from rloo_kit.starter.table import check_column, find_data, read_table
+        from rloo_kit.starter.write import write_starter
+
+        def ask(flag: str, given: str | None, proposed: str | None) -> str:
+            return given if given is not None else _ask(flag, proposed, yes)
+
+        source = ask("--data", data, None)
+        names = read_columns(find_data(source))
+        guessed = guess_columns(names)
+        prompts = check_column(ask("--prompt-column", prompt_column, guessed[0]), "--prompt-column", names)
+        answers = check_column(ask("--answer-column", answer_column, guessed[1]), "--answer-column", names)
+        table = read_table(source, prompts, answers)
+        chosen = ask("--model", model, suggest_model(table, gpu_gib) if model is None else None)
+        print(write_starter(chosen, table, output, gpu_gib, overwrite))
+
+
+def _ask(flag: str, proposed: str | None, take_it: bool) -> str:
+    """What a missing flag is: what is proposed, or the answer of whoever sits in front of the terminal."""
+    if take_it and proposed is not None:
+        return proposed
+    if take_it or not _can_ask():
+        there = f" ({flag} {proposed}, say), or --yes takes what is proposed" if proposed else ""
+        raise ConfigError(f"{flag} is missing, and nobody is there to be asked: give it{there}")
+    answer: str = typer.prompt(flag.removeprefix("--").replace("-", " "), default=proposed)
+    return answer
+
+
+def _can_ask() -> bool:
+    return sys.stdin.isatty()
+
+
+@app.command()
 def config(file: ConfigFile, overrides: Overrides = None) -> None:
     """Print the resolved run, every key with its value; what keeps it from starting here, as warnings."""
     with _exit_codes():

@@ -39,7 +39,7 @@ def call(*words):
 
 
 @pytest.mark.parametrize(
-    "line", ["--help", "train --help", "--version", "config FILE", "plan FILE", "batch nowhere.yaml"]
+    "line", ["--help", "train --help", "init --yes", "--version", "config FILE", "plan FILE", "batch nowhere.yaml"]
 )
 def test_light_commands_load_no_torch(line, config_file):
     """Four seconds of imports before a page of help teach people not to ask for it; and a batch lives for hours beside
@@ -54,14 +54,14 @@ finally:
     print("HEAVY", sorted({{"torch", "transformers", "trl", "datasets", "matplotlib"}} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    code = 125 if words[0] == "batch" else 0
+    code = {"batch": 125, "init": 2}.get(words[0], 0)
     assert done.returncode == code and "HEAVY []" in done.stdout, done.stdout + done.stderr
 
 
 def test_help_names_the_commands():
     """The command line does what a notebook does; a command that it leaves out cannot be found."""
     code, printed, _ = call("--help")
-    commands = ("doctor", "config", "plan", "train", "eval", "report", "batch")
+    commands = ("doctor", "init", "config", "plan", "train", "eval", "report", "batch")
     assert code == 0 and all(word in printed for word in commands)
     assert call("--version")[1] == f"rloo-kit {__version__}\n"
 

@@ -9,7 +9,17 @@ from rloo_kit.system.processes import count_processes
 if TYPE_CHECKING:
     from rloo_kit.config.run import RunConfig
 
+GENERATIONS, PROMPTS = 8, 4  # of a step, where a file is silent
 _SEARCHED = 10_000  # group sizes on either side of the wanted one
+
+
+def usual_batch(num_generations: int | None) -> int:
+    """Completions of a step where a file is silent: `PROMPTS` whole groups; None is `GENERATIONS`.
+
+    >>> usual_batch(None), usual_batch(6)
+    (32, 24)
+    """
+    return PROMPTS * (num_generations or GENERATIONS)
 
 
 def check_generation_batch(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rloo_kit.config.batches import usual_batch
 from rloo_kit.errors import ConfigError, excerpt
 
 _OLD_CLIP = 10.0  # the old default of reward_clip_range, which only worked together with normalize_reward
@@ -187,7 +188,9 @@ _SECTION_KEYS = {
 }
 
 
-def translate_config(given: Mapping[str, Any], processes: int = 1, prefix: str = "") -> Translation:
+def translate_config(
+    given: Mapping[str, Any], processes: int = 1, prefix: str = "", usual: Mapping[str, Any] | None = None
+) -> Translation:
     """Today's keywords for a config with old ones; None counts as not given.
 
     >>> translate_config({"kl_coef": 0.1, "rloo_k": 4}).values
@@ -197,6 +200,7 @@ def translate_config(given: Mapping[str, Any], processes: int = 1, prefix: str =
         given: keywords of `RLOOConfig`, old or new.
         processes: processes of the run, which total_episodes needs.
         prefix: of a name in messages, "rloo." for a file.
+        usual: defaults that sizes are computed with where they are not TRL's.
 
     Raises:
         ConfigError: an old name has no equivalent, or an old and a new name disagree.
@@ -210,7 +214,9 @@ def translate_config(given: Mapping[str, Any], processes: int = 1, prefix: str =
         if entry.keep:
             result.kept[old] = value
         _check_kind(old, value, entry.kind, prefix)
-        new = entry.read(dict(given), processes) if entry.read else {entry.new: value} if entry.new else {}
+        new = (
+            entry.read({**(usual or {}), **given}, processes) if entry.read else {entry.new: value} if entry.new else {}
+        )
         for name, converted in new.items():
             _set_once(values, name, converted, prefix + old, prefix + name)
         result.messages.append(_describe(old, entry, new, prefix))
@@ -274,7 +280,12 @@ def translate_file(values: dict[str, Any], processes: int = 1) -> list[str]:
         if isinstance(target, dict):
             _set_once(target, key, section.pop(old), f"rloo.{old}", f"{other}.{key}")
             messages.append(f"rloo.{old} belongs to {other}.{key}; read as {other}.{key}={target[key]}")
-    translation = translate_config({str(key): value for key, value in section.items()}, processes, "rloo.")
+    given = {str(key): value for key, value in section.items()}
+    usual = {}
+    if "total_episodes" in given:
+        generations = _read_size(given, "num_generations", "rloo_k", default=0)
+        usual = {"per_device_train_batch_size": usual_batch(generations)}
+    translation = translate_config(given, processes, "rloo.", usual)
     values["rloo"] = translation.values
     return messages + translation.messages
 

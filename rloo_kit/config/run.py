@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from rloo_kit.config.checks import FILE_KINDS, find_temperature_problems
+from rloo_kit.config.derived import fill_defaults
 from rloo_kit.config.messages import explain_error, explain_errors
 from rloo_kit.config.old_names import CONFIG_NAMES, forget_overruled, translate_file
 from rloo_kit.config.schema import (
@@ -74,6 +75,12 @@ class RunConfig(Section):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RunConfig) and self.model_dump() == other.model_dump()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, values: Any) -> Any:
+        """Keys that follow others; an assignment and `check` have all of them."""
+        return fill_defaults(values)
 
     @model_validator(mode="after")
     def _check_sections_together(self) -> "RunConfig":

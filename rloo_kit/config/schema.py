@@ -1,7 +1,8 @@
 """The sections of a run's configuration: strict pydantic models with every key's type, default, bounds and description.
 
 A key is declared here and nowhere else. Those that the loop reads are arguments of `RLOOConfig` too (`OPTIONS`): its
-fields, their defaults, bounds and help come from here. A test compares the defaults with TRL's.
+fields, their defaults, bounds and help come from here. A test compares the defaults with TRL's. What a default follows
+is computed in `config/derived.py`.
 """
 
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from rloo_kit.config.batches import check_generation_batch
+from rloo_kit.config.batches import GENERATIONS, PROMPTS, check_generation_batch
 from rloo_kit.config.checks import find_loop_problems, find_server_problems, find_test_problem
 from rloo_kit.config.messages import accepts_bool, describe_type, explain_error
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.processes import count_processes
 
+LORA_LEARNING_RATE, FULL_LEARNING_RATE = 1e-4, 1e-5  # measured on the embedded model: docs/benchmarks.md
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 Tracker = Literal[
@@ -35,21 +37,28 @@ class TrlDefault(NamedTuple):
 
 
 def key(
-    default: Any, description: str, *, argument: str | None = None, trl: TrlDefault | None = None, **bounds: Any
+    default: Any,
+    description: str,
+    *,
+    argument: str | None = None,
+    trl: TrlDefault | None = None,
+    follows: str | None = None,
+    **bounds: Any,
 ) -> Any:
     """A key with a default.
 
     Args:
         argument: its name in `RLOOConfig`; a key of `rloo:` has its own name there.
         trl: the default in `RLOOConfig` where that is another one.
+        follows: what the default is in a run, where other keys decide it (`config/derived.py`), in words.
         bounds: those of pydantic's `Field`.
     """
-    extra: dict[str, Any] = {"argument": argument, "trl": trl}
+    extra: dict[str, Any] = {"argument": argument, "trl": trl, "follows": follows}
     return Field(default=default, description=description, json_schema_extra=extra, **bounds)
 
 
 def declared(field: FieldInfo, name: str) -> Any:
-    """`argument` or `trl` of a key; None where it has none."""
+    """`argument`, `trl` or `follows` of a key; None where it has none."""
     return field.json_schema_extra.get(name) if isinstance(field.json_schema_extra, dict) else None
 
 
@@ -162,7 +171,10 @@ class ModelSection(Section):
     backend: Literal["auto", "unsloth", "transformers"] = key("auto", "auto: Unsloth where it is usable")
     load_in_4bit: bool = key(False, "4-bit weights (bitsandbytes NF4)")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key("auto", "auto: by the machine's precision")
-    max_seq_length: int = key(2048, "tokens of prompt and completion together", ge=16)
+    max_seq_length: int = key(
+        2048, "tokens of prompt and completion together", ge=16,
+        follows="6144 for a Thinking model, 160 for an embedded one; more where lengths that are set need it",
+    )  # fmt: skip
     adapter: str | None = key(None, "folder of an adapter to continue")
     gradient_checkpointing: bool | Literal["unsloth"] = key(
         False, "recompute activations to save memory; 'unsloth' also offloads them"
@@ -235,7 +247,9 @@ class DataSection(Section):
     test_size: int | float = key(
         0.1, "held-out prompts: a number, or a share below 1; of test_source or test_split a number, below 1 all", ge=0
     )
-    max_prompt_length: Count = key(256, "tokens of a prompt, template included")
+    max_prompt_length: Count = key(
+        512, "tokens of a prompt, template included", follows="a quarter of model.max_seq_length"
+    )
     too_long: Literal["drop", "refuse"] = key("drop", "what happens to longer prompts")
     seed: int = key(0, "seed of the split", ge=0, lt=2**32)
 
@@ -312,8 +326,8 @@ class RLOOSection(Section):
         trl=TrlDefault(3.0, "a file says how long it trains"),
     )  # fmt: skip
     learning_rate: float = key(
-        1e-5, "peak learning rate", ge=0,
-        trl=TrlDefault(1e-6, "1e-6 is for full fine-tuning; a LoRA adapter in bf16 does not move at that size"),
+        LORA_LEARNING_RATE, "peak learning rate", ge=0, follows=f"{FULL_LEARNING_RATE:g} with model.lora: null",
+        trl=TrlDefault(1e-6, "that is for full fine-tuning; an adapter wants ten times as much and more"),
     )  # fmt: skip
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"] = key(
         "linear", "shape of the learning rate over the run"
@@ -327,19 +341,29 @@ class RLOOSection(Section):
     adam_beta1: float = key(0.9, "decay of the first moment", ge=0, lt=1)
     adam_beta2: float = key(0.999, "decay of the second moment", ge=0, lt=1)
     adam_epsilon: float = key(1e-8, "term that keeps Adam's division finite", gt=0)
-    per_device_train_batch_size: Count = key(8, "completions of one micro-step")
+    per_device_train_batch_size: Count = key(
+        GENERATIONS * PROMPTS, "completions of one micro-step", follows=f"{PROMPTS} x num_generations",
+        trl=TrlDefault(8, "a step on one prompt's completions is noise; this is four prompts"),
+    )  # fmt: skip
     gradient_accumulation_steps: Count = key(1, "micro-steps of one optimizer step")
     steps_per_generation: Count | None = key(None, "micro-steps fed by one rollout; null: gradient_accumulation_steps")
     memory: Literal["fast", "balanced", "low"] = key(
         "fast", "graphs kept group by group, log-probs first, or one sequence at a time"
     )
     tokens_per_pass: Count | None = key(None, "tokens in one forward and backward pass; null: by the machine")
-    num_generations: int = key(2, "completions of each prompt, K; the baseline needs siblings", ge=2, lt=2**31)
+    num_generations: int = key(
+        GENERATIONS, "completions of each prompt, K; the baseline needs siblings", ge=2, lt=2**31,
+        trl=TrlDefault(2, "with a single sibling most groups tie, and its reward is a rough baseline"),
+    )  # fmt: skip
     num_iterations: Count = key(1, "times each rollout is used; above 1 the ratio is clipped")
-    beta: float = key(0.05, "KL coefficient; 0 loads and runs no reference", ge=0)
+    beta: float = key(
+        0.0, "KL coefficient; 0 loads and runs no reference", ge=0,
+        trl=TrlDefault(0.05, "the penalty pays for thinking less, and the reference costs a pass"),
+    )  # fmt: skip
     kl_form: Literal["sum", "length_normalized", "per_token"] = key(
-        "sum", "KL in the reward: sum over the completion, its mean a token, or per token"
-    )
+        "length_normalized", "KL in the reward: sum over the completion, its mean a token, or per token",
+        trl=TrlDefault("sum", "the sum grows with the length: with a beta, short thoughts win"),
+    )  # fmt: skip
     reference: Literal["start", "base"] = key("start", "KL against the start of training or the base model")
     ratio_form: Literal["sum", "length_normalized", "per_token"] | None = key(
         None, "ratio of a completion, of its mean token (GSPO) or of each; null: as kl_form needs"
@@ -367,8 +391,14 @@ class RLOOSection(Section):
     top_k: int = key(0, "only 0, for the same reason", ge=0)
     min_p: float | None = key(None, "only null or 0, for the same reason", ge=0, le=1)
     repetition_penalty: float = key(1.0, "only 1, for the same reason", gt=0)
-    max_completion_length: Count = key(512, "tokens of a completion, thinking included")
-    thinking_budget: Count | None = key(None, "tokens of thinking after which it is closed by force; null: never")
+    max_completion_length: Count = key(
+        1536, "tokens of a completion, thinking included", follows="what the prompt leaves of model.max_seq_length",
+        trl=TrlDefault(512, "thoughts that are cut off all earn the same"),
+    )  # fmt: skip
+    thinking_budget: Count | None = key(
+        None, "tokens of thinking after which it is closed by force; null: never",
+        follows="for a Thinking model what leaves a quarter of the completion, at most 512 tokens, to the answer",
+    )  # fmt: skip
     answer_budget: Count | None = key(None, "tokens for the answer after a forced close; null: what is left")
     thinking_close: Literal["tag", "sentence"] = key(
         "tag", "what closes it: </think> alone, or a closing sentence before it"

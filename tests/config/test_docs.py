@@ -36,8 +36,21 @@ def table(section: type[Section]) -> str:
         default = field.default_factory() if field.default_factory else field.default  # type: ignore[call-arg]
         shown, what = show(default), field.description
         if trl := declared(field, "trl"):
-            shown, what = f"{shown} (TRL: {show(trl.value)})", f"{what} (why not TRL's: {trl.reason})"
+            shown = f"{shown} (TRL: {show(trl.value)})"
+        if follows := declared(field, "follows"):
+            what = f"{what}. Default: {follows}"
         rows.append(f"| `{name}` | {describe_field(field)} | {shown} | {what} |")
+    return "\n".join(rows)
+
+
+def trl_table() -> str:
+    rows = ["| key | the kit's | TRL's | why |", "|---|---|---|---|"]
+    for section, kind in SECTIONS.items():
+        for name, field in kind.model_fields.items():
+            if trl := declared(field, "trl"):
+                follows = declared(field, "follows")
+                ours = show(field.default) + (f"; {follows}" if follows else "")
+                rows.append(f"| `{section}.{name}` | {ours} | {show(trl.value)} | {trl.reason} |")
     return "\n".join(rows)
 
 
@@ -55,7 +68,10 @@ def old_table() -> str:
 
 
 def tables() -> dict[str, str]:
-    return {name: table(section) for name, section in SECTIONS.items()} | {"old names": old_table()}
+    return {name: table(section) for name, section in SECTIONS.items()} | {
+        "defaults that are not TRL's": trl_table(),
+        "old names": old_table(),
+    }
 
 
 def written(text: str, name: str) -> re.Match[str] | None:

@@ -67,7 +67,7 @@ def test_assignment_is_checked_and_a_refused_one_changes_nothing(minimal: Path) 
     key` left open which of six sections was meant."""
     run = load_config(minimal)
     for section, key, value, message in (
-        (run.rloo, "num_generations", 3, "rloo: a rollout has 8 completions"),
+        (run.rloo, "num_generations", 3, "rloo: a rollout has 32 completions"),
         (run.rloo, "top_p", 1.5, "rloo.top_p: is 1.5"),
         (run.rloo, "bta", 3, "rloo.bta: unknown key; did you mean rloo.beta?"),
         (run.model.lora, "r", 7.5, "model.lora.r: is 7.5"),
@@ -76,7 +76,7 @@ def test_assignment_is_checked_and_a_refused_one_changes_nothing(minimal: Path) 
         with pytest.raises(ConfigError) as caught:
             setattr(section, key, value)
         assert str(caught.value).startswith(message)
-    assert (run.rloo.num_generations, run.rloo.top_p, run.rloo.max_completion_length) == (2, 1.0, 64)
+    assert (run.rloo.num_generations, run.rloo.top_p, run.rloo.max_completion_length) == (8, 1.0, 64)
     run.rloo.learning_rate = "1e-4"
     assert run.rloo.learning_rate == 1e-4
 

@@ -18,13 +18,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # A module or package imports from what stands before it, and from its own package.
 ORDER = [
     "errors", "system", "config", "runs", "plan", "_stack", "collective", "think_tags", "rewards", "data",
-    "rewarding", "preflight", "embedded", "results", "models", "gradient", "rollout", "evals", "loop", "measure",
+    "rewarding", "starter", "preflight", "embedded", "results", "models", "gradient", "rollout", "evals", "loop",
+    "measure",
     "notebook", "batch", "cli",
 ]
 # Never torch: not at the top of a module, nor through another package. `LOADS_IN_FUNCTIONS` may in functions.
 LIGHT = [
     "errors", "system", "config", "runs", "collective", "think_tags", "data", "results", "rewarding", "plan",
-    "preflight", "notebook", "batch", "cli",
+    "preflight", "starter", "notebook", "batch", "cli",
 ]
 # The `__init__` of each calls load_stack(), so Unsloth, torch and TRL have come in the right order above any module.
 HEAVY = ["embedded", "models", "gradient", "rollout", "evals", "loop", "measure"]

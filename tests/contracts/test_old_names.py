@@ -331,7 +331,7 @@ def test_old_names_in_a_file(tmp_path: Path) -> None:
     ):
         assert len([line for line in found if line.startswith(f"{old} ") and new in line]) == 1, (old, found)
     assert (run.rloo.beta, run.rloo.num_generations, run.rloo.epsilon, run.rloo.num_iterations) == (0.5, 4, 0.3, 2)
-    assert (run.rloo.max_completion_length, run.rloo.max_steps, run.name) == (64, 20, "first")
+    assert (run.rloo.max_completion_length, run.rloo.max_steps, run.name) == (64, 10, "first")
     assert run.data.max_prompt_length == 64 and run.rewards[0].params == {"model": "some/model"}
     with pytest.raises(ConfigError, match="rloo.rloo_k .*=4.*rloo.num_generations=8"):
         path.write_text(path.read_text().replace("rloo_k: 4", "rloo_k: 4, num_generations: 8"))

@@ -245,6 +245,7 @@ def test_budgets_need_a_model_that_thinks(make_run, make_policy):
     ):
         evaluate(make_run(thinking_budgets=[4]), make_policy("instruct"), make_dataset())
     run = make_run(thinking_budgets=[4, 2000], answer_budget=32)
+    run.model.max_seq_length, run.data.max_prompt_length = 2048, 256
     with pytest.raises(ConfigError, match=r"is 2289 tokens, but model.max_seq_length is 2048. Lower one of the first"):
         evaluate(run, make_policy(), make_dataset())
 

@@ -1,0 +1,122 @@
+"""Defaults of a run that follow other keys: lengths, a thinking budget, the batch, the learning rate.
+
+Only keys that the file does not have are filled in, before it is checked; the resolved file shows them as numbers. That
+they follow something is declared in `config/schema.py`.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rloo_kit.config.batches import usual_batch
+from rloo_kit.config.checks import CLOSE_TOKENS
+from rloo_kit.config.schema import FULL_LEARNING_RATE, EvalSection, ModelSection
+
+Keys = dict[str, Any]  # of a section, as the file gives them
+
+PROMPT_SHARE = 4  # a prompt has one of so many parts of model.max_seq_length
+LEAST_TO_THINK = 64  # tokens of a completion below which no thinking budget is proposed
+ANSWER_SHARE, ANSWER = 4, 512  # a forced answer has one of so many parts of a completion, and at most so many tokens
+THINKING_LENGTH, EMBEDDED_LENGTH = 6144, 160  # model.max_seq_length by kind of model
+_THINKS = re.compile(r"thinking|^qwen3-\d(?!.*(instruct|base))", re.I)  # Qwen3's hybrid models think unless told not to
+
+
+def fill_defaults(values: Any) -> Any:
+    """A run's values, with the keys that follow others and are not there.
+
+    A section that is an object already has all of its keys: then nothing is filled in. Where a value is none that the
+    checks take, what follows it stays at its own default.
+    """
+    if not isinstance(values, dict) or not all(
+        isinstance(values.get(name), dict) for name in ("model", "data", "rloo")
+    ):
+        return values
+    values = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in values.items()}
+    model, data, rloo = values["model"], values["data"], values["rloo"]
+    if "lora" in model and model["lora"] is None:
+        rloo.setdefault("learning_rate", FULL_LEARNING_RATE)
+    _try(lambda: rloo.setdefault("per_device_train_batch_size", usual_batch(_number(rloo, "num_generations"))))
+    evaluated = values["eval"] if isinstance(values.get("eval"), dict) else {}
+    _try(lambda: _fill_lengths(model, data, rloo, _evaluated_length(evaluated, rloo)))
+    return values
+
+
+def _try(fill: Callable[[], Any]) -> None:
+    """`fill`, unless a number that it needs is none; that is then refused by the key's own check."""
+    try:
+        fill()
+    except (ValueError, TypeError, OverflowError):
+        return
+
+
+def _number(keys: Mapping[str, Any], name: str) -> int | None:
+    """A whole number that is given; raises ValueError, TypeError or OverflowError where it is no such number."""
+    value = keys.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or int(value) != float(value) or int(value) < 1:
+        raise ValueError(name)
+    return int(value)
+
+
+def _fill_lengths(model: Keys, data: Keys, rloo: Keys, evaluated: int) -> None:
+    """Prompt and completion within `model.max_seq_length`, and the thinking within the completion."""
+    prompt, completion = _number(data, "max_prompt_length"), _number(rloo, "max_completion_length")
+    needed = max(completion or _least_completion(rloo), evaluated)
+    whole = _number(model, "max_seq_length")
+    if whole is None:
+        usual = _usual_length(model)
+        share = usual // PROMPT_SHARE
+        whole = max(usual, (prompt or share) + (needed if completion else max(needed, usual - share)))
+        model.setdefault("max_seq_length", whole)
+    if prompt is None:
+        prompt = max(min(whole // PROMPT_SHARE, whole - needed), 1)
+        data.setdefault("max_prompt_length", prompt)
+    if completion is None:
+        completion = max(whole - prompt, 1)
+        rloo.setdefault("max_completion_length", completion)
+    answer = _number(rloo, "answer_budget") or min(completion // ANSWER_SHARE, ANSWER)
+    budget = completion - answer - _closing(rloo)
+    short = _is_embedded(model) or completion < LEAST_TO_THINK  # thoughts, or what there is of them
+    if thinks(model) and not short and budget > 0:
+        rloo.setdefault("thinking_budget", budget)
+
+
+def _least_completion(rloo: Keys) -> int:
+    """Tokens of a completion that the budgets which are given take."""
+    thinking = _number(rloo, "thinking_budget")
+    return (thinking + _closing(rloo) if thinking else 0) + (_number(rloo, "answer_budget") or 1)
+
+
+def _evaluated_length(evaluated: Keys, rloo: Keys) -> int:
+    """Tokens of the longest completion that the evaluation asks for by itself; 0 where it takes training's."""
+    budgets = evaluated.get("thinking_budgets") or [0]
+    answer = _number(evaluated, "answer_budget") or int(EvalSection.model_fields["answer_budget"].default)
+    budget = max(int(one) for one in budgets)
+    return max(_number(evaluated, "max_completion_length") or 0, budget + _closing(rloo) + answer if budget else 0)
+
+
+def _closing(rloo: Keys) -> int:
+    return CLOSE_TOKENS.get(str(rloo.get("thinking_close")), CLOSE_TOKENS["tag"])
+
+
+def _is_embedded(model: Keys) -> bool:
+    return str(model.get("name")).startswith("embedded/")
+
+
+def _usual_length(model: Keys) -> int:
+    if _is_embedded(model):
+        return EMBEDDED_LENGTH
+    return THINKING_LENGTH if thinks(model) else int(ModelSection.model_fields["max_seq_length"].default)
+
+
+def thinks(model: Mapping[str, Any]) -> bool:
+    """Whether the keys of `model:` say that it thinks: by its family, else by its name.
+
+    >>> thinks({"name": "Qwen/Qwen3-0.6B"}), thinks({"name": "Qwen/Qwen3-4B-Instruct-2507"})
+    (True, False)
+    """
+    family, switch = model.get("family", "auto"), model.get("enable_thinking")
+    if family == "auto" and switch is None:
+        return _THINKS.search(str(model.get("name")).rstrip("/").rpartition("/")[2]) is not None
+    return family == "thinking" or (family in ("auto", "hybrid") and switch is not False)

@@ -1,0 +1,108 @@
+"""`rloo-kit init`: a run's file that fits this machine, a reward and the reward's test, written where nothing is."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rloo_kit.errors import ConfigError
+from rloo_kit.plan.result import VramPlan
+from rloo_kit.starter.fit import fit
+from rloo_kit.starter.table import Table
+from rloo_kit.starter.texts import make_reward, make_test
+from rloo_kit.system.versions import is_importable
+
+ENDINGS = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Starter:
+    """What `write_starter` wrote. Prints with the commands that come next.
+
+    Attributes:
+        config, reward, test: the files. plan: the memory of the run. is_embedded: the model is the kit's own.
+    """
+
+    config: Path
+    reward: Path
+    test: Path
+    table: Table
+    plan: VramPlan
+    is_embedded: bool
+
+    @property
+    def commands(self) -> list[str]:
+        """What to call next, from the folder where the files were written from."""
+        pytest = "pytest" if is_importable("pytest") else "pip install pytest && pytest"
+        return [shlex.join(["rloo-kit", "train", str(self.config)]), f"{pytest} {shlex.quote(str(self.test))}"]
+
+    def __str__(self) -> str:
+        plan = self.plan
+        return "\n".join(
+            [
+                f"{self.table.source}: {self.table.num_rows} rows, prompts in '{self.table.prompt_column}', answers in "
+                f"'{self.table.answer_column}'",
+                f"{plan.model}: {plan.peak_gib:.1f} of {plan.machine.usable_gib:.1f} GiB on {plan.machine.name} "
+                "(computed, not measured)",
+                *self._notes(),
+                f"wrote {self.config}, {self.reward} and {self.test}",
+                "next:",
+                *(f"  {command}" for command in self.commands),
+            ]
+        )
+
+    def _notes(self) -> Iterator[str]:
+        if not self.plan.machine.on_cuda and not self.is_embedded:
+            yield "without a GPU a step takes hours; --gpu-gib 8 writes the file for a machine with one"
+
+
+def name_output(output: Path | None, source: str) -> Path:
+    """Where the run's file goes: `output`, a file or a folder; by default NAME.yaml here, after the data's file."""
+    name = f"{_as_module(Path(source).stem)}.yaml"
+    if output is None:
+        return Path(name)
+    if output.is_dir():
+        return output / name
+    if output.suffix not in ENDINGS:
+        raise ConfigError(f"--output {output}: a run's file ends in .yaml: --output {output}.yaml")
+    return output
+
+
+def write_starter(
+    model: str, table: Table, output: Path | None = None, gpu_gib: float | None = None, overwrite: bool = False
+) -> Starter:
+    """Write a run's file, its reward and the reward's test.
+
+    Args:
+        model: hub id, folder or embedded model. table: of the data (`read_table`).
+        output: the run's file, or a folder for it. gpu_gib: memory of another GPU to fit; None: this machine.
+        overwrite: replace what is there.
+
+    Raises:
+        ConfigError: one of the files is there already; see also `fit`.
+    """
+    config = name_output(output, table.source)
+    module = f"{_as_module(config.stem)}_rewards"
+    reward, test = config.with_name(f"{module}.py"), config.with_name(f"test_{module}.py")
+    there = [str(path) for path in (config, reward, test) if path.exists()]
+    if there and not overwrite:
+        raise ConfigError(
+            f"{', '.join(there)}: there already; --overwrite replaces, --output OTHER.yaml writes elsewhere"
+        )
+    fitted = fit(model, config, module, table, gpu_gib)
+    texts = {config: fitted.text, reward: make_reward(fitted.settings), test: make_test(fitted.settings)}
+    config.parent.mkdir(parents=True, exist_ok=True)
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
+    return Starter(config, reward, test, table, fitted.plan, fitted.settings.is_embedded)
+
+
+def _as_module(stem: str) -> str:
+    """A stem as a name that Python can import.
+
+    >>> _as_module("my data-2"), _as_module("2024")
+    ('my_data_2', 'data_2024')
+    """
+    name = re.sub(r"\W+", "_", stem).strip("_")
+    return name if name.isidentifier() else f"data_{name}".rstrip("_")

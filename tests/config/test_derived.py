@@ -1,0 +1,146 @@
+"""Defaults that follow other keys: what a short file gets, and that no subset of the keys is made to contradict."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from rloo_kit.config.derived import fill_defaults, thinks
+from rloo_kit.config.old_names import translate_file
+from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import FULL_LEARNING_RATE, LORA_LEARNING_RATE
+from rloo_kit.config.yaml_files import read_yaml
+from rloo_kit.errors import ConfigError
+
+THINKING = "Qwen/Qwen3-4B-Thinking-2507"
+
+
+def build(model: dict[str, Any] | str, **sections: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "model": {"name": model} if isinstance(model, str) else model,
+        "data": {"source": "sums.csv"},
+        "rewards": [{"name": "answer_reward"}],
+        "rloo": {"max_steps": 1},
+    }
+    for name, keys in sections.items():
+        values[name] = values.get(name, {}) | keys
+    return RunConfig.model_validate(values)
+
+
+def lengths(run: RunConfig) -> tuple[int, int, int, int | None]:
+    return (
+        run.model.max_seq_length,
+        run.data.max_prompt_length,
+        run.rloo.max_completion_length,
+        run.rloo.thinking_budget,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("some/model", (2048, 512, 1536, None)),
+        (THINKING, (6144, 1536, 4608, 4095)),
+        ("unsloth/Qwen3-0.6B-unsloth-bnb-4bit", (6144, 1536, 4608, 4095)),
+        ({"name": "some/model", "family": "thinking"}, (6144, 1536, 4608, 4095)),
+        ({"name": "some/model", "family": "hybrid", "enable_thinking": False}, (2048, 512, 1536, None)),
+        ({"name": THINKING, "max_seq_length": 12800}, (12800, 3200, 9600, 9087)),
+        ("embedded/thinking", (160, 40, 120, None)),
+        ("embedded/instruct", (160, 40, 120, None)),
+    ],
+    ids=str,
+)
+def test_a_short_file_has_room_to_think_and_learns_from_four_prompts(model: Any, expected: tuple[Any, ...]) -> None:
+    """It got K = 2, one group of four, the KL sum that SKILL.md warns of, and 512 tokens for a model that thinks for
+    thousands."""
+    run = build(model)
+    assert lengths(run) == expected
+    assert (run.rloo.num_generations, run.rloo.prompts_per_generation) == (8, 4)
+    assert (run.rloo.beta, run.rloo.kl_form, run.rloo.learning_rate) == (0.0, "length_normalized", LORA_LEARNING_RATE)
+    assert RunConfig.model_validate(run.model_dump()) == run
+
+
+# Values of the four keys that agree with each other, in a small and a large run; None leaves the key out.
+SANE = [
+    {
+        "max_seq_length": whole,
+        "max_prompt_length": prompt,
+        "max_completion_length": completion,
+        "thinking_budget": budget,
+    }
+    for whole, prompt, completion, budget in ((1024, 64, 700, 600), (20000, 3000, 16000, 12000), (600, 300, 300, 200))
+]
+SUBSETS = [names for size in range(5) for names in itertools.combinations(SANE[0], size)]
+
+
+@pytest.mark.parametrize("model", ["some/model", THINKING, "embedded/thinking"])
+@pytest.mark.parametrize("answer", [None, 20])
+@pytest.mark.parametrize("close", [None, "sentence"])
+@pytest.mark.parametrize("evaluated", [None, 250])
+def test_no_subset_of_the_lengths_is_made_to_contradict(
+    model: str, answer: int | None, close: str | None, evaluated: int | None
+) -> None:
+    """A derived prompt of 512 tokens turned `max_completion_length: 1900` into an error about a key that nobody set."""
+    places = {"max_seq_length": "model", "max_prompt_length": "data"}
+    for values, names in itertools.product(SANE, SUBSETS):
+        sections: dict[str, dict[str, Any]] = {"model": {"name": model}, "data": {}, "rloo": {}, "eval": {}}
+        for name in names:
+            sections[places.get(name, "rloo")][name] = values[name]
+        if answer and ("thinking_budget" in names or model == THINKING):
+            sections["rloo"]["answer_budget"] = answer
+        if close:
+            sections["rloo"]["thinking_close"] = close
+        if evaluated:
+            sections["eval"] |= {"max_completion_length": evaluated, "thinking_budgets": [8, 200]}
+        run = build(sections.pop("model"), **sections)
+        longest = 200 + (24 if close else 1) + 32 if evaluated else 0  # of eval.thinking_budgets
+        assert run.data.max_prompt_length + longest <= run.model.max_seq_length
+        for name in names:
+            assert getattr(getattr(run, places.get(name, "rloo")), name) == values[name]
+        assert RunConfig.model_validate(run.model_dump()) == run
+
+
+def test_a_null_and_what_is_no_number_stay_what_they_are() -> None:
+    """A budget that is off stays off; and a wrong length is refused by its own key, not by one that follows."""
+    assert build(THINKING, rloo={"thinking_budget": None}).rloo.thinking_budget is None
+    for wrong in ("many", True, -4, 1.5, [1], float("inf")):
+        with pytest.raises(ValueError, match="max_seq_length") as caught:
+            build({"name": THINKING, "max_seq_length": wrong})
+        assert "max_prompt_length" not in str(caught.value)
+    assert fill_defaults(3) == 3 and fill_defaults({"model": None}) == {"model": None}
+
+
+def test_the_rate_follows_what_is_trained_and_the_batch_follows_k() -> None:
+    """1e-5 moved no adapter in 40 steps; the rate of an adapter is too large for all parameters."""
+    assert LORA_LEARNING_RATE == 10 * FULL_LEARNING_RATE
+    full = {"name": "some/model", "lora": None}
+    assert build(full).rloo.learning_rate == FULL_LEARNING_RATE
+    assert build(full, rloo={"learning_rate": 3e-6}).rloo.learning_rate == 3e-6
+    for k in (2, 3, 6, 16):
+        rloo = build("some/model", rloo={"num_generations": k}).rloo
+        assert rloo.generation_batch_size == 4 * k == 4 * rloo.num_generations
+    with pytest.raises(ValueError, match="whole groups of 5"):
+        build("some/model", rloo={"num_generations": 5, "per_device_train_batch_size": 8})
+
+
+def test_episodes_of_an_old_file_are_counted_in_todays_batch() -> None:
+    """`total_episodes` divided by TRL's batch of 8 would train a file that is silent about it four times as long."""
+    values = read_yaml("rloo: {total_episodes: 640, rloo_k: 4}")[0]
+    translate_file(values)
+    assert values["rloo"]["max_steps"] == 640 // (4 * 4)
+
+
+def test_what_thinks_by_its_name() -> None:
+    """A folder called thinking above the model, and Qwen3's instruct models, do not."""
+    assert thinks({"name": "Qwen/Qwen3-1.7B"}) and thinks({"name": "/models/Qwen3-8B-Thinking/"})
+    for name in ("Qwen/Qwen3-4B-Base", "Qwen/Qwen3-4B-Instruct-2507", "thinking/llama", "Qwen/Qwen3-Embedding-0.6B"):
+        assert not thinks({"name": name}), name
+    assert thinks({"name": "a/b", "enable_thinking": True}) and not thinks({"name": THINKING, "family": "plain"})
+
+
+def test_a_refused_file_still_names_its_own_key() -> None:
+    """The keys that are filled in must not hide that a prompt alone is longer than the whole."""
+    with pytest.raises(ValueError, match=r"data.max_prompt_length \(900\)"):
+        build({"name": "some/model", "max_seq_length": 512}, data={"max_prompt_length": 900})
+    with pytest.raises(ConfigError, match="max_completion_length"):
+        build("some/model").rloo.max_completion_length = 0

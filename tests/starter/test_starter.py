@@ -1,0 +1,228 @@
+"""`rloo-kit init`: what it asks, what it writes, that it fits, and that what it prints next works."""
+
+import csv
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rloo_kit import cli
+from rloo_kit.config.run import load_config
+from rloo_kit.errors import DataError
+from rloo_kit.plan.planner import plan_vram
+from rloo_kit.starter.columns import guess_columns, read_columns
+from rloo_kit.starter.texts import EMBEDDED_THINK_END
+from rloo_kit.starter.write import name_output
+
+THINKING = "unsloth/Qwen3-4B-Thinking-2507-unsloth-bnb-4bit"
+INSTRUCT = "unsloth/Qwen3-4B-Instruct-2507-unsloth-bnb-4bit"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory of the test's own, and no model that was fetched by chance."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return tmp_path
+
+
+def write_csv(name: str, header: list[str], rows: list[list[Any]]) -> str:
+    with open(name, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([header, *rows])
+    return name
+
+
+def sums(name: str = "sums.csv", rows: int = 40, header: tuple[str, str] = ("prompt", "answer")) -> str:
+    chance = random.Random(0)
+    pairs = [(chance.randint(1, 99), chance.randint(1, 99)) for _ in range(rows)]
+    return write_csv(name, list(header), [[f"{a}+{b}=", a + b] for a, b in pairs])
+
+
+def school(answer: str = "She counts.\n#### {}") -> str:
+    rows = [[f"How many clips did {n} friends buy, at two each?", answer.format(2 * n)] for n in range(50)]
+    return write_csv("school.csv", ["question", "answer"], rows)
+
+
+def call(*words: Any, typed: str | None = None) -> tuple[int, str, str]:
+    result = CliRunner().invoke(cli.app, ["init", *map(str, words)], input=typed)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def run_test(file: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file], capture_output=True, text=True
+    )
+
+
+def test_sums_of_ones_own_get_the_embedded_model_and_a_reward_whose_test_passes(folder: Path) -> None:
+    """Without a GPU the shortest way to a run of one's own was to copy a config, a reward and a README by hand."""
+    code, printed, said = call("--data", sums(), "--yes")
+    assert code == 0 and not said, said
+    assert printed.splitlines()[-2:] == ["  rloo-kit train sums.yaml", "  pytest test_sums_rewards.py"]
+    run = load_config("sums.yaml")
+    assert (run.model.name, run.data.source, run.rewards[0].name) == (
+        "embedded/thinking",
+        "sums.csv",
+        "sums_rewards:score",
+    )
+    assert [reward.weight for reward in run.rewards] == [1.0, 0.0] and plan_vram(run).fits
+    assert run.rloo.prompts_per_generation * run.rloo.num_generations == run.rloo.generation_batch_size == 128
+    done = run_test("test_sums_rewards.py")
+    assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout
+    with open("sums_rewards.py", encoding="utf-8") as file:
+        changed = file.read().replace("else 0.1", "else 1.0")
+    (folder / "sums_rewards.py").write_text(changed)
+    assert run_test("test_sums_rewards.py").returncode == 1, "a test that cannot fail"
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "model"),
+    [(4, "unsloth/Qwen3-1.7B-unsloth-bnb-4bit"), (7.45, THINKING), (11.2, THINKING), (80, THINKING)],
+)
+def test_a_general_file_gets_the_largest_model_that_fits(gpu_gib: float, model: str) -> None:
+    """A config for 40 GB that is copied to an 8 GB GPU fails ten minutes later."""
+    code, _, said = call("--data", school(), "--yes", "--gpu-gib", gpu_gib)
+    assert code == 0, said
+    run = load_config("school.yaml")
+    assert (run.model.name, run.data.answer_after, run.rewards[1].params) == (model, "####", {"find": "boxed"})
+    assert "a number, within \\boxed{}" in str(run.data.system_prompt)
+    assert plan_vram(run, gpu_gib).fits and run.rloo.max_completion_length >= 4096
+    assert run.rloo.thinking_budget == run.rloo.max_completion_length - 544 and run.rloo.prompts_per_generation == 4
+    done = run_test("test_school_rewards.py")
+    assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout
+
+
+def test_a_model_that_does_not_think_is_not_asked_to(folder: Path) -> None:
+    """A reward that waits for </think> gives a model that never thinks 0 for every right answer."""
+    assert call("--data", school("{}"), "--yes", "--model", INSTRUCT, "--gpu-gib", 8)[0] == 0
+    run = load_config("school.yaml")
+    assert run.rloo.thinking_budget is None and run.rewards[0].params == {"think_end_id": None}
+    done = run_test("test_school_rewards.py")
+    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
+
+
+def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """People who sit in front of a terminal should not have to know the flags."""
+    monkeypatch.setattr(cli, "_can_ask", lambda: True)
+    sums("additions of mine.csv", header=("sum", "value"))
+    code, printed, said = call(typed="additions of mine.csv\n\n\n\n")
+    assert code == 0, said
+    assert "prompt column [sum]" in printed and "answer column [value]" in printed and "[embedded/thinking]" in printed
+    run = load_config("additions_of_mine.yaml")
+    assert (run.data.source, run.data.prompt_column) == ("additions of mine.csv", "sum")
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "nothing": ([], "--data is missing"),
+    "yes is no file": (["--yes"], "--data is missing"),
+    "nobody there": (["--data", "sums.csv"], "--prompt-column is missing.*--yes takes what is proposed"),
+    "no file": (["--data", "nowhere.csv", "--yes"], "no file nowhere.csv"),
+    "a hub id": (["--data", "openai/gsm8k", "--yes"], "--data openai/gsm8k: there is no such file"),
+    "a column": (["--data", "sums.csv", "--prompt-column", "promt"], "--prompt-column promt.*did you mean prompt"),
+    "one column twice": (["--data", "sums.csv", "--yes", "--answer-column", "prompt"], "both prompt"),
+    "no addition": (
+        ["--data", "school.csv", "--yes", "--model", "embedded/thinking"],
+        "line 2: 'How many.*--model Qwen",
+    ),
+    "empty": (["--data", "empty.csv", "--yes"], "empty.csv has no rows"),
+    "a header": (["--data", "header.csv", "--yes"], "header.csv has no rows"),
+    "one column": (["--data", "one.csv", "--yes"], "--answer-column is missing"),
+    "few rows": (["--data", "few.csv", "--yes"], "few.csv has 4 rows; .*at least 5"),
+    "no answers": (["--data", "blank.csv", "--yes"], "--answer-column answer: .* no answer"),
+    "a broken row": (["--data", "broken.csv", "--yes"], "broken.csv, line 3: 1 fields"),
+    "another ending": (["--data", "sums.csv", "--yes", "--output", "run.json"], "--output run.json.yaml"),
+    "there already": (
+        ["--data", "sums.csv", "--yes", "--output", "mine.yaml"],
+        "mine_rewards.py: there already; --overwr",
+    ),
+    "too large": (
+        ["--data", "sums.csv", "--yes", "--model", "Qwen/Qwen3-32B", "--gpu-gib", "12"],
+        f"--model {THINKING} fits",
+    ),
+    "no such shape": (["--data", "sums.csv", "--yes", "--model", "a/b"], "hf download a/b config.json"),
+}
+
+
+@pytest.mark.parametrize("case", BAD, ids=str)
+def test_what_cannot_be_used_is_refused_and_nothing_is_written(case: str, folder: Path) -> None:
+    """A half-written start is worse than none: the next call finds files that it must not replace."""
+    sums(), school(), sums("few.csv", 4)
+    files = {
+        "empty.csv": "",
+        "header.csv": "prompt,answer\n",
+        "one.csv": "prompt\n1+1=\n",
+        "mine_rewards.py": "# mine\n",
+    }
+    files |= {"blank.csv": "prompt,answer\n" + "1+1=,\n" * 6, "broken.csv": "prompt,answer\n1+1=,2\n1+2=\n"}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    before = sorted(folder.iterdir())
+    words, message = BAD[case]
+    code, printed, said = call(*words)
+    assert code == 2 and not printed and re.search(message, said, re.S), said
+    assert said.startswith("rloo-kit: ") and sorted(folder.iterdir()) == before
+    assert (folder / "mine_rewards.py").read_text() == "# mine\n"
+
+
+def test_files_of_every_kind_are_read(folder: Path) -> None:
+    """`data.source` takes three kinds, and so does what begins with it."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"Question": f"{n}+1=", "solution": str(n + 1)} for n in range(8)]
+    (folder / "a.jsonl").write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "b.parquet")
+    for name in ("a.jsonl", "b.parquet"):
+        assert guess_columns(read_columns(Path(name))) == ("Question", "solution")
+        assert call("--data", name, "--yes", "--output", "runs_of.yaml", "--overwrite")[0] == 0
+        assert load_config("runs_of.yaml").data.source == name
+    for name, text in (("c.jsonl", "[1]\n"), ("d.jsonl", "{"), ("e.parquet", "x"), ("f.csv", '"a\nb')):
+        (folder / name).write_text(text)
+        with pytest.raises(DataError, match=name):
+            read_columns(folder / name)
+
+
+def test_names_and_places(folder: Path) -> None:
+    """A module that Python cannot import, or a file in a folder that is not there, fails at the first step."""
+    assert name_output(None, "x/my data-2.csv") == Path("my_data_2.yaml")
+    assert name_output(folder, "2024.csv") == folder / "data_2024.yaml"
+    code, printed, _ = call("--data", sums(), "--yes", "--output", "new/class.yaml")
+    assert code == 0 and "  rloo-kit train new/class.yaml\n  pytest new/test_class_rewards.py\n" in printed
+    assert run_test("new/test_class_rewards.py").returncode == 0
+
+
+def test_the_embedded_models_tag_is_the_one_that_is_written() -> None:
+    """The reward's default id is written into a file that no later release can correct."""
+    from rloo_kit.embedded.tokenizer import token_ids
+
+    assert token_ids("compact")["</think>"] == EMBEDDED_THINK_END
+
+
+@pytest.mark.slow
+def test_from_a_csv_to_a_trained_adapter_by_the_printed_commands(folder: Path) -> None:
+    """The issue's bar: the commands as they are printed, from the folder where init was called."""
+    sums(rows=300)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+
+    def kit(*words: str) -> str:
+        command = [sys.executable, "-m", "rloo_kit.cli", *words]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    printed = kit("init", "--data", "sums.csv", "--yes").splitlines()
+    words = next(line.split() for line in printed if line.strip().startswith("rloo-kit train "))
+    kit(*words[1:], "rloo.max_steps=4")
+    result = folder / "outputs" / "sums"
+    assert (result / "adapter" / "adapter_model.safetensors").is_file() and (result / "report.html").is_file()
+    rows = [json.loads(line) for line in (result / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 and all("rewards/score/mean" in row for row in rows) and rows[0]["grad_norm"] > 0
