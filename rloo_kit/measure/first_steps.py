@@ -14,7 +14,7 @@ from transformers.trainer_callback import TrainerCallback
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection
 from rloo_kit.loop.run import loaded_engine, mixed_precision
-from rloo_kit.measure.memory import DECODED_TOKENS, Peak, measure_steps, size_of_steps
+from rloo_kit.measure.memory import Peak, measure_steps, size_of_steps
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.changes import find_changes
 from rloo_kit.plan.load import read_load
@@ -26,6 +26,7 @@ from rloo_kit.rollout.types import FOREIGN
 from rloo_kit.system.memory import is_out_of_memory
 
 MOVED_LEAST, MOVED_MOST = 0.05, 0.5  # of the numbers with a gradient: fewer is an error, a warning
+DECODED = 16  # tokens behind full caches
 STEPS, STEPS_FP16 = 2, 12  # float16 scales its loss down at first, and skips those steps
 SAMPLED = 2**20  # numbers of a tensor that say at what rate it would move
 SMALLER = 0.8  # of the computed peak, which what is proposed after an out-of-memory error has to reach
@@ -112,11 +113,13 @@ def try_steps(run: RunConfig, policy: Policy, weights: dict[str, torch.Tensor], 
     measures.usable_gib = plan.machine.usable_gib
     found = StepsFound(FirstSteps(weights))
     if not plan.machine.on_cuda and not plan.fits:  # without a GPU that refuses it would end other programs
-        found.faults.append(Fault("memory", f"{_too_much(plan)}; the step was not tried. {_changes(run, plan, policy)}"))
+        found.faults.append(
+            Fault("memory", f"{_too_much(plan)}; the step was not tried. {_changes(run, plan, policy)}")
+        )
         return found
     found.rows = 0 if engine in FOREIGN else plan.rows
     completions, row_tokens = size_of_steps(policy, run)
-    found.decoded, found.trained_tokens = min(DECODED_TOKENS, row_tokens - 1), completions * row_tokens
+    found.decoded, found.trained_tokens = min(DECODED, row_tokens - 1), completions * row_tokens
     steps = STEPS_FP16 if mixed_precision(run)["fp16"] else STEPS
 
     def measure(rows: int) -> tuple[Peak, Peak] | None:
@@ -156,7 +159,9 @@ def _unless_full(call: Callable[[], tuple[Peak, Peak]]) -> tuple[Peak, Peak] | N
 
 
 def _too_much(plan: VramPlan) -> str:
-    return f"the run takes {plan.peak_gib:.2f} GiB (computed), and {plan.machine.name} has {plan.machine.usable_gib:.2f}"
+    return (
+        f"the run takes {plan.peak_gib:.2f} GiB (computed), and {plan.machine.name} has {plan.machine.usable_gib:.2f}"
+    )
 
 
 def _changes(run: RunConfig, plan: VramPlan, policy: Policy) -> str:

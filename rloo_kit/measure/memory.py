@@ -73,7 +73,9 @@ class Peak:
         else:
             if self._settled:
                 trim_heap()
-            if self._settled or resident_gib() is not None:  # a figure that was asked for is refused where there is none
+            if (
+                self._settled or resident_gib() is not None
+            ):  # a figure that was asked for is refused where there is none
                 self._watch = _Watch()
         self._started = time.monotonic()
         return self
@@ -253,7 +255,9 @@ def _take_steps(
     """Optimizer steps on what the engine gives; the policy is left with another adapter and nothing else. What would
     leave made-up completions without a gradient (a warm-up, masks, the sampler's correction) is off."""
     generations, rows = _rows_of_a_pass(load)
-    prompts = load_stack().datasets.Dataset.from_list([{"prompt": "0" * load.prompt_tokens}] * (2 * rows // generations))
+    prompts = load_stack().datasets.Dataset.from_list(
+        [{"prompt": "0" * load.prompt_tokens}] * (2 * rows // generations)
+    )
     changed = {
         "max_steps": steps, "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1,
         "steps_per_generation": None, "num_generations": generations, "logging_steps": 1,

@@ -38,6 +38,7 @@ from rloo_kit.preflight.faults import Fault, PreflightError, catching
 from rloo_kit.preflight.result import Measures, Preflight
 from rloo_kit.results.report import TrainResult
 from rloo_kit.rewarding.worker import end_workers
+from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.processes import is_distributed, is_main_process, say
 
@@ -134,8 +135,10 @@ def _under_another_name(run: RunConfig) -> RunConfig:
 def leave_untouched(policy: Policy) -> Iterator[dict[str, torch.Tensor]]:
     """A block after which policy and random numbers are what they were; gives what is trained, by name, on the CPU."""
     model = policy.model
-    weights = {name: value.detach().to("cpu", copy=True) for name, value in model.named_parameters() if value.requires_grad}
-    wrapped = {name: vars(model).get(name) for name in ("forward", "_original_forward")}  # accelerate's autocast
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    weights = {name: value.detach().to("cpu", copy=True) for name, value in trained.items()}
+    # accelerate's forward in mixed precision; use_cache and the like
+    settings = [(vars(one), dict(vars(one))) for one in (model, model.config, model.generation_config)]
     states, was_training = (random.getstate(), numpy.random.get_state()), model.training
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
@@ -143,13 +146,11 @@ def leave_untouched(policy: Policy) -> Iterator[dict[str, torch.Tensor]]:
             yield weights
         finally:
             with torch.no_grad():
-                for name, value in model.named_parameters():
-                    if name in weights:
-                        value.copy_(weights[name])
-            for name, value in wrapped.items():
-                vars(model).pop(name, None)
-                if value is not None:
-                    vars(model)[name] = value
+                for name, value in trained.items():
+                    value.copy_(weights[name])
+            for now, before in settings:
+                now.clear()
+                now.update(before)
             model.train(was_training)
             random.setstate(states[0])
             numpy.random.set_state(states[1])
@@ -201,17 +202,22 @@ def require_go(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[An
         raise PreflightError(found.faults, "by the preflight (run.preflight=true), and nothing was trained")
 
 
-def train(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], **options: Any) -> TrainResult:
+def train(
+    run: RunConfig,
+    policy: Policy,
+    data: Data,
+    reward_funcs: list[Any],
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    run_dir: RunDir | None = None,
+) -> TrainResult:
     """`rloo_kit.loop.run.train`, which see, behind the whole preflight where `run.preflight` asks for it; a resumed run
     has had its own.
-
-    Args:
-        options: `resume`, `overwrite`, `run_dir`.
 
     Raises:
         PreflightError: the preflight says NO-GO; no folder was made and nothing trained.
     """
-    run_dir = options.get("run_dir")
-    if not options.get("resume") and not (run_dir is not None and run_dir.resumed):
+    if not (resume or (run_dir is not None and run_dir.resumed)):
         require_go(run, policy, data, reward_funcs)
-    return loop.train(run, policy, data, reward_funcs, **options)
+    return loop.train(run, policy, data, reward_funcs, resume=resume, overwrite=overwrite, run_dir=run_dir)

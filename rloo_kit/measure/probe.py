@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -41,10 +41,6 @@ class Probe:
     judge_s: float
     failures: list[str]
     failed_by: dict[str, int]
-
-    @property
-    def completions(self) -> int:
-        return len(self.batch)
 
 
 def draw_rows(run: RunConfig, dataset: Any) -> list[dict[str, Any]]:
@@ -113,22 +109,27 @@ def find_rollout_faults(
         limit = run.run.max_reward_failure_share
         yield Fault(
             "rewards",
-            f"rewards failed for {failed:.0%} of {probe.completions} completions (run.max_reward_failure_share="
+            f"rewards failed for {failed:.0%} of {len(probe.batch)} completions (run.max_reward_failure_share="
             f"{limit:g}); fix the reward. A failure: {' | '.join(probe.failures) or 'infinity'}",
             "error" if failed > limit else "warning",
         )
     assert measures.truncated is not None and measures.signal is not None and measures.prompts is not None
-    if measures.signal == 0 and failed < 1:
-        yield _find_silence(run, policy, trainer, probe, measures)
+    few = measures.signal <= FEW * measures.prompts and failed < 1
+    is_short = measures.closed is not None and measures.truncated >= TRUNCATED and measures.closed <= CLOSED
+    if few and is_short:
+        yield Fault("rollout", _explain_short(run, policy, trainer, probe, measures), _level(probe, measures))
+        return
+    if few and measures.signal == 0:
+        yield _find_silence(probe, measures)
         return
     if measures.truncated > MANY and run.rloo.thinking_budget is None:
         value = _round_up(2 * run.rloo.max_completion_length)
         yield Fault(
             "rollout",
-            f"{measures.truncated:.0%} of {probe.completions} completions are cut off: set {_longer(run, value)}",
+            f"{measures.truncated:.0%} of {len(probe.batch)} completions are cut off: set {_longer(run, value)}",
             "warning",
         )
-    if measures.signal <= FEW * measures.prompts and failed < 1:
+    if few:
         answers = "rollout.difficulty_samples=4 leaves out such prompts, " if measures.pass_rate is not None else ""
         yield Fault(
             "rollout",
@@ -138,54 +139,48 @@ def find_rollout_faults(
         )
 
 
-def _find_silence(
-    run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: Probe, measures: Measures
-) -> Fault:
+def _level(probe: Probe, measures: Measures) -> Literal["error", "warning"]:
+    """What a probe without a signal is: with few completions it may be chance."""
+    is_sure = (measures.prompts or 0) >= LEAST_GROUPS and len(probe.batch) >= LEAST_COMPLETIONS
+    return "error" if is_sure else "warning"
+
+
+def _find_silence(probe: Probe, measures: Measures) -> Fault:
     """Why no group carries a signal."""
-    groups, count, rate = measures.prompts or 0, probe.completions, measures.pass_rate
-    is_sure = groups >= LEAST_GROUPS and count >= LEAST_COMPLETIONS
-    level = "error" if is_sure else "warning"
-    unscored = bool(probe.batch.scores.isnan().all())
-    if measures.closed is not None and (measures.truncated or 0) >= TRUNCATED and measures.closed <= CLOSED:
-        return Fault("rollout", _explain_short(run, policy, trainer, probe), level)
-    silence = f"no group carries a signal, so all advantages are zero and the run trains nothing ({groups} groups of "
-    silence += f"{measures.generations})"
-    bound = wilson(0.0, count).high
-    if unscored:
-        return Fault("rewards", f"{silence}: no reward scored any of {count} completions; see rewards", level)
-    if rate == 0.0:
-        fix = "take easier prompts (data.source), supervised fine-tuning first (then model.name or model.adapter), or "
-        fix += "add a graded reward to rewards"
-        return Fault("rollout", f"{silence}: 0 of {count} answers are right, a pass rate below {bound:.0%}; {fix}", level)
-    if rate == 1.0:
-        fix = "take harder prompts (data.source), or stop here"
-        return Fault("rollout", f"{silence}: all of {count} answers are right, a pass rate above {1 - bound:.0%}; {fix}", level)
-    means = ", ".join(f"{name} {found.mean:.3g}" for name, found in measures.rewards.items())
-    masked = " or all tokens are masked (rloo.mask_truncated_completions)" if measures.truncated else ""
-    return Fault(
-        "rollout",
-        f"{silence}: the completions of a group earn one and the same reward{masked} (means: {means}); add a graded "
-        "reward to rewards, or take other prompts (data.source)",
-        level,
-    )
+    count, rate = len(probe.batch), measures.pass_rate
+    stage, bound = "rollout", wilson(0.0, count).high
+    if probe.batch.scores.isnan().all():
+        stage, why = "rewards", f"no reward scored any of {count} completions. Correct rewards"
+    elif rate == 0.0:
+        why = f"0 of {count} answers are right, a pass rate below {bound:.0%}. Take easier prompts (data.source), do "
+        why += "supervised fine-tuning first (model.name is then its result), or add a graded reward to rewards"
+    elif rate == 1.0:
+        why = f"all of {count} answers are right, a pass rate above {1 - bound:.0%}. Take harder prompts (data.source)"
+    else:
+        means = ", ".join(f"{name} {found.mean:.3g}" for name, found in measures.rewards.items())
+        masked = ", or all of its tokens are masked (rloo.mask_truncated_completions)" if measures.truncated else ""
+        why = f"the completions of each earn one and the same reward{masked} (means: {means}). Add a graded reward to "
+        why += "rewards, or take other prompts (data.source)"
+    silence = f"none of {measures.prompts} groups of {measures.generations} carries a signal, so all advantages are "
+    return Fault(stage, f"{silence}zero and the run trains nothing: {why}", _level(probe, measures))
 
 
-def _explain_short(run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: Probe) -> str:
+def _explain_short(run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: Probe, measures: Measures) -> str:
     """The published recipe's fault, with a length that the thoughts of this model fit into."""
     limit, batch = run.rloo.max_completion_length, probe.batch
-    earned = batch.judged.raw_scores.nanmean().item()
+    earned, cut = batch.judged.raw_scores.nanmedian().item(), sum(batch.judged.completions.truncated)
+    nearly = "nearly " if measures.signal else ""
     found = (
-        f"rloo.max_completion_length={limit} with a reward of {earned:g} for a missing </think> gives every completion "
-        f"the same reward, all advantages are zero, the run trains nothing: {sum(batch.judged.completions.truncated)} "
-        f"of {len(batch)} completions are cut off in their thinking"
+        f"rloo.max_completion_length={limit} with a reward of {earned:.1f} for a missing </think> gives {nearly}every "
+        f"completion the same reward, {nearly}all advantages are zero, the run trains nothing: {cut} of {len(batch)} "
+        "completions are cut off in their thinking"
     )
     lengths, longest = measure_long(run, policy, trainer, batch)
     if lengths:
-        value = _round_up(math.ceil(ROOM * max(lengths)))
-        return f"{found}. Left alone, {len(lengths)} thoughts ended within {max(lengths)} tokens: set {_longer(run, value)}"
-    budget = max(limit // 2, 1)
-    closing = f"set rloo.thinking_budget={budget}, which closes them, or " if limit >= 3 else ""
-    return f"{found}, and none of them ends within {longest} tokens: {closing}set {_longer(run, _round_up(2 * longest))}"
+        value = _longer(run, _round_up(math.ceil(ROOM * max(lengths))))
+        return f"{found}. Left alone, {len(lengths)} of them ended within {max(lengths)} tokens: set {value}"
+    closing = f"set rloo.thinking_budget={limit // 2}, which closes them, or " if limit >= 3 else ""
+    return f"{found}, and few end within {longest} tokens: {closing}set {_longer(run, _round_up(2 * longest))}"
 
 
 def measure_long(run: RunConfig, policy: Policy, trainer: RLOOTrainer, batch: RolloutBatch) -> tuple[list[int], int]:
@@ -270,8 +265,8 @@ def find_logp_faults(trainer: RLOOTrainer, measures: Measures, starts_there: boo
     if starts_there and kl is not None and not abs(kl) <= limit:
         yield Fault(
             "kl",
-            f"the policy is {kl:.2g} nats a token from its reference before the first step, above {limit:g} for {name}, "
-            "and the two have the same weights: set model.dtype=float32, or rloo.beta=0.0",
+            f"the policy is {kl:.2g} nats a token from its reference before the first step, above {limit:g} for "
+            f"{name}, and the two have the same weights: set model.dtype=float32, or rloo.beta=0.0",
         )
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from rloo_kit.preflight.faults import Fault
 from rloo_kit.runs.files import finite
-from rloo_kit.system.console import format_seconds, render_text
+from rloo_kit.system.console import render_text
 
 WIDTH = 80  # columns of a terminal
 
@@ -109,8 +109,8 @@ class Measures:
             rollout = f"rollout {self.rollout_gib:.2f} GiB, " if self.rollout_gib else ""
             yield "memory", f"{rollout}training {self.training_gib:.2f} GiB of {self.usable_gib:.2f}"
         if self.step_s is not None and self.hours is not None:
-            whole = f"{self.steps} steps and evaluations {format_seconds(3600 * self.hours)} (h:m:s)"
-            yield "speed, estimated", f"{self.step_s:.3g} s a step; {whole}"
+            whole = f"{self.hours:.1f} h" if self.hours >= 1 else f"{60 * self.hours:.1f} minutes"
+            yield "speed, estimated", f"{self.step_s:.2g} s a step; {self.steps} steps and evaluations {whole}"
 
     def _probe_lines(self) -> Iterator[tuple[str, str]]:
         if self.prompts is None or self.generations is None:
