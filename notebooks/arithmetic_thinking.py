@@ -139,6 +139,14 @@ reward_funcs = kit.build_rewards(run, policy.tokenizer)
 # %% [markdown]
 # ## 6. Before training
 #
+# Can it learn at all? The preflight samples a few groups of completions, judges them, and takes one step at full
+# length. It says GO, or NO-GO with what to change: equal rewards, completions that are cut off, a task that is never
+# solved, too little memory. It changes nothing: weights and random numbers are afterwards what they were.
+
+# %%
+print(kit.check_preflight(run, policy, data, reward_funcs))
+
+# %% [markdown]
 # Where does it stand? The policy answers held-out prompts, sampled at temperature 1, which is how it is trained.
 # *Greedy* takes the likeliest token every time. The interval says where the true accuracy lies with 95 % confidence;
 # with few prompts it is wide.

@@ -1,7 +1,7 @@
 """The `rloo-kit` command line: parses, calls the functions of a notebook, prints.
 
-Heavy libraries are imported inside the commands. Exit codes: 0 done, 1 doctor found a fault or the planned run does not
-fit, 2 refused, 130 interrupted; for `batch` see there.
+Heavy libraries are imported inside the commands. Exit codes: 0 done, 1 doctor found a fault, the planned run does not
+fit or the preflight says NO-GO, 2 refused, 130 interrupted; for `batch` see there.
 """
 
 import errno
@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # slow to import
     from rloo_kit.data.load import Data
     from rloo_kit.models.policy import Policy
     from rloo_kit.plan.result import VramPlan
+    from rloo_kit.preflight.result import Preflight
 
 BATCH_REFUSED, MOST_COUNTED = 125, 100  # of `batch`, whose small codes count runs
 SECONDS_FOR_MAIN = 10.0
@@ -206,6 +207,35 @@ def plan(
     raise typer.Exit(0 if planned.fits and not any(one.error for one in measured) else 1)
 
 
+@app.command()
+def preflight(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON; everything else goes to stderr.")] = False,
+) -> None:
+    """Find out in about a minute whether a run can learn: GO, or NO-GO with every problem; exit code 1 for NO-GO."""
+    with _exit_codes():
+        run = _load_config(file, overrides)
+        with redirect_stdout(sys.stderr) if json else nullcontext():
+            found = _check_preflight(run)
+        print(dumps(found.to_dict(), indent=2) if json else found)
+    raise typer.Exit(0 if found.go else 1)
+
+
+def _check_preflight(run: "RunConfig") -> "Preflight":
+    """The cheap half, and only behind a GO the whole with the model."""
+    from rloo_kit.preflight.cheap import find_faults
+    from rloo_kit.preflight.result import Preflight
+
+    found = Preflight(run.run.name or "", tuple(find_faults(run)))
+    if not found.go:
+        return found
+    policy, data = _prepare(run, with_rewards=True)
+    import rloo_kit as kit
+
+    return kit.check_preflight(run, policy, data, kit.build_rewards(run, policy.tokenizer))
+
+
 def _measure(run: "RunConfig", planned: "VramPlan", to_stderr: bool) -> list[Any]:
     """What `plan --measure` finds; with `to_stderr` everything else that it prints goes there."""
     import rloo_kit as kit
@@ -251,9 +281,13 @@ def train(
             try:
                 policy, data = _prepare(run)
                 from rloo_kit.loop.run import run_and_report
+                from rloo_kit.measure.preflight import require_go
                 from rloo_kit.rewarding.registry import build_rewards
 
-                stopped = run_and_report(run, policy, data, build_rewards(run, policy.tokenizer), run_dir)
+                rewards = build_rewards(run, policy.tokenizer)
+                if not run_dir.resumed:
+                    require_go(run, policy, data, rewards)
+                stopped = run_and_report(run, policy, data, rewards, run_dir)
             except KeyboardInterrupt:  # outside training, which handles its own
                 say(f"interrupted; to go on: {run_dir.resume_command}")
                 raise

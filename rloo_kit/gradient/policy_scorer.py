@@ -68,8 +68,10 @@ class PolicyScorer:
 
     def reference(self, model: torch.nn.Module, groups: list[Group]) -> torch.Tensor | None:
         """(N,) under the reference, without a graph; None while the policy is its own reference, or without a KL."""
-        if self.beta == 0.0 or self.is_reference():
-            return None
+        return None if self.beta == 0.0 or self.is_reference() else self.score_reference(model, groups)
+
+    def score_reference(self, model: torch.nn.Module, groups: list[Group]) -> torch.Tensor:
+        """(N,) under the reference, without a graph, also while the policy is its own."""
         with torch.no_grad(), self.parallel.accelerator.autocast():
             if self.reference_model is not None:
                 return self.reference_scorer.score(self.reference_model, groups, need_entropy=False).logps

@@ -8,7 +8,7 @@ figure is torch's peak, without CUDA's context and the allocator's reserve; else
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 from rloo_kit._stack import load_stack
 from rloo_kit.config.run import RunConfig
@@ -72,7 +72,8 @@ class Peak:
         else:
             if self._settled:
                 trim_heap()
-            self._watch = ResidentPeak()
+            if self._settled or resident_gib() is not None:  # a figure that was asked for is refused without /proc
+                self._watch = ResidentPeak()
         self._started = time.monotonic()
         return self
 
@@ -177,44 +178,102 @@ def measure_training(policy: Policy, run: RunConfig) -> Peak:
     return peak
 
 
-def measure_steps(policy: Policy, run: RunConfig, rows: int, decoded: int = DECODED_TOKENS) -> tuple[Peak, Peak]:
-    """The two steps of `measure_training` as a run takes them: each begins with the last `decoded` tokens of a rollout
-    of `rows` full rows by the run's engine, with optimizer and whatever else a run holds in place.
+def measure_steps(
+    policy: Policy,
+    run: RunConfig,
+    rows: int,
+    decoded: int = DECODED_TOKENS,
+    callbacks: Sequence[TrainerCallback] = (),
+    steps: int = 2,
+) -> tuple[Peak, Peak]:
+    """The steps of `measure_training` as a run takes them: each begins with the last `decoded` tokens of a rollout
+    of `rows` full rows by the run's engine (0: no rollout), with optimizer and whatever else a run holds in place.
+
+    Args:
+        callbacks: of the trainer, which look at the steps. steps: the optimizer's state is there from the second on.
 
     Returns:
-        the larger peak of the rollouts and of what lies around them; their seconds are those of the second step.
+        the larger peak of the rollouts and of what lies around them; their seconds are those of the last step.
     """
     load = _load_of(run, policy)
+    if not rows:
+        with Peak(settled=False) as training:
+            _take_steps(policy, run, load, _FullRows(load.row_tokens), callbacks, steps)
+        return Peak(), training
     engine = _FullRows(load.row_tokens, _full_engine(policy, run, rows), rows, decoded)
     with engine.around:
-        _take_steps(policy, run, load, engine)
+        _take_steps(policy, run, load, engine, callbacks, steps)
     return engine.rollout, engine.training
 
 
-def _take_steps(policy: Policy, run: RunConfig, load: Load, engine: "_FullRows") -> None:
-    """Two optimizer steps on what the engine gives; the policy is left with another adapter and nothing else."""
+def size_of_steps(policy: Policy, run: RunConfig) -> tuple[int, int]:
+    """(completions, tokens of each with its prompt) of a step of `measure_steps`."""
+    load = _load_of(run, policy)
+    return _rows_of_a_pass(load)[1], load.row_tokens
+
+
+def _take_steps(
+    policy: Policy,
+    run: RunConfig,
+    load: Load,
+    engine: "_FullRows",
+    callbacks: Sequence[TrainerCallback] = (),
+    steps: int = 2,
+) -> None:
+    """Optimizer steps on what the engine gives; the policy is left with another adapter and nothing else. What would
+    leave made-up completions without a gradient (a warm-up, masks, the sampler's correction) is off."""
     generations, rows = _rows_of_a_pass(load)
-    prompt = "0" * load.prompt_tokens
+    prompts = load_stack().datasets.Dataset.from_list(
+        [{"prompt": "0" * load.prompt_tokens}] * (2 * rows // generations)
+    )
     changed = {
-        "max_steps": 2, "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1,
-        "steps_per_generation": None, "num_generations": generations, "resample_rounds": 0, "save_strategy": "no",
-        "report_to": "none", "rollout_engine": "auto", "rollout_cache": "plain", "rollout_server_url": None,
+        "max_steps": steps, "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1,
+        "steps_per_generation": None, "num_generations": generations, "logging_steps": 1,
+        "rollout_engine": "auto", "rollout_cache": "plain", "rollout_server_url": None,
+        "lr_scheduler_type": "constant", "warmup_steps": 0, "mask_truncated_completions": False,
+        "sampler_correction": "none", "sampler_correction_floor": 0.0, "reward_clip_range": None,
+        "max_skipped_steps": steps + 1,
     }  # fmt: skip
+    with make_trainer(policy, run, [alternate], prompts, callbacks, changed) as trainer:
+        trainer.rloo.sampler.engine = engine
+        trainer.train()
+
+
+@contextmanager
+def make_trainer(
+    policy: Policy,
+    run: RunConfig,
+    reward_funcs: Sequence[Any],
+    dataset: Any,
+    callbacks: Sequence[TrainerCallback] = (),
+    changed: Mapping[str, Any] | None = None,
+) -> Iterator[RLOOTrainer]:
+    """A trainer as `train` makes it, in a folder that is deleted; the adapter "ref" and the gradients go with it.
+
+    Args:
+        changed: arguments of `RLOOConfig` that are not the run's.
+    """
     was_training = policy.model.training
     with tempfile.TemporaryDirectory(prefix="rloo-kit-measure-") as folder:
-        arguments = training_arguments(run, policy, Path(folder)) | changed
-        trainer = RLOOTrainer(
-            model=policy.model,
-            reward_funcs=[alternate],
-            args=RLOOConfig(**arguments),
-            train_dataset=load_stack().datasets.Dataset.from_list([{"prompt": prompt}] * (2 * rows // generations)),
-            processing_class=policy.tokenizer,
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.rloo.sampler.engine = engine
+        Path(folder).chmod(0o755)  # a server that is handed the adapter there may run as another user
+        arguments = training_arguments(run, policy, Path(folder))
+        arguments |= {"resample_rounds": 0, "save_strategy": "no", "report_to": "none", **(changed or {})}
+        trainer = None
         try:
-            trainer.train()
+            trainer = RLOOTrainer(
+                model=policy.model,
+                reward_funcs=list(reward_funcs),
+                args=RLOOConfig(**arguments),
+                train_dataset=dataset,
+                processing_class=policy.tokenizer,
+                callbacks=list(callbacks),
+            )
+            trainer.remove_callback(PrinterCallback)
+            yield trainer
         finally:
+            close = getattr(trainer and trainer.rloo.sampler.engine, "close", None)
+            if close is not None:  # a server gives the adapter up
+                close()
             policy.model.zero_grad(set_to_none=True)
             if "ref" in getattr(policy.model, "peft_config", {}):
                 policy.model.delete_adapter("ref")

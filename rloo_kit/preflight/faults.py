@@ -48,14 +48,14 @@ class Fault:
 
 
 class PreflightError(RlooKitError, ValueError):
-    """A run has faults that keep it from starting; `faults` has them, warnings included."""
+    """A run has faults that keep it from starting; `faults` has them, warnings included. `found` says where."""
 
-    def __init__(self, faults: Sequence[Fault]):
+    def __init__(self, faults: Sequence[Fault], found: str = "before any weights were loaded"):
         self.faults = tuple(faults)
         errors = [fault for fault in faults if fault.level == "error"]
         count = "a problem" if len(errors) == 1 else f"{len(errors)} problems"
         warnings = [f"warning: {fault}" for fault in faults if fault.level == "warning"]
-        super().__init__("\n".join([f"{count} to solve first", *map(str, errors), *warnings]))
+        super().__init__("\n".join([f"{count}, found {found}", *map(str, errors), *warnings]))
 
 
 @contextmanager

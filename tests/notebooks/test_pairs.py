@@ -36,7 +36,7 @@ STAGES = {
     "3. The policy": ["load_policy"],
     "4. The data": ["load_data"],
     "5. The reward": ["build_rewards"],
-    "6. Before training": ["evaluate", "show_completions"],
+    "6. Before training": ["check_preflight", "evaluate", "show_completions"],
     "7. How RLOO learns": [],
     "8. Training": ["train", "RlooKitError", "read_rollouts"],
     "9. After training": ["evaluate", "compare"],

@@ -1,0 +1,208 @@
+"""The steps at full length of a preflight: their memory, their gradient, and whether the learning rate moves the
+weights in their number format."""
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.trainer_callback import TrainerCallback
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import RLOOSection
+from rloo_kit.loop.run import loaded_engine, mixed_precision
+from rloo_kit.measure.memory import Peak, measure_steps, size_of_steps
+from rloo_kit.models.policy import Policy
+from rloo_kit.plan.changes import find_changes
+from rloo_kit.plan.load import read_load
+from rloo_kit.plan.planner import plan_vram
+from rloo_kit.plan.result import VramPlan
+from rloo_kit.preflight.faults import Fault
+from rloo_kit.preflight.result import Measures
+from rloo_kit.rollout.types import FOREIGN
+from rloo_kit.system.memory import is_out_of_memory
+
+MOVED_LEAST, MOVED_MOST = 0.05, 0.5  # of the numbers with a gradient: fewer is an error, a warning
+DECODED = 16  # tokens behind full caches
+STEPS, STEPS_FP16 = 2, 12  # float16 scales its loss down at first, and skips those steps
+SAMPLED = 2**20  # numbers of a tensor that say at what rate it would move
+SMALLER = 0.8  # of the computed peak, which what is proposed after an out-of-memory error has to reach
+
+
+class FirstSteps(TrainerCallback):
+    """Looks at the first optimizer steps.
+
+    Args:
+        weights: what is trained, by name, before them.
+
+    Attributes:
+        grad_norm: the first step's, before it is clipped; None until there is one. moved: share of the numbers with a
+            gradient that the first step that moved any changed. needed: a learning rate that would change half of them.
+        step_s: seconds of the last step.
+    """
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self._before = weights
+        self._has_gradient: dict[str, torch.Tensor] = {}
+        self._began = 0.0
+        self.grad_norm: float | None = None
+        self.moved, self.needed, self.step_s = 0.0, 0.0, 0.0
+        self.dtype: torch.dtype | None = None
+
+    def on_step_begin(self, *_arguments: Any, **_more: Any) -> None:
+        self._began = time.monotonic()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_more: Any) -> None:
+        if self.moved:
+            return
+        for name, value in model.named_parameters():
+            if name in self._before and value.grad is not None:
+                self._has_gradient[name] = (value.grad != 0).cpu()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_more: Any) -> None:
+        self.step_s = time.monotonic() - self._began
+        if not self.moved:
+            self._look(dict(model.named_parameters()))
+        if self.moved and state.global_step >= STEPS:
+            control.should_training_stop = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_more: Any) -> None:
+        if self.grad_norm is None and "grad_norm" in (logs or {}):
+            self.grad_norm = float(logs["grad_norm"])
+
+    def _look(self, now: dict[str, Any]) -> None:
+        """How many of the numbers with a gradient are not what they were, and what would change half of them: a rate
+        of half the distance between two neighbours of the format, which Adam's first step is as long as."""
+        moved, count, sizes = 0, 0, []
+        for name, has_gradient in self._has_gradient.items():
+            before = self._before[name]
+            moved += int(((now[name].detach().cpu() != before) & has_gradient).sum())
+            count += int(has_gradient.sum())
+            sizes.append(before[has_gradient].abs()[:SAMPLED].float())
+            self.dtype = before.dtype
+        self.moved = moved / count if count else 0.0
+        if count and self.dtype is not None:
+            self.needed = torch.cat(sizes).median().item() * torch.finfo(self.dtype).eps / 2
+
+
+@dataclass
+class StepsFound:
+    """What `try_steps` found: peaks of the rollout and of training (None where there was no room), the callback, the
+    rows of the rollout and how many of their tokens were decoded, and the tokens of the gradient."""
+
+    looked: FirstSteps
+    rollout: Peak | None = None
+    training: Peak | None = None
+    rows: int = 0
+    decoded: int = 0
+    trained_tokens: int = 0
+    faults: list[Fault] = field(default_factory=list)
+
+
+def try_steps(run: RunConfig, policy: Policy, weights: dict[str, torch.Tensor], measures: Measures) -> StepsFound:
+    """Take the run's optimizer steps at full length, behind the end of a full rollout where the engine is local.
+
+    Raises:
+        ConfigError: the model's memory cannot be planned.
+    """
+    engine = loaded_engine(run, policy)
+    plan = plan_vram(run, config=policy.model.config.to_dict(), engine=engine)
+    measures.usable_gib = plan.machine.usable_gib
+    found = StepsFound(FirstSteps(weights))
+    if not plan.machine.on_cuda and not plan.fits:  # without a GPU that refuses it would end other programs
+        found.faults.append(
+            Fault("memory", f"{_too_much(plan)}; the step was not tried. {_changes(run, plan, policy)}")
+        )
+        return found
+    found.rows = 0 if engine in FOREIGN else plan.rows
+    completions, row_tokens = size_of_steps(policy, run)
+    found.decoded, found.trained_tokens = min(DECODED, row_tokens - 1), completions * row_tokens
+    steps = STEPS_FP16 if mixed_precision(run)["fp16"] else STEPS
+
+    def measure(rows: int) -> tuple[Peak, Peak] | None:
+        found.looked = FirstSteps(weights)
+        return _unless_full(lambda: measure_steps(policy, run, rows, found.decoded, [found.looked], steps))
+
+    peaks = measure(found.rows)
+    if peaks is None and found.rows:
+        text = f"{found.rows} full completions do not fit: fewer are sampled at once, which takes longer. Set "
+        text += f"rollout.rows={max(found.rows // 2, 1)}, or what makes room: {_changes(run, plan, policy)}"
+        found.rows, peaks = 0, measure(0)
+        if peaks is not None:
+            found.faults.append(Fault("memory", text, "warning"))
+    if peaks is None:
+        text = f"an optimizer step at full length ran out of memory, of {plan.machine.usable_gib:.2f} GiB on "
+        found.faults.append(Fault("memory", f"{text}{plan.machine.name}. {_changes(run, plan, policy)}"))
+        return found
+    found.rollout, found.training = peaks if found.rows else (None, peaks[1])
+    measures.rollout_gib = found.rollout.gib if found.rollout else None
+    measures.training_gib = found.training.gib
+    measures.grad_norm, measures.moved = found.looked.grad_norm, found.looked.moved
+    found.faults += find_step_faults(run, found.looked)
+    return found
+
+
+def _unless_full(call: Callable[[], tuple[Peak, Peak]]) -> tuple[Peak, Peak] | None:
+    """What the call returns; None where it ran out of memory, which is then free again."""
+    try:
+        return call()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None
+
+
+def _too_much(plan: VramPlan) -> str:
+    return (
+        f"the run takes {plan.peak_gib:.2f} GiB (computed), and {plan.machine.name} has {plan.machine.usable_gib:.2f}"
+    )
+
+
+def _changes(run: RunConfig, plan: VramPlan, policy: Policy) -> str:
+    """Keys of the memory plan, each on top of those before it; those that lower its peak where it says that it fits."""
+    changes = plan.changes
+    if not changes:
+        load = read_load(run, plan.machine, policy.model.config.to_dict(), plan.engine.name)
+        changes = tuple(find_changes(run, load, plan.rows, SMALLER * plan.peak_gib))
+    if not changes:
+        return "Take a smaller model.name"
+    return f"Set {', then '.join(change.override for change in changes)}"
+
+
+def find_step_faults(run: RunConfig, looked: FirstSteps) -> list[Fault]:
+    """What the gradient and the movement of the weights say against the run."""
+    rate = run.rloo.learning_rate
+    if looked.grad_norm is None or not math.isfinite(looked.grad_norm):
+        text = "the gradient of a step at full length is not finite: set model.dtype=float32"
+        return [Fault("gradient", text + (" or model.dtype=bfloat16" if run.model.dtype == "float16" else ""))]
+    if looked.grad_norm == 0.0:
+        text = "the gradient of completions with unequal rewards is 0, so nothing of the model is trained by them: see "
+        return [Fault("gradient", f"{text}model.lora.target_modules, or set model.lora=null")]
+    if rate == 0.0:
+        usual = RLOOSection.model_fields["learning_rate"].default
+        return [Fault("gradient", f"rloo.learning_rate is 0, so nothing moves: set rloo.learning_rate={usual:g}")]
+    if looked.moved >= MOVED_MOST:
+        return []
+    name = str(looked.dtype).removeprefix("torch.")
+    fix = f" or rloo.learning_rate={_round_up(looked.needed)}" if "adam" in run.rloo.optim else ""
+    fix = f"set model.dtype=float32{fix}" if looked.dtype != torch.float32 else fix.removeprefix(" or ")
+    text = f"rloo.learning_rate={rate:g} moves {looked.moved:.1%} of the weights, which are {name}: around the others "
+    text += f"two neighbouring numbers are farther apart than that. {fix[:1].upper()}{fix[1:]}"
+    return [Fault("gradient", text, "error" if looked.moved < MOVED_LEAST else "warning")]
+
+
+def _round_up(number: float) -> str:
+    """With one digit, upwards.
+
+    >>> _round_up(2.1e-05), _round_up(0.00096)
+    ('3e-05', '1e-03')
+    """
+    exponent = math.floor(math.log10(number)) if number > 0 else 0
+    digit = math.ceil(round(number / 10**exponent, 6)) if number > 0 else 0
+    return f"{digit * 10.0**exponent:.0e}"

@@ -1,0 +1,223 @@
+"""The whole preflight: what can be found without the model, then a probe rollout and a step at full length with it.
+
+Nothing of the run is changed: `train` afterwards gives the weights that it would have given without.
+"""
+
+import io
+import math
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import numpy
+import torch
+
+from rloo_kit.collective import share
+from rloo_kit.config.batches import check_prompts
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.load import Data
+from rloo_kit.errors import RlooKitError
+from rloo_kit.loop import run as loop
+from rloo_kit.measure.first_steps import StepsFound, try_steps
+from rloo_kit.measure.memory import make_trainer
+from rloo_kit.measure.probe import (
+    Probe,
+    compare_logps,
+    describe,
+    draw_rows,
+    find_logp_faults,
+    find_rollout_faults,
+    roll_out,
+)
+from rloo_kit.models.policy import Policy
+from rloo_kit.plan.load import step_completions
+from rloo_kit.preflight.cheap import find_faults
+from rloo_kit.preflight.faults import Fault, PreflightError, catching
+from rloo_kit.preflight.result import Measures, Preflight
+from rloo_kit.results.report import TrainResult
+from rloo_kit.rewarding.worker import end_workers
+from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.memory import is_out_of_memory
+from rloo_kit.system.processes import is_distributed, is_main_process, say
+
+
+def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> Preflight:
+    """Whether a run can learn as it is configured, in about a minute: GO or NO-GO with every problem.
+
+    A few groups of training prompts are sampled and judged as the run does it, and an optimizer step is taken at full
+    length; weights, random numbers and files are afterwards what they were. With several processes only what needs no
+    model is checked.
+
+    Args:
+        run: a `RunConfig`. policy: from `load_policy`. data: from `load_data`. reward_funcs: from `build_rewards`.
+
+    Returns:
+        the result; it prints as a table with the verdict.
+    """
+    started = time.monotonic()
+    found = share(find_faults(run, policy.tokenizer) if is_main_process() else None)
+    if is_distributed():
+        text = "the probe is for one process: run rloo-kit preflight without --launch"
+        found = [*found, Fault("rollout", text, "warning")]
+        return Preflight(run.run.name or "", tuple(found), None, time.monotonic() - started)
+    faults, measures = list(found), Measures()
+    groups = len(draw_rows(run, data.train)) // run.rloo.num_generations
+    say(f"preflight: {groups} prompts x {run.rloo.num_generations} completions, then a step at full length")
+    with redirect_stdout(io.StringIO()), leave_untouched(policy) as weights:
+        _measure(_under_another_name(run), policy, data, reward_funcs, weights, faults, measures)
+    return Preflight(run.run.name or "", tuple(faults), measures, time.monotonic() - started)
+
+
+def _measure(
+    run: RunConfig,
+    policy: Policy,
+    data: Data,
+    reward_funcs: list[Any],
+    weights: dict[str, torch.Tensor],
+    faults: list[Fault],
+    measures: Measures,
+) -> None:
+    """Enter what was measured, and the faults that follow from it."""
+    known, probe = len(faults), None
+    with catching("data", faults):
+        check_prompts(run, len(data.train))
+    with catching("rollout", faults):
+        loop.check_sampling(run, policy)
+    if len(faults) > known:
+        return
+    with catching("rollout", faults):
+        probe = _probe(run, policy, data, reward_funcs, faults, measures)
+    try:
+        steps = try_steps(run, policy, weights, measures)
+    except RlooKitError as error:  # a model whose memory cannot be planned is trained all the same
+        faults.append(Fault("memory", str(error), "warning"))
+        return
+    faults += [fault for fault in steps.faults if fault.stage != "memory" or "memory" not in _stages(faults[:known])]
+    if probe is not None and steps.training is not None:
+        _estimate(run, data, probe, steps, measures)
+
+
+def _stages(faults: list[Fault]) -> set[str]:
+    return {fault.stage for fault in faults}
+
+
+def _probe(
+    run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], faults: list[Fault], measures: Measures
+) -> Probe | None:
+    """The probe rollout; None where there was no memory for it."""
+    try:
+        with make_trainer(policy, run, reward_funcs, data.train) as trainer:
+            probe = roll_out(trainer, draw_rows(run, data.train))
+            describe(run, policy, probe, measures)
+            starts_there = compare_logps(trainer, probe, measures)
+            faults += find_logp_faults(trainer, measures, starts_there)
+            faults += find_rollout_faults(run, policy, trainer, probe, measures)
+            return probe
+    except RuntimeError as error:
+        if isinstance(error, RlooKitError) or not is_out_of_memory(error):
+            raise
+    finally:
+        end_workers()  # training starts its own: a reward may count its calls
+    faults.append(Fault("memory", "a rollout of a few groups ran out of memory: set rollout.rows=1"))
+    return None
+
+
+def _under_another_name(run: RunConfig) -> RunConfig:
+    """The run with a name of its own: a server's adapters lie in a folder by the run's name, and are deleted."""
+    changed = run.model_copy(deep=True)
+    changed.run.name = f"{run.run.name}-preflight"
+    return changed
+
+
+@contextmanager
+def leave_untouched(policy: Policy) -> Iterator[dict[str, torch.Tensor]]:
+    """A block after which policy and random numbers are what they were; gives what is trained, by name, on the CPU."""
+    model = policy.model
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    weights = {name: value.detach().to("cpu", copy=True) for name, value in trained.items()}
+    # accelerate's forward in mixed precision; use_cache and the like
+    settings = [(vars(one), dict(vars(one))) for one in (model, model.config, model.generation_config)]
+    states, was_training = (random.getstate(), numpy.random.get_state()), model.training
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield weights
+        finally:
+            with torch.no_grad():
+                for name, value in trained.items():
+                    value.copy_(weights[name])
+            for now, before in settings:
+                now.clear()
+                now.update(before)
+            model.train(was_training)
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])
+
+
+# ------------------------------------------------------------------------------------------------ time
+
+
+def _estimate(run: RunConfig, data: Data, probe: Probe, steps: StepsFound, measures: Measures) -> None:
+    """Enter seconds a step and hours for the run. Each part is scaled from what was measured: rollouts by completions,
+    or by tokens of full rows where that is less; judging by completions; the gradient by tokens."""
+    batch, each = probe.batch, step_completions(run)
+    sampled = each / run.rloo.num_iterations
+    tokens = (sum(batch.lengths) + sum(map(len, batch.prompts))) / len(batch)
+    rollout_s = _sampling_s(probe, steps, sampled, min(run.rloo.generation_batch_size, sampled))
+    gradient_s = steps.looked.step_s - (steps.rollout.seconds if steps.rollout else 0.0)
+    gradient_s *= each * tokens / steps.trained_tokens
+    measures.step_s = rollout_s + probe.judge_s * sampled / len(batch) + gradient_s
+    epochs = (run.rloo.num_train_epochs or 0.0) * len(data.train) * run.rloo.num_generations * run.rloo.num_iterations
+    measures.steps = run.rloo.max_steps or math.ceil(epochs / each)
+    seconds = measures.steps * measures.step_s
+    if run.run.evaluate:
+        prompts = min(run.eval.num_prompts or len(data.test), len(data.test))
+        count = prompts * (run.eval.num_samples + run.eval.greedy + len(run.eval.thinking_budgets))
+        seconds += 2 * _sampling_s(probe, steps, count, min(run.eval.batch_size, prompts))
+    measures.hours = seconds / 3600
+
+
+def _sampling_s(probe: Probe, steps: StepsFound, completions: float, at_once: float) -> float:
+    """Seconds of so many completions, the smaller of two upper bounds."""
+    by_completions = probe.sample_s * completions / len(probe.batch)
+    if steps.rollout is None:
+        return by_completions
+    rows = min(at_once, steps.rows)
+    token_s = steps.rollout.seconds / steps.decoded  # of all rows, behind full caches
+    return min(by_completions, math.ceil(completions / rows) * max(probe.batch.lengths) * token_s)
+
+
+# ------------------------------------------------------------------------------------------------ before training
+
+
+def require_go(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> None:
+    """The whole preflight where `run.preflight` asks for it, printed; raises PreflightError at a NO-GO."""
+    if not run.run.preflight:
+        return
+    found = check_preflight(run, policy, data, reward_funcs)
+    say(found)
+    if not found.go:
+        raise PreflightError(found.faults, "by the preflight (run.preflight=true), and nothing was trained")
+
+
+def train(
+    run: RunConfig,
+    policy: Policy,
+    data: Data,
+    reward_funcs: list[Any],
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    run_dir: RunDir | None = None,
+) -> TrainResult:
+    """`rloo_kit.loop.run.train`, which see, behind the whole preflight where `run.preflight` asks for it; a resumed run
+    has had its own.
+
+    Raises:
+        PreflightError: the preflight says NO-GO; no folder was made and nothing trained.
+    """
+    if not (resume or (run_dir is not None and run_dir.resumed)):
+        require_go(run, policy, data, reward_funcs)
+    return loop.train(run, policy, data, reward_funcs, resume=resume, overwrite=overwrite, run_dir=run_dir)

@@ -1,0 +1,278 @@
+"""The probe rollout of a preflight: some groups sampled and judged as the run does it, scored by the trainer, and what
+keeps the run from learning from such completions."""
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.chat import thinks
+from rloo_kit.gradient.advantages import tied_groups
+from rloo_kit.loop.metrics import find_answer_column
+from rloo_kit.loop.records import RolloutBatch, pick
+from rloo_kit.loop.trainer import RLOOTrainer
+from rloo_kit.models.policy import Policy
+from rloo_kit.preflight.faults import Fault
+from rloo_kit.preflight.result import Measures, RewardFound, Spread
+from rloo_kit.results.intervals import clustered, wilson
+from rloo_kit.rollout.types import FOREIGN, Limits
+
+LEAST_GROUPS, LEAST_COMPLETIONS = 4, 32  # of a probe; with fewer prompts than that nothing is refused
+TRUNCATED, CLOSED = 0.95, 0.05  # cut off at least, closed at most: the thought does not fit
+LONG_TOKENS = 4096  # at most in the search for a length that the thoughts fit into
+ROOM = 1.25  # over the longest of a few completions
+# Nats a token between sampler and trainer in the mean. Rounding makes about 1e-6 in float32, 0.002 in float16 and 0.01
+# in bfloat16 and 4 bit (docs/metrics.md); ten times that and more is another policy. The KL of equal weights likewise.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+FEW, MANY = 0.25, 0.3  # groups with a signal, completions cut off: a warning
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A probe rollout: `batch` of whole groups; seconds of sampling and of judging; messages of failed rewards."""
+
+    batch: RolloutBatch
+    sample_s: float
+    judge_s: float
+    failures: list[str]
+    failed_by: dict[str, int]
+
+
+def draw_rows(run: RunConfig, dataset: Any) -> list[dict[str, Any]]:
+    """Rows of the training set for the probe, each as often as a group is large; the same for the same seed."""
+    generations = run.rloo.num_generations
+    groups = min(max(LEAST_GROUPS, -(-LEAST_COMPLETIONS // generations)), len(dataset))
+    places = random.Random(f"preflight-{run.run.seed}").sample(range(len(dataset)), groups)
+    return [row for place in places for row in [dataset[place]] * generations]
+
+
+def roll_out(trainer: RLOOTrainer, rows: list[dict[str, Any]]) -> Probe:
+    """Sample completions by the run's engine and judge them by its rewards."""
+    step = trainer.rloo
+    trainer.model.train()
+    started = time.monotonic()
+    found = step.sampler.sample(rows)
+    sampled = time.monotonic()
+    judged = step.rewarder.judge(found)
+    judge_s = time.monotonic() - sampled
+    guards = dict(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True))
+    return Probe(
+        step.lay_out(judged, training=True),
+        sampled - started,
+        judge_s,
+        [text for guarded in guards.values() for text in getattr(guarded, "failures", [])[:1]],
+        {name: sum(getattr(guarded, "failed", [])) for name, guarded in guards.items()},
+    )
+
+
+def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -> None:
+    """Enter what the probe found: lengths, thinking, rewards, signal, pass rate."""
+    batch, judged = probe.batch, probe.batch.judged
+    found, size = judged.completions, probe.batch.group_size
+    measures.generations, measures.prompts = size, len(batch) // size
+    measures.completion_tokens = Spread.of(batch.lengths)
+    measures.truncated = sum(found.truncated) / len(batch)
+    end_id = policy.tags.end_id
+    if thinks(policy.family, run.model.enable_thinking) and end_id is not None:
+        ids_of = found.completion_ids
+        own = [end_id in ids and span is None for ids, span in zip(ids_of, found.forced, strict=True)]
+        measures.closed, measures.think_end_id = sum(own) / len(own), end_id
+        measures.forced = sum(span is not None for span in found.forced) / len(own)
+        measures.thinking_tokens = Spread.of([ids.index(end_id) if end_id in ids else len(ids) for ids in ids_of])
+    for column, (name, failed) in enumerate(probe.failed_by.items()):
+        rewards = judged.rewards_per_func[:, column]
+        differs = int((~tied_groups(rewards, size)).sum())
+        measures.rewards[name] = RewardFound(rewards.nanmean().item(), differs, failed)
+    is_trained = torch.tensor([bool(mask.any()) for mask in batch.mask], device=batch.scores.device)
+    measures.signal = int((~tied_groups(batch.scores, size) & is_trained.view(-1, size).any(dim=1)).sum())
+    answers = find_answer_column(judged.rewards_per_func, list(probe.failed_by))
+    if answers is not None:
+        shares = (answers == 1.0).view(-1, size).float().mean(dim=1).tolist()
+        measures.pass_rate, measures.pass_low, measures.pass_high = clustered(shares, size)
+
+
+# ------------------------------------------------------------------------------------------------ faults of the rollout
+
+
+def find_rollout_faults(
+    run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: Probe, measures: Measures
+) -> Iterator[Fault]:
+    """What the completions and their rewards say against the run. Errors are for what holds beyond the chance of few
+    completions: no group of four or more, with 32 completions or more, has a signal."""
+    failed = probe.batch.judged.failed.float().mean().item()
+    if failed:
+        limit = run.run.max_reward_failure_share
+        yield Fault(
+            "rewards",
+            f"rewards failed for {failed:.0%} of {len(probe.batch)} completions (run.max_reward_failure_share="
+            f"{limit:g}); fix the reward. A failure: {' | '.join(probe.failures) or 'infinity'}",
+            "error" if failed > limit else "warning",
+        )
+    assert measures.truncated is not None and measures.signal is not None and measures.prompts is not None
+    few = measures.signal <= FEW * measures.prompts and failed < 1
+    is_short = measures.closed is not None and measures.truncated >= TRUNCATED and measures.closed <= CLOSED
+    if few and is_short:
+        yield Fault("rollout", _explain_short(run, policy, trainer, probe, measures), _level(probe, measures))
+        return
+    if few and measures.signal == 0:
+        yield _find_silence(probe, measures)
+        return
+    if measures.truncated > MANY and run.rloo.thinking_budget is None:
+        value = _round_up(2 * run.rloo.max_completion_length)
+        yield Fault(
+            "rollout",
+            f"{measures.truncated:.0%} of {len(probe.batch)} completions are cut off: set {_longer(run, value)}",
+            "warning",
+        )
+    if few:
+        answers = "rollout.difficulty_samples=4 leaves out such prompts, " if measures.pass_rate is not None else ""
+        yield Fault(
+            "rollout",
+            f"{measures.signal} of {measures.prompts} groups carry a signal, the completions of the others earn one "
+            f"and the same reward: {answers}rollout.resample_rounds=2 samples fresh ones",
+            "warning",
+        )
+
+
+def _level(probe: Probe, measures: Measures) -> Literal["error", "warning"]:
+    """What a probe without a signal is: with few completions it may be chance."""
+    is_sure = (measures.prompts or 0) >= LEAST_GROUPS and len(probe.batch) >= LEAST_COMPLETIONS
+    return "error" if is_sure else "warning"
+
+
+def _find_silence(probe: Probe, measures: Measures) -> Fault:
+    """Why no group carries a signal."""
+    count, rate = len(probe.batch), measures.pass_rate
+    stage, bound = "rollout", wilson(0.0, count).high
+    if probe.batch.scores.isnan().all():
+        stage, why = "rewards", f"no reward scored any of {count} completions. Correct rewards"
+    elif rate == 0.0:
+        why = f"0 of {count} answers are right, a pass rate below {bound:.0%}. Take easier prompts (data.source), do "
+        why += "supervised fine-tuning first (model.name is then its result), or add a graded reward to rewards"
+    elif rate == 1.0:
+        why = f"all of {count} answers are right, a pass rate above {1 - bound:.0%}. Take harder prompts (data.source)"
+    else:
+        means = ", ".join(f"{name} {found.mean:.3g}" for name, found in measures.rewards.items())
+        masked = ", or all of its tokens are masked (rloo.mask_truncated_completions)" if measures.truncated else ""
+        why = f"the completions of each earn one and the same reward{masked} (means: {means}). Add a graded reward to "
+        why += "rewards, or take other prompts (data.source)"
+    silence = f"none of {measures.prompts} groups of {measures.generations} carries a signal, so all advantages are "
+    return Fault(stage, f"{silence}zero and the run trains nothing: {why}", _level(probe, measures))
+
+
+def _explain_short(run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: Probe, measures: Measures) -> str:
+    """The published recipe's fault, with a length that the thoughts of this model fit into."""
+    limit, batch = run.rloo.max_completion_length, probe.batch
+    earned, cut = batch.judged.raw_scores.nanmedian().item(), sum(batch.judged.completions.truncated)
+    nearly = "nearly " if measures.signal else ""
+    found = (
+        f"rloo.max_completion_length={limit} with a reward of {earned:.1f} for a missing </think> gives {nearly}every "
+        f"completion the same reward, {nearly}all advantages are zero, the run trains nothing: {cut} of {len(batch)} "
+        "completions are cut off in their thinking"
+    )
+    lengths, longest = measure_long(run, policy, trainer, batch)
+    if lengths:
+        value = _longer(run, _round_up(math.ceil(ROOM * max(lengths))))
+        return f"{found}. Left alone, {len(lengths)} of them ended within {max(lengths)} tokens: set {value}"
+    closing = f"set rloo.thinking_budget={limit // 2}, which closes them, or " if limit >= 3 else ""
+    return f"{found}, and few end within {longest} tokens: {closing}set {_longer(run, _round_up(2 * longest))}"
+
+
+def measure_long(run: RunConfig, policy: Policy, trainer: RLOOTrainer, batch: RolloutBatch) -> tuple[list[int], int]:
+    """The lengths of completions that end by themselves, one a prompt, and the limit that they were given: the model's
+    own, up to `LONG_TOKENS`. No lengths where fewer than half end."""
+    sampler, first = trainer.rloo.sampler, batch.judged.completions.rows[:: batch.group_size]
+    prompt = max(map(len, batch.prompts))
+    positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or LONG_TOKENS
+    if policy.backend == "unsloth" or sampler.engine.name in FOREIGN:  # their tables end where the run's length does
+        positions = min(positions, run.model.max_seq_length)
+    longest = min(positions - prompt, LONG_TOKENS)
+    if longest <= run.rloo.max_completion_length:
+        return [], run.rloo.max_completion_length
+    sampler.limits = Limits(longest)
+    found = sampler.sample(first)
+    ended = [len(ids) for ids, cut in zip(found.completion_ids, found.truncated, strict=True) if not cut]
+    return (ended if 2 * len(ended) >= len(first) else []), longest
+
+
+def _longer(run: RunConfig, value: int) -> str:
+    """Keys that make room for completions of `value` tokens."""
+    needed = run.data.max_prompt_length + value
+    more = f" model.max_seq_length={needed}" if needed > run.model.max_seq_length else ""
+    return f"rloo.max_completion_length={value}{more}"
+
+
+def _round_up(tokens: int) -> int:
+    unit = 8 if tokens < 256 else 256
+    return -(-tokens // unit) * unit
+
+
+# ------------------------------------------------------------------------------------------------ log-probabilities
+
+
+def compare_logps(trainer: RLOOTrainer, probe: Probe, measures: Measures) -> bool:
+    """Enter the gap between sampler and trainer and the KL from the reference; returns whether the reference is the
+    policy as it starts, so that the KL has to be 0."""
+    step, batch = trainer.rloo, probe.batch
+    scorer, model = step.scorer, trainer.model
+    has_kl = scorer.beta != 0.0
+    starts_there = has_kl and (scorer.is_reference() or scorer.reference_model is not None)
+    sums = {"gap": 0.0, "gap_tokens": 0.0, "kl": 0.0, "kl_tokens": 0.0}
+    scorer.choose_layout(batch.groups(range(len(batch))))
+    with torch.no_grad():
+        for rows in batch.passes(range(len(batch)), scorer.tokens, step.settings.tokens_per_pass, whole_groups=False):
+            groups, mask = batch.groups(rows), pick(batch.mask, rows)
+            logps = scorer.score(model, groups, need_entropy=False).logps
+            if batch.sampler_logps is not None:
+                sampled = pick(batch.sampler_logps, rows)
+                known = ~sampled.isnan()
+                sums["gap"] += (logps - sampled).abs()[known].sum().item()
+                sums["gap_tokens"] += known.sum().item()
+            if has_kl:
+                sums["kl"] += ((logps - scorer.score_reference(model, groups)) * mask).sum().item()
+                sums["kl_tokens"] += mask.sum().item()
+    if sums["gap_tokens"]:
+        measures.logp_gap = sums["gap"] / sums["gap_tokens"]
+    if sums["kl_tokens"]:
+        measures.kl = sums["kl"] / sums["kl_tokens"]
+    return starts_there
+
+
+def find_logp_faults(trainer: RLOOTrainer, measures: Measures, starts_there: bool) -> Iterator[Fault]:
+    """Sampler and trainer, policy and reference: each pair is one policy when a run begins."""
+    dtype, gap, settings = _computes_in(trainer), measures.logp_gap, trainer.rloo.settings
+    limit = TOLERANCES[dtype]
+    name = str(dtype).removeprefix("torch.")
+    if gap is not None and not gap <= limit and not settings.filters.active:
+        engine = trainer.rloo.sampler.engine.name
+        fix = "set rloo.sampler_correction=token, or rollout.engine=generate"
+        if settings.sampler_correction != "none":
+            fix = f"rloo.sampler_correction={settings.sampler_correction} weighs it; rollout.engine=generate ends it"
+        if math.isnan(gap):
+            fix = "set model.dtype=float32"
+        yield Fault(
+            "log-probs",
+            f"what the engine {engine} sampled and what the trainer scores are {gap:.2g} nats a token apart, above "
+            f"{limit:g} for {name}: two policies. {fix}",
+            "error" if settings.sampler_correction == "none" or math.isnan(gap) else "warning",
+        )
+    kl = measures.kl
+    if starts_there and kl is not None and not abs(kl) <= limit:
+        yield Fault(
+            "kl",
+            f"the policy is {kl:.2g} nats a token from its reference before the first step, above {limit:g} for "
+            f"{name}, and the two have the same weights: set model.dtype=float32, or rloo.beta=0.0",
+        )
+
+
+def _computes_in(trainer: RLOOTrainer) -> torch.dtype:
+    """The coarsest of the number formats that the policy is computed in; 4 bit counts as bfloat16."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if trainer.args.bf16 or model.dtype == torch.bfloat16 or getattr(model, "is_loaded_in_4bit", False):
+        return torch.bfloat16
+    return torch.float16 if trainer.args.fp16 or model.dtype == torch.float16 else torch.float32

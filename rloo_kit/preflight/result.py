@@ -1,0 +1,200 @@
+"""The result of a preflight: GO or NO-GO with every problem, and what was measured, as an object, text and JSON."""
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from rloo_kit.preflight.faults import Fault
+from rloo_kit.runs.files import finite
+from rloo_kit.system.console import render_text
+
+WIDTH = 80  # columns of a terminal
+
+
+class Spread(NamedTuple):
+    """Some numbers of tokens: the median, the 90th percentile and the largest."""
+
+    median: int
+    p90: int
+    most: int
+
+    @classmethod
+    def of(cls, values: list[int]) -> "Spread":
+        """Of at least one value.
+
+        >>> Spread.of([5, 1, 2, 3, 4, 6, 7, 8, 9, 10])
+        Spread(median=5, p90=9, most=10)
+        """
+        ordered = sorted(values)
+        return cls(*(ordered[-(-share * len(ordered) // 100) - 1] for share in (50, 90, 100)))
+
+    def __str__(self) -> str:
+        return f"median {self.median}, 90 % up to {self.p90}, longest {self.most}"
+
+
+class RewardFound(NamedTuple):
+    """What one reward gave: its mean, in how many groups it differed, and for how many completions it failed."""
+
+    mean: float
+    differs: int
+    failed: int
+
+
+@dataclass
+class Measures:
+    """What was measured on the loaded model; None where it was not. Shares are in [0, 1], GiB the most that was held.
+
+    Attributes:
+        prompts, generations: of the probe rollout; a prompt's completions are a group.
+        completion_tokens: of its completions. truncated: share that the limit cut off.
+        thinking_tokens: before the first `</think>`; thinking that is not closed counts whole.
+        closed: share of completions that close their thinking themselves. forced: that the thinking budget closed.
+        think_end_id: of `</think>`. rewards: by name. signal: groups that can move the policy.
+        pass_rate: share of right answers, with its 95 % interval pass_low to pass_high.
+        logp_gap: mean size of the trainer's log-probability less the sampler's, nats a token. kl: mean log-ratio of
+            policy and reference, nats a token.
+        grad_norm: of a step at full length. moved: share of the numbers with a gradient that the step changed.
+        rollout_gib, training_gib: of a step at full length. usable_gib: of the machine.
+        step_s: seconds of an optimizer step. steps: of the run. hours: of the run with its evaluations. Estimates.
+    """
+
+    prompts: int | None = None
+    generations: int | None = None
+    completion_tokens: Spread | None = None
+    truncated: float | None = None
+    thinking_tokens: Spread | None = None
+    closed: float | None = None
+    forced: float | None = None
+    think_end_id: int | None = None
+    rewards: dict[str, RewardFound] = field(default_factory=dict)
+    signal: int | None = None
+    pass_rate: float | None = None
+    pass_low: float | None = None
+    pass_high: float | None = None
+    logp_gap: float | None = None
+    kl: float | None = None
+    grad_norm: float | None = None
+    moved: float | None = None
+    rollout_gib: float | None = None
+    training_gib: float | None = None
+    usable_gib: float | None = None
+    step_s: float | None = None
+    steps: int | None = None
+    hours: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        plain = asdict(self)
+        for name in ("completion_tokens", "thinking_tokens"):
+            plain[name] = plain[name] and plain[name]._asdict()
+        plain["rewards"] = {name: found._asdict() for name, found in self.rewards.items()}
+        return plain
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """What was measured in words: (name, value)."""
+        yield from self._probe_lines()
+        if self.logp_gap is not None:
+            yield "sampler, trainer", f"{self.logp_gap:.1e} nats a token apart"
+        if self.kl is not None:
+            yield "KL at step one", f"{self.kl:.1e} nats a token"
+        if self.grad_norm is not None:
+            yield "gradient", f"norm {self.grad_norm:.3g} of a step at full length"
+        if self.moved is not None:
+            yield "weights moved", f"{self.moved:.1%} of those with a gradient"
+        if self.training_gib:
+            rollout = f"rollout {self.rollout_gib:.2f} GiB, " if self.rollout_gib else ""
+            yield "memory", f"{rollout}training {self.training_gib:.2f} GiB of {self.usable_gib:.2f}"
+        if self.step_s is not None and self.hours is not None:
+            whole = f"{self.hours:.1f} h" if self.hours >= 1 else f"{60 * self.hours:.1f} minutes"
+            yield "speed, estimated", f"{self.step_s:.2g} s a step; {self.steps} steps and evaluations {whole}"
+
+    def _probe_lines(self) -> Iterator[tuple[str, str]]:
+        if self.prompts is None or self.generations is None:
+            return
+        count = f"{self.prompts} prompts x {self.generations} = {self.prompts * self.generations} completions"
+        yield "probe rollout", count
+        yield "tokens", f"{self.completion_tokens}; {self.truncated:.0%} cut off"
+        if self.thinking_tokens is not None:
+            forced = f", {self.forced:.0%} by the budget" if self.forced else ""
+            closed = f"closed at {self.think_end_id} by {self.closed:.0%}{forced}"
+            yield "thinking", f"{self.thinking_tokens}; {closed}"
+        for name, found in self.rewards.items():
+            failed = f"; failed for {found.failed}" if found.failed else ""
+            yield name, f"mean {found.mean:.3g}; differs in {found.differs} of {self.prompts} groups{failed}"
+        yield "groups with signal", f"{self.signal} of {self.prompts}"
+        if self.pass_rate is not None:
+            yield "pass rate", f"{self.pass_rate:.2f} (95 % interval {self.pass_low:.2f} to {self.pass_high:.2f})"
+
+
+@dataclass
+class Preflight:
+    """GO or NO-GO of a run.
+
+    Attributes:
+        run: its name. faults: errors, which keep it from starting, and warnings. measures: None where no model was
+            loaded. seconds: it took.
+    """
+
+    run: str
+    faults: tuple[Fault, ...]
+    measures: Measures | None = None
+    seconds: float = 0.0
+
+    @property
+    def go(self) -> bool:
+        """Whether the run may start."""
+        return not self.errors
+
+    @property
+    def errors(self) -> list[Fault]:
+        """What keeps it from starting."""
+        return [fault for fault in self.faults if fault.level == "error"]
+
+    @property
+    def warnings(self) -> list[Fault]:
+        """What does not."""
+        return [fault for fault in self.faults if fault.level != "error"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return finite(
+            {
+                "run": self.run,
+                "go": self.go,
+                "faults": [fault.to_dict() for fault in self.faults],
+                "measures": self.measures and self.measures.to_dict(),
+                "seconds": round(self.seconds, 1),
+            }
+        )
+
+    def __str__(self) -> str:
+        parts = [] if self.measures is None else [render_text(self._table(self.measures), WIDTH)]
+        for title, faults in (("problem", self.errors), ("warning", self.warnings)):
+            parts += [_wrapped(f"{title} {number}: ", str(fault)) for number, fault in enumerate(faults, 1)]
+        count = f"{len(self.errors)} {'problem' if len(self.errors) == 1 else 'problems'}"
+        verdict = "GO" if self.go else f"NO-GO: {count}, each with what to change above"
+        if self.measures is None:
+            verdict += "; the model was not loaded" if not self.go else "; nothing was measured"
+        return "\n".join([*parts, verdict])
+
+    __repr__ = __str__
+
+    def _table(self, measures: Measures) -> Table:
+        table = Table(title=f"Preflight of {self.run}, {self.seconds:.0f} s", title_justify="left", show_header=False)
+        table.add_column("what", overflow="fold", max_width=24)
+        table.add_column("found", overflow="fold")
+        for name, value in measures.lines():
+            table.add_row(Text(name), Text(value))
+        return table
+
+
+def _wrapped(title: str, text: str) -> str:
+    """A fault in lines of `WIDTH` columns; keys with their values stay whole."""
+    lines = text.split("\n")
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "  "}
+    first = textwrap.fill(title + lines[0], WIDTH, **options)
+    return "\n".join([first, *(textwrap.fill(line, WIDTH, initial_indent="  ", **options) for line in lines[1:])])

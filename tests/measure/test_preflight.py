@@ -1,0 +1,438 @@
+"""The whole preflight: what it refuses and why, what it lets pass, and that it leaves the run as it was."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import rloo_kit as kit
+from rloo_kit._stack import load_stack
+from rloo_kit.cli import app
+from rloo_kit.errors import RlooKitError
+from rloo_kit.gradient.policy_scorer import PolicyScorer
+from rloo_kit.loop.step import RLOOStep
+from rloo_kit.measure.first_steps import FirstSteps, find_step_faults
+from rloo_kit.measure.preflight import leave_untouched
+from rloo_kit.measure.probe import find_logp_faults
+from rloo_kit.preflight.faults import PreflightError
+from rloo_kit.preflight.result import Measures, Preflight
+from rloo_kit.rollout.native import NativeEngine
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("batch"))
+DEMO = ROOT / "configs" / "arithmetic_thinking.yaml"
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLOO_KIT_BACKEND", "transformers")
+    load_stack()
+
+
+@pytest.fixture
+def prepare(tmp_path: Path) -> Any:
+    """`prepare(file, "rloo.beta=0.1")`: run, policy, data and rewards of a config, in a folder of the test."""
+
+    def make(file: Path, *overrides: str, rewards: Any = None) -> tuple[Any, Any, Any, Any]:
+        few = ["data.num_prompts=300", "data.test_size=50", f"run.output_dir={tmp_path / 'outputs'}"]
+        run = kit.load_config(file, *few, *overrides)
+        policy = kit.load_policy(run)
+        data = kit.load_data(run, policy.tokenizer)
+        return run, policy, data, rewards or kit.build_rewards(run, policy.tokenizer)
+
+    return make
+
+
+def stand_in(file: Path) -> list[str]:
+    """Overrides under which the embedded model stands in for a config's: the model, its data, and lengths and learning
+    rates of its size. Rewards, groups, batches, budgets and everything else stay the config's."""
+    run = kit.load_config(file)
+    if run.model.is_embedded:
+        return []
+    kind = "instruct" if run.model.family == "instruct" else "thinking"
+    words = [
+        f"model.name=embedded/{kind}", "model.family=auto", "model.enable_thinking=null", "model.load_in_4bit=false",
+        "model.max_seq_length=128", "data.source=embedded/addition", "data.subset=null", "data.prompt_column=prompt",
+        "data.answer_column=answer", "data.answer_after=null", "data.system_prompt=null",
+        "data.max_prompt_length=64", "rewards.0.params={}", "rloo.optim=adamw_torch_fused",
+        "rloo.max_completion_length=64",
+    ]  # fmt: skip
+    if run.rloo.thinking_budget is not None:  # the sentence has 24 tokens of Qwen3, and four times as many single bytes
+        words += ["rloo.thinking_budget=24", "rloo.answer_budget=16", "rloo.thinking_close=tag"]
+    return words
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_goes(prepare, file):
+    """A preflight that refuses what works is switched off by the second user."""
+    found = kit.check_preflight(*prepare(file, *stand_in(file)))
+    assert found.go and str(found).endswith("\nGO"), found
+    measures = found.measures
+    assert measures.prompts * measures.generations >= 32 and measures.signal > 0
+    assert 0 < measures.pass_rate < 1 and measures.pass_low < measures.pass_rate < measures.pass_high
+    assert measures.logp_gap < 1e-4 and measures.moved > 0.9 and measures.grad_norm > 0
+    assert measures.step_s > 0 and measures.hours * 3600 > measures.steps * measures.step_s
+    assert max(map(len, str(found).splitlines())) <= 80
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_the_published_recipe_is_refused_with_its_reason(prepare, capsys):
+    """128 tokens and -1 without </think>: hours of a GPU at equal rewards, and nobody is told. The embedded model
+    thinks in 20 tokens, so 8 stand for 128; the value that is named goes."""
+    words = ["rloo.max_completion_length=8", "rewards=[{name: thinking_reward}]", "rloo.temperature=0.1"]
+    run, policy, data, rewards = prepare(DEMO, *words)
+    found = kit.check_preflight(run, policy, data, rewards)
+    assert not found.go and "NO-GO: 1 problem" in str(found)
+    (fault,) = found.errors
+    assert fault.stage == "rollout" and fault.key == "rloo.max_completion_length"
+    reason = "max_completion_length=8 with a reward of -1.0 for a missing </think> gives every completion the same "
+    assert f"{reason}reward, all advantages are zero, the run trains nothing" in fault.message
+    assert found.measures.closed == 0 and found.measures.truncated == 1 and found.measures.signal == 0
+    value = fault.message.rpartition("set ")[2]
+    again = kit.load_config(DEMO, *words, value, "rloo.temperature=1.0")
+    assert kit.check_preflight(again, policy, data, kit.build_rewards(again, policy.tokenizer)).go
+
+
+def test_thoughts_that_never_end_are_given_a_budget(prepare, monkeypatch):
+    """The length that is named must be one that was seen to be enough; where none is, the budget closes the thought."""
+    monkeypatch.setattr("rloo_kit.measure.probe.LONG_TOKENS", 12)
+    words = ["rloo.max_completion_length=8", "rloo.temperature=0.1"]
+    run, policy, data, rewards = prepare(DEMO, *words)
+    (fault,) = kit.check_preflight(run, policy, data, rewards).errors
+    assert "few end within 12 tokens" in fault.message and "set rloo.thinking_budget=4" in fault.message
+    kit.load_config(DEMO, *words, "rloo.thinking_budget=4")
+
+
+@pytest.mark.parametrize(
+    ("answer", "rate", "fix"), [("wrong", 0.0, "easier prompts"), ("right", 1.0, "harder prompts")]
+)
+def test_a_task_never_solved_and_one_always_solved_are_refused(prepare, answer, rate, fix):
+    """Nothing to compare: a night of training on AIME by a model that solves none of it, or on what it knows."""
+    words = ["rloo.temperature=0.05"]  # nearly greedy: it can add
+    run, policy, data, rewards = prepare(DEMO, *words)
+    if answer == "wrong":
+        data.train = data.train.map(lambda row: {"answer": f"{row['answer']}7"})
+    else:
+        data.train = data.train.filter(lambda row: len(row["answer"]) == 2)
+    found = kit.check_preflight(run, policy, data, rewards)
+    assert not found.go and found.measures.pass_rate == rate, found
+    (fault,) = found.errors
+    assert fault.stage == "rollout" and fault.key == "data.source" and fix in fault.message
+    assert ("supervised fine-tuning" in fault.message) == (rate == 0)
+
+
+def test_few_completions_refuse_nothing(prepare):
+    """Two of two wrong answers happen to a model that is right half of the time."""
+    run, policy, data, rewards = prepare(DEMO, "rloo.per_device_train_batch_size=16")
+    data.train = data.train.select(range(3)).map(lambda row: {"answer": "never"})
+    found = kit.check_preflight(run, policy, data, rewards)
+    assert found.go and [fault.level for fault in found.faults] == ["warning"]
+    assert "data.source" in found.faults[0].message
+
+
+def failing(completions: list[str], **_columns: Any) -> list[float]:
+    raise ValueError("no judge is listening")
+
+
+def test_a_reward_that_fails_is_named(prepare):
+    """It failed for every sample of the first three steps, an hour of evaluation later."""
+    run, policy, data, _ = prepare(DEMO)
+    found = kit.check_preflight(run, policy, data, [failing])
+    (fault,) = found.errors
+    assert fault.stage == "rewards" and "no judge is listening" in fault.message and "100%" in fault.message
+    assert found.measures.rewards["failing"].failed == 32
+
+
+def test_each_reward_is_reported(prepare):
+    """The sum varies by one reward; the other, a constant, is a mistake that the sum hides."""
+    budget = "{name: thinking_budget_reward, params: {min_tokens: 8, max_tokens: 16, margin_tokens: 8}}"
+    run, policy, data, rewards = prepare(DEMO, f"rewards=[{{name: answer_reward}}, {budget}]")
+
+    def constant(completions: list[str], **_columns: Any) -> list[float]:
+        return [0.5] * len(completions)
+
+    found = kit.check_preflight(run, policy, data, [*rewards, constant])
+    rows = found.measures.rewards
+    assert list(rows) == ["answer_reward", "thinking_budget_reward", "constant"]
+    assert rows["constant"] == (0.5, 0, 0)
+    assert rows["answer_reward"].differs > 0 and rows["thinking_budget_reward"].differs > 0
+    assert "constant" in str(found)
+
+
+# ------------------------------------------------------------------------------------------------ the step
+
+
+def test_a_rate_below_the_format_is_refused_with_one_that_moves(prepare, tiny_folder):
+    """1e-6 in bfloat16: 0.01 - 1e-6 is 0.01, and the loss wanders for a night."""
+    words = [f"model.name={tiny_folder}", "model.family=auto", "model.lora=null", "model.dtype=bfloat16"]
+    words += ["rewards=[{name: length_reward}]", "rloo.num_generations=4"]
+    words += ["rloo.per_device_train_batch_size=16", "rloo.max_completion_length=16"]
+    run, policy, data, rewards = prepare(DEMO, *words, "data.source=embedded/addition", "rloo.learning_rate=1e-7")
+    found = kit.check_preflight(run, policy, data, rewards)
+    (fault,) = [fault for fault in found.errors if fault.stage == "gradient"]
+    assert fault.key == "rloo.learning_rate" and "bfloat16" in fault.message and "model.dtype=float32" in fault.message
+    assert found.measures.moved < 0.05
+    run.rloo.learning_rate = float(fault.message.rpartition("rloo.learning_rate=")[2])
+    again = kit.check_preflight(run, policy, data, rewards)
+    assert again.measures.moved >= 0.5 and not [fault for fault in again.faults if fault.stage == "gradient"], again
+
+
+def test_a_step_that_cannot_learn_is_named(prepare):
+    """A gradient of NaN, of nothing, and a learning rate of 0 are three faults with three keys."""
+    run, policy, data, rewards = prepare(DEMO, "rloo.learning_rate=0")
+    (fault,) = kit.check_preflight(run, policy, data, rewards).errors
+    assert fault.key == "rloo.learning_rate" and "rloo.learning_rate=1e-05" in fault.message
+    looked = FirstSteps({})
+    for norm, key in ((float("nan"), "model.dtype"), (0.0, "model.lora.target_modules")):
+        looked.grad_norm = norm
+        (fault,) = find_step_faults(run, looked)
+        assert (fault.stage, fault.key, fault.level) == ("gradient", key, "error")
+
+
+def test_out_of_memory_is_a_fault_with_keys(prepare, monkeypatch):
+    """The step at full length came in the third hour, when the first long completions did."""
+    run, policy, data, rewards = prepare(DEMO)
+    before = {name: value.detach().clone() for name, value in policy.model.named_parameters()}
+
+    def full(*_arguments: Any, **_more: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(RLOOStep, "loss", full)
+    found = kit.check_preflight(run, policy, data, rewards)
+    (fault,) = found.errors
+    assert fault.stage == "memory" and fault.key == "rloo.memory" and "rloo.memory=low" in fault.message
+    assert found.measures.signal and found.measures.training_gib is None
+    assert all(value.equal(before[name]) for name, value in policy.model.named_parameters())
+
+
+def test_rows_that_do_not_fit_are_a_warning(prepare, monkeypatch):
+    """A rollout halves its rows and goes on; refusing it would refuse runs that work."""
+    run, policy, data, rewards = prepare(DEMO)
+
+    def full(*_arguments: Any, **_more: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("rloo_kit.measure.memory._decode_ends", full)
+    found = kit.check_preflight(run, policy, data, rewards)
+    assert found.go and found.measures.moved > 0.9
+    (fault,) = found.warnings
+    assert fault.stage == "memory" and fault.key == "rollout.rows" and "rollout.rows=64" in fault.message
+
+
+def test_what_a_cpu_cannot_hold_is_not_tried(prepare, monkeypatch):
+    """Without a GPU that refuses, the attempt is the end of other programs."""
+    run, policy, data, rewards = prepare(DEMO)
+    monkeypatch.setattr("rloo_kit.plan.load.available_gib", lambda: 0.5)
+    monkeypatch.setattr("rloo_kit.measure.first_steps.measure_steps", None)
+    (fault,) = kit.check_preflight(run, policy, data, rewards).errors
+    assert fault.stage == "memory" and "was not tried" in fault.message and fault.key
+
+
+# ------------------------------------------------------------------------------------------------ log-probabilities
+
+
+def test_sampler_and_trainer_and_reference_agree_at_first(prepare, monkeypatch):
+    """With a KL penalty the policy starts at its reference: the adapter is the identity. A sampler that is off by more
+    than rounding samples from another policy."""
+    run, policy, data, rewards = prepare(DEMO, "rloo.beta=0.05")
+    found = kit.check_preflight(run, policy, data, rewards)
+    assert found.go and abs(found.measures.kl) < 1e-5 and found.measures.logp_gap < 1e-5
+    plain = NativeEngine.sample
+
+    def off(self: Any, *arguments: Any, **more: Any) -> Any:
+        made = plain(self, *arguments, **more)
+        for row in made.sampler_logps:
+            row[:] = [logp - 0.01 for logp in row]
+        return made
+
+    monkeypatch.setattr(NativeEngine, "sample", off)
+    (fault,) = kit.check_preflight(run, policy, data, rewards).errors
+    assert fault.stage == "log-probs" and fault.key == "rloo.sampler_correction" and "0.01 nats" in fault.message
+    run.rloo.sampler_correction = "token"
+    again = kit.check_preflight(run, policy, data, rewards)
+    assert again.go and [fault.stage for fault in again.warnings] == ["log-probs"]
+
+
+def test_a_reference_elsewhere_is_a_fault(prepare, monkeypatch):
+    """An adapter that was to start as the identity and does not is charged for a distance that it never went."""
+    run, policy, data, rewards = prepare(DEMO, "rloo.beta=0.05")
+    plain = PolicyScorer.score_reference
+    monkeypatch.setattr(PolicyScorer, "score_reference", lambda self, *words: plain(self, *words) - 0.01)
+    (fault,) = kit.check_preflight(run, policy, data, rewards).errors
+    assert fault.stage == "kl" and fault.key == "model.dtype" and "0.01 nats" in fault.message
+
+
+# ------------------------------------------------------------------------------------------------ nothing is changed
+
+
+COUNTER = """
+calls = 0
+
+def counted(completions, **_columns):
+    global calls
+    calls += 1
+    return [(len(text) * calls) % 7 / 7 for text in completions]
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["rloo.beta=0.05"], ["rloo.bf16=true", "model.lora.dropout=0.1"]], ids=str)
+def test_training_afterwards_is_training_without(prepare, tmp_path, words):
+    """A check that changes what it checks: the weights after `train` are the same to the bit, the base's and a
+    continued adapter's too, with a reward in a worker that counts its calls."""
+    (tmp_path / "my_rewards.py").write_text(COUNTER)
+    file = tmp_path / "counted.yaml"
+    file.write_text(DEMO.read_text())
+    usual = ["rloo.max_steps=2", "rloo.per_device_train_batch_size=32"]
+    usual += ["rewards=[{name: my_rewards:counted}]", "run.report=false"]
+    first = prepare(file, *usual, "run.name=start")
+    kit.train(*first)
+    usual.append(f"model.adapter={first[0].folder / 'adapter'}")
+    made = []
+    for name, checked in (("without", False), ("with", True)):
+        run, policy, data, rewards = prepare(file, *usual, *words, f"run.name={name}")
+        if checked:
+            torch.manual_seed(5)
+            random.seed(5)
+            state, numbers, draws = torch.get_rng_state(), numpy.random.get_state()[1].copy(), random.getstate()
+            settings, attributes = policy.model.config.to_dict(), set(vars(policy.model))
+            found = kit.check_preflight(run, policy, data, rewards)
+            assert found.measures.moved > 0.9
+            assert state.equal(torch.get_rng_state()) and random.getstate() == draws
+            assert (numbers == numpy.random.get_state()[1]).all()
+            assert not run.folder.exists() and policy.model.config.to_dict() == settings
+            assert list(policy.model.peft_config) == ["default"] and not policy.model.training
+            assert set(vars(policy.model)) == attributes
+            assert all(value.grad is None for value in policy.model.parameters())
+        result = kit.train(run, policy, data, rewards)
+        made.append((policy.model.state_dict(), [row.get("loss") for row in result.metrics]))
+    (without, losses), (with_check, other) = made
+    assert losses == other and without.keys() == with_check.keys()
+    assert all(value.equal(with_check[name]) for name, value in without.items())
+
+
+def test_an_error_leaves_the_policy_as_it_was(prepare):
+    """A reward of the user's that is interrupted must not leave a trained adapter behind."""
+    _, policy, *_ = prepare(DEMO)
+    before = {name: value.detach().clone() for name, value in policy.model.named_parameters()}
+    with pytest.raises(KeyboardInterrupt), leave_untouched(policy) as weights:
+        assert set(weights) == {name for name, value in policy.model.named_parameters() if value.requires_grad}
+        policy.model.train()
+        with torch.no_grad():
+            for value in policy.model.parameters():
+                if value.requires_grad:
+                    value.add_(1.0)
+        raise KeyboardInterrupt
+    assert all(value.equal(before[name]) for name, value in policy.model.named_parameters())
+    assert not policy.model.training
+
+
+# ------------------------------------------------------------------------------------------------ before training
+
+
+HOPELESS = ["rloo.temperature=0.1", "rloo.max_completion_length=8", "run.preflight=true"]
+
+
+def test_run_preflight_keeps_a_hopeless_run_from_training(prepare):
+    """`train` in a notebook: no folder, no step, the reasons in the error; and once, not again for a resume."""
+    run, policy, data, rewards = prepare(DEMO, *HOPELESS)
+    with pytest.raises(PreflightError, match="rloo.max_completion_length") as caught:
+        kit.train(run, policy, data, rewards)
+    assert isinstance(caught.value, RlooKitError) and not run.folder.exists()
+    with pytest.raises(RlooKitError, match="no run to resume"):
+        kit.train(run, policy, data, rewards, resume=True)
+
+
+def call(*words: Any) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr of `rloo-kit words`, in this process."""
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_command_and_its_exit_codes(tmp_path):
+    """Scripts go by the exit code: 0 GO, 1 NO-GO, 2 refused; and JSON is nothing but JSON."""
+    output = f"run.output_dir={tmp_path}"
+    words = ["data.num_prompts=300", "data.test_size=20"]
+    code, printed, _ = call("preflight", DEMO, output, *words)
+    assert code == 0 and printed.endswith("GO\n") and "NO-GO" not in printed
+    code, printed, noise = call("preflight", DEMO, output, *words, *HOPELESS, "--json")
+    found = json.loads(printed)
+    assert code == 1 and found["go"] is False and "policy:" in noise
+    assert found["faults"][0]["key"] == "rloo.max_completion_length" and found["measures"]["signal"] == 0
+    code, _, noise = call("preflight", DEMO, output, "rloo.beta=-1")
+    assert code == 2 and "rloo.beta" in noise
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_train_stops_at_a_no_go(tmp_path):
+    """`rloo-kit train` with run.preflight=true: exit code 2 before the first evaluation, and the folder is free for
+    the corrected run."""
+    words = [f"run.output_dir={tmp_path}", "data.num_prompts=300", "data.test_size=20", *HOPELESS]
+    code, printed, noise = call("train", DEMO, *words)
+    assert code == 2 and "rloo.max_completion_length=8 with a reward" in noise and "NO-GO" in printed
+    folder = tmp_path / "arithmetic_thinking"
+    assert not (folder / "before.json").exists() and not (folder / "metrics.jsonl").exists()
+    fixed = ["rloo.max_completion_length=48", "rloo.temperature=1.0", "rloo.max_steps=1", "run.evaluate=false"]
+    code, printed, noise = call("train", DEMO, *words, *fixed, "run.report=false")
+    assert code == 0 and printed.count("\nGO\n") == 1, noise
+
+
+@pytest.mark.slow
+def test_a_launched_run_checks_what_needs_no_model(tmp_path):
+    """The probe is for one process; two of them would each take the other's place in a collective call."""
+    command = [sys.executable, "-m", "rloo_kit.cli", "train", str(DEMO), "--launch"]
+    command += [str(ROOT / "configs" / "accelerate" / "cpu_two.yaml"), f"run.output_dir={tmp_path}"]
+    command += ["run.preflight=true", "run.evaluate=false", "run.report=false", "rloo.max_steps=1"]
+    command += ["data.num_prompts=300", "data.test_size=20", "rloo.per_device_train_batch_size=16"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert " ".join(done.stdout.split()).count("rloo-kit preflight without --launch") == 1 and "1 steps" in done.stdout
+
+
+def test_the_result_prints_without_a_model():
+    """The cheap half alone ends in a verdict too, and NaN is no JSON."""
+    bare = Preflight("night", ())
+    assert bare.go and str(bare).startswith("GO") and json.loads(json.dumps(bare.to_dict()))["measures"] is None
+    measured = Preflight("night", (), Measures(kl=float("nan")))
+    assert json.loads(json.dumps(measured.to_dict(), allow_nan=False))["measures"]["kl"] is None
+
+
+def test_a_gap_of_nan_is_a_fault():
+    """NaN is not above any limit; a comparison written the other way lets it pass."""
+
+    class Settings:
+        sampler_correction = "token"
+
+        class filters:
+            active = False
+
+    class Trainer:
+        class rloo:
+            settings = Settings
+
+            class sampler:
+                class engine:
+                    name = "native"
+
+        class args:
+            bf16 = fp16 = False
+
+        class accelerator:
+            @staticmethod
+            def unwrap_model(model: Any) -> Any:
+                return model
+
+        class model:
+            dtype = torch.float32
+
+    (fault,) = find_logp_faults(Trainer, Measures(logp_gap=float("nan")), starts_there=False)
+    assert fault.level == "error" and fault.key == "model.dtype"
