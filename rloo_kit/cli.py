@@ -227,10 +227,10 @@ def _check_preflight(run: "RunConfig") -> "Preflight":
     from rloo_kit.preflight.cheap import find_faults
     from rloo_kit.preflight.result import Preflight
 
-    found = Preflight(run.run.name or "", tuple(find_faults(run)))
-    if not found.go:
-        return found
-    policy, data = _prepare(run, with_rewards=True)
+    faults = find_faults(run)
+    if any(fault.level == "error" for fault in faults):
+        return Preflight(run.run.name or "", tuple(faults))
+    policy, data = _prepare(run)
     import rloo_kit as kit
 
     return kit.check_preflight(run, policy, data, kit.build_rewards(run, policy.tokenizer))

@@ -36,7 +36,7 @@ from rloo_kit.plan.result import VramPlan
 from rloo_kit.rollout.engine import build_engine, check_cache, choose_engine
 from rloo_kit.rollout.types import Limits, Rollout
 from rloo_kit.system.console import render_text
-from rloo_kit.system.memory import GIB, ResidentPeak, is_out_of_memory, trim_heap
+from rloo_kit.system.memory import GIB, ResidentPeak, is_out_of_memory, resident_gib, trim_heap
 
 DECODED_TOKENS = 64
 LOCAL_ENGINES = ("auto", "native", "generate")

@@ -17,6 +17,7 @@ import torch
 from rloo_kit.collective import share
 from rloo_kit.config.batches import check_prompts
 from rloo_kit.config.run import RunConfig
+from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
 from rloo_kit.errors import RlooKitError
 from rloo_kit.loop import run as loop
@@ -33,9 +34,10 @@ from rloo_kit.measure.probe import (
 )
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.load import step_completions
-from rloo_kit.preflight.cheap import find_faults
+from rloo_kit.preflight.cheap import find_place_faults
 from rloo_kit.preflight.faults import Fault, PreflightError, catching
 from rloo_kit.preflight.result import Measures, Preflight
+from rloo_kit.preflight.rewards import find_given_faults as find_reward_faults
 from rloo_kit.results.report import TrainResult
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.runs.run_dir import RunDir
@@ -57,7 +59,7 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
         the result; it prints as a table with the verdict.
     """
     started = time.monotonic()
-    found = share(find_faults(run, policy.tokenizer) if is_main_process() else None)
+    found = share(find_given_faults(run, policy, data.train, reward_funcs) if is_main_process() else None)
     if is_distributed():
         text = "the probe is for one process: run rloo-kit preflight without --launch"
         found = [*found, Fault("rollout", text, "warning")]
@@ -68,6 +70,14 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
     with redirect_stdout(io.StringIO()), leave_untouched(policy) as weights:
         _measure(_under_another_name(run), policy, data, reward_funcs, weights, faults, measures)
     return Preflight(run.run.name or "", tuple(faults), measures, time.monotonic() - started)
+
+
+def find_given_faults(run: RunConfig, policy: Policy, prompts: Any, reward_funcs: list[Any]) -> list[Fault]:
+    """What needs no model, of the data and the rewards as they are: they may not be the run's own."""
+    row = prompts[0] if len(prompts) else None
+    thinking = thinks(policy.family, run.model.enable_thinking)
+    rewards = find_reward_faults(run, policy.tokenizer, thinking, row, reward_funcs) if row else []
+    return [*rewards, *find_place_faults(run)]
 
 
 def _measure(
@@ -87,8 +97,10 @@ def _measure(
         loop.check_sampling(run, policy)
     if len(faults) > known:
         return
-    with catching("rollout", faults):
-        probe = _probe(run, policy, data, reward_funcs, faults, measures)
+    found: list[Fault] = []
+    with catching("rollout", found):
+        probe = _probe(run, policy, data, reward_funcs, found, measures)
+    faults += [fault for fault in found if fault.stage != "rewards" or "rewards" not in _stages(faults[:known])]
     try:
         steps = try_steps(run, policy, weights, measures)
     except RlooKitError as error:  # a model whose memory cannot be planned is trained all the same

@@ -18,6 +18,7 @@ from rloo_kit.data.reading import needs_stack
 from rloo_kit.errors import ConfigError
 from rloo_kit.plan import parts
 from rloo_kit.plan.load import find_machine, read_load
+from rloo_kit.plan.machine_check import find_machine_problem
 from rloo_kit.plan.peaks import own_bytes
 from rloo_kit.preflight.faults import Fault, PreflightError, catching
 from rloo_kit.preflight.rewards import find_reward_faults
@@ -47,9 +48,7 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
     Returns:
         the faults in the order of `STAGES`; errors keep the run from starting, warnings do not.
     """
-    faults: list[Fault] = []
-    with catching("machine", faults):
-        _check_folders(run)
+    faults = find_machine_faults(run)
     loaded = tokenizer is not None
     with catching("row", faults):
         tokenizer = tokenizer or find_tokenizer(run)
@@ -62,6 +61,17 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
         prepared = _prepare(run, tokenizer, faults, loaded)
     faults += find_reward_faults(run, tokenizer, thinking, None if prepared is None else prepared.train.row(0))
     return faults + find_place_faults(run, folder)
+
+
+def find_machine_faults(run: RunConfig) -> list[Fault]:
+    """The first of `find_faults`: the model's folders, and the model against the machine."""
+    faults: list[Fault] = []
+    with catching("machine", faults):
+        _check_folders(run)
+    problem = find_machine_problem(run)
+    if problem is not None:
+        faults.append(Fault("machine", f"{problem.message} {problem.fix}", "error" if problem.is_fatal else "warning"))
+    return faults
 
 
 def find_place_faults(run: RunConfig, folder: FolderUse | None = None) -> list[Fault]:

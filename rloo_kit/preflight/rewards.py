@@ -1,20 +1,18 @@
 """The rewards of a run, called before its model is loaded: on made-up completions of a row of its data."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import RlooKitError
 from rloo_kit.preflight.faults import Fault
-from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.models import NEEDS_MATH_VERIFY
+from rloo_kit.rewarding.guard import guard, is_async, reward_name
+from rloo_kit.rewarding.models import NEEDS_MATH_VERIFY, RewardModel
 from rloo_kit.rewarding.registry import build_reward, check_reward_name
 from rloo_kit.system.versions import is_importable
 from rloo_kit.think_tags import THINK_END
 
-KINDS = 5  # of made-up completions
-NOT_CALLED = ("reward_model",)  # its weights are loaded on the first call
 THOUGHT = "Let me think.\n"
 # What a model may write that no one expects: tags twice, brackets that never close, other scripts, a huge number.
 HOSTILE = f"{THINK_END}{THINK_END}\\boxed{{{{\\frac{{1}}{{0}}${'9' * 400}\x00\ufffd <b>None</b> NaN 🙂 ﷽ %s {{}} \\"
@@ -52,93 +50,121 @@ def make_completions(tokenizer: Any, thinking: bool, answer: str | None) -> list
     return made
 
 
+@dataclass
+class _Scores:
+    """Weighted sums by completion, over the rewards that were called; `whole` while none was left out."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    whole: bool = True
+
+    def add(self, made: list[MadeUp], values: list[float | None], weight: float) -> None:
+        for one, value in zip(made, values, strict=True):
+            if value is not None:
+                self.sums[one.kind] = self.sums.get(one.kind, 0.0) + weight * value
+
+
 def find_reward_faults(
     run: RunConfig, tokenizer: Any | None, thinking: bool, row: dict[str, Any] | None
 ) -> Iterator[Fault]:
-    """Faults of `run.rewards`.
+    """Faults of `run.rewards`, each built, called and ended.
 
     Args:
         tokenizer: None where it is not here yet: then names are checked and own functions imported.
         row: a row of the training data with `prompt` (rendered), `answer` and the other columns; None where the data
             cannot be read: then nothing is called.
     """
-    scores: dict[str, float] = {}
-    scored = False
+    made = [] if row is None or tokenizer is None else make_completions(tokenizer, thinking, row.get("answer"))
+    scores = _Scores(whole=bool(made))
     for index, entry in enumerate(run.rewards):
         key = f"rewards.{index}"
-        if entry.name == "math_answer_reward" and not is_importable("math_verify"):
-            yield Fault("rewards", f"{key}.name: {NEEDS_MATH_VERIFY}")
-            continue
         try:
+            if entry.name == "math_answer_reward" and not is_importable("math_verify"):
+                raise RlooKitError(f"{key}.name: {NEEDS_MATH_VERIFY}")
             if tokenizer is None and ":" not in entry.name:
                 check_reward_name(key, entry.name)
                 continue
             reward = build_reward(run, tokenizer, entry, key)
         except RlooKitError as error:
+            scores.whole = False
             yield Fault("rewards", str(error))
             continue
-        if row is None or tokenizer is None or entry.name in NOT_CALLED:
-            _close(reward)
-            continue
-        made = make_completions(tokenizer, thinking, row.get("answer"))
         try:
-            guarded, values = _call(run, reward, made, row)
-        except RlooKitError as error:
-            yield Fault("rewards", f"{key}.name '{entry.name}': {error}")
-            continue
+            if made and row is not None:
+                yield from _try_reward(run, reward, f"{key}.name '{entry.name}'", entry.weight, made, row, scores)
         finally:
             _close(reward)
-        failed = [(one.kind, problem) for one, problem in zip(made, guarded.problems, strict=True) if problem]
-        if failed:
-            kinds = "any made-up completion" if len(failed) == len(made) else f"a completion {failed[0][0]}"
-            yield Fault(
-                "rewards",
-                f"{key}.name '{entry.name}' cannot score {kinds}: {failed[0][1]}. A run has such completions: return "
-                "a number for each, or None where the reward does not apply",
-            )
-        for one, value in zip(made, values, strict=True):
-            if value is not None:
-                scored = True
-                scores[one.kind] = scores.get(one.kind, 0.0) + entry.weight * value
-    if row is not None and tokenizer is not None and not any(entry.name in NOT_CALLED for entry in run.rewards):
-        yield from _find_no_signal(run, scores, scored)
+    yield from _find_no_signal(scores, ", ".join(entry.name for entry in run.rewards), len(made))
 
 
-def _find_no_signal(run: RunConfig, scores: dict[str, float], scored: bool) -> Iterator[Fault]:
+def find_given_faults(
+    run: RunConfig, tokenizer: Any, thinking: bool, row: dict[str, Any], reward_funcs: list[Any]
+) -> Iterator[Fault]:
+    """Likewise of rewards that are built already, or made in Python."""
+    made = make_completions(tokenizer, thinking, row.get("answer"))
+    scores = _Scores()
+    for index, reward in enumerate(reward_funcs):
+        name = f"rewards.{index} '{reward_name(reward)}'"
+        yield from _try_reward(run, reward, name, getattr(reward, "weight", 1.0), made, row, scores)
+    yield from _find_no_signal(scores, ", ".join(map(reward_name, reward_funcs)), len(made))
+
+
+def _try_reward(
+    run: RunConfig, reward: Any, name: str, weight: float, made: list[MadeUp], row: dict[str, Any], scores: _Scores
+) -> Iterator[Fault]:
+    """Call a reward on all completions; enters its values into `scores`."""
+    inner = getattr(reward, "reward", reward)
+    if isinstance(inner, RewardModel) or not callable(inner) or hasattr(inner, "forward") or is_async(inner):
+        scores.whole = False  # weights that the first call loads; what only a trainer can await
+        return
+    columns = {column: [value] * len(made) for column, value in row.items() if column != "prompt"}
+    if run.rloo.thinking_budget is not None:
+        columns["thinking_forced"] = [False] * len(made)
+    try:
+        guarded = guard(reward, columns)
+        values = guarded(
+            prompts=[row["prompt"]] * len(made),
+            completions=[one.text for one in made],
+            completion_ids=[one.ids for one in made],
+            trainer_state=None,
+            log_extra=lambda name, values: None,
+            log_metric=lambda name, value: None,
+            **columns,
+        )
+    except RlooKitError as error:
+        scores.whole = False
+        yield Fault("rewards", f"{name}: {error}")
+        return
+    scores.add(made, values, weight)
+    failed = [(one.kind, problem) for one, problem in zip(made, guarded.problems, strict=True) if problem]
+    if failed:
+        scores.whole = False
+        kinds = "any made-up completion" if len(failed) == len(made) else f"a completion {failed[0][0]}"
+        yield Fault(
+            "rewards",
+            f"{name} cannot score {kinds}: {failed[0][1]}. A run has such completions: return a number for each, or "
+            "None where the reward does not apply",
+        )
+
+
+def _find_no_signal(scores: _Scores, listed: str, count: int) -> Iterator[Fault]:
     """Rewards that tell nothing apart; a warning, because the row may belong to no reward's task."""
-    listed = ", ".join(entry.name for entry in run.rewards)
-    if not scored:
+    if not scores.whole:
+        return
+    if not scores.sums:
         yield Fault(
             "rewards",
             f"rewards: none of {listed} scored any made-up completion of the first row (all returned None); check "
             "data.answer_column and the columns that they read",
             "warning",
         )
-    elif len(scores) == KINDS and len(set(scores.values())) == 1:
-        value = next(iter(scores.values()))
+    elif len(scores.sums) == count and len(set(scores.sums.values())) == 1:
+        value = next(iter(scores.sums.values()))
         yield Fault(
             "rewards",
             f"rewards: {listed} give {value:g} to the gold answer, to an empty completion, to a truncated one and to "
             "nonsense alike, on the first row; what earns the same teaches nothing",
             "warning",
         )
-
-
-def _call(run: RunConfig, reward: Any, made: list[MadeUp], row: dict[str, Any]) -> tuple[Any, list[float | None]]:
-    columns = {name: [value] * len(made) for name, value in row.items() if name != "prompt"}
-    if run.rloo.thinking_budget is not None:
-        columns["thinking_forced"] = [False] * len(made)
-    guarded = guard(reward, columns)
-    values = guarded(
-        prompts=[row["prompt"]] * len(made),
-        completions=[one.text for one in made],
-        completion_ids=[one.ids for one in made],
-        trainer_state=None,
-        log_extra=lambda name, values: None,
-        log_metric=lambda name, value: None,
-        **columns,
-    )
-    return guarded, values
 
 
 def _close(reward: Any) -> None:

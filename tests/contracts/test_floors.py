@@ -31,7 +31,7 @@ LIGHT = [
 HEAVY = ["embedded", "models", "gradient", "rollout", "evals", "loop", "measure"]
 # fmt: on
 
-LOADS_IN_FUNCTIONS = {"data", "rewarding", "collective"}
+LOADS_IN_FUNCTIONS = {"data", "rewarding", "collective", "starter"}
 LIGHT_LIBRARIES = {"pydantic", "yaml", "dotenv", "pynvml", "packaging", "rich", "tqdm", "psutil"}
 LIGHT_LIBRARIES |= {"httpx", "ruamel", "typer", "matplotlib", "jinja2", "tokenizers"}
 LIGHT_LIBRARIES |= {"jupyter_core", "jupyter_client"}  # where a kernel runs they are loaded; inside functions only

@@ -148,7 +148,7 @@ def test_a_reward_that_fails_is_named(prepare):
     run, policy, data, _ = prepare(DEMO)
     found = kit.check_preflight(run, policy, data, [failing])
     (fault,) = found.errors
-    assert fault.stage == "rewards" and "no judge is listening" in fault.message and "100%" in fault.message
+    assert fault.stage == "rewards" and "no judge is listening" in fault.message
     assert found.measures.rewards["failing"].failed == 32
 
 
@@ -190,7 +190,7 @@ def test_a_step_that_cannot_learn_is_named(prepare):
     """A gradient of NaN, of nothing, and a learning rate of 0 are three faults with three keys."""
     run, policy, data, rewards = prepare(DEMO, "rloo.learning_rate=0")
     (fault,) = kit.check_preflight(run, policy, data, rewards).errors
-    assert fault.key == "rloo.learning_rate" and "rloo.learning_rate=1e-05" in fault.message
+    assert fault.key == "rloo.learning_rate" and "rloo.learning_rate=0.0001" in fault.message
     looked = FirstSteps({})
     for norm, key in ((float("nan"), "model.dtype"), (0.0, "model.lora.target_modules")):
         looked.grad_norm = norm
