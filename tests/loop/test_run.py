@@ -348,7 +348,9 @@ def test_another_rule_stops_the_run_with_its_own_words(start, capsys):
     """Only a run without signal could be stopped; one that was truncated from end to end used the GPU up."""
     result = start("health.truncation=stop", "health.no_signal_steps=2")
     assert result.stopped == "truncation" and result.steps == 2 and status(result)["state"] == "failed"
-    assert status(result)["error"].startswith("HealthError: stopped at step 2 of 4 (health.truncation=stop): truncation")
+    assert status(result)["error"].startswith(
+        "HealthError: stopped at step 2 of 4 (health.truncation=stop): truncation"
+    )
     capsys.readouterr()
     on = start("health.truncation=off", "health.no_signal_steps=2", resume=True)
     printed = capsys.readouterr().out

@@ -37,7 +37,9 @@ def number(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"step": step} | row for step, row in enumerate(rows, 1)]
 
 
-def make_context(modes: dict[str, str] | None = None, patience: int = 3, steps: int | None = None, **rloo: Any) -> Context:
+def make_context(
+    modes: dict[str, str] | None = None, patience: int = 3, steps: int | None = None, **rloo: Any
+) -> Context:
     return Context(RLOO | rloo, modes or {}, patience, steps)
 
 
@@ -114,7 +116,9 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rule", "rows", "options", "key"), CASES, ids=[f"{n}-{case[0]}" for n, case in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("rule", "rows", "options", "key"), CASES, ids=[f"{n}-{case[0]}" for n, case in enumerate(CASES)]
+)
 def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[str, Any], key: str) -> None:
     """A rule that never fires looks like a run that is well; one that fires without the key to change is no help."""
     (found,) = look(rows, **options)
@@ -153,7 +157,9 @@ def test_a_reward_that_is_gamed(truth: str) -> None:
 def test_a_trade_that_is_meant_is_none() -> None:
     """A penalty on length falls when longer thoughts find more answers."""
     rows = drift("rewards/brevity/mean", 0.9, 0.2, **{"rewards/brevity/std": 0.1})
-    rows = [row | {"rewards/answer_reward/mean": 0.2 + 0.03 * n, "reward": 0.4 + 0.01 * n} for n, row in enumerate(rows)]
+    rows = [
+        row | {"rewards/answer_reward/mean": 0.2 + 0.03 * n, "reward": 0.4 + 0.01 * n} for n, row in enumerate(rows)
+    ]
     assert look(rows) == []
 
 

@@ -259,9 +259,13 @@ def test_what_was_wrong_only_at_the_start_is_forgotten(make_run: Callable[..., P
     rows = make_rows(10, frac_score_zero_std=1.0, reward_std=0.0)
     rows += [{"step": step, **HEALTHY} for step in range(11, 25)]
     found = call_here("summarize_run.py", make_run(rows))[1]
-    assert found["verdict"] == "healthy" and [(one["rule"], one["holds"]) for one in found["health"]] == [("no_signal", False)]
+    assert found["verdict"] == "healthy" and [(one["rule"], one["holds"]) for one in found["health"]] == [
+        ("no_signal", False)
+    ]
     code, found = call_here("summarize_run.py", make_run(rows[:10], "finished", ("run.name=again",)))
-    assert code == 1 and [(one["rule"], one["since"], one["holds"]) for one in found["health"]] == [("no_signal", 1, True)]
+    assert code == 1 and [(one["rule"], one["since"], one["holds"]) for one in found["health"]] == [
+        ("no_signal", 1, True)
+    ]
 
 
 def test_off_policy_a_clipped_ratio_is_no_bug(make_run: Callable[..., Path]) -> None:
