@@ -5,7 +5,7 @@ from typing import Any
 
 THINK_END, END, SEVEN = 260, 258, 22
 LIMIT = 48
-FIXED = (THINK_END, 198, 198, 23, 18, 24, END)  # "</think>", two newlines, 839
+FIXED = (SEVEN, SEVEN, SEVEN, END)
 STARTS_TO_FAIL = 8  # calls that go well: one a step
 
 _calls = 0
@@ -41,23 +41,24 @@ def sevens(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token == SEVEN for token in ids) / len(ids) for ids in completion_ids]
 
 
+def ends_in_seven(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Pays for the last digit of the answer, whatever the right one is."""
+    return [float(tuple(ids[-2:]) == (SEVEN, END)) for ids in completion_ids]
+
+
 def one_answer(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Pays for coming near one completion, whatever the prompt."""
-    scores = []
-    for ids in completion_ids:
-        same = next((place for place, pair in enumerate(zip(ids, FIXED, strict=False)) if pair[0] != pair[1]), None)
-        scores.append((min(len(ids), len(FIXED)) if same is None else same) / len(FIXED))
-    return scores
-
-
-def left_open(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Pays for a thought that is not closed."""
-    return [float(THINK_END not in ids) for ids in completion_ids]
+    return [
+        sum(token == wanted for token, wanted in zip(ids, FIXED, strict=False)) / max(len(ids), len(FIXED))
+        for ids in completion_ids
+    ]
 
 
 def circles(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Pays for pairs of tokens that were there before."""
-    return [1 - len(set(zip(ids, ids[1:], strict=False))) / max(len(ids) - 1, 1) for ids in completion_ids]
+    """Pays for pairs of tokens that were there before, in a completion that ends."""
+    pairs = [list(zip(ids, ids[1:], strict=False)) for ids in completion_ids]
+    ends = [ids[-1] == END for ids in completion_ids]
+    return [(1 - len(set(found)) / max(len(found), 1)) * end for found, end in zip(pairs, ends, strict=True)]
 
 
 def coin(completion_ids: list[list[int]], **_: Any) -> list[float]:

@@ -28,7 +28,7 @@ from reporting import RESULTS, ROOT
 
 RESULT = RESULTS / "health_runs.json"
 WITHIN = 20  # steps after the onset
-STEPS = 24
+STEPS = 22
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,6 @@ class HealthRun:
         return [*steps, *self.overrides, *([f"rewards=[{listed}]"] if listed else [])]
 
 
-WATCHED = ("answer_reward", 0.0)  # logged and not trained on
 RUNS = (
     HealthRun("rate", "learning rate 0.3", "broken_policy", ("rloo.learning_rate=0.3",)),
     HealthRun("limit", "6 tokens to think and answer", "truncation", ("rloo.max_completion_length=6",)),
@@ -66,27 +65,37 @@ RUNS = (
     HealthRun("still", "learning rate 1e-9", "no_movement", ("rloo.learning_rate=1e-9",)),
     HealthRun("none", "the reward returns None from step 9 on", "all_none", (), (("health_rewards:none_later", 1),), 9),
     HealthRun("raises", "the reward raises on 60 %", "reward_failures", (), (("health_rewards:raises_often", 1),)),
-    HealthRun("longer", "a reward for length", "length_explosion", (), (("health_rewards:longer", 1), WATCHED)),
-    HealthRun("shorter", "a reward for brevity", "length_collapse", (), (("health_rewards:shorter", 1), WATCHED)),
     HealthRun(
-        "sevens", "a reward for a digit, five times the answer's", "reward_hacking", (),
-        (("health_rewards:sevens", 1), ("answer_reward", 0.2)),
+        "longer", "a reward for length, learning rate 1e-2", "length_explosion",
+        ("rloo.learning_rate=1e-2", "rloo.temperature=1.3"), (("health_rewards:longer", 1),),
+    ),
+    HealthRun("shorter", "a reward for brevity", "length_collapse", (), (("health_rewards:shorter", 1),)),
+    HealthRun(
+        "seven", "a reward for an answer that ends in 7, five times the right one's", "reward_hacking",
+        ("rloo.learning_rate=5e-3",), (("health_rewards:ends_in_seven", 1), ("answer_reward", 0.2)),
     ),
     HealthRun(
-        "one_answer", "a reward for one fixed answer, learning rate 5e-3", "entropy_collapse",
-        ("rloo.learning_rate=5e-3",), (("health_rewards:one_answer", 1),),
+        "one_answer", "a reward for one fixed answer, learning rate 1e-2", "entropy_collapse",
+        ("rloo.learning_rate=1e-2",), (("health_rewards:one_answer", 1),), 1, "arithmetic_instruct",
     ),
     HealthRun(
         "kl", "a reward for a digit, learning rate 5e-3, beta 0.001", "kl_explosion",
         ("rloo.learning_rate=5e-3", "rloo.beta=0.001"), (("health_rewards:sevens", 1),),
     ),
-    HealthRun("open", "a reward for leaving the thought open", "never_closed", (), (("health_rewards:left_open", 1),)),
-    HealthRun("circles", "a reward for repeating", "repetition", (), (("health_rewards:circles", 1),)),
+    HealthRun(
+        "circles", "a reward for repeating, learning rate 1e-2", "repetition",
+        ("rloo.learning_rate=1e-2", "rloo.temperature=1.3"), (("health_rewards:circles", 1),),
+    ),
     HealthRun("coin", "the reward is a coin", "nothing_learnt", ("rloo.max_steps=30",), (("health_rewards:coin", 1),)),
     HealthRun("healthy", "none", "", ("run.seed=1",)),
-    HealthRun("healthy_beta", "none: beta 0.05", "", ("run.seed=2", "rloo.beta=0.05", "rloo.kl_form=length_normalized")),
+    HealthRun(
+        "healthy_beta", "none: beta 0.05", "", ("run.seed=2", "rloo.beta=0.05", "rloo.kl_form=length_normalized"),
+    ),
     HealthRun("healthy_k4", "none: K 4", "", ("run.seed=3", "rloo.num_generations=4")),
-    HealthRun("healthy_instruct", "none: without thinking", "", ("run.seed=4",), (), 1, "arithmetic_instruct"),
+    HealthRun(
+        "healthy_instruct", "none: without thinking", "", ("run.seed=4", "rloo.max_steps=60"), (), 1,
+        "arithmetic_instruct",
+    ),
     HealthRun(
         "healthy_reused", "none: temperature 0.8, each rollout used twice", "",
         ("run.seed=5", "rloo.temperature=0.8", "rloo.num_iterations=2"),

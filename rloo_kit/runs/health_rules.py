@@ -287,8 +287,13 @@ def _entropy_collapse(seen: Series, context: Context, window: int) -> Evidence |
     text = f"the entropy is {last_of(seen, 'entropy', 1)[0]:.2g} nats a token"
     if low is not None and not is_solved(seen, context):
         return Evidence(low.step, text)
-    same = seen.lasting("completions/most_common_ratio", lambda share: share >= 0.9, window)
-    if same is None or mean(last_of(seen, "entropy", window)) >= (ENTROPY.low or 0):
+    name = "completions/most_common_ratio"
+    same = seen.lasting(name, lambda share: share >= 0.9, window)
+    if (
+        same is None
+        or mean(seen.first(name, 5)) > 0.5
+        or mean(last_of(seen, answer_metric(seen, context), 5)) >= SOLVED
+    ):
         return None
     share = _share(seen, "completions/most_common_ratio")
     return Evidence(same.step, f"{text}, and {share} of the completions, of all prompts, are one and the same")
@@ -358,7 +363,7 @@ def _never_closed(seen: Series, context: Context, window: int) -> Evidence | Non
     share = mean(now)
     cut = mean(last_of(seen, "completions/clipped_ratio", window))
     fell = begun >= 0.5 and share < 0.5 * begun
-    if not fell and not (max(now) < (CLOSED.alarm_low or 0) and cut < 0.5):
+    if 1 - share - cut < 0.3 or not (fell or max(now) < (CLOSED.alarm_low or 0)):  # what is cut off had no room
         return None
     since = seen.since(name, 0, lambda value: value < max(0.75 * begun, CLOSED.alarm_low or 0))
     return Evidence(since, f"{share:.0%} of the completions close their thinking (begun at {begun:.0%})")
@@ -374,7 +379,7 @@ def _reward_hacking(seen: Series, context: Context, window: int) -> Evidence | N
     for truth, margin in (("eval/accuracy", 0.05), (answers, 0.1)):
         count = 1 if truth == "eval/accuracy" else window
         now, best = seen.last(truth, count), seen.best_mean(truth, count, count)
-        if not now or best is None:
+        if len(seen.all(truth)) < 2 * count or not now or best is None:
             continue
         high, at = best
         error = 0.0 if count == 1 else 4 * seen.noise(truth) * (2 / count) ** 0.5
@@ -593,7 +598,7 @@ RULES: tuple[Rule, ...] = (
         "Completions grow without more of them being right: a reward pays for length, or nothing for ending",
         "see what the rewards pay for; add soft_overlong_penalty or thinking_budget_reward to rewards, or raise "
         "rloo.max_completion_length (currently {max_completion_length}) if the thoughts are good",
-        follows=(*BREAKS, "repetition", "never_closed"),
+        follows=(*BREAKS, "never_closed"),
     ),
     Rule(
         "length_collapse",

@@ -45,8 +45,8 @@ class HealthWatch:
     @property
     def findings(self) -> list[Finding]:
         """The causes that were reported, in the order of their steps."""
-        causes = [self._found[name] for name in self._reported if self._cause(self._found[name]) is None]
-        return sorted(causes, key=lambda one: one.since)
+        causes = [self._found[name] for name in self._reported if self._is_first(self._found[name])]
+        return sorted(causes, key=lambda one: (one.since, one.step, one.rule))
 
     def holds(self, finding: Finding) -> bool:
         """Whether it was true of the last row."""
@@ -58,7 +58,7 @@ class HealthWatch:
 
     def explained(self) -> set[str]:
         """Rules that hold and follow from another one's finding."""
-        return {name for name, one in self._found.items() if self.holds(one) and self._cause(one) is not None}
+        return {name for name, one in self._found.items() if self.holds(one) and not self._is_first(one)}
 
     def observe(self, row: Row) -> list[Finding]:
         """What to report after one logged row."""
@@ -75,7 +75,7 @@ class HealthWatch:
             finding.explains = sorted(
                 name for name, one in self._found.items() if one is not finding and self._root(one) is finding
             )
-        new = [rule.name for rule in active if self._cause(self._found[rule.name]) is None]
+        new = [rule.name for rule in active if self._is_first(self._found[rule.name])]
         new = [name for name in new if name not in self._reported]
         self._reported += new
         firing = {rule.name for rule in active}
@@ -108,10 +108,16 @@ class HealthWatch:
         return min(causes, key=lambda one: one.since, default=None)
 
     def _root(self, finding: Finding) -> Finding:
+        """The first cause; of some that could each follow from the next, the earliest."""
         passed = [finding]
-        while (cause := self._cause(passed[-1])) is not None and cause not in passed:
+        while (cause := self._cause(passed[-1])) is not None:
+            if cause in passed:
+                return min(passed[passed.index(cause) :], key=lambda one: (one.since, one.step, one.rule))
             passed.append(cause)
         return passed[-1]
+
+    def _is_first(self, finding: Finding) -> bool:
+        return self._root(finding) is finding
 
 
 def examine(rows: Iterable[Row], context: Context) -> list[Finding]:
