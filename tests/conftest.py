@@ -16,11 +16,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the test processes share the co
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Peaks that runs keep for the next plan: a test must neither write the user's nor plan by them.
+os.environ["RLOO_KIT_MEMORY"] = f"{tempfile.gettempdir()}/rloo-kit-tests-{os.getpid()}/memory.json"
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 THINK_TOKENS = ("<think>", "</think>")

@@ -15,6 +15,7 @@ from rloo_kit.results.report import escape_text, format_duration, make_page, mak
 from rloo_kit.runs.files import read_object, write_text
 from rloo_kit.runs.health import is_number
 from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.console import columns as terminal_columns
 from rloo_kit.system.console import format_seconds
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ MEASURES = {
     "tokens": "mean_tokens",
     "eval_prompts": "num_prompts",
 }
-WIDEST_NAME = 44  # columns of a name in the table of text, before it is folded
+NAME_WIDTH = 24  # columns that the table of text leaves for a name, which is folded beyond
+LEFT_OUT = ("after, 95 %", "time", "thinking tokens")  # of that table where it is too wide, the first of them first
 LONGEST_LABEL = 48  # characters of a run's name in the drawing
 COLORS = {"done": "right", "failed": "wrong", "killed": "wrong"}
 
@@ -179,12 +181,21 @@ def make_text_table(place: BatchDir) -> Table:
         "thinking tokens": [change(row, "thinking_tokens", ".1f") for row in rows],
     }
     shown = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
+    for title in LEFT_OUT:  # where the terminal is narrow; comparison.csv has them
+        if _width(shown) > terminal_columns():
+            shown.pop(title, None)
     for title in shown:
-        table.add_column(title, overflow="fold", justify="left" if title in ("run", "state") else "right")
-    table.columns[0].min_width = min(max(map(len, columns["run"])), WIDEST_NAME)
+        justify = "left" if title in ("run", "state") else "right"
+        table.add_column(title, overflow="fold", no_wrap=title != "run", justify=justify)
     for cells in zip(*shown.values(), strict=True):
         table.add_row(*map(Text, cells))
     return table
+
+
+def _width(shown: dict[str, list[str]]) -> int:
+    """Columns that the table takes, with names that are folded."""
+    widest = {title: max(map(len, [title, *cells])) for title, cells in shown.items()}
+    return sum(widest.values()) - widest["run"] + min(widest["run"], NAME_WIDTH) + 3 * len(shown) + 1
 
 
 def _bounds(low: float | None, high: float | None) -> str:

@@ -97,7 +97,7 @@ class BatchDisplay:
         counts = ", ".join(f"{count} {state}" for state, count in count_states(statuses).items())
         table = Table(title=f"batch {self.place.batch.name}: {counts}", title_justify="left")
         for name in ("run", "state", "where", "note"):
-            table.add_column(name, overflow="fold")
+            table.add_column(name, overflow="fold", no_wrap=name == "state")
         if len(statuses) + LINES_AROUND > self.console.height:
             statuses = [status for status in statuses if status.state not in ("waiting", "done")]
         for status in statuses:

@@ -34,7 +34,6 @@ from rloo_kit.system.console import render_text
 POLL_S = 0.2
 SAVE_TIMEOUT_S = 120.0  # an interrupted training run has this long to end its step and save a checkpoint
 LONGEST_ERROR = 2000
-TABLE_WIDTH = 130  # columns
 NEEDED = ("papermill", "ipykernel", "psutil")
 
 
@@ -175,7 +174,7 @@ class _BatchRun:
         return f"batch {self.batch.name}: {runs} to do{kept}{side}; all in {self.place.folder}{left}"
 
     def _print_end(self, files: list[Path]) -> None:
-        self.progress.print(render_text(make_text_table(self.place), TABLE_WIDTH))
+        self.progress.print(render_text(make_text_table(self.place)))
         for status in self.place.statuses.values():
             if status.error and status.attempts:
                 log = self.place.run_folder(status.name) / "log.txt"

@@ -35,7 +35,7 @@ from rloo_kit.plan.planner import plan_vram
 from rloo_kit.plan.result import VramPlan
 from rloo_kit.rollout.engine import build_engine, check_cache, choose_engine
 from rloo_kit.rollout.types import Limits, Rollout
-from rloo_kit.system.console import render_text
+from rloo_kit.system.console import fill_text, render_text
 from rloo_kit.system.memory import GIB, ResidentPeak, is_out_of_memory, resident_gib, trim_heap
 
 DECODED_TOKENS = 64
@@ -454,8 +454,11 @@ def format_measured(found: list[Measured]) -> str:
     table.add_column("part", no_wrap=True)
     for name in ("rows x tokens", "computed", "measured", "seconds"):
         table.add_column(name, no_wrap=True, justify="right")
+    errors = []
     for one in found:
         part = f"{one.what}, cache {one.cache}" if one.cache else one.what
-        measured = one.error if one.measured_gib is None else f"{one.measured_gib:.3f}"
+        measured = "failed" if one.measured_gib is None else f"{one.measured_gib:.3f}"
+        if one.error:
+            errors.append(fill_text(f"{part}: {one.error}"))
         table.add_row(part, f"{one.rows} x {one.tokens}", f"{one.computed_gib:.3f}", measured, f"{one.seconds:.0f}")
-    return render_text(table)
+    return "\n".join([render_text(table), *errors])

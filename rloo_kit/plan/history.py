@@ -1,9 +1,12 @@
-"""Peaks that runs on this machine had, in `memory.json` of the kit's cache: what corrects the next plan.
+"""Peaks that runs on this machine had, in `memory.json` of the kit's cache (RLOO_KIT_MEMORY names another file): what
+corrects the next plan.
 
 An entry holds what was loaded, at the lengths that the run came to, so that it is compared with today's arithmetic.
 """
 
+import functools
 import math
+import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -17,8 +20,9 @@ from rloo_kit.plan.peaks import rollout_gib, training_gib
 from rloo_kit.plan.result import Machine
 from rloo_kit.plan.shapes import ModelShape
 from rloo_kit.runs.files import now, read_json, write_json
-from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
+from rloo_kit.system.environment import cache_folder
 
+VARIABLE = "RLOO_KIT_MEMORY"
 KEPT = 50  # entries, the newest
 BOUNDS = 0.25, 4.0  # of a ratio; beyond it is a damaged entry or another program's memory
 
@@ -78,11 +82,12 @@ def keep_run(machine: Machine, load: Load, rows: int, measured_gib: float, spare
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, [asdict(run) for run in [*_read_all(), added][-KEPT:]])
     except (OSError, RlooKitError) as error:
-        _warn(f"the measured peak is not kept for the next plan: {error}. Set {CACHE_VARIABLE} to a folder")
+        _warn(f"the measured peak is not kept for the next plan: {error}. Set {VARIABLE} to a file that can be written")
 
 
 def _file() -> Path:
-    return cache_folder() / "memory.json"
+    chosen = os.environ.get(VARIABLE)
+    return Path(chosen).expanduser() if chosen else cache_folder() / "memory.json"
 
 
 def _identity(load: Load) -> tuple[Any, ...]:
@@ -114,5 +119,7 @@ def _read_entries(found: list[Any]) -> Iterator[PastRun]:
             continue
 
 
+@functools.cache
 def _warn(text: str) -> None:
+    """Once for each text: a plan reads the file several times."""
     print(f"memory: {text}", file=sys.stderr)
