@@ -3,9 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from rloo_kit.config.batches import GENERATIONS, PROMPTS
 from rloo_kit.config.derived import thinks
+from rloo_kit.config.messages import explain_error
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.errors import ConfigError
@@ -77,14 +81,15 @@ def fit(model: str, file: Path, module: str, table: Table, gpu_gib: float | None
     fitted = _first_that_fits(model, file, module, table, gpu_gib)
     if fitted is not None:
         return fitted
-    plan = list(_candidates(model, file, module, table, gpu_gib))[-1][0].plan
+    shortest = list(_candidates(model, file, module, table, gpu_gib))[-1][0]
+    plan, length = shortest.plan, shortest.settings.completion_length
     machine = find_machine(gpu_gib)
     known = FOR_GPU if machine.on_cuda else FOR_CPU
     other = next((one for one in known if one != model and _first_that_fits(one, file, module, table, gpu_gib)), None)
     instead = f"--model {other} fits" if other else f"--model {EMBEDDED} fits any machine, and knows additions"
     raise ConfigError(
-        f"--model {model} takes {plan.peak_gib:.1f} GiB with completions of {LENGTHS[True][-1][0]} tokens or fewer, "
-        f"one at a time, more than the {machine.usable_gib:.1f} of {machine.name}; {instead}, or --gpu-gib 24 writes the "
+        f"--model {model} takes {plan.peak_gib:.1f} GiB with completions of {length} tokens, one at a time, "
+        f"more than the {machine.usable_gib:.1f} of {machine.name}; {instead}, or --gpu-gib 24 writes the "
         "file for a GPU with 24 GiB"
     )
 
@@ -125,9 +130,15 @@ def _candidates(
             )
             body = make_body(settings)
             values = read_yaml(body, str(file))[0]
-            run = RunConfig.model_validate(values | {"run": {"name": file.stem}})
-            plan = plan_vram(run, gpu_gib)
+            plan = plan_vram(_check(values | {"run": {"name": file.stem}}), gpu_gib)
             yield Fitted(settings, make_header(settings, plan) + body, plan), rows
+
+
+def _check(values: dict[str, Any]) -> RunConfig:
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:  # a model's name, say
+        raise ConfigError("\n".join(explain_error(entry, RunConfig) for entry in error.errors())) from None
 
 
 def _prompt_length(table: Table, embedded: bool) -> int:

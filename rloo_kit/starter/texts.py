@@ -102,7 +102,7 @@ def _model(settings: Settings) -> Iterator[str]:
         yield "  gradient_checkpointing: unsloth"
     elif not settings.is_embedded:
         yield "  gradient_checkpointing: true"
-    yield "  lora: {r: 16, alpha: 16}  # null trains every parameter, with a tenth of the learning rate"
+    yield "  lora: {r: 16, alpha: 16}  # null trains every parameter; then take a tenth of the rate"
 
 
 def _data(settings: Settings) -> Iterator[str]:
@@ -135,7 +135,7 @@ def _rloo(settings: Settings) -> Iterator[str]:
     yield "rloo:"
     yield f"  max_steps: {60 if embedded else 200}"
     if embedded:
-        yield f"  learning_rate: {_written(EMBEDDED_LEARNING_RATE)}  # of this tiny model; an adapter's default is {usual}"
+        yield f"  learning_rate: {_written(EMBEDDED_LEARNING_RATE)}  # a tiny model's; {usual} is the default"
     else:
         yield f"  learning_rate: {usual}  # lower it if entropy falls fast, raise it if reward is flat"
         yield "  lr_scheduler_type: constant_with_warmup"
