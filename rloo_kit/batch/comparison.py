@@ -29,6 +29,9 @@ MEASURES = {
     "greedy_accuracy": "greedy_accuracy",
     "greedy_accuracy_low": "greedy_low",
     "greedy_accuracy_high": "greedy_high",
+    "held_out_reward": "reward",
+    "held_out_reward_low": "reward_low",
+    "held_out_reward_high": "reward_high",
     "thinking_tokens": "mean_thinking_tokens",
     "closed_share": "closed_share",
     "tokens": "mean_tokens",
@@ -112,7 +115,7 @@ def _common(place: BatchDir) -> str:
 
 def _table(place: BatchDir, rows: list[dict[str, Any]]) -> str:
     titles = ["run", "state", "time", "accuracy before", "accuracy after"]
-    titles += ["greedy accuracy", "thinking tokens", "closed"]
+    titles += ["greedy accuracy", "held-out reward", "thinking tokens", "closed"]
     head = "".join(f"<th>{title}</th>" for title in titles)
     varying, names = place.batch.varying(), short_names(rows)
     body = ""
@@ -130,8 +133,8 @@ def _row(row: dict[str, Any], short_name: str, hidden: str) -> str:
     cells[0] += f"<span class='under'>{escape_text(hidden)}</span>" if hidden else ""
     cells += [state, escape_text(format_duration(row["seconds"])) if row["seconds"] else "-"]
     cells += [_interval(row, f"accuracy{{}}_{when}") for when in ("before", "after")]
-    cells += [change(row, "greedy_accuracy", ".3f"), change(row, "thinking_tokens", ".1f")]
-    cells.append(change(row, "closed_share", ".3f"))
+    cells += [change(row, "greedy_accuracy", ".3f"), change(row, "held_out_reward", ".3f")]
+    cells += [change(row, "thinking_tokens", ".1f"), change(row, "closed_share", ".3f")]
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
@@ -178,6 +181,7 @@ def make_text_table(place: BatchDir) -> Table:
         "time": [format_seconds(row["seconds"]) if row["seconds"] else "-" for row in rows],
         "accuracy": [change(row, "accuracy", ".3f") for row in rows],
         "after, 95 %": [_bounds(row["accuracy_low_after"], row["accuracy_high_after"]) for row in rows],
+        "held-out reward": [change(row, "held_out_reward", ".3f") for row in rows],
         "thinking tokens": [change(row, "thinking_tokens", ".1f") for row in rows],
     }
     shown = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
