@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.messages import suggest
-from rloo_kit.data.sources import Columns, find_file, read_file
+from rloo_kit.data.columns import Columns
+from rloo_kit.data.sources import find_file, read_file
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.rewards.answer import parse_number
 from rloo_kit.starter.columns import read_columns
