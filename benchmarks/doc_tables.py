@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_report as gpu
+import plan_calibration
 import step_times
 from reporting import RESULTS, ROOT, startup_table, step_files_table, step_value, table
 
@@ -185,6 +186,7 @@ TABLES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
     "learning-rates": (rates_table, "learning_rates.json"),
     "rewards": (rewards_table, "rewards.json"),
     "startup": (startup_table, "startup.json"),
+    "calibration": (plan_calibration.calibration_table, "plan_calibration.json"),
     "step-times": (step_times.times_table, ""),
     "step-gpus": (step_times.gpus_table, ""),
     "step-assumptions": (step_times.assumptions_table, ""),

@@ -2,7 +2,6 @@
 
     python benchmarks/plan_calibration.py                  # five settings, about a minute each on an idle core
     python benchmarks/plan_calibration.py --only 4-bit     # one of them; the others keep their figures
-    python benchmarks/plan_calibration.py --page           # the table of docs/plan.md from the results
 
 Each setting is a process of its own: a checkpoint with random weights, the run's own rollout behind full caches and two
 optimizer steps at full length (`measure_steps`), its resident memory. Models are so large that Python and its libraries
@@ -21,7 +20,6 @@ from typing import Any
 import reporting
 
 RESULT = reporting.RESULTS / "plan_calibration.json"
-PAGE = reporting.ROOT / "docs" / "plan.md"
 CONFIG = "configs/arithmetic_thinking.yaml"
 COMMON = [
     "model.family=thinking", "rloo.per_device_train_batch_size=32", "rloo.gradient_accumulation_steps=1",
@@ -57,7 +55,6 @@ SETTINGS: dict[str, tuple[dict[str, int], list[str]]] = {
     ),
 }
 # fmt: on
-DETAILS = ("weights_m", "rows", "tokens", "pass_tokens")
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -99,52 +96,38 @@ def start(name: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def rows_of(settings: dict[str, Any]) -> list[list[str]]:
-    """The rows of the page's table."""
+def calibration_table(result: dict[str, Any]) -> list[str]:
+    """plan_calibration.json, for docs/plan.md."""
+    head = ["setting", "M weights", "rows x tokens", "of a pass"]
+    head += ["rollout: computed", "measured", "ratio", "training: computed", "measured", "ratio"]
     rows = []
-    for name, found in settings.items():
-        cells = [f"{found[part]['computed_gib']:.2f} | {found[part]['measured_gib']:.2f} | {found[part]['ratio']:.2f}"
-                 for part in ("rollout", "training")]  # fmt: skip
-        rows.append([name, *(str(found[detail]) for detail in DETAILS), *" | ".join(cells).split(" | ")])
-    return rows
-
-
-def page_table(settings: dict[str, Any]) -> list[str]:
-    """The table of docs/plan.md."""
-    head = ["setting", "M weights", "rows", "tokens", "of a pass", "rollout: computed", "measured", "ratio"]
-    head += ["training: computed", "measured", "ratio"]
-    lines = [head, ["---"] * len(head), *rows_of(settings)]
-    return [f"| {' | '.join(line)} |" for line in lines]
-
-
-def write_page(settings: dict[str, Any]) -> None:
-    """Put the table into the page, between its marks."""
-    begin, end = "<!-- table: calibration -->", "<!-- end -->"
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(end)
-    PAGE.write_text(f"{before}{begin}\n\n" + "\n".join(page_table(settings)) + f"\n\n{end}{after}", encoding="utf-8")
+    for name, found in result["settings"].items():
+        row = [name, str(found["weights_m"]), f"{found['rows']} x {found['tokens']}", str(found["pass_tokens"])]
+        for part in ("rollout", "training"):
+            row += [f"{found[part][figure]:.2f}" for figure in ("computed_gib", "measured_gib", "ratio")]
+        rows.append(row)
+    return reporting.table(head, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=SETTINGS)
     parser.add_argument("--one", choices=SETTINGS, help=argparse.SUPPRESS)
-    parser.add_argument("--page", action="store_true")
     options = parser.parse_args()
     reporting.settle()
     if options.one:
         print(json.dumps(measure(options.one)))
         return
     known = json.loads(RESULT.read_text(encoding="utf-8"))["settings"] if RESULT.is_file() else {}
-    if not options.page:
-        for name in [options.only] if options.only else SETTINGS:
-            known[name] = start(name)
-            print(name, {part: known[name][part] for part in ("rollout", "training")}, flush=True)
-        known = {name: known[name] for name in SETTINGS if name in known}
-        found = reporting.header("benchmarks/plan_calibration.py") | {"settings": known}
-        RESULT.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    write_page(known)
+    for name in [options.only] if options.only else SETTINGS:
+        known[name] = start(name)
+        print(name, {part: known[name][part] for part in ("rollout", "training")}, flush=True)
+    settings = {name: known[name] for name in SETTINGS if name in known}
+    found = reporting.header("benchmarks/plan_calibration.py") | {"settings": settings}
+    RESULT.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    import doc_tables  # the page's table is one of its own
+
+    doc_tables.write_tables()
 
 
 if __name__ == "__main__":

@@ -373,7 +373,7 @@ def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
         say(f"memory: {plan}")
     elif plan.verdict == "tight":
         say(f"memory: {plan.sentence}")
-    elif "rollout_rows" in limits and plan.rows < plan.completions and run.rollout.rows is None:
+    if plan.fits and "rollout_rows" in limits and plan.rows < plan.completions and run.rollout.rows is None:
         say(
             f"memory: {plan.rows} of the {plan.completions} completions of a rollout are generated at once, as many as "
             f"fit {plan.machine.name} (computed; rollout.rows sets it by hand)"

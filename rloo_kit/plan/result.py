@@ -245,14 +245,15 @@ class VramPlan:
             rows += f"\n{self.step}."
         if self.vllm is not None and self.vllm.obstacle is not None and self.headroom_gib >= 0:
             return f"Cannot run: rollout.engine is vllm, but {self.vllm.obstacle}.\n{rows}"
+        lack = f"{self.no_gpu}\n" if self.no_gpu else ""
         if self.fits:
             margins = "".join(f"  margin {one.gib:.2f}: {one.reason}\n" for one in self.margins)
             sentence = self.sentence
-            if self.no_gpu is not None:  # a bare "Fits" would read like a go-ahead
-                sentence = f"{self.no_gpu}\nThe machine's memory: {sentence[0].lower()}{sentence[1:]}"
-            return f"{sentence}\n{margins}{rows}"
+            if lack:  # a bare "Fits" would read like a go-ahead
+                sentence = f"The machine's memory: {sentence[0].lower()}{sentence[1:]}"
+            return f"{lack}{sentence}\n{margins}{rows}"
         return (
-            f"Does not fit: {-self.headroom_gib:.2f} GiB too much for {left}; {self.binds} binds.\n{rows}\n"
+            f"{lack}Does not fit: {-self.headroom_gib:.2f} GiB too much for {left}; {self.binds} binds.\n{rows}\n"
             "To change, in this order, each on top of those before it:"
         )
 
