@@ -4,7 +4,7 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 from rich.text import Text
@@ -189,7 +189,7 @@ def make_text_table(place: BatchDir) -> Table:
         if _width(shown) > terminal_columns():
             shown.pop(title, None)
     for title in shown:
-        justify = "left" if title in ("run", "state") else "right"
+        justify: Literal["left", "right"] = "left" if title in ("run", "state") else "right"
         table.add_column(title, overflow="fold", no_wrap=title != "run", justify=justify)
     for cells in zip(*shown.values(), strict=True):
         table.add_row(*map(Text, cells))

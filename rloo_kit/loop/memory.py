@@ -84,9 +84,12 @@ class MemoryWatch:
             gib = self._resident.finish() - self._resident.start_gib + loaded / GIB
         else:
             return None
-        longest = {"prompt_tokens": min(self._prompt, load.prompt_tokens)}
-        longest["completion_tokens"] = min(self._completion, load.completion_tokens)
-        return PastRun(machine_key(self.machine), now(), replace(load, **longest), self.rows, gib, spare)
+        longest = replace(
+            load,
+            prompt_tokens=min(self._prompt, load.prompt_tokens),
+            completion_tokens=min(self._completion, load.completion_tokens),
+        )
+        return PastRun(machine_key(self.machine), now(), longest, self.rows, gib, spare)
 
 
 def describe(past: PastRun, planned_gib: float) -> dict[str, Any]:

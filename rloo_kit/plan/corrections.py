@@ -44,7 +44,7 @@ def load_corrections() -> dict[str, Any]:
 def find_correction(machine: Machine, load: Load) -> Correction:
     """Of a plan for `load`; measurements of this machine win over those that came with the kit."""
     runs = past_runs(machine, load)
-    known = load_corrections() if load.on_cuda else {"source": "", "factors": {}}
+    known: dict[str, Any] = load_corrections() if load.on_cuda else {"source": "", "factors": {}}
     backend = "unsloth" if load.fused else "transformers"
     factors, sources = [], []
     for part in PARTS:

@@ -7,10 +7,12 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.plan.planner import plan_vram
 from rloo_kit.plan.without_gpu import fitting_config
 
+MOST_HOURS = 24.0  # of a run without a GPU; two steps to try something are let through
+
 
 @dataclass(frozen=True)
 class MachineProblem:
-    """What is wrong, and the key, config or command that fixes it; `is_fatal` where the run cannot fit at all."""
+    """What is wrong, and the key, config or command that fixes it; `is_fatal` where the run cannot fit, or end."""
 
     message: str
     fix: str
@@ -29,16 +31,15 @@ def find_machine_problem(run: RunConfig) -> MachineProblem | None:
     config = fitting_config(plan.machine)
     other = f"train {config}, which fits this machine" if config else "take a smaller model or a larger GPU"
     if plan.no_gpu is not None:
-        message, _, _ = plan.no_gpu.partition(" `rloo-kit plan")
-        fix = f"take a machine with a GPU (`rloo-kit plan FILE --gpu-gib N` says what fits), or {other}"
-        return MachineProblem(message, fix, plan.headroom_gib < 0)
+        fix = f"Take a machine with a GPU (`rloo-kit plan FILE --gpu-gib N` says what fits), or {other}"
+        return MachineProblem(plan.no_gpu.found, fix, plan.headroom_gib < 0 or plan.no_gpu.hours > MOST_HOURS)
     if plan.headroom_gib >= 0:
         return None
     message = (
         f"{plan.model} does not fit: {plan.binds} takes {plan.peak_gib:.1f} GiB at full length, and "
-        f"{plan.machine.name} has {plan.machine.usable_gib:.1f}"
+        f"{plan.machine.name} has {plan.machine.usable_gib:.1f}."
     )
     changes = " ".join(change.override for change in plan.changes)
     if changes and plan.changes[-1].fits:
-        return MachineProblem(message, f"set {changes}", False)
-    return MachineProblem(message, other, True)
+        return MachineProblem(message, f"Set {changes}", False)
+    return MachineProblem(message, other[0].upper() + other[1:], True)

@@ -25,7 +25,7 @@ from rloo_kit.plan.peaks import (
 from rloo_kit.plan.result import EngineChoice, Machine, Margin, Part, VramPlan
 from rloo_kit.plan.shapes import BNB_ENDING
 from rloo_kit.plan.speed import StepTime, find_gpu, step_time
-from rloo_kit.plan.without_gpu import describe_lack_of_gpu
+from rloo_kit.plan.without_gpu import find_lack_of_gpu
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.versions import VLLM_INSTALL
 
@@ -74,7 +74,7 @@ def plan_vram(
         completions=load.completions,
         tokens_per_pass=load.pass_tokens,
         margins=tuple(_find_margins(run, load, rows, machine)),
-        no_gpu=describe_lack_of_gpu(run, load, machine, rows),
+        no_gpu=find_lack_of_gpu(run, load, machine, rows),
         changes=() if fits else tuple(find_changes(run, load, rows, limit)),
         notes=tuple(_find_notes(run, load, rows, machine, config)),
     )

@@ -105,6 +105,18 @@ class Margin:
 
 
 @dataclass(frozen=True)
+class LackOfGpu:
+    """Why a plan of the machine's memory is no go-ahead: what was found, what to do, and the run's hours there."""
+
+    found: str
+    advice: str
+    hours: float
+
+    def __str__(self) -> str:
+        return f"{self.found} {self.advice}"
+
+
+@dataclass(frozen=True)
 class VramPlan:
     """Memory of a run with all completions at their full length; computed, not measured.
 
@@ -134,7 +146,7 @@ class VramPlan:
     completions: int
     tokens_per_pass: int
     margins: tuple[Margin, ...]
-    no_gpu: str | None
+    no_gpu: LackOfGpu | None
     changes: tuple[Remedy, ...]
     notes: tuple[str, ...]
 
@@ -187,7 +199,7 @@ class VramPlan:
             "model": self.model,
             "fits": self.fits,
             "verdict": self.verdict,
-            "no_gpu": self.no_gpu,
+            "no_gpu": None if self.no_gpu is None else str(self.no_gpu),
             "engine": asdict(self.engine),
             "vllm": self.vllm and self.vllm.to_dict(),
             "step": self.step and self.step.to_dict(),

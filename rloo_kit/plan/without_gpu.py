@@ -5,7 +5,7 @@ import os
 from rloo_kit.config.run import RunConfig
 from rloo_kit.plan.load import step_completions
 from rloo_kit.plan.parts import Load
-from rloo_kit.plan.result import Machine
+from rloo_kit.plan.result import LackOfGpu, Machine
 from rloo_kit.plan.speed import GpuSpeed, step_time
 from rloo_kit.system.gpu import GIB
 
@@ -32,18 +32,19 @@ def fitting_config(machine: Machine) -> str | None:
     return next((file for file, size in ON_GPU if size * 1e9 / GIB <= 1.01 * machine.total_gib), None)
 
 
-def describe_lack_of_gpu(run: RunConfig, load: Load, machine: Machine, rows: int) -> str | None:
-    """Why a plan of the machine's memory is no go-ahead, and what to do; None with a GPU or a model that is small."""
+def find_lack_of_gpu(run: RunConfig, load: Load, machine: Machine, rows: int) -> LackOfGpu | None:
+    """None with a GPU, or a model that is small."""
     if machine.on_cuda or load.shape.num_weights <= MOST_WEIGHTS:
         return None
     cores = os.cpu_count() or 1
     cpu = GpuSpeed("the CPU", 0, BANDWIDTH, cores * CORE_TFLOPS)
     step = step_time(load, rows, step_completions(run), cpu, run.rloo.max_steps)
     steps = run.rloo.max_steps or 1
-    return (
+    return LackOfGpu(
         f"No GPU: {run.model.name} has {load.shape.num_weights / 1e9:.2g} G weights, and on {cores} CPU cores a step "
-        f"takes {_time(step.seconds)} at least, {steps} of them {_time(steps * step.seconds)} (computed). "
-        f"`rloo-kit plan FILE --gpu-gib N` plans for a GPU with N GiB; what fits this machine is {ON_CPU}."
+        f"takes {_time(step.seconds)} at least, {steps} of them {_time(steps * step.seconds)} (computed).",
+        f"`rloo-kit plan FILE --gpu-gib N` plans for a GPU with N GiB; what fits this machine is {ON_CPU}.",
+        steps * step.seconds / 3600,
     )
 
 

@@ -53,6 +53,7 @@ def reward(body: str, name: str = "own") -> Callable[[Path], object]:
     return write("my_rewards.py", f"def {name}(completions, **columns):\n{body}")
 
 
+NO_GPU = ("No GPU", "4 G weights", "rloo-kit plan", "configs/arithmetic_thinking.yaml")
 OWN = ("rewards=[{name: 'my_rewards:own'}]",)
 FAULTS = (
     Faulty("a key that does not exist", ("rloo.lerning_rate=1e-4",), ("rloo.lerning_rate", "rloo.learning_rate")),
@@ -150,6 +151,7 @@ FAULTS = (
     ),
     Faulty("a model's folder that is not there", ("model.name=./models/mine",), ("model.name", "no such folder")),
     Faulty("a run's folder for its adapter", ("model.adapter=old",), ("model.adapter", "adapter_config.json")),
+    Faulty("a 4B model and no GPU", ("model.name=Qwen/Qwen3-4B-Thinking-2507", "rloo.max_steps=200"), NO_GPU),
     Faulty(
         "a thinking budget for a model that does not think",
         ("model.name=embedded/instruct", "rloo.thinking_budget=16"),
