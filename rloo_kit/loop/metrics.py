@@ -55,9 +55,7 @@ def sample_statistics(batch: RolloutBatch, tags: ThinkTags, end_ids: set[int], k
         thinking = ids.index(tags.end_id) if tags.end_id is not None and closed else len(ids)
         ends = sum(token in end_ids for token in ids)
         fingerprint = hash(tuple(ids)) % 2**24  # a float32 holds it; of ids the same in every process
-        columns.append(
-            [len(ids), ends, thinks, closed, thinking, span is not None, repeated_share(ids), fingerprint]
-        )
+        columns.append([len(ids), ends, thinks, closed, thinking, span is not None, repeated_share(ids), fingerprint])
     rows = torch.tensor(columns, dtype=torch.float32, device=batch.scores.device)
     if batch.kl is None:
         return torch.cat([rows, rows.new_zeros(len(rows), 3)], dim=1)
