@@ -175,6 +175,19 @@ def rewards_table(result: dict[str, Any]) -> list[str]:
     return table(["reward", "million tokens a second", "lower quartile", "upper"], rows)
 
 
+def health_table(result: dict[str, Any]) -> list[str]:
+    """health_runs.json: every run, and how many held."""
+    rows = []
+    for run in result["runs"]:
+        others = ", ".join(f"`{name}`" for name in run["others"])
+        found = "" if run["found"] is None else f"`{run['rule']}`, step {run['found']} (since {run['since']})"
+        rows.append([
+            run["fault"], str(run["steps"]), str(run["onset"]) if run["rule"] else "", found or "nothing", others,
+            "held" if run["holds"] else "**missed**",
+        ])  # fmt: skip
+    return table(["fault", "steps", "from step", "found", "also found", ""], rows)
+
+
 TABLES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
     "step": (step_table, "rloo_step.json"),
     "step-short": (short_step_table, "rloo_step.json"),
@@ -184,6 +197,7 @@ TABLES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
     "kl-mechanism": (kl_mechanism_table, "kl_forms.json"),
     "kl-training": (kl_training_table, "kl_forms.json"),
     "learning-rates": (rates_table, "learning_rates.json"),
+    "health": (health_table, "health_runs.json"),
     "rewards": (rewards_table, "rewards.json"),
     "startup": (startup_table, "startup.json"),
     "calibration": (plan_calibration.calibration_table, "plan_calibration.json"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rloo_kit.config.old_names import translate_file
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.errors import ConfigError
@@ -54,8 +55,10 @@ def refuse_changes(trained: str, resolved: str, folder: Path) -> None:
 def _fill_in(saved: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Both with keys newer than the saved run at their defaults; unchanged if one is not a valid run."""
     try:
+        for values in (saved, now):
+            translate_file(values)
         filled = [RunConfig.model_validate(values).model_dump(mode="json") for values in (saved, now)]
-    except ValidationError:
+    except (ValidationError, ConfigError):
         return saved, now
     return filled[0], filled[1]
 

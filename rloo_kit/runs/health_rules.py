@@ -495,6 +495,7 @@ RULES: tuple[Rule, ...] = (
         _reward_failures,
         "A reward raises, runs into its time limit or returns what is no number",
         "fix the reward: the run's output names it and the first sample it failed on",
+        level="watch",  # alarming by its share; too many stop the run anyway
         thresholds=(FAILED,),
     ),
     Rule(

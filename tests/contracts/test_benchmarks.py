@@ -311,6 +311,19 @@ def test_any_amount_of_completions_is_opened_in_the_same_memory(module: Any, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "rule"), [("rate", "broken_policy"), ("none", "all_none"), ("seven", "reward_hacking")]
+)
+def test_a_run_that_is_made_to_fail_says_how(name: str, rule: str, module: Any, tmp_path: Path) -> None:
+    """The rules over recorded rows say nothing about a metric that is not logged any more, or a line not printed."""
+    out = tmp_path / "health.json"
+    assert module("health_runs").main(["--only", name, "--out", str(out), "--series", str(tmp_path)]) == 0
+    (found,) = json.loads(out.read_text())["runs"]
+    assert found["rule"] == rule and found["onset"] <= found["since"] <= found["found"] <= found["onset"] + 20
+    assert (tmp_path / f"{name}.jsonl").read_text().count("\n") == found["steps"] + 1
+
+
+@pytest.mark.slow
 def test_a_run_stays_flat(module: Any, tmp_path: Path) -> None:
     """Open files, threads and memory of a real run from outside; --steps 2000 is the command. 40 steps were too few: a
     single growth of the allocator by 1 MiB is more than their limit."""

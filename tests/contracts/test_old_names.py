@@ -333,6 +333,12 @@ def test_old_names_in_a_file(tmp_path: Path) -> None:
     assert (run.rloo.beta, run.rloo.num_generations, run.rloo.epsilon, run.rloo.num_iterations) == (0.5, 4, 0.3, 2)
     assert (run.rloo.max_completion_length, run.rloo.max_steps, run.name) == (64, 10, "first")
     assert run.data.max_prompt_length == 64 and run.rewards[0].params == {"model": "some/model"}
+    with pytest.warns(FutureWarning, match="health.no_signal") as moved:
+        now = load_config(path, "run.stop_when_no_signal=true", "run.no_signal_steps=9")
+    assert (now.health.no_signal, now.health.no_signal_steps, run.health.no_signal) == ("stop", 9, "warn")
+    assert len([one for one in moved if "is a key of health: today" in str(one.message)]) == 2
+    with pytest.raises(ConfigError, match="run.stop_when_no_signal.*health.no_signal=stop.*health.no_signal=off"):
+        load_config(path, "run.stop_when_no_signal=true", "health.no_signal=off")
     with pytest.raises(ConfigError, match="rloo.rloo_k .*=4.*rloo.num_generations=8"):
         path.write_text(path.read_text().replace("rloo_k: 4", "rloo_k: 4, num_generations: 8"))
         load_config(path)

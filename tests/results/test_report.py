@@ -75,9 +75,8 @@ def finished(run: RunConfig) -> Any:
 @pytest.fixture
 def result(finished: Any) -> Any:
     """The same with two steps logged: fewer drawings."""
-    return SimpleNamespace(
-        **vars(finished) | {"metrics": [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2}], "findings": []}
-    )
+    rows = [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2}]
+    return SimpleNamespace(**vars(finished) | {"metrics": rows, "findings": []})
 
 
 @pytest.fixture(scope="module")

@@ -87,6 +87,7 @@ def drift(name: str, begin: float, end: float, steps: int = 24, **more: Any) -> 
     return [WELL | more | {name: value * (1 + 0.01 * (place % 3))} for place, value in enumerate(values)]
 
 
+RATE, FLAT = "rloo.learning_rate (currently 0.3)", {"rewards/answer_reward/mean": 0.3}
 GONE = {"reward": 0.0, "reward_std": 0.0, "frac_score_zero_std": 1.0, "grad_norm": 0.0}
 CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
     ("no_signal", [WELL] * 5 + [TIED] * 5, {}, "rloo.temperature (currently 0.7)"),
@@ -98,19 +99,19 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
     ("zero_gradient", [WELL | {"grad_norm": 0.0}] * 5, {}, "model.lora"),
     ("zero_gradient", [WELL | {"grad_norm": 0.0}] * 5, {"reward_clip_range": [0.0, 0.1]}, "currently [0.0, 0.1]"),
     ("zero_gradient", [WELL | {"grad_norm": 0.0}] * 5, {"mask_truncated_completions": True}, "rloo.mask_truncated"),
-    ("gradient_spike", [WELL] * 12 + [WELL | {"grad_norm": 9.0}] + [WELL] * 3, {}, "rloo.learning_rate (currently 0.3)"),
+    ("gradient_spike", [WELL] * 12 + [WELL | {"grad_norm": 9.0}] + [WELL] * 3, {}, RATE),
     ("kl_explosion", [WELL | {"kl": 3.0}] * 5, {"beta": 0.1}, "rloo.beta (currently 0.1)"),
-    ("kl_outweighs", [WELL | {"kl/spread_ratio": 2.0}] * 5, {"beta": 0.1}, "rloo.kl_form=length_normalized (currently sum)"),
-    ("broken_policy", [WELL] * 8 + [WELL | GONE | {"entropy": 5.7}] * 6, {}, "rloo.learning_rate ten times (currently 0.3)"),
+    ("kl_outweighs", [WELL | {"kl/spread_ratio": 2.0}] * 5, {"beta": 0.1}, "length_normalized (currently sum)"),
+    ("broken_policy", [WELL] * 8 + [WELL | GONE | {"entropy": 5.7}] * 6, {}, "ten times (currently 0.3)"),
     ("broken_policy", [WELL | {"kl": 0.1}] * 2 + [WELL | GONE | {"kl": 8.8}] * 6, {}, "rloo.learning_rate"),
     ("entropy_collapse", [WELL | {"entropy": 0.005}] * 6, {}, "rloo.temperature (currently 0.7)"),
     ("entropy_explosion", drift("entropy", 0.3, 3.0), {}, "rloo.learning_rate"),
-    ("length_explosion", [WELL | row for row in drift("completions/mean_length", 60, 200, **{"rewards/answer_reward/mean": 0.3})], {}, "thinking_budget_reward"),
+    ("length_explosion", drift("completions/mean_length", 60, 200, **FLAT), {}, "thinking_budget_reward"),
     ("length_collapse", drift("thinking/mean_length", 50, 5), {"beta": 0.05}, "rloo.kl_form=length_normalized"),
     ("repetition", drift("completions/repeated_ratio", 0.02, 0.6), {}, "rollouts.jsonl"),
     ("never_closed", drift("thinking/closed_ratio", 0.9, 0.0), {}, "think_format_reward"),
-    ("no_movement", [WELL | {"policy/moved": 2e-8 * step} for step in range(12)], {}, "rloo.learning_rate (currently 0.3)"),
-    ("nothing_learnt", [WELL | {"reward": 0.5 + 0.02 * (step % 3)} for step in range(20)], {"steps": 40}, "two to five"),
+    ("no_movement", [WELL | {"policy/moved": 2e-8 * step} for step in range(12)], {}, RATE),
+    ("nothing_learnt", [WELL | {"reward": 0.5 + 0.02 * (n % 3)} for n in range(20)], {"steps": 40}, "two to five"),
     ("sampler_gap", [WELL | {"sampling/logp_difference_mean": 0.2}] * 4, {}, "rloo.sampler_correction=token"),
     ("ratio", [WELL | {"clip_ratio/region_mean": 1e-3}] * 4, {}, "troubleshooting"),
 ]  # fmt: skip
@@ -241,7 +242,7 @@ def test_a_broken_policy_is_not_called_hard_prompts() -> None:
     assert names([found]) == [("broken_policy", 11, 13)]
     assert "0.34 to 0" in found.evidence and "27 times its median" not in found.fix
     assert "the gradient norm was 8 at step 10, 26.7 times its median" in found.evidence
-    assert {"gradient_spike", "no_signal", "truncation", "kl_explosion", "never_closed"} <= set(found.explains)
+    assert {"gradient_spike", "no_signal", "truncation", "kl_explosion"} <= set(found.explains)
 
 
 def test_failed_rewards_are_not_rewards_of_none() -> None:

@@ -242,7 +242,7 @@ def test_a_healthy_run_is_exit_code_0(make_run: Callable[..., Path]) -> None:
         ({"clip_ratio/region_mean": 0.01}, 1, "alarming", "exactly 1"),
         ({"rewards/failed_ratio": 0.2}, 0, "watch", "fix the reward"),
         ({"frac_score_zero_std": 1.0, "reward_std": 0.0, "reward": -1.0}, 1, "alarming", "every advantage is zero"),
-        ({"grad_norm": 0.0}, 1, "alarming", "the gradient was zero in 12 steps"),
+        ({"grad_norm": 0.0}, 1, "alarming", "the gradient was zero in"),
     ],
 )
 def test_each_sign_is_judged_with_its_key(
