@@ -239,7 +239,8 @@ def test_the_copy_that_decodes_is_counted(tiny_model: Any) -> None:
 
 def test_numbers_that_are_held_twice_agree() -> None:
     """The arithmetic may not import torch, so it holds some numbers of modules that do."""
-    from rloo_kit.embedded import cold_start, tokenizer
+    from rloo_kit.data import byte_tokens as tokenizer
+    from rloo_kit.embedded import cold_start
     from rloo_kit.gradient import logprobs
     from rloo_kit.rollout import decoders, kv_cache
 
