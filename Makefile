@@ -5,7 +5,7 @@
 #            TORCH_INDEX=URL     install torch from that package index first (CPU builds, another CUDA version)
 #            JOBS=2              test processes side by side
 #            CASES=10000         bad inputs for each surface in make fuzz
-#            BENCHMARKS="startup" which of benchmarks/ make bench runs (kl_forms and batch_arithmetic: only when named)
+#            BENCHMARKS="startup" which of benchmarks/ make bench runs (kl_forms, learning_rates and batch_arithmetic: only when named)
 #            HAVE=packages.txt   make gpu-bundle leaves out what that machine has (its `pip list --format=freeze`);
 #                                BUNDLE_PYTHON=3.12 and BUNDLE_CUDA=130 are that machine's, DEST=.gpu-bundle the folder
 .DEFAULT_GOAL := help
