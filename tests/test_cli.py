@@ -219,6 +219,20 @@ def test_a_run_without_signal_exits_2_with_the_key_to_change(config_file, tmp_pa
     assert code == 2 and "step 1 of 2" in errors and all(key in errors for key in keys)
 
 
+def test_the_last_lines_repeat_what_was_wrong(config_file, tmp_path):
+    """A reward of 0.000 in all 14 steps ended with "Everything is in outputs/sub", exit code 0, finished."""
+    (tmp_path / "flat.py").write_text("def reward(completions, **_):\n    return [0.0] * len(completions)\n")
+    words = ["rewards.0.name=flat:reward", "health.no_signal_steps=1", "health.truncation=off", "run.evaluate=false"]
+    code, printed, _ = call("train", config_file, *words)
+    last = printed.splitlines()[-1]
+    assert code == 0 and last.startswith("health: no signal since step 1: ") and "data.source" in last
+    assert printed.index("Everything is in") < printed.rindex("health: no signal")
+    status = json.loads((tmp_path / "outputs" / "tiny" / "status.json").read_text())
+    assert status["state"] == "finished" and [one["rule"] for one in status["health"]] == ["no_signal"]
+    report = (tmp_path / "outputs" / "tiny" / "report.html").read_text()
+    assert "every group of completions earned one and the same reward" in report
+
+
 def test_an_old_name_is_one_line_of_stderr(config_file):
     """Python's own format showed a path of the package, a line of its source, and then the message."""
     code, printed, errors = call("config", config_file, "rloo.kl_coef=0.0", "rloo.lam=0.9")

@@ -83,18 +83,19 @@ class Series:
 
     def __init__(self, logging_steps: int = 1) -> None:
         self.step = 0
-        self._logging_steps = max(logging_steps, 1)
+        self._covered = max(logging_steps, 1)
         self._rows = 0
         self._points: dict[str, list[Point]] = {}
 
     def add(self, row: Row) -> None:
-        """Take in a row. One without a `loss` (a measurement between two steps) stands for no step of its own."""
-        covered = row["step"] - self.step if self._rows else self._logging_steps
+        """Take in a row; several may have one step (a measurement of held-out accuracy)."""
+        if self._rows and row["step"] > self.step:
+            self._covered = row["step"] - self.step
         self._rows += 1
         self.step = row["step"]
         for name, value in row.items():
             if name != "step" and is_number(value):
-                self._points.setdefault(name, []).append(Point(self.step, value, max(covered, 1)))
+                self._points.setdefault(name, []).append(Point(self.step, value, self._covered))
 
     def all(self, name: str) -> Sequence[Point]:
         """Every value of a metric; empty where it was never logged."""

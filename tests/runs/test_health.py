@@ -294,6 +294,13 @@ def test_a_logged_row_stands_for_the_steps_since_the_last_one() -> None:
     assert names(watch.observe({"step": 20} | TIED)) == [("no_signal", 1, 20)]
 
 
+def test_held_out_accuracy_may_have_a_row_of_its_own() -> None:
+    """It is measured between two steps; counted as a step it would make five tied ones of three."""
+    rows = [row for step in range(1, 5) for row in ({"step": step} | TIED, {"step": step, "eval/accuracy": 0.1})]
+    assert examine(rows[:8], make_context(patience=5)) == []
+    assert names(examine([*rows, {"step": 5} | TIED], make_context(patience=5))) == [("no_signal", 1, 5)]
+
+
 def test_a_run_that_is_resumed_does_not_find_it_a_second_time() -> None:
     """The counts began at 0 after each resume, and an old finding was printed as news."""
     rows = number([WELL] * 4 + [TIED] * 8)
