@@ -238,10 +238,6 @@ class Evaluations(TrainerCallback):
         load_weights(self.trainer, self.run_dir / BEST)
         return best.step
 
-    def close(self) -> None:
-        """End the process of the judge."""
-        self.judge.close()
-
     def _stage(self, found: HeldOut) -> None:
         """Write the weights next to where they belong; `_publish` puts them there once their checkpoint is whole."""
         staged = self._staging
@@ -277,10 +273,10 @@ class Evaluations(TrainerCallback):
         digest, mine = digest_prompts(self.prompts), self.run.eval
         limit = mine.max_completion_length or self.run.rloo.max_completion_length
         now = (digest, mine.num_samples, mine.temperature, limit)
-        for found in parse_evaluations(self.rows):
-            one = found.evaluation
+        for row, found in zip(self.rows, parse_evaluations(self.rows), strict=True):
+            one, same = found.evaluation, row["measure"] == self.history.measure
             if (one.prompts_digest, one.num_samples, one.temperature, one.max_completion_length) == now:
-                self.history.observe(found)
+                self.history.observe(found, bool(row.get("is_best")) if same else None)
                 self._measured.add(found.step)
         self.stopped = self._why_over() if self.history.is_over else None
 

@@ -240,8 +240,10 @@ class _Training:
         how = "finished"
         if self.evaluations is not None:
             self.evaluations.settle(step)
-            if self.evaluations.stopped is not None:
-                self.trainer.state.max_steps = read_object(self.checkpoint.folder / "trainer_state.json")["max_steps"]
+            saved = read_object(self.checkpoint.folder / "trainer_state.json")["max_steps"]
+            total = self.run.rloo.max_steps or saved
+            if self.evaluations.stopped is not None and step < total:
+                self.trainer.state.max_steps = total
                 how = "stopped early (a higher eval.patience goes on)"
         say(f"the run is {how} already (step {step}); its weights are loaded")
 

@@ -61,14 +61,18 @@ class HeldOutHistory:
         """The best one's mean."""
         return self._value(self.best)
 
-    def observe(self, found: HeldOut) -> bool:
-        """Take the next evaluation; returns whether it is the best now. One that measured nothing does not count."""
+    def observe(self, found: HeldOut, was_best: bool | None = None) -> bool:
+        """Take the next evaluation; returns whether it is the best now. One that measured nothing does not count.
+
+        Args:
+            was_best: what was decided when it was made; None: it is decided now.
+        """
         value = self._value(found)
         if value is None:
             return False
         self.last = found
         best = self.best_value
-        if best is None or value > best:
+        if best is None or (value > best if was_best is None else was_best):
             self.best, self.since = found, 0
             return True
         self.since += 1

@@ -209,6 +209,8 @@ def test_best_weights_that_are_gone_are_said(start, capsys):
     again = start(*words, rewards=[falling(6)], resume=True)
     assert "does not hold the weights of step 2" in capsys.readouterr().out
     assert again.adapter_step == 6 and found_by(folder)[-1] == (6, 1.0, True, 6)
+    assert start(*words, rewards=[falling(6)], resume=True).adapter_step == 6, "nor does it win when it is read again"
+    assert "does not hold the weights" not in capsys.readouterr().out
 
 
 def test_a_resume_forgets_what_came_after_its_checkpoint(start):
@@ -247,7 +249,19 @@ def test_a_run_that_was_stopped_early_stays_stopped(start, capsys):
     assert (load_result(run).stopped, load_result(run).adapter_step) == ("early", 2)
     on = start(*words, "eval.patience=3", rewards=[falling(12)], resume=True)
     assert on.steps > 6 and [row[0] for row in found_by(on.folder)][:5] == [0, 2, 4, 6, 8]
-    assert "stopped_early" in status(on.folder) or on.stopped is None
+    assert ("stopped_early" in status(on.folder)) == (on.stopped == "early")
+
+
+def test_patience_that_ends_with_the_last_step_is_said_when_there_are_to_be_more(start, capsys):
+    """More steps were asked for, none was trained, and the run ended as one that was whole."""
+    words = (*EVERY_TWO, "eval.measure=reward", "eval.patience=2", "eval.save_best=false")
+    first = start(*words, rewards=[falling(6)])
+    assert (first.stopped, first.steps, first.adapter_step) == (None, 6, 6)
+    assert start(*words, rewards=[falling(6)], resume=True).stopped is None
+    capsys.readouterr()
+    more = start(*words, "rloo.max_steps=8", rewards=[falling(8)], resume=True)
+    assert (more.stopped, more.steps) == ("early", 6)
+    assert "stopped early at step 6 of 8" in capsys.readouterr().out
 
 
 def test_a_full_model_gets_its_best_weights_back(start):
