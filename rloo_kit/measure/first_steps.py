@@ -70,7 +70,8 @@ class FirstSteps(TrainerCallback):
             control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_more: Any) -> None:
-        if self.grad_norm is None and "grad_norm" in (logs or {}):
+        is_open = self.grad_norm is None or (args.fp16 and not math.isfinite(self.grad_norm))
+        if is_open and "grad_norm" in (logs or {}):
             self.grad_norm = float(logs["grad_norm"])
 
     def _look(self, now: dict[str, Any]) -> None:
@@ -112,7 +113,7 @@ def try_steps(run: RunConfig, policy: Policy, weights: dict[str, torch.Tensor], 
     plan = plan_vram(run, config=policy.model.config.to_dict(), engine=engine)
     measures.usable_gib = plan.machine.usable_gib
     found = StepsFound(FirstSteps(weights))
-    if not plan.machine.on_cuda and not plan.fits:  # without a GPU that refuses it would end other programs
+    if not plan.machine.on_cuda and plan.headroom_gib < 0:  # without a GPU that refuses it would end other programs
         found.faults.append(
             Fault("memory", f"{_too_much(plan)}; the step was not tried. {_changes(run, plan, policy)}")
         )

@@ -187,7 +187,8 @@ def _estimate(run: RunConfig, data: Data, probe: Probe, steps: StepsFound, measu
     if run.run.evaluate:
         prompts = min(run.eval.num_prompts or len(data.test), len(data.test))
         count = prompts * (run.eval.num_samples + run.eval.greedy + len(run.eval.thinking_budgets))
-        seconds += 2 * _sampling_s(probe, steps, count, min(run.eval.batch_size, prompts))
+        sampling_s = _sampling_s(probe, steps, count, min(run.eval.batch_size, prompts))
+        seconds += 2 * (sampling_s + probe.judge_s * count / len(batch))
     measures.hours = seconds / 3600
 
 

@@ -30,6 +30,7 @@ ROOM = 1.25  # over the longest of a few completions
 # in bfloat16 and 4 bit (docs/metrics.md); ten times that and more is another policy. The KL of equal weights likewise.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 FEW, MANY = 0.25, 0.3  # groups with a signal, completions cut off: a warning
+NEVER, ALWAYS = 0.05, 0.95  # pass rates near 0 and near 1
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,30 @@ def find_rollout_faults(
             "warning",
         )
     if few:
-        answers = "rollout.difficulty_samples=4 leaves out such prompts, " if measures.pass_rate is not None else ""
+        cure = _advise(measures.pass_rate) or "rollout.resample_rounds=2 samples fresh prompts in their place"
+        rate = "" if measures.pass_rate is None else f" (pass rate {measures.pass_rate:.2f})"
         yield Fault(
             "rollout",
             f"{measures.signal} of {measures.prompts} groups carry a signal, the completions of the others earn one "
-            f"and the same reward: {answers}rollout.resample_rounds=2 samples fresh ones",
+            f"and the same reward{rate}. {cure}",
             "warning",
         )
+
+
+def _advise(rate: float | None) -> str:
+    """What to change where next to nothing, or next to everything, is solved; empty in between.
+
+    >>> _advise(1.0), _advise(0.3)
+    ('Take harder prompts (data.source)', '')
+    """
+    if rate is None or NEVER < rate < ALWAYS:
+        return ""
+    if rate >= ALWAYS:
+        return "Take harder prompts (data.source)"
+    return (
+        "Take easier prompts (data.source), do supervised fine-tuning first (model.name is then its result), or add a "
+        "graded reward to rewards"
+    )
 
 
 def _level(probe: Probe, measures: Measures) -> Literal["error", "warning"]:
@@ -152,15 +170,14 @@ def _find_silence(probe: Probe, measures: Measures) -> Fault:
     if probe.batch.scores.isnan().all():
         stage, why = "rewards", f"no reward scored any of {count} completions. Correct rewards"
     elif rate == 0.0:
-        why = f"0 of {count} answers are right, a pass rate below {bound:.0%}. Take easier prompts (data.source), do "
-        why += "supervised fine-tuning first (model.name is then its result), or add a graded reward to rewards"
+        why = f"0 of {count} answers are right, a pass rate below {bound:.0%}. {_advise(rate)}"
     elif rate == 1.0:
-        why = f"all of {count} answers are right, a pass rate above {1 - bound:.0%}. Take harder prompts (data.source)"
+        why = f"all of {count} answers are right, a pass rate above {1 - bound:.0%}. {_advise(rate)}"
     else:
         means = ", ".join(f"{name} {found.mean:.3g}" for name, found in measures.rewards.items())
         masked = ", or all of its tokens are masked (rloo.mask_truncated_completions)" if measures.truncated else ""
-        why = f"the completions of each earn one and the same reward{masked} (means: {means}). Add a graded reward to "
-        why += "rewards, or take other prompts (data.source)"
+        why = f"the completions of each earn one and the same reward{masked} (means: {means}). Raise rloo.temperature, "
+        why += "add a graded reward to rewards, or take other prompts (data.source)"
     silence = f"none of {measures.prompts} groups of {measures.generations} carries a signal, so all advantages are "
     return Fault(stage, f"{silence}zero and the run trains nothing: {why}", _level(probe, measures))
 
@@ -177,10 +194,13 @@ def _explain_short(run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: 
     )
     lengths, longest = measure_long(run, policy, trainer, batch)
     if lengths:
-        value = _longer(run, _round_up(math.ceil(ROOM * max(lengths))))
-        return f"{found}. Left alone, {len(lengths)} of them ended within {max(lengths)} tokens: set {value}"
-    closing = f"set rloo.thinking_budget={limit // 2}, which closes them, or " if limit >= 3 else ""
-    return f"{found}, and few end within {longest} tokens: {closing}set {_longer(run, _round_up(2 * longest))}"
+        keys = _longer(run, _round_up(math.ceil(ROOM * max(lengths))))
+        return f"{found}. Left alone, {len(lengths)} of them ended within {max(lengths)} tokens: set {keys}"
+    fixes = [f"rloo.thinking_budget={limit // 2}, which closes them"] if limit >= 3 else []
+    value = _round_up(2 * longest)
+    if run.data.max_prompt_length + value <= _positions(policy):
+        fixes.append(_longer(run, value))
+    return f"{found}, and few end within {longest} tokens: set {' or '.join(fixes or ['another model.name'])}"
 
 
 def measure_long(run: RunConfig, policy: Policy, trainer: RLOOTrainer, batch: RolloutBatch) -> tuple[list[int], int]:
@@ -188,7 +208,7 @@ def measure_long(run: RunConfig, policy: Policy, trainer: RLOOTrainer, batch: Ro
     own, up to `LONG_TOKENS`. No lengths where fewer than half end."""
     sampler, first = trainer.rloo.sampler, batch.judged.completions.rows[:: batch.group_size]
     prompt = max(map(len, batch.prompts))
-    positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or LONG_TOKENS
+    positions = _positions(policy)
     if policy.backend == "unsloth" or sampler.engine.name in FOREIGN:  # their tables end where the run's length does
         positions = min(positions, run.model.max_seq_length)
     longest = min(positions - prompt, LONG_TOKENS)
@@ -198,6 +218,10 @@ def measure_long(run: RunConfig, policy: Policy, trainer: RLOOTrainer, batch: Ro
     found = sampler.sample(first)
     ended = [len(ids) for ids, cut in zip(found.completion_ids, found.truncated, strict=True) if not cut]
     return (ended if 2 * len(ended) >= len(first) else []), longest
+
+
+def _positions(policy: Policy) -> int:
+    return getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or LONG_TOKENS
 
 
 def _longer(run: RunConfig, value: int) -> str:
