@@ -145,6 +145,9 @@ FAULTS = (
         reward("    return [1.0] * len(completions)\n"),
         "warning",
     ),
+    Faulty(
+        "a measure that no reward has", ("eval.every_steps=1", "eval.measure=acuracy"), ("eval.measure", "accuracy")
+    ),
     Faulty("a tracker that is not installed", ("rloo.report_to=swanlab_",), ("rloo.report_to",)),
     Faulty(
         "a library of a tracker that is not there", ("rloo.report_to=wandb",), ("rloo.report_to", "pip install wandb")
