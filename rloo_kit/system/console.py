@@ -128,8 +128,9 @@ def columns() -> int:
 def fill_text(text: str) -> str:
     """A paragraph in lines of at most `columns()`; what follows the first is indented by two more."""
     indent = " " * (len(text) - len(text.lstrip()))
-    options = {"subsequent_indent": f"{indent}  ", "break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(text, columns(), **options)
+    return textwrap.fill(
+        text, columns(), subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def render_text(renderable: Any, width: int | None = None) -> str:
