@@ -4,7 +4,7 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -189,8 +189,8 @@ def make_text_table(place: BatchDir) -> Table:
         if _width(shown) > terminal_columns():
             shown.pop(title, None)
     for title in shown:
-        justify: Literal["left", "right"] = "left" if title in ("run", "state") else "right"
-        table.add_column(title, overflow="fold", no_wrap=title != "run", justify=justify)
+        is_word = title in ("run", "state")
+        table.add_column(title, overflow="fold", no_wrap=title != "run", justify="left" if is_word else "right")
     for cells in zip(*shown.values(), strict=True):
         table.add_row(*map(Text, cells))
     return table

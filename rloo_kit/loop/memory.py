@@ -84,12 +84,9 @@ class MemoryWatch:
             gib = self._resident.finish() - self._resident.start_gib + loaded / GIB
         else:
             return None
-        longest = replace(
-            load,
-            prompt_tokens=min(self._prompt, load.prompt_tokens),
-            completion_tokens=min(self._completion, load.completion_tokens),
-        )
-        return PastRun(machine_key(self.machine), now(), longest, self.rows, gib, spare)
+        prompt, completion = min(self._prompt, load.prompt_tokens), min(self._completion, load.completion_tokens)
+        seen = replace(load, prompt_tokens=prompt, completion_tokens=completion)
+        return PastRun(machine_key(self.machine), now(), seen, self.rows, gib, spare)
 
 
 def describe(past: PastRun, planned_gib: float) -> dict[str, Any]:

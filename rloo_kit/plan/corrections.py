@@ -44,14 +44,14 @@ def load_corrections() -> dict[str, Any]:
 def find_correction(machine: Machine, load: Load) -> Correction:
     """Of a plan for `load`; measurements of this machine win over those that came with the kit."""
     runs = past_runs(machine, load)
-    known: dict[str, Any] = load_corrections() if load.on_cuda else {"source": "", "factors": {}}
+    shipped: dict[str, Any] = load_corrections() if load.on_cuda else {"source": "", "factors": {}}
     backend = "unsloth" if load.fused else "transformers"
     factors, sources = [], []
     for part in PARTS:
         own = [run for run in runs if run.part == part]
         ratios = [run.ratio if run.load.row_tokens >= NEAR * load.row_tokens else max(run.ratio, 1.0) for run in own]
-        factors.append(max(ratios) if own else float(known["factors"].get(f"{backend} {part}", 1.0)))
-        sources.append(f"this machine, {own[-1].date[:10]}" if own else known["source"])
+        factors.append(max(ratios) if own else float(shipped["factors"].get(f"{backend} {part}", 1.0)))
+        sources.append(f"this machine, {own[-1].date[:10]}" if own else shipped["source"])
     seen = max((run.load.row_tokens for run in runs), default=0)
     unmeasured = UNMEASURED * max(0.0, 1 - seen / load.row_tokens)
     spare = runs[-1].spare_gib if runs else 0.0

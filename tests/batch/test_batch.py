@@ -232,6 +232,7 @@ def test_papermill_that_goes_on_without_its_kernel_hangs(tmp_path: Path, monkeyp
 def test_a_batch_in_a_notebook_does_not_pass_that_notebook_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With JPY_SESSION_NAME of the notebook around it, a run's last cell takes itself for one of a Jupyter server."""
     monkeypatch.setenv("JPY_SESSION_NAME", "mine.ipynb")
+    monkeypatch.delenv("RLOO_KIT_MEMORY")  # of the tests themselves
     code = "import os; print(sorted(name for name in os.environ if name[:3] in ('JPY', 'RLO')))"
     process = RunProcess([sys.executable, "-c", code], tmp_path, tmp_path / "log.txt", tmp_path, "id-2")
     wait_for(lambda: process.poll() is not None, "it ends")
@@ -367,6 +368,17 @@ def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir) -> N
     html = page.read_text(encoding="utf-8")
     assert "0.750 <span class='under'>[0.650, 0.850]</span>" in html and html.count("<svg") == 1
     assert "4 runs: 1 waiting, 2 done, 1 failed; 2 min 30 s" in html
+
+
+@pytest.mark.parametrize(("columns", "has_interval"), [(60, False), (80, True), (120, True)])
+def test_the_comparison_follows_the_terminal(
+    compared: BatchDir, monkeypatch: pytest.MonkeyPatch, columns: int, has_interval: bool
+) -> None:
+    """At 80 columns a table of 130 wrapped in every line; a figure that is cut in two is read as another one."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = render_text(make_text_table(compared))
+    assert max(map(len, text.splitlines())) <= columns
+    assert "0.200 → 0.750" in text and "failed" in text and ("[0.650, 0.850]" in text) == has_interval
 
 
 def test_the_page_is_safe_and_whole(compared: BatchDir) -> None:

@@ -88,7 +88,7 @@ def test_a_peak_without_the_kernels_help(monkeypatch):
 
     monkeypatch.setattr(memory.Path, "write_text", refuse)
     with memory.Peak() as peak:
-        before = memory.resident_gib()
+        before = resident_gib()
         held = torch.ones(2**27)
         for _ in range(5):
             held.add_(1)

@@ -256,11 +256,19 @@ def test_a_gpu_that_is_too_small_for_anything() -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["rloo.beta=0.05", "rollout.rows=16"]])
-def test_the_table_fits_a_notebook_and_adds_up(words: list[str]) -> None:
-    """Lines over 100 columns wrap in JupyterLab, and a table whose parts miss one is believed all the same."""
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_the_table_fits_its_screen_and_adds_up(words: list[str], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines over 100 columns wrap in JupyterLab, and those over 80 in a terminal; figures and commands stay whole. A
+    table whose parts miss one is believed all the same."""
+    monkeypatch.setenv("COLUMNS", str(columns))
     plan = plan_vram(load_config(CONFIGS / "qwen3_4b_thinking.yaml", *words), 12)
     printed = str(plan)
-    assert max(map(len, printed.splitlines())) <= 100
+    assert max(map(len, printed.splitlines())) <= columns and "…" not in printed
+    lines = printed.splitlines()
+    for part in plan.parts:
+        (line,) = [line for line in lines if line.startswith(f"│ {part.name} ")]
+        assert len(line) == len(lines[1]), "a row's frame is as wide as the table"
+    assert all(change.override in printed for change in plan.changes)
     assert sum(part.rollout_gib for part in plan.parts) == pytest.approx(plan.rollout_gib)
     assert sum(part.training_gib for part in plan.parts) == pytest.approx(plan.training_gib)
     assert "computed, not measured" in printed and f"of {plan.completions} at once" in printed
@@ -325,7 +333,8 @@ def test_training_generates_as_many_rows_as_are_planned(
     assert planned_limits(run, policy) == {"rollout_rows": 100}
     assert "100 of the 128 completions of a rollout are generated at once" in capsys.readouterr().out
     run.rollout.rows = 7
-    assert planned_limits(run, policy) == {"rollout_rows": 7} and not capsys.readouterr().out
+    assert planned_limits(run, policy) == {"rollout_rows": 7}
+    assert "at once" not in capsys.readouterr().out
     monkeypatch.setattr(plan_load, "available_gib", lambda: 0.5)
     assert planned_limits(run, policy)["rollout_rows"] == 7 and "Does not fit" in capsys.readouterr().out
     monkeypatch.setattr(tiny_model.config, "to_dict", lambda: {"model_type": "mamba"})

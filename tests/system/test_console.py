@@ -7,6 +7,7 @@ sleeping, exact lines.
 import fcntl
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -39,10 +40,10 @@ def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     return done.stderr.splitlines()
 
 
-def on_a_terminal(code: str, repository: Path, folder: Path, **variables: str) -> str:
-    """Output of code on a pseudo-terminal of 100 columns, as the terminal gets it."""
+def on_a_terminal(code: str, repository: Path, folder: Path, width: int = 100, **variables: str) -> str:
+    """Output of code on a pseudo-terminal of `width` columns, as the terminal gets it."""
     main, child = pty.openpty()
-    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
     env = os.environ | {"PYTHONPATH": str(repository), "HOME": str(folder), "TERM": "xterm-256color"} | variables
     code = "import os, sys\nimport rloo_kit\n" + code
     with subprocess.Popen([sys.executable, "-c", code], env=env, cwd=folder, stdout=child, stderr=child) as process:
@@ -238,3 +239,19 @@ def test_tables_are_plain_outside_a_terminal(run_fresh: Run) -> None:
 def test_tables_have_colour_in_a_terminal(repository: Path, tmp_path: Path) -> None:
     """Plain text everywhere would have been the easy way."""
     assert "\x1b[31m" in on_a_terminal(TABLE, repository, tmp_path, NO_COLOR="", COLORTERM="")
+
+
+def test_tables_follow_the_terminal(repository: Path, tmp_path: Path) -> None:
+    """Tables of 100 columns in a terminal of 80: every line wrapped, and no column could be read."""
+    for columns in (80, 120):
+        seen = re.sub(r"\x1b\[[\d;]*m", "", on_a_terminal(TABLE, repository, tmp_path, width=columns))
+        assert max(len(line.rstrip()) for line in seen.splitlines()) == columns
+
+
+def test_a_pipe_and_a_notebook_have_a_width_of_their_own(run_fresh: Run) -> None:
+    """A kernel inherits COLUMNS of the terminal that Jupyter was started in, which is no width of its page."""
+    for variables, width in (({}, 100), ({"COLUMNS": "80"}, 80), ({"COLUMNS": "5"}, 40), ({"COLUMNS": "x"}, 100)):
+        done = run_fresh(TABLE, **variables)
+        assert max(map(len, done.stdout.splitlines())) == width, done.stderr
+    kernel = "from rloo_kit.system import console\nconsole._is_in_kernel = lambda: True\n"
+    assert max(map(len, run_fresh(kernel + TABLE, COLUMNS="80").stdout.splitlines())) == 100
