@@ -54,6 +54,11 @@ def one_answer(completion_ids: list[list[int]], **_: Any) -> list[float]:
     ]
 
 
+def left_open(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Pays for a thought that is not closed, which the model practically never samples."""
+    return [float(THINK_END not in ids) for ids in completion_ids]
+
+
 def circles(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Pays for pairs of tokens that were there before."""
     return [1 - len(set(zip(ids, ids[1:], strict=False))) / max(len(ids) - 1, 1) for ids in completion_ids]

@@ -86,6 +86,7 @@ RUNS = (
         "circles", "a reward for repeating, learning rate 1e-2", "repetition",
         ("rloo.learning_rate=1e-2", "rloo.temperature=1.3"), (("health_rewards:circles", 1),),
     ),
+    HealthRun("open", "a reward that is never earned", "no_signal", (), (("health_rewards:left_open", 1),)),
     HealthRun("coin", "the reward is a coin", "nothing_learnt", ("rloo.max_steps=30",), (("health_rewards:coin", 1),)),
     HealthRun("healthy", "none", "", ("run.seed=1",)),
     HealthRun(
@@ -132,7 +133,8 @@ def run_one(one: HealthRun, folder: Path) -> tuple[dict[str, Any], list[dict[str
         raise RuntimeError(f"{one.name} ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
     print(f"{one.name}: {len(rows)} steps, exit code {done.returncode}", flush=True)
     return judge(one, findings) | {
-        "revision": reporting.git("rev-parse", "HEAD"), "steps": rows[-1]["step"], "exit_code": done.returncode, "wall_s": round(time.monotonic() - begun, 1),
+        "revision": reporting.git("rev-parse", "HEAD"), "steps": rows[-1]["step"], "exit_code": done.returncode,
+        "wall_s": round(time.monotonic() - begun, 1),
     }, rows  # fmt: skip
 
 
