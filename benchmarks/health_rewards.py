@@ -54,11 +54,14 @@ def one_answer(completion_ids: list[list[int]], **_: Any) -> list[float]:
     ]
 
 
+def left_open(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Pays for a thought that is not closed, which the model practically never samples."""
+    return [float(THINK_END not in ids) for ids in completion_ids]
+
+
 def circles(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Pays for pairs of tokens that were there before, in a completion that ends."""
-    pairs = [list(zip(ids, ids[1:], strict=False)) for ids in completion_ids]
-    ends = [ids[-1] == END for ids in completion_ids]
-    return [(1 - len(set(found)) / max(len(found), 1)) * end for found, end in zip(pairs, ends, strict=True)]
+    """Pays for pairs of tokens that were there before."""
+    return [1 - len(set(zip(ids, ids[1:], strict=False))) / max(len(ids) - 1, 1) for ids in completion_ids]
 
 
 def coin(completion_ids: list[list[int]], **_: Any) -> list[float]:

@@ -2,7 +2,7 @@
 healthy ones; figures go to `results/health_runs.json`.
 
     python benchmarks/health_runs.py                        # all of them, one after the other
-    python benchmarks/health_runs.py --only limit coin      # some
+    python benchmarks/health_runs.py --only limit coin      # some; in the file the others stay as they are
     python benchmarks/health_runs.py --series tests/runs/series     # and their rows, for tests/runs/test_health.py
 
 Each run goes through `rloo-kit train`. A failing one is found if the rule of its fault is among the findings within 20
@@ -86,6 +86,7 @@ RUNS = (
         "circles", "a reward for repeating, learning rate 1e-2", "repetition",
         ("rloo.learning_rate=1e-2", "rloo.temperature=1.3"), (("health_rewards:circles", 1),),
     ),
+    HealthRun("open", "a reward that is never earned", "no_signal", (), (("health_rewards:left_open", 1),)),
     HealthRun("coin", "the reward is a coin", "nothing_learnt", ("rloo.max_steps=30",), (("health_rewards:coin", 1),)),
     HealthRun("healthy", "none", "", ("run.seed=1",)),
     HealthRun(
@@ -132,7 +133,8 @@ def run_one(one: HealthRun, folder: Path) -> tuple[dict[str, Any], list[dict[str
         raise RuntimeError(f"{one.name} ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
     print(f"{one.name}: {len(rows)} steps, exit code {done.returncode}", flush=True)
     return judge(one, findings) | {
-        "steps": rows[-1]["step"], "exit_code": done.returncode, "wall_s": round(time.monotonic() - begun, 1),
+        "revision": reporting.git("rev-parse", "HEAD"), "steps": rows[-1]["step"], "exit_code": done.returncode,
+        "wall_s": round(time.monotonic() - begun, 1),
     }, rows  # fmt: skip
 
 
@@ -191,6 +193,10 @@ def main(arguments: list[str] | None = None) -> int:
             result["runs"].append(found)
             if options.series is not None:
                 write_series(one, rows, options.series)
+    if options.only and options.out.is_file():  # those of the others stay
+        kept = {found["name"]: found for found in json.loads(options.out.read_text(encoding="utf-8"))["runs"]}
+        kept |= {found["name"]: found for found in result["runs"]}
+        result["runs"] = [kept[one.name] for one in RUNS if one.name in kept]
     options.out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for found in result["runs"]:
         print(f"{found['name']}: {'held' if found['holds'] else 'MISSED'}, found {found['found']}, {found['others']}")

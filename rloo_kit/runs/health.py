@@ -134,6 +134,11 @@ class Series:
         point = self.held(name, shows, 1)
         return point if point is not None and point.step <= points[-count].step else None
 
+    def begun(self, name: str, shows: Callable[[float], bool]) -> int:
+        """The step since which the values show a condition without a break; the present one where the last does not."""
+        point = self.held(name, shows, 0)
+        return self.step if point is None else point.step
+
     def best_mean(self, name: str, count: int, before: int) -> tuple[float, int] | None:
         """The highest mean of `count` values in a row among those before the last `before` ones, and the step of the
         last of them; of the first values where there are fewer than `count`."""

@@ -306,7 +306,7 @@ def _entropy_explosion(seen: Series, context: Context, window: int) -> Evidence 
     limit = max(2 * mean(begun), mean(begun) + 0.5)
     if mean(now) < limit:
         return None
-    since = seen.since("entropy", 0, lambda entropy: entropy >= limit)
+    since = seen.begun("entropy", lambda entropy: entropy >= limit)
     return Evidence(since, f"the entropy rose from {mean(begun):.3g} to {mean(now):.3g} and the reward did not rise")
 
 
@@ -324,7 +324,7 @@ def _length_explosion(seen: Series, context: Context, window: int) -> Evidence |
     for_nothing = mean(now) >= 2 * begun and bool(answers) and not has_risen(seen, answers)
     if not into_limit and not for_nothing:
         return None
-    since = seen.since(name, 0, lambda length: length >= 1.25 * begun)
+    since = seen.begun(name, lambda length: length >= 1.25 * begun)
     text = f"completions grew from {begun:.0f} to {mean(now):.0f} tokens"
     return Evidence(since, f"{text}, and {cut:.0%} are cut off" if into_limit else f"{text} and no more are right")
 
@@ -337,7 +337,7 @@ def _length_collapse(seen: Series, context: Context, window: int) -> Evidence | 
     for name, what in (("completions/mean_length", "completions"), ("thinking/mean_length", "thoughts")):
         now, begun = seen.last(name, window), mean(seen.first(name, 5) or [0.0])
         if len(seen.all(name)) >= 10 and now and mean(now) <= limit * begun:
-            since = seen.since(name, 0, lambda length, begun=begun: length <= 0.75 * begun)  # type: ignore[misc]
+            since = seen.begun(name, lambda length, begun=begun: length <= 0.75 * begun)  # type: ignore[misc]
             return Evidence(since, f"{what} shrank from {begun:.0f} to {mean(now):.0f} tokens and no more are right")
     return None
 
@@ -351,7 +351,7 @@ def _repetition(seen: Series, context: Context, window: int) -> Evidence | None:
     assert REPEATED.high is not None and REPEATED.alarm_high is not None
     if share <= REPEATED.alarm_high and (share <= REPEATED.high or share < begun + 0.2):
         return None
-    since = seen.since(name, 0, lambda value: value >= min((begun + share) / 2, REPEATED.high or 1))
+    since = seen.begun(name, lambda value: value >= min((begun + share) / 2, REPEATED.high or 1))
     return Evidence(since, f"{share:.0%} of the tokens of a completion stand in it before (begun at {begun:.0%})")
 
 
@@ -365,7 +365,7 @@ def _never_closed(seen: Series, context: Context, window: int) -> Evidence | Non
     fell = begun >= 0.5 and share < 0.5 * begun
     if 1 - share - cut < 0.3 or not (fell or max(now) < (CLOSED.alarm_low or 0)):  # what is cut off had no room
         return None
-    since = seen.since(name, 0, lambda value: value < max(0.75 * begun, CLOSED.alarm_low or 0))
+    since = seen.begun(name, lambda value: value < max(0.75 * begun, CLOSED.alarm_low or 0))
     return Evidence(since, f"{share:.0%} of the completions close their thinking (begun at {begun:.0%})")
 
 
