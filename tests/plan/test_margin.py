@@ -96,7 +96,7 @@ def test_a_laptop_without_a_gpu_gets_no_bare_fits() -> None:
     words = " ".join(str(plan).split())
     assert "No GPU: " in words and "--gpu-gib N" in words and ON_CPU in words and "days" in words
     assert not any(line.startswith(("Fits", "Tight")) for line in str(plan).splitlines())
-    assert plan.to_dict()["no_gpu"] == plan.no_gpu
+    assert plan.to_dict()["no_gpu"] == str(plan.no_gpu)
     assert plan_vram(load_config(THINKING), 12).no_gpu is None and plan_vram(load_config(SMALL)).no_gpu is None
 
 
@@ -125,7 +125,7 @@ def test_the_model_is_checked_against_the_machine(monkeypatch: pytest.MonkeyPatc
     assert problem(load_config(SMALL), laptop, monkeypatch) is None
     wanted = load_config(THINKING, "rollout.rows=16")
     found = problem(wanted, gpu, monkeypatch)
-    assert "does not fit" in found.message and found.fix == "set rollout.rows=8" and not found.is_fatal
+    assert "does not fit" in found.message and found.fix == "Set rollout.rows=8" and not found.is_fatal
     found = problem(load_config(THINKING, "rloo.beta=0.05"), Machine("a GPU", 3.0, 0.8, True), monkeypatch)
     assert found.is_fatal and "larger GPU" in found.fix
     assert problem(load_config(THINKING, model={"name": "me/unknown"}), laptop, monkeypatch) is None
