@@ -282,10 +282,13 @@ def make_trainer(
 
 
 def _rows_of_a_pass(load: Load) -> tuple[int, int]:
-    """(K, completions) of the smallest batch that has a pass as large as the run's largest."""
+    """(K, completions) of the smallest batch with a pass as large as the largest of the run; with two where all weights
+    are trained."""
     needed = -(-load.pass_tokens // load.row_tokens)
     generations = load.num_generations if load.whole_groups else min(load.num_generations, max(2, needed))
     groups = -(-min(needed, load.completions) // generations)
+    if load.lora_rank is None:  # a second pass finds the gradients of the first, as large as the model
+        groups = max(groups, min(2 * groups, load.completions // generations))
     return generations, generations * groups
 
 

@@ -73,6 +73,7 @@ def read_load(
         completion_tokens=_completion_tokens(run),
         num_generations=rloo.num_generations,
         completions=run.rloo.generation_batch_size // count_processes(),
+        keeps_gradients=run.rloo.generation_batch_size < step_completions(run) * count_processes(),
         on_cuda=machine.on_cuda,
         engine=engine,
         cache="float8" if engine == "vllm" and vllm.float8_kv_cache else run.rollout.cache,

@@ -36,6 +36,8 @@ class Load:
         cache: keys and values of the rollout: "plain", "int8" or "offloaded"; vLLM's "plain" or "float8".
         max_length: tokens of a row that vLLM has to be able to hold. enforce_eager: vLLM without CUDA graphs.
         vllm_bytes: vLLM's share of the GPU where the file sets it.
+        keeps_gradients: a step has several rollouts, so that the later ones find gradients; else the optimizer's step
+            before a rollout has dropped them.
         factors: what computed peaks are multiplied by, rollout and training (`corrections.find_correction`).
         unmeasured: share of a peak by which a measurement may exceed it. unknown_bytes: of layers that a dynamic 4-bit
             copy may keep in 16 bit.
@@ -63,6 +65,7 @@ class Load:
     max_length: int = 0
     enforce_eager: bool = False
     vllm_bytes: int | None = None
+    keeps_gradients: bool = True
     factors: tuple[float, float] = (1.0, 1.0)
     unmeasured: float = 0.0
     unknown_bytes: int = 0

@@ -9,17 +9,22 @@ from rloo_kit.system.gpu import GIB
 
 
 def resting_bytes(load: Load) -> int:
-    """What is there in the rollout and in training alike."""
+    """What is there in a rollout before its cache, and in training but for its gradients where a rollout finds none."""
     return (
         parts.body_bytes(load)
         + parts.table_bytes(load)
         + own_bytes(load)
-        + parts.gradient_bytes(load)
+        + gradients_in_rollout(load)
         + parts.optimizer_bytes(load)
         + parts.reference_bytes(load)
         + parts.work_bytes(load)
         + parts.context_bytes(load)
     )
+
+
+def gradients_in_rollout(load: Load) -> int:
+    """Gradients that are there while completions are sampled."""
+    return parts.gradient_bytes(load) if load.keeps_gradients else 0
 
 
 def own_bytes(load: Load) -> int:
@@ -51,7 +56,8 @@ def rollout_bytes(load: Load, rows: int) -> int:
 def training_bytes(load: Load, rows: int = 1) -> int:
     """The sum of the parts of a training pass; `rows` are those of a rollout by vLLM, which sleeps meanwhile."""
     asleep = vllm_memory.asleep_bytes(load, rows) if load.engine == "vllm" else 0
-    return resting_bytes(load) + parts.activation_bytes(load) + parts.head_bytes(load) + asleep
+    gradients = parts.gradient_bytes(load) - gradients_in_rollout(load)
+    return resting_bytes(load) + gradients + parts.activation_bytes(load) + parts.head_bytes(load) + asleep
 
 
 def _corrected(load: Load, factor: float, counted: int) -> float:

@@ -12,6 +12,7 @@ from rloo_kit.plan.engines import choose_engine, plan_vllm
 from rloo_kit.plan.load import find_machine, keeps_unknown_layers, read_load, step_completions, wanted_rows
 from rloo_kit.plan.parts import Load
 from rloo_kit.plan.peaks import (
+    gradients_in_rollout,
     largest_pass,
     largest_rows,
     own_bytes,
@@ -128,7 +129,8 @@ def _list_parts(load: Load, rows: int, machine: Machine) -> Iterator[Part]:
     trained = parts.trained_weights(load)
     if load.lora_rank is not None:
         yield both("adapter", own_bytes(load), f"{trained / 1e6:,.4g} M in float32, r = {load.lora_rank}")
-    yield both("gradients", parts.gradient_bytes(load), "float32")
+    gradients = gradients_in_rollout(load) / GIB, parts.gradient_bytes(load) / GIB
+    yield Part("gradients", *gradients, "float32")
     yield both("optimizer", parts.optimizer_bytes(load), load.optim)
     if load.reference != "none":
         yield both("reference", parts.reference_bytes(load), f"a copy of the {load.reference}")

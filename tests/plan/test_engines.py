@@ -69,7 +69,7 @@ def test_shared_weights_are_counted_once() -> None:
     run = load_config(THINKING, "rollout.engine=vllm")
     shared, copied = plan_vllm(run, gpu(12)), plan_vllm(load_config(THINKING, "model.backend=transformers"), gpu(12))
     assert shared.shared and not copied.shared and shared.weights_gib == copied.weights_gib
-    assert shared.max_num_seqs == 7 and copied.max_num_seqs < 7 and shared.pool_gib > copied.pool_gib
+    assert shared.max_num_seqs == 8 and copied.max_num_seqs < 8 and shared.pool_gib > copied.pool_gib
     for plan, words in ((shared, []), (copied, ["model.backend=transformers"])):
         found = plan_vram(load_config(THINKING, "rollout.engine=vllm", *words), 12e9 / GIB)
         assert found.fits and found.vllm == plan and found.engine.name == "vllm"
@@ -85,7 +85,7 @@ def test_shared_weights_are_counted_once() -> None:
 def test_the_pool_holds_the_rows_and_no_more_fit() -> None:
     """All completions of a step go to vLLM, as many at once as the pool holds; a share that is set is kept."""
     run = load_config(THINKING, "rollout.engine=vllm")
-    for gb, rows in ((12, 7), (24, 25), (80, 32)):
+    for gb, rows in ((12, 8), (24, 25), (80, 32)):
         plan, load = plan_vllm(run, gpu(gb)), read_load(run, gpu(gb))
         assert plan.obstacle is None and plan.max_num_seqs == rows and load.completions == 32
         assert plan.pool_gib * GIB >= rows * vllm_memory.row_bytes(load)
@@ -94,9 +94,9 @@ def test_the_pool_holds_the_rows_and_no_more_fit() -> None:
     half = plan_vllm(load_config(THINKING, "rollout.vllm.gpu_memory_utilization=0.6"), gpu(24))
     assert half.gpu_memory_utilization == pytest.approx(0.6) and 8 < half.max_num_seqs < 26
     small = plan_vllm(load_config(THINKING, "rollout.vllm.float8_kv_cache=true"), gpu(12))
-    assert small.max_num_seqs in (14, 15), "half the bytes of a row"
+    assert small.max_num_seqs in (15, 16), "half the bytes of a row"
     eager = plan_vllm(load_config(THINKING, "rollout.vllm.enforce_eager=true"), gpu(12))
-    assert eager.max_num_seqs > 7 and eager.asleep_gib < 0.3
+    assert eager.max_num_seqs > 8 and eager.asleep_gib < 0.3
     for words in (["rollout.rows=5"], ["rollout.vllm.max_num_seqs=5"]):
         assert plan_vllm(load_config(THINKING, *words), gpu(12)).max_num_seqs == 5
         assert plan_vram(load_config(THINKING, "rollout.engine=vllm", *words), 12e9 / GIB).rows == 5
@@ -130,7 +130,7 @@ def test_auto_takes_vllm_where_it_is_installed_and_fits(monkeypatch: pytest.Monk
     install(monkeypatch, "unsloth")
     assert choose_engine(run, HERE).name == "generate"
     install(monkeypatch, "unsloth", "vllm", version="0.27.1")
-    assert choose_engine(run, HERE).name == "vllm" and "7 completions" in choose_engine(run, HERE).reason
+    assert choose_engine(run, HERE).name == "vllm" and "8 completions" in choose_engine(run, HERE).reason
     install(monkeypatch, "unsloth", "vllm", version="0.31.0")
     assert "vllm_bnb_plugin" in choose_engine(run, HERE).reason
     install(monkeypatch, "unsloth", "vllm", "vllm_bnb_plugin", version="0.31.0")
@@ -179,7 +179,7 @@ def test_the_plan_says_which_engine_it_is_for() -> None:
     assert plans["auto"].rows == 8 and plans["auto"].completions == plans["vllm"].completions == 32
     assert any("rollout.engine=vllm" in note and VLLM_INSTALL in note for note in plans["auto"].notes)
     assert str(plans["vllm"].vllm) in " ".join(str(plans["vllm"]).split())
-    assert plans["vllm"].to_dict()["vllm"]["max_num_seqs"] == 7
+    assert plans["vllm"].to_dict()["vllm"]["max_num_seqs"] == 8
 
 
 def test_a_plan_with_an_obstacle_is_none_that_fits() -> None:
