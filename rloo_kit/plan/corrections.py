@@ -49,8 +49,8 @@ def find_correction(machine: Machine, load: Load) -> Correction:
     factors, sources = [], []
     for part in PARTS:
         own = [run for run in runs if run.part == part]
-        ratios = [run.ratio if run.load.row_tokens >= NEAR * load.row_tokens else max(run.ratio, 1.0) for run in own]
-        factors.append(max(ratios) if own else float(shipped["factors"].get(f"{backend} {part}", 1.0)))
+        found = [run.factor if run.load.row_tokens >= NEAR * load.row_tokens else max(run.factor, 1.0) for run in own]
+        factors.append(max(found) if own else float(shipped["factors"].get(f"{backend} {part}", 1.0)))
         sources.append(f"this machine, {own[-1].date[:10]}" if own else shipped["source"])
     seen = max((run.load.row_tokens for run in runs), default=0)
     unmeasured = UNMEASURED * max(0.0, 1 - seen / load.row_tokens)

@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import RlooKitError
-from rloo_kit.plan.parts import Load
+from rloo_kit.plan.parts import Load, context_bytes
 from rloo_kit.plan.peaks import rollout_gib, training_gib
 from rloo_kit.plan.result import Machine
 from rloo_kit.plan.shapes import ModelShape
 from rloo_kit.runs.files import now, read_json, write_json
 from rloo_kit.system.environment import cache_folder
+from rloo_kit.system.gpu import GIB
 
 VARIABLE = "RLOO_KIT_MEMORY"
 KEPT = 50  # entries, the newest
-BOUNDS = 0.25, 4.0  # of a ratio; beyond it is a damaged entry or another program's memory
+BOUNDS = 0.25, 4.0  # of a factor; beyond it is a damaged entry or another program's memory
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,12 @@ class PastRun:
     @property
     def ratio(self) -> float:
         return self.measured_gib / self.computed_gib
+
+    @property
+    def factor(self) -> float:
+        """The ratio without the context, which is not the run's to exceed: what `Load.factors` multiplies by."""
+        context = context_bytes(self.load) / GIB
+        return (self.measured_gib - context) / (self.computed_gib - context)
 
     @property
     def _computed(self) -> tuple[float, float]:
@@ -113,7 +120,7 @@ def _read_entries(found: list[Any]) -> Iterator[PastRun]:
             shape = load["shape"] | {"kept": tuple(load["shape"]["kept"])}
             listed = {name: tuple(load[name]) for name in ("lora_targets", "factors")}
             run = PastRun(**entry | {"load": Load(**load | listed | {"shape": ModelShape(**shape)})})
-            if math.isfinite(run.spare_gib) and BOUNDS[0] <= run.ratio <= BOUNDS[1]:
+            if math.isfinite(run.spare_gib) and BOUNDS[0] <= run.factor <= BOUNDS[1]:
                 yield run
         except (TypeError, KeyError, ValueError, ArithmeticError, AttributeError):
             continue
