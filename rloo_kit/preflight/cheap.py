@@ -60,6 +60,7 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
             check_budget(run, family)
         prepared = _prepare(run, tokenizer, faults, loaded)
     faults += find_reward_faults(run, tokenizer, thinking, None if prepared is None else prepared.train.row(0))
+    faults += _find_measure_faults(run, own_rewards=folder is None)
     return faults + find_place_faults(run, folder)
 
 
@@ -119,6 +120,16 @@ def _check_folders(run: RunConfig) -> None:
         inner = Path(adapter).expanduser() / "adapter"
         hint = f"; set model.adapter={inner}" if (inner / "adapter_config.json").is_file() else ""
         raise ConfigError(f"model.adapter is {adapter}, which holds no adapter_config.json{hint}")
+
+
+def _find_measure_faults(run: RunConfig, own_rewards: bool) -> list[Fault]:
+    """Whether a reward has the name in `eval.measure`; a warning where `own_rewards` may be made in Python."""
+    names = [name for entry in run.rewards for name in dict.fromkeys((entry.name, entry.name.rpartition(":")[2]))]
+    known = ["auto", "accuracy", "reward", *names]
+    if not run.eval.every_steps or run.eval.measure in known:
+        return []
+    message = f"eval.measure is {run.eval.measure}; set it to one of {', '.join(known)}"
+    return [Fault("rewards", message, "warning" if own_rewards else "error")]
 
 
 def _prepare(run: RunConfig, tokenizer: Any, faults: list[Fault], loaded: bool) -> Prepared | None:

@@ -94,10 +94,6 @@ def find_reward_faults(
         finally:
             _close(reward)
     yield from _find_no_signal(scores, ", ".join(entry.name for entry in run.rewards), len(made))
-    names = [name for entry in run.rewards for name in dict.fromkeys((entry.name, entry.name.rpartition(":")[2]))]
-    known = ["auto", "accuracy", "reward", *names]
-    if run.eval.every_steps and run.eval.measure not in known:
-        yield Fault("rewards", f"eval.measure is {run.eval.measure}; set it to one of {', '.join(known)}")
 
 
 def find_given_faults(

@@ -1,7 +1,7 @@
 """The rules of a run's health: one table for the live run, `scripts/summarize_run.py` and the report.
 
-Windows and limits are written down here and in docs/runs.md; they were fixed before the runs of
-`benchmarks/health_runs.py`.
+Windows and limits are written down here and in docs/runs.md; docs/benchmarks.md says what the runs of
+`benchmarks/health_runs.py` changed of them.
 """
 
 import statistics
