@@ -333,7 +333,8 @@ def test_old_names_in_a_file(tmp_path: Path) -> None:
     assert (run.rloo.beta, run.rloo.num_generations, run.rloo.epsilon, run.rloo.num_iterations) == (0.5, 4, 0.3, 2)
     assert (run.rloo.max_completion_length, run.rloo.max_steps, run.name) == (64, 10, "first")
     assert run.data.max_prompt_length == 64 and run.rewards[0].params == {"model": "some/model"}
-    with pytest.warns(FutureWarning, match="health.no_signal") as moved:
+    with warnings.catch_warnings(record=True) as moved:
+        warnings.simplefilter("always")
         now = load_config(path, "run.stop_when_no_signal=true", "run.no_signal_steps=9")
     assert (now.health.no_signal, now.health.no_signal_steps, run.health.no_signal) == ("stop", 9, "warn")
     assert len([one for one in moved if "is a key of health: today" in str(one.message)]) == 2
