@@ -73,7 +73,7 @@ def measure(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rloo-kit-calibration-") as folder:
         save_random_model(shape, folder)
         run = kit.load_config(CONFIG, f"model.name={folder}", *COMMON, *words)
-        policy = kit.load_policy(run)
+        policy = kit.load_policy(run, check=False)
         load = _load_of(run, policy)
         rows = min(run.rollout.rows or load.completions, load.completions)
         peaks = measure_steps(policy, run, rows)
