@@ -154,7 +154,7 @@ FAULTS = (
     ),
     Faulty("a model's folder that is not there", ("model.name=./models/mine",), ("model.name", "no such folder")),
     Faulty("a run's folder for its adapter", ("model.adapter=old",), ("model.adapter", "adapter_config.json")),
-    Faulty("a 4B model and no GPU", ("model.name=Qwen/Qwen3-4B-Thinking-2507", "rloo.max_steps=200"), NO_GPU),
+    Faulty("a 4B model and no GPU", ("model.name=Qwen/Qwen3-4B-Thinking-2507", "rloo.max_steps=9999"), NO_GPU),
     Faulty(
         "a thinking budget for a model that does not think",
         ("model.name=embedded/instruct", "rloo.thinking_budget=16"),

@@ -44,7 +44,8 @@ def on_a_terminal(code: str, repository: Path, folder: Path, width: int = 100, *
     """Output of code on a pseudo-terminal of `width` columns, as the terminal gets it."""
     main, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
-    env = os.environ | {"PYTHONPATH": str(repository), "HOME": str(folder), "TERM": "xterm-256color"} | variables
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    env |= {"PYTHONPATH": str(repository), "HOME": str(folder), "TERM": "xterm-256color"} | variables
     code = "import os, sys\nimport rloo_kit\n" + code
     with subprocess.Popen([sys.executable, "-c", code], env=env, cwd=folder, stdout=child, stderr=child) as process:
         os.close(child)
