@@ -48,14 +48,17 @@ class Fault:
 
 
 class PreflightError(RlooKitError, ValueError):
-    """A run has faults that keep it from starting; `faults` has them, warnings included. `found` says where."""
+    """A run has faults that keep it from starting; `faults` has them, warnings included. `found` says by what they were
+    found, if not before any weights were loaded."""
 
-    def __init__(self, faults: Sequence[Fault], found: str = "before any weights were loaded"):
+    def __init__(self, faults: Sequence[Fault], found: str = ""):
         self.faults = tuple(faults)
-        errors = [fault for fault in faults if fault.level == "error"]
-        count = "a problem" if len(errors) == 1 else f"{len(errors)} problems"
+        lines = [str(fault) for fault in faults if fault.level == "error"]
+        if len(lines) > 1 or found:
+            count = "a problem" if len(lines) == 1 else f"{len(lines)} problems"
+            lines.insert(0, f"{count}, found {found or 'before any weights were loaded'}")
         warnings = [f"warning: {fault}" for fault in faults if fault.level == "warning"]
-        super().__init__("\n".join([f"{count}, found {found}", *map(str, errors), *warnings]))
+        super().__init__("\n".join([*lines, *warnings]))
 
 
 @contextmanager
