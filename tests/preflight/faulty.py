@@ -202,7 +202,7 @@ def measure(fault: Faulty) -> dict[str, object]:
             environment = os.environ | {"PYTHONPATH": str(ROOT)}
             done = subprocess.run(words, cwd=place, capture_output=True, text=True, env=environment, check=False)
             seconds.append(time.perf_counter() - started)
-        said = done.stderr.replace(str(Path(place).resolve()), "").strip().splitlines()
+        said = done.stderr.replace(f"{Path(place).resolve()}/", "").replace(place, ".").strip().splitlines()
     lines = [line for line in said if "problem" not in line.split(",")[0]]
     return {
         "fault": fault.name,
