@@ -78,7 +78,8 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
         DataError: a source, row or column that cannot be used, with file and line; nothing left to train on.
         ConfigError: `model.family` contradicts the tokenizer's chat template.
     """
-    prepared = prepare_data(run, tokenizer, rows)
+    with main_first():  # downloads and conversions are then cached for the other processes
+        prepared = prepare_data(run, tokenizer, rows)
     train, test = prepared.train, prepared.test
     if train.source is test.source:
         tables = _datasets(train.source, train.texts, train.rows, test.rows)
@@ -90,12 +91,11 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
 
 
 def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Prepared:
-    """All of `load_data` but the datasets: without the stack where `needs_stack` is False. The same arguments and
-    errors."""
+    """All of `load_data` but the datasets: without the stack where `needs_stack` is False, and in one process alone. The
+    same arguments and errors."""
     family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
-    with main_first():  # downloads and conversions are then cached for the other processes
-        source = read_training(run, rows, thinks(family, run.model.enable_thinking))
-        held_out = read_test(run)
+    source = read_training(run, rows, thinks(family, run.model.enable_thinking))
+    held_out = read_test(run)
     notes = list(source.notes)
     texts = [render_row(run, tokenizer, family, source, row) for row in range(len(source))]
     fitting = _fitting_rows(run, tokenizer, source, texts, notes)
