@@ -116,3 +116,17 @@ def test_a_run_is_resumed_over_its_own_folder(place: Path) -> None:
     assert find_faults(run, folder=FolderUse(overwrite=True)) == []
     assert find_faults(run) == [], "who only looks does not ask whether the folder is free"
     os.chmod(folder, 0o755)
+
+
+def test_one_process_looks_without_waiting_for_the_others(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main process of a launched run looks alone: reading the data waited for processes that were elsewhere, and
+    the run hung before it had begun."""
+    from rloo_kit import collective
+
+    def wait() -> None:
+        raise AssertionError("waits for processes that do not look")
+
+    monkeypatch.setattr(collective, "wait_for_all", wait)
+    monkeypatch.setattr(collective, "_has_group", wait)
+    run = load_config(prepare(place, SOUND), "rewards.0.name='my_rewards:longest'")
+    assert find_faults(run, folder=FolderUse()) == []
