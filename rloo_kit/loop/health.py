@@ -99,7 +99,8 @@ def say_findings(findings: Iterable[Finding], steps: int) -> None:
 
 
 class Movement(TrainerCallback):
-    """Logs `policy/moved`: how far the trained weights are from where training began in this process.
+    """Logs `policy/moved`: how far the trained weights are from those that the trainer was made with, before it loads a
+    checkpoint: a resumed run logs what it would have logged.
 
     The norm of the difference over the norm of the beginning, on a sample of about SAMPLED numbers of all trained
     tensors. Nothing is logged where processes hold shares of the weights.
@@ -107,7 +108,8 @@ class Movement(TrainerCallback):
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
-        self._begun: torch.Tensor | None = None
+        is_whole = trainer.rloo.parallel.kind != "shards"
+        self._begun = self._sample() if is_whole and self._trained() else None
 
     def _trained(self) -> list[torch.Tensor]:
         return [one for one in self.trainer.model.parameters() if one.requires_grad]
@@ -116,10 +118,6 @@ class Movement(TrainerCallback):
         tensors = self._trained()
         stride = max(sum(one.numel() for one in tensors) // SAMPLED, 1)
         return torch.cat([one.detach().reshape(-1)[::stride].float() for one in tensors])
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.trainer.rloo.parallel.kind != "shards" and self._trained():
-            self._begun = self._sample()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._begun is not None:

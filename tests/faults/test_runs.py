@@ -183,17 +183,20 @@ def test_a_run_whose_folder_is_removed_says_so_and_keeps_the_rest(place, referen
            "all but the completions before and earlier checkpoints; a checkpoint is saved at once")  # fmt: skip
 
 
+FEW = "rloo.save_total_limit=1"  # checkpoints for which there would be room: what fills the disk are the rollouts
+
+
 @pytest.mark.skipif(
     subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0,
     reason="this system lets no user mount a small disk of their own (unshare -rm)",
 )
 def test_a_full_disk_ends_in_one_line(place, reference, record, tmp_path):
-    """A traceback, and a status that said "running". The disk is a real one of 400 KiB."""
+    """A traceback, and a status that said "running". The disk is a real one of 260 KiB."""
     disk = place.output
     disk.mkdir()
     kept = tmp_path / "kept"
     script = (
-        f"mount -t tmpfs -o size=400k none {disk} && {sys.executable} -m rloo_kit.cli train tiny.yaml; code=$?; "
+        f"mount -t tmpfs -o size=260k none {disk} && {sys.executable} -m rloo_kit.cli train tiny.yaml {FEW}; code=$?; "
         f"cp -r {disk} {kept}; exit $code"
     )
     with open(place.log, "wb") as log:
