@@ -196,8 +196,8 @@ def test_a_full_disk_ends_in_one_line(place, reference, record, tmp_path):
     disk.mkdir()
     kept = tmp_path / "kept"
     script = (
-        f"mount -t tmpfs -o size=260k none {disk} && {sys.executable} -m rloo_kit.cli train tiny.yaml {FEW}; code=$?; "
-        f"cp -r {disk} {kept}; exit $code"
+        f"mount -t tmpfs -o size=260k none {disk} && {sys.executable} -m rloo_kit.cli train tiny.yaml {FEW}; "
+        f"code=$?; cp -r {disk} {kept}; exit $code"
     )
     with open(place.log, "wb") as log:
         code = subprocess.run(
