@@ -91,8 +91,8 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
 
 
 def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Prepared:
-    """All of `load_data` but the datasets: without the stack where `needs_stack` is False, and in one process alone. The
-    same arguments and errors."""
+    """All of `load_data` but the datasets, with the same arguments and errors: in one process alone, and without the
+    stack where `needs_stack` is False."""
     family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
     source = read_training(run, rows, thinks(family, run.model.enable_thinking))
     held_out = read_test(run)
