@@ -62,9 +62,9 @@ class MemoryWatch:
             return
         largest = max(found, key=lambda past: past.measured_gib)
         planned = max(rollout_gib(self.load, self.rows), training_gib(self.load, self.rows))
-        computed = f"{largest.computed_gib:.2f} for {largest.load.row_tokens}, the longest"
+        computed = f"{largest.computed_gib:.2f} for the longest ({largest.load.row_tokens})"
         measured = f"measured peak {largest.measured_gib:.2f} GiB ({largest.ratio:.2f})"
-        say(f"memory: planned {planned:.2f} GiB for {self.load.row_tokens} tokens a row, {computed}; {measured}")
+        say(f"memory: planned {planned:.2f} GiB at {self.load.row_tokens} tokens, {computed}; {measured}")
         run_dir.write_json("memory.json", describe(largest, planned))
         context = context_bytes(self.load) / GIB
         if self.machine.on_cuda or largest.computed_gib - context >= LEAST_SHARE * largest.computed_gib:
