@@ -19,7 +19,7 @@ SMALL = "data.num_prompts=200 data.test_size=40 rloo.per_device_train_batch_size
 
 
 def write_six(folder: Path) -> Path:
-    """Four runs of a grid, one that is killed by hand, and one whose data is not there yet."""
+    """Four runs of a grid, one that is killed by hand, and one whose data is removed before its turn comes."""
     own = {"overrides": f"{SMALL} data.source={folder / 'additions.jsonl'}"}
     content = {
         "name": "b",
@@ -35,16 +35,23 @@ def write_six(folder: Path) -> Path:
 
 
 def test_six_runs_of_which_one_fails_and_one_is_killed_resumed_to_the_end(tmp_path):
-    """What a night's batch meets: a file that is not there, and the system that ends a process when memory runs out."""
-    file, place = write_six(tmp_path), tmp_path / "out" / "b"
+    """What a night's batch meets: a file that somebody moves, and the system that ends a process for its memory."""
+    file, place, data = write_six(tmp_path), tmp_path / "out" / "b", tmp_path / "additions.jsonl"
     training = place / "victim" / "run" / "status.json"
+    rows = "".join(json.dumps(row) + "\n" for row in addition_rows(200, seed=5))
 
     def pid_in_training():
+        assert batch.poll() is None, batch.communicate()
         found = json.loads(training.read_text()) if training.exists() else {}
         return found.get("state") == "running" and found.get("pid")
 
+    code, printed = call_batch(file, HF_HUB_OFFLINE="1")
+    assert code == 125 and "own_data: data.source: no file" in printed and not place.exists(), printed
+    data.write_text(rows)
     batch = start_batch(file, HF_HUB_OFFLINE="1")
     try:
+        wait_for((place / "batch.json").exists, "the batch starts")
+        data.unlink()
         os.kill(wait_for(pid_in_training, "the sixth run trains", 220), signal.SIGKILL)
         printed, _ = batch.communicate(timeout=60)
     finally:
@@ -57,8 +64,7 @@ def test_six_runs_of_which_one_fails_and_one_is_killed_resumed_to_the_end(tmp_pa
     assert processes_of(tmp_path) == []
 
     done_at = [(place / run / "notebook.ipynb").stat().st_mtime_ns for run in runs[:4]]
-    rows = [json.dumps(row) + "\n" for row in addition_rows(200, seed=5)]
-    (tmp_path / "additions.jsonl").write_text("".join(rows))
+    data.write_text(rows)
     code, printed = call_batch(file, "--resume", timeout=200, HF_HUB_OFFLINE="1")
     assert code == 0, printed
     assert "2 runs to do, 4 done already" in printed
