@@ -3,7 +3,7 @@ healthy ones; figures go to `results/health_runs.json`.
 
     python benchmarks/health_runs.py                        # all of them, one after the other
     python benchmarks/health_runs.py --only limit coin      # some; in the file the others stay as they are
-    python benchmarks/health_runs.py --series tests/runs/series     # and their rows, for tests/runs/test_health.py
+    python benchmarks/health_runs.py --series tests/health/series     # and their rows, for tests/health/test_health.py
 
 Each run goes through `rloo-kit train`. A failing one is found if the rule of its fault is among the findings within 20
 steps of the fault's onset (the first step that has it); a healthy one must be silent to its end. The rules' windows and
@@ -157,7 +157,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def write_series(one: HealthRun, rows: list[dict[str, Any]], folder: Path) -> None:
     """The rows with what the rules read, rounded, behind a line about the run."""
-    from rloo_kit.runs.health_rules import RULES
+    from rloo_kit.health.rules import RULES
 
     read = {"step", *(name for rule in RULES for name in rule.metrics)}
     kept = [

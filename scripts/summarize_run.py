@@ -46,8 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def judge_rows(rows: list[dict[str, Any]], run: Any, max_steps: int | None, last: int) -> dict[str, Any]:
     """Verdict, actions, what the rules of health found, and each metric judged."""
-    from rloo_kit.runs.health import LEVELS, Context
-    from rloo_kit.runs.health_watch import HealthWatch, judge
+    from rloo_kit.health.rule import LEVELS, Context
+    from rloo_kit.health.watch import HealthWatch, judge
 
     context = Context.of(run, max_steps)
     watch = HealthWatch(context, rows)

@@ -18,7 +18,8 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from rloo_kit.batch.notebooks import TAG, Notebook, read_notebook
 from rloo_kit.config.messages import explain_errors, suggest
 from rloo_kit.config.run import load_config
-from rloo_kit.config.schema import Count, Section
+from rloo_kit.config.schema import Count
+from rloo_kit.config.section import Section
 from rloo_kit.config.yaml_files import Key, apply_override, dump_yaml, read_file
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.notebook.parameters import read_parameters

@@ -19,8 +19,8 @@ from rloo_kit.config.schema import (
     RLOOSection,
     RolloutSection,
     RunSection,
-    Section,
 )
+from rloo_kit.config.section import Section
 from rloo_kit.config.yaml_files import apply_override, dump_yaml, merge, read_file
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.environment import prepare_standby

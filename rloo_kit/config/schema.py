@@ -6,15 +6,14 @@ is computed in `config/derived.py`.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from rloo_kit.config.batches import GENERATIONS, PROMPTS, check_generation_batch
 from rloo_kit.config.checks import find_loop_problems, find_server_problems, find_test_problem
-from rloo_kit.config.messages import accepts_bool, describe_type, explain_error
-from rloo_kit.errors import ConfigError
+from rloo_kit.config.section import Section, TrlDefault, declared, key
 from rloo_kit.system.processes import count_processes
 
 LORA_LEARNING_RATE, FULL_LEARNING_RATE = 1e-4, 1e-5  # measured on the embedded model: docs/benchmarks.md
@@ -27,82 +26,6 @@ Tracker = Literal[
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 OnFinding = Literal["warn", "stop", "off"]
-
-
-class TrlDefault(NamedTuple):
-    """TRL's default where it is not the kit's, and why; `RLOOConfig` keeps it, because it is a drop-in."""
-
-    value: Any
-    reason: str
-
-
-def key(
-    default: Any,
-    description: str,
-    *,
-    argument: str | None = None,
-    trl: TrlDefault | None = None,
-    follows: str | None = None,
-    **bounds: Any,
-) -> Any:
-    """A key with a default.
-
-    Args:
-        argument: its name in `RLOOConfig`; a key of `rloo:` has its own name there.
-        trl: the default in `RLOOConfig` where that is another one.
-        follows: what the default is in a run, where other keys decide it (`config/derived.py`), in words.
-        bounds: those of pydantic's `Field`.
-    """
-    extra: dict[str, Any] = {"argument": argument, "trl": trl, "follows": follows}
-    return Field(default=default, description=description, json_schema_extra=extra, **bounds)
-
-
-def declared(field: FieldInfo, name: str) -> Any:
-    """`argument`, `trl` or `follows` of a key; None where it has none."""
-    return field.json_schema_extra.get(name) if isinstance(field.json_schema_extra, dict) else None
-
-
-class Section(BaseModel):
-    """A strict group of keys: unknown keys, true where a number belongs, NaN and infinity are refused."""
-
-    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=())
-    prefix: ClassVar[str] = ""  # of its keys, for the errors of an assignment
-    all_are_arguments: ClassVar[bool] = False  # of `RLOOConfig`, under their own names
-
-    @classmethod
-    def arguments(cls) -> dict[str, str]:
-        """The keys that are arguments of `RLOOConfig`, by their names there."""
-        named = {key: declared(field, "argument") for key, field in cls.model_fields.items()}
-        return {name or key: key for key, name in named.items() if name or cls.all_are_arguments}
-
-    def to_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `RLOOConfig` from the keys that are set, of this section and of those in it."""
-        found = {name: value for name, key in self.arguments().items() if (value := getattr(self, key)) is not None}
-        for _, value in self:
-            found |= value.to_arguments() if isinstance(value, Section) else {}
-        return found
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_bool_for_number(cls, values: Any) -> Any:
-        """`num_iterations: true` would be read as 1."""
-        for key, value in values.items() if isinstance(values, dict) else ():
-            field = cls.model_fields.get(key)
-            if isinstance(value, bool) and field is not None and not accepts_bool(field.annotation):
-                raise ValueError(f"{key} is {str(value).lower()}; it takes {describe_type(field.annotation)}")
-        return values
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Assign `value` to the key `name` after the checks of a file; raises ConfigError and keeps the old value."""
-        if name.startswith("_"):
-            super().__setattr__(name, value)
-            return
-        try:
-            checked = type(self).model_validate({**dict(self), name: value})
-        except ValidationError as error:
-            faults = [explain_error(entry, type(self), self.prefix) for entry in error.errors()]
-            raise ConfigError("\n".join(faults)) from None
-        super().__setattr__(name, getattr(checked, name))
 
 
 class RunSection(Section):
@@ -481,7 +404,7 @@ def _refuse_removed_engine(value: Any) -> Any:
 
 
 class HealthSection(Section):
-    """What the run does when a rule of its health finds something (`runs/health_rules.py`)."""
+    """What the run does when a rule of its health finds something (`health/rules.py`)."""
 
     prefix: ClassVar[str] = "health."
     no_signal_steps: Count = key(

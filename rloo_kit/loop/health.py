@@ -1,6 +1,6 @@
 """Health of a run while it trains: the callback that watches the rules, and how far the weights have moved.
 
-The rules are in `runs/health_rules.py`.
+The rules are in the package `health`.
 """
 
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ from transformers import TrainerCallback
 from rloo_kit.collective import share
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import HealthError, NoSignalError
+from rloo_kit.health.rule import Context, Finding
+from rloo_kit.health.watch import HealthWatch
 from rloo_kit.loop.callbacks import is_step_row
-from rloo_kit.runs.health import Context, Finding
-from rloo_kit.runs.health_watch import HealthWatch
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.processes import say
 

@@ -27,7 +27,8 @@ from rloo_kit.config.checks import (
 )
 from rloo_kit.config.messages import describe_field, explain_error, suggest
 from rloo_kit.config.old_names import CONFIG_NAMES, translate_config
-from rloo_kit.config.schema import OPTIONS, Option, Section
+from rloo_kit.config.schema import OPTIONS, Option
+from rloo_kit.config.section import Section
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.policy import keep_values
 from rloo_kit.system.processes import count_processes

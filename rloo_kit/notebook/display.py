@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rloo_kit.errors import ConfigError
+from rloo_kit.health.series import is_number
 from rloo_kit.results.evaluation import (
     Evaluation,
     SamplePair,
@@ -17,7 +18,6 @@ from rloo_kit.results.evaluation import (
     pair_samples,
 )
 from rloo_kit.results.figures import SMOOTH_FROM, Curve, draw_curves, mean_window, shown_width
-from rloo_kit.runs.health import is_number
 from rloo_kit.system.console import picture_controls, plain_prompt
 
 # Metric, title, lower and upper end of the axis, and the format of a value in the text.

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from rloo_kit.config.messages import accepts_bool, describe_type, explain_error, suggest
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import Section
+from rloo_kit.config.section import Section
 from rloo_kit.config.yaml_files import read_value
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.system.env_file import find_root

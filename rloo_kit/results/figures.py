@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rloo_kit.health.series import is_number
 from rloo_kit.results.evaluation import Evaluation, Measured
-from rloo_kit.runs.health import is_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

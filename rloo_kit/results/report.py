@@ -12,6 +12,8 @@ from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import RunNotFoundError
+from rloo_kit.health.rule import Context, Finding
+from rloo_kit.health.watch import examine
 from rloo_kit.results.evaluation import (
     Comparison,
     Evaluation,
@@ -26,8 +28,6 @@ from rloo_kit.results.evaluation import (
 from rloo_kit.results.figures import draw_accuracies, draw_held_out, draw_learning_curve, draw_rewards
 from rloo_kit.results.held_out import HeldOutHistory, parse_evaluations, read_evaluations
 from rloo_kit.runs.files import read_object, saving
-from rloo_kit.runs.health import Context, Finding
-from rloo_kit.runs.health_watch import examine
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import picture_controls
 from rloo_kit.system.versions import installed_versions
@@ -63,7 +63,7 @@ class TrainResult:
             rule of `health:` that stopped it ("no signal").
         adapter_step: whose weights the adapter holds: the last step's, or with `eval.save_best` the best evaluation's;
             None where it is not known.
-        findings: what the rules of `runs/health_rules.py` found, the causes in the order of their steps.
+        findings: what the rules of `health/rules.py` found, the causes in the order of their steps.
     """
 
     folder: Path

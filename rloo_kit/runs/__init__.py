@@ -1,1 +1,1 @@
-"""What a run keeps in its folder, and the rules that judge its health. Never torch."""
+"""What a run keeps in its folder. Never torch."""

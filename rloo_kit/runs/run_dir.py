@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 from rloo_kit.config.resume import refuse_changes
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFoundError, SetupError, shorten
+from rloo_kit.health.series import is_number
 from rloo_kit.runs.checkpoints import UNFINISHED, Checkpoint, find_whole, list_checkpoints, set_aside
 from rloo_kit.runs.files import (
     finite,
@@ -32,7 +33,6 @@ from rloo_kit.runs.files import (
     write_json,
     write_text,
 )
-from rloo_kit.runs.health import is_number
 from rloo_kit.runs.rollouts import Rollouts, is_rollouts
 from rloo_kit.runs.rows import append_rows, cut_rows, read_rows
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say

@@ -4,6 +4,7 @@ Read from the sources, so that a rare path counts as much as a common one.
 """
 
 import ast
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -17,14 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # fmt: off
 # A module or package imports from what stands before it, and from its own package.
 ORDER = [
-    "errors", "system", "config", "runs", "plan", "_stack", "collective", "think_tags", "rewards", "data",
+    "errors", "system", "config", "health", "runs", "plan", "_stack", "collective", "think_tags", "rewards", "data",
     "rewarding", "starter", "preflight", "embedded", "results", "models", "gradient", "rollout", "evals", "loop",
-    "measure",
-    "notebook", "batch", "cli",
+    "measure", "notebook", "batch", "cli",
 ]
 # Never torch: not at the top of a module, nor through another package. `LOADS_IN_FUNCTIONS` may in functions.
 LIGHT = [
-    "errors", "system", "config", "runs", "collective", "think_tags", "data", "results", "rewarding", "plan",
+    "errors", "system", "config", "health", "runs", "collective", "think_tags", "data", "results", "rewarding", "plan",
     "preflight", "starter", "notebook", "batch", "cli",
 ]
 # The `__init__` of each calls load_stack(), so Unsloth, torch and TRL have come in the right order above any module.
@@ -144,6 +144,12 @@ def test_heavy_packages_begin_with_the_stack(package: str) -> None:
         "from rloo_kit._stack import load_stack",
         "load_stack()",
     ]
+
+
+def test_the_page_has_this_order() -> None:
+    """docs/design.md says that a module imports from those above it in the table, and had another order."""
+    table = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split("| package or module |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)/?`", table, re.MULTILINE) == ORDER
 
 
 def test_light_packages_begin_with_nothing() -> None:

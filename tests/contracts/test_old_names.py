@@ -18,7 +18,8 @@ import pytest
 
 from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, translate_config
 from rloo_kit.config.run import load_config
-from rloo_kit.config.schema import OPTIONS, RLOOSection, declared
+from rloo_kit.config.schema import OPTIONS, RLOOSection
+from rloo_kit.config.section import declared
 from rloo_kit.errors import ConfigError
 
 # Each old keyword of the config with a value that is not today's default, and what has to become of it.

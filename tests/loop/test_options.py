@@ -11,7 +11,8 @@ import pytest
 from pydantic import create_model
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import OPTIONS, Option, Section, TrlDefault, choices, declared, key
+from rloo_kit.config.schema import OPTIONS, Option, choices
+from rloo_kit.config.section import Section, TrlDefault, declared, key
 from rloo_kit.errors import ConfigError
 from rloo_kit.loop import options
 from rloo_kit.loop.options import RLOOConfig, option, refuse_sampling_filters

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from rloo_kit.config.run import RunConfig
+from rloo_kit.health.rule import Finding
 from rloo_kit.results.evaluation import Evaluation, compare
 from rloo_kit.results.figures import PANELS, draw_accuracies, draw_learning_curve
 from rloo_kit.results.report import write_report
 from rloo_kit.runs.files import saved_paths
-from rloo_kit.runs.health import Finding
 from tests.html_page import Page
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> \x00\x1b[31m & <think> ünïcode 你好"

@@ -30,7 +30,7 @@ def test_references_are_one_level_deep_and_need_no_network() -> None:
 
 def test_the_table_of_values_is_the_codes() -> None:
     """A threshold that was moved in the code alone would be judged one way and explained another."""
-    from rloo_kit.runs.health_rules import THRESHOLDS
+    from rloo_kit.health.rules import THRESHOLDS
 
     text = (ROOT / "SKILL.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([\w/]+)`[^|]* \| ([^|]+ \| [^|]+) \|", text.partition("## Healthy")[2], flags=re.M))

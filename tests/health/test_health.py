@@ -12,9 +12,9 @@ import pytest
 from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import HealthSection
 from rloo_kit.data.answers import REWARDS_WITH_ANSWERS
-from rloo_kit.runs.health import Context, Finding
-from rloo_kit.runs.health_rules import RULES, THRESHOLDS
-from rloo_kit.runs.health_watch import LAST_ROWS, HealthWatch, examine, judge
+from rloo_kit.health.rule import Context, Finding
+from rloo_kit.health.rules import RULES, THRESHOLDS
+from rloo_kit.health.watch import LAST_ROWS, HealthWatch, examine, judge
 
 ROOT = Path(__file__).resolve().parents[2]
 SERIES = sorted((Path(__file__).parent / "series").glob("*.jsonl"))

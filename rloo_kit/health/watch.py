@@ -4,8 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rloo_kit.runs.health import Context, Evidence, Finding, Row, Rule, Series, is_number
-from rloo_kit.runs.health_rules import RULES, is_solved
+from rloo_kit.health.rule import Context, Evidence, Finding, Rule
+from rloo_kit.health.rules import RULES
+from rloo_kit.health.series import Row, Series, is_number
+from rloo_kit.health.signs import is_solved
 
 LAST_ROWS = 10  # logged steps that are averaged
 NEAR = 5  # steps by which a consequence may show before its cause

@@ -1,90 +1,16 @@
-"""The rules of a run's health: one table for the live run, `scripts/summarize_run.py` and the report.
-
-Windows and limits are written down here and in docs/runs.md; docs/benchmarks.md says what the runs of
-`benchmarks/health_runs.py` changed of them.
-"""
+"""How each fault shows in a run's numbers: one pure function for each rule of `health/rules.py`."""
 
 import statistics
 from collections.abc import Callable
 
-from rloo_kit.runs.health import Context, Evidence, Rule, Series, Threshold
+from rloo_kit.health.ranges import CLIPPED, CLOSED, ENTROPY, GAP, KL, REPEATED, TIED
+from rloo_kit.health.rule import Context, Evidence
+from rloo_kit.health.series import Series
 
 SOLVED = 0.9  # accuracy on the training prompts from which tied groups and a low entropy are success
 EQUAL_REWARDS = 1e-6  # a standard deviation below this is rounding
 MOVED = 1e-5  # of the weights' norm: below it nothing has been trained (ten steps at 1e-6 are above)
 mean = statistics.fmean
-
-CLIPPED = Threshold(
-    ("completions/clipped_ratio",),
-    high=0.3,
-    alarm_high=0.8,
-    if_high="raise rloo.max_completion_length, or add soft_overlong_penalty to rewards",
-)
-TIED = Threshold(
-    ("frac_score_zero_std", "frac_reward_zero_std"),
-    high=0.8,
-    alarm_high=0.8,
-    if_high="solved (reward near its highest): harder prompts in data.source; else easier prompts, a graded reward "
-    "in rewards, more rloo.num_generations or a higher rloo.temperature",
-    unless_solved=True,
-)
-ENTROPY = Threshold(
-    ("entropy",),
-    low=0.05,
-    high=0.5,
-    alarm_low=0.01,
-    if_low="lower rloo.learning_rate, raise rloo.beta or rloo.temperature; at the end of a run that has learnt its "
-    "task this is normal",
-    if_high="normal at the start; if it keeps rising, lower rloo.learning_rate",
-    unless_solved=True,
-)
-KL = Threshold(("kl",), high=0.5, alarm_high=2.0, if_high="raise rloo.beta or lower rloo.learning_rate")
-SPREAD = Threshold(
-    ("kl/spread_ratio",),
-    high=1.0,
-    if_high="the KL penalty decides more than the reward: lower rloo.beta or set rloo.kl_form=length_normalized",
-    unless_solved=True,
-)
-GRADIENT = Threshold(
-    ("grad_norm",),
-    low=0.001,
-    high=1.0,
-    alarm_high=10.0,
-    if_low="no signal: see frac_score_zero_std and completions/clipped_ratio; or raise rloo.learning_rate",
-    if_high="lower rloo.learning_rate",
-    unless_solved=True,
-)
-RATIO = Threshold(
-    ("clip_ratio/region_mean",),
-    high=0.0,
-    alarm_high=0.0,
-    if_high="a bug on-policy: the ratio has to be exactly 1; see references/troubleshooting.md",
-    on_policy=True,
-)
-FAILED = Threshold(
-    ("rewards/failed_ratio",),
-    high=0.0,
-    alarm_high=0.5,
-    if_high="fix the reward: the run's output names it and the first sample it failed on",
-)
-REPEATED = Threshold(
-    ("completions/repeated_ratio",),
-    high=0.3,
-    alarm_high=0.5,
-    if_high="read rollouts.jsonl: a reward pays for repeating, or rloo.learning_rate is too high",
-)
-CLOSED = Threshold(
-    ("thinking/closed_ratio",),
-    low=0.5,
-    alarm_low=0.2,
-    if_low="raise rloo.max_completion_length, or add think_format_reward to rewards",
-)
-GAP = Threshold(
-    ("sampling/logp_difference_mean",),
-    high=0.1,
-    alarm_high=0.1,
-    if_high="sampler and trainer are two policies: set rloo.sampler_correction=token, or rollout.engine=native",
-)
 
 
 # ------------------------------------------------------------------------------------------ what several rules ask
@@ -131,7 +57,7 @@ def _steps(seen: Series, since: int) -> str:
 # ------------------------------------------------------------------------------------------------ no signal
 
 
-def _no_signal(seen: Series, context: Context, window: int) -> Evidence | None:
+def no_signal(seen: Series, context: Context, window: int) -> Evidence | None:
     # With a KL penalty the rewards of a group differ by it alone, so the scores before the penalty come first.
     name = next((one for one in TIED.metrics if seen.all(one)), "")
     tied = seen.held(name, lambda share: share >= 1.0, window)
@@ -139,7 +65,7 @@ def _no_signal(seen: Series, context: Context, window: int) -> Evidence | None:
     found = min((point for point in (tied, equal) if point is not None), default=None)
     if found is None:
         return None
-    since = found.step - found.covered + 1
+    since = found.begins
     solved, from_the_start = is_solved(seen, context), since <= 1
     if solved and not from_the_start:
         return None
@@ -150,28 +76,26 @@ def _no_signal(seen: Series, context: Context, window: int) -> Evidence | None:
     return Evidence(since, text)
 
 
-def _truncation(seen: Series, context: Context, window: int) -> Evidence | None:
-    assert CLIPPED.alarm_high is not None
-    limit = CLIPPED.alarm_high
-    found = seen.held("completions/clipped_ratio", lambda share: share > limit, window)
+def truncation(seen: Series, context: Context, window: int) -> Evidence | None:
+    found = seen.held("completions/clipped_ratio", CLIPPED.is_alarming, window)
     if found is None:
         return None
-    since = found.step - found.covered + 1
+    since = found.begins
     closed = seen.all("thinking/closed_ratio")
     thinking = f", and {closed[-1].value:.0%} close their thinking" if closed else ""
     share = _share(seen, "completions/clipped_ratio")
     return Evidence(since, f"{share} of the completions are cut off before they end{thinking}, {_steps(seen, since)}")
 
 
-def _all_none(seen: Series, context: Context, window: int) -> Evidence | None:
+def all_none(seen: Series, context: Context, window: int) -> Evidence | None:
     found = seen.held("rewards/unscored_ratio", lambda share: share >= 1.0, window)
     if found is None or last_of(seen, "rewards/failed_ratio", 1)[0] >= 0.5:
         return None
-    since = found.step - found.covered + 1
+    since = found.begins
     return Evidence(since, f"no completion was scored in {_steps(seen, since)}")
 
 
-def _reward_failures(seen: Series, context: Context, window: int) -> Evidence | None:
+def reward_failures(seen: Series, context: Context, window: int) -> Evidence | None:
     found = seen.lasting("rewards/failed_ratio", lambda share: share >= 0.2, window)
     if found is None:
         return None
@@ -179,7 +103,7 @@ def _reward_failures(seen: Series, context: Context, window: int) -> Evidence | 
     return Evidence(found.step, f"a reward failed on {share} of the samples, {_steps(seen, found.step)}")
 
 
-def _cold_start(seen: Series, context: Context, window: int) -> Evidence | None:
+def cold_start(seen: Series, context: Context, window: int) -> Evidence | None:
     name = answer_metric(seen, context)
     points = seen.all(name)
     if len(points) < 2 or seen.step < window or seen.step > 200:
@@ -191,11 +115,11 @@ def _cold_start(seen: Series, context: Context, window: int) -> Evidence | None:
     return Evidence(points[0].step, right)
 
 
-def _zero_gradient(seen: Series, context: Context, window: int) -> Evidence | None:
+def zero_gradient(seen: Series, context: Context, window: int) -> Evidence | None:
     found = seen.held("grad_norm", lambda norm: norm == 0.0, window)
     if found is None or is_solved(seen, context):
         return None
-    since = found.step - found.covered + 1
+    since = found.begins
     clip = context.rloo.get("reward_clip_range")
     fix = f"widen rloo.reward_clip_range (currently {list(clip)}), which may flatten all rewards" if clip else ""
     if context.rloo.get("mask_truncated_completions"):
@@ -203,7 +127,7 @@ def _zero_gradient(seen: Series, context: Context, window: int) -> Evidence | No
     return Evidence(since, f"the gradient was zero in {_steps(seen, since)}", fix=fix)
 
 
-def _kl_outweighs(seen: Series, context: Context, window: int) -> Evidence | None:
+def kl_outweighs(seen: Series, context: Context, window: int) -> Evidence | None:
     found = seen.held("kl/spread_ratio", lambda ratio: ratio > 1.0, window)
     if found is None or is_solved(seen, context):
         return None
@@ -218,7 +142,7 @@ def _kl_outweighs(seen: Series, context: Context, window: int) -> Evidence | Non
 # ------------------------------------------------------------------------------------- the policy goes astray
 
 
-def _broken_policy(seen: Series, context: Context, window: int) -> Evidence | None:
+def broken_policy(seen: Series, context: Context, window: int) -> Evidence | None:
     """The reward falls by half of its standard deviation and stays there, and the policy is another one: entropy, KL,
     repetition, truncation or closing have left where they were."""
     now, best = seen.last("reward", window), seen.best_mean("reward", 3, window)
@@ -263,7 +187,7 @@ def _signs(seen: Series, at: int, window: int) -> list[str]:
     ]
 
 
-def _gradient_spike(seen: Series, context: Context, window: int) -> Evidence | None:
+def gradient_spike(seen: Series, context: Context, window: int) -> Evidence | None:
     norms = [point for point in seen.all("grad_norm")[-50:] if point.value > 0]
     if len(norms) < 9 or norms[-1].step != seen.step:
         return None
@@ -273,17 +197,15 @@ def _gradient_spike(seen: Series, context: Context, window: int) -> Evidence | N
     return Evidence(last.step, f"the gradient norm was {last.value:.3g}, {last.value / median:.0f} times its median")
 
 
-def _kl_explosion(seen: Series, context: Context, window: int) -> Evidence | None:
-    assert KL.alarm_high is not None
-    limit = KL.alarm_high
-    found = seen.lasting("kl", lambda kl: kl > limit, window)
+def kl_explosion(seen: Series, context: Context, window: int) -> Evidence | None:
+    found = seen.lasting("kl", KL.is_alarming, window)
     if found is None:
         return None
     return Evidence(found.step, f"the KL is {mean(seen.last('kl', window)):.3g} nats a token")
 
 
-def _entropy_collapse(seen: Series, context: Context, window: int) -> Evidence | None:
-    low = seen.lasting("entropy", lambda entropy: entropy < (ENTROPY.alarm_low or 0), window)
+def entropy_collapse(seen: Series, context: Context, window: int) -> Evidence | None:
+    low = seen.lasting("entropy", ENTROPY.is_alarming, window)
     text = f"the entropy is {last_of(seen, 'entropy', 1)[0]:.2g} nats a token"
     if low is not None and not is_solved(seen, context):
         return Evidence(low.step, text)
@@ -299,7 +221,7 @@ def _entropy_collapse(seen: Series, context: Context, window: int) -> Evidence |
     return Evidence(same.step, f"{text}, and {share} of the completions, of all prompts, are one and the same")
 
 
-def _entropy_explosion(seen: Series, context: Context, window: int) -> Evidence | None:
+def entropy_explosion(seen: Series, context: Context, window: int) -> Evidence | None:
     now, begun = seen.last("entropy", window), seen.first("entropy", 5)
     if len(seen.all("entropy")) < 10 or not now or has_risen(seen, "reward"):
         return None
@@ -313,7 +235,7 @@ def _entropy_explosion(seen: Series, context: Context, window: int) -> Evidence 
 # ------------------------------------------------------------------------------------------------ completions
 
 
-def _length_explosion(seen: Series, context: Context, window: int) -> Evidence | None:
+def length_explosion(seen: Series, context: Context, window: int) -> Evidence | None:
     name, clipped = "completions/mean_length", "completions/clipped_ratio"
     now, begun = seen.last(name, window), mean(seen.first(name, 5) or [0.0])
     if len(seen.all(name)) < 10 or not now or begun <= 0:
@@ -329,7 +251,7 @@ def _length_explosion(seen: Series, context: Context, window: int) -> Evidence |
     return Evidence(since, f"{text}, and {cut:.0%} are cut off" if into_limit else f"{text} and no more are right")
 
 
-def _length_collapse(seen: Series, context: Context, window: int) -> Evidence | None:
+def length_collapse(seen: Series, context: Context, window: int) -> Evidence | None:
     answers = answer_metric(seen, context)
     limit = 0.5 if answers else 0.33  # where right answers are not counted, brevity may be what is wanted
     if answers and has_risen(seen, answers):
@@ -342,20 +264,19 @@ def _length_collapse(seen: Series, context: Context, window: int) -> Evidence | 
     return None
 
 
-def _repetition(seen: Series, context: Context, window: int) -> Evidence | None:
+def repetition(seen: Series, context: Context, window: int) -> Evidence | None:
     name = "completions/repeated_ratio"
     now = seen.last(name, window)
     if not now:
         return None
     share, begun = mean(now), mean(seen.first(name, 3))
-    assert REPEATED.high is not None and REPEATED.alarm_high is not None
-    if share <= REPEATED.alarm_high and (share <= REPEATED.high or share < begun + 0.2):
+    if not REPEATED.is_alarming(share) and (REPEATED.level(share) == "healthy" or share < begun + 0.2):
         return None
     since = seen.begun(name, lambda value: value >= min((begun + share) / 2, REPEATED.high or 1))
     return Evidence(since, f"{share:.0%} of the tokens of a completion stand in it before (begun at {begun:.0%})")
 
 
-def _never_closed(seen: Series, context: Context, window: int) -> Evidence | None:
+def never_closed(seen: Series, context: Context, window: int) -> Evidence | None:
     name = "thinking/closed_ratio"
     now, begun = seen.last(name, window), mean(seen.first(name, 3) or [0.0])
     if not now:
@@ -372,7 +293,7 @@ def _never_closed(seen: Series, context: Context, window: int) -> Evidence | Non
 # ------------------------------------------------------------------------------------------------ what is learnt
 
 
-def _reward_hacking(seen: Series, context: Context, window: int) -> Evidence | None:
+def reward_hacking(seen: Series, context: Context, window: int) -> Evidence | None:
     """What counts (held-out accuracy, the answers' reward) falls from its best, while the reward does not fall and one
     of its parts rises."""
     answers = answer_metric(seen, context)
@@ -420,7 +341,7 @@ def _find_riser(seen: Series, answers: str, at: int, window: int) -> str:
     return f"{name.split('/')[1] if '/' in name else name} rose from {old:.3g} to {new:.3g}"
 
 
-def _no_movement(seen: Series, context: Context, window: int) -> Evidence | None:
+def no_movement(seen: Series, context: Context, window: int) -> Evidence | None:
     moved = seen.all("policy/moved")
     if len(moved) < window or max(point.value for point in moved[-500:]) >= MOVED:
         return None
@@ -430,7 +351,7 @@ def _no_movement(seen: Series, context: Context, window: int) -> Evidence | None
     return Evidence(moved[0].step, text)
 
 
-def _nothing_learnt(seen: Series, context: Context, window: int) -> Evidence | None:
+def nothing_learnt(seen: Series, context: Context, window: int) -> Evidence | None:
     points = seen.all("reward")
     planned = context.max_steps
     if planned is None or len(points) < window or seen.step < planned / 2 or is_solved(seen, context):
@@ -447,239 +368,16 @@ def _nothing_learnt(seen: Series, context: Context, window: int) -> Evidence | N
     return Evidence(points[0].step, f"{values}, within its noise, and {gone}")
 
 
-def _sampler_gap(seen: Series, context: Context, window: int) -> Evidence | None:
-    limit = GAP.alarm_high or 0
-    found = seen.lasting("sampling/logp_difference_mean", lambda gap: gap > limit, window)
+def sampler_gap(seen: Series, context: Context, window: int) -> Evidence | None:
+    found = seen.lasting("sampling/logp_difference_mean", GAP.is_alarming, window)
     if found is None:
         return None
     gap = mean(seen.last("sampling/logp_difference_mean", window))
     return Evidence(found.step, f"log-probabilities of trainer and sampler are {gap:.2g} nats apart, on average")
 
 
-def _ratio(seen: Series, context: Context, window: int) -> Evidence | None:
+def ratio(seen: Series, context: Context, window: int) -> Evidence | None:
     if not context.on_policy:
         return None
     found = seen.lasting("clip_ratio/region_mean", lambda share: share > 0, window)
     return None if found is None else Evidence(found.step, f"{_share(seen, 'clip_ratio/region_mean')} are clipped")
-
-
-# ------------------------------------------------------------------------------------------------ the table
-
-NOTHING_SCORED = ("all_none", "reward_failures")
-BREAKS = ("broken_policy",)
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        "broken_policy",
-        ("reward", "reward_std", "entropy", "kl", "completions/repeated_ratio", "completions/clipped_ratio"),
-        3,
-        _broken_policy,
-        "Updates were too large and destroyed the policy: rloo.learning_rate ({learning_rate}) is too high",
-        "lower rloo.learning_rate ten times (currently {learning_rate}), keep rloo.max_grad_norm at 1.0, and start "
-        "again, or from a checkpoint before that step",
-        follows=(*NOTHING_SCORED, "reward_hacking"),
-    ),
-    Rule(
-        "all_none",
-        ("rewards/unscored_ratio", "rewards/failed_ratio"),
-        None,
-        _all_none,
-        "Every reward returned None, as one does that misses its column",
-        "check rewards and data.answer_column",
-        follows=("reward_failures",),
-    ),
-    Rule(
-        "reward_failures",
-        ("rewards/failed_ratio",),
-        2,
-        _reward_failures,
-        "A reward raises, runs into its time limit or returns what is no number",
-        "fix the reward: the run's output names it and the first sample it failed on",
-        level="watch",  # alarming by its share; too many stop the run anyway
-        thresholds=(FAILED,),
-    ),
-    Rule(
-        "truncation",
-        ("completions/clipped_ratio", "thinking/closed_ratio"),
-        None,
-        _truncation,
-        "The limit is too short to think and answer, so what ends is chance",
-        "raise rloo.max_completion_length (currently {max_completion_length}), and model.max_seq_length with it",
-        follows=(*BREAKS, "length_explosion", "never_closed", "repetition"),
-        thresholds=(CLIPPED,),
-    ),
-    Rule(
-        "cold_start",
-        ("rewards/answer_reward/mean",),
-        None,
-        _cold_start,
-        "The model does not solve these prompts at all, so there is nothing to reinforce, or the reward never matches",
-        "score gold answers by hand; easier prompts (data.source), rollout.difficulty_samples, rloo-kit sft first, or "
-        "a graded reward",
-        follows=(*NOTHING_SCORED, "truncation"),
-    ),
-    Rule(
-        "no_signal",
-        ("frac_score_zero_std", "frac_reward_zero_std", "reward_std"),
-        None,
-        _no_signal,
-        "The rewards cannot tell the completions of a prompt apart, so every advantage is zero",
-        "prompts that are solved sometimes (data.source), a reward with grades between its extremes (rewards), more "
-        "completions a prompt (rloo.num_generations, currently {num_generations}) or a higher rloo.temperature "
-        "(currently {temperature})",
-        follows=(*NOTHING_SCORED, *BREAKS, "truncation", "cold_start", "entropy_collapse", "never_closed"),
-        thresholds=(TIED,),
-    ),
-    Rule(
-        "zero_gradient",
-        ("grad_norm",),
-        None,
-        _zero_gradient,
-        "Rewards differ and no weight moves",
-        "see that something is trainable (model.lora) and that not everything is masked",
-        follows=(*NOTHING_SCORED, *BREAKS, "truncation", "cold_start", "no_signal", "entropy_collapse"),
-    ),
-    Rule(
-        "gradient_spike",
-        ("grad_norm",),
-        1,
-        _gradient_spike,
-        "One batch pulled much harder than the others; clipped by rloo.max_grad_norm it may be harmless",
-        "if it comes again or the reward falls, lower rloo.learning_rate (currently {learning_rate})",
-        follows=BREAKS,
-        level="watch",
-        thresholds=(GRADIENT,),
-    ),
-    Rule(
-        "kl_explosion",
-        ("kl",),
-        3,
-        _kl_explosion,
-        "The policy runs away from its reference",
-        "raise rloo.beta (currently {beta}) or lower rloo.learning_rate (currently {learning_rate})",
-        follows=BREAKS,
-        thresholds=(KL,),
-    ),
-    Rule(
-        "kl_outweighs",
-        ("kl/spread_ratio",),
-        None,
-        _kl_outweighs,
-        "The policy learns to stay near its reference rather than to earn rewards",
-        "lower rloo.beta (currently {beta})",
-        follows=(*NOTHING_SCORED, *BREAKS, "kl_explosion", "no_signal", "cold_start", "entropy_collapse"),
-        level="watch",
-        thresholds=(SPREAD,),
-    ),
-    Rule(
-        "entropy_collapse",
-        ("entropy", "completions/most_common_ratio"),
-        5,
-        _entropy_collapse,
-        "The policy has settled on one answer and explores no more",
-        "see what the rewards pay for; lower rloo.learning_rate (currently {learning_rate}), raise rloo.beta "
-        "(currently {beta}) or rloo.temperature (currently {temperature})",
-        follows=(*BREAKS, "reward_hacking", "repetition", "length_collapse", "length_explosion", "never_closed"),
-        thresholds=(ENTROPY,),
-    ),
-    Rule(
-        "entropy_explosion",
-        ("entropy", "reward"),
-        5,
-        _entropy_explosion,
-        "The policy is falling apart: it samples more and more at random",
-        "lower rloo.learning_rate (currently {learning_rate}) or rloo.temperature (currently {temperature})",
-        follows=(*BREAKS, "kl_explosion"),
-    ),
-    Rule(
-        "length_explosion",
-        ("completions/mean_length", "completions/clipped_ratio"),
-        5,
-        _length_explosion,
-        "Completions grow without more of them being right: a reward pays for length, or nothing for ending",
-        "see what the rewards pay for; add soft_overlong_penalty or thinking_budget_reward to rewards, or raise "
-        "rloo.max_completion_length (currently {max_completion_length}) if the thoughts are good",
-        follows=(*BREAKS, "never_closed"),
-    ),
-    Rule(
-        "length_collapse",
-        ("completions/mean_length", "thinking/mean_length"),
-        5,
-        _length_collapse,
-        "A reward or the KL sum pays for brevity",
-        "see what the rewards pay for; with rloo.beta (currently {beta}) set rloo.kl_form=length_normalized "
-        "(currently {kl_form}), and lower the weight of a penalty on length",
-        follows=(*BREAKS, "entropy_collapse"),
-    ),
-    Rule(
-        "repetition",
-        ("completions/repeated_ratio",),
-        5,
-        _repetition,
-        "Completions go in circles: a reward pays for it, or updates are too large",
-        "read rollouts.jsonl; see what the rewards pay for; lower rloo.learning_rate (currently {learning_rate})",
-        follows=BREAKS,
-        thresholds=(REPEATED,),
-    ),
-    Rule(
-        "never_closed",
-        ("thinking/closed_ratio", "completions/clipped_ratio"),
-        5,
-        _never_closed,
-        "Nothing pays for closing the thought, or something pays for leaving it open",
-        "add think_format_reward to rewards, see what the others pay for, and set rloo.thinking_budget if thoughts "
-        "only run out of room",
-        follows=(*BREAKS, "truncation", "length_explosion", "repetition"),
-        thresholds=(CLOSED,),
-    ),
-    Rule(
-        "reward_hacking",
-        ("reward", "rewards/answer_reward/mean", "eval/accuracy"),
-        5,
-        _reward_hacking,
-        "The policy earns reward in a way that was not meant",
-        "read the best completions (scripts/inspect_completions.py), close the way or change the weights of rewards",
-    ),
-    Rule(
-        "no_movement",
-        ("policy/moved", "grad_norm"),
-        10,
-        _no_movement,
-        "The steps are too small to move the weights",
-        "raise rloo.learning_rate (currently {learning_rate}): 1e-5 and above for an adapter; see rloo.warmup_steps",
-        follows=(*NOTHING_SCORED, "no_signal", "truncation", "cold_start", "zero_gradient"),
-    ),
-    Rule(
-        "nothing_learnt",
-        ("reward", "eval/accuracy"),
-        15,
-        _nothing_learnt,
-        "Neither the reward nor held-out accuracy has left its band",
-        "see that the rewards pay for what is asked; raise rloo.learning_rate (currently {learning_rate}) two to five "
-        "times, or rloo.num_generations (currently {num_generations}) against noise",
-        follows=(*NOTHING_SCORED, *BREAKS, "no_signal", "truncation", "cold_start", "zero_gradient", "no_movement",
-                 "kl_outweighs", "sampler_gap"),
-        level="watch",
-    ),
-    Rule(
-        "sampler_gap",
-        ("sampling/logp_difference_mean",),
-        3,
-        _sampler_gap,
-        "Sampler and trainer are two policies (4-bit kernels, vLLM, another precision)",
-        "set rloo.sampler_correction=token (currently {sampler_correction}), or rollout.engine=native",
-        follows=BREAKS,
-        thresholds=(GAP,),
-    ),
-    Rule(
-        "ratio",
-        ("clip_ratio/region_mean",),
-        3,
-        _ratio,
-        "A bug on-policy: the ratio has to be exactly 1",
-        "see references/troubleshooting.md",
-        thresholds=(RATIO,),
-    ),
-)  # fmt: skip
-
-THRESHOLDS: tuple[Threshold, ...] = tuple(one for rule in RULES for one in rule.thresholds)

@@ -1,0 +1,152 @@
+"""What a rule of a run's health is made of: healthy ranges, how a fault shows, what is found."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rloo_kit.health.series import Series
+
+LEVELS = ("healthy", "watch", "alarming")
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The limits of one metric; None where there is none.
+
+    Attributes:
+        metrics: names; the first one that was logged counts.
+        low, high: the healthy range, ends included; if_low, if_high: what to change outside of it.
+        alarm_low, alarm_high: below or above these it is alarming; between them and the range, watch.
+        on_policy: holds only where a rollout is used up before the next optimizer step.
+        unless_solved: a run that has learnt its task leaves the range.
+    """
+
+    metrics: tuple[str, ...]
+    low: float | None = None
+    high: float | None = None
+    alarm_low: float | None = None
+    alarm_high: float | None = None
+    if_low: str = ""
+    if_high: str = ""
+    on_policy: bool = False
+    unless_solved: bool = False
+
+    def level(self, value: float) -> str:
+        """One of LEVELS.
+
+        >>> limits = Threshold(("x",), high=0.3, alarm_high=0.8)
+        >>> limits.level(0.1), limits.level(0.5), limits.level(0.9)
+        ('healthy', 'watch', 'alarming')
+        """
+        if self.is_alarming(value):
+            return "alarming"
+        return "watch" if _is_outside(value, self.low, self.high) else "healthy"
+
+    def is_alarming(self, value: float) -> bool:
+        """Whether a value is beyond the limits of an alarm."""
+        return _is_outside(value, self.alarm_low, self.alarm_high)
+
+    def action(self, value: float) -> str:
+        """What to change at this value; empty where it is healthy."""
+        if self.level(value) == "healthy":
+            return ""
+        return self.if_low if _is_outside(value, self.low, None) else self.if_high
+
+
+def _is_outside(value: float, low: float | None, high: float | None) -> bool:
+    return (low is not None and value < low) or (high is not None and value > high)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the rules know of a run besides its rows.
+
+    Attributes:
+        rloo: the values of the `rloo:` section. modes: "warn", "stop" or "off" by a rule's name; "warn" if missing.
+        no_signal_steps: steps in a row without signal before the run reports it. max_steps: planned; None: unknown.
+        answers: names of the rewards whose mean is the accuracy on the training prompts.
+    """
+
+    rloo: Mapping[str, Any]
+    modes: Mapping[str, str] = field(default_factory=dict)
+    no_signal_steps: int = 5
+    max_steps: int | None = None
+    answers: tuple[str, ...] = ("answer_reward", "math_answer_reward")
+
+    @classmethod
+    def of(cls, run: Any, max_steps: int | None = None) -> "Context":
+        """Of a `RunConfig`; `max_steps`: what an unset `rloo.max_steps` came to."""
+        modes = run.health.model_dump()
+        steps = modes.pop("no_signal_steps")
+        return cls(run.rloo.model_dump(), modes, steps, max_steps or run.rloo.max_steps)
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether a rollout is used up before the next optimizer step."""
+        accumulation = self.rloo.get("gradient_accumulation_steps", 1)
+        return (
+            self.rloo.get("num_iterations", 1) == 1
+            and (self.rloo.get("steps_per_generation") or accumulation) <= accumulation
+        )
+
+
+class Evidence(NamedTuple):
+    """What a rule has seen: the first step that shows it, in words, and cause and fix where they are not the rule's."""
+
+    since: int
+    text: str
+    cause: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One way in which a run goes wrong.
+
+    Attributes:
+        name: the key of `health:` that says whether it warns, stops the run or is off.
+        metrics: that it reads; without the first one it is silent.
+        window: values that it looks at, or None for `health.no_signal_steps` steps.
+        detect: from the series, the run's context and the window to the evidence, or None.
+        cause, fix: in words; {key} stands for the value of rloo.key.
+        follows: rules whose finding, if it began no later, is the cause of this one, which then is not reported.
+        level: "alarming" or "watch". thresholds: healthy ranges of single metrics.
+    """
+
+    name: str
+    metrics: tuple[str, ...]
+    window: int | None
+    detect: Callable[[Series, Context, int], Evidence | None]
+    cause: str
+    fix: str
+    follows: tuple[str, ...] = ()
+    level: str = "alarming"
+    thresholds: tuple[Threshold, ...] = ()
+
+
+@dataclass
+class Finding:
+    """What a rule has found in a run.
+
+    Attributes:
+        rule: its name. step: at which it was found. since: the first step that shows it. last: the last one so far.
+        evidence, cause, fix: in words. level: "alarming" or "watch". explains: rules that fired as its consequences.
+    """
+
+    rule: str
+    step: int
+    since: int
+    last: int
+    evidence: str
+    cause: str
+    fix: str
+    level: str
+    explains: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """The rule's name in words."""
+        return self.rule.replace("_", " ")
+
+    def __str__(self) -> str:
+        return f"{self.title} since step {self.since}: {self.evidence}. {self.cause}. To do: {self.fix}"

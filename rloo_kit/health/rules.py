@@ -1,0 +1,227 @@
+"""The rules of a run's health: one table for the live run, `scripts/summarize_run.py` and the report.
+
+Windows and limits are written down here and in docs/runs.md; docs/benchmarks.md says what the runs of
+`benchmarks/health_runs.py` changed of them.
+"""
+
+from rloo_kit.health import ranges, signs
+from rloo_kit.health.rule import Rule, Threshold
+
+NOTHING_SCORED = ("all_none", "reward_failures")
+BREAKS = ("broken_policy",)
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "broken_policy",
+        ("reward", "reward_std", "entropy", "kl", "completions/repeated_ratio", "completions/clipped_ratio"),
+        3,
+        signs.broken_policy,
+        "Updates were too large and destroyed the policy: rloo.learning_rate ({learning_rate}) is too high",
+        "lower rloo.learning_rate ten times (currently {learning_rate}), keep rloo.max_grad_norm at 1.0, and start "
+        "again, or from a checkpoint before that step",
+        follows=(*NOTHING_SCORED, "reward_hacking"),
+    ),
+    Rule(
+        "all_none",
+        ("rewards/unscored_ratio", "rewards/failed_ratio"),
+        None,
+        signs.all_none,
+        "Every reward returned None, as one does that misses its column",
+        "check rewards and data.answer_column",
+        follows=("reward_failures",),
+    ),
+    Rule(
+        "reward_failures",
+        ("rewards/failed_ratio",),
+        2,
+        signs.reward_failures,
+        "A reward raises, runs into its time limit or returns what is no number",
+        "fix the reward: the run's output names it and the first sample it failed on",
+        level="watch",  # alarming by its share; too many stop the run anyway
+        thresholds=(ranges.FAILED,),
+    ),
+    Rule(
+        "truncation",
+        ("completions/clipped_ratio", "thinking/closed_ratio"),
+        None,
+        signs.truncation,
+        "The limit is too short to think and answer, so what ends is chance",
+        "raise rloo.max_completion_length (currently {max_completion_length}), and model.max_seq_length with it",
+        follows=(*BREAKS, "length_explosion", "never_closed", "repetition"),
+        thresholds=(ranges.CLIPPED,),
+    ),
+    Rule(
+        "cold_start",
+        ("rewards/answer_reward/mean",),
+        None,
+        signs.cold_start,
+        "The model does not solve these prompts at all, so there is nothing to reinforce, or the reward never matches",
+        "score gold answers by hand; easier prompts (data.source), rollout.difficulty_samples, rloo-kit sft first, or "
+        "a graded reward",
+        follows=(*NOTHING_SCORED, "truncation"),
+    ),
+    Rule(
+        "no_signal",
+        ("frac_score_zero_std", "frac_reward_zero_std", "reward_std"),
+        None,
+        signs.no_signal,
+        "The rewards cannot tell the completions of a prompt apart, so every advantage is zero",
+        "prompts that are solved sometimes (data.source), a reward with grades between its extremes (rewards), more "
+        "completions a prompt (rloo.num_generations, currently {num_generations}) or a higher rloo.temperature "
+        "(currently {temperature})",
+        follows=(*NOTHING_SCORED, *BREAKS, "truncation", "cold_start", "entropy_collapse", "never_closed"),
+        thresholds=(ranges.TIED,),
+    ),
+    Rule(
+        "zero_gradient",
+        ("grad_norm",),
+        None,
+        signs.zero_gradient,
+        "Rewards differ and no weight moves",
+        "see that something is trainable (model.lora) and that not everything is masked",
+        follows=(*NOTHING_SCORED, *BREAKS, "truncation", "cold_start", "no_signal", "entropy_collapse"),
+    ),
+    Rule(
+        "gradient_spike",
+        ("grad_norm",),
+        1,
+        signs.gradient_spike,
+        "One batch pulled much harder than the others; clipped by rloo.max_grad_norm it may be harmless",
+        "if it comes again or the reward falls, lower rloo.learning_rate (currently {learning_rate})",
+        follows=BREAKS,
+        level="watch",
+        thresholds=(ranges.GRADIENT,),
+    ),
+    Rule(
+        "kl_explosion",
+        ("kl",),
+        3,
+        signs.kl_explosion,
+        "The policy runs away from its reference",
+        "raise rloo.beta (currently {beta}) or lower rloo.learning_rate (currently {learning_rate})",
+        follows=BREAKS,
+        thresholds=(ranges.KL,),
+    ),
+    Rule(
+        "kl_outweighs",
+        ("kl/spread_ratio",),
+        None,
+        signs.kl_outweighs,
+        "The policy learns to stay near its reference rather than to earn rewards",
+        "lower rloo.beta (currently {beta})",
+        follows=(*NOTHING_SCORED, *BREAKS, "kl_explosion", "no_signal", "cold_start", "entropy_collapse"),
+        level="watch",
+        thresholds=(ranges.SPREAD,),
+    ),
+    Rule(
+        "entropy_collapse",
+        ("entropy", "completions/most_common_ratio"),
+        5,
+        signs.entropy_collapse,
+        "The policy has settled on one answer and explores no more",
+        "see what the rewards pay for; lower rloo.learning_rate (currently {learning_rate}), raise rloo.beta "
+        "(currently {beta}) or rloo.temperature (currently {temperature})",
+        follows=(*BREAKS, "reward_hacking", "repetition", "length_collapse", "length_explosion", "never_closed"),
+        thresholds=(ranges.ENTROPY,),
+    ),
+    Rule(
+        "entropy_explosion",
+        ("entropy", "reward"),
+        5,
+        signs.entropy_explosion,
+        "The policy is falling apart: it samples more and more at random",
+        "lower rloo.learning_rate (currently {learning_rate}) or rloo.temperature (currently {temperature})",
+        follows=(*BREAKS, "kl_explosion"),
+    ),
+    Rule(
+        "length_explosion",
+        ("completions/mean_length", "completions/clipped_ratio"),
+        5,
+        signs.length_explosion,
+        "Completions grow without more of them being right: a reward pays for length, or nothing for ending",
+        "see what the rewards pay for; add soft_overlong_penalty or thinking_budget_reward to rewards, or raise "
+        "rloo.max_completion_length (currently {max_completion_length}) if the thoughts are good",
+        follows=(*BREAKS, "never_closed"),
+    ),
+    Rule(
+        "length_collapse",
+        ("completions/mean_length", "thinking/mean_length"),
+        5,
+        signs.length_collapse,
+        "A reward or the KL sum pays for brevity",
+        "see what the rewards pay for; with rloo.beta (currently {beta}) set rloo.kl_form=length_normalized "
+        "(currently {kl_form}), and lower the weight of a penalty on length",
+        follows=(*BREAKS, "entropy_collapse"),
+    ),
+    Rule(
+        "repetition",
+        ("completions/repeated_ratio",),
+        5,
+        signs.repetition,
+        "Completions go in circles: a reward pays for it, or updates are too large",
+        "read rollouts.jsonl; see what the rewards pay for; lower rloo.learning_rate (currently {learning_rate})",
+        follows=BREAKS,
+        thresholds=(ranges.REPEATED,),
+    ),
+    Rule(
+        "never_closed",
+        ("thinking/closed_ratio", "completions/clipped_ratio"),
+        5,
+        signs.never_closed,
+        "Nothing pays for closing the thought, or something pays for leaving it open",
+        "add think_format_reward to rewards, see what the others pay for, and set rloo.thinking_budget if thoughts "
+        "only run out of room",
+        follows=(*BREAKS, "truncation", "length_explosion", "repetition"),
+        thresholds=(ranges.CLOSED,),
+    ),
+    Rule(
+        "reward_hacking",
+        ("reward", "rewards/answer_reward/mean", "eval/accuracy"),
+        5,
+        signs.reward_hacking,
+        "The policy earns reward in a way that was not meant",
+        "read the best completions (scripts/inspect_completions.py), close the way or change the weights of rewards",
+    ),
+    Rule(
+        "no_movement",
+        ("policy/moved", "grad_norm"),
+        10,
+        signs.no_movement,
+        "The steps are too small to move the weights",
+        "raise rloo.learning_rate (currently {learning_rate}): 1e-5 and above for an adapter; see rloo.warmup_steps",
+        follows=(*NOTHING_SCORED, "no_signal", "truncation", "cold_start", "zero_gradient"),
+    ),
+    Rule(
+        "nothing_learnt",
+        ("reward", "eval/accuracy"),
+        15,
+        signs.nothing_learnt,
+        "Neither the reward nor held-out accuracy has left its band",
+        "see that the rewards pay for what is asked; raise rloo.learning_rate (currently {learning_rate}) two to five "
+        "times, or rloo.num_generations (currently {num_generations}) against noise",
+        follows=(*NOTHING_SCORED, *BREAKS, "no_signal", "truncation", "cold_start", "zero_gradient", "no_movement",
+                 "kl_outweighs", "sampler_gap"),
+        level="watch",
+    ),
+    Rule(
+        "sampler_gap",
+        ("sampling/logp_difference_mean",),
+        3,
+        signs.sampler_gap,
+        "Sampler and trainer are two policies (4-bit kernels, vLLM, another precision)",
+        "set rloo.sampler_correction=token (currently {sampler_correction}), or rollout.engine=native",
+        follows=BREAKS,
+        thresholds=(ranges.GAP,),
+    ),
+    Rule(
+        "ratio",
+        ("clip_ratio/region_mean",),
+        3,
+        signs.ratio,
+        "A bug on-policy: the ratio has to be exactly 1",
+        "see references/troubleshooting.md",
+        thresholds=(ranges.RATIO,),
+    ),
+)  # fmt: skip
+
+THRESHOLDS: tuple[Threshold, ...] = tuple(one for rule in RULES for one in rule.thresholds)
