@@ -62,7 +62,7 @@ def measure(name: str) -> dict[str, Any]:
     import rloo_kit as kit
 
     kit.setup_environment("transformers")
-    from rloo_kit.measure.memory import _load_of, measure_steps
+    from rloo_kit.measure.memory import load_of, measure_steps
     from rloo_kit.measure.stand_ins import save_random_model
     from rloo_kit.plan.corrections import PARTS
     from rloo_kit.plan.peaks import rollout_gib, training_gib
@@ -74,7 +74,7 @@ def measure(name: str) -> dict[str, Any]:
         save_random_model(shape, folder)
         run = kit.load_config(CONFIG, f"model.name={folder}", *COMMON, *words)
         policy = kit.load_policy(run, check=False)
-        load = _load_of(run, policy)
+        load = load_of(run, policy)
         rows = min(run.rollout.rows or load.completions, load.completions)
         peaks = measure_steps(policy, run, rows)
     found = {"weights_m": round(shape.num_weights / 1e6), "rows": rows, "tokens": load.row_tokens}

@@ -153,7 +153,7 @@ def init(
 
 
 def _ask(flag: str, proposed: str | None, take_it: bool) -> str:
-    """What a missing flag is: what is proposed, or the answer of whoever sits in front of the terminal."""
+    """The value of a missing flag: the proposed one with --yes, else the answer that is typed at the terminal."""
     if take_it and proposed is not None:
         return proposed
     if take_it or not _can_ask():
@@ -242,7 +242,7 @@ def _measure(run: "RunConfig", planned: "VramPlan", to_stderr: bool) -> list[Any
 
     with redirect_stdout(sys.stderr) if to_stderr else nullcontext():
         print(kit.setup_environment(run.model.backend), flush=True)
-        from rloo_kit.measure.memory import format_measured, measure_plan
+        from rloo_kit.measure.plan import format_measured, measure_plan
 
         found = measure_plan(run, planned, say=lambda line: print(line, flush=True))
         print(format_measured(found), flush=True)

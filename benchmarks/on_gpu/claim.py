@@ -40,13 +40,13 @@ def loads_on_8gb(bench: Bench) -> None:
 
 def train_on(bench: Bench, gpu_gb: int, *overrides: str) -> None:
     """The shipped config of a GPU: two steps at full length under its cap, and what a step takes."""
-    from rloo_kit.measure.memory import _load_of, _rows_of_a_pass, measure_steps
+    from rloo_kit.measure.memory import load_of, measure_steps, rows_of_a_pass
 
     with memory.capped(bench.cuda, gpu_gb) as limit:
         policy = load_policy(bench, *overrides)
         run, _ = load_shipped(bench, gpu_gb, *overrides)
-        load = _load_of(run, policy)  # whole rows: as many as a pass of this run may hold tokens of
-        words = [*overrides, f"rloo.tokens_per_pass={_rows_of_a_pass(load)[1] * load.row_tokens}"]
+        load = load_of(run, policy)  # whole rows: as many as a pass of this run may hold tokens of
+        words = [*overrides, f"rloo.tokens_per_pass={rows_of_a_pass(load)[1] * load.row_tokens}"]
         run, plan = load_shipped(bench, gpu_gb, *words)
         counted = [part for part in plan.parts if part.name not in ("context", "correction")]  # as torch counts
         computed = {
@@ -88,7 +88,7 @@ def time_step(bench: Bench, policy: Any, run: Any, plan: Any, training_s: float)
     Args:
         training_s: of a step of `measure_steps`, whose completions are those of the run's largest pass.
     """
-    from rloo_kit.measure.memory import _load_of, _rows_of_a_pass
+    from rloo_kit.measure.memory import load_of, rows_of_a_pass
 
     rloo, prompt = run.rloo, run.data.max_prompt_length
     length = rloo.max_completion_length
@@ -97,7 +97,7 @@ def time_step(bench: Bench, policy: Any, run: Any, plan: Any, training_s: float)
     steps_ms = [measure_decoding(bench, policy, run, plan.rows, place)["ms_per_step"] for place in places]
     completions = rloo.per_device_train_batch_size * rloo.gradient_accumulation_steps
     rollout_s = statistics.mean(steps_ms) / 1e3 * length * -(-completions // plan.rows)
-    gradient_s = training_s * completions / _rows_of_a_pass(_load_of(run, policy))[1]
+    gradient_s = training_s * completions / rows_of_a_pass(load_of(run, policy))[1]
     return {
         "decode_ms": steps_ms, "rollout_s": round(rollout_s, 1), "gradient_s": round(gradient_s, 1),
         "step_s": round(rollout_s + gradient_s, 1),

@@ -3,7 +3,6 @@
 However `train` ends, `status.json` has the state, and the checkpoint to resume from is there.
 """
 
-import os
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -31,21 +30,18 @@ from rloo_kit.loop.evaluation import Evaluations, choose_measure
 from rloo_kit.loop.health import HealthGuard, Movement, say_findings
 from rloo_kit.loop.memory import watch_memory
 from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.loop.run_arguments import loaded_engine, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import NO_ADAPTER, gather_adapter
 from rloo_kit.models.policy import Policy, save_adapter, start_engine
-from rloo_kit.plan.load import TOKENS_PER_PASS
-from rloo_kit.plan.planner import plan_vram
 from rloo_kit.preflight.cheap import find_place_faults, raise_errors
 from rloo_kit.results.evaluation import compare
 from rloo_kit.results.report import EARLY, TrainResult, load_evaluation, write_report
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.rollout.engine import check_cache, choose_engine
-from rloo_kit.rollout.types import FOREIGN
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import read_object, saving
 from rloo_kit.runs.run_dir import RunDir
-from rloo_kit.system import environment
 from rloo_kit.system.processes import is_distributed, is_main_process, say
 
 
@@ -327,71 +323,6 @@ class _Sharding:
         if not hasattr(model, "peft_config"):
             return accelerator.get_state_dict(self.trainer.model_wrapped)
         return gather_adapter(accelerator, model) or {}
-
-
-def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
-    """Keyword arguments of `RLOOConfig`: the file's, what machine and backend decide, and checkpoints in `folder`."""
-    on_cpu = policy.model.device.type == "cpu"
-    shared = run.rollout.server_adapters  # by several runs, and a run deletes what it left there: so it gets a folder
-    own_folder = {} if shared is None else {"rollout_server_adapters": str(Path(shared) / run.name)}
-    return (
-        {
-            "output_dir": str(folder),
-            "disable_tqdm": True,
-            "use_cpu": on_cpu,
-            "dataloader_pin_memory": not on_cpu,
-        }
-        | run.to_arguments()
-        | own_folder
-        | planned_limits(run, policy)
-        | mixed_precision(run)
-        | policy.config_arguments
-    )
-
-
-def planned_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
-    """`rollout_rows`, and `tokens_per_pass` where memory asks for fewer than usual: the file's, else the least that
-    `plan_vram` gives of all processes. A model that cannot be planned for is left to the out-of-memory handling."""
-    found = gather_objects(_own_limits(run, policy))
-    return {name: min(limits[name] for limits in found if name in limits) for name in set().union(*found)}
-
-
-def loaded_engine(run: RunConfig, policy: Policy) -> str:
-    """The engine that samples; of auto the one that the policy was loaded with, whatever fits next to it by now."""
-    wanted = str(run.rollout.engine)
-    return choose_engine(wanted, policy.backend, policy.model)[0] if wanted == "auto" else wanted
-
-
-def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
-    try:
-        plan = plan_vram(run, config=policy.model.config.to_dict(), engine=loaded_engine(run, policy))
-    except ConfigError as error:
-        say(f"memory: {error}")
-        return {}
-    limits = {} if plan.engine.name in FOREIGN else {"rollout_rows": plan.rows}  # those bound their rows themselves
-    if run.rloo.tokens_per_pass is None and plan.tokens_per_pass < TOKENS_PER_PASS[not plan.machine.on_cuda]:
-        limits["tokens_per_pass"] = plan.tokens_per_pass
-    if not plan.fits:
-        say(f"memory: {plan}")
-    elif plan.verdict == "tight":
-        say(f"memory: {plan.sentence}")
-    if plan.fits and "rollout_rows" in limits and plan.rows < plan.completions and run.rollout.rows is None:
-        say(
-            f"memory: {plan.rows} of the {plan.completions} completions of a rollout are generated at once, as many as "
-            f"fit {plan.machine.name} (computed; rollout.rows sets it by hand)"
-        )
-    return limits
-
-
-def mixed_precision(run: RunConfig) -> dict[str, bool]:
-    """`bf16` and `fp16`: the file's, else the machine's. ACCELERATE_MIXED_PRECISION, which beats `bf16=False`, is set
-    to agree."""
-    chosen = environment.current().precision
-    bf16, fp16 = run.rloo.bf16, run.rloo.fp16
-    bf16 = (chosen == "bf16" and not fp16) if bf16 is None else bf16
-    fp16 = (chosen == "fp16" and not bf16) if fp16 is None else fp16
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if bf16 else "fp16" if fp16 else "no"
-    return {"bf16": bf16, "fp16": fp16}
 
 
 def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir) -> bool:

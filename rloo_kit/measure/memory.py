@@ -8,39 +8,33 @@ figure is torch's peak, without CUDA's context and the allocator's reserve; else
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 from rloo_kit._stack import load_stack
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import CACHES
-from rloo_kit.errors import BackendError, RlooKitError
+from rloo_kit.errors import BackendError
 from rloo_kit.loop.options import RLOOConfig
-from rloo_kit.loop.run import loaded_engine, mixed_precision, training_arguments
+from rloo_kit.loop.run_arguments import loaded_engine, mixed_precision, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
-from rloo_kit.measure.stand_ins import fill_cache, fill_slots, save_random_checkpoint
-from rloo_kit.models.policy import Policy, load_policy
+from rloo_kit.measure.stand_ins import fill_cache, fill_slots
+from rloo_kit.models.policy import Policy
 from rloo_kit.plan.load import read_load
-from rloo_kit.plan.parts import Load, context_bytes
-from rloo_kit.plan.peaks import rollout_gib, training_gib
+from rloo_kit.plan.parts import Load
 from rloo_kit.plan.planner import plan_vram
-from rloo_kit.plan.result import VramPlan
-from rloo_kit.rollout.engine import build_engine, check_cache, choose_engine
+from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.types import Limits, Rollout
-from rloo_kit.system.console import fill_text, render_text
-from rloo_kit.system.memory import GIB, ResidentPeak, is_out_of_memory, resident_gib, trim_heap
+from rloo_kit.system.memory import GIB, ResidentPeak, resident_gib, trim_heap
 
 DECODED_TOKENS = 64
 LOCAL_ENGINES = ("auto", "native", "generate")
-_NOT_HERE = {
+NOT_HERE = {
     "vllm": "vLLM takes its share of the GPU (rollout.vllm.gpu_memory_utilization) when it starts, and keeps to it",
     "server": "the server's GPUs hold its keys and values",
 }
@@ -117,7 +111,7 @@ def _full_engine(policy: Policy, run: RunConfig, rows: int, cache: str | None = 
     vocabulary = policy.model.get_input_embeddings().weight.shape[0]
     engine: Any = build_engine(
         policy.model,
-        _engine_of(run),
+        engine_to_measure(run),
         backend=policy.backend,
         temperature=run.rloo.temperature,
         end_ids=[vocabulary + 1],  # never drawn: every row reaches its end
@@ -152,12 +146,12 @@ def _autocast(run: RunConfig, policy: Policy) -> AbstractContextManager[Any]:
     return torch.autocast(policy.model.device.type, torch.bfloat16 if chosen["bf16"] else torch.float16)
 
 
-def _engine_of(run: RunConfig) -> str:
+def engine_to_measure(run: RunConfig) -> str:
     """The engine to measure; vLLM, here or on a server, is refused."""
     if run.rollout.engine not in LOCAL_ENGINES:
         raise BackendError(
             f"the rollout of rollout.engine={run.rollout.engine} has no peak to measure: "
-            f"{_NOT_HERE[run.rollout.engine]}. Measure another engine's with rollout.engine=native or generate"
+            f"{NOT_HERE[run.rollout.engine]}. Measure another engine's with rollout.engine=native or generate"
         )
     return str(run.rollout.engine)
 
@@ -172,7 +166,7 @@ def _out_of_rows(tried: int, _left: int) -> None:
 def measure_training(policy: Policy, run: RunConfig) -> Peak:
     """Take two optimizer steps on completions of full length, in passes as large as the run's largest; spoils the
     policy. Raises ConfigError where the run's keys contradict each other; out of memory as torch does."""
-    load = _load_of(run, policy)
+    load = load_of(run, policy)
     with Peak() as peak:
         _take_steps(policy, run, load, _FullRows(load.row_tokens))
     return peak
@@ -195,7 +189,7 @@ def measure_steps(
     Returns:
         the larger peak of the rollouts and of what lies around them; their seconds are those of the last step.
     """
-    load = _load_of(run, policy)
+    load = load_of(run, policy)
     if not rows:
         with Peak(settled=False) as training:
             _take_steps(policy, run, load, _FullRows(load.row_tokens), callbacks, steps)
@@ -208,8 +202,8 @@ def measure_steps(
 
 def size_of_steps(policy: Policy, run: RunConfig) -> tuple[int, int]:
     """(completions, tokens of each with its prompt) of a step of `measure_steps`."""
-    load = _load_of(run, policy)
-    return _rows_of_a_pass(load)[1], load.row_tokens
+    load = load_of(run, policy)
+    return rows_of_a_pass(load)[1], load.row_tokens
 
 
 def _take_steps(
@@ -222,7 +216,7 @@ def _take_steps(
 ) -> None:
     """Optimizer steps on what the engine gives; the policy is left with another adapter and nothing else. What would
     leave made-up completions without a gradient (a warm-up, masks, the sampler's correction) is off."""
-    generations, rows = _rows_of_a_pass(load)
+    generations, rows = rows_of_a_pass(load)
     prompts = load_stack().datasets.Dataset.from_list(
         [{"prompt": "0" * load.prompt_tokens}] * (2 * rows // generations)
     )
@@ -281,7 +275,7 @@ def make_trainer(
             del trainer
 
 
-def _rows_of_a_pass(load: Load) -> tuple[int, int]:
+def rows_of_a_pass(load: Load) -> tuple[int, int]:
     """(K, completions) of the smallest batch with a pass as large as the largest of the run; with two where all weights
     are trained."""
     needed = -(-load.pass_tokens // load.row_tokens)
@@ -328,140 +322,8 @@ class _FullRows:
         total.seconds = peak.seconds
 
 
-def _load_of(run: RunConfig, policy: Policy) -> Load:
+def load_of(run: RunConfig, policy: Policy) -> Load:
     """What the arithmetic reads of the run, with the pass that `train` would plan for it on this machine."""
     config = policy.model.config.to_dict()
     plan = plan_vram(run, config=config, engine=loaded_engine(run, policy))
     return replace(read_load(run, plan.machine, config, plan.engine.name), tokens_per_pass=plan.tokens_per_pass)
-
-
-# ------------------------------------------------------------------------------------------------ a whole plan
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One measurement and what was computed for it, in GiB.
-
-    Attributes:
-        what: "rollout" or "training". cache: of a rollout. rows: completions at once, of a rollout or of a training
-            batch. tokens: of each, prompt included.
-        computed_gib: on a GPU without CUDA's context, which torch does not count. measured_gib: None where it failed.
-        reserved_gib: what torch's allocator held, on a GPU. seconds: it took.
-        error: why there is no figure.
-    """
-
-    what: str
-    cache: str | None
-    rows: int
-    tokens: int
-    computed_gib: float
-    measured_gib: float | None
-    reserved_gib: float
-    seconds: float
-    error: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values, GiB with four decimals."""
-        return {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(self).items()}
-
-
-def measure_plan(run: RunConfig, plan: VramPlan, say: Callable[[str], None] = print) -> list[Measured]:
-    """Measure what `plan` computed, with random weights of the run's shape; `setup_environment` has been called.
-
-    Args:
-        run: the `RunConfig` that was planned. plan: of `plan_vram`; its rows are the ones that are measured.
-        say: gets a line before each measurement.
-
-    Returns:
-        the rollout with each cache that the run's engine keeps, and training; training alone, with vLLM not loaded,
-            where vLLM or a server samples.
-
-    Raises:
-        BackendError: the run does not fit this machine's memory by far and there is no GPU to refuse it.
-        ConfigError: see `load_policy`.
-    """
-    if plan.machine.on_cuda != torch.cuda.is_available():
-        raise BackendError(f"the plan is for {plan.machine.name}, which is not here: measure without --gpu-gib")
-    if not torch.cuda.is_available() and plan.headroom_gib < 0:
-        raise BackendError(
-            f"the run takes {plan.peak_gib:.1f} GiB and this machine has {plan.machine.usable_gib:.1f}: without a GPU "
-            "that refuses, measuring it would stop other programs. Make it smaller, as `rloo-kit plan` says"
-        )
-    with tempfile.TemporaryDirectory(prefix="rloo-kit-measure-") as folder:
-        run = _with_random_weights(run, folder, say)
-        if plan.engine.name in _NOT_HERE:
-            say(f"measure: training only; {_NOT_HERE[plan.engine.name]}")
-            run = run.model_copy(deep=True)
-            run.rollout = run.rollout.model_copy(update={"engine": "generate", "server_url": None})
-        return list(_measure_all(run, plan, say))
-
-
-def _with_random_weights(run: RunConfig, folder: str, say: Callable[[str], None]) -> RunConfig:
-    """The run with a random checkpoint of its shape in the place of its model; an embedded model is itself."""
-    if run.model.is_embedded:
-        return run
-    say(f"measure: random weights of the shape of {run.model.name}")
-    changed = run.model_copy(deep=True)
-    save_random_checkpoint(run, folder)
-    changed.model.name, changed.model.adapter = folder, None
-    changed.model.family, changed.model.enable_thinking = "auto", None
-    return changed
-
-
-def _measure_all(run: RunConfig, plan: VramPlan, say: Callable[[str], None]) -> Iterator[Measured]:
-    policy = load_policy(run, check=False)  # its data and rewards are not used
-    load = _load_of(run, policy)
-    load = replace(load, tokens_per_pass=plan.tokens_per_pass)
-    outside = context_bytes(load) / GIB if load.on_cuda else 0.0
-
-    def measure(what: str, cache: str | None, rows: int, computed: float, call: Callable[[], Peak]) -> Measured:
-        say(f"measure: {what}{f', cache {cache}' if cache else ''}, {rows} x {load.row_tokens} tokens")
-        started, peak, error = time.monotonic(), None, None
-        try:
-            peak = call()
-        except (RuntimeError, RlooKitError) as raised:
-            if not is_out_of_memory(raised) and not isinstance(raised, RlooKitError):
-                raise
-            error = "out of memory" if is_out_of_memory(raised) else str(raised)
-        seconds = time.monotonic() - started
-        computed -= outside
-        gib, reserved = (None, 0.0) if peak is None else (peak.gib, peak.reserved_gib)
-        say(f"measure: {error or f'{gib:.3f} GiB'}, computed {computed:.3f}, {seconds:.0f} s")
-        return Measured(what, cache, rows, load.row_tokens, computed, gib, reserved, seconds, error)
-
-    for cache in [] if plan.engine.name in _NOT_HERE else _caches_of(run, policy):
-        computed = rollout_gib(replace(load, cache=cache), plan.rows)
-        call = partial(measure_rollout, policy, run, plan.rows, load.row_tokens, cache)
-        yield measure("rollout", cache, plan.rows, computed, call)
-    rows = _rows_of_a_pass(load)[1]
-    yield measure("training", None, rows, training_gib(load), partial(measure_training, policy, run))
-
-
-def _caches_of(run: RunConfig, policy: Policy) -> Iterator[str]:
-    """The kinds of cache that the run's engine keeps here, the run's own first."""
-    name, _ = choose_engine(_engine_of(run), policy.backend, policy.model)
-    on_cuda = policy.model.device.type == "cuda"
-    for cache in sorted(CACHES, key=lambda kind: kind != run.rollout.cache):
-        if cache == "offloaded" and not on_cuda:  # the plain one is in the machine's memory already
-            continue
-        try:
-            check_cache(cache, name, policy.backend, on_cuda)
-        except BackendError:
-            continue
-        yield cache
-
-
-def format_measured(found: list[Measured]) -> str:
-    """A table for people: computed next to measured."""
-    table = Table(title="Memory, GiB: computed and measured", title_justify="left")
-    table.add_column("part", no_wrap=True)
-    for name in ("rows x tokens", "computed", "measured", "seconds"):
-        table.add_column(name, no_wrap=True, justify="right")
-    errors = []
-    for one in found:
-        part = f"{one.what}, cache {one.cache}" if one.cache else one.what
-        measured = "failed" if one.measured_gib is None else f"{one.measured_gib:.3f}"
-        if one.error:
-            errors.append(fill_text(f"{part}: {one.error}"))
-        table.add_row(part, f"{one.rows} x {one.tokens}", f"{one.computed_gib:.3f}", measured, f"{one.seconds:.0f}")
-    return "\n".join([render_text(table), *errors])

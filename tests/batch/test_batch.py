@@ -564,7 +564,7 @@ def test_figures_that_are_no_numbers_are_left_out(folder: Path) -> None:
 
 
 def test_faults_of_a_run_are_found_before_the_batch_starts(tmp_path: Path) -> None:
-    """A misspelt column failed six runs, one after another, each behind its model."""
+    """A misspelt column failed all six runs of a batch, each after its model had been loaded."""
     file = tmp_path / "batch.yaml"
     notebook = ROOT / "notebooks" / "arithmetic_thinking.ipynb"
     run = 'overrides: "rewards.0.name=answer_rewrd"'

@@ -51,8 +51,8 @@ def lengths(run: RunConfig) -> tuple[int, int, int, int | None]:
     ids=str,
 )
 def test_a_short_file_has_room_to_think_and_learns_from_four_prompts(model: Any, expected: tuple[Any, ...]) -> None:
-    """It got K = 2, one group of four, the KL sum that SKILL.md warns of, and 512 tokens for a model that thinks for
-    thousands."""
+    """A short file used to get K = 2, one group of four, the summed KL that SKILL.md warns of, and 512 tokens for a
+    model that thinks for thousands."""
     run = build(model)
     assert lengths(run) == expected
     assert (run.rloo.num_generations, run.rloo.prompts_per_generation) == (8, 4)

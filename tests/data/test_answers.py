@@ -34,7 +34,7 @@ def test_rows_without_an_answer(make_run, write, tmp_path, tiny_tokenizer, capsy
 
 
 def test_a_reward_without_weight_gives_no_row_a_reward(make_run, tiny_tokenizer):
-    """A metric with weight 0 is no reward: the rows without an answer would have none at all."""
+    """A reward of weight 0 is only a metric: with it alone, rows without an answer would earn nothing at all."""
     run = make_run(reward=BOTH)
     run.rewards[1].weight = 0.0
     with pytest.raises(DataError, match="the list of rows, row 2: no answer, and each reward with a weight compares"):

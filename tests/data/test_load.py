@@ -275,7 +275,7 @@ def test_columns_that_the_trainer_uses_itself(make_run, tiny_tokenizer, capsys):
 
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_image_columns_are_refused(make_run, write, tiny_tokenizer, column):
-    """They were dropped with a note, and the run trained on questions about pictures that nobody showed."""
+    """Image columns were dropped with a note, and the run trained on questions about pictures that were not there."""
     text = f"column '{column}' holds images, by its name; rloo-kit trains on text. Remove the column"
     for path in (
         write("rows.jsonl", jsonl({"prompt": "a", column: None})),

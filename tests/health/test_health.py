@@ -121,7 +121,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
     ("rule", "rows", "options", "key"), CASES, ids=[f"{n}-{case[0]}" for n, case in enumerate(CASES)]
 )
 def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[str, Any], key: str) -> None:
-    """A rule that never fires looks like a run that is well; one that fires without the key to change is no help."""
+    """Each rule fires on made-up rows of its fault, and its fix names a key to change."""
     (found,) = look(rows, **options)
     assert found.rule == rule and key in found.fix and found.evidence and found.cause
     modes = {rule: "off"} | dict.fromkeys(found.explains, "off")
@@ -168,13 +168,13 @@ def test_a_trade_that_is_meant_is_none() -> None:
 
 
 def test_a_healthy_run_is_left_alone() -> None:
-    """A watch that cries wolf is switched off before the day it is needed."""
+    """A rule that fires on healthy runs gets switched off, and is missing when it is needed."""
     almost = WELL | {"frac_score_zero_std": 0.99, "completions/clipped_ratio": 0.79, "grad_norm": 1e-4}
     assert look([WELL] * 50) == [] and look([almost] * 50) == [] and look([]) == []
 
 
 def test_two_tied_batches_now_and_then_are_ordinary() -> None:
-    """A run that is nearly solved has them."""
+    """A few steps without signal are normal when the task is nearly solved."""
     assert look([TIED, TIED, WELL] * 10) == []
 
 

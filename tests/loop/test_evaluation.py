@@ -131,7 +131,7 @@ def test_a_run_is_stopped_early_and_its_adapter_is_the_best(start, capsys):
 
 
 def test_what_is_in_memory_afterwards_is_the_best(start):
-    """`after.json` measured the last weights and adapter/ held others: the report was of a policy that nobody had."""
+    """`after.json` measured the last weights while adapter/ held the best ones: the report described neither."""
     result = start(*EVERY_TWO, "eval.measure=reward", rewards=[falling(6)])
     live = {
         name.replace(".default", ""): value.detach()
@@ -201,7 +201,7 @@ def test_a_resumed_run_has_the_best_of_one_that_was_never_cut(step, start):
 
 
 def test_best_weights_that_are_gone_are_said(start, capsys):
-    """A best evaluation whose weights nobody has would beat all later ones, and adapter/ would hold none of them."""
+    """A best evaluation whose weights were lost would still beat all later ones, and adapter/ would stay as it was."""
     words = (*EVERY_TWO, "eval.measure=reward", "rloo.save_steps=2", "rloo.save_total_limit=null")
     folder = start(*words, rewards=[falling(6)]).folder
     (folder / "checkpoints" / "checkpoint-6" / "optimizer.pt").unlink()
@@ -253,7 +253,7 @@ def test_a_run_that_was_stopped_early_stays_stopped(start, capsys):
 
 
 def test_patience_that_ends_with_the_last_step_is_said_when_there_are_to_be_more(start, capsys):
-    """More steps were asked for, none was trained, and the run ended as one that was whole."""
+    """A stopped run that was resumed for more steps trained none of them and still reported `finished`."""
     words = (*EVERY_TWO, "eval.measure=reward", "eval.patience=2", "eval.save_best=false")
     first = start(*words, rewards=[falling(6)])
     assert (first.stopped, first.steps, first.adapter_step) == (None, 6, 6)
@@ -278,7 +278,7 @@ def test_a_full_model_gets_its_best_weights_back(start):
 
 
 def test_an_unknown_measure_is_refused_before_anything_is_done(start, tmp_path):
-    """It was found out after the evaluation before training, an hour later."""
+    """An unknown `eval.measure` is refused before the evaluation ahead of training, which may take an hour."""
     with pytest.raises(ConfigError, match=r"eval.measure is brevity.*set one of: auto, accuracy, reward, by_ids"):
         start(*EVERY_TWO, "eval.measure=brevity")
     assert not (tmp_path / "outputs").exists()
@@ -307,7 +307,7 @@ def test_an_evaluation_that_fails_does_not_count(start, capsys):
 
 
 def test_an_async_reward_is_measured_as_training_calls_it(start):
-    """It returned a coroutine, which is no number."""
+    """An async reward returned its coroutine in place of numbers."""
 
     async def judged(completion_ids, **_):
         return by_ids(completion_ids)

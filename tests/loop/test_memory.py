@@ -1,4 +1,4 @@
-"""The peak of a run next to its plan: the line, the file in its folder, and what the next plan on this machine has."""
+"""A run's measured peak next to its plan: the printed line, `memory.json`, and what the next plan learns from it."""
 
 import json
 from dataclasses import replace
@@ -96,7 +96,7 @@ def test_a_run_without_a_rollout_says_nothing(tmp_path: Path, run_dir: SimpleNam
 
 
 def test_training_writes_the_figures_into_its_folder(start, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The hook was there and nobody called it. What is mostly Python says nothing of a plan and is not kept."""
+    """A run ends with its measured peak; one that is mostly Python itself says nothing about a plan and is not kept."""
     result = start("rloo.max_steps=1")
     found = json.loads((result.folder / "memory.json").read_text())
     assert found["measured_gib"] > 0 and found["planned_gib"] >= found["computed_gib"] > 0

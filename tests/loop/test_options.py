@@ -16,7 +16,7 @@ from rloo_kit.config.section import Section, TrlDefault, declared, key
 from rloo_kit.errors import ConfigError
 from rloo_kit.loop import options
 from rloo_kit.loop.options import RLOOConfig, option, refuse_sampling_filters
-from rloo_kit.loop.run import training_arguments
+from rloo_kit.loop.run_arguments import training_arguments
 
 MINIMAL: dict[str, Any] = {
     "model": {"name": "some/model"},

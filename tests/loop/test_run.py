@@ -15,7 +15,7 @@ from rewards import thinking_reward
 from rloo_kit import build_rewards, load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError, RewardError, RunExistsError
 from rloo_kit.loop.callbacks import RolloutLog
-from rloo_kit.loop.run import mixed_precision
+from rloo_kit.loop.run_arguments import mixed_precision
 from rloo_kit.preflight.faults import PreflightError
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.runs.files import saved_paths

@@ -17,13 +17,13 @@ from rloo_kit.errors import BackendError
 from rloo_kit.measure import memory, stand_ins
 from rloo_kit.measure.memory import (
     Peak,
-    _load_of,
-    _rows_of_a_pass,
-    measure_plan,
+    load_of,
     measure_rollout,
     measure_steps,
     measure_training,
+    rows_of_a_pass,
 )
+from rloo_kit.measure.plan import measure_plan
 from rloo_kit.measure.stand_ins import fill_cache
 from rloo_kit.plan.result import Machine
 from rloo_kit.plan.shapes import find_shape
@@ -148,8 +148,8 @@ def test_training_is_measured_in_its_largest_pass(run, policy, calls, beta):
     """With a KL penalty a pass is a whole group; a measurement of single sequences says that it fits. Two steps, for
     the optimizer's state; the adapter "ref" and the gradients are gone afterwards."""
     run.rloo.beta, run.rloo.tokens_per_pass = beta, 300
-    load = _load_of(run, policy)
-    generations, rows = _rows_of_a_pass(load)
+    load = load_of(run, policy)
+    generations, rows = rows_of_a_pass(load)
     assert (generations, rows) == ((4, 4) if beta else (3, 3))
     before = {name: value.detach().clone() for name, value in policy.model.named_parameters() if value.requires_grad}
     calls.clear()

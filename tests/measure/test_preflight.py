@@ -86,8 +86,9 @@ def test_every_shipped_config_goes(prepare, file):
 
 
 def test_the_published_recipe_is_refused_with_its_reason(prepare, capsys):
-    """128 tokens and -1 without </think>: hours of a GPU at equal rewards, and nobody is told. The embedded model
-    thinks in 20 tokens, so 8 stand for 128; the value that is named goes."""
+    """128 tokens and -1 for a missing </think> give every completion the same reward, and such a run used up hours of a
+    GPU without a warning. The embedded model thinks in 20 tokens, so a limit of 8 stands for 128. The value that the
+    message recommends is then tried."""
     words = ["rloo.max_completion_length=8", "rewards=[{name: thinking_reward}]", "rloo.temperature=0.1"]
     run, policy, data, rewards = prepare(DEMO, *words)
     found = kit.check_preflight(run, policy, data, rewards)
@@ -116,7 +117,7 @@ def test_thoughts_that_never_end_are_given_a_budget(prepare, monkeypatch):
     ("answer", "rate", "fix"), [("wrong", 0.0, "easier prompts"), ("right", 1.0, "harder prompts")]
 )
 def test_a_task_never_solved_and_one_always_solved_are_refused(prepare, answer, rate, fix):
-    """Nothing to compare: a night of training on AIME by a model that solves none of it, or on what it knows."""
+    """A task that the model never solves, or always: no group has differing rewards, so nothing is trained."""
     words = ["rloo.temperature=0.05"]  # nearly greedy: it can add
     run, policy, data, rewards = prepare(DEMO, *words)
     if answer == "wrong":
@@ -131,7 +132,7 @@ def test_a_task_never_solved_and_one_always_solved_are_refused(prepare, answer, 
 
 
 def test_few_completions_refuse_nothing(prepare):
-    """Two of two wrong answers happen to a model that is right half of the time."""
+    """A model that is right half of the time gets two of two wrong one time in four: too few samples for a NO-GO."""
     run, policy, data, rewards = prepare(DEMO, "rloo.per_device_train_batch_size=16")
     data.train = data.train.select(range(3)).map(lambda row: {"answer": "never"})
     found = kit.check_preflight(run, policy, data, rewards)
@@ -153,7 +154,7 @@ def test_a_reward_that_fails_is_named(prepare):
 
 
 def test_each_reward_is_reported(prepare):
-    """The sum varies by one reward; the other, a constant, is a mistake that the sum hides."""
+    """The sum still varies through the other reward, so only a look at each reward finds a constant one."""
     budget = "{name: thinking_budget_reward, params: {min_tokens: 8, max_tokens: 16, margin_tokens: 8}}"
     run, policy, data, rewards = prepare(DEMO, f"rewards=[{{name: answer_reward}}, {budget}]")
 
@@ -199,7 +200,7 @@ def test_a_step_that_cannot_learn_is_named(prepare):
 
 
 def test_out_of_memory_is_a_fault_with_keys(prepare, monkeypatch):
-    """The step at full length came in the third hour, when the first long completions did."""
+    """Without this check the first step at full length comes hours into a run, with the first long completions."""
     run, policy, data, rewards = prepare(DEMO)
     before = {name: value.detach().clone() for name, value in policy.model.named_parameters()}
 
@@ -229,7 +230,7 @@ def test_rows_that_do_not_fit_are_a_warning(prepare, monkeypatch):
 
 
 def test_what_a_cpu_cannot_hold_is_not_tried(prepare, monkeypatch):
-    """Without a GPU that refuses, the attempt is the end of other programs."""
+    """A CPU has no allocator that refuses: trying out what does not fit would get other programs killed."""
     run, policy, data, rewards = prepare(DEMO)
     monkeypatch.setattr("rloo_kit.plan.load.available_gib", lambda: 0.5)
     monkeypatch.setattr("rloo_kit.measure.first_steps.measure_steps", None)
@@ -286,8 +287,8 @@ def counted(completions, **_columns):
 
 @pytest.mark.parametrize("words", [[], ["rloo.beta=0.05"], ["rloo.bf16=true", "model.lora.dropout=0.1"]], ids=str)
 def test_training_afterwards_is_training_without(prepare, tmp_path, words):
-    """A check that changes what it checks: the weights after `train` are the same to the bit, the base's and a
-    continued adapter's too, with a reward in a worker that counts its calls."""
+    """With a preflight in front, `train` gives bit for bit the weights that it gives without one: for a new adapter, a
+    continued one and the base, and with a reward in a worker that counts its calls."""
     (tmp_path / "my_rewards.py").write_text(COUNTER)
     file = tmp_path / "counted.yaml"
     file.write_text(DEMO.read_text())
@@ -320,7 +321,7 @@ def test_training_afterwards_is_training_without(prepare, tmp_path, words):
 
 
 def test_an_error_leaves_the_policy_as_it_was(prepare):
-    """A reward of the user's that is interrupted must not leave a trained adapter behind."""
+    """Ctrl-C inside a reward during the preflight must not leave its trial steps in the adapter."""
     _, policy, *_ = prepare(DEMO)
     before = {name: value.detach().clone() for name, value in policy.model.named_parameters()}
     with pytest.raises(KeyboardInterrupt), leave_untouched(policy) as weights:
@@ -399,7 +400,7 @@ def test_a_launched_run_checks_what_needs_no_model(tmp_path):
 
 
 def test_the_result_prints_without_a_model():
-    """The cheap half alone ends in a verdict too, and NaN is no JSON."""
+    """The cheap half alone ends in a verdict too, and its JSON is valid: NaN is written as null."""
     bare = Preflight("night", ())
     assert bare.go and str(bare).startswith("GO") and json.loads(json.dumps(bare.to_dict()))["measures"] is None
     measured = Preflight("night", (), Measures(kl=float("nan")))

@@ -101,7 +101,7 @@ def test_a_laptop_without_a_gpu_gets_no_bare_fits() -> None:
 
 
 def test_the_bound_is_where_steps_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bound that refuses what a CPU trains in an evening, or lets through what takes it a month, is no bound."""
+    """The bound passes what a CPU trains in an evening and refuses what takes it a month."""
     from rloo_kit.plan import speed, without_gpu
 
     flops = speed.TRAINING_FLOPS * MOST_WEIGHTS * 32 * 512

@@ -152,7 +152,7 @@ def test_an_engine_gets_a_rollout_in_one_call(engine: str) -> None:
 
 def test_a_rollout_on_a_server_takes_nothing_here(tiny_model: Any) -> None:
     """The plan lowered what only the server has to hold; and one that does not fit sent one request at a time."""
-    from rloo_kit.loop.run import planned_limits
+    from rloo_kit.loop.run_arguments import planned_limits
 
     words = ["rollout.engine=server", "rollout.server_url=http://node1:8000", "rloo.num_generations=16"]
     words += ["rloo.gradient_accumulation_steps=16", "rloo.max_completion_length=4096"]
@@ -323,7 +323,7 @@ def test_training_generates_as_many_rows_as_are_planned(
 ) -> None:
     """A plan that is printed and not followed runs out of memory all the same. A model that cannot be planned for is
     no reason not to train it."""
-    from rloo_kit.loop.run import planned_limits
+    from rloo_kit.loop.run_arguments import planned_limits
 
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=512", "rloo.memory=low")
     policy = SimpleNamespace(model=tiny_model, backend="transformers")
@@ -346,8 +346,8 @@ def test_limits_are_those_of_the_engine_that_was_loaded(
 ) -> None:
     """`auto` was planned again with the loaded model's config: a policy that was loaded without vLLM got the limits of
     vLLM's pool, and one that has it got rows that it does not take."""
-    from rloo_kit.loop.run import planned_limits
-    from rloo_kit.measure.memory import _load_of
+    from rloo_kit.loop.run_arguments import planned_limits
+    from rloo_kit.measure.memory import load_of
 
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", "model.load_in_4bit=false")
     policy = SimpleNamespace(model=tiny_model, backend="transformers")
@@ -357,12 +357,12 @@ def test_limits_are_those_of_the_engine_that_was_loaded(
     chosen = EngineChoice("vllm", "installed, and it fits")
     monkeypatch.setattr("rloo_kit.plan.planner.choose_engine", lambda *_: chosen)
     assert plan_vram(run, config=config).engine == chosen
-    assert planned_limits(run, policy)["rollout_rows"] == 100 and _load_of(run, policy).engine == "native"
+    assert planned_limits(run, policy)["rollout_rows"] == 100 and load_of(run, policy).engine == "native"
     assert "100 of the 128" in capsys.readouterr().out
 
     monkeypatch.setattr("rloo_kit.plan.planner.choose_engine", lambda *_: EngineChoice("native", "vLLM does not fit"))
     monkeypatch.setattr("rloo_kit.rollout.engine.find_vllm", lambda model: object() if model is tiny_model else None)
-    assert "rollout_rows" not in planned_limits(run, policy) and _load_of(run, policy).engine == "vllm"
+    assert "rollout_rows" not in planned_limits(run, policy) and load_of(run, policy).engine == "vllm"
     assert "generated at once" not in capsys.readouterr().out
     plan = plan_vram(run, config=config, engine="vllm")
     assert plan.vllm is not None and plan.rows == plan.vllm.max_num_seqs
@@ -373,7 +373,7 @@ def test_limits_are_those_of_the_engine_that_was_loaded(
 def test_a_pass_on_a_cpu_is_planned_as_it_is_made(monkeypatch: pytest.MonkeyPatch, tiny_model: Any) -> None:
     """The plan counted 8192 tokens where the trainer takes 2048, and its limit of a little less than 8192 tokens undid
     the trainer's small passes."""
-    from rloo_kit.loop.run import planned_limits
+    from rloo_kit.loop.run_arguments import planned_limits
 
     monkeypatch.setattr(plan_load, "available_gib", lambda: 8.0)
     run = load_config(CONFIGS / "arithmetic_thinking.yaml")

@@ -42,12 +42,12 @@ def test_each_fault_is_found_with_its_key_and_its_fix(place: Path, fault: Faulty
 
 
 def test_a_sound_run_has_none(place: Path) -> None:
-    """A check that finds faults where there are none is switched off, and then finds nothing."""
+    """Working configurations have no faults: a check with false alarms gets switched off."""
     assert faults_of(place, SOUND) == []
 
 
 def test_all_faults_are_reported_at_once(place: Path) -> None:
-    """One fault a try costs a try for each."""
+    """All faults are reported at once, not one for each attempt."""
     overrides = ("data.answer_column=anser", "rewards=[{name: answer_rewrd}, {name: 'my_reward:own'}]")
     with pytest.raises(PreflightError) as caught:
         refuse_faults(load_config(prepare(place, SOUND), *overrides, "rloo.report_to=wandb"))
@@ -81,7 +81,7 @@ def test_the_notebook_gets_it_before_its_weights(place: Path) -> None:
 
 
 def test_no_heavy_library_is_loaded(place: Path, run_fresh: Any) -> None:
-    """Importing torch takes longer than everything that is checked."""
+    """The cheap checks load no heavy library: importing torch takes longer than all of them."""
     file = prepare(place, Faulty("", (), ()))
     done = run_fresh(
         "from rloo_kit.config.run import load_config\n"
