@@ -78,7 +78,7 @@ def _fill_lengths(model: Keys, data: Keys, rloo: Keys, evaluated: int) -> None:
     answer = _number(rloo, "answer_budget") or min(completion // ANSWER_SHARE, ANSWER)
     budget = completion - answer - _closing(rloo)
     short = _is_embedded(model) or completion < LEAST_TO_THINK  # thoughts, or what there is of them
-    if thinks(model) and not short and budget > 0:
+    if thinks_by_keys(model) and not short and budget > 0:
         rloo.setdefault("thinking_budget", budget)
 
 
@@ -107,13 +107,13 @@ def _is_embedded(model: Keys) -> bool:
 def _usual_length(model: Keys) -> int:
     if _is_embedded(model):
         return EMBEDDED_LENGTH
-    return THINKING_LENGTH if thinks(model) else int(ModelSection.model_fields["max_seq_length"].default)
+    return THINKING_LENGTH if thinks_by_keys(model) else int(ModelSection.model_fields["max_seq_length"].default)
 
 
-def thinks(model: Mapping[str, Any]) -> bool:
+def thinks_by_keys(model: Mapping[str, Any]) -> bool:
     """Whether the keys of `model:` say that it thinks: by its family, else by its name.
 
-    >>> thinks({"name": "Qwen/Qwen3-0.6B"}), thinks({"name": "Qwen/Qwen3-4B-Instruct-2507"})
+    >>> thinks_by_keys({"name": "Qwen/Qwen3-0.6B"}), thinks_by_keys({"name": "Qwen/Qwen3-4B-Instruct-2507"})
     (True, False)
     """
     family, switch = model.get("family", "auto"), model.get("enable_thinking")

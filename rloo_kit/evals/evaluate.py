@@ -15,11 +15,12 @@ from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.answers import REWARDS_WITH_ANSWERS, is_missing
 from rloo_kit.data.chat import thinks
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.evals.rewards import HeldOutRewards, close_worker, make_held_out_rewards
+from rloo_kit.evals.rewards import HeldOutRewards, make_held_out_rewards
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.intervals import clustered, pass_at_k
 from rloo_kit.rewarding.registry import build_reward
+from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.system.processes import is_distributed, is_main_process, process_index, say

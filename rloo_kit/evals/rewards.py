@@ -117,13 +117,6 @@ def make_held_out_rewards(run: RunConfig, tokenizer: Any) -> tuple[HeldOutReward
     return HeldOutRewards(run, made), [reward.reward for reward in made]
 
 
-def close_worker(reward: Any) -> None:
-    """End a reward's process, if it has one."""
-    worker = vars(reward).get("worker") if hasattr(reward, "__dict__") else None  # the property would start one
-    if worker is not None:
-        worker.close()
-
-
 def _by_prompt(values: list[float | None], size: int) -> list[list[float | None]]:
     return [values[start : start + size] for start in range(0, len(values), size)]
 

@@ -6,10 +6,8 @@ It changes nothing of the training: random numbers and the model's mode are what
 import asyncio
 import random
 import shutil
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +37,7 @@ from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import saving, write_json
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.processes import is_main_process, say
+from rloo_kit.system.random_numbers import keep_random_numbers
 
 
 def choose_measure(run: RunConfig, test: Any, reward_funcs: Sequence[Any]) -> str:
@@ -178,7 +177,7 @@ class Evaluations(TrainerCallback):
         return found
 
     def _measure(self, label: str) -> Evaluation:
-        with _same_random_numbers():
+        with keep_random_numbers():  # a reward may draw from them; sampling restores torch's
             return evaluate_with(self.run, self.policy, self.prompts, self.judge, self.rewards, label)
 
     def _write(self, found: HeldOut, is_best: bool, against: Any) -> None:
@@ -286,16 +285,3 @@ class Evaluations(TrainerCallback):
             f"{history.measure} {history.value:.3f}, no new best in {history.since} evaluations (eval.patience); best "
             f"{history.best_value:.3f} at step {best.step if best else 0}"
         )
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Python's and numpy's; sampling and rewards restore torch's. A reward may draw from them, in training too."""
-    numpy = sys.modules.get("numpy")
-    state, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)

@@ -5,13 +5,11 @@ Nothing of the run is changed: `train` afterwards gives the weights that it woul
 
 import io
 import math
-import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-import numpy
 import torch
 
 from rloo_kit.collective import share
@@ -43,6 +41,7 @@ from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.processes import is_distributed, is_main_process, say
+from rloo_kit.system.random_numbers import keep_random_numbers
 
 
 def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> Preflight:
@@ -151,9 +150,9 @@ def leave_untouched(policy: Policy) -> Iterator[dict[str, torch.Tensor]]:
     weights = {name: value.detach().to("cpu", copy=True) for name, value in trained.items()}
     # accelerate's forward in mixed precision; use_cache and the like
     settings = [(vars(one), dict(vars(one))) for one in (model, model.config, model.generation_config)]
-    states, was_training = (random.getstate(), numpy.random.get_state()), model.training
+    was_training = model.training
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
+    with keep_random_numbers(), torch.random.fork_rng(devices=devices):
         try:
             yield weights
         finally:
@@ -164,8 +163,6 @@ def leave_untouched(policy: Policy) -> Iterator[dict[str, torch.Tensor]]:
                 now.clear()
                 now.update(before)
             model.train(was_training)
-            random.setstate(states[0])
-            numpy.random.set_state(states[1])
 
 
 # ------------------------------------------------------------------------------------------------ time

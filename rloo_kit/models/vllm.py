@@ -7,7 +7,6 @@ into 4-bit weights and unmerging re-quantises them each time. While the policy i
 import gc
 import logging
 import os
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,13 +17,13 @@ from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from peft import get_peft_model_state_dict
 
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import find_handover_problem
 from rloo_kit.system.processes import count_processes, is_distributed
+from rloo_kit.system.random_numbers import keep_random_numbers
 from rloo_kit.system.signals import hold_signals
 from rloo_kit.system.versions import VLLM_INSTALL, is_importable
 
@@ -230,14 +229,12 @@ def _keep_process() -> Iterator[None]:
     """Around vLLM's import and start, which seed all random numbers with 0, take `torch.set_num_threads` away on a CPU,
     mark every error with "[rank0]", and hide what is alive from garbage collection for good."""
     set_threads, hook = torch.set_num_threads, sys.excepthook
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count()))
     try:
-        with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))), warnings.catch_warnings():
+        with keep_random_numbers(), torch.random.fork_rng(devices=devices), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
         torch.set_num_threads, sys.excepthook = set_threads, hook
         gc.unfreeze()
 

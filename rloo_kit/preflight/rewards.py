@@ -10,6 +10,7 @@ from rloo_kit.preflight.faults import Fault
 from rloo_kit.rewarding.guard import guard, is_async, reward_name
 from rloo_kit.rewarding.models import NEEDS_MATH_VERIFY, RewardModel
 from rloo_kit.rewarding.registry import build_reward, check_reward_name
+from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.system.versions import is_importable
 from rloo_kit.think_tags import THINK_END
 
@@ -92,7 +93,7 @@ def find_reward_faults(
             if made and row is not None:
                 yield from _try_reward(run, reward, f"{key}.name '{entry.name}'", entry.weight, made, row, scores)
         finally:
-            _close(reward)
+            close_worker(reward)
     yield from _find_no_signal(scores, ", ".join(entry.name for entry in run.rewards), len(made))
 
 
@@ -165,10 +166,3 @@ def _find_no_signal(scores: _Scores, listed: str, count: int) -> Iterator[Fault]
             "nonsense alike, on the first row; what earns the same teaches nothing",
             "warning",
         )
-
-
-def _close(reward: Any) -> None:
-    """End the process of a reward that has one; the run starts its own."""
-    worker = vars(reward).get("worker")  # of MathAnswerReward only once it was started
-    if worker is not None:
-        worker.close()

@@ -161,6 +161,13 @@ def end_workers() -> None:
         worker.close()
 
 
+def close_worker(reward: Any) -> None:
+    """End a reward's process, if it has one; called again the reward starts another."""
+    worker = vars(reward).get("worker") if hasattr(reward, "__dict__") else None  # the property would start one
+    if worker is not None:
+        worker.close()
+
+
 class WorkerReward:
     """A `module:function` from a config as a reward in TRL's calling convention, run by a `Worker`.
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rloo_kit.config.batches import GENERATIONS, PROMPTS
-from rloo_kit.config.derived import thinks
+from rloo_kit.config.derived import thinks_by_keys
 from rloo_kit.config.messages import explain_error
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.yaml_files import read_yaml
@@ -106,7 +106,7 @@ def _candidates(
 ) -> Iterator[tuple[Fitted, int]]:
     """What may be written, best first, each with the completions at once that it is worth."""
     embedded, on_cuda = model.startswith("embedded/"), find_machine(gpu_gib).on_cuda
-    thinking = thinks({"name": model})
+    thinking = thinks_by_keys({"name": model})
     prompt = _prompt_length(table, embedded)
     prompts = min(4 * PROMPTS if embedded else PROMPTS, table.num_rows - 1)
     held_out = max(min(table.num_rows // 5, 1000 if embedded else 200, table.num_rows - prompts), 1)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.config.derived import fill_defaults, thinks
+from rloo_kit.config.derived import fill_defaults, thinks_by_keys
 from rloo_kit.config.old_names import translate_file
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import FULL_LEARNING_RATE, LORA_LEARNING_RATE
@@ -132,10 +132,12 @@ def test_episodes_of_an_old_file_are_counted_in_todays_batch() -> None:
 
 def test_what_thinks_by_its_name() -> None:
     """A folder called thinking above the model, and Qwen3's instruct models, do not."""
-    assert thinks({"name": "Qwen/Qwen3-1.7B"}) and thinks({"name": "/models/Qwen3-8B-Thinking/"})
+    assert thinks_by_keys({"name": "Qwen/Qwen3-1.7B"}) and thinks_by_keys({"name": "/models/Qwen3-8B-Thinking/"})
     for name in ("Qwen/Qwen3-4B-Base", "Qwen/Qwen3-4B-Instruct-2507", "thinking/llama", "Qwen/Qwen3-Embedding-0.6B"):
-        assert not thinks({"name": name}), name
-    assert thinks({"name": "a/b", "enable_thinking": True}) and not thinks({"name": THINKING, "family": "plain"})
+        assert not thinks_by_keys({"name": name}), name
+    assert thinks_by_keys({"name": "a/b", "enable_thinking": True}) and not thinks_by_keys(
+        {"name": THINKING, "family": "plain"}
+    )
 
 
 def test_a_refused_file_still_names_its_own_key() -> None:
