@@ -50,7 +50,7 @@ def save_random_model(
     needed, free = 2 * shape.num_weights, shutil.disk_usage(folder).free
     if needed > 0.95 * free:
         raise BackendError(
-            f"a random checkpoint of {shape.num_weights / 1e9:.3g} G weights takes {needed / 2**30:.1f} GiB, and "
+            f"a random checkpoint of {shape.size} takes {needed / 2**30:.1f} GiB, and "
             f"{folder} has {free / 2**30:.1f} GiB free: set TMPDIR to a folder on a larger disk"
         )
     config = make_config(shape, positions, **values)

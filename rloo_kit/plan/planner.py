@@ -90,7 +90,7 @@ def _find_step_time(run: RunConfig, load: Load, rows: int, machine: Machine) -> 
 
 def _describe(run: RunConfig, load: Load) -> str:
     bits = "4-bit" if load.four_bit else f"{8 * load.weight_bytes}-bit"
-    return f"{run.model.name}, {load.shape.num_weights / 1e9:.3g} G weights in {bits}"
+    return f"{run.model.name}, {load.shape.size} in {bits}"
 
 
 def _find_margins(run: RunConfig, load: Load, rows: int, machine: Machine) -> Iterator[Margin]:

@@ -95,6 +95,12 @@ class ModelShape:
         return self.body_weights + self.vector_weights + self.table_weights
 
     @property
+    def size(self) -> str:
+        """`num_weights` for people: "4.02B parameters", "0.484M parameters"."""
+        count = self.num_weights
+        return f"{count / 1e9:.3g}B parameters" if count >= 1e9 else f"{count / 1e6:.3g}M parameters"
+
+    @property
     def cache_elements(self) -> int:
         """Elements of the key-value cache for one token."""
         return 2 * self.num_layers * self.kv_size

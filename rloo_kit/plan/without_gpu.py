@@ -9,7 +9,7 @@ from rloo_kit.plan.result import LackOfGpu, Machine
 from rloo_kit.plan.speed import GpuSpeed, step_time
 from rloo_kit.system.gpu import GIB
 
-# A step of 32 completions of 512 tokens trains 6 FLOPs x 0.5 G weights x 16384 tokens = 49 TFLOP: nine minutes on four
+# A step of 32 completions of 512 tokens trains 6 FLOPs x 0.5B weights x 16384 tokens = 49 TFLOP: nine minutes on four
 # cores of CORE_TFLOPS, of which TRAINING_SHARE is reached, and 200 steps more than a day. Longer thoughts take days.
 MOST_WEIGHTS = 0.5e9
 CORE_TFLOPS = 0.06  # of a core in float32: a server's with AVX-512 has 0.13 in torch (measured), AVX2 half of that
@@ -41,8 +41,8 @@ def find_lack_of_gpu(run: RunConfig, load: Load, machine: Machine, rows: int) ->
     step = step_time(load, rows, step_completions(run), cpu, run.rloo.max_steps)
     steps = run.rloo.max_steps or 1
     return LackOfGpu(
-        f"No GPU: {run.model.name} has {load.shape.num_weights / 1e9:.2g} G weights, and on {cores} CPU cores a step "
-        f"takes {_time(step.seconds)} at least, {steps} of them {_time(steps * step.seconds)} (computed).",
+        f"No GPU: {run.model.name} has {load.shape.size}, and on {cores} CPU cores a step takes "
+        f"{_time(step.seconds)} at least, {steps} of them {_time(steps * step.seconds)} (computed).",
         f"`rloo-kit plan FILE --gpu-gib N` plans for a GPU with N GiB; what fits this machine is {ON_CPU}.",
         steps * step.seconds / 3600,
     )

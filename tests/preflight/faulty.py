@@ -53,7 +53,7 @@ def reward(body: str, name: str = "own") -> Callable[[Path], object]:
     return write("my_rewards.py", f"def {name}(completions, **columns):\n{body}")
 
 
-NO_GPU = ("No GPU", "4 G weights", "rloo-kit plan", "configs/arithmetic_thinking.yaml")
+NO_GPU = ("No GPU", "4.02B parameters", "rloo-kit plan", "configs/arithmetic_thinking.yaml")
 OWN = ("rewards=[{name: 'my_rewards:own'}]",)
 FAULTS = (
     Faulty("a key that does not exist", ("rloo.lerning_rate=1e-4",), ("rloo.lerning_rate", "rloo.learning_rate")),
