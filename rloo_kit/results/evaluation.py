@@ -131,18 +131,17 @@ class Evaluation:
     per_prompt: list[Share] | None = None
     greedy_per_prompt: list[Share] | None = None
     num_judged: Number | None = None
-
-    @property
-    def prompts_compared(self) -> int:
-        """The prompts that an accuracy is over."""
-        return self.num_prompts if self.num_judged is None else self.num_judged
-
     reward: Finite | None = None
     reward_low: Finite | None = None
     reward_high: Finite | None = None
     reward_per_prompt: list[Finite | None] | None = None
     rewards: dict[str, dict[str, Any]] = field(default_factory=dict)
     reward_unscored: Number = 0
+
+    @property
+    def prompts_compared(self) -> int:
+        """The prompts that an accuracy is over."""
+        return self.num_prompts if self.num_judged is None else self.num_judged
 
     def measure(self, name: str) -> Measured | None:
         """What was measured under "accuracy", "greedy_accuracy", "reward" or the name of a reward; None if nothing."""

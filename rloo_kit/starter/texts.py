@@ -8,11 +8,11 @@ from typing import Any
 
 from rloo_kit.config.batches import GENERATIONS
 from rloo_kit.config.schema import LORA_LEARNING_RATE
+from rloo_kit.data.byte_tokens import token_ids
 from rloo_kit.plan.result import VramPlan
 from rloo_kit.starter.table import Table
 from rloo_kit.think_tags import QWEN3_IDS, THINK_END
 
-EMBEDDED_THINK_END = 260  # of `</think>` in the embedded model's compact vocabulary (a test compares)
 EMBEDDED_LEARNING_RATE = 2e-3  # of the embedded configs: a tiny model wants more than one of billions
 
 
@@ -46,7 +46,7 @@ class Settings:
     @property
     def think_end_id(self) -> int | None:
         """Of `</think>`, which the reward decides by; None for a model that does not think."""
-        known = EMBEDDED_THINK_END if self.is_embedded else QWEN3_IDS[THINK_END]
+        known = token_ids("compact")[THINK_END] if self.is_embedded else QWEN3_IDS[THINK_END]
         return known if self.thinks else None
 
     @property

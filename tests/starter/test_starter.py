@@ -18,7 +18,6 @@ from rloo_kit.config.run import load_config
 from rloo_kit.errors import DataError
 from rloo_kit.plan.planner import plan_vram
 from rloo_kit.starter.columns import guess_columns, read_columns
-from rloo_kit.starter.texts import EMBEDDED_THINK_END
 from rloo_kit.starter.write import name_output
 
 THINKING = "unsloth/Qwen3-4B-Thinking-2507-unsloth-bnb-4bit"
@@ -75,6 +74,7 @@ def test_sums_of_ones_own_get_the_embedded_model_and_a_reward_whose_test_passes(
         "sums_rewards:score",
     )
     assert [reward.weight for reward in run.rewards] == [1.0, 0.0] and plan_vram(run).fits
+    assert run.rewards[0].params == {"think_end_id": 260}, "</think> of the embedded model"
     assert run.rloo.prompts_per_generation * run.rloo.num_generations == run.rloo.generation_batch_size == 128
     done = run_test("test_sums_rewards.py")
     assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout
@@ -199,13 +199,6 @@ def test_names_and_places(folder: Path) -> None:
     code, printed, _ = call("--data", sums(), "--yes", "--output", "new/class.yaml")
     assert code == 0 and "  rloo-kit train new/class.yaml\n  pytest new/test_class_rewards.py\n" in printed
     assert run_test("new/test_class_rewards.py").returncode == 0
-
-
-def test_the_embedded_models_tag_is_the_one_that_is_written() -> None:
-    """The reward's default id is written into a file that no later release can correct."""
-    from rloo_kit.embedded.tokenizer import token_ids
-
-    assert token_ids("compact")["</think>"] == EMBEDDED_THINK_END
 
 
 @pytest.mark.slow
