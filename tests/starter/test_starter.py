@@ -112,7 +112,7 @@ def test_a_model_that_does_not_think_is_not_asked_to(folder: Path) -> None:
 
 def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
     """People who sit in front of a terminal should not have to know the flags."""
-    monkeypatch.setattr(cli, "_can_ask", lambda: True)
+    monkeypatch.setattr("rloo_kit.cli.before._can_ask", lambda: True)
     sums("additions of mine.csv", header=("sum", "value"))
     code, printed, said = call(typed="additions of mine.csv\n\n\n\n")
     assert code == 0, said

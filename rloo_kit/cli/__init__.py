@@ -1,0 +1,13 @@
+"""The `rloo-kit` command line: parses, calls the functions of a notebook, prints.
+
+Heavy libraries are imported inside the commands. Exit codes: 0 done, 1 doctor found a fault, the planned run does not
+fit or the preflight says NO-GO, 2 refused, 130 interrupted; for `batch` see there.
+"""
+
+from rloo_kit.cli import before, training, after  # noqa: F401, I001 - in the order of their use, which --help keeps
+from rloo_kit.cli.common import app
+
+
+def main() -> None:
+    """Entry point of `rloo-kit`."""
+    app()

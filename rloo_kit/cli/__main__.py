@@ -1,0 +1,5 @@
+"""`python -m rloo_kit.cli`."""
+
+from rloo_kit.cli import main
+
+main()

@@ -1,0 +1,159 @@
+"""The commands before a run: doctor, init, config, plan, preflight."""
+
+import sys
+from contextlib import nullcontext, redirect_stdout
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rloo_kit.cli.common import ConfigFile, Overrides, app, exit_codes, prepare, read_config
+from rloo_kit.errors import ConfigError
+
+if TYPE_CHECKING:  # slow to import
+    from rloo_kit.config.run import RunConfig
+    from rloo_kit.plan.result import VramPlan
+    from rloo_kit.preflight.result import Preflight
+
+
+@app.command()
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Check everything about this machine that can be checked without a run."""
+    from rloo_kit.system.doctor import run_doctor
+
+    with exit_codes():
+        raise typer.Exit(run_doctor(json=json))
+
+
+@app.command()
+def init(
+    model: Annotated[str | None, typer.Option("--model", help="Hub id, folder or embedded/thinking.")] = None,
+    data: Annotated[str | None, typer.Option("--data", metavar="FILE", help="A .csv, .jsonl or .parquet file.")] = None,
+    prompt_column: Annotated[str | None, typer.Option("--prompt-column", help="Its column with the prompts.")] = None,
+    answer_column: Annotated[str | None, typer.Option("--answer-column", help="And that with the answers.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="The run's file, or a folder; ./DATA.yaml unless given."),
+    ] = None,
+    gpu_gib: Annotated[
+        float | None, typer.Option("--gpu-gib", help="Fit a GPU with so many GiB instead of this machine.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Take what is proposed where a flag is missing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")] = False,
+) -> None:
+    """Write a run's file for your own data that fits this machine, and a reward with its test."""
+    with exit_codes():
+        from rloo_kit.starter.columns import guess_columns, read_columns
+        from rloo_kit.starter.fit import suggest_model
+        from rloo_kit.starter.table import check_column, find_data, read_table
+        from rloo_kit.starter.write import write_starter
+
+        def ask(flag: str, given: str | None, proposed: str | None) -> str:
+            return given if given is not None else _ask(flag, proposed, yes)
+
+        source = ask("--data", data, None)
+        names = read_columns(find_data(source))
+        guessed = guess_columns(names)
+        prompts = check_column(ask("--prompt-column", prompt_column, guessed[0]), "--prompt-column", names)
+        answers = check_column(ask("--answer-column", answer_column, guessed[1]), "--answer-column", names)
+        table = read_table(source, prompts, answers)
+        chosen = ask("--model", model, suggest_model(table, gpu_gib) if model is None else None)
+        print(write_starter(chosen, table, output, gpu_gib, overwrite))
+
+
+def _ask(flag: str, proposed: str | None, take_it: bool) -> str:
+    """The value of a missing flag: the proposed one with --yes, else the answer that is typed at the terminal."""
+    if take_it and proposed is not None:
+        return proposed
+    if take_it or not _can_ask():
+        there = f" ({flag} {proposed}, say), or --yes takes what is proposed" if proposed else ""
+        raise ConfigError(f"{flag} is missing, and nobody is there to be asked: give it{there}")
+    answer: str = typer.prompt(flag.removeprefix("--").replace("-", " "), default=proposed)
+    return answer
+
+
+def _can_ask() -> bool:
+    return sys.stdin.isatty()
+
+
+@app.command()
+def config(file: ConfigFile, overrides: Overrides = None) -> None:
+    """Print the resolved run, every key with its value; what keeps it from starting here, as warnings."""
+    with exit_codes():
+        run = read_config(file, overrides)
+        print(run.to_yaml(), end="", flush=True)
+        from rloo_kit.preflight.cheap import find_faults
+
+        for fault in find_faults(run):
+            print(f"rloo-kit: warning: {fault}", file=sys.stderr)
+
+
+@app.command()
+def plan(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    gpu_gib: Annotated[
+        float | None,
+        typer.Option("--gpu-gib", "--card-gib", help="Plan for a GPU with so many GiB instead of this machine."),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Then measure it here, with random weights of the model's shape.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compute the memory that a run takes; exit code 1 where it does not fit, with what to change."""
+    with exit_codes():
+        from rloo_kit.plan.planner import plan_vram
+
+        run = read_config(file, overrides)
+        planned = plan_vram(run, gpu_gib)
+        if not json:
+            print(planned, flush=True)
+        measured = _measure(run, planned, to_stderr=json) if measure else []
+        if json:
+            found = {"measured": [one.to_dict() for one in measured]} if measure else {}
+            print(dumps(planned.to_dict() | found, indent=2))
+    raise typer.Exit(0 if planned.fits and not any(one.error for one in measured) else 1)
+
+
+@app.command()
+def preflight(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON; everything else goes to stderr.")] = False,
+) -> None:
+    """Find out in about a minute whether a run can learn: GO, or NO-GO with every problem; exit code 1 for NO-GO."""
+    with exit_codes():
+        run = read_config(file, overrides)
+        with redirect_stdout(sys.stderr) if json else nullcontext():
+            found = _check_preflight(run)
+        print(dumps(found.to_dict(), indent=2) if json else found)
+    raise typer.Exit(0 if found.go else 1)
+
+
+def _check_preflight(run: "RunConfig") -> "Preflight":
+    """The cheap half, and only behind a GO the whole with the model."""
+    from rloo_kit.preflight.cheap import find_faults
+    from rloo_kit.preflight.result import Preflight
+
+    faults = find_faults(run)
+    if any(fault.level == "error" for fault in faults):
+        return Preflight(run.run.name or "", tuple(faults))
+    policy, data = prepare(run)
+    import rloo_kit as kit
+
+    return kit.check_preflight(run, policy, data, kit.build_rewards(run, policy.tokenizer))
+
+
+def _measure(run: "RunConfig", planned: "VramPlan", to_stderr: bool) -> list[Any]:
+    """What `plan --measure` finds; with `to_stderr` everything else that it prints goes there."""
+    import rloo_kit as kit
+
+    with redirect_stdout(sys.stderr) if to_stderr else nullcontext():
+        print(kit.setup_environment(run.model.backend), flush=True)
+        from rloo_kit.measure.plan import format_measured, measure_plan
+
+        found = measure_plan(run, planned, say=lambda line: print(line, flush=True))
+        print(format_measured(found), flush=True)
+    return found

@@ -1,0 +1,123 @@
+"""What the commands share: the app, arguments, exit codes, reading a run's file, loading its policy and data."""
+
+import errno
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rloo_kit import __version__
+from rloo_kit.errors import RlooKitError
+from rloo_kit.system.processes import INTERRUPTED, REFUSED, count_processes, is_main_process, process_index, say
+
+if TYPE_CHECKING:  # slow to import
+    from rloo_kit.config.run import RunConfig
+    from rloo_kit.data.load import Data
+    from rloo_kit.models.policy import Policy
+
+SECONDS_FOR_MAIN = 10.0
+OF_THE_DISK = (  # what a file or its disk refuses is no fault of the program
+    errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
+    errno.EIO,
+)  # fmt: skip
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="RLOO for Qwen3-Thinking models on one GPU, with a small model inside that learns on a laptop.",
+)
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A run's YAML file, for example configs/x.yaml.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example rloo.beta=0.0")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete what is there and start again.")]
+
+
+@contextmanager
+def exit_codes(refused: int = REFUSED) -> Iterator[None]:
+    """Messages instead of tracebacks for the kit's own errors and for Ctrl-C; `batch` has a code for bugs too."""
+    try:
+        yield
+    except RlooKitError as error:
+        print(f"{_name_process()}: {error}", file=sys.stderr, flush=True)
+        raise typer.Exit(refused) from None
+    except KeyboardInterrupt:
+        exec("")  # Python ends itself by SIGINT if an interrupt has once passed through its last exec of a text
+        if is_main_process():
+            print("rloo-kit: interrupted", file=sys.stderr, flush=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_DISK:
+            name = error.filename if error.filename2 is None else error.filename2
+            print(f"rloo-kit: {name}: {error.strerror}", file=sys.stderr, flush=True)
+            raise typer.Exit(refused) from None
+        if refused == REFUSED:
+            raise
+        traceback.print_exc()
+        raise typer.Exit(refused) from None
+
+
+def _name_process() -> str:
+    """The sender of an error. A process other than the main one waits first: where that leaves with the same error, the
+    launcher ends the others, and the error appears once."""
+    if is_main_process():
+        return "rloo-kit"
+    time.sleep(SECONDS_FOR_MAIN)
+    return f"rloo-kit (process {process_index()} of {count_processes()})"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rloo-kit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def read_config(file: Path, overrides: list[str] | None) -> "RunConfig":
+    """`load_config`, with its warnings as lines of stderr."""
+    from rloo_kit.config.run import load_config
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FutureWarning)
+        try:
+            return load_config(file, *(overrides or []))
+        finally:
+            for warning in caught if is_main_process() else []:
+                print(f"rloo-kit: {warning.message}", file=sys.stderr)
+
+
+def find_run(source: Path, overrides: list[str] | None) -> "RunConfig":
+    """`read_config` of a run's file or of its folder, wherever that has been moved to."""
+    from rloo_kit.runs.find import config_file, place_run
+
+    run = read_config(config_file(source), overrides)
+    if source.is_dir():
+        place_run(run, source)
+    return run
+
+
+def prepare(run: "RunConfig") -> "tuple[Policy, Data]":
+    """Set-up, policy and data, each with its line."""
+    import rloo_kit as kit
+
+    say(kit.setup_environment(run.model.backend))
+    policy = kit.load_policy(run)
+    say(f"policy: {policy.describe()}")
+    data = kit.load_data(run, policy.tokenizer)
+    say(f"data: {data}")
+    return policy, data

@@ -1,0 +1,107 @@
+"""The commands that train: train, batch."""
+
+import shlex
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from rloo_kit.cli.common import ConfigFile, Overrides, Overwrite, app, exit_codes, prepare, read_config
+from rloo_kit.errors import ConfigError
+from rloo_kit.system.processes import INTERRUPTED, REFUSED, launch_run, resume_words, say
+
+BATCH_REFUSED, MOST_COUNTED = 125, 100  # of `batch`, whose small codes count runs
+
+
+@app.command()
+def train(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
+    overwrite: Overwrite = False,
+    launch: Annotated[
+        Path | None,
+        typer.Option("--launch", metavar="LAUNCH", help="Several processes: configs/accelerate/ddp.yaml and others."),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="With --launch: how many, if not as its file says.")
+    ] = None,
+) -> None:
+    """Evaluate, train, evaluate again and write the report."""
+    with exit_codes():
+        if launch is not None:
+            flags = [*(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])]
+            raise typer.Exit(launch_run(launch, ["train", str(file), *(overrides or []), *flags], processes))
+        if processes is not None:
+            raise ConfigError(f"--processes {processes} says how many --launch starts, which is not given")
+        from rloo_kit.preflight.cheap import FolderUse, refuse_faults
+        from rloo_kit.runs.run_dir import RunDir
+
+        run = read_config(file, overrides)
+        refuse_faults(run, folder=FolderUse(resume, overwrite))
+        with RunDir.create(run, resume=resume, overwrite=overwrite) as run_dir:
+            words = ["rloo-kit", "train", str(file), *(overrides or []), *resume_words(), "--resume"]
+            run_dir.resume_command = shlex.join(words)
+            try:
+                policy, data = prepare(run)
+                from rloo_kit.loop.run import run_and_report
+                from rloo_kit.measure.preflight import require_go
+                from rloo_kit.rewarding.registry import build_rewards
+
+                rewards = build_rewards(run, policy.tokenizer)
+                if not run_dir.resumed:
+                    require_go(run, policy, data, rewards)
+                stopped = run_and_report(run, policy, data, rewards, run_dir)
+            except KeyboardInterrupt:  # outside training, which handles its own
+                say(f"interrupted; to go on: {run_dir.resume_command}")
+                raise
+        from rloo_kit.collective import end_processes
+
+        end_processes()
+    if stopped:
+        raise typer.Exit(INTERRUPTED)
+
+
+class BatchCommand(TyperCommand):
+    """`batch` with its own exit code for unknown options: 2 means two runs that are not done."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # a UsageError of click, of which typer may bring its own
+            if getattr(error, "exit_code", None) == REFUSED:
+                vars(error)["exit_code"] = BATCH_REFUSED
+            raise
+
+
+@app.command(cls=BatchCommand)
+def batch(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A batch's YAML file: configs/batch_arithmetic.yaml.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example parameters.max_steps=20"),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Runs side by side; 1 unless the file says so.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Do what is missing or failed, and nothing else.")] = False,
+    overwrite: Overwrite = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")] = False,
+) -> None:
+    """Run a notebook with many parameters, each run in a process of its own, and compare the runs.
+
+    Exit codes: 0 when every run is done, else the number of runs that are not (100 for 100 or more); 125 refused, or
+    an error of the batch itself; 130 interrupted (Ctrl-C, SIGTERM, hang-up).
+    """
+    with exit_codes(BATCH_REFUSED):
+        from rloo_kit.batch.file import load_batch
+        from rloo_kit.batch.runner import run_batch
+
+        words = [*(overrides or []), *([f"jobs={jobs}"] if jobs else [])]
+        command = shlex.join(["rloo-kit", "batch", str(file), *words, "--resume"])
+        result = run_batch(load_batch(file, *words), resume=resume, overwrite=overwrite, command=command)
+        if json:
+            print(dumps(result.to_dict()))
+    raise typer.Exit(INTERRUPTED if result.interrupted else min(result.not_done, MOST_COUNTED))
