@@ -25,6 +25,7 @@ _EXPORTS = {
     "compare": "results.evaluation",
     "train": "measure.preflight",
     "read_rollouts": "runs.rollouts",
+    "judge_run": "results.verdict",
     "write_report": "results.report",
     "plot_training": "notebook.display",
     "show_completions": "notebook.display",

@@ -43,7 +43,8 @@ def report(
     """Write report.html again from what lies in a run's folder."""
     with exit_codes():
         run = find_run(source, overrides)
-        from rloo_kit.results.report import load_evaluation, load_result, write_report
+        from rloo_kit.results.report import write_report
+        from rloo_kit.results.result import load_evaluation, load_result
 
         result = load_result(run)
         path = write_report(run, result, load_evaluation(run, "before"), load_evaluation(run, "after"))

@@ -36,7 +36,8 @@ from rloo_kit.models.adapters import NO_ADAPTER, gather_adapter
 from rloo_kit.models.policy import Policy, save_adapter, start_engine
 from rloo_kit.preflight.cheap import find_place_faults, raise_errors
 from rloo_kit.results.evaluation import compare
-from rloo_kit.results.report import EARLY, TrainResult, load_evaluation, write_report
+from rloo_kit.results.report import write_report
+from rloo_kit.results.result import EARLY, TrainResult, load_evaluation
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.rollout.engine import check_cache, choose_engine
 from rloo_kit.runs.checkpoints import UNFINISHED, publish

@@ -36,7 +36,7 @@ from rloo_kit.preflight.cheap import find_place_faults
 from rloo_kit.preflight.faults import Fault, PreflightError, catching
 from rloo_kit.preflight.result import Measures, Preflight
 from rloo_kit.preflight.rewards import find_given_faults as find_reward_faults
-from rloo_kit.results.report import TrainResult
+from rloo_kit.results.result import TrainResult
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.memory import is_out_of_memory

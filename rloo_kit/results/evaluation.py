@@ -332,6 +332,13 @@ def difference(before: Evaluation, after: Evaluation, name: str) -> Estimate | N
     return unpaired_difference(_open(old), _open(new))
 
 
+def setting_differences(before: Evaluation, after: Evaluation) -> list[str]:
+    """In which settings two evaluations differ so that their means do not compare; in words, empty for none."""
+    settings = {"temperature": "temperature", "max_completion_length": "completion limit"}
+    pairs = [(word, getattr(before, name), getattr(after, name)) for name, word in settings.items()]
+    return [f"{word} {old:g} and {new:g}" for word, old, new in pairs if old != new]
+
+
 def _are_paired(before: Evaluation, after: Evaluation) -> bool:
     sizes = {(one.num_prompts, one.prompts_compared) for one in (before, after)}
     return before.prompts_digest == after.prompts_digest and len(sizes) == 1

@@ -6,14 +6,10 @@ Everything that comes from the model, the data or the configuration is escaped.
 import html
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.errors import RunNotFoundError
-from rloo_kit.health.rule import Context, Finding
-from rloo_kit.health.watch import examine
 from rloo_kit.results.evaluation import (
     Comparison,
     Evaluation,
@@ -27,12 +23,12 @@ from rloo_kit.results.evaluation import (
 )
 from rloo_kit.results.figures import draw_accuracies, draw_held_out, draw_learning_curve, draw_rewards
 from rloo_kit.results.held_out import HeldOutHistory, parse_evaluations, read_evaluations
+from rloo_kit.results.result import EARLY, TrainResult
 from rloo_kit.runs.files import read_object, saving
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import picture_controls
 from rloo_kit.system.versions import installed_versions
 
-EARLY = "early"  # `TrainResult.stopped` of a run that eval.patience stopped
 FILES = {
     "adapter": "the trained adapter; load it with model.adapter",
     "best": "the adapter of the best evaluation during training",
@@ -48,59 +44,6 @@ FILES = {
     "after.json": "the evaluation after training",
     "checkpoints": "what --resume continues from",
 }
-
-
-@dataclass
-class TrainResult:
-    """What became of a run.
-
-    Attributes:
-        folder: the run's. adapter_folder: the trained adapter (or the whole model, with `model.lora=null`).
-        steps: optimizer steps done, those before a resume included.
-        metrics: the rows of `metrics.jsonl`, one a logged step.
-        seconds: wall time of this call.
-        stopped: None when it ran to its end, else "early" (`eval.patience`; the run is finished), "interrupted" or the
-            rule of `health:` that stopped it ("no signal").
-        adapter_step: whose weights the adapter holds: the last step's, or with `eval.save_best` the best evaluation's;
-            None where it is not known.
-        findings: what the rules of `health/rules.py` found, the causes in the order of their steps.
-    """
-
-    folder: Path
-    adapter_folder: Path
-    steps: int
-    metrics: list[dict[str, Any]] = field(repr=False)
-    seconds: float
-    stopped: str | None = None
-    adapter_step: int | None = None
-    findings: list[Finding] = field(default_factory=list, repr=False)
-
-
-def load_result(run: RunConfig) -> TrainResult:
-    """The result of a run from what lies in its folder, finished or not. Raises RunNotFoundError where there is no
-    run."""
-    run_dir = RunDir(Path(run.folder))
-    status = run_dir.status()
-    if not status:
-        raise RunNotFoundError(f"there is no run in {run_dir.folder}; rloo-kit train makes one")
-    metrics = run_dir.read_metrics()
-    seconds = (metrics[-1].get("seconds") if metrics else None) or 0.0
-    ended = EARLY if status.get("stopped_early") else None
-    return TrainResult(
-        run_dir.folder,
-        run_dir / "adapter",
-        status.get("step", 0),
-        metrics,
-        seconds,
-        stopped=ended if status.get("state") == "finished" else status.get("state"),
-        adapter_step=status.get("adapter_step"),
-        findings=examine(metrics, Context.of(run, status.get("max_steps"))),
-    )
-
-
-def load_evaluation(run: RunConfig, when: str) -> Evaluation | None:
-    """The evaluation "before" or "after" training from the run's folder; None where there is none."""
-    return Evaluation.read(run.folder / f"{when}.json")
 
 
 def write_report(

@@ -16,7 +16,7 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.loop.evaluation import draw_prompts, settings_during_training
 from rloo_kit.loop.run import run_and_report
-from rloo_kit.results.report import load_result
+from rloo_kit.results.result import load_result
 from rloo_kit.runs.run_dir import RunDir
 from tests.loop.conftest import by_ids
 

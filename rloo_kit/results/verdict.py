@@ -1,0 +1,246 @@
+"""The verdict on a run: one word, one sentence, and what to do next. No model, no torch.
+
+Everything that tells a run's outcome shows this one: the end of `train` and of the notebook, `status.json`, the report,
+the table of a batch.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.health.rule import Finding
+from rloo_kit.results.evaluation import Evaluation, difference, setting_differences
+from rloo_kit.results.result import EARLY, TrainResult
+from rloo_kit.system.console import plain_prompt
+
+Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
+NO_SIGNAL = ("no_signal", "truncation", "cold_start", "zero_gradient", "no_movement", "all_none", "reward_failures")
+BROKEN, GAMED = "broken_policy", "reward_hacking"
+SOLVED = 0.95  # accuracy above which there is little left to learn
+EXACTLY = 0.1  # a difference below this is shown with a decimal
+LONGEST_QUESTION = 60  # characters of an example in a command
+CLOSE = 0.02  # half the width of an interval that settles whether a run of moderate size learnt
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a held-out measure did from before to after training; `low`, `high`: 95 % interval of `value`, None: open.
+
+    Attributes:
+        measure: "accuracy", "greedy_accuracy" or "reward". before, after: its means. prompts: that it is over.
+    """
+
+    measure: str
+    before: float
+    after: float
+    value: float
+    low: float | None
+    high: float | None
+    prompts: int
+
+    @property
+    def rose(self) -> bool:
+        """Whether the interval lies above 0."""
+        return self.low is not None and self.low > 0
+
+    @property
+    def fell(self) -> bool:
+        """Whether the interval lies below 0."""
+        return self.high is not None and self.high < 0
+
+    def __str__(self) -> str:
+        """For example: Accuracy rose from 26 % to 93 % (+67 points, 95 % CI 64 to 70, 1,000 held-out prompts)."""
+        name = {"accuracy": "Accuracy", "greedy_accuracy": "Greedy accuracy"}.get(self.measure, "The held-out reward")
+        verb = "rose" if self.rose else "fell" if self.fell else "went"
+        unit = "" if self.measure == "reward" else " %"
+        by = self._text(self.value, "+") + ("" if self.measure == "reward" else " points")
+        ends = "no interval"
+        if self.low is not None and self.high is not None:
+            ends = f"95 % CI {self._text(self.low)} to {self._text(self.high)}"
+        return (
+            f"{name} {verb} from {self._text(self.before)}{unit} to {self._text(self.after)}{unit} "
+            f"({by}, {ends}, {self.prompts:,} held-out prompts)"
+        )
+
+    def _text(self, value: float, sign: str = "") -> str:
+        if self.measure == "reward":
+            return f"{value:{sign}.2f}"
+        return f"{100 * value:{sign}.{0 if abs(self.value) >= EXACTLY else 1}f}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run came to.
+
+    Attributes:
+        kind: "learnt" (the interval of the change lies above 0), "no evidence", "no signal" (nothing could be learnt),
+            "broken" (worse than before, or the policy fell apart), "gamed" (reward without what it was meant for).
+        sentence: by how much, with the interval, on how many held-out prompts. next: what to do, without commands.
+        commands: the next ones, in the order of their use. change: the numbers; None where nothing can be compared.
+    """
+
+    kind: Kind
+    sentence: str
+    next: str = ""
+    commands: tuple[str, ...] = ()
+    change: Change | None = None
+
+    @property
+    def headline(self) -> str:
+        """The word and the sentence."""
+        return f"{self.kind}: {self.sentence}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for `status.json`."""
+        return asdict(self) | {"commands": list(self.commands)}
+
+    def __str__(self) -> str:
+        lines = [self.headline, *([f"next: {self.next}"] if self.next else []), *self.commands]
+        return "\n  ".join(lines)
+
+
+def judge_run(
+    run: RunConfig, result: TrainResult, before: Evaluation | None = None, after: Evaluation | None = None
+) -> Verdict:
+    """The verdict on a run.
+
+    Args:
+        result: read are folder, steps, stopped, adapter_step and findings.
+        before, after: evaluations of the same prompts; None where the run was not evaluated.
+    """
+    change = _find_change(before, after)
+    kind, sentence, cause = _decide(result, before, after, change)
+    if change is not None:
+        sentence += _words(before, after)
+    if change is not None and kind == "learnt" and result.adapter_step not in (None, result.steps):
+        sentence += f"; the best evaluation's weights, of step {result.adapter_step}, so a little of it is luck"
+    advice = cause.fix if cause is not None else _advise(kind, result, change)
+    commands = _commands(result.folder, kind, after)
+    return Verdict(kind, f"{sentence}.", f"{advice}." if advice else "", commands, change)
+
+
+def _decide(
+    result: TrainResult, before: Evaluation | None, after: Evaluation | None, change: Change | None
+) -> tuple[Kind, str, Finding | None]:
+    """Kind, sentence, and the finding that explains it."""
+    lasting = {one.rule: one for one in result.findings if one.last >= result.steps}
+    fallen = lasting.get(BROKEN)
+    blind = next((lasting[name] for name in NO_SIGNAL if name in lasting and lasting[name].level == "alarming"), None)
+    measured = "" if change is None else f"; {_lower(str(change))}"
+    if GAMED in lasting and not (change is not None and change.measure != "reward" and change.rose):
+        return (
+            "gamed",
+            f"The rewards are earned in a way that was not meant: {lasting[GAMED].evidence}{measured}",
+            lasting[GAMED],
+        )
+    gamed = _gamed(before, after, change)
+    if gamed:
+        return "gamed", gamed, None
+    if change is not None and change.rose:
+        return "learnt", str(change), None
+    if change is not None and change.fell:
+        return "broken", str(change), fallen or _first(result.findings)
+    if fallen is not None:
+        return "broken", f"The policy fell apart: {fallen.evidence}{measured}", fallen
+    if blind is not None:
+        return "no signal", f"Nothing could be learnt since step {blind.since}: {blind.evidence}{measured}", blind
+    if result.stopped not in (None, EARLY):
+        return "no evidence", f"The run ended at step {result.steps} before it was done ({result.stopped})", None
+    if change is not None:
+        return "no evidence", str(change), _first(list(lasting.values()))
+    return "no evidence", _why_not_compared(before, after), _first(list(lasting.values()))
+
+
+def _words(before: Evaluation | None, after: Evaluation | None) -> str:
+    """What has to be said beside two evaluations that do compare, but were not made alike."""
+    assert before is not None and after is not None
+    words = []
+    if before.prompts_digest != after.prompts_digest:
+        words.append("on different prompts")
+    if before.num_samples != after.num_samples:
+        words.append(f"from {before.num_samples} and {after.num_samples} completions a prompt")
+    return f", measured {' and '.join(words)}" if words else ""
+
+
+def _gamed(before: Evaluation | None, after: Evaluation | None, change: Change | None) -> str:
+    """The held-out reward rose while the held-out accuracy fell."""
+    if before is None or after is None or change is None or change.measure == "reward" or not change.fell:
+        return ""
+    reward = _change_of("reward", before, after)
+    return f"{reward}, but {_lower(str(change))}" if reward is not None and reward.rose else ""
+
+
+def _find_change(before: Evaluation | None, after: Evaluation | None) -> Change | None:
+    """That of the accuracy, or else of the greedy accuracy or the reward; None for two that cannot be compared."""
+    if before is None or after is None or setting_differences(before, after):
+        return None
+    found = (_change_of(name, before, after) for name in ("accuracy", "greedy_accuracy", "reward"))
+    return next((one for one in found if one is not None), None)
+
+
+def _change_of(name: str, before: Evaluation, after: Evaluation) -> Change | None:
+    old, new, estimate = before.measure(name), after.measure(name), difference(before, after, name)
+    if old is None or new is None or estimate is None:
+        return None
+    low, high = (end if abs(end) != float("inf") else None for end in estimate[1:])
+    sizes = [one.num_prompts if name == "reward" else one.prompts_compared for one in (before, after)]
+    return Change(name, old.value, new.value, estimate.value, low, high, min(sizes))
+
+
+def _why_not_compared(before: Evaluation | None, after: Evaluation | None) -> str:
+    if before is None and after is None:
+        return "The run was not evaluated (run.evaluate), so nothing is known about held-out prompts"
+    if before is None or after is None:
+        missing = "before" if before is None else "after"
+        return f"There is no evaluation {missing} training to compare with"
+    if apart := setting_differences(before, after):
+        return f"The evaluations before and after were made differently ({'; '.join(apart)}), so they do not compare"
+    return "The evaluations have neither an accuracy nor a reward (data.answer_column, rewards)"
+
+
+def _advise(kind: Kind, result: TrainResult, change: Change | None) -> str:
+    """What to do where no finding says it."""
+    if kind == "learnt":
+        return ""
+    if kind == "gamed":
+        return "read the best completions, close the way or change the weights of rewards"
+    if kind == "broken":
+        return "lower rloo.learning_rate, and keep the best weights with eval.every_steps and eval.save_best"
+    if result.stopped not in (None, EARLY):
+        return "go on with --resume"
+    if change is None:
+        return "measure it: run.evaluate=true, with the same eval.* before and after"
+    if change.measure != "reward" and change.before >= SOLVED:
+        return f"it was solved before ({100 * change.before:.0f} %): harder prompts (data.source)"
+    if change.value > 0 and change.low is not None and change.value - change.low > CLOSE:
+        count = change.prompts * ((change.value - change.low) / max(change.value, CLOSE)) ** 2
+        more = max(-(-int(1.2 * count) // 100) * 100, change.prompts + 100)
+        return (
+            f"train longer (rloo.max_steps), or measure on about {more:,} prompts (eval.num_prompts) to see this much"
+        )
+    return "train longer (rloo.max_steps) or with a higher rloo.learning_rate"
+
+
+def _commands(folder: Path, kind: Kind, after: Evaluation | None) -> tuple[str, ...]:
+    place = shlex.quote(str(folder))
+    if kind != "learnt":
+        return (f"rloo-kit show {place}",)
+    question = plain_prompt(after.samples[0]["prompt"]) if after is not None and after.samples else "..."
+    if len(question) > LONGEST_QUESTION or "\n" in question:
+        question = "..."
+    return (f"rloo-kit ask {place} {_quote(question)}", f"rloo-kit export {place} --to gguf")
+
+
+def _quote(text: str) -> str:
+    return f'"{text}"' if not set(text) & set('"$`\\!') else shlex.quote(text)
+
+
+def _first(findings: Sequence[Finding]) -> Finding | None:
+    return next(iter(findings), None)
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
