@@ -167,8 +167,19 @@ def test_a_whole_run(config_file, tmp_path):
     for name in ("adapter", "metrics.jsonl", "rollouts.jsonl", "config.yaml", "report.html"):
         assert (folder / name).exists() and str(folder / name) in printed
     assert {"before.json", "after.json", "versions.json"} <= {entry.name for entry in folder.iterdir()}
+    status = json.loads((folder / "status.json").read_text())
+    assert status["command"] == f"rloo-kit train {config_file}" and status["verdict"]["sentence"] in " ".join(
+        printed.split()
+    )
     code, _, errors = call("train", config_file)
     assert code == 2 and "--resume" in errors and "--overwrite" in errors
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    code, printed, errors = call("train", config_file, "--resume")  # it evaluated again and said "2 steps in 0.1 s"
+    assert code == 0 and "finished already (step 2); nothing was changed" in printed, errors
+    assert files == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    (folder / "after.json").unlink()  # a kill between training and its evaluation
+    code, printed, errors = call("train", config_file, "--resume")
+    assert code == 0 and "Evaluation after" in printed and (folder / "after.json").exists(), errors
 
     code, printed, errors = call("eval", config_file, "--adapter", folder / "adapter", "--json")
     assert code == 0, errors
@@ -224,11 +235,12 @@ def test_the_last_lines_repeat_what_was_wrong(config_file, tmp_path):
     (tmp_path / "flat.py").write_text("def reward(completions, **_):\n    return [0.0] * len(completions)\n")
     words = ["rewards.0.name=flat:reward", "health.no_signal_steps=1", "health.truncation=off", "run.evaluate=false"]
     code, printed, _ = call("train", config_file, *words)
-    last = printed.splitlines()[-1]
-    assert code == 0 and last.startswith("health: no signal since step 1: ") and "data.source" in last
-    assert printed.index("Everything is in") < printed.rindex("health: no signal")
+    last = printed[printed.rindex("no signal: ") :]
+    assert code == 0 and "since step 1: " in last and "data.source" in last
+    assert printed.index("Everything is in") < printed.rindex("no signal: ") and len(last.splitlines()) < 12
     status = json.loads((tmp_path / "outputs" / "tiny" / "status.json").read_text())
     assert status["state"] == "finished" and [one["rule"] for one in status["health"]] == ["no_signal"]
+    assert status["verdict"]["kind"] == "no signal"
     report = (tmp_path / "outputs" / "tiny" / "report.html").read_text()
     assert "every group of completions earned one and the same reward" in report
 

@@ -37,13 +37,22 @@ def train(
         if processes is not None:
             raise ConfigError(f"--processes {processes} says how many --launch starts, which is not given")
         from rloo_kit.preflight.cheap import FolderUse, refuse_faults
+        from rloo_kit.results.result import is_over, load_evaluation, load_result
+        from rloo_kit.results.verdict import judge_run
         from rloo_kit.runs.run_dir import RunDir
 
         run = read_config(file, overrides)
+        if resume and is_over(run):
+            result = load_result(run)
+            verdict = judge_run(run, result, load_evaluation(run, "before"), load_evaluation(run, "after"))
+            say(f"the run in {run.folder} is finished already (step {result.steps}); nothing was changed")
+            say(verdict)
+            return
         refuse_faults(run, folder=FolderUse(resume, overwrite))
         with RunDir.create(run, resume=resume, overwrite=overwrite) as run_dir:
-            words = ["rloo-kit", "train", str(file), *(overrides or []), *resume_words(), "--resume"]
-            run_dir.resume_command = shlex.join(words)
+            words = ["rloo-kit", "train", str(file), *(overrides or []), *resume_words()]
+            run_dir.resume_command = shlex.join([*words, "--resume"])
+            run_dir.set_status("running", command=shlex.join(words))
             try:
                 policy, data = prepare(run)
                 from rloo_kit.loop.run import run_and_report

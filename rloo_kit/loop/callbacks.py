@@ -21,6 +21,7 @@ from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
 from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import VARIABLE, format_seconds, picture_controls, plain_prompt, print_table
+from rloo_kit.system.gpu import read_energy
 from rloo_kit.system.processes import is_distributed, say
 from rloo_kit.system.signals import ENDING, handle_signals
 from rloo_kit.think_tags import ThinkTags, split_thinking
@@ -71,18 +72,33 @@ class RolloutLog:
 
 
 class MetricsWriter(TrainerCallback):
-    """One line of `metrics.jsonl` a logged step, with the run's id, and `status.json` after every step; `rows` are the
-    lines of the whole run, those from before a resume included."""
+    """One line of `metrics.jsonl` a logged step, with the run's id, and `status.json` after every step.
+
+    Attributes:
+        rows: the lines of the whole run, those from before a resume included.
+        seconds: of training so far, in all processes that the run has had.
+    """
 
     def __init__(self, run_dir: RunDir):
         self.run_dir = run_dir
         self.rows = run_dir.read_metrics()
-        self.started = time.monotonic()
+        self._earlier = (self.rows[-1].get("seconds") or 0.0) if self.rows else 0.0
+        self._earlier_wh = run_dir.status().get("energy_wh")
+        self._started: float | None = None
+        self._joules: float | None = None
         self._restored = 0
 
+    @property
+    def seconds(self) -> float:
+        return self._earlier + (0.0 if self._started is None else time.monotonic() - self._started)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.started = time.monotonic()
+        self._started, self._joules = time.monotonic(), read_energy()
         self.run_dir.set_status("running", step=state.global_step, max_steps=state.max_steps)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._earlier, self._started = self.seconds, None
+        self.run_dir.set_status("running", **self._energy())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.run_dir.keep_folder()
@@ -90,16 +106,21 @@ class MetricsWriter(TrainerCallback):
         self.run_dir.set_status("running", step=state.global_step, max_steps=state.max_steps)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.run_dir.set_status("running", saved=state.global_step)
+        self.run_dir.set_status("running", saved=state.global_step, **self._energy())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not is_step_row(logs):
             return
-        seconds = round(time.monotonic() - self.started, 3)
-        row = {"step": state.global_step, **logs, "seconds": seconds, "run": self.run_dir.id}
+        row = {"step": state.global_step, **logs, "seconds": round(self.seconds, 3), "run": self.run_dir.id}
         self.rows.append(row)
         self.run_dir.append_jsonl("metrics.jsonl", [row])
         self._write_all_if_lost()
+
+    def _energy(self) -> dict[str, float]:
+        now = read_energy()
+        if now is None or self._joules is None:
+            return {}
+        return {"energy_wh": round((self._earlier_wh or 0.0) + (now - self._joules) / 3600, 3)}
 
     def _write_all_if_lost(self) -> None:
         if self.run_dir.restored > self._restored:

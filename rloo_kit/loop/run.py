@@ -3,7 +3,6 @@
 However `train` ends, `status.json` has the state, and the checkpoint to resume from is there.
 """
 
-import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -35,14 +34,16 @@ from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import NO_ADAPTER, gather_adapter
 from rloo_kit.models.policy import Policy, save_adapter, start_engine
 from rloo_kit.preflight.cheap import find_place_faults, raise_errors
-from rloo_kit.results.evaluation import compare
+from rloo_kit.results.evaluation import Evaluation, compare
 from rloo_kit.results.report import write_report
 from rloo_kit.results.result import EARLY, TrainResult, load_evaluation
+from rloo_kit.results.verdict import judge_run, record_verdict
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.rollout.engine import check_cache, choose_engine
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import read_object, saving
 from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.console import fill_text
 from rloo_kit.system.processes import is_distributed, is_main_process, say
 
 
@@ -185,7 +186,6 @@ class _Training:
         return trainer
 
     def run_to_end(self) -> TrainResult:
-        started = time.monotonic()
         try:
             if self._is_done_already():
                 self._load_weights()
@@ -203,9 +203,8 @@ class _Training:
         self._conclude(stopped, adapter_step)
         if self.memory is not None:
             self.memory.report(self.run_dir)
-        seconds = time.monotonic() - started
         wait_for_all()  # a launcher ends the others as soon as one has left
-        rows, findings = self.writer.rows, self.guard.findings
+        rows, findings, seconds = self.writer.rows, self.guard.findings, self.writer.seconds
         return share(
             TrainResult(self.run_dir.folder, adapter, steps, rows, seconds, stopped, adapter_step, findings=findings)
         )
@@ -345,6 +344,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
         say_findings(result.findings, result.steps)
         return True
     if result.stopped not in (None, EARLY):
+        _conclude(run, result, before, None)
         error = NoSignalError if result.stopped == "no signal" else HealthError
         raise error(f"{run_dir.status().get('error')}\nTo go on regardless: {run_dir.resume_command}")
     if before is not None:
@@ -352,7 +352,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
         end_workers()  # a reward that is called again starts its process again
         run_dir.write_json("after.json", after.to_dict())
         say(after)
-        say(f"after training: {compare(before, after)}")
+        say(fill_text(f"after training: {compare(before, after)}"))
     files: list[tuple[str, Path]] = [("adapter", result.adapter_folder), ("metrics", run_dir / "metrics.jsonl")]
     files += [("rollouts", run_dir / "rollouts.jsonl"), ("configuration", run_dir / "config.yaml")]
     if run.run.report and is_main_process():
@@ -360,5 +360,14 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
     say(f"{result.steps} steps, {result.seconds:.0f} s of training. Everything is in {run_dir.folder}:")
     for name, path in files:
         say(f"  {name}: {path}")
-    say_findings(result.findings, result.steps)
+    _conclude(run, result, before, after)
     return False
+
+
+def _conclude(run: RunConfig, result: TrainResult, before: Evaluation | None, after: Evaluation | None) -> None:
+    """The last lines: what health found besides, and the verdict, which `status.json` keeps."""
+    verdict = judge_run(run, result, before, after)
+    say_findings((one for one in result.findings if one.rule != verdict.rule), result.steps)
+    if is_main_process():
+        record_verdict(result.folder, verdict)
+    say(verdict)

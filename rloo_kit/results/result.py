@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.run import RunConfig
-from rloo_kit.errors import RunNotFoundError
+from rloo_kit.config.run import RunConfig, load_config
+from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.health.rule import Context, Finding
 from rloo_kit.health.watch import examine
 from rloo_kit.results.evaluation import Evaluation
@@ -22,7 +22,7 @@ class TrainResult:
         folder: the run's. adapter_folder: the trained adapter (or the whole model, with `model.lora=null`).
         steps: optimizer steps done, those before a resume included.
         metrics: the rows of `metrics.jsonl`, one a logged step.
-        seconds: wall time of this call.
+        seconds: of training, added up over all processes that the run has had.
         stopped: None when it ran to its end, else "early" (`eval.patience`; the run is finished), "interrupted" or the
             rule of `health:` that stopped it ("no signal").
         adapter_step: whose weights the adapter holds: the last step's, or with `eval.save_best` the best evaluation's;
@@ -60,6 +60,22 @@ def load_result(run: RunConfig) -> TrainResult:
         adapter_step=status.get("adapter_step"),
         findings=examine(metrics, Context.of(run, status.get("max_steps"))),
     )
+
+
+def is_over(run: RunConfig) -> bool:
+    """Whether nothing is left to do for a run: it finished with this configuration (`run.*` and `health.*` aside), and
+    its evaluations and report are there as far as it asks for them."""
+    run_dir = RunDir(Path(run.folder))
+    if run_dir.status().get("state") != "finished":
+        return False
+    try:
+        saved = load_config(run_dir / "config.yaml")
+    except ConfigError:
+        return False
+    made = (["before.json", "after.json"] if run.run.evaluate else []) + (["report.html"] if run.run.report else [])
+    aside = {"run", "health"}
+    is_same = saved.model_dump(exclude=aside) == run.model_dump(exclude=aside)
+    return is_same and all((run_dir / name).is_file() for name in made)
 
 
 def load_evaluation(run: RunConfig, when: str) -> Evaluation | None:

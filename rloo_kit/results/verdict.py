@@ -14,7 +14,8 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.health.rule import Finding
 from rloo_kit.results.evaluation import Evaluation, difference, setting_differences
 from rloo_kit.results.result import EARLY, TrainResult
-from rloo_kit.system.console import plain_prompt
+from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.console import fill_text, plain_prompt
 
 Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
 NO_SIGNAL = ("no_signal", "truncation", "cold_start", "zero_gradient", "no_movement", "all_none", "reward_failures")
@@ -80,6 +81,7 @@ class Verdict:
             "broken" (worse than before, or the policy fell apart), "gamed" (reward without what it was meant for).
         sentence: by how much, with the interval, on how many held-out prompts. next: what to do, without commands.
         commands: the next ones, in the order of their use. change: the numbers; None where nothing can be compared.
+        rule: the finding of health that it rests on; None for none.
     """
 
     kind: Kind
@@ -87,6 +89,7 @@ class Verdict:
     next: str = ""
     commands: tuple[str, ...] = ()
     change: Change | None = None
+    rule: str | None = None
 
     @property
     def headline(self) -> str:
@@ -98,8 +101,8 @@ class Verdict:
         return asdict(self) | {"commands": list(self.commands)}
 
     def __str__(self) -> str:
-        lines = [self.headline, *([f"next: {self.next}"] if self.next else []), *self.commands]
-        return "\n  ".join(lines)
+        words = [self.headline, *([f"  to do: {self.next}"] if self.next else [])]
+        return "\n".join([*map(fill_text, words), *(f"  {command}" for command in self.commands)])
 
 
 def judge_run(
@@ -119,7 +122,16 @@ def judge_run(
         sentence += f"; the best evaluation's weights, of step {result.adapter_step}, so a little of it is luck"
     advice = cause.fix if cause is not None else _advise(kind, result, change)
     commands = _commands(result.folder, kind, after)
-    return Verdict(kind, f"{sentence}.", f"{advice}." if advice else "", commands, change)
+    rule = None if cause is None else cause.rule
+    return Verdict(kind, f"{sentence}.", f"{advice}." if advice else "", commands, change, rule)
+
+
+def record_verdict(folder: Path, verdict: Verdict) -> None:
+    """Keep the verdict in `status.json` of a run that is over; one that goes on has none."""
+    run_dir = RunDir(folder)
+    state = run_dir.status().get("state", "running")
+    if state != "running":
+        run_dir.set_status(state, verdict=verdict.to_dict())
 
 
 def _decide(

@@ -49,7 +49,8 @@ STATES = ("running", "finished", "interrupted", "failed")
 
 _COUNTS = ("step", "max_steps", "saved", "pid", "adapter_step")  # fields of status.json that are whole numbers
 _ID = re.compile(rb"[0-9a-f]{12}")
-_OF_ITS_END = ("error", "resume", "stopped_early", "adapter_step")  # not true of a run that trains on
+_OF_A_FAILURE = ("error", "resume")
+_OF_ITS_END = (*_OF_A_FAILURE, "stopped_early", "adapter_step", "verdict")  # not true of a run that trains on
 _OWN_TRACES = re.compile(r"\.lock|\..*\.tmp")  # of a process that was killed before it had written anything
 
 _open: "WeakKeyDictionary[RunDir, threading.Thread]" = WeakKeyDictionary()  # each with the thread that opened it
@@ -401,8 +402,8 @@ class RunDir:
     def set_status(self, state: str, **fields: Any) -> None:
         """Write `status.json`: the state (one of STATES), the process, the time, and `fields` over the ones it had.
 
-        Fields are `step`, `max_steps`, `error`, `resume` (the command that resumes the run), `adapter_step` (whose
-        weights `adapter/` holds) and `stopped_early` (why).
+        Fields are `step`, `max_steps`, `error`, `command` (that made the run), `resume` (that resumes it),
+        `adapter_step` (whose weights `adapter/` holds), `stopped_early` (why), `energy_wh` and `verdict`.
         """
         if state not in STATES:
             raise ValueError(f"a run's state is one of {', '.join(STATES)}; got {state!r}")
@@ -412,8 +413,8 @@ class RunDir:
     def _set_status(self, state: str, **fields: Any) -> None:
         self.keep_folder()
         kept = self._read_status()
-        if state in ("running", "finished"):  # what was wrong before is over
-            kept = {key: value for key, value in kept.items() if key not in _OF_ITS_END}
+        over = {"running": _OF_ITS_END, "finished": _OF_A_FAILURE}.get(state, ())
+        kept = {key: value for key, value in kept.items() if key not in over}
         status = kept | {"run": self.id, "state": state, "pid": os.getpid(), "updated": now()} | fields
         write_json(self.folder / "status.json", status)
 

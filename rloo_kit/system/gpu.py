@@ -149,6 +149,17 @@ def find_holders(gpu: Gpu) -> list[Holder]:
     return sorted(holders, key=lambda holder: -(holder.memory_gib or 0.0))
 
 
+def read_energy() -> float | None:
+    """Joules that this process's GPU has used since its driver was loaded, by all programs; None where NVML does not
+    tell (GPUs before Volta, MIG slices, no GPU)."""
+    try:
+        with _driver() as nvml:
+            handles = _visible_handles(nvml)
+            return nvml.nvmlDeviceGetTotalEnergyConsumption(_own(handles)) / 1000 if handles else None
+    except _NoDriver:
+        return None
+
+
 def _read_holder(nvml: Any, process: Any) -> Holder:
     try:
         name = os.path.basename(nvml.nvmlSystemGetProcessName(process.pid).split(" ")[0])

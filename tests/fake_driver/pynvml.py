@@ -71,6 +71,12 @@ def nvmlDeviceGetCudaComputeCapability(handle):
     return tuple(handle["capability"])
 
 
+def nvmlDeviceGetTotalEnergyConsumption(handle):
+    if "millijoules" not in handle:
+        raise NVMLError("Not Supported")
+    return handle["millijoules"]
+
+
 def nvmlSystemGetDriverVersion():
     return "580.00"
 

@@ -248,6 +248,19 @@ def test_resume_of_a_finished_run_loads_it_and_trains_no_step(start, capsys):
     again = start("rloo.max_steps=2", resume=True)
     assert again.steps == 2 and again.stopped is None and "finished already" in capsys.readouterr().out
     assert_same_weights(again, first)
+    assert again.seconds == pytest.approx(first.metrics[-1]["seconds"]), "not the time it took to look"
+
+
+def test_training_time_and_energy_add_up_over_the_processes_of_a_run(start, monkeypatch):
+    """`seconds` began at 0 again with every resume, so a run of three nights seemed to have taken one."""
+    joules = iter(range(0, 10**6, 3600))
+    monkeypatch.setattr("rloo_kit.loop.callbacks.read_energy", lambda: float(next(joules)))
+    first = start("rloo.max_steps=2")
+    used = status(first)["energy_wh"]
+    again = start("rloo.max_steps=4", resume=True)
+    seconds = [row["seconds"] for row in again.metrics]
+    assert seconds == sorted(seconds) and again.seconds >= seconds[-1] > first.metrics[-1]["seconds"]
+    assert used >= 1.0 and status(again)["energy_wh"] > used
 
 
 def test_ctrl_c_saves_after_the_step_and_says_how_to_go_on(start, capsys):

@@ -98,3 +98,12 @@ def test_holders_are_named_by_program_only(monkeypatch: pytest.MonkeyPatch) -> N
     assert found is not None
     holders = [(41, "python3", 4.0), (42, "unknown", 2.0), (43, "x", None)]
     assert [(one.pid, one.name, one.memory_gib) for one in gpu.find_holders(found)] == holders
+
+
+def test_energy_is_read_where_the_driver_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs before Volta do not count it, and a report without energy is better than a run that ends there."""
+    assert gpu.read_energy() is None
+    monkeypatch.setenv("FAKE_GPUS", json.dumps([A10]))
+    assert gpu.read_energy() is None
+    monkeypatch.setenv("FAKE_GPUS", json.dumps([A10 | {"millijoules": 7_200_000}]))
+    assert gpu.read_energy() == 7200.0
