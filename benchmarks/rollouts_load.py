@@ -127,13 +127,13 @@ def fill(run: Path, layout: str, size: int, tokens: int) -> int:
 
 def commands(run: Path, steps: int) -> dict[str, list[str]]:
     """What opens a run; the last one drops the last ten steps, so it goes last."""
-    script = str(reporting.ROOT / "scripts" / "inspect_completions.py")
+    show = [sys.executable, "-m", "rloo_kit.cli", "show", str(run), "--completions", "4"]
     rewind = REWIND.format(folder=str(run), step=max(steps - 10, 0))
     return {
         "rloo-kit report": [sys.executable, "-m", "rloo_kit.cli", "report", str(run / "config.yaml")],
-        "inspect_completions.py": [sys.executable, script, str(run)],
-        "inspect_completions.py --step 1": [sys.executable, script, str(run), "--step", "1"],
-        "inspect_completions.py --step (the middle)": [sys.executable, script, str(run), "--step", str(steps // 2)],
+        "rloo-kit show --completions": show,
+        "rloo-kit show --step 1": [*show, "--step", "1"],
+        "rloo-kit show --step (the middle)": [*show, "--step", str(steps // 2)],
         "--resume's rewind by ten steps": [sys.executable, "-c", rewind],
     }
 

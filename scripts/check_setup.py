@@ -34,7 +34,7 @@ NEEDED = (
     "references/troubleshooting.md",
     "rewards/__init__.py",
     "rloo_kit/__init__.py",
-    "scripts/summarize_run.py",
+    "scripts/check_setup.py",
 )
 OLDEST, TOO_NEW = (3, 11), (3, 13)
 PYTHONS = ("python3", "python3.12", "python3.11")

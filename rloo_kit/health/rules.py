@@ -1,4 +1,4 @@
-"""The rules of a run's health: one table for the live run, `scripts/summarize_run.py` and the report.
+"""The rules of a run's health: one table for the live run, `rloo-kit show` and the report.
 
 Windows and limits are written down here and in docs/runs.md; docs/benchmarks.md says what the runs of
 `benchmarks/health_runs.py` changed of them.
@@ -180,7 +180,8 @@ RULES: tuple[Rule, ...] = (
         5,
         signs.reward_hacking,
         "The policy earns reward in a way that was not meant",
-        "read the best completions (scripts/inspect_completions.py), close the way or change the weights of rewards",
+        "read the best completions (rloo-kit show RUN --completions 4 --order best), close the way or change the "
+        "weights of rewards",
     ),
     Rule(
         "no_movement",

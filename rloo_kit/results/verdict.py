@@ -57,19 +57,28 @@ class Change:
         name = {"accuracy": "Accuracy", "greedy_accuracy": "Greedy accuracy"}.get(self.measure, "The held-out reward")
         verb = "rose" if self.rose else "fell" if self.fell else "went"
         unit = "" if self.measure == "reward" else " %"
-        by = self._text(self.value, "+") + ("" if self.measure == "reward" else " points")
-        ends = "no interval"
-        if self.low is not None and self.high is not None:
-            ends = f"95 % CI {self._text(self.low)} to {self._text(self.high)}"
-        return (
-            f"{name} {verb} from {self._text(self.before)}{unit} to {self._text(self.after)}{unit} "
-            f"({by}, {ends}, {self.prompts:,} held-out prompts)"
-        )
+        ends = f"from {self._text(self.before)}{unit} to {self._text(self.after)}{unit}"
+        return f"{name} {verb} {ends} ({self._by(self.value, self.low, self.high)})"
+
+    def describe_lead(self) -> str:
+        """The same of two runs after training: which is ahead, whichever it is."""
+        ends = (self.low, self.high)
+        low, high = ends if self.value >= 0 else map(_minus, ends[::-1])
+        return f"{self.measure.replace('_', ' ')} {self._by(abs(self.value), low, high)}"
+
+    def _by(self, value: float, low: float | None, high: float | None) -> str:
+        points = "" if self.measure == "reward" else " points"
+        interval = "no interval" if low is None or high is None else f"95 % CI {self._text(low)} to {self._text(high)}"
+        return f"{self._text(value, '+')}{points}, {interval}, {self.prompts:,} held-out prompts"
 
     def _text(self, value: float, sign: str = "") -> str:
         if self.measure == "reward":
             return f"{value:{sign}.2f}"
         return f"{100 * value:{sign}.{0 if abs(self.value) >= EXACTLY else 1}f}"
+
+
+def _minus(value: float | None) -> float | None:
+    return None if value is None else -value
 
 
 @dataclass(frozen=True)
@@ -116,8 +125,8 @@ def judge_run(
     """
     change = _find_change(before, after)
     kind, sentence, cause = _decide(result, before, after, change)
-    if change is not None:
-        sentence += _words(before, after)
+    if change is not None and before is not None and after is not None and (words := measured_words(before, after)):
+        sentence += f", {words}"
     if change is not None and kind == "learnt" and result.adapter_step not in (None, result.steps):
         sentence += f"; the best evaluation's weights, of step {result.adapter_step}, so a little of it is luck"
     advice = cause.fix if cause is not None else _advise(kind, result, change)
@@ -166,15 +175,14 @@ def _decide(
     return "no evidence", _why_not_compared(before, after), _first(list(lasting.values()))
 
 
-def _words(before: Evaluation | None, after: Evaluation | None) -> str:
-    """What has to be said beside two evaluations that do compare, but were not made alike."""
-    assert before is not None and after is not None
+def measured_words(before: Evaluation, after: Evaluation) -> str:
+    """What has to be said beside two evaluations that do compare, but were not made alike; empty for nothing."""
     words = []
     if before.prompts_digest != after.prompts_digest:
         words.append("on different prompts")
     if before.num_samples != after.num_samples:
         words.append(f"from {before.num_samples} and {after.num_samples} completions a prompt")
-    return f", measured {' and '.join(words)}" if words else ""
+    return f"measured {' and '.join(words)}" if words else ""
 
 
 def _gamed(before: Evaluation | None, after: Evaluation | None, change: Change | None) -> str:

@@ -4,16 +4,12 @@ RLOO_KIT_DAMAGED sets the number of folders (20; the long run is 500).
 """
 
 import contextlib
-import io
 import json
 import os
 import random
-import runpy
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
@@ -85,17 +81,11 @@ def damage(path: Path, generator: random.Random) -> str:
 
 def call(command: str, place: Place) -> tuple[int, str]:
     """Exit code and error text of a command in this process; anything but a clean exit is raised."""
-    if command.endswith(".py"):
-        scripts, printed = Path(__file__).parents[2] / "scripts", io.StringIO()
-        with mock.patch.object(sys, "path", [str(scripts), *sys.path]), contextlib.redirect_stdout(printed):
-            main = runpy.run_path(str(scripts / command))["main"]
-            words = [str(place.run_folder)] * (2 if command == "compare_runs.py" else 1)
-            try:
-                return main(words), ""
-            except SystemExit as end:
-                return end.code, printed.getvalue()
-    words = {"report": ["report", str(place.run_folder)], "train": ["train", str(place.folder / "tiny.yaml"),
-             "rloo.max_steps=2", "eval.num_samples=2", "eval.max_completion_length=6", "data.test_size=4",
+    run = str(place.run_folder)
+    words = {"report": ["report", run], "show": ["show", run], "show two": ["show", run, run, "--json"],
+             "show completions": ["show", run, "--completions", "3"],
+             "train": ["train", str(place.folder / "tiny.yaml"), "rloo.max_steps=2",
+             "eval.num_samples=2", "eval.max_completion_length=6", "data.test_size=4",
              "eval.thinking_budgets=[3]", "--resume"]}  # fmt: skip
     result = CliRunner().invoke(app, words[command])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -103,7 +93,7 @@ def call(command: str, place: Place) -> tuple[int, str]:
     return result.exit_code, result.stderr
 
 
-COMMANDS = ("train", "report", "summarize_run.py", "inspect_completions.py", "compare_runs.py")
+COMMANDS = ("train", "report", "show", "show completions", "show two")
 
 
 def test_no_damaged_folder_ends_in_a_traceback(reference, tmp_path, monkeypatch, record_property):

@@ -150,7 +150,7 @@ def hacked(truth: str, steps: int = 24) -> list[dict[str, Any]]:
 def test_a_reward_that_is_gamed(truth: str) -> None:
     """The reward rose for a whole night and the model answered nothing any more."""
     (found,) = look(hacked(truth))
-    assert found.rule == "reward_hacking" and "mine rose" in found.evidence and "inspect_completions" in found.fix
+    assert found.rule == "reward_hacking" and "mine rose" in found.evidence and "--order best" in found.fix
     falling = [row | {"reward": 1 - row["reward"]} for row in hacked(truth)]
     assert look(falling) == [], "a reward that falls with it is not gamed"
 

@@ -117,7 +117,7 @@ def test_every_command_of_the_page_runs(page: str, text: str) -> None:
         ("rloo-kit train configs/my_run.yaml rloo.max_stepz=5", "did you mean"),
         ('rloo-kit train "$RLOO/configs/none.yaml"', "is not there"),
         ("rloo-kit batch FILE rloo.beta=0.0", "no key rloo.beta"),
-        ('python "$RLOO/scripts/summarize_run.py" outputs/my_run --lasst 3', "no option --lasst"),
+        ('python "$RLOO/scripts/check_setup.py" --projekt x', "no option --projekt"),
         ('python -m pip install -e "$RLOO[cuda]"', "no extra cuda"),
         ('papermill "$RLOO/notebooks/arithmetic_thinking.ipynb" outputs/x.ipynb -p steps 20', "no parameter steps"),
         ("npx skills add ADDRESS", "asks: npx"),

@@ -1,0 +1,171 @@
+"""Completions of one step of a run with thinking and answer apart, for a terminal and as JSON. No model, no tokenizer.
+
+The id of the closing tag, not the text, decides whether a completion closed its thinking. A text that spells the tag in
+ordinary tokens besides cannot be split by it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from rloo_kit.errors import ConfigError, RunNotFoundError
+from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
+from rloo_kit.runs.find import find_run
+from rloo_kit.runs.rollouts import read_rollouts, read_step
+from rloo_kit.system.console import picture_controls, plain_prompt, render_text
+
+ORDERS = ("first", "best", "worst", "longest")
+OPENING, TAG = "<think>", "</think>"
+NEEDED: dict[str, Any] = {  # of a row, with the types of its values
+    "step": int, "prompt": object, "completion": str, "completion_ids": list, "completion_tokens": int,
+    "thinking_tokens": int | None, "closed": bool, "truncated": bool, "reward": int | float | None, "advantage": object,
+    "rewards": object,
+}  # fmt: skip
+KEPT = ("closed", "forced", "truncated", "completion_tokens", "thinking_tokens", "reward", "advantage", "rewards")
+
+
+@dataclass(frozen=True)
+class PickedCompletions:
+    """Some completions of one step, and shares and means over all of them.
+
+    Attributes:
+        folder: the run's. step: of `metrics.jsonl`. shares: by name. completions: `describe_completion` of each.
+    """
+
+    folder: Path
+    step: int
+    shares: dict[str, Any]
+    completions: list[dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"folder": str(self.folder), "step": self.step} | self.shares | {"completions": self.completions}
+
+    def __rich__(self) -> Group:
+        shown = {name.replace("_", " "): value for name, value in self.shares.items() if value is not None}
+        numbers = ", ".join(f"{name} {value:.3g}" for name, value in shown.items())
+        parts: list[Any] = [Text(f"{self.folder}, step {self.step}", style="bold"), Text(numbers)]
+        for one in self.completions:
+            parts += [Text(""), Text(plain_prompt(one["prompt"]), style="bold")]
+            parts += [Text(picture_controls(one["thinking"]), style="dim")] if one["thinking"] else []
+            answer = one["text"] if "text" in one else one["answer"]
+            parts += [Text(picture_controls(answer))] if answer else []
+            parts.append(Text(_notes(one), style="italic"))
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        return render_text(self)
+
+
+def pick_completions(
+    source: str | Path, step: int | None = None, num: int = 4, order: str = "first", max_chars: int = 1500
+) -> PickedCompletions:
+    """Completions of one step of a run.
+
+    Args:
+        source: the run's folder, or its YAML file. step: from 1; None: the last one. num: completions at most.
+        order: one of ORDERS: as sampled, by reward, or by length. max_chars: of a text, whose middle is left out.
+
+    Raises:
+        ConfigError: no such order. RunNotFoundError: no run, or no completions of that step.
+    """
+    if order not in ORDERS:
+        raise ConfigError(f"--order is {order!r}; it is one of {', '.join(ORDERS)}")
+    folder = Path(find_run(source).folder)
+    rows = [row for row in read_step(folder, step) if is_whole(row)]
+    if not rows:
+        last = read_step(folder)
+        if not last:
+            raise RunNotFoundError(f"{folder} has no completions yet: ask again after the first step")
+        first = next((row["step"] for row in read_rollouts(folder) if "step" in row), None)
+        asked = last[0]["step"] if step is None else step
+        raise RunNotFoundError(
+            f"no rollout of {folder} has step {asked}; those that are kept go from {first} to {last[0]['step']}"
+        )
+    end_id = find_tag_id(rows)
+    picked = [describe_completion(row, end_id, max_chars) for row in _sort(rows, order)[:num]]
+    return PickedCompletions(folder, rows[0]["step"], _shares(rows), picked)
+
+
+def is_whole(row: dict[str, Any]) -> bool:
+    """Whether a row has what is shown of it; one that an editor or a full disk damaged has not."""
+    typed = all(name in row and isinstance(row[name], kind) for name, kind in NEEDED.items())
+    return typed and (not row["closed"] or 0 <= (row["thinking_tokens"] or 0) < len(row["completion_ids"]))
+
+
+def find_tag_id(rows: Sequence[dict[str, Any]]) -> int | None:
+    """The id of the closing tag: what stands behind the thinking of a completion that closed it; None if none did."""
+    closed = next((row for row in rows if row["closed"]), None)
+    return closed["completion_ids"][closed["thinking_tokens"] or 0] if closed else None
+
+
+def split_text(row: dict[str, Any], end_id: int | None) -> tuple[str | None, str | None]:
+    """Thinking and answer of a row's text; (None, None) for one that cannot be split, see above."""
+    text = row["completion"]
+    closings = row["completion_ids"].count(end_id) if end_id is not None else 0
+    if text.count(TAG) != closings:
+        return None, None
+    if row["closed"]:
+        thinking, _, answer = text.rpartition(TAG)  # at the last one, as answer_reward does
+        return thinking, answer
+    opened = str(row["prompt"]).rstrip().endswith(OPENING) or text.lstrip().startswith(OPENING)
+    return (text, "") if opened else ("", text)
+
+
+def describe_completion(row: dict[str, Any], end_id: int | None, max_chars: int) -> dict[str, Any]:
+    """A row for people: prompt, thinking, answer (`text` where they cannot be told apart) and its figures."""
+    thinking, answer = split_text(row, end_id)
+    parts: dict[str, Any] = {"thinking": None, "answer": None}
+    if thinking is None or answer is None:
+        parts["text"] = _shorten(row["completion"], max_chars)
+    else:
+        parts = {"thinking": _shorten(thinking, max_chars) or None, "answer": _shorten(answer, max_chars) or None}
+    row = {"forced": False} | row  # runs of before there were budgets do not say
+    start = {"prompt": _shorten(str(row["prompt"]), max_chars)}
+    return start | parts | {key: row[key] for key in KEPT} | {"columns": row.get("columns", {})}
+
+
+def _shares(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    count = len(rows)
+    scored = [row["reward"] for row in rows if row["reward"] is not None]
+    thinking = [row["thinking_tokens"] for row in rows if row["closed"]]
+    groups: dict[str, set[Any]] = {}
+    for row in rows:
+        groups.setdefault(str(row["prompt"]), set()).add(row["reward"])
+    return {
+        "num_completions": count,
+        "closed_share": sum(row["closed"] for row in rows) / count,
+        "forced_share": sum(bool(row.get("forced")) for row in rows) / count,
+        "truncated_share": sum(row["truncated"] for row in rows) / count,
+        "tied_groups_share": sum(len(rewards) == 1 for rewards in groups.values()) / len(groups),
+        "mean_tokens": sum(row["completion_tokens"] for row in rows) / count,
+        "mean_thinking_tokens": sum(thinking) / len(thinking) if thinking else None,
+        "mean_reward": sum(scored) / len(scored) if scored else None,
+    }
+
+
+def _sort(rows: list[dict[str, Any]], order: str) -> list[dict[str, Any]]:
+    if order == "longest":
+        return sorted(rows, key=lambda row: -row["completion_tokens"])
+    if order == "first":
+        return rows
+    scored = [row for row in rows if row["reward"] is not None]
+    return sorted(scored, key=lambda row: row["reward"], reverse=order == "best")
+
+
+def _notes(one: dict[str, Any]) -> str:
+    reward = "not scored" if one["reward"] is None else f"reward {one['reward']:.3g}"
+    advantage = f", advantage {one['advantage']:+.2f}" if isinstance(one["advantage"], float) else ""
+    marks = [CLOSED_BY_THE_BUDGET] * bool(one["forced"]) + ["truncated"] * one["truncated"]
+    gold = one["columns"].get("answer") if isinstance(one["columns"], dict) else None
+    right = [] if gold is None else [f"right answer {gold}"]
+    return ", ".join([f"{reward}{advantage}", f"{one['completion_tokens']} tokens", *marks, *right])
+
+
+def _shorten(text: str, limit: int) -> str:
+    text = text.strip()
+    return text if len(text) <= limit else f"{text[: limit // 2]} [...] {text[-limit // 2 :]}"

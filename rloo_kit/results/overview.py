@@ -1,0 +1,220 @@
+"""A run at a glance from its folder, for a terminal and as JSON: verdict, numbers, curves, health."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from rloo_kit.errors import RunNotFoundError
+from rloo_kit.health.rule import LEVELS, Context
+from rloo_kit.health.series import is_number
+from rloo_kit.health.watch import HealthWatch, Judgement, judge
+from rloo_kit.results.evaluation import Comparison, Evaluation, compare
+from rloo_kit.results.prompts import OUTCOMES, count_outcomes
+from rloo_kit.results.result import load_evaluation, load_result
+from rloo_kit.results.verdict import Verdict, judge_run
+from rloo_kit.runs.find import find_run
+from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.console import columns, fill_text, format_seconds, render_text
+
+STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step", "energy_wh")
+MEANS = ("reward", "completions/mean_length", "thinking/mean_length", "thinking/closed_ratio", "val/ratio")
+CURVES = (  # title, metric, format of its values
+    ("reward", "reward", ".3f"),
+    ("groups without signal", "frac_reward_zero_std", ".1%"),
+    ("thinking tokens", "thinking/mean_length", ".1f"),
+    ("thinking closed", "thinking/closed_ratio", ".1%"),
+    ("truncated", "completions/clipped_ratio", ".1%"),
+    ("entropy", "entropy", ".3f"),
+    ("KL to the reference", "kl", ".4f"),
+    ("gradient norm", "grad_norm", ".3f"),
+    ("tokens a second", "eps", ".0f"),
+)
+BLOCKS = "▁▂▃▄▅▆▇█"
+COLORS = {"learnt": "green", "no evidence": "yellow", "no signal": "red", "broken": "red", "gamed": "red"}
+
+
+@dataclass(frozen=True)
+class RunOverview:
+    """What there is to say about a run.
+
+    Attributes:
+        folder: the run's. status: STATUS of `status.json`. verdict: see `judge_run`.
+        before, after: the evaluations; None where there is none.
+        level: "healthy", "watch" or "alarming", by the last logged steps; None before the first one.
+        actions: what to change, in the order of its weight. findings: of the whole run, each with `holds`.
+        judgements: single metrics over the last steps. rows: of `metrics.jsonl`. last: steps that were averaged.
+        seconds: of training.
+    """
+
+    folder: Path
+    status: dict[str, Any]
+    verdict: Verdict
+    before: Evaluation | None
+    after: Evaluation | None
+    level: str | None
+    actions: list[str]
+    findings: list[dict[str, Any]]
+    judgements: list[Judgement]
+    rows: list[dict[str, Any]]
+    last: int
+    seconds: float
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Before and after; None where one of them is missing."""
+        return None if self.before is None or self.after is None else compare(self.before, self.after)
+
+    @property
+    def is_fine(self) -> bool:
+        """Neither failed nor alarming."""
+        return self.status.get("state") != "failed" and self.level != "alarming"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        found: dict[str, Any] = {"folder": str(self.folder)} | self.status | {"verdict": self.verdict.to_dict()}
+        sides = {name: one for name, one in (("before", self.before), ("after", self.after)) if one is not None}
+        found["accuracy"] = {name: _brief(one) for name, one in sides.items()}
+        if self.comparison is not None:
+            one = self.comparison
+            found["accuracy"]["difference"] = {"value": one.difference, "low": one.low, "high": one.high}
+            found["prompts"] = count_outcomes(self.before, self.after)
+        means = {"means": _means(self.rows[-self.last :]), "first": _means(self.rows[: self.last])}
+        metrics = {"metrics": [asdict(one) for one in self.judgements]}
+        return found | {"level": self.level, "actions": self.actions, "health": self.findings} | metrics | means
+
+    def __rich__(self) -> Group:
+        parts: list[Any] = [Text(self._head(), style="bold"), self._verdict()]
+        if self.before is not None or self.after is not None:
+            parts += [Text(""), self._numbers(), *self._prompts()]
+        curves = self._curves()
+        if curves.row_count:
+            parts += [Text(""), curves]
+        if self.findings:
+            parts.append(Text("\nHealth, the first cause first"))
+            parts += [Text(fill_text(f"  {_describe(one)}")) for one in self.findings]
+        others = [text for one in self.judgements if (text := f"{one.metric}: {one.action}") in self.actions]
+        if others:
+            parts.append(Text(f"\nWorth a look, mean of the last {self.last} logged steps"))
+            parts += [Text(fill_text(f"  {one}")) for one in others]
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        return render_text(self)
+
+    def _head(self) -> str:
+        step, total = self.status.get("step"), self.status.get("max_steps")
+        steps = "" if step is None else f", {step}{f' of {total}' if total else ''} steps"
+        time = f", {format_seconds(self.seconds)} of training" if self.seconds else ""
+        return f"{self.folder}: {self.status.get('state')}{steps}{time}"
+
+    def _verdict(self) -> Text:
+        text = Text(str(self.verdict))
+        text.stylize(f"bold {COLORS[self.verdict.kind]}", 0, len(self.verdict.kind))
+        if self.status.get("error"):
+            text.append(f"\n{fill_text('error: ' + str(self.status['error']))}")
+        return text
+
+    def _numbers(self) -> Table:
+        sides = {name: dict(one.rows()) for name, one in (("before", self.before), ("after", self.after)) if one}
+        table = Table(box=None, pad_edge=False)
+        table.add_column("held-out")
+        for name in sides:
+            table.add_column(name, justify="right")
+        for name in dict.fromkeys(name for side in sides.values() for name in side):
+            table.add_row(name, *(side.get(name, "-") for side in sides.values()))
+        return table
+
+    def _prompts(self) -> list[Text]:
+        counted = count_outcomes(self.before, self.after)
+        text = ", ".join(f"{counted[one]:,} {one}" for one in OUTCOMES) if counted else ""
+        return [Text(fill_text(f"Prompt by prompt: {text}."))] if counted else []
+
+    def _curves(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        for title in ("training", "over the steps", "first", "last"):
+            table.add_column(title, justify="right" if title in ("first", "last") else "left", no_wrap=True)
+        for title, metric, form in CURVES:
+            values = [row[metric] for row in self.rows if is_number(row.get(metric))]
+            if len(set(values)) > 1:
+                line = sparkline(values, max(columns() - 45, 10))
+                table.add_row(title, line, format(values[0], form), format(values[-1], form))
+        return table
+
+
+def describe_run(source: str | Path, last: int = 10) -> RunOverview:
+    """A run at a glance.
+
+    Args:
+        source: its folder, or its YAML file. last: logged steps that are averaged for the level, at least 1.
+
+    Raises:
+        RunNotFoundError: there is no run.
+    """
+    run = find_run(source)
+    run_dir = RunDir(Path(run.folder))
+    status = run_dir.status()
+    if not status:
+        raise RunNotFoundError(
+            f"{run_dir.folder} holds no run: it has no status.json. rloo-kit train makes one in OUTPUT_DIR/NAME; a run "
+            "of a batch lies in BATCH/NAME/run"
+        )
+    result, before, after = load_result(run), load_evaluation(run, "before"), load_evaluation(run, "after")
+    context, rows = Context.of(run, status.get("max_steps")), result.metrics
+    watch = HealthWatch(context, rows)
+    judgements = judge(rows, context.on_policy, last, watch.is_solved())
+    now = [one for one in watch.findings if watch.holds(one)]
+    known = {one.rule for one in now} | watch.explained()
+    actions = []
+    for level in ("alarming", "watch"):
+        actions += [str(one) for one in now if one.level == level]
+        actions += [f"{one.metric}: {one.action}" for one in judgements if one.level == level and one.rule not in known]
+    levels = ["healthy", *(one.level for one in now), *(one.level for one in judgements)]
+    return RunOverview(
+        folder=run_dir.folder,
+        status={key: status[key] for key in STATUS if status.get(key) is not None},
+        verdict=judge_run(run, result, before, after),
+        before=before,
+        after=after,
+        level=max(levels, key=LEVELS.index) if rows else None,
+        actions=actions,
+        findings=[asdict(one) | {"holds": watch.holds(one)} for one in watch.findings],
+        judgements=judgements,
+        rows=rows,
+        last=last,
+        seconds=result.seconds,
+    )
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A curve as one line of block characters, each the mean of its part of the values.
+
+    >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], 4), sparkline([1, 1], 9)
+    ('▁▃▆█', '▁▁')
+    """
+    width = min(width, len(values))
+    ends = [len(values) * number // width for number in range(width + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in zip(ends, ends[1:], strict=False)]
+    low, span = min(means), max(means) - min(means)
+    return "".join(BLOCKS[round((value - low) / span * (len(BLOCKS) - 1)) if span else 0] for value in means)
+
+
+def _describe(finding: dict[str, Any]) -> str:
+    over = "" if finding["holds"] else f" (over after step {finding['last']})"
+    start = f"{finding['rule'].replace('_', ' ')} since step {finding['since']}{over}: {finding['evidence']}"
+    return f"{start}. {finding['cause']}. To do: {finding['fix']}"
+
+
+def _brief(one: Evaluation) -> dict[str, Any]:
+    found = {"accuracy": one.accuracy, "low": one.low, "high": one.high, "greedy": one.greedy_accuracy}
+    found |= {"reward": one.reward, "thinking_tokens": one.mean_thinking_tokens, "closed_share": one.closed_share}
+    return found | {"truncated_share": one.truncated_share, "prompts": one.num_prompts}
+
+
+def _means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    values = {name: [row[name] for row in rows if is_number(row.get(name))] for name in MEANS}
+    return {name: sum(found) / len(found) for name, found in values.items() if found}

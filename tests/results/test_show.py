@@ -1,0 +1,274 @@
+"""`rloo-kit show`: a run, its completions, several runs; in the terminal and as JSON, as people and agents call it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rloo_kit import load_config
+from rloo_kit.cli import app
+from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.runs.run_dir import RunDir
+
+ROOT = Path(__file__).resolve().parents[2]
+HEALTHY = {
+    "completions/clipped_ratio": 0.1, "frac_score_zero_std": 0.4, "reward_std": 0.4, "entropy": 0.2, "grad_norm": 0.3,
+    "clip_ratio/region_mean": 0.0, "rewards/failed_ratio": 0.0, "reward": 0.5,
+}  # fmt: skip
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """`make_run(rows, state="finished", overrides=())`: a folder as RunDir leaves it, with those rows of metrics."""
+
+    def build(rows: list[dict[str, Any]], state: str = "finished", overrides: tuple[str, ...] = ()) -> Path:
+        words = (f"run.output_dir={tmp_path}", "run.name=made", *overrides)
+        with RunDir.create(load_config(ROOT / "configs" / "arithmetic_thinking.yaml", *words)) as run_dir:
+            run_dir.append_jsonl("metrics.jsonl", [row | {"run": run_dir.id} for row in rows])
+            error = {"error": "RewardError: it failed"} if state == "failed" else {}
+            run_dir.set_status(state, step=len(rows), max_steps=60, **error)
+        return run_dir.folder
+
+    return build
+
+
+def make_rows(count: int = 12, **changes: Any) -> list[dict[str, Any]]:
+    return [{"step": step, **HEALTHY, **changes} for step in range(1, count + 1)]
+
+
+def call(*words: Any) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr of `rloo-kit show words`."""
+    result = CliRunner().invoke(app, ["show", *map(str, words)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def call_json(*words: Any) -> tuple[int, Any]:
+    code, printed, errors = call(*words, "--json")
+    assert printed, errors
+    return code, json.loads(printed)
+
+
+# -------------------------------------------------------------------------------------------------- one run
+
+
+def test_a_healthy_run_is_exit_code_0(make_run: Callable[..., Path]) -> None:
+    """A level that is always alarming is soon not read."""
+    code, found = call_json(make_run(make_rows()))
+    assert code == 0 and found["level"] == "healthy" and found["actions"] == found["health"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "level", "key"),
+    [
+        ({"completions/clipped_ratio": 0.5}, 0, "watch", "rloo.max_completion_length"),
+        ({"completions/clipped_ratio": 0.9}, 1, "alarming", "rloo.max_completion_length"),
+        ({"frac_score_zero_std": 0.9}, 1, "alarming", "rloo.num_generations"),
+        ({"entropy": 0.001}, 1, "alarming", "rloo.learning_rate"),
+        ({"entropy": 0.9}, 0, "watch", "rloo.learning_rate"),
+        ({"kl": 3.0}, 1, "alarming", "rloo.beta"),
+        ({"grad_norm": 20.0}, 1, "alarming", "rloo.learning_rate"),
+        ({"clip_ratio/region_mean": 0.01}, 1, "alarming", "exactly 1"),
+        ({"rewards/failed_ratio": 0.2}, 0, "watch", "fix the reward"),
+        ({"frac_score_zero_std": 1.0, "reward_std": 0.0, "reward": -1.0}, 1, "alarming", "every advantage is zero"),
+        ({"grad_norm": 0.0}, 1, "alarming", "the gradient was zero in"),
+    ],
+)
+def test_each_sign_is_judged_with_its_key(
+    changes: dict[str, float], code: int, level: str, key: str, make_run: Callable[..., Path]
+) -> None:
+    """A level without the key to change leaves an agent guessing among sixty."""
+    folder = make_run(make_rows(**changes))
+    got, found = call_json(folder)
+    assert (got, found["level"]) == (code, level), found
+    assert key in found["actions"][0]
+    assert key in " ".join(call(folder)[1].split()), "the terminal says the same"
+
+
+def test_what_was_wrong_only_at_the_start_is_forgotten(make_run: Callable[..., Path]) -> None:
+    """A run that found its signal after ten tied steps is fine now."""
+    rows = make_rows(10, frac_score_zero_std=1.0, reward_std=0.0)
+    rows += [{"step": step, **HEALTHY} for step in range(11, 25)]
+    folder = make_run(rows)
+    found = call_json(folder)[1]
+    assert found["level"] == "healthy" and [(one["rule"], one["holds"]) for one in found["health"]] == [
+        ("no_signal", False)
+    ]
+    assert "(over after step 10)" in " ".join(call(folder)[1].split())
+    code, found = call_json(make_run(rows[:10], "finished", ("run.name=again",)))
+    assert code == 1 and [(one["rule"], one["since"], one["holds"]) for one in found["health"]] == [
+        ("no_signal", 1, True)
+    ]
+    assert found["verdict"]["kind"] == "no signal"
+
+
+def test_off_policy_a_clipped_ratio_is_no_bug(make_run: Callable[..., Path]) -> None:
+    """With num_iterations above 1 the ratio is meant to be clipped."""
+    rows = make_rows(**{"clip_ratio/region_mean": 0.05})
+    code, found = call_json(make_run(rows, "finished", ("rloo.num_iterations=2",)))
+    assert code == 0 and found["level"] == "healthy"
+
+
+def test_a_failed_run_and_one_without_metrics(make_run: Callable[..., Path]) -> None:
+    """An agent that polls has to tell them apart."""
+    code, found = call_json(make_run([], "running"))
+    assert code == 0 and found["state"] == "running" and found["level"] is None
+    folder = make_run(make_rows(), "failed", ("run.name=second",))
+    code, found = call_json(folder)
+    assert code == 1 and found["state"] == "failed" and found["error"] == "RewardError: it failed"
+    assert "RewardError: it failed" in call(folder)[1]
+
+
+def test_what_is_no_run_is_refused(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    code, _, errors = call(tmp_path)
+    assert code == 2 and "not the folder of a run" in errors
+    folder = make_run(make_rows())
+    (folder / "config.yaml").write_text("rloo: {bta: 1}\n")  # a run of an older version may hold keys that are gone
+    code, _, errors = call(folder)
+    assert code == 2 and "bta" in errors
+    code, _, errors = call(folder, folder, "--completions", "2")
+    assert code == 2 and "one run" in errors
+
+
+def test_numbers_curves_and_prompts_in_80_columns(make_run: Callable[..., Path], monkeypatch: Any) -> None:
+    """On a machine without a browser this is the report."""
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = make_run([row | {"reward": 0.01 * row["step"]} for row in make_rows(50)])
+    write_evaluation(folder, 20, name="before")
+    write_evaluation(folder, 80)
+    code, printed, _ = call(folder)
+    lines = printed.splitlines()
+    assert code == 0 and max(map(len, lines)) <= 80
+    assert "learnt: Accuracy rose from 20 % to 80 % (+60 points" in printed
+    assert any(line.startswith("reward") and "▁" in line and "█" in line and "0.500" in line for line in lines)
+    assert not any(line.startswith("entropy") for line in lines), "a flat curve says nothing"
+    assert "0 broken, 60 fixed, 20 still wrong, 20 still right" in printed
+
+
+# ---------------------------------------------------------------------------------------------- completions
+
+
+def make_row(completion: str, ids: list[int], **changes: Any) -> dict[str, Any]:
+    closed = 260 in ids
+    row = {
+        "step": 1, "prompt": "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n<think>\n",
+        "completion": completion, "completion_ids": ids, "prompt_tokens": 9, "completion_tokens": len(ids),
+        "thinking_tokens": ids.index(260) if closed else None, "closed": closed, "truncated": not closed,
+        "kl": 0.0, "rewards": {"answer_reward": 1.0}, "reward": 1.0, "advantage": 0.0, "columns": {"answer": "2"},
+    }  # fmt: skip
+    return row | changes
+
+
+def test_thinking_and_answer_are_parted_by_ids(make_run: Callable[..., Path]) -> None:
+    """A text that spells the closing tag in ordinary tokens has not closed its thinking, and cannot be cut at it."""
+    folder = make_run(make_rows(1))
+    rows = [
+        make_row("one</think>2", [64, 260, 17, 258]),
+        make_row("never closes", [64, 65, 66]),
+        make_row("says </think> but goes on", [64, 65, 66, 67]),
+        make_row("says </think> first</think>2", [64, 65, 260, 17]),
+        make_row("two</think>and</think>2", [64, 260, 65, 260, 17], forced=True),
+        make_row("just 2", [64, 17, 258], prompt="1+1=", truncated=False),
+    ]
+    RunDir(folder).append_jsonl("rollouts.jsonl", rows)
+    code, found = call_json(folder, "--completions", "9")
+    shown = [(one["thinking"], one["answer"], one.get("text")) for one in found["completions"]]
+    assert code == 0
+    assert shown == [
+        ("one", "2", None),
+        ("never closes", None, None),
+        (None, None, "says </think> but goes on"),
+        (None, None, "says </think> first</think>2"),
+        ("two</think>and", "2", None),
+        (None, "just 2", None),
+    ]
+    assert found["closed_share"] == 0.5 and found["truncated_share"] == pytest.approx(1 / 3)
+    assert found["forced_share"] == pytest.approx(1 / 6), "a run of before there were budgets has no such entry"
+    assert [one["forced"] for one in found["completions"]] == [False] * 4 + [True, False]
+    printed = call(folder, "--completions", "9")[1]
+    assert "closed by the budget" in printed and "<|im_start|>" not in printed and "right answer 2" in printed
+
+
+def test_completions_by_order_and_step(make_run: Callable[..., Path]) -> None:
+    folder = make_run(make_rows(2))
+    rows = [make_row(f"text {n}", [64] * n, step=step, reward=float(n)) for step in (1, 2) for n in (2, 3, 1)]
+    RunDir(folder).append_jsonl("rollouts.jsonl", rows)
+    for order, expected in {"best": [3, 2], "worst": [1, 2], "longest": [3, 2], "first": [2, 3]}.items():
+        found = call_json(folder, "--completions", "2", "--order", order)[1]
+        assert found["step"] == 2 and [one["reward"] for one in found["completions"]] == expected, order
+    assert call_json(folder, "--step", "1")[1]["step"] == 1
+    code, _, errors = call(folder, "--step", "9")
+    assert code == 2 and "has step 9; those that are kept go from 1 to 2" in errors
+    code, _, errors = call(folder, "--completions", "1", "--order", "odd")
+    assert code == 2 and "first, best, worst, longest" in errors
+
+
+def test_long_texts_lose_their_middle_and_controls_are_pictured(make_run: Callable[..., Path]) -> None:
+    """Four thoughts of ten thousand tokens fill an agent's context; an escape sequence rules a terminal."""
+    folder = make_run(make_rows(1))
+    RunDir(folder).append_jsonl("rollouts.jsonl", [make_row("\x1b[31m" + "x" * 5000, [64])])
+    _, found = call_json(folder, "--completions", "1", "--max-chars", "100")
+    assert len(found["completions"][0]["thinking"]) < 120 and " [...] " in found["completions"][0]["thinking"]
+    assert "\x1b[31m" not in call(folder, "--completions", "1")[1]
+
+
+# ---------------------------------------------------------------------------------------------- several runs
+
+
+def write_evaluation(folder: Path, right: int, digest: str = "same", name: str = "after", **changes: Any) -> None:
+    """after.json with `right` of 100 prompts right."""
+    shares = [1.0] * right + [0.0] * (100 - right)
+    found = Evaluation("after", 100, 1, 1.0, 48, right / 100, right / 100 - 0.1, right / 100 + 0.1)
+    found.prompts_digest, found.per_prompt = digest, shares
+    for key, value in changes.items():
+        setattr(found, key, value)
+    RunDir(folder).write_json(f"{name}.json", found.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("right", "words"),
+    [
+        (80, "b is ahead of made: accuracy +30 points, 95 % CI"),
+        (52, "b and made are not told apart"),
+        (20, "made is ahead of b: accuracy +30 points, 95 % CI"),
+    ],
+)
+def test_two_runs_are_compared(right: int, words: str, make_run: Callable[..., Path]) -> None:
+    """A difference is said with its interval and with the keys that made it; one within the interval is none."""
+    a = make_run(make_rows())
+    b = make_run(make_rows(), "finished", ("run.name=b", "rloo.learning_rate=0.01", "model.lora.r=8"))
+    write_evaluation(a, 50)
+    write_evaluation(b, right)
+    code, found = call_json(a, b)
+    assert code == 0 and found["sentence"].startswith(words)
+    first, second = found["runs"]
+    assert second["lead"]["low"] < second["lead"]["value"] < second["lead"]["high"]
+    assert second["changed"] == {"model.lora.r": [16, 8], "rloo.learning_rate": [0.002, 0.01]}
+    assert (first["after"]["accuracy"][0], second["after"]["accuracy"][0]) == (0.5, right / 100)
+    printed = " ".join(call(a, b)[1].split())
+    assert words in printed and "rloo.learning_rate 0.002 -> 0.01" in printed
+
+
+def test_runs_that_do_not_compare_say_why(make_run: Callable[..., Path]) -> None:
+    """Comparing rewards of training instead would compare prompts."""
+    a, b = make_run(make_rows()), make_run(make_rows(), "finished", ("run.name=b",))
+    write_evaluation(a, 50)
+    assert "b does not compare with made: one of them was not evaluated" in call_json(a, b)[1]["sentence"]
+    write_evaluation(b, 80, temperature=0.5)
+    assert "measured differently (temperature 1 and 0.5)" in call_json(a, b)[1]["sentence"]
+    write_evaluation(b, 80, digest="other")
+    assert "measured on different prompts" in call_json(a, b)[1]["sentence"]
+
+
+def test_three_runs_and_names_that_are_alike(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    a = make_run(make_rows())
+    write_evaluation(a, 50)
+    others = [shutil.copytree(a, tmp_path / name / "made") for name in ("x", "y")]
+    write_evaluation(others[0], 80)
+    found = call_json(a, *others)[1]
+    assert [one["name"] for one in found["runs"]][1:] == ["x/made", "y/made"]
+    assert "x/made is ahead of" in found["sentence"] and "y/made and" in found["sentence"]
