@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from rloo_kit.batch.status import BatchDir, RunStatus, count_states
+from rloo_kit.batch.status import TRAINING, BatchDir, RunStatus, count_states
 from rloo_kit.health.series import is_number
 from rloo_kit.results.figures import BLUE, GREY, STYLE, to_svg
 from rloo_kit.results.report import escape_text, format_duration, make_page, make_section
@@ -38,21 +38,25 @@ MEASURES = {
     "eval_prompts": "num_prompts",
 }
 NAME_WIDTH = 24  # columns that the table of text leaves for a name, which is folded beyond
-LEFT_OUT = ("after, 95 %", "time", "thinking tokens")  # of that table where it is too wide, the first of them first
+LEFT_OUT = ("thinking tokens", "time", "after, 95 %")  # of that table where it is too wide, the first of them first
 LONGEST_LABEL = 48  # characters of a run's name in the drawing
+VERDICTS = {"learnt": "right", "no signal": "wrong", "broken": "wrong", "gamed": "wrong"}
 COLORS = {"done": "right", "failed": "wrong", "killed": "wrong"}
 
 
 def read_figures(training: RunDir) -> dict[str, Any]:
     """The figures of a training run, None where its folder is missing: every key of MEASURES with `_before` and
-    `_after`, `steps`, `reward_last`."""
+    `_after`, `steps`, `reward_last`, `verdict`, and `report`, whether there is one."""
     figures: dict[str, Any] = {}
     for when in ("before", "after"):
         found = read_object(training / f"{when}.json")
         values = {name: found.get(key) for name, key in MEASURES.items()}
         figures |= {f"{name}_{when}": value if is_number(value) else None for name, value in values.items()}
-    rows = training.read_metrics()
-    return figures | {"steps": training.status().get("step"), "reward_last": rows[-1].get("reward") if rows else None}
+    rows, status = training.read_metrics(), training.status()
+    verdict = status.get("verdict")
+    figures |= {"steps": status.get("step"), "reward_last": rows[-1].get("reward") if rows else None}
+    figures["verdict"] = verdict.get("kind") if isinstance(verdict, dict) else None
+    return figures | {"report": (training / "report.html").is_file()}
 
 
 def collect_rows(place: BatchDir) -> list[dict[str, Any]]:
@@ -114,7 +118,7 @@ def _common(place: BatchDir) -> str:
 
 
 def _table(place: BatchDir, rows: list[dict[str, Any]]) -> str:
-    titles = ["run", "state", "time", "accuracy before", "accuracy after"]
+    titles = ["run", "state", "verdict", "time", "accuracy before", "accuracy after"]
     titles += ["greedy accuracy", "held-out reward", "thinking tokens", "closed"]
     head = "".join(f"<th>{title}</th>" for title in titles)
     varying, names = place.batch.varying(), short_names(rows)
@@ -129,9 +133,11 @@ def _row(row: dict[str, Any], short_name: str, hidden: str) -> str:
     """A run's row; `hidden`: varying parameters that its name does not show."""
     name, shown = escape_text(row["name"]), escape_text(short_name)
     state = f"<span class='{COLORS.get(row['state'], '')}'>{row['state']}</span>"
-    cells = [f"<a href='{name}/notebook.ipynb'>{shown}</a>" if row["attempts"] else shown]
+    page = f"{name}/{TRAINING}/report.html" if row["report"] else f"{name}/notebook.ipynb"
+    cells = [f"<a href='{page}'>{shown}</a>" if row["attempts"] else shown]
     cells[0] += f"<span class='under'>{escape_text(hidden)}</span>" if hidden else ""
-    cells += [state, escape_text(format_duration(row["seconds"])) if row["seconds"] else "-"]
+    verdict = f"<span class='{VERDICTS.get(row['verdict'], '')}'>{escape_text(row['verdict'] or '-')}</span>"
+    cells += [state, verdict, escape_text(format_duration(row["seconds"])) if row["seconds"] else "-"]
     cells += [_interval(row, f"accuracy{{}}_{when}") for when in ("before", "after")]
     cells += [change(row, "greedy_accuracy", ".3f"), change(row, "held_out_reward", ".3f")]
     cells += [change(row, "thinking_tokens", ".1f"), change(row, "closed_share", ".3f")]
@@ -178,6 +184,7 @@ def make_text_table(place: BatchDir) -> Table:
     columns = {
         "run": short_names(rows),
         "state": [row["state"] for row in rows],
+        "verdict": [row["verdict"] or "-" for row in rows],
         "time": [format_seconds(row["seconds"]) if row["seconds"] else "-" for row in rows],
         "accuracy": [change(row, "accuracy", ".3f") for row in rows],
         "after, 95 %": [_bounds(row["accuracy_low_after"], row["accuracy_high_after"]) for row in rows],
@@ -189,7 +196,7 @@ def make_text_table(place: BatchDir) -> Table:
         if _width(shown) > terminal_columns():
             shown.pop(title, None)
     for title in shown:
-        is_word = title in ("run", "state")
+        is_word = title in ("run", "state", "verdict")
         table.add_column(title, overflow="fold", no_wrap=title != "run", justify="left" if is_word else "right")
     for cells in zip(*shown.values(), strict=True):
         table.add_row(*map(Text, cells))

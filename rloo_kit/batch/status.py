@@ -22,6 +22,8 @@ from rloo_kit.runs.run_dir import RunDir
 STATES = ("waiting", "running", "done", "failed", "killed", "interrupted")
 RUN_FILES = ("notebook.ipynb", "parameters.yaml", "log.txt", "status.json")
 
+TRAINING = "run"  # the folder of a run's training run, in its own
+
 
 @dataclass
 class RunStatus:
@@ -174,7 +176,7 @@ class BatchDir:
             folder = path.parent
             for name in RUN_FILES:
                 (folder / name).unlink(missing_ok=True)
-            shutil.rmtree(folder / "run", ignore_errors=True)
+            shutil.rmtree(folder / TRAINING, ignore_errors=True)
             if not any(folder.iterdir()):
                 folder.rmdir()
         for name in FILES:
@@ -186,11 +188,11 @@ class BatchDir:
 
     def training(self, name: str) -> RunDir:
         """The folder of a run's training run, which need not exist."""
-        return RunDir(self.folder / name / "run")
+        return RunDir(self.folder / name / TRAINING)
 
     def clear_training(self, name: str) -> None:
         """Remove a run's training run of an earlier attempt, so that it starts over."""
-        shutil.rmtree(self.folder / name / "run", ignore_errors=True)
+        shutil.rmtree(self.folder / name / TRAINING, ignore_errors=True)
 
     def to_do(self) -> list[BatchRun]:
         """The runs that are not done, in order."""

@@ -345,7 +345,10 @@ def compared(folder: Path) -> BatchDir:
             (training / "before.json").write_text(json.dumps(evaluation(0.2, 10.0)))
             (training / "after.json").write_text(json.dumps(evaluation(accuracy, 20.0)))
             (training / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.625}\n')
-            (training / "status.json").write_text('{"state": "finished", "step": 2}')
+            (training / "status.json").write_text(
+                json.dumps({"state": "finished", "step": 2, "verdict": {"kind": "learnt"}})
+            )
+        (training / "report.html").write_text("the second one's")
         failed = list(place.statuses.values())[2]
         failed.state, failed.attempts = "failed", 1
         failed.error = "cell [3]: ValueError: <script>alert(1)</script> & \x1b[31m\nsecond line"
@@ -356,7 +359,14 @@ def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir) -> N
     """A table that reads the wrong file shows the numbers of before training as those of after."""
     rows = collect_rows(compared)
     assert [row["parameters.seed"] for row in rows] == [1, 2, 3, 4]
-    second = {"accuracy_before": 0.2, "accuracy_after": 0.75, "steps": 2, "reward_last": 0.625, "seconds": 75.0}
+    second = {
+        "accuracy_before": 0.2,
+        "accuracy_after": 0.75,
+        "steps": 2,
+        "reward_last": 0.625,
+        "seconds": 75.0,
+        "verdict": "learnt",
+    }
     assert second.items() <= rows[1].items()
     assert math.isclose(rows[1]["accuracy_low_after"], 0.65) and rows[1]["thinking_tokens_after"] == 20.0
     assert rows[3]["state"] == "waiting" and rows[3]["accuracy_after"] is None
@@ -368,6 +378,9 @@ def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir) -> N
     html = page.read_text(encoding="utf-8")
     assert "0.750 <span class='under'>[0.650, 0.850]</span>" in html and html.count("<svg") == 1
     assert "4 runs: 1 waiting, 2 done, 1 failed; 2 min 30 s" in html
+    assert html.count("<span class='right'>learnt</span>") == 2
+    assert "href='trains-seed=2/run/report.html'" in html, "a report, where there is one, and no raw notebook"
+    assert "href='trains-seed=1/notebook.ipynb'" in html and "trains-seed=2/notebook.ipynb" not in html
 
 
 @pytest.mark.parametrize(("columns", "has_interval"), [(60, False), (80, True), (120, True)])
