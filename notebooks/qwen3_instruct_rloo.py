@@ -441,7 +441,15 @@ print(f"thinking:\n{thinking or '(none)'}\n")
 print(f"answer:\n{answer or '(none: the limit came first)'}")
 
 # %% [markdown]
-# ## 16. The end
+# ## 16. The verdict
+#
+# One sentence: learnt, no evidence, no signal, broken or gamed, by how much, on how many prompts; and what to do next.
+
+# %%
+print(kit.judge_run(run, result, before, after))
+
+# %% [markdown]
+# ## 17. The end
 #
 # Memory is given back and the kernel shuts down, once nothing is being saved any more. Outputs stay in the notebook:
 # save it as usual. Restart the kernel to run again.

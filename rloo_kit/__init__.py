@@ -26,6 +26,8 @@ _EXPORTS = {
     "train": "measure.preflight",
     "read_rollouts": "runs.rollouts",
     "judge_run": "results.verdict",
+    "describe_run": "results.overview",
+    "compare_runs": "results.versus",
     "write_report": "results.report",
     "plot_training": "notebook.display",
     "show_completions": "notebook.display",
