@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from rloo_kit.cli.common import ConfigFile, Overrides, app, exit_codes, find_run, prepare, read_config
+from rloo_kit.errors import ConfigError
+from rloo_kit.system.console import fill_text
 from rloo_kit.system.processes import say
 
 
@@ -37,15 +39,39 @@ def evaluate(
 
 @app.command()
 def report(
-    source: Annotated[Path, typer.Argument(metavar="FILE|FOLDER", help="A run's YAML file, or its folder.")],
-    overrides: Overrides = None,
+    sources: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Runs: folders or YAML files; then KEY=VALUE.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="Of several runs: the page, comparison.html beside the first."),
+    ] = None,
 ) -> None:
-    """Write report.html again from what lies in a run's folder."""
+    """Write a run's report.html again from what lies in its folder; of several runs a page that compares them."""
     with exit_codes():
-        run = find_run(source, overrides)
+        runs = [Path(word) for word in sources if "=" not in word or Path(word).exists()]
+        overrides = [word for word in sources if Path(word) not in runs]
+        if len(runs) > 1:
+            _compare(runs, overrides, output)
+            return
+        if not runs or output is not None:
+            raise ConfigError("--output names the page of several runs" if runs else "name a run: its folder or file")
+        run = find_run(runs[0], overrides)
         from rloo_kit.results.report import write_report
         from rloo_kit.results.result import load_evaluation, load_result
 
         result = load_result(run)
         path = write_report(run, result, load_evaluation(run, "before"), load_evaluation(run, "after"))
         print(f"report: {path}")
+
+
+def _compare(runs: list[Path], overrides: list[str], output: Path | None) -> None:
+    if overrides:
+        raise ConfigError(f"{overrides[0]}: several runs are compared as they were, without overrides")
+    from rloo_kit.results.versus import compare_runs
+    from rloo_kit.results.versus_page import write_comparison_page
+
+    found = compare_runs(runs)
+    page = output or found.runs[0].result.folder.parent / "comparison.html"
+    print(fill_text(found.sentence))
+    print(f"comparison: {write_comparison_page(found, page)}")
