@@ -65,9 +65,7 @@ def test_a_long_run_is_drawn_with_few_points(make_run: Callable[..., Path], tmp_
     assert page.stat().st_size < 150_000
 
 
-def test_the_command_writes_it_beside_the_first(
-    make_run: Callable[..., Path], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_the_command_writes_it_beside_the_first(make_run: Callable[..., Path], tmp_path: Path) -> None:
     runs = [str(make_run(name, right)) for name, right in (("a", 40), ("b", 42))]
     done = CliRunner().invoke(app, ["report", *runs])
     assert done.exit_code == 0 and "not told apart" in done.stdout and (tmp_path / "comparison.html").is_file()
