@@ -421,24 +421,18 @@ print(f"a copy: {copy}")
 # %% [markdown]
 # ## 15. Use it
 #
-# A question of one's own, answered once, greedily. There is no thinking to split off; the same line of code says so.
+# A question of one's own, answered once, greedily, by the engine that trained. This model does not think, so all of it
+# is the answer. `base=True` asks the untrained model too.
 
 # %%
 question = "A bakery bakes 14 trays of 12 rolls. In the evening 29 rolls are left. How many were sold?"
 
 # %%
-messages = [{"role": "user", "content": question}]
-if run.data.system_prompt:
-    messages.insert(0, {"role": "system", "content": run.data.system_prompt})
-prompt = policy.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-length = run.rloo.max_completion_length
-completion = kit.generate_completions(policy, [prompt], max_completion_length=length, temperature=0)[0]
+answer = kit.ask(run, policy, question, temperature=0)
 
-# %%
-opened = policy.family == "thinking"
-thinking, answer = kit.split_thinking(completion.ids, policy.tokenizer, policy.tags, opened=opened)
-print(f"thinking:\n{thinking or '(none)'}\n")
-print(f"answer:\n{answer or '(none: the limit came first)'}")
+# %% [markdown]
+# In a terminal the run answers too, as a dialogue, and `rloo-kit export RUN --to merged`, `gguf` or `vllm` makes it a
+# model for other programs, compared with this one before it is written.
 
 # %% [markdown]
 # ## 16. The verdict
