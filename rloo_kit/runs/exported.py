@@ -1,0 +1,43 @@
+"""A folder of weights alone, as a run: an exported adapter or merged model, a checkpoint, or anybody's."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rloo_kit.config.messages import explain_error
+from rloo_kit.config.run import RunConfig, load_config
+from rloo_kit.config.yaml_files import apply_override
+from rloo_kit.errors import ConfigError
+from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, find_run
+
+RUN_FILE = "rloo_kit.yaml"  # in an export: the resolved configuration of the run that it is of
+# What a run has to have and a question does not read.
+_UNREAD: dict[str, Any] = {"data": {"source": "any/prompts"}, "rewards": [{"name": "answer_reward"}], "rloo": {}}
+
+
+def is_export(folder: Path) -> bool:
+    """Whether it holds weights and is not the folder of a run."""
+    names = (ADAPTER_CONFIG, MODEL_CONFIG)
+    return not (folder / "config.yaml").is_file() and any((folder / name).is_file() for name in names)
+
+
+def origin_of(source: str | Path, *overrides: str) -> RunConfig:
+    """The run that a source comes from, as it was trained: `find_run`, also of a folder of weights.
+
+    For that it is `RUN_FILE` in it, or the run in whose folder it lies (a checkpoint, an export), or else the folder as
+    the model of a run with defaults. Arguments and errors are those of `find_run`.
+    """
+    folder = Path(source)
+    if not is_export(folder):
+        return find_run(source, *overrides)
+    for file in (folder / RUN_FILE, folder.parent / "config.yaml", folder.parent.parent / "config.yaml"):
+        if file.is_file():
+            return load_config(file, *overrides)
+    values = {"run": {"name": folder.resolve().name}, "model": {"name": str(folder.resolve())}, **_UNREAD}
+    for override in overrides:
+        apply_override(values, override)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain_error(entry, RunConfig) for entry in error.errors())) from None
