@@ -5,12 +5,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import ConfigError, QuestionTooLongError, RlooKitError
+from rloo_kit.system.console import fill_text
 
 if TYPE_CHECKING:  # slow to import
     from rloo_kit.evals.asked import Asked
 
 COMMANDS = (
-    "/base asks the base model too, /budget N closes thinking at N tokens (/budget: never), /reset forgets, /quit"
+    "(/base asks the base model too, /budget N closes thinking at N tokens, /reset forgets the turns, /quit or Ctrl-D "
+    "ends; Ctrl-C stops an answer)"
 )
 
 
@@ -39,7 +41,7 @@ class Dialogue:
         elif command == "/budget":
             self._set_budget(value.strip())
         elif line.startswith("/"):
-            print(f"({COMMANDS})")
+            print(fill_text(COMMANDS))
         elif line:
             self._answer(line)
         return True
@@ -48,6 +50,7 @@ class Dialogue:
         if value and not value.isdecimal():
             raise ConfigError(f"/budget takes a number of tokens, /budget 64 for one, and got {value!r}")
         self._options["budget"] = int(value) if value else None
+        print(f"(thinking {f'is closed at {value} tokens' if value else 'has no budget'})")
 
     def _answer(self, question: str) -> None:
         asked = {"role": "user", "content": question}
@@ -73,9 +76,9 @@ def hold_dialogue(asked: "Asked", options: dict[str, Any], history: bool | None)
     """
     with suppress(ImportError):
         import readline  # noqa: F401 - input() then has a line editor
-    print(f"({COMMANDS}; Ctrl-C stops an answer)")
+    print(fill_text(COMMANDS))
     if history is None and asked.single:
-        print(f"(each question stands alone: {asked.single}; --history keeps the turns)")
+        print(fill_text(f"(each question stands alone: {asked.single}; --history keeps the turns)"))
     dialogue = Dialogue(asked, options, not asked.single if history is None else history)
     while True:
         try:
@@ -85,6 +88,6 @@ def hold_dialogue(asked: "Asked", options: dict[str, Any], history: bool | None)
             print()
             return
         except KeyboardInterrupt:
-            print("(stopped; Ctrl-D ends the dialogue)")
+            print("(stopped; Ctrl-D ends)")
         except RlooKitError as error:
-            print(f"rloo-kit: {error}", file=sys.stderr)
+            print(fill_text(f"rloo-kit: {error}"), file=sys.stderr)

@@ -11,7 +11,7 @@ from rloo_kit.data.chat import Message, render_prompt, thinks
 from rloo_kit.errors import ConfigError, QuestionTooLongError
 from rloo_kit.evals.printed import Printed
 from rloo_kit.models.policy import Policy, find_vllm
-from rloo_kit.rollout.completions import generate_completions
+from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.rollout.text_stream import TextStream
 from rloo_kit.rollout.thinking_budget import close_ids_for
 from rloo_kit.think_tags import split_thinking
@@ -141,38 +141,31 @@ class _Plan:
         opened = _opens_thinking(policy, ids)
         with _shown(stream, title) as on_text, _base_of(policy) if without_adapter else nullcontext():
             started = time.monotonic()
-            text = TextStream(policy.tokenizer, policy.tags, opened, on_text) if on_text is not None else None
-            (found,) = generate_completions(
-                policy,
-                [prompt],
-                temperature=self.temperature,
-                seed=self.seed,
-                engine=run.rollout,
-                on_tokens=None if text is None else lambda _, grown: text.feed(grown),
-                **limits,
-            )
-            seconds = time.monotonic() - started
-            if text is not None:
-                text.feed(found.ids)
-                text.close()
-            thinking, answer = split_thinking(found.ids, policy.tokenizer, policy.tags, opened)
-            is_open = opened or policy.tags.start_id in found.ids[:1]
-            unclosed = len(found.ids) - found.ended if is_open else 0
-            given = Answer(
-                question=question if isinstance(question, str) else str(question[-1]["content"]),
-                thinking=thinking,
-                answer=answer,
-                tokens=len(found.ids),
-                thinking_tokens=unclosed if found.thinking_tokens is None else found.thinking_tokens,
-                ended=found.ended,
-                closed=found.closed,
-                forced=found.forced,
-                seconds=seconds,
-                base=base,
-            )
+            found = self._sample(policy, prompt, limits, opened, on_text)
+            asked = question if isinstance(question, str) else str(question[-1]["content"])
+            given = _read(policy, found, opened, asked, time.monotonic() - started, base)
             if isinstance(on_text, Printed):
                 on_text.close(given.summary)
         return given
+
+    def _sample(
+        self, policy: Policy, prompt: str, limits: dict[str, Any], opened: bool, on_text: OnText | None
+    ) -> Completion:
+        """A completion, whose text goes to `on_text` while it grows."""
+        text = None if on_text is None else TextStream(policy.tokenizer, policy.tags, opened, on_text)
+        (found,) = generate_completions(
+            policy,
+            [prompt],
+            temperature=self.temperature,
+            seed=self.seed,
+            engine=self.run.rollout,
+            on_tokens=None if text is None else lambda _, ids: text.feed(ids),
+            **limits,
+        )
+        if text is not None:
+            text.feed(found.ids)
+            text.close()
+        return found
 
     def _limits(self, policy: Policy, prompt_tokens: int) -> dict[str, Any]:
         """The lengths for `generate_completions`; refuses a prompt beside which they do not fit."""
@@ -194,6 +187,27 @@ class _Plan:
                 f"raise model.max_seq_length, which is {run.model.max_seq_length}"
             )
         return limits
+
+
+def _read(
+    policy: Policy, found: Completion, opened: bool, question: str, seconds: float, base: Answer | None
+) -> Answer:
+    """A completion as an answer; the prompt has `opened` the thinking."""
+    thinking, answer = split_thinking(found.ids, policy.tokenizer, policy.tags, opened)
+    is_open = opened or policy.tags.start_id in found.ids[:1]
+    unclosed = len(found.ids) - found.ended if is_open else 0
+    return Answer(
+        question=question,
+        thinking=thinking,
+        answer=answer,
+        tokens=len(found.ids),
+        thinking_tokens=unclosed if found.thinking_tokens is None else found.thinking_tokens,
+        ended=found.ended,
+        closed=found.closed,
+        forced=found.forced,
+        seconds=seconds,
+        base=base,
+    )
 
 
 def _opens_thinking(policy: Policy, prompt_ids: list[int]) -> bool:

@@ -1,5 +1,6 @@
 """A folder of weights alone, as a run: an exported adapter or merged model, a checkpoint, or anybody's."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, find_run
 
 RUN_FILE = "rloo_kit.yaml"  # in an export: the resolved configuration of the run that it is of
 # What a run has to have and a question does not read.
-_UNREAD: dict[str, Any] = {"data": {"source": "any/prompts"}, "rewards": [{"name": "answer_reward"}], "rloo": {}}
+_UNREAD = {"data": {"source": "any/prompts"}, "rewards": [{"name": "answer_reward"}], "rloo": {"max_steps": 1}}
 
 
 def is_export(folder: Path) -> bool:
@@ -34,7 +35,11 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
     for file in (folder / RUN_FILE, folder.parent / "config.yaml", folder.parent.parent / "config.yaml"):
         if file.is_file():
             return load_config(file, *overrides)
-    values = {"run": {"name": folder.resolve().name}, "model": {"name": str(folder.resolve())}, **_UNREAD}
+    values: dict[str, Any] = {
+        "run": {"name": folder.resolve().name},
+        "model": {"name": str(folder.resolve())},
+        **copy.deepcopy(_UNREAD),
+    }
     for override in overrides:
         apply_override(values, override)
     try:
