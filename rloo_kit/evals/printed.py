@@ -46,6 +46,9 @@ class Printed:
         self._is_mid_line = not text.endswith("\n")
         encoding = getattr(self._file, "encoding", None) or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)
-        self._file.write(f"{DIM}{text}{PLAIN}" if dim and self._dims else text)
+        if dim and self._dims:
+            line = text.rstrip("\n")
+            text = f"{DIM}{line}{PLAIN}{text[len(line) :]}"
+        self._file.write(text)
         if "ipykernel" not in sys.modules:
             self._file.flush()

@@ -27,16 +27,18 @@ class TextStream:
 
     def feed(self, ids: list[int]) -> None:
         """Take the completion's ids so far."""
-        for token in ids[self._taken :]:
-            if token == self._tags.end_id and not self._is_closed:
-                self._turn_to(ANSWER)
-                self._is_closed = True
-            elif token == self._tags.start_id and not self._is_closed and (self._part == ANSWER or not self._shown):
-                self._turn_to(THINKING)
-            else:
-                self._ids.append(token)
-                self._decode(is_last=False)
+        for place in range(self._taken, len(ids)):
+            self._take(ids[place], is_first=place == 0)
         self._taken = max(self._taken, len(ids))
+
+    def _take(self, token: int, is_first: bool) -> None:
+        ends, starts = token == self._tags.end_id, token == self._tags.start_id
+        if not self._is_closed and (ends or (starts and (is_first or self._part == ANSWER))):
+            self._is_closed = ends
+            self._turn_to(ANSWER if ends else THINKING)
+        else:
+            self._ids.append(token)
+            self._decode(is_last=False)
 
     def close(self) -> None:
         """Hand on what was held back: bytes that never became a character."""

@@ -1,11 +1,12 @@
 """A folder of weights alone, as a run: an exported adapter or merged model, a checkpoint, or anybody's."""
 
-import copy
+import json
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from rloo_kit.config.derived import THINKING_LENGTH
 from rloo_kit.config.messages import explain_error
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.config.yaml_files import apply_override
@@ -13,8 +14,6 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, find_run
 
 RUN_FILE = "rloo_kit.yaml"  # in an export: the resolved configuration of the run that it is of
-# What a run has to have and a question does not read.
-_UNREAD = {"data": {"source": "any/prompts"}, "rewards": [{"name": "answer_reward"}], "rloo": {"max_steps": 1}}
 
 
 def is_export(folder: Path) -> bool:
@@ -38,11 +37,25 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
     values: dict[str, Any] = {
         "run": {"name": folder.resolve().name},
         "model": {"name": str(folder.resolve())},
-        **copy.deepcopy(_UNREAD),
+        # what a run has to have, and a question does not read
+        "data": {"source": "any/prompts"},
+        "rewards": [{"name": "answer_reward"}],
+        "rloo": {"max_steps": 1},
     }
+    if (positions := _positions(folder)) is not None:
+        values["model"]["max_seq_length"] = min(positions, THINKING_LENGTH)
     for override in overrides:
         apply_override(values, override)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join(explain_error(entry, RunConfig) for entry in error.errors())) from None
+
+
+def _positions(folder: Path) -> int | None:
+    """Those that a model's own file says it has; None for an adapter."""
+    try:
+        found = json.loads((folder / MODEL_CONFIG).read_text(encoding="utf-8")).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, int) else None
