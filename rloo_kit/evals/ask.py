@@ -9,7 +9,7 @@ from typing import Any
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import Message, render_prompt, thinks
 from rloo_kit.errors import ConfigError, QuestionTooLongError
-from rloo_kit.evals.printed import Printed
+from rloo_kit.evals.printed import BASE, Printed
 from rloo_kit.models.policy import Policy, find_vllm
 from rloo_kit.rollout.completions import Completion, generate_completions
 from rloo_kit.rollout.text_stream import TextStream
@@ -50,9 +50,9 @@ class Answer:
     @property
     def summary(self) -> str:
         """One line: tokens, how it ended, seconds."""
-        thinking = f", {self.thinking_tokens} of them thinking" if self.thinking_tokens else ""
-        close = ["thinking closed by the budget"] if self.forced else []
-        close += ["thinking not closed"] if self.thinking_tokens and not self.closed else []
+        thinking = f", {self.thinking_tokens} of thinking" if self.thinking_tokens else ""
+        close = ["closed by the budget"] if self.forced else []
+        close += ["not closed"] if self.thinking_tokens and not self.closed else []
         end = "ended" if self.ended else "truncated"
         speed = f"{self.tokens / max(self.seconds, 1e-9):.0f} tokens/s"
         return "; ".join([f"{self.tokens} tokens{thinking}", *close, end, f"{self.seconds:.1f} s, {speed}"])
@@ -100,7 +100,7 @@ def ask(
     plan = _Plan(run, budget, run.eval.temperature if temperature is None else temperature, max_tokens, seed, system)
     first = None
     if base is not False:
-        first = plan.answer(policy if base is True else base, question, stream, "base", without_adapter=base is True)
+        first = plan.answer(policy if base is True else base, question, stream, BASE, without_adapter=base is True)
     return plan.answer(policy, question, stream, "trained" if first else "", first)
 
 
@@ -224,7 +224,7 @@ def _shown(stream: bool | OnText, title: str) -> Iterator[OnText | None]:
         yield None
         return
     if stream is not True:
-        name = "base " if title == "base" else ""
+        name = f"{title} " if title == BASE else ""
         yield lambda part, text: stream(name + part, text)
         return
     printed = Printed(title)

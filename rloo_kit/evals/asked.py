@@ -3,12 +3,18 @@
 from pathlib import Path
 from typing import Any, Protocol
 
-from rloo_kit.data.chat import Message
+from transformers import AutoTokenizer
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.chat import Message, resolve_family
 from rloo_kit.embedded.model import RECORD
 from rloo_kit.evals.ask import Answer, ask
-from rloo_kit.models.policy import Policy
+from rloo_kit.models.checkpoint import find_source
+from rloo_kit.models.policy import Policy, load_policy
 from rloo_kit.models.trained import load_base, load_trained
-from rloo_kit.runs.exported import origin_of
+from rloo_kit.rollout.llama import LlamaModel
+from rloo_kit.runs.exported import find_gguf, origin_of
+from rloo_kit.think_tags import bind_think_tags
 
 
 class Asked(Protocol):
@@ -30,7 +36,7 @@ class TrainedModel:
 
     def __init__(self, source: Path, *overrides: str) -> None:
         self._source, self._overrides = source, overrides
-        self.run, self.policy = load_trained(source, *overrides)
+        self.run, self.policy = self._load()
         self._base: Policy | None = None
         self.single = ""
         if self.policy.family == "plain":
@@ -40,20 +46,38 @@ class TrainedModel:
 
     def ask(self, question: str | list[Message], *, base: bool = False, **options: Any) -> Answer:
         """`evals.ask.ask`; a base of its own is loaded when it is asked first."""
-        named: bool | Policy = base
-        if base and not self._has_adapter():
-            self._base = self._base or load_base(self._source, *self._overrides)
-            named = self._base or True
-        return ask(self.run, self.policy, question, base=named, **options)
+        if base and self._base is None:
+            self._base = self._load_base()
+        return ask(self.run, self.policy, question, base=base and (self._base or True), **options)
 
-    def _has_adapter(self) -> bool:
-        return self.run.model.adapter is not None
+    def _load(self) -> tuple[RunConfig, Policy]:
+        return load_trained(self._source, *self._overrides)
+
+    def _load_base(self) -> Policy | None:
+        """None: the policy without its adapter."""
+        return load_base(self._source, *self._overrides)
 
     def _is_embedded(self) -> bool:
         base = Path(self.policy.model.config.name_or_path)
         return origin_of(self._source).model.is_embedded or (base / RECORD).is_file()
 
 
+class GgufModel(TrainedModel):
+    """A GGUF file, with the tokenizer and the prompts of the run that exported it."""
+
+    def _load(self) -> tuple[RunConfig, Policy]:
+        run = origin_of(self._source, *self._overrides)
+        file = find_gguf(self._source)
+        assert file is not None
+        tokenizer = AutoTokenizer.from_pretrained(find_source(run).base)
+        family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
+        model = LlamaModel(file, run.model.max_seq_length)
+        return run, Policy(model, tokenizer, "transformers", "llama.cpp", bind_think_tags(tokenizer), family, {})
+
+    def _load_base(self) -> Policy | None:
+        return load_policy(origin_of(self._source, *self._overrides), check=False)
+
+
 def open_model(source: Path, *overrides: str) -> Asked:
-    """The model of a run's folder or file, or of a folder of weights; raises as `load_trained`."""
-    return TrainedModel(source, *overrides)
+    """The model of a run's folder or file, of a folder of weights or of a GGUF file; raises as `load_trained`."""
+    return TrainedModel(source, *overrides) if find_gguf(source) is None else GgufModel(source, *overrides)

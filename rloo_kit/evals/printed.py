@@ -6,6 +6,7 @@ import sys
 from rloo_kit.rollout.text_stream import THINKING
 from rloo_kit.system.console import picture_controls
 
+BASE = "base"  # the title of what is asked first
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -19,7 +20,7 @@ class Printed:
     def __init__(self, title: str = "") -> None:
         self._file = sys.stdout
         self._dims = self._file.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        self._part, self._is_mid_line = "", False
+        self._part, self._is_mid_line, self._title = "", False, title
         if title:
             self._write(f"{title}:\n")
 
@@ -36,6 +37,8 @@ class Printed:
         """Print the line below."""
         self.end_line()
         self._write(f"{summary if self._dims else f'({summary})'}\n", dim=True)
+        if self._title == BASE:
+            self._write("\n")
 
     def end_line(self) -> None:
         """Go to the next line, unless nothing stands on this one."""

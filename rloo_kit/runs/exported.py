@@ -16,6 +16,16 @@ from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, find_run
 RUN_FILE = "rloo_kit.yaml"  # in an export: the resolved configuration of the run that it is of
 
 
+def find_gguf(source: Path) -> Path | None:
+    """The GGUF file that a source is, or the one in a folder that is no run's; ConfigError where it has several."""
+    if source.suffix == ".gguf":
+        return source
+    found = sorted(source.glob("*.gguf")) if source.is_dir() and not (source / "config.yaml").is_file() else []
+    if len(found) > 1:
+        raise ConfigError(f"{source} has several GGUF files, name one: {', '.join(file.name for file in found)}")
+    return found[0] if found else None
+
+
 def is_export(folder: Path) -> bool:
     """Whether it holds weights and is not the folder of a run."""
     names = (ADAPTER_CONFIG, MODEL_CONFIG)
@@ -28,12 +38,18 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
     For that it is `RUN_FILE` in it, or the run in whose folder it lies (a checkpoint, an export), or else the folder as
     the model of a run with defaults. Arguments and errors are those of `find_run`.
     """
-    folder = Path(source)
-    if not is_export(folder):
+    gguf = find_gguf(Path(source))
+    folder = Path(source) if gguf is None else gguf.parent
+    if gguf is None and not is_export(folder):
         return find_run(source, *overrides)
     for file in (folder / RUN_FILE, folder.parent / "config.yaml", folder.parent.parent / "config.yaml"):
         if file.is_file():
             return load_config(file, *overrides)
+    if gguf is not None:
+        raise ConfigError(
+            f"{gguf} does not say of which run it is, whose tokenizer and prompts it needs: leave it in the run's "
+            f"export/ folder, or put the run's config.yaml beside it as {RUN_FILE}"
+        )
     values: dict[str, Any] = {
         "run": {"name": folder.resolve().name},
         "model": {"name": str(folder.resolve())},

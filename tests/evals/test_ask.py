@@ -100,7 +100,7 @@ def test_a_budget_closes_the_thinking(trained):
     assert (given.thinking_tokens, given.forced, given.closed) == (3, True, True)
     wanted = sampled(run, policy, PROMPT, thinking_budget=3, answer_budget=8)
     assert given.tokens == len(wanted.ids) == 12 and "</think>" not in given.thinking + given.answer
-    assert "thinking closed by the budget; truncated" in given.summary
+    assert "3 of thinking; closed by the budget; truncated" in given.summary
     assert ask(run, policy, "1+2=", budget=11, stream=False).tokens == 11 + 1 + 4, "eval.answer_budget is the least"
     assert ask(run, policy, "1+2=", budget=3, max_tokens=6, stream=False).tokens == 6
 
@@ -327,7 +327,7 @@ def test_a_dialogue_at_a_terminal(run_folder):
         terminal.wait_for("\n> ")
         terminal.send("3+4=\n")
         shown = terminal.wait_for("tokens/s")
-        assert "3 of them thinking" in shown and "closed by the budget" in shown
+        assert "3 of thinking" in shown and "closed by the budget" in shown
         terminal.wait_for("\n> ")
         terminal.send("<think>\n")
         assert "rloo-kit: the user message holds" in terminal.wait_for("\n> ")
