@@ -22,6 +22,7 @@ _EXPORTS = {
     "check_preflight": "measure.preflight",
     "generate_completions": "rollout.completions",
     "evaluate": "evals.evaluate",
+    "ask": "evals.ask",
     "compare": "results.evaluation",
     "train": "measure.preflight",
     "read_rollouts": "runs.rollouts",

@@ -136,6 +136,11 @@ def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
     return all(torch.equal(value, copy) for value, copy in pairs)
 
 
+def is_switched_off(model: Any) -> bool:
+    """Whether this is inside a block of PEFT's `disable_adapter`, in which the model is its base."""
+    return any(getattr(module, "_disable_adapters", False) for module in model.modules())
+
+
 def find_handover_problem(model: Any) -> str | None:
     """Why another program that holds the base cannot be handed the adapter of `model`; None if it can."""
     if not is_peft_model(model):

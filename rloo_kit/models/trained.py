@@ -1,35 +1,38 @@
 """The policy that a run has trained, loaded again as the run loaded it."""
 
 from pathlib import Path
+from typing import Any
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.errors import RunNotFoundError
+from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.policy import Policy, load_policy
-from rloo_kit.runs.find import ADAPTER_CONFIG, find_run, weights_of
+from rloo_kit.runs.exported import RUN_FILE, is_export, origin_of
+from rloo_kit.runs.find import ADAPTER_CONFIG, weights_of
 
 
 def trained_run(source: str | Path, *overrides: str) -> RunConfig:
     """The configuration with which `load_policy` loads what a run has trained: its `adapter/`, on its base.
 
     Args:
-        source: the run's folder, or its YAML file. overrides: KEY=VALUE, `rollout.engine=native` for one.
+        source: the run's folder, or its YAML file; or a folder of weights, see `origin_of`.
+        overrides: KEY=VALUE, `rollout.engine=native` for one.
 
     Raises:
         RunNotFoundError: no such run, or it has not saved an adapter yet. ConfigError: as `load_config`.
     """
-    run = find_run(source, *overrides)
-    saved = run.folder / "adapter"
+    run = origin_of(source, *overrides)
+    saved = Path(source) if is_export(Path(source)) else run.folder / "adapter"
     if not saved.is_dir():
         raise RunNotFoundError(
             f"{run.folder} has no adapter/, so nothing is trained there yet: rloo-kit train {source} makes it"
         )
-    name = run.model.name
-    if (Path(name).expanduser() / ADAPTER_CONFIG).is_file():  # it continued another one, which is part of this one
-        name = find_source(run).base
     key, _, value = weights_of(saved)[0].partition("=")
-    changed = {"adapter": None, "name": name} | {key.removeprefix("model."): value}
-    run.model = run.model.model_copy(update=changed)
+    changed: dict[str, Any] = {"adapter": None, "name": run.model.name}
+    named = Path(run.model.name).expanduser()
+    if (named / ADAPTER_CONFIG).is_file() and named.resolve() != saved.resolve():
+        changed["name"] = find_source(run).base  # the run continued another adapter, which is part of this one
+    run.model = run.model.model_copy(update=changed | {key.removeprefix("model."): value})
     return run
 
 
@@ -37,3 +40,22 @@ def load_trained(source: str | Path, *overrides: str) -> tuple[RunConfig, Policy
     """`trained_run`, and its policy; raises as that and `load_policy` do."""
     run = trained_run(source, *overrides)
     return run, load_policy(run, check=False)
+
+
+def load_base(source: str | Path, *overrides: str) -> Policy | None:
+    """The model that a run began with, where what it trained holds all weights; None where that is an adapter, without
+    which the policy of `load_trained` is the base. Arguments and errors are those of `load_trained`.
+
+    Raises:
+        ConfigError: a merged model that does not say what it was made of.
+    """
+    trained = trained_run(source, *overrides)
+    if trained.model.adapter is not None:
+        return None
+    run = origin_of(source, *overrides)
+    if Path(run.model.name).resolve() == Path(trained.model.name).resolve():
+        raise ConfigError(
+            f"{source} holds whole weights, and does not say of which base (no {RUN_FILE} that names it): ask the base "
+            "by itself, rloo-kit ask FOLDER"
+        )
+    return load_policy(run, check=False)

@@ -21,7 +21,7 @@ import torch
 from peft import get_peft_model_state_dict
 
 from rloo_kit.errors import BackendError
-from rloo_kit.models.adapters import find_handover_problem
+from rloo_kit.models.adapters import find_handover_problem, is_switched_off
 from rloo_kit.system.processes import count_processes, is_distributed
 from rloo_kit.system.random_numbers import keep_random_numbers
 from rloo_kit.system.signals import hold_signals
@@ -113,13 +113,15 @@ class InProcessVllm:
         """Have it sample from the adapter of `model` as it is now; awake only.
 
         Returns:
-            the `LoRARequest` of this adapter.
+            the `LoRARequest` of this adapter; None, which is the base alone, where it is switched off.
 
         Raises:
             BackendError: an adapter that vLLM cannot represent.
         """
         if problem := find_handover_problem(model):
             raise BackendError(problem)
+        if is_switched_off(model):
+            return None
         try:
             with hold_signals():
                 request = self._hand_over(model)

@@ -13,11 +13,11 @@ import torch
 
 from rloo_kit.config.schema import RolloutSection
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.models.adapters import ADAPTER_ALONE, NO_ADAPTER, follow_umask
+from rloo_kit.models.adapters import ADAPTER_ALONE, NO_ADAPTER, follow_umask, is_switched_off
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.engine import build_engine
 from rloo_kit.rollout.thinking_budget import close_ids_for
-from rloo_kit.rollout.types import Engine, Limits, Progress
+from rloo_kit.rollout.types import Engine, Limits, OnTokens, Progress
 from rloo_kit.system.processes import is_distributed
 
 
@@ -61,6 +61,7 @@ def generate_completions(
     thinking_close: str = "tag",
     engine: str | RolloutSection | None = None,
     on_batch: Progress | None = None,
+    on_tokens: OnTokens | None = None,
 ) -> list[Completion]:
     """Completions of rendered prompts: len(prompts) x num_samples, prompt by prompt.
 
@@ -78,6 +79,8 @@ def generate_completions(
         thinking_close: what closes open thinking: "tag" for `</think>` alone, "sentence" for the Qwen3 report's.
         engine: as `rollout.engine`, or the `rollout` of a run; None: that of the run that `load_policy` read.
         on_batch: called now and then with the number of completions done so far and in total.
+        on_tokens: called with a completion's place in the result and its ids so far while it grows; see
+            docs/rollout.md for how often each engine does.
 
     Raises:
         ConfigError: a value out of range, a budget for a model without `</think>`, more tokens than the model has
@@ -100,7 +103,7 @@ def generate_completions(
     prefixes = [ids for ids in prompt_ids for _ in range(num_samples)]  # prompt-major
     end_ids = find_end_ids(policy)
     with _sampler(policy, rollout, temperature, end_ids, batch_size) as sampler, _seeded(seed):
-        sampled = sampler.sample(prefixes, limits, on_progress=on_batch)
+        sampled = sampler.sample(prefixes, limits, on_progress=on_batch, on_tokens=on_tokens)
     return [
         _completion(policy, number // num_samples, ids, end_ids, was_forced)
         for number, (ids, was_forced) in enumerate(zip(sampled.completion_ids, sampled.thinking_forced, strict=True))
@@ -151,7 +154,13 @@ def _server_settings(policy: Policy, rollout: RolloutSection) -> Iterator[Any]:
         raise ConfigError(NO_ADAPTER)
 
     def hand_over(target: Path) -> None:
-        policy.model.save_pretrained(str(target), **ADAPTER_ALONE)
+        weights = {}
+        if is_switched_off(policy.model):  # a server is always asked for an adapter: this one changes nothing
+            zeros = {
+                name: torch.zeros_like(value) for name, value in policy.model.named_parameters() if "lora_" in name
+            }
+            weights = {"state_dict": zeros}
+        policy.model.save_pretrained(str(target), **ADAPTER_ALONE, **weights)
         follow_umask(target)
 
     vocabulary = policy.model.config.get_text_config().vocab_size

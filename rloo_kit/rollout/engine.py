@@ -15,6 +15,7 @@ from rloo_kit.models.adapters import find_handover_problem
 from rloo_kit.models.policy import find_vllm, inference_mode_of
 from rloo_kit.models.vllm import VllmSettings, find_vllm_problem, start_vllm, why_without
 from rloo_kit.rollout.generate import GenerateEngine
+from rloo_kit.rollout.llama import LlamaEngine, LlamaModel
 from rloo_kit.rollout.native import NativeEngine
 from rloo_kit.rollout.own_generate import find_own_generate
 from rloo_kit.rollout.types import WHOLE, Engine, Filters
@@ -156,6 +157,8 @@ def build_engine(
         filters: of the distribution that is sampled from.
         say: gets one line when rows are halved because memory ran out.
     """
+    if isinstance(model, LlamaModel):
+        return LlamaEngine(model, temperature, end_ids)
     name, reason = choose_engine(engine, backend, model)
     check_cache(cache, name, backend, on_cuda=model.device.type == "cuda")
     if cache != "plain":

@@ -17,7 +17,7 @@ import torch
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout.filters import Cut, make_cut
 from rloo_kit.rollout.thinking_budget import CompletionState, collect_rollout
-from rloo_kit.rollout.types import WHOLE, Filters, Limits, Progress, Rollout
+from rloo_kit.rollout.types import WHOLE, Filters, Limits, OnTokens, Progress, Rollout
 from rloo_kit.system.memory import is_out_of_memory
 
 # Every option that reshapes the distribution, at its neutral value: `generate` takes what is missing from the
@@ -81,6 +81,7 @@ class GenerateEngine:
         limits: Limits,
         expected_lengths: Sequence[float] | None = None,
         on_progress: Progress | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Rollout:
         """See `types.Engine`."""
         states = [CompletionState(limits, self._end_ids) for _ in prompt_ids]
@@ -93,7 +94,8 @@ class GenerateEngine:
             while order:
                 batch = next_batch(order, lengths, self.rows or len(order))
                 begun = [CompletionState(limits, self._end_ids) for _ in batch]
-                if not self._generate([prompt_ids[row] for row in batch], begun):
+                watch = None if on_tokens is None else _watch(on_tokens, batch)
+                if not self._generate([prompt_ids[row] for row in batch], begun, watch):
                     self._halve(len(batch), len(order))
                     continue
                 for row, state in zip(batch, begun, strict=True):
@@ -103,14 +105,16 @@ class GenerateEngine:
                     on_progress(total - len(order), total)
         return collect_rollout(states, self._temperature)
 
-    def _generate(self, prompts: list[list[int]], states: list[CompletionState]) -> bool:
+    def _generate(
+        self, prompts: list[list[int]], states: list[CompletionState], on_tokens: OnTokens | None = None
+    ) -> bool:
         """Complete the states; False if memory ran out and they have to start over."""
         prefixes = [prompt + state.ids for prompt, state in zip(prompts, states, strict=True)]
         width = max(len(ids) for ids in prefixes)
         padded = [[self._pad_id] * (width - len(ids)) + ids for ids in prefixes]
         mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prefixes]
         device = self._model.get_input_embeddings().weight.device
-        steering = _Steering(self._temperature, states, self._end_ids[0], self._cut_behind(prefixes, device))
+        steering = _Steering(self._temperature, states, self._end_ids[0], self._cut_behind(prefixes, device), on_tokens)
         try:
             output = self._model.generate(
                 input_ids=torch.tensor(padded, device=device),  # (B, P)
@@ -173,18 +177,32 @@ def next_batch(order: list[int], lengths: list[int], rows: int) -> list[int]:
     return order[:rows]
 
 
+def _watch(on_tokens: OnTokens, batch: list[int]) -> OnTokens:
+    """`on_tokens` for the rows of a batch, which are the completions `batch` of the call."""
+    return lambda row, ids: on_tokens(batch[row], ids)
+
+
 class _Steering:
     """A logits processor: divides by the temperature, filters, records the previous token's log-probability, closes
     thinking.
 
     With a budget, each token goes to its row's `CompletionState` when it is drawn, which says the id that is forced
-    next; a finished row gets the end token. Without a budget all tokens go there at the end.
+    next; a finished row gets the end token. With neither a budget nor `on_tokens`, which is called with them a token
+    late, all tokens go there at the end.
 
     Shapes: (B, P + C so far) ids, (B, V) scores.
     """
 
-    def __init__(self, temperature: float, states: list[CompletionState], end_id: int, cut: Cut | None = None) -> None:
+    def __init__(
+        self,
+        temperature: float,
+        states: list[CompletionState],
+        end_id: int,
+        cut: Cut | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> None:
         self.temperature, self.states, self.end_id, self.cut = temperature, states, end_id, cut
+        self.on_tokens = on_tokens
         self.has_budget = any(state.has_budget for state in states)
         self.before: torch.Tensor | None = None  # (B, V), log-probabilities that the next token is drawn from
         self.noted: list[torch.Tensor] = []  # (B,) a token
@@ -214,14 +232,17 @@ class _Steering:
     def _note(self, input_ids: torch.Tensor, is_last: bool = False) -> None:
         assert self.before is not None
         self.noted.append(self.before.gather(1, input_ids[:, -1:]).squeeze(1))
-        if not self.has_budget and not is_last:
+        if not self.has_budget and self.on_tokens is None and not is_last:
             return
         ids = input_ids[:, self.first :].tolist()
         logps = torch.stack(self.noted, dim=1).tolist()
-        for state, row, scores in zip(self.states, ids, logps, strict=True):
+        for number, (state, row, scores) in enumerate(zip(self.states, ids, logps, strict=True)):
+            before = len(state.ids)
             for token, logp in zip(row, scores, strict=True):
                 if not state.finished:
                     state.take(token, logp)
+            if self.on_tokens is not None and len(state.ids) > before:
+                self.on_tokens(number, state.ids)
         self.first, self.noted = input_ids.size(1), []
 
     def _force(self, scores: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from rloo_kit.rollout.decoders import FusedDecoder, ModuleDecoder, NotPlainError
 from rloo_kit.rollout.filters import Cut, make_cut
 from rloo_kit.rollout.kv_cache import SlotCache, make_cache
 from rloo_kit.rollout.thinking_budget import CompletionState, begin_completions, collect_rollout, take_tokens
-from rloo_kit.rollout.types import WHOLE, Filters, Limits, Progress, Rollout
+from rloo_kit.rollout.types import WHOLE, Filters, Limits, OnTokens, Progress, Rollout
 from rloo_kit.system.memory import is_out_of_memory
 
 PREFILL_TOKENS = 16384  # of one prefill, padding included
@@ -84,6 +84,7 @@ class NativeEngine:
         limits: Limits,
         expected_lengths: Sequence[float] | None = None,
         on_progress: Progress | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Rollout:
         """See `types.Engine`."""
         states = begin_completions(limits, self._end_ids, len(prompt_ids))
@@ -95,10 +96,17 @@ class NativeEngine:
             self._decoder = type(decoder)
             waiting = deque(rows)
             while waiting:
-                self._run(decoder, waiting, len(states), on_progress)
+                self._run(decoder, waiting, len(states), on_progress, on_tokens)
         return collect_rollout(states, self._temperature)
 
-    def _run(self, decoder: ModuleDecoder, waiting: deque[_Row], total: int, on_progress: Progress | None) -> None:
+    def _run(
+        self,
+        decoder: ModuleDecoder,
+        waiting: deque[_Row],
+        total: int,
+        on_progress: Progress | None,
+        on_tokens: OnTokens | None,
+    ) -> None:
         """Generate until nothing waits, or until memory runs out: unfinished rows then wait again."""
         slots = min(self.rows or len(waiting), len(waiting))
         live: list[_Row] = []
@@ -112,6 +120,9 @@ class NativeEngine:
                     self._fill(decoder, cache, entering, len(live))
                     live, entering = live + entering, []
                 finished = self._step(decoder, cache, live)
+                if on_tokens is not None:
+                    for row in live:
+                        on_tokens(row.number, row.state.ids)
                 if finished:
                     live = _compact(cache, live)
                     if not waiting:

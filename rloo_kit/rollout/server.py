@@ -22,7 +22,7 @@ import torch
 from rloo_kit.collective import share, wait_for_all
 from rloo_kit.errors import RolloutServerError
 from rloo_kit.rollout.thinking_budget import CompletionState, collect_rollout
-from rloo_kit.rollout.types import WHOLE, Filters, Limits, Progress, Rollout
+from rloo_kit.rollout.types import WHOLE, Filters, Limits, OnTokens, Progress, Rollout
 from rloo_kit.rollout.vllm_answers import Continuation
 from rloo_kit.rollout.vllm_client import AdapterLostError, VllmClient
 from rloo_kit.system.processes import is_main_process
@@ -94,8 +94,10 @@ class ServerEngine:
         limits: Limits,
         expected_lengths: Sequence[float] | None = None,
         on_progress: Progress | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Rollout:
         """See `types.Engine`; called by all processes of a run at once. torch's random numbers seed the requests.
+        `on_tokens` gets whole completions, when all are there: an answer of the server is one piece.
 
         Raises:
             RolloutServerError: the server is down, refuses the adapter or cannot hold the completions.
@@ -114,6 +116,9 @@ class ServerEngine:
         at_once = self.rows or IN_FLIGHT
         found = _run_all(sample_one, order, at_once, on_progress, self._count_losses, self._client.hang_up)
         states = [found[number] for number in range(len(prompt_ids))]
+        if on_tokens is not None:
+            for number, state in enumerate(states):
+                on_tokens(number, state.ids)
         return collect_rollout(states, self._temperature)
 
     def close(self) -> None:

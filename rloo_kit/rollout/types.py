@@ -89,6 +89,15 @@ class Progress(Protocol):
     def __call__(self, done: int, total: int, /) -> None: ...
 
 
+class OnTokens(Protocol):
+    """Called with a prompt's place and the ids of its completion so far, forced ones included, each time it has grown.
+
+    The list is the engine's own: read it, do not keep it. After the engine ran out of memory it may hold fewer ids.
+    """
+
+    def __call__(self, number: int, ids: list[int], /) -> None: ...
+
+
 class Engine(Protocol):
     """Samples completions of prompts; `engine.build_engine` chooses one.
 
@@ -107,6 +116,7 @@ class Engine(Protocol):
         limits: Limits,
         expected_lengths: Sequence[float] | None = None,
         on_progress: Progress | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Rollout:
         """One completion for each prompt; neighbours with equal prompts are a group.
 
@@ -115,6 +125,7 @@ class Engine(Protocol):
             limits: on the completions' lengths, see `make_limits`.
             expected_lengths: one number a prompt; if not all rows fit at once, the longest start first.
             on_progress: called with the number of completions done so far and in total.
+            on_tokens: called while completions grow, in this thread; what is sampled is the same without it.
 
         The model is in evaluation mode meanwhile, and restored afterwards. Random numbers are torch's global ones.
         """

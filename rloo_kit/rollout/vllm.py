@@ -16,7 +16,7 @@ from rloo_kit.config.checks import VLLM_LEAST_TEMPERATURE
 from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.models.vllm import InProcessVllm
 from rloo_kit.rollout.thinking_budget import CompletionState, begin_completions, collect_rollout
-from rloo_kit.rollout.types import WHOLE, Filters, Limits, Progress, Rollout
+from rloo_kit.rollout.types import WHOLE, Filters, Limits, OnTokens, Progress, Rollout
 from rloo_kit.system.signals import hold_signals
 
 _requests = count()  # of this process: a name is used once
@@ -55,6 +55,7 @@ class VllmEngine:
         limits: Limits,
         expected_lengths: Sequence[float] | None = None,
         on_progress: Progress | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Rollout:
         """See `types.Engine`; torch's random numbers seed the requests.
 
@@ -69,12 +70,14 @@ class VllmEngine:
             order.sort(key=lambda number: -expected_lengths[number])
         with self._vllm.awake():
             adapter = self._vllm.take_adapter(self._model)
-            requests = _Requests(self._vllm.engine, adapter, self._sampling(), prompt_ids, states, seeds)
+            sampling = self._sampling(streams=on_tokens is not None)
+            requests = _Requests(self._vllm.engine, adapter, sampling, prompt_ids, states, seeds, on_tokens)
             requests.run(order, on_progress)
         return collect_rollout(states, self._temperature)
 
-    def _sampling(self) -> dict[str, Any]:
-        """What all requests of a call have in common, as keywords of SamplingParams."""
+    def _sampling(self, streams: bool) -> dict[str, Any]:
+        """What all requests of a call have in common, as keywords of SamplingParams; `streams`: they tell of each step,
+        not of the last alone."""
         from vllm.sampling_params import RequestOutputKind
 
         return {
@@ -83,7 +86,7 @@ class VllmEngine:
             "ignore_eos": True,  # only a request's own stops end it, not the ends of the checkpoint's files
             "logprobs": 0,  # of the sampled token alone
             "detokenize": False,
-            "output_kind": RequestOutputKind.FINAL_ONLY,
+            "output_kind": RequestOutputKind.CUMULATIVE if streams else RequestOutputKind.FINAL_ONLY,
         }
 
     def _check_lengths(self, prompt_ids: list[list[int]], limits: Limits) -> None:
@@ -107,9 +110,10 @@ class _Requests:
         prompts: list[list[int]],
         states: list[CompletionState],
         seeds: list[int],
+        on_tokens: OnTokens | None = None,
     ) -> None:
         self._engine, self._adapter, self._sampling = engine, adapter, sampling
-        self._prompts, self._states, self._seeds = prompts, states, seeds
+        self._prompts, self._states, self._seeds, self._on_tokens = prompts, states, seeds, on_tokens
         self._open: dict[str, int] = {}  # row by the name of its request
 
     def run(self, order: list[int], on_progress: Progress | None) -> None:
@@ -121,6 +125,8 @@ class _Requests:
             while self._open:
                 with hold_signals():  # a step that is cut short leaves the engine unusable
                     outputs = self._engine.step()
+                if self._on_tokens is not None:
+                    self._tell(outputs)
                 done = [self._take(output) for output in outputs if output.finished]
                 if on_progress is not None and any(done):
                     on_progress(total - len(self._open), total)
@@ -128,6 +134,13 @@ class _Requests:
             if self._open:
                 with hold_signals():
                     self._engine.abort_request(list(self._open))
+
+    def _tell(self, outputs: list[Any]) -> None:
+        """Hand on what open requests have so far, behind the tokens that their states have."""
+        assert self._on_tokens is not None
+        for output in outputs:
+            number = self._open[output.request_id]
+            self._on_tokens(number, self._states[number].ids + list(output.outputs[0].token_ids))
 
     def _ask(self, number: int) -> None:
         """Request the next stretch of a completion: up to a limit, `</think>` or an end."""

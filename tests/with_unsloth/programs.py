@@ -64,7 +64,7 @@ class Recorded:
     def __init__(self, tokenizer: Any):
         self._left = [tokenizer(text)["input_ids"] for text in COMPLETIONS]
 
-    def sample(self, prompt_ids: Any, limits: Any, expected_lengths: Any = None, on_progress: Any = None) -> Any:
+    def sample(self, prompt_ids: Any, limits: Any, *_more: Any, **_named: Any) -> Any:
         from rloo_kit.rollout.types import Rollout
 
         taken, self._left = self._left[: len(prompt_ids)], self._left[len(prompt_ids) :]

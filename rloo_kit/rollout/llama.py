@@ -1,0 +1,114 @@
+"""Sampling from a GGUF file by llama.cpp in this process (`xllamacpp`): for questions, not for training.
+
+The library also listens on a free port of this machine, of which nothing here makes use.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from rloo_kit.errors import BackendError, SetupError
+from rloo_kit.rollout.thinking_budget import CompletionState, begin_completions, collect_rollout
+from rloo_kit.rollout.types import Limits, OnTokens, Progress, Rollout
+from rloo_kit.system.versions import is_importable
+
+
+class LlamaModel:
+    """A GGUF file, in the place of a policy's model: it can be sampled from, and nothing else.
+
+    Args:
+        file: its path. max_tokens: of a prompt and its completion together.
+
+    Raises:
+        SetupError: xllamacpp is not installed. BackendError: llama.cpp cannot read the file.
+    """
+
+    def __init__(self, file: Path, max_tokens: int) -> None:
+        if not is_importable("xllamacpp"):
+            raise SetupError(
+                f"{file} is for llama.cpp, which is not here: pip install xllamacpp, or ask it by another program: "
+                f"llama-cli -m {file}, or ollama create NAME -f {file.parent / 'Modelfile'} and ollama run NAME"
+            )
+        import xllamacpp
+
+        parameters = xllamacpp.CommonParams()
+        parameters.model.path, parameters.n_ctx = str(file), max_tokens
+        parameters.n_parallel, parameters.warmup, parameters.verbosity = 1, False, 0
+        try:
+            self.server = xllamacpp.Server(parameters)
+        except RuntimeError as error:
+            raise BackendError(f"llama.cpp cannot load {file}: {error}") from error
+        self.config = SimpleNamespace(max_position_embeddings=max_tokens, name_or_path=str(file))
+        self.generation_config = SimpleNamespace(eos_token_id=None)
+        self.device = torch.device("cpu")  # of the ids
+
+
+class LlamaEngine:
+    """See `types.Engine`; its log-probabilities are NaN."""
+
+    name, reason = "llama.cpp", "the model is a GGUF file"
+    rows: int | None = 1
+
+    def __init__(self, model: LlamaModel, temperature: float, end_ids: Sequence[int]) -> None:
+        self._model, self._temperature, self._end_ids = model, temperature, frozenset(end_ids)
+
+    def sample(
+        self,
+        prompt_ids: list[list[int]],
+        limits: Limits,
+        expected_lengths: Sequence[float] | None = None,
+        on_progress: Progress | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Rollout:
+        """See `types.Engine`; torch's random numbers seed the requests. BackendError where llama.cpp refuses one."""
+        states = begin_completions(limits, self._end_ids, len(prompt_ids))
+        for number, (prompt, state) in enumerate(zip(prompt_ids, states, strict=True)):
+            while not state.finished:
+                while state.next_forced is not None:
+                    state.take(state.next_forced, math.nan)
+                if not state.finished:
+                    self._continue(prompt, state, number, on_tokens)
+            if on_progress is not None:
+                on_progress(number + 1, len(states))
+        return collect_rollout(states, self._temperature)
+
+    def _continue(self, prompt: list[int], state: CompletionState, number: int, on_tokens: OnTokens | None) -> None:
+        """Sample up to the completion's end, or to where its thinking is closed by force."""
+        raised: list[BaseException] = []
+        taken = len(state.ids)
+
+        def on_chunk(chunk: dict[str, Any]) -> bool:
+            """Whether llama.cpp has to stop; an exception would not get through it."""
+            try:
+                if "choices" not in chunk:
+                    raise BackendError(f"llama.cpp refuses the prompt: {chunk.get('message', chunk)}")
+                scores = chunk["choices"][0].get("logprobs") or {}
+                for token in scores.get("content") or []:
+                    if not state.finished and state.next_forced is None:
+                        state.take(token["id"], math.nan)
+                        if on_tokens is not None:
+                            on_tokens(number, state.ids)
+            except BaseException as error:
+                raised.append(error)
+            return bool(raised) or state.finished or state.next_forced is not None
+
+        request = {
+            "prompt": prompt + state.ids,
+            "max_tokens": state.room,
+            "temperature": self._temperature,
+            "samplers": ["temperature"],  # the whole distribution
+            "seed": int(torch.randint(2**31 - 1, ())),
+            "logprobs": 1,  # with which it names the ids
+            "stream": True,
+        }
+        self._model.server.handle_completions(request, on_chunk)
+        if raised:
+            raise raised[0]
+        if len(state.ids) == taken:
+            raise BackendError("llama.cpp gave no token: is the file made for this run's tokenizer?")
+        if state.room > 0 and state.next_forced is None:
+            state.finished = True  # it ended by a token of the file's own

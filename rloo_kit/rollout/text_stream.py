@@ -1,0 +1,77 @@
+"""The text of a completion while it grows: thinking and answer apart, by token ids."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rloo_kit.think_tags import ThinkTags
+
+BYTES_OF_A_CHARACTER = 4  # in UTF-8; a token may be one of them
+THINKING, ANSWER = "thinking", "answer"
+
+
+class TextStream:
+    """Calls `on_text(part, text)` as soon as a text is certain; `part` is "thinking" or "answer".
+
+    The texts of a part, joined, are what `split_thinking` gives for the whole completion, unless that closes its
+    thinking twice: the part changes at the first `</think>`.
+
+    Args:
+        opened: the prompt has opened the thinking.
+    """
+
+    def __init__(self, tokenizer: Any, tags: ThinkTags, opened: bool, on_text: Callable[[str, str], None]) -> None:
+        self._tokenizer, self._tags, self._on_text = tokenizer, tags, on_text
+        self._part, self._is_closed = THINKING if opened else ANSWER, False
+        self._taken = 0  # ids of the completion
+        self._begin_part()
+
+    def feed(self, ids: list[int]) -> None:
+        """Take the completion's ids so far."""
+        for place in range(self._taken, len(ids)):
+            self._take(ids[place], is_first=place == 0)
+        self._taken = max(self._taken, len(ids))
+
+    def _take(self, token: int, is_first: bool) -> None:
+        ends, starts = token == self._tags.end_id, token == self._tags.start_id
+        if not self._is_closed and (ends or (starts and (is_first or self._part == ANSWER))):
+            self._is_closed = ends
+            self._turn_to(ANSWER if ends else THINKING)
+        else:
+            self._ids.append(token)
+            self._decode(is_last=False)
+
+    def close(self) -> None:
+        """Hand on what was held back: bytes that never became a character."""
+        self._decode(is_last=True)
+
+    def _turn_to(self, part: str) -> None:
+        self.close()
+        self._part = part
+        self._begin_part()
+
+    def _begin_part(self) -> None:
+        self._ids: list[int] = []  # of the part, those before `_known` only for the blanks that a tokenizer leaves out
+        self._known = 0  # of them are in the text
+        self._shown = False
+        self._blanks = ""  # at the end so far, shown once something follows
+
+    def _decode(self, is_last: bool) -> None:
+        before = self._text(self._ids[: self._known])
+        text = self._text(self._ids)
+        is_whole = not text.endswith("\ufffd") or len(self._ids) - self._known >= BYTES_OF_A_CHARACTER
+        if not is_last and not is_whole:
+            return
+        self._ids, self._known = self._ids[self._known :], len(self._ids) - self._known
+        self._show(text[len(before) :])
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
+
+    def _show(self, text: str) -> None:
+        text = self._blanks + text
+        text = text if self._shown else text.lstrip()
+        rest = text.rstrip()
+        self._blanks = text[len(rest) :]
+        if rest:
+            self._shown = True
+            self._on_text(self._part, rest)

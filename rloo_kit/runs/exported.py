@@ -1,0 +1,77 @@
+"""A folder of weights alone, as a run: an exported adapter or merged model, a checkpoint, or anybody's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rloo_kit.config.derived import THINKING_LENGTH
+from rloo_kit.config.messages import explain_error
+from rloo_kit.config.run import RunConfig, load_config
+from rloo_kit.config.yaml_files import apply_override
+from rloo_kit.errors import ConfigError
+from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, find_run
+
+RUN_FILE = "rloo_kit.yaml"  # in an export: the resolved configuration of the run that it is of
+
+
+def find_gguf(source: Path) -> Path | None:
+    """The GGUF file that a source is, or the one in a folder that is no run's; ConfigError where it has several."""
+    if source.suffix == ".gguf":
+        return source
+    found = sorted(source.glob("*.gguf")) if source.is_dir() and not (source / "config.yaml").is_file() else []
+    if len(found) > 1:
+        raise ConfigError(f"{source} has several GGUF files, name one: {', '.join(file.name for file in found)}")
+    return found[0] if found else None
+
+
+def is_export(folder: Path) -> bool:
+    """Whether it holds weights and is not the folder of a run."""
+    names = (ADAPTER_CONFIG, MODEL_CONFIG)
+    return not (folder / "config.yaml").is_file() and any((folder / name).is_file() for name in names)
+
+
+def origin_of(source: str | Path, *overrides: str) -> RunConfig:
+    """The run that a source comes from, as it was trained: `find_run`, also of a folder of weights.
+
+    For that it is `RUN_FILE` in it, or the run in whose folder it lies (a checkpoint, an export), or else the folder as
+    the model of a run with defaults. Arguments and errors are those of `find_run`.
+    """
+    gguf = find_gguf(Path(source))
+    folder = Path(source) if gguf is None else gguf.parent
+    if gguf is None and not is_export(folder):
+        return find_run(source, *overrides)
+    for file in (folder / RUN_FILE, folder.parent / "config.yaml", folder.parent.parent / "config.yaml"):
+        if file.is_file():
+            return load_config(file, *overrides)
+    if gguf is not None:
+        raise ConfigError(
+            f"{gguf} does not say of which run it is, whose tokenizer and prompts it needs: leave it in the run's "
+            f"export/ folder, or put the run's config.yaml beside it as {RUN_FILE}"
+        )
+    values: dict[str, Any] = {
+        "run": {"name": folder.resolve().name},
+        "model": {"name": str(folder.resolve())},
+        # what a run has to have, and a question does not read
+        "data": {"source": "any/prompts"},
+        "rewards": [{"name": "answer_reward"}],
+        "rloo": {"max_steps": 1},
+    }
+    if (positions := _positions(folder)) is not None:
+        values["model"]["max_seq_length"] = min(positions, THINKING_LENGTH)
+    for override in overrides:
+        apply_override(values, override)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain_error(entry, RunConfig) for entry in error.errors())) from None
+
+
+def _positions(folder: Path) -> int | None:
+    """Those that a model's own file says it has; None for an adapter."""
+    try:
+        found = json.loads((folder / MODEL_CONFIG).read_text(encoding="utf-8")).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, int) else None

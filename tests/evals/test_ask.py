@@ -1,0 +1,339 @@
+"""Questions to a trained model: what it reads, what is printed of its answer, the base, budgets, the dialogue."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rloo_kit.cli.dialogue import Dialogue
+from rloo_kit.config.run import load_config
+from rloo_kit.errors import ConfigError, DataError, QuestionTooLongError
+from rloo_kit.evals.ask import Answer, ask, count_room
+from rloo_kit.evals.asked import open_model
+from rloo_kit.models.policy import load_policy, save_adapter
+from rloo_kit.models.trained import load_base, load_trained
+from rloo_kit.rollout.completions import generate_completions
+from rloo_kit.rollout.text_stream import THINKING
+from rloo_kit.runs.exported import RUN_FILE
+from tests.rollout.models import shake
+
+CONFIG = """
+run: {{output_dir: {output}}}
+model: {{name: {model}, lora: {{r: 2, alpha: 4}}, max_seq_length: 128}}
+data: {{source: any/prompts, system_prompt: Be brief., max_prompt_length: 64}}
+rewards: [{{name: length_reward}}]
+rloo: {{max_steps: 2, per_device_train_batch_size: 4, num_generations: 2, max_completion_length: 12}}
+eval: {{temperature: 0.7, answer_budget: 4}}
+"""
+
+
+@pytest.fixture(scope="module")
+def base_folder(tmp_path_factory, make_tiny_model, tiny_tokenizer) -> Path:
+    """Random weights large enough that every prompt gets its own answer; ends and tags are unlikely."""
+    folder = tmp_path_factory.mktemp("base")
+    model = make_tiny_model(initializer_range=0.3)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[256:261] = 0
+    model.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory, base_folder) -> Path:
+    """A run that has saved an adapter, which is not the identity; of a model that thinks in random bytes."""
+    output = tmp_path_factory.mktemp("outputs")
+    file = output / "tiny.yaml"
+    file.write_text(CONFIG.format(output=output, model=base_folder))
+    run = load_config(file)
+    policy = load_policy(run, check=False)
+    shake(policy.model, scale=0.5)
+    save_adapter(policy, run.folder / "adapter")
+    (run.folder / "config.yaml").write_text(run.to_yaml())
+    return run.folder
+
+
+@pytest.fixture(scope="module")
+def trained(run_folder):
+    return load_trained(run_folder)
+
+
+def sampled(run, policy, prompt, **named):
+    options = {"max_completion_length": 12, "temperature": run.eval.temperature, "engine": run.rollout}
+    (found,) = generate_completions(policy, [prompt], **options | named)
+    return found
+
+
+PROMPT = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n<think>\n"
+
+
+@pytest.mark.parametrize("engine", ["native", "generate"])
+def test_the_model_reads_what_it_was_trained_on(run_folder, engine):
+    """Without the system prompt or the template of the run the model is asked something it has never seen."""
+    run, policy = load_trained(run_folder, f"rollout.engine={engine}")
+    pieces: list[tuple[str, str]] = []
+    given = ask(run, policy, "1+2=", seed=5, stream=lambda *piece: pieces.append(piece))
+    wanted = sampled(run, policy, PROMPT, seed=5)
+    assert given.tokens == len(wanted.ids) and given.ended == wanted.ended
+    assert given.thinking == policy.tokenizer.decode(wanted.ids, skip_special_tokens=True).strip()
+    assert "".join(text for part, text in pieces if part == THINKING) == given.thinking != ""
+    assert given.answer == "" and not given.closed and given.question == "1+2="
+    assert ask(run, policy, "1+2=", seed=5, stream=False) == Answer(
+        **vars(given) | {"seconds": pytest.approx(0, abs=60)}
+    )
+    other = ask(run, policy, "1+2=", seed=5, system="Be long.", stream=False)
+    assert other.thinking != given.thinking
+
+
+def test_a_budget_closes_the_thinking(trained):
+    """A model that never stops thinking is asked for its answer; the forced token is no text of the model's."""
+    run, policy = trained
+    given = ask(run, policy, "1+2=", budget=3, stream=False)
+    assert (given.thinking_tokens, given.forced, given.closed) == (3, True, True)
+    wanted = sampled(run, policy, PROMPT, thinking_budget=3, answer_budget=8)
+    assert given.tokens == len(wanted.ids) == 12 and "</think>" not in given.thinking + given.answer
+    assert "3 of thinking; closed by the budget; truncated" in given.summary
+    assert ask(run, policy, "1+2=", budget=11, stream=False).tokens == 11 + 1 + 4, "eval.answer_budget is the least"
+    assert ask(run, policy, "1+2=", budget=3, max_tokens=6, stream=False).tokens == 6
+
+
+def test_the_base_is_the_model_without_its_adapter(trained, capsys):
+    """Compared with itself an untrained run would look like one that changed nothing; the adapter is back after."""
+    run, policy = trained
+    given = ask(run, policy, "1+2=", base=True, temperature=0)
+    plain = ask(run, policy, "1+2=", temperature=0, stream=False)
+    assert given.base is not None and given.thinking == plain.thinking != given.base.thinking
+    with policy.model.disable_adapter():
+        assert given.base.thinking == ask(run, policy, "1+2=", temperature=0, stream=False).thinking
+    printed = capsys.readouterr().out
+    assert printed.index("base:\n") < printed.index("trained:\n") and printed.count(" tokens, ") == 2
+    assert "thinking:" in printed and "\x1b" not in printed, "a file gets titles, no escape sequences"
+    assert str(given).startswith("base:\n")
+
+
+def test_what_cannot_be_asked_is_said(trained):
+    """Each of these ended in a traceback or in an answer to something else."""
+    run, policy = trained
+    with pytest.raises(QuestionTooLongError, match="model.max_seq_length"):
+        ask(run, policy, "1" * 100)
+    with pytest.raises(DataError, match="<think>"):
+        ask(run, policy, "<think>")
+    with pytest.raises(DataError, match="empty"):
+        ask(run, policy, " ")
+    assert count_room(run, policy) == 128
+
+
+def test_control_characters_of_a_model_stay_symbols(trained, capsys, monkeypatch):
+    """A random model writes the bytes of escape sequences, which would recolour or clear the terminal."""
+    run, policy = trained
+    escape = policy.tokenizer("\x1b[2Jx")["input_ids"]
+    found = type(sampled(run, policy, PROMPT))(0, [*escape, 260, *escape], "", False, len(escape))
+    monkeypatch.setattr("rloo_kit.evals.ask.generate_completions", lambda *_, **__: [found])
+    given = ask(run, policy, "1+2=")
+    printed = capsys.readouterr().out
+    assert printed.count("␛[2Jx") == 2 and "\x1b" not in printed and given.answer == "\x1b[2Jx"
+
+
+# ------------------------------------------------------------------------------------------------ what is asked
+
+
+def test_folders_of_weights_are_asked_like_their_run(run_folder, trained, tmp_path):
+    """`ask` works on what `export` writes: an adapter, and a merged model, with the run's configuration beside them,
+    found above them, or without."""
+    run, policy = trained
+    wanted = ask(run, policy, "1+2=", temperature=0, stream=False)
+    assert ask(*load_trained(run_folder / "adapter"), "1+2=", temperature=0, stream=False).thinking == wanted.thinking
+    merged = tmp_path / "merged"
+    _, whole = load_trained(run_folder)
+    whole.model.merge_and_unload().save_pretrained(merged)
+    whole.tokenizer.save_pretrained(merged)
+    bare = open_model(merged)
+    with pytest.raises(ConfigError, match="rloo_kit.yaml"):
+        bare.ask("1+2=", base=True, stream=False)
+    found = bare.ask("1+2=", temperature=0, system="Be brief.", max_tokens=12, stream=False)
+    assert found.thinking == wanted.thinking
+    (merged / RUN_FILE).write_text((run_folder / "config.yaml").read_text())
+    found = open_model(merged).ask("1+2=", temperature=0, base=True, stream=False)
+    based = ask(run, policy, "1+2=", temperature=0, base=True, stream=False)
+    assert found.thinking == wanted.thinking and found.base.thinking == based.base.thinking
+
+
+def test_a_run_that_trained_all_weights_has_its_base_loaded(tmp_path, base_folder):
+    """Its policy has no adapter to switch off, so the base would have been the trained model."""
+    file = tmp_path / "whole.yaml"
+    file.write_text(CONFIG.format(output=tmp_path, model=base_folder).replace("{r: 2, alpha: 4}", "null"))
+    run = load_config(file)
+    policy = load_policy(run, check=False)
+    with torch.no_grad():
+        policy.model.get_input_embeddings().weight.add_(torch.linspace(-1, 1, 264)[:, None])
+    save_adapter(policy, run.folder / "adapter")
+    with pytest.raises(ConfigError, match="base=base"):
+        ask(run, policy, "1+2=", base=True, stream=False)
+    found = open_model(file).ask("1+2=", base=True, temperature=0, stream=False)
+    original = load_base(file)
+    wanted = ask(run, original, "1+2=", temperature=0, stream=False)
+    assert found.base.thinking == wanted.thinking != found.thinking
+
+
+# ------------------------------------------------------------------------------------------------ the dialogue
+
+
+class Recorded:
+    """Answers with what it was asked."""
+
+    single = ""
+
+    def __init__(self, room=10_000):
+        self.seen, self.room = [], room
+
+    def ask(self, question, **options):
+        if len(str(question)) > self.room:
+            raise QuestionTooLongError("no room")
+        self.seen.append((question, options))
+        last = question if isinstance(question, str) else question[-1]["content"]
+        return Answer(last, "thought", "" if "silent" in last else f"to {last}", 1, 1, True, True, False, 0.1)
+
+
+def options(**more):
+    return {"base": False, "budget": None, "seed": 0} | more
+
+
+def test_turns_are_kept_without_their_thinking(capsys):
+    """A thought in the prompt is something that no template puts there; an empty turn is refused by the templates."""
+    asked = Recorded()
+    dialogue = Dialogue(asked, options(), history=True)
+    for line in ("one", "silent", "", "/base", "/budget 5", "two", "/reset", "/budget", "three"):
+        assert dialogue.take(line)
+    questions = [question for question, _ in asked.seen]
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "to one"}]
+    assert questions[0] == "one" and questions[1] == [*turns, {"role": "user", "content": "silent"}]
+    assert questions[2] == [*turns, {"role": "user", "content": "two"}] and questions[3] == "three"
+    assert [named["seed"] for _, named in asked.seen] == [0, 1, 2, 3]
+    assert asked.seen[2][1]["base"] and asked.seen[2][1]["budget"] == 5 and asked.seen[3][1]["budget"] is None
+    with pytest.raises(ConfigError, match="/budget 64"):
+        dialogue.take("/budget much")
+    assert not dialogue.take("/quit") and "/reset" not in capsys.readouterr().err
+
+
+def test_the_oldest_turns_make_room(capsys):
+    """A dialogue ended in an error about positions as soon as it was long."""
+    asked = Recorded(room=250)
+    dialogue = Dialogue(asked, options(), history=True)
+    for number in range(8):
+        dialogue.take(f"question {number}")
+    last = asked.seen[-1][0]
+    assert last[-1]["content"] == "question 7" and 1 < len(last) < 15 and last[0]["role"] == "user"
+    assert "oldest is left out" in capsys.readouterr().out
+    with pytest.raises(QuestionTooLongError):
+        dialogue.take("x" * 300)
+
+
+def test_history_is_rendered_by_the_template(trained):
+    """The turns before are in the prompt as the template has them."""
+    run, policy = trained
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    given = ask(run, policy, [*messages, {"role": "user", "content": "3"}], stream=False)
+    prompt = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+        "<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    )
+    wanted = policy.tokenizer.decode(sampled(run, policy, prompt).ids, skip_special_tokens=True).strip()
+    assert given.question == "3" and given.thinking == wanted
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def command(*words):
+    return [sys.executable, "-m", "rloo_kit.cli", "ask", *map(str, words)]
+
+
+@pytest.mark.slow
+def test_json_is_alone_on_stdout(run_folder):
+    """A line of a library between two objects breaks whatever reads them."""
+    words = command(run_folder, "1+2=", "3+4=", "--json", "--base", "--budget", "2", "--temperature", "0")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert (first["question"], second["question"]) == ("1+2=", "3+4=")
+    keys = ["question", "thinking", "answer", "tokens", "thinking_tokens", "ended", "closed", "forced"]
+    keys += ["seconds", "base"]
+    assert list(first) == keys and list(first["base"]) == keys
+    assert first["thinking_tokens"] == 2 and first["forced"] and first["base"]["base"] is None
+
+
+@pytest.mark.slow
+def test_a_question_comes_through_a_pipe(run_folder):
+    """`echo "1+2=" | rloo-kit ask RUN` has no terminal to ask at; an empty pipe is no question."""
+    done = subprocess.run(command(run_folder, "--json"), input="1+2=\n", capture_output=True, text=True, timeout=120)
+    assert json.loads(done.stdout)["question"] == "1+2=", done.stderr
+    empty = subprocess.run(command(run_folder), input="\n", capture_output=True, text=True, timeout=120)
+    assert empty.returncode == 2 and "there is no question" in empty.stderr
+
+
+class Terminal:
+    """A process at a terminal of its own."""
+
+    def __init__(self, words, columns=80):
+        import fcntl
+        import struct
+        import termios
+
+        self.end, other = pty.openpty()
+        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        environment = {**os.environ, "TERM": "xterm"} | {"PYTHONWARNINGS": "ignore"}
+        self.process = subprocess.Popen(
+            words, stdin=other, stdout=other, stderr=other, env=environment, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(other)
+        self.text, self.read = "", 0
+
+    def wait_for(self, text):
+        """What comes next, up to and including `text`."""
+        deadline = time.monotonic() + 120
+        while text not in self.text[self.read :]:
+            assert time.monotonic() < deadline, self.text
+            if select.select([self.end], [], [], 1)[0]:
+                self.text += os.read(self.end, 4096).decode(errors="replace")
+        start, self.read = self.read, self.text.index(text, self.read) + len(text)
+        return self.text[start : self.read]
+
+    def send(self, text):
+        os.write(self.end, text.encode())
+
+
+@pytest.mark.slow
+def test_a_dialogue_at_a_terminal(run_folder):
+    """Ctrl-C stops an answer and not the dialogue, the next question is answered, Ctrl-D ends it with code 0."""
+    terminal = Terminal(
+        command(run_folder, "--set", "model.max_seq_length=512", "--set", "rloo.max_completion_length=400")
+    )
+    try:
+        terminal.wait_for("\n> ")
+        terminal.send("1+2=\n")
+        terminal.wait_for("\x1b[2m")  # thinking is dim
+        terminal.send("\x03")
+        assert "(stopped" in terminal.wait_for("\n> ")
+        terminal.send("/budget 3\n")
+        terminal.wait_for("\n> ")
+        terminal.send("3+4=\n")
+        shown = terminal.wait_for("tokens/s")
+        assert "3 of thinking" in shown and "closed by the budget" in shown
+        terminal.wait_for("\n> ")
+        terminal.send("<think>\n")
+        assert "rloo-kit: the user message holds" in terminal.wait_for("\n> ")
+        terminal.send("\x04")
+        assert terminal.process.wait(60) == 0
+    finally:
+        if terminal.process.poll() is None:
+            os.killpg(terminal.process.pid, signal.SIGKILL)
+        os.close(terminal.end)

@@ -1,0 +1,81 @@
+"""Questions that vLLM answers: in this process while the text grows, and on a server; the base without its adapter."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.with_vllm.conftest import VllmServer
+
+ROOT = Path(__file__).resolve().parents[2]
+THINKING = ROOT / "configs" / "arithmetic_thinking.yaml"
+QUESTION = "47+385="
+
+
+def make_policy(*words: str) -> tuple[Any, Any]:
+    import rloo_kit as kit
+    from tests.rollout.models import shake
+
+    kit.setup_environment()
+    run = kit.load_config(THINKING, "model.max_seq_length=512", *words)
+    policy = kit.load_policy(run)
+    shake(policy.model, scale=0.1)
+    return run, policy
+
+
+@pytest.fixture(scope="module")
+def in_process(vllm_is_here: None) -> tuple[Any, Any]:
+    return make_policy("rollout.engine=vllm")
+
+
+@pytest.mark.parametrize("budget", [None, 6])
+def test_vllm_streams_what_it_samples_without_a_listener(in_process: tuple[Any, Any], budget: int | None) -> None:
+    """A request that tells of each step is another kind of request: its tokens have to be the same, for a seed, and
+    those behind a forced close come from a second one."""
+    import rloo_kit as kit
+
+    run, policy = in_process
+    pieces: list[tuple[str, str]] = []
+    for temperature in (0.0, 1.0):
+        pieces.clear()
+        options = {"temperature": temperature, "seed": 3, "budget": budget}
+        heard = kit.ask(run, policy, QUESTION, stream=lambda *piece: pieces.append(piece), **options)
+        plain = kit.ask(run, policy, QUESTION, stream=False, **options)
+        named = ("thinking", "answer", "tokens", "thinking_tokens", "ended", "forced")
+        assert all(getattr(heard, name) == getattr(plain, name) for name in named)
+        for part in ("thinking", "answer"):
+            assert "".join(text for found, text in pieces if found == part) == getattr(heard, part)
+        assert len(pieces) > 4, "token by token"
+        assert heard.forced == (budget is not None and heard.thinking_tokens == budget)
+
+
+def test_vllm_asks_the_base_without_the_adapter(in_process: tuple[Any, Any]) -> None:
+    """The adapter is handed over for each call: one that is switched off must not be, and is back afterwards."""
+    import rloo_kit as kit
+
+    run, policy = in_process
+    given = kit.ask(run, policy, QUESTION, base=True, temperature=0, stream=False)
+    assert given.base is not None
+    same = run.model_copy(update={"rollout": run.rollout.model_copy(update={"engine": "native"})})
+    own = kit.ask(same, policy, QUESTION, base=True, temperature=0, stream=False)
+    assert own.base is not None
+    assert (given.thinking, given.answer) == (own.thinking, own.answer)
+    assert (given.base.thinking, given.base.answer) == (own.base.thinking, own.base.answer)
+    assert (given.thinking, given.answer) != (given.base.thinking, given.base.answer)
+
+
+def test_a_server_answers_for_the_policy_and_its_base(make_server: Callable[..., VllmServer]) -> None:
+    """A server is always asked for an adapter; the base's is one that changes nothing."""
+    import rloo_kit as kit
+
+    server = make_server().start()
+    run, policy = make_policy("rollout.engine=server", f"rollout.server_url={server.url}")
+    pieces: list[tuple[str, str]] = []
+    given = kit.ask(run, policy, QUESTION, base=True, temperature=0, stream=lambda *piece: pieces.append(piece))
+    native = run.model_copy(update={"rollout": type(run.rollout)(engine="native")})
+    own = kit.ask(native, policy, QUESTION, base=True, temperature=0, stream=False)
+    assert given.base is not None and own.base is not None
+    assert (given.thinking, given.answer) == (own.thinking, own.answer)
+    assert (given.base.thinking, given.base.answer) == (own.base.thinking, own.base.answer)
+    assert "".join(text for part, text in pieces if part == "thinking") == given.thinking
