@@ -67,14 +67,14 @@ def split_thinking(ids: list[int], tokenizer: Any, tags: ThinkTags, opened: bool
 
 
 def answer_offset(text: str, ids: list[int], tokenizer: Any, tags: ThinkTags) -> int | None:
-    """Where the answer begins in a completion's text, in characters: behind its last `</think>` by ID; None without one.
+    """Where the answer begins in a completion's text, in characters: behind the last `</think>` by ID; None without.
 
     Args:
         text: `ids` decoded without special tokens. ids: the completion, (C,).
     """
-    count = ids.count(tags.end_id) if tags.end_id is not None else 0
-    if not count:
+    if tags.end_id is None or tags.end_id not in ids:
         return None
+    count = ids.count(tags.end_id)
     if text.count(THINK_END) == count:  # every tag of the text is one by ID, so that nothing has to be decoded
         return text.rindex(THINK_END) + len(THINK_END)
     cut = len(ids) - ids[::-1].index(tags.end_id)

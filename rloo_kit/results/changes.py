@@ -10,7 +10,17 @@ from rloo_kit.results.texts import cut_parts, longest_that_fits, plain
 RIGHT = 0.5  # share of a prompt's completions from which it counts as right
 ROOM = 4_000_000  # characters of completions in a page
 # Of a prompt: regressions first. With answers right or wrong, without them what became of its mean reward.
-KINDS = ("broken", "still wrong", "fixed", "still right", "reward fell", "reward rose", "reward the same", "wrong", "right")
+KINDS = (
+    "broken",
+    "still wrong",
+    "fixed",
+    "still right",
+    "reward fell",
+    "reward rose",
+    "reward the same",
+    "wrong",
+    "right",
+)
 
 
 @dataclass
@@ -46,7 +56,9 @@ def find_changes(before: Evaluation | None, after: Evaluation | None) -> Changes
             rest = iter(sampled)
             flags = [one["correct"] is not None for one in _samples(after)]
             kinds = [next(rest) if flag else None for flag in flags]
-    return Changes({name: one for name, one in counts.items() if one}, _prompts(before, after, kinds), measured[-1].num_prompts)
+    return Changes(
+        {name: one for name, one in counts.items() if one}, _prompts(before, after, kinds), measured[-1].num_prompts
+    )
 
 
 def _samples(evaluation: Evaluation) -> list[dict[str, Any]]:
@@ -56,7 +68,12 @@ def _samples(evaluation: Evaluation) -> list[dict[str, Any]]:
 def _kinds(before: list[float] | None, after: list[float] | None) -> list[str]:
     if before is None or after is None or len(before) != len(after):
         return []
-    names = {(False, False): "still wrong", (False, True): "fixed", (True, False): "broken", (True, True): "still right"}
+    names = {
+        (False, False): "still wrong",
+        (False, True): "fixed",
+        (True, False): "broken",
+        (True, True): "still right",
+    }
     return [names[old >= RIGHT, new >= RIGHT] for old, new in zip(before, after, strict=True)]
 
 
@@ -73,7 +90,9 @@ def _count(kinds: list[Any]) -> dict[str, int]:
     return {kind: kinds.count(kind) for kind in KINDS if kind in kinds}
 
 
-def _prompts(before: Evaluation | None, after: Evaluation | None, kinds: list[str | None] | None) -> list[dict[str, Any]]:
+def _prompts(
+    before: Evaluation | None, after: Evaluation | None, kinds: list[str | None] | None
+) -> list[dict[str, Any]]:
     sides = {name: one for name, one in (("before", before), ("after", after)) if one is not None}
     pairs = pair_samples(**{name: _All(_samples(one)) for name, one in sides.items()})  # type: ignore[arg-type]
     texts = [[sample[part] for part in ("thinking", "answer")] for pair in pairs for sample in pair.samples.values()]

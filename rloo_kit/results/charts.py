@@ -1,4 +1,4 @@
-"""The drawings of a report: small SVG charts in the page's own colours and font, with linear work for any run length."""
+"""The drawings of a report: small SVG charts in the page's colours and font, of any number of steps."""
 
 import math
 from collections.abc import Sequence
@@ -143,6 +143,8 @@ class _Scale:
             low, high = 0.0, 1.0
         elif chart.form != "share" and 0 <= low <= 0.6 * high:
             low = 0.0
+        elif chart.form == "share" and high - low < 0.1:
+            low, high = (max(high - 0.1, 0.0), high) if high > 0.5 else (low, min(low + 0.1, 1.0))
         spread = (high - low) or abs(high) or 1.0
         ticks = nice_ticks(low, high) if high > low else [low]
         return cls(first, last, low - MARGIN * spread, high + MARGIN * spread, ticks)
@@ -164,7 +166,8 @@ def nice_ticks(low: float, high: float, wanted: int = 4, whole: bool = False) ->
     power = 10.0 ** math.floor(math.log10(rough))
     if whole:
         power = max(power, 1.0)
-    step = min((factor * power for factor in ((1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10))), key=lambda one: abs(one - rough))
+    factors = (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10)
+    step = min((factor * power for factor in factors), key=lambda one: abs(one - rough))
     first = math.ceil(low / step - 1e-9)
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
@@ -181,12 +184,12 @@ def _grid(chart: Chart, scale: _Scale) -> str:
     else:
         ticks = nice_ticks(scale.first, scale.last, 5, whole=True)
         below = [(tick, f"{tick:,.0f}") for tick in ticks]
-    for place, label in below:
-        parts.append(
-            f'<text class="tick" x="{scale.x(place):.1f}" y="{HEIGHT - 14}" text-anchor="middle">{escape_text(label)}</text>'
-        )
-    x = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text class="tick" x="{x:.0f}" y="{HEIGHT - 2}" text-anchor="middle">{escape_text(chart.note)}</text>')
+    places = [(scale.x(place), HEIGHT - 15, label) for place, label in below]
+    places.append(((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, chart.note))
+    parts += [
+        f'<text class="tick" x="{x:.1f}" y="{y}" text-anchor="middle">{escape_text(label)}</text>'
+        for x, y, label in places
+    ]
     return "".join(parts)
 
 
@@ -202,13 +205,14 @@ def _tick_text(tick: float, form: str, ticks: Sequence[float]) -> str:
 
 def _mark(mark: Mark, scale: _Scale, row: int) -> str:
     since, last = (scale.x(min(max(step, scale.first), scale.last)) for step in (mark.since, mark.last))
-    bottom = HEIGHT - BOTTOM
+    top, bottom = TOP - 8, HEIGHT - BOTTOM
     is_right = since > WIDTH * 0.55
     x, anchor = (since - 4, "end") if is_right else (since + 4, "start")
     return (
-        f'<rect class="band" x="{since:.1f}" y="{TOP - 8}" width="{max(last - since, 1):.1f}" height="{bottom - TOP + 8}"/>'
-        f'<line class="mark" x1="{since:.1f}" x2="{since:.1f}" y1="{TOP - 8}" y2="{bottom}"/>'
-        f'<text class="flag" x="{x:.1f}" y="{TOP + 2 + 12 * row}" text-anchor="{anchor}">{escape_text(mark.name)}</text>'
+        f'<rect class="band" x="{since:.1f}" y="{top}" width="{max(last - since, 1):.1f}" height="{bottom - top}"/>'
+        f'<line class="mark" x1="{since:.1f}" x2="{since:.1f}" y1="{top}" y2="{bottom}"/>'
+        f'<text class="flag" x="{x:.1f}" y="{top + 10 + 12 * row}" text-anchor="{anchor}">'
+        f"{escape_text(mark.name)}</text>"
     )
 
 
@@ -227,19 +231,22 @@ def _dots(points: Sequence[Point], scale: _Scale, kind: str) -> str:
     points = thin_out(points, MOST_POINTS // 2)
     known = [one for one in points if one.low is not None and one.high is not None]
     parts = []
-    if len(known) > 2 and not kind == "s0":
+    if len(known) > 2 and kind == "s1":
         upper = [(one.step, one.high) for one in known]
         lower = [(one.step, one.low) for one in reversed(known)]
         edge = " ".join(f"{scale.x(step):.1f},{scale.y(end or 0.0):.1f}" for step, end in [*upper, *lower])
         parts.append(f'<polygon class="area {kind}" points="{edge}"/>')
     if len(points) > 1:
-        parts.append(f'<path class="line {kind}" d="{_path(points, scale)}"/>')
+        way = " sparse" if len(points) == 2 else ""  # nothing is known of the steps between
+        parts.append(f'<path class="line {kind}{way}" d="{_path(points, scale)}"/>')
     for one in known:
         x = scale.x(one.step)
         low, high = scale.y(one.low or 0.0), scale.y(one.high or 0.0)
         parts.append(f'<line class="ends {kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>')
     size = 3.5 if len(points) <= 40 else 2
-    parts += [f'<circle class="dot {kind}" cx="{scale.x(one.step):.1f}" cy="{scale.y(one.value):.1f}" r="{size}"/>' for one in points]
+    for one in points:
+        x, y = scale.x(one.step), scale.y(one.value)
+        parts.append(f'<circle class="dot {kind}" cx="{x:.1f}" cy="{y:.1f}" r="{size}"/>')
     return "".join(parts)
 
 

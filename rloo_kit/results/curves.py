@@ -15,6 +15,7 @@ from rloo_kit.results.pages import escape_text
 
 Row = Mapping[str, Any]
 SAME = 1e-9  # two values that differ by less are one
+FLAT = 0.02  # a share that moves by less over a whole run is named, not drawn
 _REWARD = re.compile(r"rewards/(.+)/mean")
 
 
@@ -30,10 +31,17 @@ class _Panel:
         return [(one.step, one.value) for points in self.chart.series.values() for one in points]
 
     @property
-    def is_constant(self) -> bool:
-        """Whether every value is the same, so that a curve says no more than the value."""
+    def is_flat(self) -> bool:
+        """Whether every value is the same, or nearly, so that a curve says no more than the value."""
         values = self.chart.values
-        return max(values) - min(values) <= SAME * max(1.0, abs(values[0]))
+        return max(values) - min(values) <= (FLAT if self.chart.form == "share" else SAME * max(1.0, abs(values[0])))
+
+    @property
+    def in_words(self) -> str:
+        """The title with the value, or the two ends of the values."""
+        form, values = self.chart.form, self.chart.values
+        ends = list(dict.fromkeys(format_value(end, form) for end in (min(values), max(values))))
+        return f"{self.chart.title[:1].lower()}{self.chart.title[1:]} {' to '.join(ends)}".replace("kL", "KL")
 
     def equals(self, other: "_Panel") -> bool:
         mine, its = self.values, other.values
@@ -54,9 +62,9 @@ def draw_curves_of(
     by_step = {row["step"]: row for row in metrics if is_number(row.get("step"))}
     rows = [by_step[step] for step in sorted(by_step)]
     panels = [] if held_out is None else [_Panel(held_out, {"eval/accuracy"})]
-    for one in _panels(rows, names):
-        if not any(one.equals(other) for other in panels):
-            panels.append(one)
+    for found in _panels(rows, names):
+        if found.is_flat or not any(found.equals(other) for other in panels):
+            panels.append(found)
     reads = {rule.name: set(rule.metrics) for rule in RULES}
     shown, constant = [], []
     for panel in panels:
@@ -64,9 +72,8 @@ def draw_curves_of(
             if panel.metrics & ({"reward"} | reads.get(one.rule, set())):
                 panel.chart.marks.append(Mark(one.since, one.last, one.title))
         of_finding = any(panel.metrics & reads.get(one.rule, set()) for one in findings) and len(rows) > 1
-        if panel.is_constant and not of_finding and panel.chart is not held_out:
-            value = format_value(panel.chart.values[0], panel.chart.form)
-            constant.append(f"{panel.chart.title.lower().replace('kl ', 'KL ')} {value}")
+        if panel.is_flat and not of_finding and panel.chart is not held_out:
+            constant.append(panel.in_words)
         else:
             shown.append(_figure(panel.chart, findings))
     if not shown and not constant:
@@ -177,7 +184,7 @@ def _panels(rows: Sequence[Row], names: Sequence[str]) -> Iterable[_Panel]:
     yield from panel("KL to the reference, nats", "number", "kl")
     yield from panel("Gradient norm", "number", "grad_norm")
     if speed := [point for _, _, point in _rollouts(rows)]:
-        yield _Panel(Chart("Completion tokens a second", {"": speed}, "count"))
+        yield _Panel(Chart("Tokens a second", {"": speed}, "count"))
 
 
 def _figure(chart: Chart, findings: Sequence[Finding]) -> str:
@@ -191,7 +198,8 @@ def _figure(chart: Chart, findings: Sequence[Finding]) -> str:
     marks = ", ".join(
         f"<a href='#finding-{links[one.name]}'>{escape_text(one.name)}</a>" for one in chart.marks if one.name in links
     )
-    below = f"<p class='legend'>{legend}{f'<span>found: {marks}</span>' if marks else ''}</p>" if legend or marks else ""
+    legend += f"<span>found: {marks}</span>" if marks else ""
+    below = f"<p class='legend'>{legend}</p>" if legend else ""
     return (
         f"<figure class='panel'><figcaption><span>{escape_text(chart.title)}</span>"
         f"<span class='ends'>{escape_text(from_to(chart))}</span></figcaption>{draw_chart(chart)}{below}</figure>\n"

@@ -46,7 +46,8 @@ def make_section(title: str, content: str, name: str = "") -> str:
     """A section with its heading; `name`: for links to it."""
     if not name:
         return f"<section>\n<h2>{title}</h2>\n{content}\n</section>\n"
-    return f'<section id="{name}" aria-labelledby="{name}-title">\n<h2 id="{name}-title">{title}</h2>\n{content}\n</section>\n'
+    label = f"{name}-title"
+    return f'<section id="{name}" aria-labelledby="{label}">\n<h2 id="{label}">{title}</h2>\n{content}\n</section>\n'
 
 
 def make_table(

@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const PAGE = 12;
+  const FIRST = 4, MORE = 20;
 
   function make(tag, attributes, ...children) {
     const element = document.createElement(tag);
@@ -16,6 +16,7 @@
   const number = (value, digits) => (value === null || value === undefined ? "–" : value.toFixed(digits));
   const signed = (value) => (value === null || value === undefined ? "–" : (value > 0 ? "+" : "") + value.toFixed(2));
   const oneLine = (text) => { const flat = text.replace(/\s+/g, " ").trim(); return flat.length > 110 ? flat.slice(0, 110) + "…" : flat; };
+  const hidden = (text) => make("span", { class: "hidden" }, text);
   const badge = (text, kind) => make("span", { class: "badge " + (kind || "") }, text);
 
   // A thought is folded away; what the budget forced into it is marked.
@@ -25,6 +26,7 @@
     return make("details", { class: "thought", open: open }, make("summary", {}, "thinking"), make("pre", {}, parts));
   }
 
+  const gold = (entry) => ("gold" in entry ? make("span", { class: "gold" }, "right answer ", make("b", {}, entry.gold)) : null);
   const answer = (text) => make("pre", { class: "answer" }, text || "(no answer)");
 
   // A list that grows by a page at a time, under its filters; says how many there are to whoever cannot see it.
@@ -34,10 +36,10 @@
     const more = make("button", { type: "button", class: "more" }, "Show more");
     let entries = [], shown = 0, noun = "";
     function grow() {
-      const start = shown;
-      const first = entries.slice(shown, shown + PAGE).map(draw);
+      const start = shown, end = Math.min(shown + (shown ? MORE : FIRST), entries.length);
+      const first = entries.slice(shown, end).map(draw);
       items.append(...first);
-      shown = Math.min(shown + PAGE, entries.length);
+      shown = end;
       count.textContent = entries.length ? `${shown.toLocaleString("en")} of ${entries.length.toLocaleString("en")} ${noun}` : `no ${noun}`;
       more.hidden = shown >= entries.length;
       return start ? first[0] : null;
@@ -67,16 +69,15 @@
   function side(name, sample) {
     if (!sample) return null;
     const verdict = sample.correct === true ? badge("right", "good") : sample.correct === false ? badge("wrong", "bad") : null;
-    return make("div", { class: "side" }, make("p", { class: "head" }, make("b", {}, name), verdict), answer(sample.answer),
-      "thinking" in sample ? thinking([[sample.thinking || "(empty)", false]]) : null, make("p", { class: "notes" }, sample.notes));
+    return make("div", { class: "side" }, make("p", { class: "head" }, make("b", {}, name), verdict, make("span", { class: "notes" }, sample.notes)),
+      answer(sample.answer), "thinking" in sample ? thinking([[sample.thinking || "(empty)", false]]) : null);
   }
 
   const KIND_COLOR = { broken: "bad", "reward fell": "bad", wrong: "bad", fixed: "good", "reward rose": "good", right: "good" };
 
   function drawPrompt(entry) {
-    const gold = "gold" in entry ? make("p", { class: "gold" }, "right answer: ", make("b", {}, entry.gold)) : null;
-    return make("article", {}, make("div", { class: "head" }, entry.kind ? badge(entry.kind, KIND_COLOR[entry.kind]) : null),
-      make("pre", { class: "prompt" }, entry.prompt), gold, make("div", { class: "pair" }, side("before", entry.before), side("after", entry.after)));
+    return make("article", {}, make("p", { class: "head" }, entry.kind ? badge(entry.kind, KIND_COLOR[entry.kind]) : null, gold(entry)),
+      make("pre", { class: "prompt" }, entry.prompt), make("div", { class: "pair" }, side("before", entry.before), side("after", entry.after)));
   }
 
   const promptPlace = document.getElementById("prompt-browser");
@@ -103,9 +104,9 @@
     const marks = [has(row, "wrong") && badge("wrong", "bad"), has(row, "regressed") && badge("regressed", "bad"),
       has(row, "truncated") && badge("truncated", "warn"), has(row, "forced") && badge("forced", "warn")].filter(Boolean);
     const summary = make("summary", {},
-      make("span", { class: "num reward" }, row.reward === null ? "not scored" : number(row.reward, 2)),
-      make("span", { class: "num advantage " + (row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "") }, signed(row.advantage)),
-      make("span", { class: "num tokens" }, `${row.tokens} tok`),
+      make("span", { class: "num" }, hidden("reward "), row.reward === null ? "not scored" : number(row.reward, 2)),
+      make("span", { class: "num " + (row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "") }, hidden("advantage "), signed(row.advantage)),
+      make("span", { class: "num" }, String(row.tokens), make("span", { class: "unit" }, " tokens")),
       make("span", { class: "excerpt" }, oneLine(row.answer || (row.thinking.length ? row.thinking[row.thinking.length - 1][0] : "")) || "(empty)"),
       make("span", { class: "marks" }, marks));
     const facts = [`step ${row.step}, group ${row.group}`, `advantage ${signed(row.advantage)}`,
@@ -117,8 +118,7 @@
     const details = make("details", { class: "rollout" }, summary, body);
     details.addEventListener("toggle", () => {  // drawn when it is first opened
       if (!details.open || body.childElementCount) return;
-      body.append(...[withPrompt ? make("pre", { class: "prompt" }, prompts[row.prompt]) : null,
-        "gold" in row && withPrompt ? make("p", { class: "gold" }, "right answer: ", make("b", {}, row.gold)) : null,
+      body.append(...[withPrompt ? make("pre", { class: "prompt" }, prompts[row.prompt]) : null, withPrompt ? gold(row) : null,
         thinking(row.thinking, true), unsplit, answer(row.answer), make("p", { class: "notes" }, facts.join(" · "))].filter(Boolean));
     });
     return details;
@@ -130,9 +130,8 @@
     const first = group[0], known = group.filter((row) => row.reward !== null);
     const mean = known.length ? known.reduce((sum, row) => sum + row.reward, 0) / known.length : null;
     return make("article", {},
-      make("p", { class: "head" }, make("b", {}, `step ${first.step}, group ${first.group}`), make("span", { class: "notes" }, ` mean reward ${number(mean, 2)}`)),
+      make("p", { class: "head" }, make("b", {}, `step ${first.step}, group ${first.group}`), make("span", { class: "notes" }, `mean reward ${number(mean, 2)}`), gold(first)),
       make("pre", { class: "prompt" }, prompts[first.prompt]),
-      "gold" in first ? make("p", { class: "gold" }, "right answer: ", make("b", {}, first.gold)) : null,
       LEGEND(), group.map((row) => drawRollout(row, false)));
   }
 
@@ -173,7 +172,7 @@
 
   if (navigator.clipboard) for (const pre of document.querySelectorAll(".command pre")) {
     const button = make("button", { type: "button", class: "copy" }, "Copy");
-    button.addEventListener("click", () => navigator.clipboard.writeText(pre.textContent).then(() => { button.textContent = "Copied"; }, () => {}));
+    button.addEventListener("click", () => navigator.clipboard.writeText(pre.textContent.trim()).then(() => { button.textContent = "Copied"; }, () => {}));
     pre.before(button);
   }
 })();

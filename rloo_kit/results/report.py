@@ -18,7 +18,6 @@ from rloo_kit.results.pages import (
     make_page,
     make_section,
     make_table,
-    show_text,
 )
 from rloo_kit.results.result import EARLY, TrainResult
 from rloo_kit.results.rollout_sample import RolloutSample, sample_rollouts
@@ -106,17 +105,16 @@ def _top(
     commands = [("Made by", [command])] if isinstance(command, str) and command else []
     commands += [("Use it" if verdict.kind == "learnt" else "Look closer", list(verdict.commands))]
     blocks = "".join(
-        f"<div class='command'><h2>{title}</h2><pre>{escape_text(chr(10).join(lines))}</pre></div>"
-        for title, lines in commands
-        if lines
+        f"<div class='command'><h2>{title}</h2><pre>{_shell(lines)}</pre></div>" for title, lines in commands if lines
     )
+    ended = _how_it_ended(result)
+    note = f"<p class='notes'>{escape_text(ended)}</p>\n" if ended else ""
     return (
         f"<header>\n<p class='kicker'>RLOO run{_day(result, ' · ')}</p>\n<h1>{escape_text(run.name)}</h1>\n"
         f"<div class='verdict {verdict.kind.replace(' ', '-')}'><span class='kind'>{escape_text(verdict.kind)}</span>"
         f"<p class='sentence'>{escape_text(verdict.sentence)}</p>{advice}</div>\n"
         f"{make_tiles(before, after, comparison)}\n{_settings(run, result, status)}\n"
-        f"<p class='notes'>{escape_text(_how_it_ended(result))}</p>\n"
-        f"<div class='commands'>{blocks}</div>\n</header>\n"
+        f"{note}<div class='commands'>{blocks}</div>\n</header>\n"
     )
 
 
@@ -139,7 +137,9 @@ def _settings(run: RunConfig, result: TrainResult, status: Mapping[str, Any]) ->
         "energy": f"{energy:,.1f} Wh" if isinstance(energy, int | float) else None,
     }
     shown = "".join(
-        f"<div><dt>{name}</dt><dd>{escape_text(value)}</dd></div>" for name, value in entries.items() if value is not None
+        f"<div><dt>{name}</dt><dd>{escape_text(value)}</dd></div>"
+        for name, value in entries.items()
+        if value is not None
     )
     return f"<dl class='settings'>{shown}</dl>"
 
@@ -150,14 +150,24 @@ def _day(result: TrainResult, between: str) -> str:
     return f"{between}{escape_text(written[:10])}" if isinstance(written, str) and written else ""
 
 
+def _shell(lines: Sequence[str]) -> str:
+    """Commands that fold between their words only: a browser would break them at every hyphen."""
+    return "\n".join(
+        " ".join(f"<span class='word'>{escape_text(word)}</span>" for word in one.split(" ")) for one in lines
+    )
+
+
 def _how_it_ended(result: TrainResult) -> str:
-    end = {None: "It ran to its end", "interrupted": "It was interrupted", "no signal": "It stopped: no learning signal"}
-    end[EARLY] = "It stopped early, without a new best for too long (eval.patience)"
-    text = f"{end.get(result.stopped, f'It ended as {result.stopped}')}, at step {result.steps:,}."
+    """What is unusual about it; empty for a run to its end whose last weights were kept."""
+    end = {"interrupted": "The run was interrupted", "no signal": "The run stopped: no learning signal"}
+    end[EARLY] = "The run stopped early, without a new best for too long (eval.patience)"
+    text = ""
+    if result.stopped is not None:
+        text = f"{end.get(result.stopped, f'The run ended as {result.stopped}')}, at step {result.steps:,}. "
     adapter_step = getattr(result, "adapter_step", None)
     if adapter_step not in (None, result.steps):
-        text += f" adapter/ holds the weights of step {adapter_step}, the best evaluation's."
-    return text
+        text += f"adapter/ holds the weights of step {adapter_step}, the best evaluation's."
+    return text.strip()
 
 
 def _held_out(
@@ -195,7 +205,8 @@ def _before_and_after(before: Evaluation | None, after: Evaluation | None, compa
     last = list(measured.values())[-1]
     each = "one completion" if last.num_samples == 1 else f"{last.num_samples} completions"
     head = ("measure [95 % interval]", *measured)
-    parts.append(make_table("Evaluations before and after training", head, rows, numbers=range(1, 3)))
+    table = make_table("Evaluations before and after training", head, rows, numbers=range(1, 3))
+    parts.append(f"<div class='panel-table'>{table}</div>")
     parts.append(f"<p class='notes'>{last.num_prompts:,} held-out prompts, {each} of each.</p>")
     return "".join(parts) + budget_chart(before, after)
 
@@ -206,17 +217,18 @@ def _changes(changes: Changes, comparison: Comparison | None) -> str:
     parts = []
     if changes.counts:
         rows = [(name, *(f"{counts.get(kind, 0):,}" for kind in kinds)) for name, counts in changes.counts.items()]
-        parts.append(make_table("Held-out prompts by what became of them", ("measured", *kinds), rows, range(1, 9)))
+        table = make_table("Held-out prompts by what became of them", ("measured", *kinds), rows, range(1, 9))
+        parts.append(f"<div class='panel-table'>{table}</div>")
     elif comparison is not None:
         parts.append("<p>The two evaluations cannot be compared prompt by prompt.</p>")
     if not changes.prompts:
         return "".join(parts) + "<p>No completions were kept (eval.num_completions).</p>"
     kept = "all" if len(changes.prompts) >= changes.total else f"the first {len(changes.prompts):,}"
-    parts.append(
-        f"<p class='notes'>Below: {kept} of {changes.total:,} held-out prompts, the first sampled completion of each, "
-        f"regressions first.</p><div class='browser' id='prompt-browser'></div>{NO_SCRIPT.format('before.json, after.json')}"
+    note = (
+        f"Below: {kept} of {changes.total:,} held-out prompts, the first sampled completion of each, regressions first."
     )
-    return "".join(parts)
+    parts.append(f"<p class='notes'>{note}</p><div class='browser' id='prompt-browser'></div>")
+    return "".join(parts) + NO_SCRIPT.format("before.json and after.json")
 
 
 def _rollouts(found: RolloutSample) -> str:

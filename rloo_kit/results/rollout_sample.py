@@ -48,7 +48,9 @@ class RolloutSample:
                 "most, were truncated last, have the lowest and the highest advantage, or are the longest. "
                 "The rest is in rollouts.jsonl."
             )
-        return text + (f" Completions are cut to {self.limit:,} characters, their middle left out." if self.limit else "")
+        return text + (
+            f" Completions are cut to {self.limit:,} characters, their middle left out." if self.limit else ""
+        )
 
 
 def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSample:
@@ -171,15 +173,16 @@ def _record(row: dict[str, Any], number: int, end_id: int | None) -> dict[str, A
     thinking = [[text, forced] for text, (_, forced) in zip(parts, segments, strict=True)]
     rewards = {name: value for name, value in row["rewards"].items() if is_number(value)}
     judged = next((rewards[name] for name in REWARDS_WITH_ANSWERS if name in rewards), None)
-    columns = row.get("columns")
+    columns = row.get("columns") if isinstance(row.get("columns"), dict) else {}
     return {
         "number": number, "step": row["step"], "group": row.get("group"), "prompt": plain(row["prompt"]),
         "thinking": thinking, "answer": answer, "split": is_split, "tokens": row["completion_tokens"],
         "thinking_tokens": row.get("thinking_tokens") if row.get("closed") else None,
-        "truncated": bool(row.get("truncated")), "forced": bool(row.get("forced")), "wrong": judged is not None and judged < 1,
+        "truncated": bool(row.get("truncated")), "forced": bool(row.get("forced")),
+        "wrong": judged is not None and judged < 1,
         "reward": row["reward"] if is_number(row.get("reward")) else None,
         "advantage": row["advantage"] if is_number(row.get("advantage")) else None, "rewards": rewards,
-        "gold": columns.get("answer") if isinstance(columns, dict) else None, "was": None, "regressed": False,
+        "gold": columns.get("answer"), "was": None, "regressed": False,
     }  # fmt: skip
 
 
@@ -216,11 +219,12 @@ def _finish(found: RolloutSample, records: list[dict[str, Any]]) -> None:
     found.limit = limit if any(length > limit for length in lengths) else None
     for record in records:
         *parts, answer = cut_parts([*(text for text, _ in record["thinking"]), record["answer"]], limit)
+        flags = [forced for _, forced in record["thinking"]]
         marks = [name for name in ("wrong", "regressed", "truncated", "forced", "whole") if record.get(name)]
         row: dict[str, Any] = {
             "step": record["step"], "group": record["group"],
             "prompt": places.setdefault(record["prompt"], len(places)),
-            "thinking": [[show_text(text), forced] for text, (_, forced) in zip(parts, record["thinking"], strict=True)],
+            "thinking": [[show_text(text), forced] for text, forced in zip(parts, flags, strict=True)],
             "answer": show_text(answer), "tokens": record["tokens"], "reward": _round(record["reward"]),
             "advantage": _round(record["advantage"]), "marks": marks,
             "rewards": [_round(record["rewards"].get(name)) for name in found.rewards],

@@ -14,7 +14,9 @@ Segments = list[list[Any]]  # texts, each with whether the budget forced it
 def plain(prompt: Any) -> str:
     """A prompt in plain words: a rendered text, or a list of messages as TRL takes them."""
     if isinstance(prompt, list):
-        return show_text("\n".join(f"{one.get('role')}: {one.get('content')}" for one in prompt if isinstance(one, dict)))
+        return show_text(
+            "\n".join(f"{one.get('role')}: {one.get('content')}" for one in prompt if isinstance(one, dict))
+        )
     return show_text(plain_prompt(str(prompt)))
 
 

@@ -24,7 +24,8 @@ def make_tiles(before: Evaluation | None, after: Evaluation | None, comparison: 
     for key, (title, is_share) in plain.items():
         values = [getattr(one, key, None) for one in (before, after)]
         if any(value is not None for value in values):
-            tiles.append(_tile(title, *(_text(value, is_share) for value in values)))
+            old_text, new_text = (_text(value, is_share) for value in values)
+            tiles.append(_tile(title, old_text, new_text))
     return f"<div class='tiles'>{''.join(tiles)}</div>" if any(tiles) else ""
 
 
@@ -33,8 +34,8 @@ def _measured(
 ) -> str:
     if before is None and after is None:
         return ""
-    values = [_text(None if one is None else one.value, is_share) for one in (before, after)]
-    return _tile(title, *values, _change(change, is_share), _bar(before, after) if is_share else "")
+    old, new = (_text(None if one is None else one.value, is_share) for one in (before, after))
+    return _tile(title, old, new, _change(change, is_share), _bar(before, after) if is_share else "")
 
 
 def _tile(title: str, before: str, after: str, change: str = "", bar: str = "") -> str:
