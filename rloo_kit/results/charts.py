@@ -39,7 +39,7 @@ class Chart:
         title: as plain text. series: one line each, by its name ("" for one alone); the last is the strongest.
         form: "share" (0 to 1, shown in %), "count" or "number". labels: in place of numbers below the points 0, 1, ...
         dots: whether every point is a dot with its interval, as of a measurement, else a line with its moving mean.
-        marks: drawn behind. note: what the axis below counts.
+        marks: drawn behind. note: what the axis below counts. told: which series `from_to` is of.
     """
 
     title: str
@@ -49,6 +49,7 @@ class Chart:
     marks: list[Mark] = field(default_factory=list)
     labels: Sequence[str] = ()
     note: str = "step"
+    told: int = -1
 
     @property
     def values(self) -> list[float]:
@@ -84,8 +85,10 @@ def describe_chart(chart: Chart) -> str:
 
 
 def from_to(chart: Chart) -> str:
-    """The start and the end of the strongest line, each a mean where it is smoothed."""
-    points = list(chart.series.values())[-1]
+    """The start and the end of a line, each a mean where it is smoothed; empty where the points are no steps."""
+    if chart.labels:
+        return ""
+    points = list(chart.series.values())[chart.told]
     if len(points) == 1:
         return format_value(points[0].value, chart.form)
     window = 1 if chart.dots or len(points) < SMOOTH_FROM else mean_window(len(points))
@@ -236,7 +239,7 @@ def _dots(points: Sequence[Point], scale: _Scale, kind: str) -> str:
         lower = [(one.step, one.low) for one in reversed(known)]
         edge = " ".join(f"{scale.x(step):.1f},{scale.y(end or 0.0):.1f}" for step, end in [*upper, *lower])
         parts.append(f'<polygon class="area {kind}" points="{edge}"/>')
-    if len(points) > 1:
+    if len(points) > 2 or (len(points) == 2 and kind == "s1"):
         way = " sparse" if len(points) == 2 else ""  # nothing is known of the steps between
         parts.append(f'<path class="line {kind}{way}" d="{_path(points, scale)}"/>')
     for one in known:

@@ -79,7 +79,11 @@ def draw_curves_of(
     if not shown and not constant:
         return "<p>No step was logged.</p>"
     smooth = "Thin: each logged step. Thick: mean of the last tenth of them. " if len(rows) >= 20 else ""
-    said = f"{'Constant' if len(rows) > 1 else 'One step was logged'}: {'; '.join(constant)}." if constant else ""
+    said = (
+        f"{'Constant, or nearly' if len(rows) > 1 else 'One step was logged'}: {'; '.join(constant)}."
+        if constant
+        else ""
+    )
     note = f"<p class='notes'>{smooth}{escape_text(said)}</p>" if smooth or said else ""
     return f"<div class='curves'>{''.join(shown)}</div>\n{note}"
 
@@ -96,13 +100,13 @@ def held_out_chart(
     if len(whole) + len(parts) < 2:
         return None
     series = {}
-    if parts:
-        series[f"during training, {during[0].evaluation.num_prompts:,} prompts"] = parts
     sizes = [one.num_prompts for _, one in ends if one is not None]
     if whole:
         series[f"before and after, {sizes[-1]:,} prompts" if parts else ""] = whole
+    if parts:
+        series[f"during training, {during[0].evaluation.num_prompts:,} prompts"] = parts
     name = "Held-out accuracy" if measure == "accuracy" else f"Held-out {measure.replace('_', ' ')}"
-    return Chart(name, series, "share" if measure.endswith("accuracy") else "number", dots=True)
+    return Chart(name, series, "share" if measure.endswith("accuracy") else "number", dots=True, told=0)
 
 
 def budget_chart(before: Evaluation | None, after: Evaluation | None) -> str:

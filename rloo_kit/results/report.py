@@ -43,6 +43,7 @@ FILES = {
     "after.json": "the evaluation after training",
     "checkpoints": "what --resume continues from",
 }
+LONGEST_TABLE = 12  # rows of measures that are not folded away
 NO_SCRIPT = "<noscript><p>Reading completions here needs JavaScript, which is off: they are in {}.</p></noscript>"
 
 
@@ -206,9 +207,11 @@ def _before_and_after(before: Evaluation | None, after: Evaluation | None, compa
     each = "one completion" if last.num_samples == 1 else f"{last.num_samples} completions"
     head = ("measure [95 % interval]", *measured)
     table = make_table("Evaluations before and after training", head, rows, numbers=range(1, 3))
-    parts.append(f"<div class='panel-table'>{table}</div>")
     parts.append(f"<p class='notes'>{last.num_prompts:,} held-out prompts, {each} of each.</p>")
-    return "".join(parts) + budget_chart(before, after)
+    parts.append(budget_chart(before, after))
+    if len(rows) > LONGEST_TABLE:
+        table = f"<details><summary>All {len(rows)} measures</summary>{table}</details>"
+    return "".join(parts) + f"<div class='panel-table'>{table}</div>"
 
 
 def _changes(changes: Changes, comparison: Comparison | None) -> str:

@@ -173,7 +173,7 @@ def _record(row: dict[str, Any], number: int, end_id: int | None) -> dict[str, A
     thinking = [[text, forced] for text, (_, forced) in zip(parts, segments, strict=True)]
     rewards = {name: value for name, value in row["rewards"].items() if is_number(value)}
     judged = next((rewards[name] for name in REWARDS_WITH_ANSWERS if name in rewards), None)
-    columns = row.get("columns") if isinstance(row.get("columns"), dict) else {}
+    columns: dict[str, Any] = row["columns"] if isinstance(row.get("columns"), dict) else {}
     return {
         "number": number, "step": row["step"], "group": row.get("group"), "prompt": plain(row["prompt"]),
         "thinking": thinking, "answer": answer, "split": is_split, "tokens": row["completion_tokens"],
