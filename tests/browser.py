@@ -7,6 +7,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,11 @@ from typing import Any
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
+# Chromium reads its commands from descriptor 3 and answers on 4.
+LAUNCH = """import fcntl, os, sys
+ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
+os.dup2(ends[0], 3), os.dup2(ends[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])"""
 DEADLINE_S = 60.0  # for one answer
 
 
@@ -41,7 +47,7 @@ class Browser:
                  "--disable-dev-shm-usage", f"--user-data-dir={profile}"]  # fmt: skip
         words += ["--no-sandbox"] if os.geteuid() == 0 else []
         self._process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{theirs} 4>&{mine}', "sh", *words],
+            [sys.executable, "-c", LAUNCH, str(theirs), str(mine), *words],
             pass_fds=(theirs, mine), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         os.close(theirs)

@@ -165,7 +165,7 @@ def _how_it_ended(result: TrainResult) -> str:
     text = ""
     if result.stopped is not None:
         text = f"{end.get(result.stopped, f'The run ended as {result.stopped}')}, at step {result.steps:,}. "
-    adapter_step = getattr(result, "adapter_step", None)
+    adapter_step = result.adapter_step
     if adapter_step not in (None, result.steps):
         text += f"adapter/ holds the weights of step {adapter_step}, the best evaluation's."
     return text.strip()
@@ -262,8 +262,10 @@ def _during_training(during: Sequence[dict[str, Any]]) -> str:
         f"{measure} decides (eval.measure), on the same {found[-1].evaluation.num_prompts:,} held-out prompts each "
         "time; 95 % intervals. The best of many evaluations is partly luck: compare before and after."
     )
-    head = ("step", "accuracy", "reward", "thinking tokens", "against the best before", "")
-    return f"<p class='notes'>{escape_text(text)}</p>" + make_table("Evaluations during training", head, rows, range(5))
+    head = ("step", "accuracy", "reward", "thinking tokens", "against the best before", "kept")
+    return f"<p class='notes'>{escape_text(text)}</p>" + make_table(
+        "Each evaluation, with its interval", head, rows, range(5)
+    )
 
 
 def _details(run: RunConfig, folder: Path) -> str:
