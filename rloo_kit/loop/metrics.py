@@ -179,8 +179,8 @@ def rollout_rows(
 ) -> list[dict[str, Any]]:
     """One plain dict per completion of this process, in the order of the rollout; unscored values are None.
 
-    `group` numbers the prompts of the step, from 1; `answer_start` and `forced_chars` are offsets into the
-    text, found by the ids, so that whoever reads the row needs no tokenizer.
+    `group` numbers the prompts of the step, from 1; `answer_start` and `forced_chars` (where `forced`) are
+    offsets into the text, found by the ids, so that whoever reads the row needs no tokenizer.
 
     Args:
         statistics: of this process, (B, len(COLUMNS)). names: of the F reward functions.
@@ -200,13 +200,13 @@ def rollout_rows(
                 "completion": found.texts[index],
                 "completion_ids": ids,
                 "answer_start": answer_offset(text, ids, tokenizer, tags),
-                "forced_chars": None if span is None else span_offsets(span, ids, tokenizer),
                 "prompt_tokens": len(found.prompt_ids[index]),
                 "completion_tokens": int(column["tokens"]),
                 "thinking_tokens": int(column["thinking_tokens"]) if closed else None,
                 "closed": closed,
                 "truncated": found.truncated[index],
                 "forced": bool(column["forced"]),
+                **({} if span is None else {"forced_chars": span_offsets(span, ids, tokenizer)}),
                 "kl": column["kl"],
                 "rewards": {name: _or_none(value) for name, value in zip(names, rewards, strict=True)},
                 "reward": _or_none(batch.judged.raw_scores[among_all].item()),

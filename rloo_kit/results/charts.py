@@ -162,8 +162,8 @@ class _Scale:
 def nice_ticks(low: float, high: float, wanted: int = 4, whole: bool = False) -> list[float]:
     """Round numbers within a range.
 
-    >>> nice_ticks(0.0, 1.0), nice_ticks(1, 60, whole=True)
-    ([0.0, 0.25, 0.5, 0.75, 1.0], [20.0, 40.0, 60.0])
+    >>> nice_ticks(0.0, 1.0), nice_ticks(1, 44, whole=True)
+    ([0.0, 0.25, 0.5, 0.75, 1.0], [10.0, 20.0, 30.0, 40.0])
     """
     rough = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(rough))
