@@ -63,8 +63,11 @@ def draw_chart(chart: Chart) -> str:
     scale = _Scale.of(chart)
     parts = [_grid(chart, scale), *(_mark(one, scale, row) for row, one in enumerate(chart.marks))]
     strong = len(chart.series) - 1
-    for number, points in enumerate(chart.series.values()):
-        parts.append(_line(points, scale, "s1" if number == strong else "s0", chart.dots))
+    lines = [
+        _line(points, scale, "s1" if number == strong else "s0", chart.dots)
+        for number, points in enumerate(chart.series.values())
+    ]
+    parts += lines[::-1] if chart.dots else lines  # the strong line in front, but not of another's dots
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape_text(describe_chart(chart))}">'
         f"{''.join(parts)}</svg>"

@@ -66,12 +66,13 @@ def draw_curves_of(
         if found.is_flat or not any(found.equals(other) for other in panels):
             panels.append(found)
     reads = {rule.name: set(rule.metrics) for rule in RULES}
+    main = {rule.name: rule.metrics[0] for rule in RULES}
     shown, constant = [], []
     for panel in panels:
         for one in findings:
             if panel.metrics & ({"reward"} | reads.get(one.rule, set())):
                 panel.chart.marks.append(Mark(one.since, one.last, one.title))
-        of_finding = any(panel.metrics & reads.get(one.rule, set()) for one in findings) and len(rows) > 1
+        of_finding = any(main.get(one.rule) in panel.metrics for one in findings) and len(rows) > 1
         if panel.is_flat and not of_finding and panel.chart is not held_out:
             constant.append(panel.in_words)
         else:

@@ -2,7 +2,8 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const FIRST = 4, MORE = 20;
+  const FIRST = 4, MORE = 20;  // entries at first, lines of a list five times as many, and at each click
+  const SHORT = 1500;  // characters of a thought that is open from the start
 
   function make(tag, attributes, ...children) {
     const element = document.createElement(tag);
@@ -22,7 +23,7 @@
   // A thought is folded away; what the budget forced into it is marked.
   function thinking(segments, open) {
     if (!segments.length) return null;
-    const parts = segments.map(([text, forced]) => (forced ? make("mark", { title: "forced by the thinking budget" }, text) : text));
+    const parts = segments.map(([text, forced]) => (forced ? make("mark", { title: "forced by the thinking budget" }, text) : text || "(empty)"));
     return make("details", { class: "thought", open: open }, make("summary", {}, "thinking"), make("pre", {}, parts));
   }
 
@@ -34,9 +35,9 @@
     const count = make("p", { class: "count", role: "status" });
     const items = make("div", { class: "items" });
     const more = make("button", { type: "button", class: "more" }, "Show more");
-    let entries = [], shown = 0, noun = "";
+    let entries = [], shown = 0, noun = "", begin = FIRST;
     function grow() {
-      const start = shown, end = Math.min(shown + (shown ? MORE : FIRST), entries.length);
+      const start = shown, end = Math.min(shown + (shown ? MORE : begin), entries.length);
       const first = entries.slice(shown, end).map(draw);
       items.append(...first);
       shown = end;
@@ -49,7 +50,11 @@
       if (next) { next.setAttribute("tabindex", "-1"); next.focus({ preventScroll: true }); }
     });
     place.append(count, items, more);
-    return (found, what) => { entries = found; noun = what; shown = 0; items.replaceChildren(); grow(); };
+    return (found, what, head) => {
+      [entries, noun, shown, begin] = [found, what, 0, head ? 5 * FIRST : FIRST];
+      items.replaceChildren(...(head && found.length ? [head] : []));
+      grow();
+    };
   }
 
   function chooser(label, options, onChange) {
@@ -107,7 +112,7 @@
       make("span", { class: "num" }, hidden("reward "), row.reward === null ? "not scored" : number(row.reward, 2)),
       make("span", { class: "num " + (row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "") }, hidden("advantage "), signed(row.advantage)),
       make("span", { class: "num" }, String(row.tokens), make("span", { class: "unit" }, " tokens")),
-      make("span", { class: "excerpt" }, oneLine(row.answer || (row.thinking.length ? row.thinking[row.thinking.length - 1][0] : "")) || "(empty)"),
+      make("span", { class: "excerpt" }, (withPrompt ? `${oneLine(prompts[row.prompt])} → ` : "") + (oneLine(row.answer || "") || "(no answer)")),
       make("span", { class: "marks" }, marks));
     const facts = [`step ${row.step}, group ${row.group}`, `advantage ${signed(row.advantage)}`,
       ...rewards.map((name, place) => `${name} ${row.rewards[place] === null ? "–" : number(row.rewards[place], 3)}`)];
@@ -119,12 +124,12 @@
     details.addEventListener("toggle", () => {  // drawn when it is first opened
       if (!details.open || body.childElementCount) return;
       body.append(...[withPrompt ? make("pre", { class: "prompt" }, prompts[row.prompt]) : null, withPrompt ? gold(row) : null,
-        thinking(row.thinking, true), unsplit, answer(row.answer), make("p", { class: "notes" }, facts.join(" · "))].filter(Boolean));
+        thinking(row.thinking, row.thinking.reduce((sum, [text]) => sum + text.length, 0) < SHORT), unsplit, answer(row.answer), make("p", { class: "notes" }, facts.join(" · "))].filter(Boolean));
     });
     return details;
   }
 
-  const LEGEND = () => make("p", { class: "columns", "aria-hidden": "true" }, ...["reward", "advantage", "tokens", "answer"].map((name) => make("span", { class: "num" }, name)));
+  const legend = (last) => make("p", { class: "columns", "aria-hidden": "true" }, ["reward", "advantage", "tokens", last].map((name) => make("span", { class: "num" }, name)));
 
   function drawGroup(group) {
     const first = group[0], known = group.filter((row) => row.reward !== null);
@@ -132,7 +137,7 @@
     return make("article", {},
       make("p", { class: "head" }, make("b", {}, `step ${first.step}, group ${first.group}`), make("span", { class: "notes" }, `mean reward ${number(mean, 2)}`), gold(first)),
       make("pre", { class: "prompt" }, prompts[first.prompt]),
-      LEGEND(), group.map((row) => drawRollout(row, false)));
+      legend("answer"), group.map((row) => drawRollout(row, false)));
   }
 
   const place = document.getElementById("rollout-browser");
@@ -158,7 +163,7 @@
       if (kind === "best") chosen = chosen.filter((row) => row.advantage !== null).sort((a, b) => b.advantage - a.advantage);
       else if (kind === "longest") chosen = [...chosen].sort((a, b) => b.tokens - a.tokens);
       else chosen = chosen.filter((row) => has(row, kind));
-      show(chosen, "rollouts");
+      show(chosen, "rollouts", legend("prompt → answer"));
     };
     const kinds = chooser("Show", options, update);
     const stepped = chooser("Step", [["", "all"], ...steps.map((step) => [String(step), String(step)])], update);

@@ -165,7 +165,7 @@ def test_rollouts_are_browsed_by_group_and_by_what_is_telling(browser: Browser, 
     assert text_of(browser, "#rollout-browser mark") == "Time is up\n</think>"
     choose(browser, "rollout-browser", "Show", "best")
     shown = browser.run("[...document.querySelectorAll('#rollout-browser .rollout')].map((one) => one.innerText)")
-    assert len(shown) == 4 and all("+0.50" in one for one in shown)
+    assert len(shown) == 20 and all("+0.50" in one for one in shown)
 
 
 def test_the_keyboard_reaches_everything(browser: Browser, report: Path) -> None:
