@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from tests.browser import CHROMIUM, Browser
 
 PICTURES = ROOT / "docs" / "pictures"
-SHOTS = {"light": (1280, 1290, False), "dark": (1280, 1290, True), "narrow": (390, 1290, False)}
+SHOTS = {"light": (1280, 6, False), "dark": (1280, 6, True), "narrow": (390, 1, False)}  # width, panels, dark
 MOST_BYTES = 250_000  # of a picture in the repository
 CONFIG = ROOT / "configs" / "arithmetic_thinking.yaml"
 
@@ -44,7 +44,16 @@ def main() -> None:
 
 def train_demo(folder: Path) -> Path:
     """The demo run with evaluations during training, which make a fuller page."""
-    words = [sys.executable, "-m", "rloo_kit.cli", "train", str(CONFIG), "run.output_dir=outputs", "eval.every_steps=5"]
+    words = [
+        sys.executable,
+        "-m",
+        "rloo_kit.cli",
+        "train",
+        str(CONFIG),
+        "run.output_dir=outputs",
+        "eval.every_steps=5",
+        "eval.save_best=false",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     subprocess.run(words, check=True, cwd=folder, env=environment)  # the page shows the folder as it was given
     return folder / "outputs" / CONFIG.stem
@@ -53,9 +62,13 @@ def train_demo(folder: Path) -> Path:
 def take_pictures(run: Path, folder: Path) -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
     with Browser(folder / "profile") as browser:
-        for name, (width, height, dark) in SHOTS.items():
-            browser.view(width, height, dark=dark)
+        for name, (width, panels, dark) in SHOTS.items():
+            browser.view(width, dark=dark)
             browser.open(run / "report.html")
+            bottoms = browser.run(
+                "[...document.querySelectorAll('.panel')].map((one) => one.getBoundingClientRect().bottom)"
+            )
+            height = int(max(bottoms[:panels])) + 28
             path = browser.picture(PICTURES / f"report-{name}.png", height=height)
             size = path.stat().st_size
             print(f"{path.relative_to(ROOT)}: {size:,} bytes")

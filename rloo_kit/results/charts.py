@@ -9,7 +9,8 @@ from rloo_kit.results.figures import SMOOTH_FROM, mean_window, moving_mean
 from rloo_kit.results.pages import escape_text
 
 WIDTH, HEIGHT = 360, 200  # of the viewBox; a panel is shown at about this many pixels
-LEFT, RIGHT, TOP, BOTTOM = 46, 14, 14, 30
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 14, 30
+INSET = 6  # between the ends of the grid and the first and the last point
 MOST_POINTS = 240  # of a line; longer ones show the least and the greatest value of each of so many bins
 MARGIN = 0.06  # of the range, beyond the values: no point is cut by an axis
 
@@ -156,7 +157,7 @@ class _Scale:
         return cls(first, last, low - MARGIN * spread, high + MARGIN * spread, ticks)
 
     def x(self, step: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (step - self.first) / (self.last - self.first)
+        return LEFT + INSET + (WIDTH - LEFT - RIGHT - 2 * INSET) * (step - self.first) / (self.last - self.first)
 
     def y(self, value: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - self.low) / (self.high - self.low)

@@ -111,13 +111,10 @@ class _Plan:
 
     def __init__(self, first: int, last: int, records: list[dict[str, Any]], groups: int) -> None:
         size = max(len(records), 1)
-        count = max(WHOLE // size, STEPS)
         last = max(last, first)
+        count = min(max(WHOLE // size, STEPS), last - first + 1)
         self.groups = max(groups * (WHOLE // count) // size, 1)
-        if count > last - first:
-            self.due = list(range(first, last + 1))
-        else:
-            self.due = sorted({first + round(place * (last - first) / (count - 1)) for place in range(count)})
+        self.due = sorted({first + round(place * (last - first) / max(count - 1, 1)) for place in range(count)})
 
     def takes(self, step: int) -> bool:
         """Whether a step is shown; a planned one without rollouts is replaced by the next that has some."""

@@ -23,6 +23,12 @@ def test_a_small_run_is_shown_whole() -> None:
     assert all("whole" in row["marks"] for row in found.rows)
 
 
+def test_few_steps_of_many_rollouts_are_shown_whole() -> None:
+    """Ten steps are the least only where there are ten."""
+    assert len(sample_rollouts(make_rows(1, 1000), 1).rows) == 1000
+    assert len(sample_rollouts(make_rows(5, 200), 5).rows) == 1000
+
+
 def test_a_large_run_is_sampled_by_the_rule() -> None:
     """Whole groups of the first, the last and evenly spaced steps; what is telling of the others."""
     found = sample_rollouts(make_rows(100, 200), 100)
