@@ -64,3 +64,29 @@ def split_thinking(ids: list[int], tokenizer: Any, tags: ThinkTags, opened: bool
         thinking = thinking[1:]
     texts = [tokenizer.decode(part, skip_special_tokens=True).strip() if part else "" for part in (thinking, answer)]
     return texts[0], texts[1]
+
+
+def answer_offset(text: str, ids: list[int], tokenizer: Any, tags: ThinkTags) -> int | None:
+    """Where the answer begins in a completion's text, in characters: behind the last `</think>` by ID; None without.
+
+    Args:
+        text: `ids` decoded without special tokens. ids: the completion, (C,).
+    """
+    if tags.end_id is None or tags.end_id not in ids:
+        return None
+    count = ids.count(tags.end_id)
+    if text.count(THINK_END) == count:  # every tag of the text is one by ID, so that nothing has to be decoded
+        return text.rindex(THINK_END) + len(THINK_END)
+    cut = len(ids) - ids[::-1].index(tags.end_id)
+    return min(len(tokenizer.decode(ids[:cut], skip_special_tokens=True)), len(text))
+
+
+def span_offsets(span: tuple[int, int], ids: list[int], tokenizer: Any) -> list[int]:
+    """Start and end in characters of the text of some of a completion's tokens.
+
+    Args:
+        span: (start, end) in tokens. ids: the completion, (C,).
+    """
+    before, within = ids[: span[0]], ids[span[0] : span[1]]
+    lengths = [len(tokenizer.decode(part, skip_special_tokens=True)) if part else 0 for part in (before, within)]
+    return [lengths[0], sum(lengths)]

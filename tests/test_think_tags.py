@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rloo_kit.errors import TokenizerError
-from rloo_kit.think_tags import QWEN3_IDS, ThinkTags, bind_think_tags
+from rloo_kit.think_tags import QWEN3_IDS, ThinkTags, answer_offset, bind_think_tags, span_offsets
 
 
 def tokenizer(**changed: int) -> Any:
@@ -31,3 +31,43 @@ def test_any_other_tokenizer_says_itself_where_its_tags_are() -> None:
     compact = SimpleNamespace(get_vocab=lambda: {"<|im_start|>": 257, "<think>": 259, "</think>": 260})
     assert bind_think_tags(compact) == ThinkTags(259, 260)
     assert bind_think_tags(SimpleNamespace(get_vocab=dict)) == ThinkTags(None, None)
+
+
+class Letters:
+    """A tokenizer whose ids below 128 are characters; 260 is `</think>`."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join("</think>" if one == 260 else chr(one) for one in ids)
+
+
+def ids_of(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize(
+    ("ids", "answer"),
+    [
+        ([*ids_of("ab"), 260, *ids_of("42")], "42"),
+        ([*ids_of("a"), 260, *ids_of("b"), 260, *ids_of("42")], "42"),  # the last one, as answer_reward does
+        ([*ids_of("a </think> b"), 260, *ids_of("42")], "42"),  # spelled in ordinary tokens before
+        ([*ids_of("a"), 260, *ids_of("</think> 42")], "</think> 42"),  # and behind: the id decides
+    ],
+)
+def test_the_answer_begins_behind_the_last_tag_by_its_id(ids: list[int], answer: str) -> None:
+    """Readers of rollouts.jsonl have no tokenizer, and the text may spell the tag."""
+    text = Letters().decode(ids, skip_special_tokens=True)
+    start = answer_offset(text, ids, Letters(), ThinkTags(259, 260))
+    assert start is not None and text[start:] == answer
+
+
+def test_without_a_tag_by_id_there_is_no_answer_offset() -> None:
+    ids = ids_of("a </think> b")
+    assert answer_offset("a </think> b", ids, Letters(), ThinkTags(259, 260)) is None
+    assert answer_offset("a </think> b", ids, Letters(), ThinkTags(None, None)) is None
+
+
+def test_forced_tokens_are_found_in_the_text() -> None:
+    ids = [*ids_of("ab. Stop."), 260, *ids_of("42")]
+    start, end = span_offsets((3, 10), ids, Letters())
+    assert Letters().decode(ids, skip_special_tokens=True)[start:end] == " Stop.</think>"
+    assert span_offsets((0, 1), [260], Letters()) == [0, 8]

@@ -12,7 +12,7 @@ from rich.text import Text
 from rloo_kit.batch.status import TRAINING, BatchDir, RunStatus, count_states
 from rloo_kit.health.series import is_number
 from rloo_kit.results.figures import BLUE, GREY, STYLE, to_svg
-from rloo_kit.results.report import escape_text, format_duration, make_page, make_section
+from rloo_kit.results.pages import escape_text, format_duration, make_page, make_section
 from rloo_kit.runs.files import read_object, write_text
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import columns as terminal_columns

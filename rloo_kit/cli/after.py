@@ -33,7 +33,7 @@ def evaluate(
         found = measure(run, policy, data.test, label=f"of {adapter or run.model.name}")
         say(found)
         if json:
-            say(dumps(found.to_dict()))
+            say(dumps(found.to_dict() | {"more_samples": []}))
         end_processes()
 
 

@@ -27,6 +27,7 @@ from rloo_kit.system.processes import is_distributed, is_main_process, process_i
 from rloo_kit.think_tags import split_thinking
 
 JUDGED_AT_ONCE = 32  # completions in one call of the answer reward, whose time limit is for a call
+SAMPLE_CHARS = 4_000_000  # of text in `Evaluation.more_samples`: 1,000 short completions, or 120 of 8,000 tokens
 
 
 def evaluate(
@@ -177,6 +178,7 @@ def _measure_sampled(
 ) -> Evaluation:
     num_samples = run.eval.num_samples
     verdicts = _judge(judge, completions)
+    samples = _samples(run, policy, dataset, completions, verdicts)
     thinking = [completion.thinking_tokens for completion in completions if completion.thinking_tokens is not None]
     is_thinking = thinks(policy.family, run.model.enable_thinking)
     measured = Evaluation(
@@ -189,7 +191,8 @@ def _measure_sampled(
         truncated_share=_mean([not completion.ended for completion in completions]),
         mean_thinking_tokens=_mean(thinking) if thinking and is_thinking else None,
         mean_tokens=_mean([len(completion.ids) for completion in completions]),
-        samples=_samples(run, policy, dataset, completions, verdicts),
+        samples=samples[: run.eval.num_completions],
+        more_samples=samples[run.eval.num_completions :],
         prompts_digest=digest_prompts(dataset),
     )
     if verdicts is not None:
@@ -237,15 +240,22 @@ def _measure_budget(run: RunConfig, judge: AnswerJudge, generate: _Generator, bu
 def _samples(
     run: RunConfig, policy: Policy, dataset: Any, completions: list[Completion], verdicts: list[bool | None] | None
 ) -> list[dict[str, Any]]:
-    """The first completion of each of the first prompts, split into thinking and answer."""
-    samples = []
-    for index in range(min(run.eval.num_completions, len(dataset))):
+    """The first completion of each prompt, split into thinking and answer: of the first `eval.num_completions` (0: no
+    prompts at all), and of those after them until their text comes to SAMPLE_CHARS."""
+    samples: list[dict[str, Any]] = []
+    left = SAMPLE_CHARS
+    for index in range(len(dataset) if run.eval.num_completions else 0):
         number = index * run.eval.num_samples
         completion = completions[number]
+        prompt = dataset[index]["prompt"]
+        if index >= run.eval.num_completions:
+            left -= len(prompt) + len(completion.text)
+            if left < 0:
+                break
         thinking, answer = split_thinking(completion.ids, policy.tokenizer, policy.tags, policy.family == "thinking")
         samples.append(
             {
-                "prompt": dataset[index]["prompt"],
+                "prompt": prompt,
                 "thinking": thinking,
                 "answer": answer,
                 "gold": dataset[index].get("answer"),

@@ -17,7 +17,7 @@ from rloo_kit.gradient.advantages import Advantages, AdvantageSettings, kl_charg
 from rloo_kit.gradient.objective import sum_rows
 from rloo_kit.loop.records import RolloutBatch, StepStats, pick
 from rloo_kit.models.parallel import Parallel
-from rloo_kit.think_tags import ThinkTags
+from rloo_kit.think_tags import ThinkTags, answer_offset, span_offsets
 
 COLUMNS = (
     "tokens", "eos_tokens", "thinks", "closed", "thinking_tokens", "forced", "repeated", "print", "kl", "kl_tokens",
@@ -169,9 +169,18 @@ def step_metrics(
 
 
 def rollout_rows(
-    batch: RolloutBatch, advantages: Advantages, statistics: torch.Tensor, names: Sequence[str], step: int
+    batch: RolloutBatch,
+    advantages: Advantages,
+    statistics: torch.Tensor,
+    names: Sequence[str],
+    step: int,
+    tokenizer: Any,
+    tags: ThinkTags,
 ) -> list[dict[str, Any]]:
     """One plain dict per completion of this process, in the order of the rollout; unscored values are None.
+
+    `group` numbers the prompts of the step, from 1; `answer_start` and `forced_chars` (where `forced`) are
+    offsets into the text, found by the ids, so that whoever reads the row needs no tokenizer.
 
     Args:
         statistics: of this process, (B, len(COLUMNS)). names: of the F reward functions.
@@ -182,18 +191,22 @@ def rollout_rows(
         column = dict(zip(COLUMNS, numbers, strict=True))
         closed, among_all = bool(column["closed"]), batch.first + index
         rewards = batch.judged.rewards_per_func[among_all].tolist()
+        ids, text, span = found.completion_ids[index], _plain(found.texts[index]), found.forced[index]
         rows.append(
             {
                 "step": step,
+                "group": among_all // batch.group_size + 1,
                 "prompt": found.prompts[index],
                 "completion": found.texts[index],
-                "completion_ids": found.completion_ids[index],
+                "completion_ids": ids,
+                "answer_start": answer_offset(text, ids, tokenizer, tags),
                 "prompt_tokens": len(found.prompt_ids[index]),
                 "completion_tokens": int(column["tokens"]),
                 "thinking_tokens": int(column["thinking_tokens"]) if closed else None,
                 "closed": closed,
                 "truncated": found.truncated[index],
                 "forced": bool(column["forced"]),
+                **({} if span is None else {"forced_chars": span_offsets(span, ids, tokenizer)}),
                 "kl": column["kl"],
                 "rewards": {name: _or_none(value) for name, value in zip(names, rewards, strict=True)},
                 "reward": _or_none(batch.judged.raw_scores[among_all].item()),
@@ -202,6 +215,11 @@ def rollout_rows(
             }
         )
     return rows
+
+
+def _plain(text: Any) -> str:
+    """A completion's text, which TRL has as a message where the prompt is one."""
+    return text if isinstance(text, str) else str(text[-1]["content"])
 
 
 def _or_none(value: float) -> float | None:
@@ -352,7 +370,10 @@ class Recorder:
         if self._is_training:
             self.episodes += len(gathered)
             if self.listeners:
-                rows = rollout_rows(batch, batch.advantages, statistics, names, self.trainer.state.global_step)
+                step = self.trainer.state.global_step
+                rows = rollout_rows(
+                    batch, batch.advantages, statistics, names, step, self.trainer.processing_class, self.tags
+                )
                 for listener in self.listeners:
                     listener(rows)
 

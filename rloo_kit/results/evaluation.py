@@ -96,6 +96,7 @@ class Evaluation:
             unforced_accuracy, unforced_low, unforced_high (None where there are none of them).
         samples: the first completion of the first `eval.num_completions` prompts: prompt, thinking, answer, gold,
             correct, ended, closed, tokens, thinking_tokens, forced.
+        more_samples: the same of the prompts after those, for the report.
         unscored: completions that the answer reward could not judge; they count as wrong.
         seconds: how long it took.
         prompts_digest: equal for evaluations of the same prompts.
@@ -125,6 +126,7 @@ class Evaluation:
     mean_tokens: Size = 0.0
     budgets: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    more_samples: list[dict[str, Any]] = field(default_factory=list)
     unscored: Number = 0
     seconds: Size = 0.0
     prompts_digest: str = ""
@@ -182,7 +184,7 @@ class Evaluation:
         """The evaluation that `to_dict` wrote, such as `before.json`; raises ValueError for anything else."""
         found: Evaluation = TypeAdapter(cls).validate_python(values)
         TypeAdapter(list[_Budget]).validate_python(found.budgets)
-        TypeAdapter(list[_Sample]).validate_python(found.samples)
+        TypeAdapter(list[_Sample]).validate_python([*found.samples, *found.more_samples])
         for name, entry in found.rewards.items():
             found.rewards[name] = _RewardMean.model_validate(entry).model_dump()
         sides = [(vars(found), ("", "greedy_")), *((entry, ("", "forced_", "unforced_")) for entry in found.budgets)]

@@ -1,32 +1,31 @@
-"""`report.html` of a run: one file without scripts or anything to fetch, and the frame that other pages share.
+"""`report.html` of a run: one file with nothing to fetch. On top what came out, then why, then every completion."""
 
-Everything that comes from the model, the data or the configuration is escaped.
-"""
-
-import html
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.results.evaluation import (
-    Comparison,
-    Evaluation,
-    SamplePair,
-    compare,
-    describe_sample,
-    is_thinking,
-    pair_samples,
-    signed,
-    with_interval,
-)
-from rloo_kit.results.figures import draw_accuracies, draw_held_out, draw_learning_curve, draw_rewards
+from rloo_kit.results.changes import Changes, find_changes
+from rloo_kit.results.charts import Chart
+from rloo_kit.results.curves import budget_chart, draw_curves_of, held_out_chart, tokens_generated
+from rloo_kit.results.evaluation import Comparison, Evaluation, compare, signed, with_interval
 from rloo_kit.results.held_out import HeldOutHistory, parse_evaluations, read_evaluations
+from rloo_kit.results.pages import (
+    escape_text,
+    format_count,
+    format_duration,
+    make_page,
+    make_section,
+    make_table,
+)
 from rloo_kit.results.result import EARLY, TrainResult
+from rloo_kit.results.rollout_sample import RolloutSample, sample_rollouts
+from rloo_kit.results.tiles import make_tiles
+from rloo_kit.results.verdict import Verdict, judge_run
 from rloo_kit.runs.files import read_object, saving
+from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.runs.run_dir import RunDir
-from rloo_kit.system.console import picture_controls
 from rloo_kit.system.versions import installed_versions
 
 FILES = {
@@ -44,6 +43,8 @@ FILES = {
     "after.json": "the evaluation after training",
     "checkpoints": "what --resume continues from",
 }
+LONGEST_TABLE = 12  # rows of measures that are not folded away
+NO_SCRIPT = "<noscript><p>Reading completions here needs JavaScript, which is off: they are in {}.</p></noscript>"
 
 
 def write_report(
@@ -52,7 +53,7 @@ def write_report(
     """Write `report.html` into the run's folder, and the evaluations it shows as `before.json` and `after.json`.
 
     Args:
-        result: the `TrainResult`; read are folder, steps, metrics, seconds, stopped, findings.
+        result: the `TrainResult`; read are folder, steps, metrics, seconds, stopped, adapter_step, findings.
         before, after: evaluations; None where the run was not evaluated.
 
     Returns:
@@ -65,121 +66,117 @@ def write_report(
         if evaluation is not None:
             run_dir.write_json(name, evaluation.to_dict())
     comparison = compare(before, after) if before is not None and after is not None else None
+    verdict = judge_run(run, result, before, after)
     during = read_evaluations(folder, run_dir.id)
+    changes = find_changes(before, after)
+    rollouts = sample_rollouts(read_rollouts(folder), result.steps)
+    rewards = [entry.name for entry in run.rewards]
+    chart = _held_out(verdict, before, after, during, result)
     sections = [
-        _headline(run, result, before, after, comparison),
-        make_section("Before and after", _before_and_after(before, after, comparison)),
-        make_section("Held-out during training", _during_training(during)) if during else "",
-        make_section("Health", _health(result)),
-        make_section("Learning curve", _learning_curve(result.metrics)),
-        make_section("Completions before and after", _completions(before, after)),
-        make_section("Configuration, versions, files", _details(run, folder)),
+        _top(run, result, verdict, before, after, comparison, read_object(folder / "status.json")),
+        make_section("Curves", draw_curves_of(result.metrics, result.findings, chart, rewards), "curves"),
+        make_section("Health", _health(result), "health"),
+        make_section("Before and after", _before_and_after(before, after, comparison), "evaluation"),
+        make_section("Prompt by prompt", _changes(changes, comparison), "prompts") if changes.total else "",
+        make_section("Evaluations during training", _during_training(during), "during") if during else "",
+        make_section("Rollouts", _rollouts(rollouts), "rollouts"),
+        make_section("Configuration, versions, files", _details(run, folder), "details"),
     ]
-    page = make_page(f"{run.name} - RLOO run", sections)
+    script = Path(__file__).with_name("report.js").read_text(encoding="utf-8")
+    data = {
+        "prompts": changes.prompts,
+        "rollouts": {"rows": rollouts.rows, "prompts": rollouts.prompts, "rewards": rollouts.rewards},
+    }
+    page = make_page(f"{run.name} - RLOO run", sections, script, data)
     with saving(folder / "report.html"):
         return run_dir.write_text("report.html", page)
 
 
-def _headline(
+def _top(
     run: RunConfig,
     result: TrainResult,
+    verdict: Verdict,
     before: Evaluation | None,
     after: Evaluation | None,
     comparison: Comparison | None,
+    status: Mapping[str, Any],
 ) -> str:
-    end = {None: "ran to its end", "interrupted": "was interrupted", "no signal": "stopped: no learning signal"}
-    end[EARLY] = "stopped early, without a new best for too long (eval.patience)"
-    how = end.get(result.stopped, f"stopped: {result.stopped}")
-    sources = " + ".join(run.data.all_sources)
-    summary = f"{run.model.name} on {sources}: {result.steps} steps in {format_duration(result.seconds)}; {how}."
-    adapter_step = getattr(result, "adapter_step", None)
+    advice = f"<p class='next'>Next: {escape_text(verdict.next)}</p>" if verdict.next else ""
+    command = status.get("command")
+    commands = [("Made by", [command])] if isinstance(command, str) and command else []
+    commands += [("Use it" if verdict.kind == "learnt" else "Look closer", list(verdict.commands))]
+    blocks = "".join(
+        f"<div class='command'><h2>{title}</h2><pre>{_shell(lines)}</pre></div>" for title, lines in commands if lines
+    )
+    ended = _how_it_ended(result)
+    note = f"<p class='notes'>{escape_text(ended)}</p>\n" if ended else ""
+    return (
+        f"<header>\n<p class='kicker'>RLOO run{_day(result, ' · ')}</p>\n<h1>{escape_text(run.name)}</h1>\n"
+        f"<div class='verdict {verdict.kind.replace(' ', '-')}'><span class='kind'>{escape_text(verdict.kind)}</span>"
+        f"<p class='sentence'>{escape_text(verdict.sentence)}</p>{advice}</div>\n"
+        f"{make_tiles(before, after, comparison)}\n{_settings(run, result, status)}\n"
+        f"{note}<div class='commands'>{blocks}</div>\n</header>\n"
+    )
+
+
+def _settings(run: RunConfig, result: TrainResult, status: Mapping[str, Any]) -> str:
+    """What a reader asks of a result first: the model, the machine and the few keys that matter most."""
+    folder = Path(result.folder)
+    machine = read_object(folder / "versions.json").get("machine") or read_object(folder / "memory.json").get("machine")
+    tokens, energy = tokens_generated(result.metrics), status.get("energy_wh")
+    entries = {
+        "model": run.model.name,
+        "data": " + ".join(run.data.all_sources),
+        "rewards": ", ".join(entry.name for entry in run.rewards),
+        "hardware": machine,
+        "steps": f"{result.steps:,}",
+        "K, completions a prompt": run.rloo.num_generations,
+        "learning rate": f"{run.rloo.learning_rate:g}",
+        "seed": run.run.seed,
+        "tokens generated": format_count(tokens) if tokens else None,
+        "training time": format_duration(result.seconds) if result.seconds else None,
+        "energy": f"{energy:,.1f} Wh" if isinstance(energy, int | float) else None,
+    }
+    shown = "".join(
+        f"<div><dt>{name}</dt><dd>{escape_text(value)}</dd></div>"
+        for name, value in entries.items()
+        if value is not None
+    )
+    return f"<dl class='settings'>{shown}</dl>"
+
+
+def _day(result: TrainResult, between: str) -> str:
+    """The day that the run began, from its record; empty without one."""
+    written = read_object(Path(result.folder) / "versions.json").get("written")
+    return f"{between}{escape_text(written[:10])}" if isinstance(written, str) and written else ""
+
+
+def _shell(lines: Sequence[str]) -> str:
+    """Commands that fold between their words only: a browser would break them at every hyphen."""
+    return "\n".join(
+        " ".join(f"<span class='word'>{escape_text(word)}</span>" for word in one.split(" ")) for one in lines
+    )
+
+
+def _how_it_ended(result: TrainResult) -> str:
+    """What is unusual about it; empty for a run to its end whose last weights were kept."""
+    end = {"interrupted": "The run was interrupted", "no signal": "The run stopped: no learning signal"}
+    end[EARLY] = "The run stopped early, without a new best for too long (eval.patience)"
+    text = ""
+    if result.stopped is not None:
+        text = f"{end.get(result.stopped, f'The run ended as {result.stopped}')}, at step {result.steps:,}. "
+    adapter_step = result.adapter_step
     if adapter_step not in (None, result.steps):
-        summary += f" adapter/ holds the weights of step {adapter_step}, the best evaluation's."
-    shows_reward = any(one is not None and one.reward != one.accuracy for one in (before, after))
-    tiles = [
-        _tile(name, getattr(before, key, None), getattr(after, key, None), change, form)
-        for name, key, change, form in (
-            ("accuracy", "accuracy", comparison.sampled if comparison else None, ".3f"),
-            ("greedy accuracy", "greedy_accuracy", comparison.greedy if comparison else None, ".3f"),
-            *((("reward", "reward", comparison.reward if comparison else None, ".3f"),) if shows_reward else ()),
-            ("thinking closed", "closed_share", None, ".3f"),
-            ("thinking tokens", "mean_thinking_tokens", None, ".1f"),
-        )
-    ]
-    return (
-        f"<h1>{escape_text(run.name)}</h1>\n<p>{escape_text(summary)}</p>\n<div class='tiles'>{''.join(tiles)}</div>\n"
-    )
+        text += f"adapter/ holds the weights of step {adapter_step}, the best evaluation's."
+    return text.strip()
 
 
-def _tile(name: str, before: float | None, after: float | None, change: str | None, form: str) -> str:
-    if before is None and after is None:
-        return ""
-    old, new = ("-" if value is None else format(value, form) for value in (before, after))
-    return (
-        f"<div class='tile'><div class='name'>{escape_text(name)}</div>"
-        f"<div class='value'><span class='old'>{old}</span> → {new}</div>"
-        + (f"<div class='change'>{escape_text(change)}</div></div>" if change else "</div>")
-    )
-
-
-def _before_and_after(before: Evaluation | None, after: Evaluation | None, comparison: Comparison | None) -> str:
-    measured = [evaluation for evaluation in (before, after) if evaluation is not None]
-    if not measured:
-        return "<p>The run was not evaluated (run.evaluate).</p>"
-    parts = []
-    if comparison is not None:
-        verdict = {
-            True: " The intervals before and after are apart.",
-            False: " The intervals before and after overlap.",
-            None: "",
-        }
-        parts.append(f"<p>After minus before: {escape_text(str(comparison))}.{verdict[comparison.apart]}</p>")
-    drawings = [draw_accuracies(before, after), draw_rewards(before, after)]
-    parts += [f"<figure class='wide'>{drawing}</figure>" for drawing in drawings if drawing is not None]
-    columns = [dict(evaluation.rows()) for evaluation in measured]
-    names = list(dict.fromkeys(name for column in columns for name in column))
-    titles = [title for title, evaluation in (("before", before), ("after", after)) if evaluation is not None]
-    head = "".join(f"<th>{title}</th>" for title in titles)
-    rows = "".join(
-        f"<tr><td>{escape_text(name)}</td>"
-        + "".join(f"<td>{escape_text(column.get(name, '-'))}</td>" for column in columns)
-        + "</tr>"
-        for name in names
-    )
-    num_samples = measured[-1].num_samples
-    each = "one completion" if num_samples == 1 else f"{num_samples} completions"
-    parts.append(f"<p>{measured[-1].num_prompts} held-out prompts, {each} of each; 95 % intervals in brackets.</p>")
-    parts.append(f"<table><thead><tr><th>measure</th>{head}</tr></thead><tbody>{rows}</tbody></table>")
-    return "\n".join(parts)
-
-
-def _during_training(rows: list[dict[str, Any]]) -> str:
-    """The curve of the measure, and a line for each evaluation."""
-    measure, best = rows[-1]["measure"], rows[-1].get("best_step")
-    found = parse_evaluations(rows)
-    names = dict.fromkeys((measure, "accuracy", "reward"))
-    names = {name: None for name in names if any(one.measure(name) for one in found)}
-    history = HeldOutHistory(measure, patience=None)
-    titles = ("step", *names, "thinking tokens", "against the best before", "")
-    head = "".join(f"<th>{escape_text(title)}</th>" for title in titles)
-    body = ""
-    for one in found:
-        values = [with_interval(*measured[:3]) if measured else "-" for measured in map(one.measure, names)]
-        tokens = one.evaluation.mean_thinking_tokens
-        against = history.compare_with_best(one)
-        history.observe(one)
-        cells = [one.step, *values, "-" if tokens is None else f"{tokens:.1f}", signed(*against) if against else "-"]
-        cells.append("best" if one.step == best else "")
-        body += f"<tr>{''.join(f'<td>{escape_text(cell)}</td>' for cell in cells)}</tr>"
-    count = found[-1].evaluation.num_prompts
-    text = (
-        f"<p>{escape_text(measure)} decides (eval.measure), on the same {count} held-out prompts each time; "
-        "95 % intervals. The best of many evaluations is partly luck: compare before and after by the table above.</p>"
-    )
-    points = [(one.step, measured) for one in found if (measured := one.measure(measure)) is not None]
-    drawing = draw_held_out(points, measure, best)
-    figure = "" if drawing is None else f"<figure class='wide'>{drawing}</figure>"
-    return f"{text}{figure}\n<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+def _held_out(
+    verdict: Verdict, before: Evaluation | None, after: Evaluation | None, during: Sequence[dict[str, Any]], result: Any
+) -> Chart | None:
+    found = parse_evaluations(during)
+    measure = during[-1]["measure"] if found else verdict.change.measure if verdict.change is not None else "accuracy"
+    return held_out_chart(before, after, found, measure, result.steps)
 
 
 def _health(result: TrainResult) -> str:
@@ -189,61 +186,99 @@ def _health(result: TrainResult) -> str:
     for one in result.findings:
         steps = f"{one.since}" if one.last >= result.steps else f"{one.since} to {one.last}"
         also = f"; seen with it: {', '.join(one.explains).replace('_', ' ')}" if one.explains else ""
-        cells = (one.title, steps, one.evidence + also, one.cause, one.fix)
-        rows.append("<tr>" + "".join(f"<td>{escape_text(cell)}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th>{name}</th>" for name in ("what", "since step", "evidence", "cause", "to do"))
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        rows.append((one.title, one.level, steps, one.evidence + also, one.cause, one.fix))
+    head = ("what", "level", "since step", "evidence", "cause", "to do")
+    return make_table("What was wrong with the run", head, rows, ids=[f"finding-{one.rule}" for one in result.findings])
 
 
-def _learning_curve(metrics: list[dict[str, Any]]) -> str:
-    drawings = draw_learning_curve(metrics)
-    if not drawings:
-        return "<p>No step was logged.</p>"
-    return "<div class='curves'>" + "".join(f"<figure>{drawing}</figure>" for drawing in drawings) + "</div>"
+def _before_and_after(before: Evaluation | None, after: Evaluation | None, comparison: Comparison | None) -> str:
+    measured = {name: one for name, one in (("before", before), ("after", after)) if one is not None}
+    if not measured:
+        return "<p>The run was not evaluated (run.evaluate).</p>"
+    parts = []
+    if comparison is not None:
+        apart = {True: " The intervals before and after are apart.", False: " The intervals before and after overlap."}
+        text = f"After minus before: {comparison}.{apart.get(comparison.apart, '')}"  # type: ignore[arg-type]
+        parts.append(f"<p>{escape_text(text)}</p>")
+    columns = [dict(evaluation.rows()) for evaluation in measured.values()]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
+    last = list(measured.values())[-1]
+    each = "one completion" if last.num_samples == 1 else f"{last.num_samples} completions"
+    head = ("measure [95 % interval]", *measured)
+    table = make_table("Evaluations before and after training", head, rows, numbers=range(1, 3))
+    parts.append(f"<p class='notes'>{last.num_prompts:,} held-out prompts, {each} of each.</p>")
+    parts.append(budget_chart(before, after))
+    if len(rows) > LONGEST_TABLE:
+        table = f"<details><summary>All {len(rows)} measures</summary>{table}</details>"
+    return "".join(parts) + f"<div class='panel-table'>{table}</div>"
 
 
-def _completions(before: Evaluation | None, after: Evaluation | None) -> str:
-    pairs = pair_samples(before=before, after=after)
-    if not pairs:
-        return "<p>No completions were kept (eval.num_completions).</p>"
-    return "".join(_pair(number, pair) for number, pair in enumerate(pairs, 1))
+def _changes(changes: Changes, comparison: Comparison | None) -> str:
+    """The counts over all prompts; the prompts themselves are shown by the page's script."""
+    kinds = list(dict.fromkeys(kind for counts in changes.counts.values() for kind in counts))
+    parts = []
+    if changes.counts:
+        rows = [(name, *(f"{counts.get(kind, 0):,}" for kind in kinds)) for name, counts in changes.counts.items()]
+        table = make_table("Held-out prompts by what became of them", ("measured", *kinds), rows, range(1, 9))
+        parts.append(f"<div class='panel-table'>{table}</div>")
+    elif comparison is not None:
+        parts.append("<p>The two evaluations cannot be compared prompt by prompt.</p>")
+    if not changes.prompts:
+        return "".join(parts) + "<p>No completions were kept (eval.num_completions).</p>"
+    kept = "all" if len(changes.prompts) >= changes.total else f"the first {len(changes.prompts):,}"
+    note = (
+        f"Below: {kept} of {changes.total:,} held-out prompts, the first sampled completion of each, regressions first."
+    )
+    parts.append(f"<p class='notes'>{note}</p><div class='browser' id='prompt-browser'></div>")
+    return "".join(parts) + NO_SCRIPT.format("before.json and after.json")
 
 
-def _pair(number: int, pair: SamplePair) -> str:
-    expected = "" if pair.gold is None else f"<p class='gold'>right answer: <b>{escape_text(pair.gold)}</b></p>"
-    sides = "".join(_side(title, sample) for title, sample in pair.samples.items())
+def _rollouts(found: RolloutSample) -> str:
+    if not found.total:
+        return "<p>No rollouts were kept.</p>"
     return (
-        f"<article><div class='prompt'><span class='number'>{number}</span>"
-        f"<pre>{escape_text(pair.prompt.strip())}</pre></div>{expected}<div class='pair'>{sides}</div></article>\n"
+        f"<p class='notes'>{escape_text(found.describe())}</p>"
+        f"<div class='browser' id='rollout-browser'></div>{NO_SCRIPT.format('rollouts.jsonl')}"
     )
 
 
-def _side(title: str, sample: dict[str, Any]) -> str:
-    marks = {True: "<span class='mark right'>✓ right</span>", False: "<span class='mark wrong'>✗ wrong</span>"}
-    block = _block("thinking", sample["thinking"])
-    thinking = f"<div class='label'>thinking</div>{block}" if is_thinking(sample) else ""
-    return (
-        f"<div class='side'><div class='title'>{title} {marks.get(sample['correct'], '')}</div>{thinking}"
-        f"<div class='label'>answer</div>{_block('answer', sample['answer'])}"
-        f"<p class='notes'>{escape_text(describe_sample(sample))}</p></div>"
+def _during_training(during: Sequence[dict[str, Any]]) -> str:
+    found = parse_evaluations(during)
+    measure, best = str(during[-1]["measure"]), during[-1].get("best_step")
+    history = HeldOutHistory(measure, None)
+    rows = []
+    for one in found:
+        entry = one.evaluation
+        values = [with_interval(entry.accuracy, entry.low, entry.high)]
+        values.append(with_interval(entry.reward, entry.reward_low, entry.reward_high))
+        tokens, against = entry.mean_thinking_tokens, history.compare_with_best(one)
+        history.observe(one)
+        rows.append((
+            one.step, *(value or "-" for value in values), "-" if tokens is None else f"{tokens:.1f}",
+            signed(*against) if against else "-", "best" if one.step == best else "",
+        ))  # fmt: skip
+    text = (
+        f"{measure} decides (eval.measure), on the same {found[-1].evaluation.num_prompts:,} held-out prompts each "
+        "time; 95 % intervals. The best of many evaluations is partly luck: compare before and after."
     )
-
-
-def _block(kind: str, text: str) -> str:
-    return f"<pre class='{kind}'>{escape_text(text)}</pre>" if text else "<p class='notes'>none</p>"
+    head = ("step", "accuracy", "reward", "thinking tokens", "against the best before", "kept")
+    return f"<p class='notes'>{escape_text(text)}</p>" + make_table(
+        "Each evaluation, with its interval", head, rows, range(5)
+    )
 
 
 def _details(run: RunConfig, folder: Path) -> str:
     files = "".join(
-        f"<tr><td><a href='{name}'>{name}</a></td><td>{escape_text(what)}</td></tr>"
+        f"<li><a href='{name}'>{name}</a> <span>{escape_text(what)}</span></li>\n"
         for name, what in FILES.items()
         if (folder / name).exists()
     )
     return (
         f"<details><summary>Configuration</summary><pre>{escape_text(run.to_yaml())}</pre></details>\n"
         f"<details><summary>Versions</summary><pre>{escape_text(_versions(folder))}</pre></details>\n"
-        f"<p>Everything of the run lies in <code>{escape_text(folder)}</code>.</p>\n"
-        f"<table><tbody>{files}</tbody></table>\n"
+        f"<details><summary>Files</summary><p>Everything of the run lies in <code>{escape_text(folder)}</code>.</p>"
+        f"<ul class='files'>\n{files}</ul></details>\n"
     )
 
 
@@ -251,46 +286,3 @@ def _versions(folder: Path) -> str:
     """The versions that the run recorded when it started, else those of this process."""
     recorded = read_object(folder / "versions.json")
     return json.dumps(recorded or installed_versions(), indent=2, ensure_ascii=False)
-
-
-# ------------------------------------------------------------------------------------------------ pages
-
-
-def make_page(title: str, sections: Iterable[str]) -> str:
-    """A whole page: nothing to fetch, and columns that fold on a narrow screen.
-
-    Args:
-        title: as plain text.
-        sections: HTML, already escaped.
-    """
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape_text(title)}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n{''.join(sections)}</main>\n</body>\n</html>\n"
-    )
-
-
-def make_section(title: str, content: str) -> str:
-    """A section with its heading."""
-    return f"<section>\n<h2>{title}</h2>\n{content}\n</section>\n"
-
-
-def escape_text(value: Any) -> str:
-    """Any value as text that HTML shows as it is.
-
-    >>> escape_text("a <b> & c")
-    'a &lt;b&gt; &amp; c'
-    """
-    return html.escape(picture_controls(str(value)))
-
-
-def format_duration(seconds: float) -> str:
-    """Seconds in words.
-
-    >>> format_duration(7.25), format_duration(75), format_duration(3675)
-    ('7.2 s', '1 min 15 s', '1 h 1 min')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

@@ -257,6 +257,20 @@ def test_num_prompts_takes_the_first(make_run, make_policy):
     assert evaluate(make_run(num_prompts=99), make_policy(), make_dataset()).num_prompts == NUM_PROMPTS
 
 
+def test_more_samples_are_kept_for_the_report(make_run, make_policy, monkeypatch):
+    """Ten of a thousand prompts were all that one could read of an evaluation; a file of 100 MB would be no better."""
+    dataset = make_dataset(["1"] * NUM_PROMPTS)
+    whole = evaluate(make_run(greedy=False, num_completions=2), make_policy(), dataset)
+    assert len(whole.samples) == 2 and len(whole.more_samples) == NUM_PROMPTS - 2
+    assert [one["prompt"] for one in [*whole.samples, *whole.more_samples]] == list(dataset["prompt"])
+    assert evaluate(make_run(greedy=False, num_completions=0), make_policy(), dataset).more_samples == []
+    one = len(whole.more_samples[0]["prompt"]) + 200
+    monkeypatch.setattr("rloo_kit.evals.evaluate.SAMPLE_CHARS", one)
+    few = evaluate(make_run(greedy=False, num_completions=2), make_policy(), dataset)
+    assert few.samples == whole.samples and few.more_samples == whole.more_samples[: len(few.more_samples)]
+    assert 1 <= len(few.more_samples) < NUM_PROMPTS - 2
+
+
 @pytest.mark.parametrize("engine", ["auto", "native", "generate"])
 def test_a_local_engine_of_training_evaluates(engine, make_run, make_policy):
     """One that only the trainer could reach ended a run at its first evaluation."""

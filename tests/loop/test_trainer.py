@@ -113,6 +113,10 @@ def test_rollout_rows_tell_what_happened(make_trainer):
     assert [row["thinking_tokens"] for row in rows[:4]] == [1, None, 0, None]
     assert [row["truncated"] for row in rows[:4]] == [False, True, False, False]
     assert [row["rewards"]["by_length"] for row in rows] == pytest.approx(by_length(completions))
+    assert [row["group"] for row in rows] == [1] * 4 + [2] * 4
+    answers = [row["completion"][row["answer_start"] :] if row["closed"] else None for row in rows[:3]]
+    assert answers[1:] == [None, ""] and rows[0]["completion"].endswith(f"</think>{answers[0]}") and answers[0]
+    assert rows[1]["answer_start"] is None and not any("forced_chars" in row for row in rows)
     rewards = [row["reward"] for row in rows[:4]]
     assert rows[0]["advantage"] == pytest.approx(
         rewards[0] - sum(rewards[1:]) / 3, abs=1e-5

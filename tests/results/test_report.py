@@ -1,8 +1,10 @@
-"""The report: one file that opens anywhere, in light and dark, whatever the model wrote into its completions."""
+"""The report as a file: what it says, what it leaves out, and that nothing of a model or a config becomes markup.
+
+How it looks and behaves is in test_report_in_browser.py."""
 
 import json
 import re
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +12,8 @@ import pytest
 from rloo_kit.config.run import RunConfig
 from rloo_kit.health.rule import Finding
 from rloo_kit.results.evaluation import Evaluation, compare
-from rloo_kit.results.figures import PANELS, draw_accuracies, draw_learning_curve
 from rloo_kit.results.report import write_report
+from rloo_kit.results.result import TrainResult
 from rloo_kit.runs.files import saved_paths
 from tests.html_page import Page
 
@@ -40,10 +42,23 @@ def make_evaluation(label: str, right: int, samples: list[dict[str, Any]]) -> Ev
 
 def make_metrics(steps: int) -> list[dict[str, Any]]:
     row = {"reward": 0.5, "rewards/answer_reward/mean": 0.4, "kl": 0.01, "thinking/mean_length": 20.0}
-    row |= {"thinking/closed_ratio": 0.9, "completions/clipped_ratio": 0.1, "loss": 0.1}
+    row |= {"thinking/closed_ratio": 0.7, "completions/clipped_ratio": 0.1, "frac_reward_zero_std": 0.2, "grad_norm": 1}
+    row |= {"completions/mean_length": 30.0, "entropy": 0.6, "loss": 0.1}
     return [
-        {"step": step} | {name: value * (1 + step / 100) for name, value in row.items()} for step in range(1, steps + 1)
+        {"step": step, "episode": 64 * step, "step_time": 2.0}
+        | {name: value * (1 + step / 100) for name, value in row.items()}
+        for step in range(1, steps + 1)
     ]
+
+
+def make_rollout(step: int, number: int, **changes: Any) -> dict[str, Any]:
+    """A row of rollouts.jsonl: four completions a group, two groups a step."""
+    reward = float((step + number) % 2)
+    row = {"step": step, "group": number // 4 + 1, "prompt": f"<|im_start|>user\n{step}+{number // 4}=<|im_end|>\n"}
+    row |= {"completion": f"sum {number}</think>\n\n{number}", "answer_start": len(f"sum {number}</think>")}
+    row |= {"completion_ids": [5, 6, 260, 7, 258], "completion_tokens": 5, "thinking_tokens": 2, "closed": True}
+    row |= {"truncated": False, "forced": False, "forced_chars": None, "rewards": {"answer_reward": reward}}
+    return row | {"reward": reward, "advantage": reward - 0.5, "columns": {"answer": "9"}} | changes
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +78,12 @@ def finished(run: RunConfig) -> Any:
     folder = run.folder
     (folder / "adapter").mkdir(parents=True)
     (folder / "config.yaml").write_text("x")
-    (folder / "versions.json").write_text('{"versions": {"torch": "9.9.9"}}')
+    (folder / "versions.json").write_text('{"versions": {"torch": "9.9.9"}, "written": "2026-01-02T03:04:05+0000"}')
+    rows = [make_rollout(step, number) for step in range(1, 31) for number in range(8)]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     over = Finding("repetition", 9, 8, 12, "31 % of the <tokens>", "circles", "read rollouts.jsonl", "alarming")
     holds = Finding("truncation", 20, 16, 30, "90 % cut off", "too short", "raise it", "alarming", ["no_signal"])
-    return SimpleNamespace(
+    return TrainResult(
         folder=folder, adapter_folder=folder / "adapter", steps=30, metrics=make_metrics(30), seconds=75.4,
         stopped=None, findings=[over, holds],
     )  # fmt: skip
@@ -76,7 +93,7 @@ def finished(run: RunConfig) -> Any:
 def result(finished: Any) -> Any:
     """The same with two steps logged: fewer drawings."""
     rows = [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2}]
-    return SimpleNamespace(**vars(finished) | {"metrics": rows, "findings": []})
+    return replace(finished, metrics=rows, findings=[])
 
 
 @pytest.fixture(scope="module")
@@ -94,29 +111,60 @@ def written(run: RunConfig, finished: Any, evaluations: tuple[Evaluation, Evalua
     return path.read_text(encoding="utf-8")
 
 
-def test_report_holds_everything(written: str, evaluations: tuple[Evaluation, Evaluation]) -> None:
-    """What a reader looks for: accuracy before and after with intervals, curves, completions, configuration, files."""
+def embedded(page: str) -> Any:
+    """The data that the page's script reads."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def words(page: str) -> str:
+    """What a reader sees without the script, in one line."""
+    return " ".join(" ".join(text for tag, text in Page(page).texts if tag not in ("script", "style")).split())
+
+
+def test_report_holds_everything(written: str, run: RunConfig, evaluations: tuple[Evaluation, Evaluation]) -> None:
+    """What a reader looks for: what came out, the numbers, the settings, curves, tables, configuration, files."""
     before, after = evaluations
-    page = Page(written)
-    text = " ".join(" ".join(text for _, text in page.texts).split())
-    assert "my <run>" in text and "30 steps in 1 min 15 s; ran to its end." in text
-    assert str(compare(before, after)) in text and "The intervals before and after are apart." in text
-    assert f"0.200 [{before.low:.3f}, {before.high:.3f}]" in text and f"0.600 [{after.low:.3f}" in text
-    assert "accuracy, thinking at most 8 tokens" in text and "75.0%" in text
-    assert text.count("✗ wrong") == 1 and text.count("✓ right") == 3
-    assert text.count("think 1") == 2 and "right answer: 2" in text
+    page, text = Page(written), words(written)
+    assert "2026-01-02 my <run> learnt Accuracy rose from 20 % to 60 % (+40 points" in text
+    assert "20.0 % → 60.0 %" in text and str(compare(before, after)) in text and "before and after are apart" in text
+    assert "model embedded/thinking" in text and "seed 0" in text and "training time 1 min 15 s" in text
+    assert f"learning rate {run.rloo.learning_rate:g}" in text and "Use it" in text and "Made by" not in text
+    assert "tokens generated 66,528" in text  # 64 completions a step of 30.3 to 39 tokens
+    assert f"0.200 [{before.low:.3f}, {before.high:.3f}]" in text and "accuracy, thinking at most 8 tokens" in text
     assert "max_steps: 30" in text and "9.9.9" in text
-    assert {"adapter", "config.yaml", "versions.json"} <= set(page.values("href"))
-    assert "rollouts.jsonl" not in page.values("href")  # it is not there
-    assert page.tags.count("svg") == 1 + 6
+    assert {"adapter", "config.yaml", "versions.json", "rollouts.jsonl"} <= set(page.values("href"))
+    titles = re.findall(r"<figcaption><span>(.*?)</span>", written)
+    assert titles == [
+        "Held-out accuracy", "Reward: answer_reward", "Groups with signal", "Tokens", "Thinking closed",
+        "Cut off at the limit", "Entropy, nats", "KL to the reference, nats", "Gradient norm", "Tokens a second",
+        "Accuracy by thinking budget",
+    ]  # fmt: skip
+    assert "fixed" in text and "all of 100" not in text and "the first 2 of 100 held-out prompts" in text
+
+
+def test_what_made_the_run_and_what_it_cost(run: RunConfig, result: Any, evaluations: Any) -> None:
+    """The command line writes them into status.json; a run from a notebook has neither."""
+    status = result.folder / "status.json"
+    status.write_text('{"command": "rloo-kit train a.yaml run.name=\\"x y\\"", "energy_wh": 12.34}')
+    try:
+        text = words(write_report(run, result, *evaluations).read_text("utf-8"))
+    finally:
+        status.unlink()
+    assert 'Made by rloo-kit train a.yaml run.name="x y" Use it' in text and "energy 12.3 Wh" in text
 
 
 def test_what_was_wrong_stands_in_the_report(written: str, run: RunConfig, result: Any) -> None:
     """A run whose reward stood at 0.000 for all of its steps had a report of curves and a folder's name."""
-    text = " ".join(" ".join(text for _, text in Page(written).texts).split())
-    assert "repetition 8 to 12 31 % of the <tokens> circles read rollouts.jsonl" in text
-    assert "truncation 16 90 % cut off; seen with it: no signal too short raise it" in text
-    assert "No rule of health found anything." in write_report(run, result).read_text()
+    text = words(written)
+    assert "repetition alarming 8 to 12 31 % of the <tokens> circles read rollouts.jsonl" in text
+    assert "truncation alarming 16 90 % cut off; seen with it: no signal too short raise it" in text
+    assert "No rule of health found anything." in words(write_report(run, result).read_text("utf-8"))
+    targets = {target[1:] for target in Page(written).values("href") if target.startswith("#finding")}
+    assert targets == {"finding-repetition", "finding-truncation"} <= set(Page(written).values("id"))
+    flags = re.findall(r'<text class="flag"[^>]*>(.*?)</text>', written)
+    assert flags == ["repetition", "truncation", "truncation", "truncation"]  # on the reward, and where they show
 
 
 def test_the_evaluations_are_kept_beside_the_report(
@@ -132,45 +180,59 @@ def test_the_evaluations_are_kept_beside_the_report(
 
 
 def test_report_is_self_contained(written: str) -> None:
-    """Sent by mail or opened from a file server it has to look the same: no scripts, nothing fetched."""
+    """Sent by mail or opened from a file server it has to look the same: nothing is fetched, one script may run."""
     page = Page(written)
-    assert not {"script", "link", "iframe", "img", "object"} & set(page.tags)
-    assert not page.values("src") and "@import" not in written
-    for target in page.values("href") + page.values("xlink:href"):
+    assert not {"link", "iframe", "img", "object"} & set(page.tags) and page.tags.count("script") == 2
+    assert not page.values("src") and "@import" not in written and "url(" not in written
+    for target in page.values("href"):
         assert not re.match(r"[a-z]+:|//", target), target
+    assert "default-src 'none'" in written and not [name for name, _ in page.attributes if name.startswith("on")]
 
 
-def test_completions_cannot_break_the_page(run: RunConfig, result: Any) -> None:
+def test_nothing_of_a_model_becomes_markup(run: RunConfig, result: Any) -> None:
     """A model in training writes anything: a closing tag in a completion once swallowed the rest of the page."""
     hostile = {"prompt": HOSTILE, "thinking": HOSTILE, "answer": HOSTILE, "gold": HOSTILE}
     before = make_evaluation("before", 1, [make_sample(1, False, **hostile)])
     after = make_evaluation("after", 1, [make_sample(1, None, **hostile | {"answer": ""})])
-    text = write_report(run, result, before, after).read_text(encoding="utf-8")
+    rollouts = result.folder / "rollouts.jsonl"
+    kept = rollouts.read_text()
+    changes = {"prompt": HOSTILE, "completion": f"{HOSTILE}</think>{HOSTILE}", "rewards": {HOSTILE: 1.0}}
+    changes |= {"answer_start": len(HOSTILE) + 8, "columns": {"answer": HOSTILE}}
+    rollouts.write_text(json.dumps(make_rollout(1, 0, **changes)) + "\n")
+    try:
+        text = write_report(run, result, before, after).read_text(encoding="utf-8")
+    finally:
+        rollouts.write_text(kept)
     page = Page(text)
-    assert not {"script", "img"} & set(page.tags) and not page.values("onerror")
-    assert not re.search(r"[\x00-\x08\x0b-\x1f]", text)
-    shown = page.text
-    assert shown.count("<script>alert(1)</script>") == 5 and "你好" in shown and "␀␛[31m" in shown
-    assert shown.count("right answer: ") == 1  # one prompt, two sides
+    assert page.tags.count("script") == 2 and "img" not in page.tags and not page.values("onerror")
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\u2028\u2029]", text)
+    assert text.count("</script>") == 2 and "<!--" not in text
+    data = embedded(text)
+    shown = HOSTILE.replace("\x00", "␀").replace("\x1b", "␛")
+    assert (
+        data["prompts"][0]["before"]["thinking"] == data["prompts"][0]["prompt"] == data["prompts"][0]["gold"] == shown
+    )
+    row = data["rollouts"]["rows"][0]
+    assert row["thinking"] == [[shown, False]] and row["answer"] == row["gold"] == shown
+    assert data["rollouts"]["prompts"] == data["rollouts"]["rewards"] == [shown]
 
 
 def test_report_without_evaluations(run: RunConfig, result: Any) -> None:
     """`run.evaluate: false` and a run stopped before its first log get a report too."""
     result.metrics, result.stopped = [], "interrupted"
-    text = write_report(run, result).read_text(encoding="utf-8")
-    shown = Page(text).text
+    shown = words(write_report(run, result).read_text(encoding="utf-8"))
     assert "The run was not evaluated" in shown and "No step was logged" in shown and "was interrupted" in shown
-    assert "No completions were kept" in shown and "None" not in shown
+    assert "Prompt by prompt" not in shown and "None" not in shown and "NaN" not in shown
 
 
 def test_report_with_one_evaluation_and_no_answers(run: RunConfig, result: Any) -> None:
     """Evaluated before only (the run failed later), or on prompts without answers."""
     only = Evaluation("before", 5, 2, 1.0, 64, samples=[make_sample(1, None, gold=None, thinking="", closed=False)])
-    shown = Page(write_report(run, result, only).read_text("utf-8")).text
-    assert "not measured: no answer column" in shown and "2 completions of each" in shown
-    assert "right answer" not in shown and "After minus before" not in shown
-    both = Page(write_report(run, result, only, only).read_text("utf-8")).text
-    assert "neither an accuracy nor a reward to compare" in both
+    text = write_report(run, result, only).read_text("utf-8")
+    assert "not measured: no answer column" in words(text) and "2 completions of each" in words(text)
+    assert "gold" not in embedded(text)["prompts"][0] and "After minus before" not in words(text)
+    both = words(write_report(run, result, only, only).read_text("utf-8"))
+    assert "neither an accuracy nor a reward to compare" in both and "cannot be compared prompt by prompt" in both
 
 
 def with_reward(label: str, values: list[float], **single: list[float]) -> Evaluation:
@@ -183,12 +245,11 @@ def with_reward(label: str, values: list[float], **single: list[float]) -> Evalu
 def test_report_of_a_run_with_rewards_of_its_own(run: RunConfig, result: Any) -> None:
     """It said that there was no accuracy to compare, and showed nothing of what had been trained for."""
     before = with_reward("before", [0.0, 1.5, 3.0, 2.0], brevity=[0.0, 1.0, 1.0, 2.0], form=[0.0, 0.5, 2.0, 0.0])
-    after = with_reward("after", [1.0, 2.5, 3.5, 3.0], brevity=[1.0, 2.0, 1.5, 3.0], form=[0.0, 0.5, 2.0, 0.0])
-    text = write_report(run, result, before, after).read_text("utf-8")
-    shown = Page(text).text
-    assert "After minus before: reward +0.875 [+0.478, +1.272] on the same 4 prompts. The intervals before" in shown
+    after = with_reward("after", [1.0, 2.5, 3.5, 2.0], brevity=[1.0, 2.0, 1.5, 3.0], form=[0.0, 0.5, 2.0, 0.0])
+    shown = words(write_report(run, result, before, after).read_text("utf-8"))
+    assert "Reward 1.62 → 2.25 +0.62" in shown and "Held-out reward" in shown
     assert "reward, weighted sum" in shown and "reward brevity" in shown and "not measured: no answer column" in shown
-    assert text.count("aria-label='Mean reward") + text.count('aria-label="Mean reward') == 1 and "mean reward" in shown
+    assert "measured reward rose reward the same reward 3 1" in shown
 
 
 def test_report_shows_the_evaluations_during_training(run: RunConfig, result: Any) -> None:
@@ -208,40 +269,19 @@ def test_report_shows_the_evaluations_during_training(run: RunConfig, result: An
         text = write_report(run, result).read_text("utf-8")
     finally:
         path.unlink()
-    shown = " ".join(Page(text).text.split())
+    shown = words(text)
     assert "stopped early" in shown and "adapter/ holds the weights of step 10, the best evaluation's." in shown
-    assert "best: 2.000 at step 10" in shown and "Held-out reward" in shown
-    assert "+1.000 [+1.000, +1.000]" in shown and "-0.750 [-0.750, -0.750]" in shown
-    assert shown.count("against the best before") == 1 and "evaluations.jsonl" in text
+    assert "Held-out reward" in shown and "during training, 3 prompts" in shown and "evaluations.jsonl" in text
+    assert "+1.000 [+1.000, +1.000] best" in shown and "-0.750 [-0.750, -0.750]" in shown
+    assert shown.count("against the best before") == 1
 
 
 def test_drawings_follow_the_page(written: str) -> None:
-    """Black axes on a dark page are invisible, and two drawings with the same ids borrow each other's clip paths."""
-    drawings = re.findall(r"<svg.*?</svg>", written, flags=re.DOTALL)
-    assert len(drawings) == 7
+    """Black axes on a dark page are invisible, and a drawing without words is nothing to a screen reader."""
+    drawings = re.findall(r"<svg viewBox.*?</svg>", written, flags=re.DOTALL)
+    assert len(drawings) == 11
     for drawing in drawings:
-        colors = set(re.findall(r"#[0-9a-f]{6}\b", drawing))
-        assert colors <= {"#3b82f6", "#8b8f98"}, colors
-        assert "currentColor" in drawing and "<text" in drawing and "<style" not in drawing
-        assert 'role="img"' in drawing and "aria-label=" in drawing
-    ids = re.findall(r'\bid="([^"]*)"', written)
+        assert not re.search(r"#[0-9a-f]{3,6}\b|style=|\bid=", drawing), drawing[:200]
+        assert 'role="img"' in drawing and re.search(r'aria-label="[^"]+: [^"]+ at ', drawing)
+    ids = Page(written).values("id")
     assert len(ids) == len(set(ids))
-    used = re.findall(r'(?:url\(#|href="#)([^")]*)', written)
-    assert used and set(used) <= set(ids)
-
-
-def test_learning_curve_draws_what_was_logged() -> None:
-    """A run without KL or thinking has no empty panels; a NaN is a gap, not a crash; one step is a dot."""
-    assert draw_learning_curve([]) == []
-    rows = [{"step": 1, "reward": 0.1, "kl": None}, {"step": 2, "reward": float("nan")}, {"loss": 1.0}]
-    assert len(draw_learning_curve(rows)) == 1
-    assert len(draw_learning_curve([{"step": 1} | {names[0]: 1.0 for _, names, _, _ in PANELS}])) == len(PANELS)
-    assert len(draw_learning_curve([{"step": 1, "rewards/math_answer_reward/mean": 0.5}])) == 1
-
-
-def test_drawing_is_the_same_each_time() -> None:
-    """A report under version control must not change when nothing did."""
-    metrics = make_metrics(25)[:21]
-    assert draw_learning_curve(metrics) == draw_learning_curve(metrics)
-    assert draw_accuracies(None, None) is None
-    assert draw_accuracies(None, make_evaluation("after", 100, [])) is not None

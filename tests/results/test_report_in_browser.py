@@ -1,0 +1,247 @@
+"""The report as people meet it: in headless Chromium, in both colours, wide and narrow, by mouse, keyboard and reader.
+
+Debian's `chromium` is looked for on the PATH; axe-core in the folder that AXE_CORE names, into which it was
+installed (`npm install axe-core`), or in node_modules/ of the checkout.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.health.rule import Finding
+from rloo_kit.results.report import write_report
+from rloo_kit.results.result import TrainResult
+from tests.browser import CHROMIUM, Browser
+from tests.results.test_report import HOSTILE, make_evaluation, make_metrics, make_rollout, make_sample
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH (Debian: apt-get install chromium)")
+
+ROOT = Path(__file__).resolve().parents[2]
+AXE = next(
+    (
+        path
+        for folder in (os.environ.get("AXE_CORE", ""), ROOT / "node_modules" / "axe-core")
+        for path in sorted(Path(folder).rglob("axe.min.js") if str(folder) else ())
+    ),
+    None,
+)
+NARROW, WIDE = 390, 1280
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run with everything a page can have: findings, budgets, forced and hostile texts, a very long word."""
+    run = RunConfig(
+        run={"name": "a-run-" + "long" * 20, "output_dir": str(tmp_path_factory.mktemp("outputs"))},
+        model={"name": "embedded/thinking"},
+        data={"source": "embedded/addition", "num_prompts": 40},
+        rewards=[{"name": "answer_reward"}],
+        rloo={"max_steps": 30},
+    )
+    run.folder.mkdir(parents=True)
+    rows = [make_rollout(step, number) for step in range(1, 31) for number in range(8)]
+    rows[1] |= {
+        "forced": True,
+        "completion": "sum. Time is up\n</think>\n\n5",
+        "answer_start": 24,
+        "forced_chars": [5, 26],
+    }
+    rows[2] |= {"completion": f"{HOSTILE}</think>{'w' * 400}", "answer_start": len(HOSTILE) + 8, "truncated": True}
+    (run.folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    finding = Finding("truncation", 20, 16, 30, "90 % cut off", "too short", "raise it", "alarming", ["no_signal"])
+    result = TrainResult(run.folder, run.folder / "adapter", 30, make_metrics(30), 75.4, findings=[finding])
+    before = make_evaluation("before", 60, [make_sample(n, n % 2 == 0) for n in range(8)])
+    after = make_evaluation("after", 20, [make_sample(n, n < 4, thinking=HOSTILE) for n in range(8)])
+    before.per_prompt = [1.0, 0.0] * 50
+    after.per_prompt = [1.0] * 4 + [0.0] * 96
+    return write_report(run, result, before, after)
+
+
+@pytest.fixture(params=[(WIDE, False), (WIDE, True), (NARROW, False), (NARROW, True)], ids=str)
+def page(browser: Browser, report: Path, request: pytest.FixtureRequest) -> Browser:
+    """The report, opened at a width in light or dark."""
+    width, dark = request.param
+    browser.view(width, dark=dark)
+    browser.open(report)
+    return browser
+
+
+def text_of(browser: Browser, selector: str) -> str:
+    return str(browser.run(f"document.querySelector({json.dumps(selector)}).innerText"))
+
+
+def count(browser: Browser, selector: str) -> int:
+    return int(browser.run(f"document.querySelectorAll({json.dumps(selector)}).length"))
+
+
+def choose(browser: Browser, place: str, label: str, value: str) -> None:
+    """Set a control by its label, as a reader does."""
+    found = browser.run(
+        f"""(() => {{ for (const label of document.querySelectorAll({json.dumps(f"#{place} label")}))
+        if (label.firstChild.textContent === {json.dumps(label)}) {{ const control = label.lastChild;
+          control.value = {json.dumps(value)};
+          control.dispatchEvent(new Event(control.tagName === "SELECT" ? "change" : "input", {{bubbles: true}}));
+          return true; }} return false; }})()"""
+    )
+    assert found, label
+
+
+def test_the_page_opens_without_errors_or_requests(page: Browser, report: Path) -> None:
+    """The policy of the page forbids them, so a slip would be a message on the console."""
+    assert page.messages == [] and page.requests == [report.as_uri()]
+    assert page.run("document.documentElement.scrollWidth") <= page.run("innerWidth"), "it scrolls sideways"
+    assert count(page, "#prompt-browser article") == 4 and count(page, "#rollout-browser article") == 4
+    assert page.run("globalThis.alerted === undefined")
+
+
+def test_nothing_is_fetched_even_if_something_tried(browser: Browser, report: Path) -> None:
+    """The policy is what holds, not the absence of links."""
+    browser.view(WIDE)
+    browser.open(report)
+    refused = browser.run("fetch('https://example.org/').then(() => 'fetched', () => 'refused')")
+    assert refused == "refused" and any("Content Security Policy" in text for text in browser.messages)
+
+
+def test_axe_finds_nothing_serious(page: Browser) -> None:
+    """Labels, headings, contrast, roles: everything open, in both colours and widths."""
+    if AXE is None:
+        pytest.skip("no axe-core: npm install axe-core into a folder and name it in AXE_CORE")
+    page.run(
+        "for (const one of document.querySelectorAll('details')) one.open = true; new Promise(requestAnimationFrame)"
+    )
+    page.run(AXE.read_text(encoding="utf-8") + "; 0")
+    found = page.run("axe.run(document, {resultTypes: ['violations']}).then((found) => found.violations)")
+    bad = [
+        (one["id"], one["impact"], [node["html"][:160] for node in one["nodes"][:3]])
+        for one in found
+        if one["impact"] in ("serious", "critical")
+    ]
+    assert not bad
+
+
+def test_prompts_are_filtered_regressions_first(browser: Browser, report: Path) -> None:
+    """What broke is what one has to read."""
+    browser.view(WIDE)
+    browser.open(report)
+    assert text_of(browser, "#prompt-browser article").startswith("broken")
+    choose(browser, "prompt-browser", "Show", "fixed")
+    assert text_of(browser, "#prompt-browser .count") == "2 of 2 prompts"
+    choose(browser, "prompt-browser", "Show", "")
+    choose(browser, "prompt-browser", "Prompt contains", "7+1")
+    assert text_of(browser, "#prompt-browser .count") == "1 of 1 prompts"
+    choose(browser, "prompt-browser", "Prompt contains", "nothing like it")
+    assert text_of(browser, "#prompt-browser .count") == "no prompts"
+
+
+def test_rollouts_are_browsed_by_group_and_by_what_is_telling(browser: Browser, report: Path) -> None:
+    browser.view(WIDE)
+    browser.open(report)
+    assert text_of(browser, "#rollout-browser .count") == "4 of 60 groups"
+    assert count(browser, "#rollout-browser article:first-child .rollout") == 4
+    choose(browser, "rollout-browser", "Step", "7")
+    assert text_of(browser, "#rollout-browser .count") == "2 of 2 groups"
+    choose(browser, "rollout-browser", "Show", "wrong")
+    assert text_of(browser, "#rollout-browser .count") == "4 of 4 rollouts"
+    choose(browser, "rollout-browser", "Step", "")
+    choose(browser, "rollout-browser", "Show", "truncated")
+    assert text_of(browser, "#rollout-browser .count") == "1 of 1 rollouts"
+    browser.run("document.querySelector('#rollout-browser .rollout > summary').click()")
+    browser.run("new Promise((done) => setTimeout(done, 50))")
+    assert "<script>alert(1)</script>" in text_of(browser, "#rollout-browser .body")
+    choose(browser, "rollout-browser", "Show", "forced")
+    browser.run("document.querySelector('#rollout-browser .rollout > summary').click()")
+    browser.run("new Promise((done) => setTimeout(done, 50))")
+    assert text_of(browser, "#rollout-browser mark") == "Time is up\n</think>"
+    choose(browser, "rollout-browser", "Show", "best")
+    shown = browser.run("[...document.querySelectorAll('#rollout-browser .rollout')].map((one) => one.innerText)")
+    assert len(shown) == 20 and all("+0.50" in one for one in shown)
+
+
+def test_the_keyboard_reaches_everything(browser: Browser, report: Path) -> None:
+    """Tab goes to every control, Enter opens a fold, and what has the focus is seen."""
+    browser.view(NARROW)
+    browser.open(report)
+    kinds: set[str] = set()
+    for _ in range(60):
+        browser.press("Tab", 9)
+        now: dict[str, Any] = browser.run(
+            """(() => { const at = document.activeElement, style = getComputedStyle(at);
+            return {tag: at.tagName, outline: style.outlineStyle, width: style.outlineWidth,
+                    box: at.getBoundingClientRect().width}; })()"""
+        )
+        if now["tag"] == "BODY":
+            break
+        kinds.add(now["tag"])
+        assert now["outline"] != "none" and now["width"] != "0px" and now["box"] > 0, now
+    assert {"SUMMARY", "SELECT", "INPUT", "BUTTON", "A"} <= kinds
+    browser.run("document.querySelector('#details summary').focus()")
+    browser.press("Enter", 13)
+    assert browser.run("document.querySelector('#details details').open") is True
+
+
+def test_more_is_shown_and_the_focus_stays(browser: Browser, report: Path) -> None:
+    """A button that vanishes under the focus throws a keyboard's reader back to the top."""
+    browser.view(WIDE)
+    browser.open(report)
+    browser.run("document.querySelector('#prompt-browser .more').click()")
+    assert count(browser, "#prompt-browser article") == 8
+    assert browser.run("document.querySelector('#prompt-browser .more').hidden") is True
+    assert browser.run("document.activeElement.tagName") == "ARTICLE"
+
+
+def test_without_scripts_the_results_are_there(browser: Browser, report: Path) -> None:
+    """A mail reader's preview runs none: verdict, numbers, curves and tables stand in the file itself."""
+    browser.view(WIDE)
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.open(report)
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+    assert count(browser, "noscript p") == 2 and "JavaScript" in text_of(browser, "main")
+    assert "Accuracy fell" in text_of(browser, ".verdict") and count(browser, ".panel svg") == 11
+    assert count(browser, "#prompts table") == 1 and count(browser, "#prompt-browser *") == 0
+
+
+def test_on_paper_it_is_the_result_in_dark_ink(browser: Browser, report: Path) -> None:
+    """A dark page printed as it is takes a cartridge, and controls do nothing on paper."""
+    browser.view(WIDE, dark=True, media="print")
+    browser.open(report)
+    try:
+        assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert browser.run("getComputedStyle(document.querySelector('#rollout-browser')).display") == "none"
+    finally:
+        browser.view(WIDE)
+
+
+def test_a_hundred_thousand_rollouts_open(browser: Browser, tmp_path: Path) -> None:
+    """`benchmarks/report_pictures.py --load` says how fast; here that the page is bounded and works."""
+    run = RunConfig(
+        run={"name": "large", "output_dir": str(tmp_path)},
+        model={"name": "embedded/thinking"},
+        data={"source": "embedded/addition"},
+        rewards=[{"name": "answer_reward"}],
+        rloo={"max_steps": 500},
+    )
+    run.folder.mkdir(parents=True)
+    lines = [json.dumps(make_rollout(0, number, completion_ids=[])) + "\n" for number in range(200)]
+    text = "".join(lines)
+    with open(run.folder / "rollouts.jsonl", "w") as file:
+        for step in range(1, 501):
+            file.write(text.replace('{"step": 0,', f'{{"step": {step},'))
+    path = write_report(run, TrainResult(run.folder, run.folder / "adapter", 500, make_metrics(20), 60.0))
+    assert path.stat().st_size < 2_000_000
+    browser.view(WIDE)
+    browser.open(path)
+    assert browser.messages == [] and "of 100,000 rollouts" in text_of(browser, "#rollouts")
+    assert text_of(browser, "#rollout-browser .count") == "4 of 250 groups"

@@ -1,0 +1,166 @@
+"""Which rollouts a report shows: by a stated rule, in one pass, with bounded size, whatever the rows are like."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from rloo_kit.results.changes import find_changes
+from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.rollout_sample import EACH, ROOM, WHOLE, sample_rollouts
+from tests.results.test_report import make_rollout, make_sample
+
+K = 4
+
+
+def make_rows(steps: int, per_step: int, **changes: Any) -> Iterator[dict[str, Any]]:
+    return (make_rollout(step, number, **changes) for step in range(1, steps + 1) for number in range(per_step))
+
+
+def test_a_small_run_is_shown_whole() -> None:
+    found = sample_rollouts(make_rows(30, 8), 30)
+    assert len(found.rows) == found.total == 240 and found.describe() == "All 240 rollouts."
+    assert all("whole" in row["marks"] for row in found.rows)
+
+
+def test_few_steps_of_many_rollouts_are_shown_whole() -> None:
+    """Ten steps are the least only where there are ten."""
+    assert len(sample_rollouts(make_rows(1, 1000), 1).rows) == 1000
+    assert len(sample_rollouts(make_rows(5, 200), 5).rows) == 1000
+
+
+def test_a_large_run_is_sampled_by_the_rule() -> None:
+    """Whole groups of the first, the last and evenly spaced steps; what is telling of the others."""
+    found = sample_rollouts(make_rows(100, 200), 100)
+    whole = [row for row in found.rows if "whole" in row["marks"]]
+    groups = Counter((row["step"], row["group"]) for row in whole)
+    assert found.total == 20_000 and set(groups.values()) == {K}
+    assert found.steps == [1, 12, 23, 34, 45, 56, 67, 78, 89, 100] and len(whole) == WHOLE
+    assert WHOLE < len(found.rows) <= WHOLE + 5 * EACH
+    assert "of 20,000 rollouts: whole groups of 10 steps" in found.describe()
+
+
+def test_the_last_step_is_shown_where_the_run_ended_early() -> None:
+    """With a rollout every fourth step the last one has another number than the run's."""
+    rows = [make_rollout(step, number) for step in range(1, 400, 4) for number in range(200)]
+    found = sample_rollouts(rows, 400)
+    assert found.steps[0] == 1 and found.steps[-1] == 397 and found.steps == sorted(set(found.steps))
+
+
+def test_what_is_telling_is_kept_from_any_step() -> None:
+    """The one completion that ran away is the one that a reader looks for."""
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for row in make_rows(100, 200):
+            odd = row["step"] == 50 and row["group"] == 3
+            yield row | ({"truncated": True, "completion_tokens": 999, "advantage": 3.0} if odd else {})
+
+    found = [row for row in sample_rollouts(rows(), 100).rows if row["tokens"] == 999]
+    assert len(found) == K and all("truncated" in row["marks"] for row in found)
+
+
+def test_regressed_is_less_than_the_prompt_earned_before() -> None:
+    """What was learnt and is lost again shows in no mean over other prompts."""
+    rewards = {1: [1.0, 1.0, 0.0, 1.0], 2: [1.0, 0.0, 0.0, 0.0], 3: [1.0, 0.0, 1.0, 0.0]}
+    rows = [
+        make_rollout(step, n, prompt="p", reward=one)
+        for step, values in rewards.items()
+        for n, one in enumerate(values)
+    ]
+    found = sample_rollouts(rows, 3).rows
+    assert [("regressed" in row["marks"], row.get("was")) for row in found[4:8]] == [(False, 0.75)] + [(True, 0.75)] * 3
+    assert not any("regressed" in row["marks"] for row in [*found[:4], *found[8:]])
+
+
+def test_texts_are_cut_to_what_a_page_may_hold() -> None:
+    """1,500 completions of 8,000 tokens are 48 MB; the answer is cut last."""
+    text = "x" * 30_000 + "</think>\n\n42"
+    found = sample_rollouts(make_rows(100, 16, completion=text, answer_start=30_008), 100)
+    assert found.limit is not None and len(json.dumps(found.rows)) < ROOM * 1.1
+    assert all(row["answer"] == "42" for row in found.rows) and f"cut to {found.limit:,}" in found.describe()
+    assert "characters left out" in found.rows[0]["thinking"][0][0]
+
+
+def test_thinking_is_split_where_the_ids_say() -> None:
+    """A text that spells </think> in ordinary tokens is no closed thought."""
+    text = "I write </think> and go on</think>\n\n42"
+    rows = [
+        make_rollout(1, 0, completion=text, answer_start=text.rindex("</think>") + 8),
+        make_rollout(1, 1, completion="no end", answer_start=None, closed=False, prompt="q\n<think>\n"),
+        make_rollout(1, 2, completion="7", answer_start=None, closed=False, prompt="q"),
+        make_rollout(
+            1, 3, completion="a. Time is up\n</think>\n\n7", answer_start=22, forced=True, forced_chars=[2, 24]
+        ),
+    ]
+    found = sample_rollouts(rows, 1).rows
+    assert found[0]["thinking"] == [["I write </think> and go on", False]] and found[0]["answer"] == "42"
+    assert found[1]["thinking"] == [["no end", False]] and found[1]["answer"] == ""
+    assert found[2]["thinking"] == [] and found[2]["answer"] == "7"
+    assert found[3]["thinking"] == [["a.", False], ["Time is up\n</think>", True]] and found[3]["answer"] == "7"
+
+
+def test_rows_of_older_runs_are_split_by_what_they_have() -> None:
+    """They have neither a group nor offsets: the ids say how many tags the text has."""
+    old = [
+        {name: value for name, value in row.items() if name not in ("group", "answer_start", "forced_chars")}
+        for row in make_rows(2, 8)
+    ]
+    found = sample_rollouts(old, 2).rows
+    assert [row["group"] for row in found[:8]] == [1, 1, 1, 1, 2, 2, 2, 2]
+    assert found[0]["thinking"] == [["sum 0", False]] and found[0]["answer"] == "0"
+    spelled = sample_rollouts([*old[:1], old[1] | {"completion": "</think> is spelled </think> 3"}], 1).rows[1]
+    assert spelled["thinking"] == [] and "unsplit" in spelled["marks"] and "spelled" in spelled["answer"]
+
+
+def test_damaged_rows_and_messages_are_no_trouble() -> None:
+    """A disk that filled up, or prompts as TRL has messages."""
+    messages = [{"role": "user", "content": "1+1="}]
+    rows = [
+        {"step": 1},
+        {"step": "x"},
+        make_rollout(1, 0, rewards=None),
+        make_rollout(1, 1, columns=7, reward="x", advantage=None),
+    ]
+    rows.append(
+        make_rollout(1, 2, prompt=messages, completion=[{"role": "assistant", "content": "2"}], answer_start=None)
+    )
+    found = sample_rollouts(rows, 1)
+    assert found.total == 2 and found.prompts[1] == "user: 1+1=" and found.rows[1]["answer"] == "2"
+    assert sample_rollouts([], 5).total == 0
+
+
+def make_sides(old: list[float], new: list[float], samples: int) -> tuple[Evaluation, Evaluation]:
+    made = []
+    for values in (old, new):
+        one = Evaluation(
+            "", len(values), 1, 1.0, 64, per_prompt=values, greedy_per_prompt=values[::-1], prompts_digest="x"
+        )
+        kept = [make_sample(n, value == 1.0) for n, value in enumerate(values[:samples])]
+        one.samples, one.more_samples = kept[:1], kept[1:]
+        made.append(one)
+    return made[0], made[1]
+
+
+def test_changes_are_counted_over_all_prompts_and_regressions_come_first() -> None:
+    """Ten samples of a thousand prompts told nothing of the five that broke."""
+    found = find_changes(*make_sides([1, 0, 0, 1, 1, 0], [1, 1, 0, 0, 1, 1], samples=4))
+    assert found.counts["temperature 1"] == {"broken": 1, "still wrong": 1, "fixed": 2, "still right": 2}
+    assert found.counts["greedy"] == found.counts["temperature 1"] and found.total == 6
+    assert [entry["kind"] for entry in found.prompts] == ["broken", "still wrong", "fixed", "still right"]
+    assert found.prompts[0]["prompt"] == "3+1=" and found.prompts[0]["before"]["correct"] is True
+
+
+def test_prompts_without_an_answer_are_in_no_kind() -> None:
+    """Only prompts with an answer have a share, so that places in the two lists differ."""
+    before, after = make_sides([0, 1], [1, 1], samples=2)
+    for one in (before, after):
+        one.num_prompts, one.num_judged = 3, 2
+        one.samples, one.more_samples = [make_sample(9, None)], [*one.samples, *one.more_samples]
+    kinds = {entry["prompt"]: entry["kind"] for entry in find_changes(before, after).prompts}
+    assert kinds == {"0+1=": "fixed", "1+1=": "still right", "9+1=": None}
+
+
+def test_evaluations_of_different_prompts_are_not_counted() -> None:
+    before, after = make_sides([0.0, 1.0], [1.0, 1.0], samples=1)
+    after.prompts_digest = "y"
+    assert find_changes(before, after).counts == {} and find_changes(None, after).prompts[0]["kind"] == "right"
