@@ -12,6 +12,7 @@ WIDTH, HEIGHT = 360, 200  # of the viewBox; a panel is shown at about this many 
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 14, 30
 INSET = 6  # between the ends of the grid and the first and the last point
 MOST_POINTS = 240  # of a line; longer ones show the least and the greatest value of each of so many bins
+COLORS = 8  # of series that are alike
 MARGIN = 0.06  # of the range, beyond the values: no point is cut by an axis
 
 
@@ -40,6 +41,7 @@ class Chart:
         title: as plain text. series: one line each, by its name ("" for one alone); the last is the strongest.
         form: "share" (0 to 1, shown in %), "count" or "number". labels: in place of numbers below the points 0, 1, ...
         dots: whether every point is a dot with its interval, as of a measurement, else a line with its moving mean.
+        alike: the series are equals, each in a colour of its own (`c0` to `c7` of the style).
         marks: drawn behind. note: what the axis below counts. told: which series `from_to` is of.
     """
 
@@ -47,6 +49,7 @@ class Chart:
     series: dict[str, list[Point]]
     form: str = "number"
     dots: bool = False
+    alike: bool = False
     marks: list[Mark] = field(default_factory=list)
     labels: Sequence[str] = ()
     note: str = "step"
@@ -63,9 +66,8 @@ def draw_chart(chart: Chart) -> str:
     """The chart as an SVG element that a screen reader reads as one sentence."""
     scale = _Scale.of(chart)
     parts = [_grid(chart, scale), *(_mark(one, scale, row) for row, one in enumerate(chart.marks))]
-    strong = len(chart.series) - 1
     lines = [
-        _line(points, scale, "s1" if number == strong else "s0", chart.dots)
+        _line(points, scale, series_class(chart, number), chart.dots)
         for number, points in enumerate(chart.series.values())
     ]
     parts += lines[::-1] if chart.dots else lines  # the strong line in front, but not of another's dots
@@ -73,6 +75,13 @@ def draw_chart(chart: Chart) -> str:
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape_text(describe_chart(chart))}">'
         f"{''.join(parts)}</svg>"
     )
+
+
+def series_class(chart: Chart, number: int) -> str:
+    """The style's class of a series, for its line and its entry in a legend."""
+    if chart.alike:
+        return f"c{number % COLORS}"
+    return "s1" if number == len(chart.series) - 1 else "s0"
 
 
 def describe_chart(chart: Chart) -> str:
@@ -243,7 +252,7 @@ def _dots(points: Sequence[Point], scale: _Scale, kind: str) -> str:
         lower = [(one.step, one.low) for one in reversed(known)]
         edge = " ".join(f"{scale.x(step):.1f},{scale.y(end or 0.0):.1f}" for step, end in [*upper, *lower])
         parts.append(f'<polygon class="area {kind}" points="{edge}"/>')
-    if len(points) > 2 or (len(points) == 2 and kind == "s1"):
+    if len(points) > 2 or (len(points) == 2 and kind != "s0"):
         way = " sparse" if len(points) == 2 else ""  # nothing is known of the steps between
         parts.append(f'<path class="line {kind}{way}" d="{_path(points, scale)}"/>')
     for one in known:

@@ -14,14 +14,14 @@ from rich.text import Text
 
 from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
+from rloo_kit.results.texts import cut_middle, find_end_id, plain, split_row
 from rloo_kit.runs.find import find_run
 from rloo_kit.runs.rollouts import read_rollouts, read_step
-from rloo_kit.system.console import picture_controls, plain_prompt, render_text
+from rloo_kit.system.console import picture_controls, render_text
 
 ORDERS = ("first", "best", "worst", "longest")
-OPENING, TAG = "<think>", "</think>"
 NEEDED: dict[str, Any] = {  # of a row, with the types of its values
-    "step": int, "prompt": object, "completion": str, "completion_ids": list, "completion_tokens": int,
+    "step": int, "prompt": object, "completion": str | list, "completion_ids": list, "completion_tokens": int,
     "thinking_tokens": int | None, "closed": bool, "truncated": bool, "reward": int | float | None, "advantage": object,
     "rewards": object,
 }  # fmt: skip
@@ -50,7 +50,7 @@ class PickedCompletions:
         numbers = ", ".join(f"{name} {value:.3g}" for name, value in shown.items())
         parts: list[Any] = [Text(f"{self.folder}, step {self.step}", style="bold"), Text(numbers)]
         for one in self.completions:
-            parts += [Text(""), Text(plain_prompt(one["prompt"]), style="bold")]
+            parts += [Text(""), Text(plain(one["prompt"]), style="bold")]
             parts += [Text(picture_controls(one["thinking"]), style="dim")] if one["thinking"] else []
             answer = one["text"] if "text" in one else one["answer"]
             parts += [Text(picture_controls(answer))] if answer else []
@@ -86,7 +86,7 @@ def pick_completions(
         raise RunNotFoundError(
             f"no rollout of {folder} has step {asked}; those that are kept go from {first} to {last[0]['step']}"
         )
-    end_id = find_tag_id(rows)
+    end_id = next((found for row in rows if (found := find_end_id(row)) is not None), None)
     picked = [describe_completion(row, end_id, max_chars) for row in _sort(rows, order)[:num]]
     return PickedCompletions(folder, rows[0]["step"], _shares(rows), picked)
 
@@ -97,35 +97,21 @@ def is_whole(row: dict[str, Any]) -> bool:
     return typed and (not row["closed"] or 0 <= (row["thinking_tokens"] or 0) < len(row["completion_ids"]))
 
 
-def find_tag_id(rows: Sequence[dict[str, Any]]) -> int | None:
-    """The id of the closing tag: what stands behind the thinking of a completion that closed it; None if none did."""
-    closed = next((row for row in rows if row["closed"]), None)
-    return closed["completion_ids"][closed["thinking_tokens"] or 0] if closed else None
-
-
-def split_text(row: dict[str, Any], end_id: int | None) -> tuple[str | None, str | None]:
-    """Thinking and answer of a row's text; (None, None) for one that cannot be split, see above."""
-    text = row["completion"]
-    closings = row["completion_ids"].count(end_id) if end_id is not None else 0
-    if text.count(TAG) != closings:
-        return None, None
-    if row["closed"]:
-        thinking, _, answer = text.rpartition(TAG)  # at the last one, as answer_reward does
-        return thinking, answer
-    opened = str(row["prompt"]).rstrip().endswith(OPENING) or text.lstrip().startswith(OPENING)
-    return (text, "") if opened else ("", text)
-
-
 def describe_completion(row: dict[str, Any], end_id: int | None, max_chars: int) -> dict[str, Any]:
-    """A row for people: prompt, thinking, answer (`text` where they cannot be told apart) and its figures."""
-    thinking, answer = split_text(row, end_id)
+    """A row for people: prompt, thinking, answer (`text` where they cannot be told apart) and its figures.
+
+    Args:
+        end_id: of `</think>`, for rows of older runs. max_chars: of a text, whose middle is left out.
+    """
+    segments, answer, is_split = split_row(row, end_id)
+    thinking = "\n".join(text for text, _ in segments)
     parts: dict[str, Any] = {"thinking": None, "answer": None}
-    if thinking is None or answer is None:
-        parts["text"] = _shorten(row["completion"], max_chars)
+    if is_split:
+        parts = {"thinking": cut_middle(thinking, max_chars) or None, "answer": cut_middle(answer, max_chars) or None}
     else:
-        parts = {"thinking": _shorten(thinking, max_chars) or None, "answer": _shorten(answer, max_chars) or None}
+        parts["text"] = cut_middle(answer.strip(), max_chars)
     row = {"forced": False} | row  # runs of before there were budgets do not say
-    start = {"prompt": _shorten(str(row["prompt"]), max_chars)}
+    start = {"prompt": cut_middle(str(row["prompt"]).strip(), max_chars)}
     return start | parts | {key: row[key] for key in KEPT} | {"columns": row.get("columns", {})}
 
 
@@ -164,8 +150,3 @@ def _notes(one: dict[str, Any]) -> str:
     gold = one["columns"].get("answer") if isinstance(one["columns"], dict) else None
     right = [] if gold is None else [f"right answer {gold}"]
     return ", ".join([f"{reward}{advantage}", f"{one['completion_tokens']} tokens", *marks, *right])
-
-
-def _shorten(text: str, limit: int) -> str:
-    text = text.strip()
-    return text if len(text) <= limit else f"{text[: limit // 2]} [...] {text[-limit // 2 :]}"

@@ -8,7 +8,7 @@ from typing import Any
 from rloo_kit.health.rule import Finding
 from rloo_kit.health.rules import RULES
 from rloo_kit.health.series import is_number
-from rloo_kit.results.charts import Chart, Mark, Point, draw_chart, format_value, from_to
+from rloo_kit.results.charts import Chart, Mark, Point, draw_chart, format_value, from_to, series_class
 from rloo_kit.results.evaluation import Evaluation, Measured
 from rloo_kit.results.held_out import HeldOut
 from rloo_kit.results.pages import escape_text
@@ -76,7 +76,7 @@ def draw_curves_of(
         if panel.is_flat and not of_finding and panel.chart is not held_out:
             constant.append(panel.in_words)
         else:
-            shown.append(_figure(panel.chart, findings))
+            shown.append(draw_figure(panel.chart, findings))
     if not shown and not constant:
         return "<p>No step was logged.</p>"
     smooth = "Thin: each logged step. Thick: mean of the last tenth of them. " if len(rows) >= 20 else ""
@@ -131,7 +131,7 @@ def budget_chart(before: Evaluation | None, after: Evaluation | None) -> str:
     labels = [*(f"{budget:,}" for budget in budgets), "no budget"]
     chart = Chart("Accuracy by thinking budget", series, "share", dots=True, labels=labels)
     chart.note = "thinking closed after so many tokens"
-    return f"<div class='curves'>{_figure(chart, [])}</div>"
+    return f"<div class='curves'>{draw_figure(chart)}</div>"
 
 
 def tokens_generated(metrics: Sequence[Row]) -> float:
@@ -192,10 +192,10 @@ def _panels(rows: Sequence[Row], names: Sequence[str]) -> Iterable[_Panel]:
         yield _Panel(Chart("Tokens a second", {"": speed}, "count"))
 
 
-def _figure(chart: Chart, findings: Sequence[Finding]) -> str:
-    strong = len(chart.series) - 1
+def draw_figure(chart: Chart, findings: Sequence[Finding] = ()) -> str:
+    """A chart with its title, its ends and its legend; findings that are marked in it are linked."""
     legend = "".join(
-        f"<span class='key {'s1' if number == strong else 's0'}'>{escape_text(name)}</span>"
+        f"<span class='key {series_class(chart, number)}'>{escape_text(name)}</span>"
         for number, name in enumerate(chart.series)
         if name
     )
@@ -204,8 +204,9 @@ def _figure(chart: Chart, findings: Sequence[Finding]) -> str:
         f"<a href='#finding-{links[one.name]}'>{escape_text(one.name)}</a>" for one in chart.marks if one.name in links
     )
     legend += f"<span>found: {marks}</span>" if marks else ""
+    ends = "" if chart.alike else escape_text(from_to(chart))
     below = f"<p class='legend'>{legend}</p>" if legend else ""
     return (
         f"<figure class='panel'><figcaption><span>{escape_text(chart.title)}</span>"
-        f"<span class='ends'>{escape_text(from_to(chart))}</span></figcaption>{draw_chart(chart)}{below}</figure>\n"
+        f"<span class='ends'>{ends}</span></figcaption>{draw_chart(chart)}{below}</figure>\n"
     )

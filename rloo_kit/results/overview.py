@@ -13,8 +13,8 @@ from rloo_kit.errors import RunNotFoundError
 from rloo_kit.health.rule import LEVELS, Context
 from rloo_kit.health.series import is_number
 from rloo_kit.health.watch import HealthWatch, Judgement, judge
+from rloo_kit.results.changes import find_changes
 from rloo_kit.results.evaluation import Comparison, Evaluation, compare
-from rloo_kit.results.prompts import OUTCOMES, count_outcomes
 from rloo_kit.results.result import load_evaluation, load_result
 from rloo_kit.results.verdict import Verdict, judge_run
 from rloo_kit.runs.find import find_run
@@ -82,7 +82,7 @@ class RunOverview:
         if self.comparison is not None:
             one = self.comparison
             found["accuracy"]["difference"] = {"value": one.difference, "low": one.low, "high": one.high}
-            found["prompts"] = count_outcomes(self.before, self.after)
+            found["prompts"] = find_changes(self.before, self.after).counts
         means = {"means": _means(self.rows[-self.last :]), "first": _means(self.rows[: self.last])}
         metrics = {"metrics": [asdict(one) for one in self.judgements]}
         return found | {"level": self.level, "actions": self.actions, "health": self.findings} | metrics | means
@@ -130,9 +130,11 @@ class RunOverview:
         return table
 
     def _prompts(self) -> list[Text]:
-        counted = count_outcomes(self.before, self.after)
-        text = ", ".join(f"{counted[one]:,} {one}" for one in OUTCOMES) if counted else ""
-        return [Text(fill_text(f"Prompt by prompt: {text}."))] if counted else []
+        """How many prompts were broken and fixed, by the greedy completions where there are any: those are not luck."""
+        for measured, counts in find_changes(self.before, self.after).counts.items():
+            text = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
+            return [Text(fill_text(f"Prompt by prompt ({measured}): {text}."))]
+        return []
 
     def _curves(self) -> Table:
         table = Table(box=None, pad_edge=False)

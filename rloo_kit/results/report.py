@@ -22,7 +22,7 @@ from rloo_kit.results.pages import (
 from rloo_kit.results.result import EARLY, TrainResult
 from rloo_kit.results.rollout_sample import RolloutSample, sample_rollouts
 from rloo_kit.results.tiles import make_tiles
-from rloo_kit.results.verdict import Verdict, judge_run
+from rloo_kit.results.verdict import Verdict, judge_run, record_verdict
 from rloo_kit.runs.files import read_object, saving
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.runs.run_dir import RunDir
@@ -50,7 +50,8 @@ NO_SCRIPT = "<noscript><p>Reading completions here needs JavaScript, which is of
 def write_report(
     run: RunConfig, result: TrainResult, before: Evaluation | None = None, after: Evaluation | None = None
 ) -> Path:
-    """Write `report.html` into the run's folder, and the evaluations it shows as `before.json` and `after.json`.
+    """Write `report.html` into the run's folder, the evaluations it shows as `before.json` and `after.json`, and the
+    verdict into `status.json`.
 
     Args:
         result: the `TrainResult`; read are folder, steps, metrics, seconds, stopped, adapter_step, findings.
@@ -88,6 +89,7 @@ def write_report(
         "rollouts": {"rows": rollouts.rows, "prompts": rollouts.prompts, "rewards": rollouts.rewards},
     }
     page = make_page(f"{run.name} - RLOO run", sections, script, data)
+    record_verdict(folder, verdict)
     with saving(folder / "report.html"):
         return run_dir.write_text("report.html", page)
 
@@ -122,13 +124,12 @@ def _top(
 def _settings(run: RunConfig, result: TrainResult, status: Mapping[str, Any]) -> str:
     """What a reader asks of a result first: the model, the machine and the few keys that matter most."""
     folder = Path(result.folder)
-    machine = read_object(folder / "versions.json").get("machine") or read_object(folder / "memory.json").get("machine")
     tokens, energy = tokens_generated(result.metrics), status.get("energy_wh")
     entries = {
         "model": run.model.name,
         "data": " + ".join(run.data.all_sources),
         "rewards": ", ".join(entry.name for entry in run.rewards),
-        "hardware": machine,
+        "hardware": read_object(folder / "versions.json").get("machine"),
         "steps": f"{result.steps:,}",
         "K, completions a prompt": run.rloo.num_generations,
         "learning rate": f"{run.rloo.learning_rate:g}",

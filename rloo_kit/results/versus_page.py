@@ -3,29 +3,25 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rloo_kit.health.series import is_number
-from rloo_kit.results.figures import STYLE, to_svg
+from rloo_kit.results.charts import COLORS, Chart, Point
+from rloo_kit.results.curves import draw_figure
 from rloo_kit.results.held_out import parse_evaluations, read_evaluations
-from rloo_kit.results.report import escape_text, format_duration, make_page, make_section
+from rloo_kit.results.pages import escape_text, format_duration, make_page, make_section
 from rloo_kit.results.versus import Contestant, RunComparison, measure_of
 from rloo_kit.runs.files import write_text
 from rloo_kit.runs.run_dir import RunDir
 
-COLORS = ("#2f6fde", "#d97706", "#0f9d76", "#c026a3", "#8b5cf6", "#a16207", "#0e7490", "#dc2626")
-MOST_POINTS = 300  # of a curve; each is the mean of its part of the steps
-PANELS = (  # title, metrics (the first that was logged)
-    ("Reward", ("reward",)),
-    ("Groups without signal", ("frac_reward_zero_std",)),
-    ("Thinking tokens", ("thinking/mean_length", "completions/mean_length")),
-    ("Share that closes its thinking", ("thinking/closed_ratio",)),
-    ("Entropy, nats", ("entropy",)),
-    ("KL to the reference, nats a token", ("kl",)),
+PANELS = (  # title, form, metrics (the first that was logged)
+    ("Reward", "number", ("reward",)),
+    ("Groups without signal", "share", ("frac_reward_zero_std",)),
+    ("Thinking tokens", "count", ("thinking/mean_length", "completions/mean_length")),
+    ("Thinking closed", "share", ("thinking/closed_ratio",)),
+    ("Entropy, nats", "number", ("entropy",)),
+    ("KL to the reference, nats", "number", ("kl",)),
 )
 CLASSES = {"learnt": "right", "no signal": "wrong", "broken": "wrong", "gamed": "wrong"}
-
-Points = list[tuple[float, float]]
 
 
 def write_comparison_page(found: RunComparison, path: Path) -> Path:
@@ -50,7 +46,7 @@ def _table(found: RunComparison, place: Path) -> str:
         name = escape_text(one.name)
         if report.is_file():
             name = f"<a href='{escape_text(Path(os.path.relpath(report, place)).as_posix())}'>{name}</a>"
-        mark = f"<span aria-hidden='true' style='color: {COLORS[number % len(COLORS)]}'>■</span> "
+        mark = f"<span aria-hidden='true' class='key c{number % COLORS}'></span>"
         sides = [None if side is None else side.measure(measure) for side in (one.before, one.after)]
         values = ["-" if value is None else _value(*value[:3]) for value in sides]
         lead = "-" if one.lead is None else _value(one.lead.value, one.lead.low, one.lead.high, "+")
@@ -68,68 +64,32 @@ def _value(value: float, low: float | None, high: float | None, sign: str = "") 
 
 def _curves(runs: Sequence[Contestant]) -> str:
     measure = measure_of(runs)
-    drawn = [(f"Held-out {measure.replace('_', ' ')}", [_held_out(one, measure) for one in runs], True)]
-    drawn += [(title, [_logged(one, names) for one in runs], False) for title, names in PANELS]
-    names = [one.name for one in runs]
-    figures = [_draw(title, curves, names, marked) for title, curves, marked in drawn if _says_something(curves)]
-    if not figures:
-        return "<p>Nothing was logged.</p>"
-    return "<div class='curves'>" + "".join(f"<figure>{one}</figure>" for one in figures) + "</div>"
+    form = "share" if measure.endswith("accuracy") else "number"
+    held_out = {one.name: _held_out(one, measure) for one in runs}
+    charts = [Chart(f"Held-out {measure.replace('_', ' ')}", held_out, form, dots=True)]
+    charts += [Chart(title, {one.name: _logged(one, names) for one in runs}, form) for title, form, names in PANELS]
+    figures = []
+    for chart in charts:
+        chart.series = {name: points for name, points in chart.series.items() if points}
+        chart.alike = True
+        if len(set(chart.values)) > 1:
+            figures.append(draw_figure(chart))
+    return f"<div class='curves'>{''.join(figures)}</div>" if figures else "<p>Nothing was logged.</p>"
 
 
-def _says_something(curves: Sequence[Points]) -> bool:
-    return len({value for points in curves for _, value in points}) > 1
-
-
-def _held_out(one: Contestant, measure: str) -> Points:
+def _held_out(one: Contestant, measure: str) -> list[Point]:
     folder = Path(one.result.folder)
     during = parse_evaluations(read_evaluations(folder, RunDir(folder).id))
-    sides = [(0, one.before), *((found.step, found.evaluation) for found in during)]
     last = one.result.steps if one.result.adapter_step is None else one.result.adapter_step
-    sides.append((last, one.after))
-    found = {step: side.measure(measure) for step, side in sides if side is not None}
-    return [(step, value.value) for step, value in sorted(found.items()) if value is not None]
+    sides = {found.step: found.evaluation for found in during} | {0: one.before, last: one.after}
+    found = {step: side.measure(measure) for step, side in sides.items() if side is not None}
+    return [Point(step, *value[:3]) for step, value in sorted(found.items()) if value is not None]
 
 
-def _logged(one: Contestant, names: Sequence[str]) -> Points:
+def _logged(one: Contestant, names: Sequence[str]) -> list[Point]:
     rows = one.result.metrics
     name = next((name for name in names if any(is_number(row.get(name)) for row in rows)), None)
-    return thin([(row["step"], row[name]) for row in rows if is_number(row.get(name))]) if name else []
-
-
-def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """At most `most` points: each the mean of its part of them.
-
-    >>> thin([(1, 1.0), (2, 3.0), (3, 5.0), (4, 7.0)], 2)
-    [(1.5, 2.0), (3.5, 6.0)]
-    """
-    if len(points) <= most:
-        return points
-    ends = [len(points) * number // most for number in range(most + 1)]
-    parts = [points[start:end] for start, end in zip(ends, ends[1:], strict=False)]
-    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
-
-
-def _draw(title: str, curves: Sequence[Points], names: Sequence[str], marked: bool) -> str:
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    with rc_context(STYLE):
-        figure = Figure(figsize=(3.6, 2.3), layout="constrained")
-        axes: Any = figure.add_subplot()
-        for number, points in enumerate(curves):
-            if points:
-                steps, values = zip(*points, strict=True)
-                style = "o-" if marked or len(points) == 1 else "-"
-                axes.plot(steps, values, style, color=COLORS[number % len(COLORS)], linewidth=1.5, markersize=3.5)
-        axes.set_title(title)
-        axes.set_xlabel("step", fontsize=9)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        axes.margins(x=0.03, y=0.08)
-        shown = [(name, points) for name, points in zip(names, curves, strict=True) if points]
-        ends = [f"{name} from {points[0][1]:.3g} to {points[-1][1]:.3g}" for name, points in shown]
-        return to_svg(figure, "".join(filter(str.isalnum, title.lower())), escape_text(f"{title}: {'; '.join(ends)}"))
+    return [Point(row["step"], row[name]) for row in rows if is_number(row.get(name))] if name else []
 
 
 def _changes(runs: Sequence[Contestant]) -> str:

@@ -35,6 +35,7 @@ from rloo_kit.runs.files import (
 )
 from rloo_kit.runs.rollouts import Rollouts, is_rollouts
 from rloo_kit.runs.rows import append_rows, cut_rows, read_rows
+from rloo_kit.system.machine import describe_machine
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
 from rloo_kit.system.signals import FROM_OUTSIDE, handle_signals, interrupt
 from rloo_kit.system.versions import installed_versions
@@ -450,9 +451,10 @@ def open_runs() -> list[Path]:
 
 
 def describe_versions() -> dict[str, Any]:
-    """Versions of Python and the libraries, git revision of the kit's checkout (None without one), processes."""
+    """Versions of Python and the libraries, git revision of the kit's checkout (None without one), the machine, the
+    number of processes."""
     found = {"versions": installed_versions(), "git": git_revision(Path(__file__)), "processes": count_processes()}
-    return found | {"written": now()}
+    return found | {"machine": describe_machine(), "written": now()}
 
 
 def read_run_id(folder: Path) -> str:
