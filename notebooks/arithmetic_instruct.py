@@ -423,7 +423,7 @@ print(f"a copy: {copy}")
 # ## 15. Use it
 #
 # A question of one's own, answered once, greedily, by the engine that trained. This model does not think, so all of it
-# is the answer. `base=True` asks the untrained model too.
+# is the answer.
 
 # %%
 question = "147+285="
@@ -432,8 +432,9 @@ question = "147+285="
 answer = kit.ask(run, policy, question, temperature=0)
 
 # %% [markdown]
-# In a terminal the run answers too, as a dialogue, and `rloo-kit export RUN --to merged`, `gguf` or `vllm` makes it a
-# model for other programs, compared with this one before it is written.
+# In a terminal the run answers too: `rloo-kit ask RUN` is a dialogue, and `--base` lets the untrained model answer
+# beside it. `rloo-kit export RUN --to merged`, `gguf` or `vllm` makes it a model for other programs, compared with this
+# one before it is written.
 
 # %% [markdown]
 # ## 16. The verdict

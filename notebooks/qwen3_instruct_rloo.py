@@ -422,7 +422,7 @@ print(f"a copy: {copy}")
 # ## 15. Use it
 #
 # A question of one's own, answered once, greedily, by the engine that trained. This model does not think, so all of it
-# is the answer. `base=True` asks the untrained model too.
+# is the answer.
 
 # %%
 question = "A bakery bakes 14 trays of 12 rolls. In the evening 29 rolls are left. How many were sold?"
@@ -431,8 +431,9 @@ question = "A bakery bakes 14 trays of 12 rolls. In the evening 29 rolls are lef
 answer = kit.ask(run, policy, question, temperature=0)
 
 # %% [markdown]
-# In a terminal the run answers too, as a dialogue, and `rloo-kit export RUN --to merged`, `gguf` or `vllm` makes it a
-# model for other programs, compared with this one before it is written.
+# In a terminal the run answers too: `rloo-kit ask RUN` is a dialogue, and `--base` lets the untrained model answer
+# beside it. `rloo-kit export RUN --to merged`, `gguf` or `vllm` makes it a model for other programs, compared with this
+# one before it is written.
 
 # %% [markdown]
 # ## 16. The verdict

@@ -427,7 +427,7 @@ print(f"a copy: {copy}")
 # ## 15. Use it
 #
 # A question of one's own, answered once, greedily, by the engine that trained. The thinking comes first, told apart at
-# the id of `</think>`; what a user would be shown is the answer below it. `base=True` asks the untrained model too.
+# the id of `</think>`; what a user would be shown is the answer below it.
 
 # %%
 question = "A bakery bakes 14 trays of 12 rolls. In the evening 29 rolls are left. How many were sold?"
@@ -436,8 +436,9 @@ question = "A bakery bakes 14 trays of 12 rolls. In the evening 29 rolls are lef
 answer = kit.ask(run, policy, question, temperature=0)
 
 # %% [markdown]
-# In a terminal the run answers too, as a dialogue, and `rloo-kit export RUN --to merged`, `gguf` or `vllm` makes it a
-# model for other programs, compared with this one before it is written.
+# In a terminal the run answers too: `rloo-kit ask RUN` is a dialogue, and `--base` lets the untrained model answer
+# beside it. `rloo-kit export RUN --to merged`, `gguf` or `vllm` makes it a model for other programs, compared with this
+# one before it is written.
 
 # %% [markdown]
 # ## 16. The verdict

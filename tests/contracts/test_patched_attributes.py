@@ -19,6 +19,7 @@ SETTINGS = {
     "use_vllm", "rollout_engine", "rollout_server_url", "reward_weights",  # the config that the user handed over
     "default_flow_style", "width", "sort_base_mapping_type_on_output", "Constructor", "Representer",
     "Scanner",  # ruamel.yaml
+    "n_parallel", "verbosity", "warmup", "n_ctx",  # xllamacpp: the parameters of a server
     "min_width", "daemon", "check_hostname", "verify_mode", "version",  # rich, threading, ssl, email
 }  # fmt: skip
 # Objects of the kit: what `ctx` keeps for the backward pass, the function that stands in, engines that are measured,

@@ -45,8 +45,9 @@ STAGES = {
     "12. When training looks wrong": [],
     "13. The report": ["write_report"],
     "14. Save the adapter": ["save_adapter"],
-    "15. Use it": ["generate_completions", "split_thinking"],
-    "16. The end": ["shutdown_kernel"],
+    "15. Use it": ["ask"],
+    "16. The verdict": ["judge_run"],
+    "17. The end": ["shutdown_kernel"],
 }
 LESSONS = ["The leave-one-out baseline", "Why it is calmer, and still right", "How many completions: K = 2, 4, 8, 16"]
 LESSONS += ["KL and beta", "RLOO and GRPO", "One group of this run"]
