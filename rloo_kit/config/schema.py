@@ -534,7 +534,7 @@ class EvalSection(Section):
     batch_size: Count = key(128, "completions generated at once")
     thinking_budgets: list[Count] = key([], "also measure accuracy with thinking closed at these tokens")
     answer_budget: Count = key(32, "tokens left for the answer after a forced close")
-    num_completions: int = key(10, "completions kept for the report", ge=0)
+    num_completions: int = key(10, "completions that tables and notebooks show; the report keeps more (0: none)", ge=0)
     every_steps: int = key(0, "optimizer steps between two evaluations during training; 0: none", ge=0)
     every_prompts: Count = key(64, "held-out prompts of such an evaluation, the same each time")
     measure: str = key(
