@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rloo_kit.errors import DataError
 
-LIMITS = {"thinking": (10, 999), "instruct": (100, 349)}  # smallest and largest number of a question
+LIMITS = {"thinking": (10, 999), "untaught": (10, 999), "instruct": (100, 349)}  # smallest and largest number of a question
 EASY_LIMITS = (100, 199)  # where the instruct model begins: successive carries are hard for it
 MAX_ROWS = {"thinking": 50_000, "instruct": 10_000}  # few enough that drawing stays quick
 
@@ -75,6 +75,21 @@ def addition_rows(num: int, seed: int = 0, thinking: bool = True) -> list[dict[s
         first, second = draw_pair(rng, LIMITS[kind], reserved=False)
         pairs.setdefault((min(first, second), max(first, second)), (first, second))
     return [{"prompt": question(*pair), "answer": str(sum(pair))} for pair in pairs.values()]
+
+
+def worked_rows(num: int, seed: int = 0, thinking: bool = True) -> list[dict[str, str]]:
+    """`addition_rows` with a `completion`: the worked answer, without mistakes; arguments and errors are the same.
+
+    >>> worked_rows(1)[0]["completion"].count("</think>")
+    1
+    """
+    rng, right = random.Random(seed), Noise(0.0, 0.0, 0.0)
+    rows = addition_rows(num, seed, thinking)
+    pairs = [row["prompt"].removesuffix("=").split("+") for row in rows]
+    return [
+        row | {"completion": demonstration(int(first), int(second), rng, right, thinking)}
+        for row, (first, second) in zip(rows, pairs, strict=True)
+    ]
 
 
 def scratch_work(first: int, second: int, rng: random.Random, digit_noise: float = 0.0) -> tuple[str, str]:
