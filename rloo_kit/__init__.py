@@ -24,6 +24,8 @@ _EXPORTS = {
     "evaluate": "evals.evaluate",
     "compare": "results.evaluation",
     "train": "measure.preflight",
+    "fine_tune": "loop.sft",
+    "measure_signal": "evals.signal",
     "read_rollouts": "runs.rollouts",
     "write_report": "results.report",
     "plot_training": "notebook.display",

@@ -20,7 +20,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import Data
 from rloo_kit.data.worked import WorkedAnswers, load_worked
-from rloo_kit.errors import ConfigError, NonFiniteError, RunExistsError
+from rloo_kit.errors import ConfigError, NonFiniteError
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scorer
 from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, is_step_row, use_text_progress
@@ -31,6 +31,7 @@ from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import saving
 from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.sft_folder import open_folder
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.processes import count_processes, say
 
@@ -94,33 +95,6 @@ def fine_tune(
     opened = run_dir or open_folder(run, overwrite)
     with opened if run_dir is None else nullcontext():
         return _train(run, policy, worked, opened)
-
-
-def sft_run(run: RunConfig) -> RunConfig:
-    """`run` under the name of its supervised part, NAME-sft, which is also that of its folder."""
-    changed = run.model_copy(deep=True)
-    changed.run.name = f"{run.name}-sft"
-    return changed
-
-
-def check_folder(run: RunConfig, overwrite: bool = False) -> None:
-    """Refuse, with RunExistsError, a folder of which `open_folder` would refuse to write over the contents."""
-    changed = sft_run(run)
-    try:
-        RunDir.check(changed, overwrite=overwrite)
-    except RunExistsError as error:
-        if not (changed.folder / "status.json").is_file():
-            raise
-        raise RunExistsError(
-            f"{changed.folder} holds the supervised training of {run.name} already: delete it and start again with "
-            "--overwrite (overwrite=True), or give this run another name with run.name=..."
-        ) from error
-
-
-def open_folder(run: RunConfig, overwrite: bool = False) -> RunDir:
-    """outputs/NAME-sft, open for writing; raises as `check_folder`, and as `RunDir.create`."""
-    check_folder(run, overwrite)
-    return RunDir.create(sft_run(run), overwrite=overwrite)
 
 
 def _train(run: RunConfig, policy: Policy, worked: WorkedAnswers, run_dir: RunDir) -> SftResult:
