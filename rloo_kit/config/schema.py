@@ -88,7 +88,9 @@ class ModelSection(Section):
     """The policy: which model, loaded how, trained through which adapter."""
 
     prefix: ClassVar[str] = "model."
-    name: str = Field(min_length=1, description="hub id, local folder, embedded/thinking, embedded/instruct, embedded/untaught")
+    name: str = Field(
+        min_length=1, description="hub id, local folder, embedded/thinking, embedded/instruct, embedded/untaught"
+    )
     family: Literal["auto", "thinking", "hybrid", "instruct", "plain"] = key(
         "auto", "how its chat template treats thinking; auto reads the template"
     )

@@ -15,12 +15,16 @@ class SftSection(Section):
 
     prefix: ClassVar[str] = "sft."
 
-    source: str | None = key(None, "where the worked answers come from, as data.source; null: data.source", min_length=1)
-    subset: str | None = key(None, "null: data.subset")
-    split: str | None = key(None, "null: data.split")
+    source: str | None = key(
+        None, "where the worked answers come from, as data.source; null: data.source", min_length=1
+    )
+    subset: str | None = key(
+        None, "hub sources only: its configuration; null: data.subset, none where sft.source is set"
+    )
+    split: str | None = key(None, "the split that is read; null: data.split, train where sft.source is set")
     prompt_column: str | None = key(None, "null: data.prompt_column", min_length=1)
     completion_column: str = key(
-        "completion", "column with the worked answer: all that the model is to write, or the answer behind the thinking "
+        "completion", "column with the worked answer: all that the model is to write, or what follows the thinking "
         "where thinking_column is set",
         min_length=1,
     )  # fmt: skip

@@ -151,8 +151,9 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
         wanted = data.num_prompts or min(EMBEDDED_PROMPTS, MAX_ROWS["thinking" if thinking else "instruct"])
         source = replace(read_rows(worked_rows(wanted, data.seed, thinking), Columns(answer="completion")), name=name)
     else:
-        part = Part(name, columns, section.subset or data.subset, section.split or data.split, None, "sft.source")
-        source = read_part(run, replace(part, split_key="sft.split"), thinking)
+        subset, split = (data.subset, data.split) if section.source is None else (None, "train")
+        part = Part(name, columns, section.subset or subset, section.split or split, None, "sft.source", "sft.split")
+        source = read_part(run, part, thinking)
     if source.answers is None:
         found = [columns.prompt, *source.other_names]
         raise DataError(
@@ -184,7 +185,9 @@ def _text(value: Any, what: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise DataError(f"{what} is {excerpt(value)}; a worked answer is text, or a list of one message of the assistant")
+        raise DataError(
+            f"{what} is {excerpt(value)}; a worked answer is text, or a list of one message of the assistant"
+        )
     refuse_surrogates(value, what)
     return value
 

@@ -47,6 +47,7 @@ class Signal:
 
     def __str__(self) -> str:
         share, low, high = self.share
+        found = f"{self.num_mixed} ({share:.0%} [{low:.0%}, {high:.0%}])"
         meaning = {
             "enough": "enough signal for RLOO",
             "too low": f"still too low for RLOO, which wants {ENOUGH:.0%}: more or better worked answers (sft.source), "
@@ -56,8 +57,8 @@ class Signal:
             "fewer steps (sft.max_steps)",
         }[self.verdict]
         return (
-            f"signal: of {len(self.rates)} training prompts {self.num_mixed} ({share:.0%} [{low:.0%}, {high:.0%}]) have "
-            f"right and wrong among {self.num_generations} completions, mean pass rate {self.mean_rate:.0%}: {meaning}"
+            f"signal: of {len(self.rates)} training prompts {found} have right and wrong "
+            f"among {self.num_generations} completions, mean pass rate {self.mean_rate:.0%}: {meaning}"
         )
 
 

@@ -5,7 +5,7 @@ TRL's own needs Triton, and this one is the same on every machine.
 """
 
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from rloo_kit.runs.sft_folder import open_folder
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.processes import count_processes, say
 
-# TRL's own class, below the one that Unsloth generates.
+# TRL's own class, below the one that Unsloth generates (and may call SFTConfig too).
 _STOCK = next(c for c in reversed(trl.SFTConfig.__mro__) if c.__name__ == "SFTConfig")
 
 
@@ -100,7 +100,8 @@ def fine_tune(
 def _train(run: RunConfig, policy: Policy, worked: WorkedAnswers, run_dir: RunDir) -> SftResult:
     started, was_training = time.monotonic(), policy.model.training
     writer, interrupts = MetricsWriter(run_dir), Interrupts("what is trained so far")
-    trainer = build_trainer(run, policy, worked, run_dir.folder / "checkpoints")
+    unused = run_dir / "checkpoints"
+    trainer = build_trainer(run, policy, worked, unused)
     for callback in (writer, _ProgressLine(trainer, run.run.progress_every_s), interrupts):
         trainer.add_callback(callback)
     say(f"sft: {worked}; {trainer.scorer.reason}")
@@ -114,6 +115,8 @@ def _train(run: RunConfig, policy: Policy, worked: WorkedAnswers, run_dir: RunDi
             save_adapter(policy, staged)
             publish(staged, target)
     finally:
+        with suppress(OSError):
+            unused.rmdir()
         if not was_training:
             policy.model.eval()
     steps = {"step": state.global_step, "max_steps": state.max_steps, "adapter_step": state.global_step}
@@ -197,7 +200,11 @@ class SftTrainer(trl.SFTTrainer):
     tokens: int = 0
 
     def compute_loss(
-        self, model: torch.nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
         """The sum over the completion tokens of this micro-step, over those of the optimizer step (or of the micro-step
         where transformers does not count them)."""
