@@ -6,7 +6,7 @@ TRL's own needs Triton, and this one is the same on every machine.
 
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +155,15 @@ def build_trainer(run: RunConfig, policy: Policy, worked: WorkedAnswers, folder:
 
 
 def _make_config(values: dict[str, Any]) -> Any:
-    config = trl.SFTConfig(**values)
-    keep_values(config, _STOCK, values, values)
+    """`SFTConfig` with TRL's defaults, whoever generated the class."""
+    known = {field.name: field for field in fields(_STOCK) if field.init}
+    missing = {name: field for name, field in known.items() if name not in values}
+    whole = values | {
+        name: field.default if field.default_factory is MISSING else field.default_factory()
+        for name, field in missing.items()
+    }
+    config = trl.SFTConfig(**whole)
+    keep_values(config, _STOCK, whole, values)
     return config
 
 

@@ -147,7 +147,7 @@ def imitate(policy: Any) -> dict[str, Any]:
         "losses": [entry["loss"] for entry in logs],
         "entropies": [entry["entropy"] for entry in logs],
         "adapter": {name: value.detach().clone() for name, value in trained(policy.model).items()},
-        "class": type(trainer).__mro__[1].__name__,
+        "classes": [cls.__module__ + "." + cls.__qualname__ for cls in type(trainer).__mro__],
     }
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.with_unsloth import programs
+from tests.with_unsloth import interpreter, programs
 
 
 def test_two_steps_are_those_of_the_transformers_backend(
@@ -15,10 +15,12 @@ def test_two_steps_are_those_of_the_transformers_backend(
     of them could change what is learnt, and the loss would still fall."""
     from rloo_kit import save_adapter
 
+    interpreter.write_sft_trainer()
     adapter = save_adapter(load(moved=True), tmp_path / "adapter")
     found = programs.imitate(load(f"model.adapter={adapter}"))
     expected = in_transformers("imitate", model_folder, adapter)
-    assert found["class"] == "UnslothSFTTrainer" and expected["class"] == "SFTTrainer"
+    assert found["classes"][1] == "UnslothSFTTrainer.UnslothSFTTrainer"
+    assert expected["classes"][1] == "trl.trainer.sft_trainer.SFTTrainer"
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5) and len(found["losses"]) == 2
     assert found["losses"][0] != pytest.approx(found["losses"][1], rel=1e-3)
     assert found["entropies"] == pytest.approx(expected["entropies"], rel=1e-4)
