@@ -7,8 +7,8 @@ For each seed: `rloo-kit sft configs/sft_arithmetic.yaml`, then the command that
 model without supervised training. A seed decides the random weights, the problems with their split and worked answers,
 and the sampling. Accuracy is that of 1,000 held-out problems at temperature 1, and greedy.
 
-Exit code 1 where the bar is missed: nothing solved before, more after supervised training and more again after RLOO, with
-95 % intervals apart each time, and nothing solved by RLOO alone.
+Exit code 1 where the bar is missed: nothing solved before, more after supervised training and more again after RLOO,
+with 95 % intervals apart each time, and nothing solved by RLOO alone.
 """
 
 import argparse
