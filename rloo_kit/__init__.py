@@ -25,6 +25,8 @@ _EXPORTS = {
     "ask": "evals.ask",
     "compare": "results.evaluation",
     "train": "measure.preflight",
+    "fine_tune": "loop.sft",
+    "measure_signal": "evals.signal",
     "read_rollouts": "runs.rollouts",
     "judge_run": "results.verdict",
     "describe_run": "results.overview",

@@ -11,6 +11,7 @@ from typing import Any
 from rloo_kit.config.batches import usual_batch
 from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.schema import FULL_LEARNING_RATE, EvalSection, ModelSection
+from rloo_kit.config.sft import FULL_SFT_RATE
 
 Keys = dict[str, Any]  # of a section, as the file gives them
 
@@ -35,6 +36,8 @@ def fill_defaults(values: Any) -> Any:
     model, data, rloo = values["model"], values["data"], values["rloo"]
     if "lora" in model and model["lora"] is None:
         rloo.setdefault("learning_rate", FULL_LEARNING_RATE)
+        if isinstance(values.setdefault("sft", {}), dict):
+            values["sft"].setdefault("learning_rate", FULL_SFT_RATE)
     _try(lambda: rloo.setdefault("per_device_train_batch_size", usual_batch(_number(rloo, "num_generations"))))
     evaluated = values["eval"] if isinstance(values.get("eval"), dict) else {}
     _try(lambda: _fill_lengths(model, data, rloo, _evaluated_length(evaluated, rloo)))

@@ -21,6 +21,7 @@ from rloo_kit.config.schema import (
     RunSection,
 )
 from rloo_kit.config.section import Section
+from rloo_kit.config.sft import SftSection
 from rloo_kit.config.yaml_files import apply_override, dump_yaml, merge, read_file
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.environment import prepare_standby
@@ -40,6 +41,7 @@ class RunConfig(Section):
     rloo: RLOOSection = Field(description="the loop")
     rollout: RolloutSection = Field(default_factory=lambda: RolloutSection(), description="the sampling")
     eval: EvalSection = Field(default_factory=lambda: EvalSection(), description="the evaluation")
+    sft: SftSection = Field(default_factory=lambda: SftSection(), description="the supervised start")
     health: HealthSection = Field(default_factory=lambda: HealthSection(), description="what a finding leads to")
     _source: Path | None = PrivateAttr(None)
     _checked: str = PrivateAttr("")  # what of it preflight.refuse_faults has passed

@@ -17,6 +17,7 @@ from rloo_kit.config.section import Section, TrlDefault, declared, key
 from rloo_kit.system.processes import count_processes
 
 LORA_LEARNING_RATE, FULL_LEARNING_RATE = 1e-4, 1e-5  # measured on the embedded model: docs/benchmarks.md
+EMBEDDED_MODELS = ("embedded/thinking", "embedded/instruct", "embedded/untaught")
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 Tracker = Literal[
@@ -87,7 +88,9 @@ class ModelSection(Section):
     """The policy: which model, loaded how, trained through which adapter."""
 
     prefix: ClassVar[str] = "model."
-    name: str = Field(min_length=1, description="hub id, local folder, embedded/thinking or embedded/instruct")
+    name: str = Field(
+        min_length=1, description="hub id, local folder, embedded/thinking, embedded/instruct, embedded/untaught"
+    )
     family: Literal["auto", "thinking", "hybrid", "instruct", "plain"] = key(
         "auto", "how its chat template treats thinking; auto reads the template"
     )
@@ -116,8 +119,8 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "ModelSection":
-        if self.is_embedded and self.name not in ("embedded/thinking", "embedded/instruct"):
-            raise ValueError(f"name is '{self.name}'; the embedded models are embedded/thinking and embedded/instruct")
+        if self.is_embedded and self.name not in EMBEDDED_MODELS:
+            raise ValueError(f"name is '{self.name}'; the embedded models are {', '.join(EMBEDDED_MODELS)}")
         if self.enable_thinking is not None and self.family not in ("auto", "hybrid"):
             raise ValueError(
                 f"enable_thinking is {str(self.enable_thinking).lower()}, but family is '{self.family}'; only hybrid "

@@ -13,7 +13,7 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 CHAT_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, THINK_START, THINK_END)
 SPECIAL_TOKENS = CHAT_TOKENS[:3]  # the thinking tags are added tokens, but not special, as in Qwen3
 ROWS = {"compact": 320, "qwen3": 151936}  # rows of the embedding: a multiple of 64, as kernels like them
-KINDS = ("thinking", "instruct")
+KINDS = ("thinking", "instruct", "untaught")  # the last is a thinking model with random weights
 
 _TURNS = (
     "{%- for message in messages %}"
@@ -26,6 +26,7 @@ TEMPLATES = {
     "thinking": _TURNS + "{{- '<think>\\n' }}{%- endif %}",  # the completion holds only </think>, as with Thinking-2507
     "instruct": _TURNS + "{%- endif %}",
 }
+TEMPLATES["untaught"] = TEMPLATES["thinking"]
 
 
 def byte_symbols() -> list[str]:
@@ -37,7 +38,7 @@ def byte_symbols() -> list[str]:
 def check_names(kind: str, vocabulary: str) -> None:
     """Raises ConfigError where there is no such embedded model or vocabulary."""
     if kind not in KINDS:
-        raise ConfigError(f"there is no embedded model '{kind}': model.name is embedded/{' or embedded/'.join(KINDS)}")
+        raise ConfigError(f"there is no embedded model '{kind}': model.name is embedded/{', embedded/'.join(KINDS)}")
     if vocabulary not in ROWS:
         raise ConfigError(f"model.vocabulary is '{vocabulary}'; the embedded model has {' and '.join(ROWS)}")
 

@@ -68,11 +68,12 @@ class LightTokenizer:
         """Text of every token -> id."""
         return self._vocab
 
-    def __call__(self, texts: str | list[str]) -> dict[str, Any]:
+    def __call__(self, texts: str | list[str], add_special_tokens: bool = True) -> dict[str, Any]:
         """`input_ids` of a text, or of each of a list."""
         if isinstance(texts, str):
-            return {"input_ids": self.tokenizer.encode(texts).ids}
-        return {"input_ids": [one.ids for one in self.tokenizer.encode_batch(texts)]}
+            return {"input_ids": self.tokenizer.encode(texts, add_special_tokens=add_special_tokens).ids}
+        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+        return {"input_ids": [one.ids for one in encoded]}
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         """The text of ids, (C,)."""

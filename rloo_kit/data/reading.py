@@ -42,14 +42,15 @@ def needs_stack(run: RunConfig) -> bool:
     """Whether a source of the run can be read by the stack alone: Parquet, a folder of save_to_disk, a hub id."""
     section = run.data
     wanted = [*section.all_sources, *([section.test_source] if section.test_source else [])]
-    return any(_is_for_stack(source, run) for source in wanted)
+    return any(is_for_stack(source, run) for source in wanted)
 
 
-def _is_for_stack(source: str, run: RunConfig) -> bool:
+def is_for_stack(source: str, run: RunConfig, key: str = "data.source") -> bool:
+    """Whether only the stack can read a source, which `key` named."""
     if source.startswith("embedded/"):
         return False
     try:
-        path = find_file(source, run.source)
+        path = find_file(source, run.source, key)
     except DataError:  # whoever reads it says so
         return False
     return path is None or path.is_dir() or path.suffix.lower() == ".parquet"
@@ -64,7 +65,7 @@ def read_training(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
     if section.sources is not None:
         return _read_mix(run, thinking)
     part = _part(run, str(section.source))
-    return _finish(run, part, draw(_read_part(run, part, thinking), section.num_prompts, section.seed))
+    return _finish(run, part, draw(read_part(run, part, thinking), section.num_prompts, section.seed))
 
 
 def read_test(run: RunConfig) -> DataSource | None:
@@ -75,7 +76,7 @@ def read_test(run: RunConfig) -> DataSource | None:
     key = "data.source" if section.test_source is None else "data.test_source"
     part = _part(run, str(section.test_source or section.source))
     part = replace(part, split=section.test_split, key=key, split_key="data.test_split")
-    return _finish(run, part, _read_part(run, part, True))
+    return _finish(run, part, read_part(run, part, True))
 
 
 def _finish(run: RunConfig, part: Part, source: DataSource) -> DataSource:
@@ -87,7 +88,7 @@ def _finish(run: RunConfig, part: Part, source: DataSource) -> DataSource:
 def _read_mix(run: RunConfig, thinking: bool) -> DataSource:
     entries = run.data.sources or []
     parts = [_part_of_mix(run, number) for number in range(len(entries))]
-    sources = [_read_part(run, part, thinking) for part in parts]
+    sources = [read_part(run, part, thinking) for part in parts]
     if all(source.answers is None for source in sources) and _answers_wanted(run):
         raise DataError(
             f"data.sources: no source has an answer column ({', '.join(part.answer_key for part in parts)}). Name the "
@@ -121,7 +122,7 @@ def _labels(section: DataSection) -> list[str]:
     ]
 
 
-def _read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
+def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
     """The rows of one source."""
     if part.source == EMBEDDED_SOURCE:
         return _read_embedded(run, thinking)

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 
 from rloo_kit.errors import DataError
 
-LIMITS = {"thinking": (10, 999), "instruct": (100, 349)}  # smallest and largest number of a question
+LIMITS = {
+    "thinking": (10, 999),
+    "untaught": (10, 999),
+    "instruct": (100, 349),
+}  # smallest and largest number of a question
 EASY_LIMITS = (100, 199)  # where the instruct model begins: successive carries are hard for it
 MAX_ROWS = {"thinking": 50_000, "instruct": 10_000}  # few enough that drawing stays quick
 
@@ -23,6 +27,10 @@ class Noise:
     skip: float = 0.3
     digit: float = 0.3
     guess: float = 0.5
+
+
+# Of the worked answers that a run imitates: of mixed quality, so that a model that does is right sometimes.
+WORKED = Noise(skip=0.4, digit=0.0, guess=0.5)
 
 
 def is_reserved(first: int, second: int) -> bool:
@@ -75,6 +83,22 @@ def addition_rows(num: int, seed: int = 0, thinking: bool = True) -> list[dict[s
         first, second = draw_pair(rng, LIMITS[kind], reserved=False)
         pairs.setdefault((min(first, second), max(first, second)), (first, second))
     return [{"prompt": question(*pair), "answer": str(sum(pair))} for pair in pairs.values()]
+
+
+def worked_rows(num: int, seed: int = 0, thinking: bool = True) -> list[dict[str, str]]:
+    """`addition_rows` with a `completion`, the worked answer, two of five of which guess without work (`WORKED`);
+    arguments and errors are the same.
+
+    >>> worked_rows(1)[0]["completion"].count("</think>")
+    1
+    """
+    rng = random.Random(f"worked-{seed}")
+    rows = addition_rows(num, seed, thinking)
+    pairs = [row["prompt"].removesuffix("=").split("+") for row in rows]
+    return [
+        row | {"completion": demonstration(int(first), int(second), rng, WORKED, thinking)}
+        for row, (first, second) in zip(rows, pairs, strict=True)
+    ]
 
 
 def scratch_work(first: int, second: int, rng: random.Random, digit_noise: float = 0.0) -> tuple[str, str]:

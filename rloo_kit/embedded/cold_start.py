@@ -51,6 +51,7 @@ class ColdStart:
 PLANS = {
     "thinking": ColdStart(),
     "instruct": ColdStart(steps=600, batch_size=64, clean_share=0.7, easy_share=0.37, noise=tasks.Noise(guess=0.35)),
+    "untaught": ColdStart(steps=0),
 }
 
 
@@ -133,7 +134,7 @@ def demonstrate(
         )
         for pair in pairs
     ]
-    completions = [tasks.demonstration(*pair, rng, noise, kind == "thinking") + TURN_END for pair in pairs]
+    completions = [tasks.demonstration(*pair, rng, noise, kind != "instruct") + TURN_END for pair in pairs]
     prompt_rows = _encode(tokenizer, slots, prompts)
     rows = [prompt + rest for prompt, rest in zip(prompt_rows, _encode(tokenizer, slots, completions), strict=True)]
     width = max(map(len, rows))

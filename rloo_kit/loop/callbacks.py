@@ -230,8 +230,8 @@ def progress_line(
 
 
 class Interrupts(TrainerCallback):
-    """Ctrl-C (SIGINT), SIGTERM and SIGHUP end the run after the step it is in, with a checkpoint; a second signal ends
-    it at once.
+    """Ctrl-C (SIGINT), SIGTERM and SIGHUP end the run after the step it is in, with what is `saved` then; a second
+    signal ends it at once.
 
     A context manager that holds the signals while it is entered, in the main thread; elsewhere it leaves them alone.
     A signal to one of several processes stops all of them after the same step.
@@ -241,7 +241,8 @@ class Interrupts(TrainerCallback):
         between_steps: whether weights, optimizer and step counter belong together, so that they can be saved.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, saved: str = "a checkpoint") -> None:
+        self.saved = saved
         self.requested = False
         self.between_steps = True
         self._came_at = 0.0
@@ -262,7 +263,7 @@ class Interrupts(TrainerCallback):
         self.requested, self._came_at = True, time.monotonic()
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         with suppress(RuntimeError):  # the signal came in the middle of another print
-            say(f"{name}: stopping after this step, with a checkpoint; once more stops at once")
+            say(f"{name}: stopping after this step, with {self.saved}; once more stops at once")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.between_steps = False

@@ -33,6 +33,7 @@ from rloo_kit.system.processes import is_distributed, is_main_process
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
 
 _MODULES = {"unsloth": "rloo_kit.models.unsloth", "transformers": "rloo_kit.models.transformers"}
+SMALL_MODEL = 2_000_000  # parameters
 _loaded: set[str] = set()
 
 
@@ -309,9 +310,11 @@ def _refuse_mixed_gpus(run: RunConfig) -> None:
 
 
 def _spare_threads(run: RunConfig, model: Any) -> None:
-    """One thread for an embedded model on the CPU, unless OMP_NUM_THREADS is set: its matrices are so small that a
-    second one mostly waits (one is a fifth faster on two idle cores, seven times on busy ones, measured)."""
-    if run.model.is_embedded and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    """One thread for a model as small as the embedded one on the CPU, unless OMP_NUM_THREADS is set: its matrices are
+    so small that a second one mostly waits (one is a fifth faster on two idle cores, seven times on busy ones,
+    measured)."""
+    is_small = run.model.is_embedded or sum(value.numel() for value in model.parameters()) < SMALL_MODEL
+    if is_small and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
 

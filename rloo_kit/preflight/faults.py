@@ -13,7 +13,7 @@ STAGES = (
     "config", "machine", "data", "row", "rewards", "folder", "disk", "trackers",
     "rollout", "memory", "gradient", "log-probs", "kl", "speed",
 )  # fmt: skip
-_KEY = re.compile(r"\b(?:run|model|data|rewards|rloo|rollout|eval|health)(?:\.\w+)+")
+_KEY = re.compile(r"\b(?:run|model|data|rewards|rloo|rollout|eval|sft|health)(?:\.\w+)+")
 
 
 @dataclass(frozen=True)

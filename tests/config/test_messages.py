@@ -116,7 +116,7 @@ WRONG = {
     "rloo.disable_dropout=false": "disable_dropout is false|rloo.disable_dropout=true",
     "eval.pass_at_k=[1, 8]": "8 completions|set eval.num_samples=8",
     "data.source=some/set": "model.name is embedded/thinking|data.source is some/set|set data.source=embedded/addition",
-    "model.name=embedded/x": "embedded/thinking and embedded/instruct",
+    "model.name=embedded/x": "embedded/thinking, embedded/instruct",
     "model={name: a/b, family: instruct, enable_thinking: true}": "set model.family=hybrid|model.enable_thinking=null",
     "rewards=[{name: a}, {name: missing_eos_penalty}]|rloo.missing_eos_penalty=1": "rloo.missing_eos_penalty and the "
     "reward missing_eos_penalty are both set|twice",

@@ -26,3 +26,11 @@ def test_what_would_train_differently_may_not(tmp_path: Path) -> None:
     """The exceptions must not have become the rule."""
     with pytest.raises(ConfigError, match=r"rollout.cache: 'plain' then, 'int8' now"):
         refuse_changes(load_config(DEMO).to_yaml(), load_config(DEMO, "rollout.cache=int8").to_yaml(), tmp_path)
+
+
+def test_worked_answers_may_change_and_older_runs_have_none(tmp_path: Path) -> None:
+    """`sft:` is over before a run begins: another one of it, or a run from before the section, resumes."""
+    then = load_config(DEMO).to_yaml()
+    refuse_changes(then, load_config(DEMO, "sft.max_steps=5", "sft.learning_rate=1e-3").to_yaml(), tmp_path)
+    older = then[: then.index("sft:")] + then[then.index("health:") :]
+    refuse_changes(older, then, tmp_path)

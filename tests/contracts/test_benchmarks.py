@@ -70,6 +70,17 @@ def test_the_readme_shows_what_the_demo_measured() -> None:
         assert run["bar_held"] and all(one["num_prompts"] >= 1000 for one in pair)
 
 
+def test_the_page_of_sft_shows_what_was_measured() -> None:
+    """Its claim is that RLOO goes on where supervised training stops, with intervals apart, and nowhere without it."""
+    page = (ROOT / "docs" / "sft.md").read_text(encoding="utf-8")
+    runs = json.loads((FOLDER / "results" / "sft_then_rloo.json").read_text(encoding="utf-8"))["runs"]
+    for run in runs:
+        found = [run[name] for name in ("before", "after_sft", "after_rloo", "rloo_alone")]
+        cells = [f"{one['accuracy']:.3f} [{one['low']:.3f}, {one['high']:.3f}]" for one in found]
+        assert f"| {run['seed']} | {' | '.join(cells)} |" in page
+        assert run["holds"] and all(one["num_prompts"] >= 1000 for one in found)
+
+
 def test_stand_in_computes_what_trl_s_head_computes(module: Any) -> None:
     """Stock TRL is measured through it: one that is wrong, or that has other tiles, measures something else."""
     import torch

@@ -204,6 +204,20 @@ def test_the_recipe_is_the_one_of_its_number(kind, tokenizers):
     assert digest == FINGERPRINTS[RECIPE][kind]
 
 
+def test_the_untaught_model_is_the_thinking_one_with_random_weights(tokenizers, short_plan):
+    """It stands for a model that solves nothing: same sizes, same template, and no step of the cold start."""
+    assert PLANS["untaught"] == replace(PLANS["thinking"], steps=0)
+    for vocabulary in ROWS:
+        mine, taught = tokenizers["untaught", vocabulary], tokenizers["thinking", vocabulary]
+        assert mine.get_vocab() == taught.get_vocab() and mine.chat_template == taught.chat_template
+    plan = replace(short_plan, steps=0)
+    one, other, another = (
+        cold_start.train(tokenizers["untaught", "compact"], "untaught", "compact", seed, plan) for seed in (0, 0, 1)
+    )
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+    assert not torch.equal(one.model.embed_tokens.weight, another.model.embed_tokens.weight)
+
+
 def test_the_cache_knows_nothing_of_sources_and_machines(built, monkeypatch):
     """The key was a hash of three source files and of library versions: an edited comment built the model again, and
     every adapter that had been trained on it was refused."""
@@ -217,7 +231,10 @@ def test_the_cache_knows_nothing_of_sources_and_machines(built, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kind": "hybrid"}, "no embedded model 'hybrid': model.name is embedded/thinking or embedded/instruct"),
+        (
+            {"kind": "hybrid"},
+            "no embedded model 'hybrid': model.name is embedded/thinking, embedded/instruct, embedded/untaught",
+        ),
         ({"vocabulary": "large"}, "model.vocabulary is 'large'; the embedded model has compact and qwen3"),
         ({"steps": 0}, "steps=0: the cold start takes at least 1 step"),
     ],

@@ -184,3 +184,13 @@ def _write_trainer() -> None:
 
     with mock.patch.dict(os.environ, UNSLOTH_ALLOW_CPU="0"), mock.patch.object(rl, "patch_trl_rl_trainers", only_rloo):
         rl.PatchFastRL()
+
+
+def write_sft_trainer() -> None:
+    """What Unsloth does to TRL's SFTTrainer there: its own version, whose constructor flattens batches by itself."""
+    from unsloth import trainer
+    from unsloth.models import rl
+
+    with mock.patch.dict(os.environ, UNSLOTH_ALLOW_CPU="0"):
+        rl._patch_trl_rl_trainers("sft_trainer")
+    trainer._patch_trl_trainer()

@@ -1,6 +1,6 @@
 """What two processes have to agree on, computed for one policy; as a program: in a process without Unsloth.
 
-python programs.py numbers|steps MODEL_FOLDER ADAPTER_FOLDER OUT.pt                     by the transformers backend
+python programs.py numbers|steps|imitate MODEL_FOLDER ADAPTER_FOLDER OUT.pt             by the transformers backend
 python programs.py merged MODEL_FOLDER ADAPTER_FOLDER OUT.pt FOLDER_MERGED_BY_UNSLOTH   by transformers and PEFT
 """
 
@@ -19,6 +19,13 @@ COMPLETIONS = (
     "ddd<|im_end|>", "abcabc", "h", "c</think>b a<|im_end|>",
 )  # fmt: skip
 GENERATIONS = 4
+IMITATE = """\
+model: {name: the one that is given, max_seq_length: 128}
+data: {source: embedded/addition}
+rewards: [{name: thinking_reward}]
+rloo: {max_steps: 1, optim: sgd, max_grad_norm: 0}
+sft: {max_steps: 2, learning_rate: 0.5, warmup_steps: 0, per_device_train_batch_size: 2, gradient_accumulation_steps: 2}
+"""
 
 
 def numbers(policy: Any) -> dict[str, Any]:
@@ -118,6 +125,32 @@ def steps(policy: Any) -> dict[str, Any]:
     }
 
 
+def imitate(policy: Any) -> dict[str, Any]:
+    """Two steps of supervised training of two micro-steps each: losses, entropies, the adapter after them, and which
+    SFTTrainer of TRL's it was. Plain gradient descent, as in `steps`."""
+    from rloo_kit import load_config
+    from rloo_kit.data.worked import Example, WorkedAnswers
+    from rloo_kit.loop.sft import build_trainer
+
+    tokenizer = policy.tokenizer
+    texts = [PROMPTS[row % 2] for row in range(8)], [text for text in COMPLETIONS if text != "<|im_end|>"][:8]
+    rows = [[tokenizer(text)["input_ids"] for text in side] for side in texts]
+    worked = WorkedAnswers([Example(*pair) for pair in zip(*rows, strict=True)], 8)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "imitate.yaml"
+        file.write_text(IMITATE)
+        run = load_config(file)
+        trainer = build_trainer(run, policy, worked, Path(folder))
+        trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "losses": [entry["loss"] for entry in logs],
+        "entropies": [entry["entropy"] for entry in logs],
+        "adapter": {name: value.detach().clone() for name, value in trained(policy.model).items()},
+        "classes": [cls.__module__ + "." + cls.__qualname__ for cls in type(trainer).__mro__],
+    }
+
+
 def trained(model: Any) -> dict[str, Any]:
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
 
@@ -175,7 +208,7 @@ def main(name: str, model: str, adapter: str, out: str, *words: str) -> None:
     if name == "merged":
         found = merged(model, adapter, out, *words)
     else:
-        found = (numbers if name == "numbers" else steps)(load(model, adapter, out))
+        found = {"numbers": numbers, "steps": steps, "imitate": imitate}[name](load(model, adapter, out))
     assert "unsloth" not in sys.modules
     torch.save(found, out)
 

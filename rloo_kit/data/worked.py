@@ -1,0 +1,229 @@
+"""Worked answers to imitate: prompts rendered as RLOO's are, each with the completion that the model is to write."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.chat import refuse_surrogates, render_prompt, resolve_family, thinks
+from rloo_kit.data.columns import Columns, DataSource, select_rows
+from rloo_kit.data.reading import EMBEDDED_PROMPTS, EMBEDDED_SOURCE, Part, is_for_stack, read_part
+from rloo_kit.data.sources import read_rows
+from rloo_kit.data.tasks import MAX_ROWS, worked_rows
+from rloo_kit.errors import ConfigError, DataError, excerpt
+from rloo_kit.think_tags import THINK_END, THINK_START
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids: the prompt's with the template, and the completion's with the end token."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+
+
+@dataclass(frozen=True)
+class WorkedAnswers:
+    """What `load_worked` found.
+
+    Attributes:
+        examples: to train on, in order. num_rows: of the source, before rows were left out.
+        notes: what was left out, in sentences.
+    """
+
+    examples: list[Example]
+    num_rows: int
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lengths = [len(example.completion_ids) for example in self.examples]
+        return (
+            f"{len(self.examples)} of {self.num_rows} worked answers, "
+            f"{sum(lengths) / len(lengths):.0f} tokens on average, {max(lengths)} at most"
+        )
+
+
+def worked_need_stack(run: RunConfig) -> bool:
+    """Whether only the stack can read the worked answers: Parquet, a folder of save_to_disk, a hub id."""
+    source = run.sft.source or run.data.source
+    return source is not None and is_for_stack(source, run, "sft.source")
+
+
+def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: Any = None) -> WorkedAnswers:
+    """The worked answers of `run.sft`.
+
+    Args:
+        tokenizer: the policy's. held_out: rendered prompts that are measured on; their rows are left out.
+        rows: worked answers in Python instead of `sft.source`, as in `load_data`, with the column names of `sft`.
+
+    Raises:
+        DataError: a source, row or column that cannot be used, with its place; nothing left to train on.
+        ConfigError: `sft.thinking_column` for a model that does not think; no source.
+    """
+    family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
+    thinking = thinks(family, run.model.enable_thinking)
+    if run.sft.thinking_column is not None and not thinking:
+        raise ConfigError(
+            f"sft.thinking_column is {run.sft.thinking_column}, but this model does not think (family {family}, "
+            f"model.enable_thinking {run.model.enable_thinking}): set sft.thinking_column=null"
+        )
+    source = _read(run, rows, thinking)
+    thoughts = _thoughts(run, source)
+    known = {_words(text) for text in held_out}
+    left_out = dict.fromkeys(("no worked answer", "held-out prompts", "too long"), 0)
+    examples, unclosed = [], []
+    limit = run.sft.max_length or run.model.max_seq_length
+    for row, value in enumerate(source.answers or []):
+        where = source.where(row)
+        answer = _text(value, f"{where}: {run.sft.completion_column}")
+        thought = None if thoughts is None else _text(thoughts[row], f"{where}: {run.sft.thinking_column}")
+        if not answer.strip() or (thought is not None and not thought.strip()):
+            left_out["no worked answer"] += 1
+            continue
+        prompt = _render(run, tokenizer, family, source, row)
+        if _words(prompt) in known:
+            left_out["held-out prompts"] += 1
+            continue
+        completion = render_completion(tokenizer, prompt, answer, thought, thinking, where)
+        if completion is None:
+            unclosed.append(row)
+            continue
+        example = Example(tokenizer(prompt)["input_ids"], _ids(tokenizer, completion))
+        if len(example.prompt_ids) + len(example.completion_ids) > limit:
+            left_out["too long"] += 1
+            continue
+        examples.append(example)
+    if unclosed:
+        raise DataError(
+            f"{len(unclosed)} of {len(source)} worked answers hold no {THINK_END} (the first: "
+            f"{source.where(unclosed[0])}), and this model thinks before it answers: it would learn never to answer. "
+            f"Write thinking{THINK_END} in front of the answer, or name a column with the thinking: "
+            "sft.thinking_column=..."
+        )
+    return _finish(source, examples, left_out, limit)
+
+
+def render_completion(
+    tokenizer: Any, prompt: str, answer: str, thought: str | None, thinking: bool, where: str
+) -> str | None:
+    """What the model is to write behind the rendered `prompt`, without the end token; None where its thinking is never
+    closed.
+
+    Args:
+        answer: the whole worked answer, or what follows the thinking where `thought` is given.
+        thinking: whether the model thinks. where: names the row in errors.
+
+    Raises:
+        DataError: thinking tags or control tokens where none belong.
+    """
+    end = tokenizer.eos_token or ""
+    text = answer.strip().removesuffix(end).rstrip() if end else answer.strip()
+    if thought is not None:
+        text = f"{thought.strip()}\n{THINK_END}\n\n{text}"  # as the Qwen3 models write it
+    _refuse_control_tokens(tokenizer, text, where)
+    opened = THINK_START + "\n"
+    if thinking:
+        text = text.removeprefix(THINK_START).lstrip("\n")
+        if THINK_START in text or text.count(THINK_END) > 1:
+            raise DataError(f"{where}: the worked answer opens or closes its thinking more than once")
+        if THINK_END not in text:
+            return None
+        return text if prompt.rstrip().endswith(THINK_START) else opened + text
+    if THINK_START in text or THINK_END in text:
+        raise DataError(
+            f"{where}: the worked answer holds thinking, and this model does not think: take it out, or set "
+            "model.enable_thinking=true where the model can"
+        )
+    return text
+
+
+def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
+    """The rows of `sft.source`, drawn; their worked answers stand as `answers`."""
+    section, data = run.sft, run.data
+    columns = Columns(section.prompt_column or data.prompt_column, section.completion_column, prefix="sft.")
+    name = section.source or data.source
+    if rows is not None:
+        source = read_rows(rows, columns)
+    elif name is None:
+        raise ConfigError("data.sources is a mix; name where the worked answers come from: sft.source=...")
+    elif name == EMBEDDED_SOURCE:
+        wanted = data.num_prompts or min(EMBEDDED_PROMPTS, MAX_ROWS["thinking" if thinking else "instruct"])
+        source = replace(read_rows(worked_rows(wanted, data.seed, thinking), Columns(answer="completion")), name=name)
+    else:
+        subset, split = (data.subset, data.split) if section.source is None else (None, "train")
+        part = Part(name, columns, section.subset or subset, section.split or split, None, "sft.source", "sft.split")
+        source = read_part(run, part, thinking)
+    if source.answers is None:
+        found = [columns.prompt, *source.other_names]
+        raise DataError(
+            f"{source.name} has no column '{columns.answer}' with worked answers; columns found: {', '.join(found)}. "
+            "Name the right one in sft.completion_column, or another file in sft.source"
+        )
+    if section.num_prompts is None or section.num_prompts >= len(source):
+        return source
+    drawn = random.Random(f"sft-{data.seed}").sample(range(len(source)), section.num_prompts)
+    return select_rows(source, sorted(drawn))
+
+
+def _thoughts(run: RunConfig, source: DataSource) -> Sequence[Any] | None:
+    name = run.sft.thinking_column
+    if name is None:
+        return None
+    if name not in source.other_names:
+        found = ", ".join([run.sft.completion_column, *source.other_names])
+        raise DataError(
+            f"{source.name} has no column '{name}'; columns found: {found}. Name the right one in sft.thinking_column"
+        )
+    return list(source.column(name))
+
+
+def _text(value: Any, what: str) -> str:
+    """A worked answer as text: it is one, or a list of one message of the assistant; nothing for null."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        value = value[0].get("content")
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(
+            f"{what} is {excerpt(value)}; a worked answer is text, or a list of one message of the assistant"
+        )
+    refuse_surrogates(value, what)
+    return value
+
+
+def _render(run: RunConfig, tokenizer: Any, family: str, source: DataSource, row: int) -> str:
+    try:
+        return render_prompt(tokenizer, source.prompts[row], family, run.model.enable_thinking, run.data.system_prompt)
+    except DataError as error:
+        raise DataError(f"{source.where(row)}: {error} (sft.prompt_column)") from error
+
+
+def _refuse_control_tokens(tokenizer: Any, text: str, where: str) -> None:
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special and str(token) in text and str(token) not in (THINK_START, THINK_END):
+            raise DataError(
+                f"{where}: the worked answer holds the control token {token}; give its text alone, without the chat "
+                "template"
+            )
+
+
+def _ids(tokenizer: Any, completion: str) -> list[int]:
+    return [*tokenizer(completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+
+def _words(text: str) -> str:
+    """A rendered prompt without its white space, by which prompts are told apart."""
+    return " ".join(text.split())
+
+
+def _finish(source: DataSource, examples: list[Example], left_out: dict[str, int], limit: int) -> WorkedAnswers:
+    ways = {
+        "no worked answer": "without a worked answer",
+        "held-out prompts": "whose prompts are held out for the evaluation",
+        "too long": f"of more than {limit} tokens (sft.max_length)",
+    }
+    notes = [f"{count} rows {ways[name]} are left out" for name, count in left_out.items() if count]
+    if not examples:
+        raise DataError(f"{source.name}: no worked answer is left to train on: {'; '.join(notes) or 'it has no rows'}")
+    return WorkedAnswers(examples, len(source), notes)

@@ -1,0 +1,262 @@
+"""Supervised training on worked answers, for a model that solves nothing yet: then RLOO has no signal to learn from.
+
+TRL's SFTTrainer (Unsloth's version of it where Unsloth loaded the model) with the loss computed by the kit's scorer:
+TRL's own needs Triton, and this one is the same on every machine.
+"""
+
+import time
+from contextlib import nullcontext, suppress
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from transformers import TrainerCallback
+from transformers.trainer_callback import PrinterCallback
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.load import Data
+from rloo_kit.data.worked import WorkedAnswers, load_worked
+from rloo_kit.errors import ConfigError, NonFiniteError
+from rloo_kit.gradient.packing import Group
+from rloo_kit.gradient.scorer import Scorer
+from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, is_step_row, use_text_progress
+from rloo_kit.loop.run_arguments import mixed_precision
+from rloo_kit.models.adapters import restore_precision, trainable_tensors
+from rloo_kit.models.policy import Policy, keep_settings, keep_values, save_adapter
+from rloo_kit.models.transformers import keep_4bit_weights
+from rloo_kit.runs.checkpoints import UNFINISHED, publish
+from rloo_kit.runs.files import saving
+from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.runs.sft_folder import open_folder
+from rloo_kit.system.console import format_seconds
+from rloo_kit.system.processes import count_processes, say
+
+# TRL's own class, below the one that Unsloth generates (and may call SFTConfig too).
+_STOCK = next(c for c in reversed(trl.SFTConfig.__mro__) if c.__name__ == "SFTConfig")
+
+
+@dataclass
+class SftResult:
+    """What `fine_tune` did.
+
+    Attributes:
+        folder: of the run, outputs/NAME-sft. adapter_folder: the adapter in it, or the whole model where every
+            parameter was trained.
+        steps: optimizer steps. metrics: the rows of `metrics.jsonl`. seconds: of training.
+        stopped: "interrupted", or None.
+    """
+
+    folder: Path
+    adapter_folder: Path
+    steps: int
+    metrics: list[dict[str, Any]]
+    seconds: float
+    stopped: str | None
+
+
+def fine_tune(
+    run: RunConfig,
+    policy: Policy,
+    data: Data,
+    rows: Any = None,
+    *,
+    overwrite: bool = False,
+    run_dir: RunDir | None = None,
+) -> SftResult:
+    """Train `policy`, in place, to write the worked answers of `run.sft`; everything of it goes to outputs/NAME-sft.
+
+    Args:
+        run: reads `sft`, `data`, `model`, `run`, and the optimizer in `rloo`.
+        policy: from `load_policy`. data: from `load_data`; rows with one of its held-out prompts are left out.
+        rows: worked answers in Python instead of `sft.source`, with the column names of `sft`.
+        overwrite: delete what an earlier supervised training left in that folder.
+        run_dir: the folder where it is open already (`open_folder`).
+
+    Returns:
+        `SftResult`. Ctrl-C does not raise: what is trained so far is saved, and `stopped` is "interrupted".
+
+    Raises:
+        DataError: the worked answers cannot be used. ConfigError: several processes.
+        RunExistsError: the folder holds an earlier one, and `overwrite` is not given.
+        NonFiniteError: the loss became NaN or infinite; nothing is saved.
+    """
+    if count_processes() > 1:
+        raise ConfigError(
+            f"supervised training runs in one process, and there are {count_processes()}: start it without a launcher; "
+            "RLOO afterwards may use all of them"
+        )
+    worked = load_worked(run, policy.tokenizer, data.test["prompt"], rows)
+    for note in worked.notes:
+        say(f"sft: {note}")
+    opened = run_dir or open_folder(run, overwrite)
+    with opened if run_dir is None else nullcontext():
+        return _train(run, policy, worked, opened)
+
+
+def _train(run: RunConfig, policy: Policy, worked: WorkedAnswers, run_dir: RunDir) -> SftResult:
+    started, was_training = time.monotonic(), policy.model.training
+    writer, interrupts = MetricsWriter(run_dir), Interrupts("what is trained so far")
+    unused = run_dir / "checkpoints"
+    trainer = build_trainer(run, policy, worked, unused)
+    for callback in (writer, _ProgressLine(trainer, run.run.progress_every_s), interrupts):
+        trainer.add_callback(callback)
+    say(f"sft: {worked}; {trainer.scorer.reason}")
+    try:
+        with interrupts:
+            trainer.train()
+        state = trainer.state
+        stopped = "interrupted" if interrupts.requested and state.global_step < state.max_steps else None
+        target, staged = run_dir / "adapter", run_dir / UNFINISHED / "adapter"
+        with saving(target):
+            save_adapter(policy, staged)
+            publish(staged, target)
+    finally:
+        with suppress(OSError):
+            unused.rmdir()
+        if not was_training:
+            policy.model.eval()
+    steps = {"step": state.global_step, "max_steps": state.max_steps, "adapter_step": state.global_step}
+    run_dir.set_status(stopped or "finished", **steps)
+    if stopped:
+        say(f"interrupted at step {state.global_step} of {state.max_steps}; {target} holds what is trained so far")
+    return SftResult(
+        run_dir.folder, target, state.global_step, writer.rows, time.monotonic() - started, stopped
+    )  # fmt: skip
+
+
+def build_trainer(run: RunConfig, policy: Policy, worked: WorkedAnswers, folder: Path) -> "SftTrainer":
+    """The trainer of `policy` on `worked`; `folder` is for what TRL may write, which is nothing."""
+    rows = [
+        {
+            "input_ids": example.prompt_ids + example.completion_ids,
+            "labels": [-100] * len(example.prompt_ids) + example.completion_ids,
+        }
+        for example in worked.examples
+    ]
+    args = _make_config(_arguments(run, policy, folder))
+    arguments = {"model": policy.model, "args": args, "processing_class": policy.tokenizer}
+    masters = trainable_tensors(policy.model)
+    with keep_settings(arguments):
+        trainer = SftTrainer(
+            **arguments,
+            data_collator=DataCollatorForLanguageModeling(policy.tokenizer.pad_token_id),
+            train_dataset=Dataset.from_list(rows),
+        )
+    restore_precision(trainer.model, masters)
+    keep_4bit_weights(trainer.model)
+    trainer.scorer = Scorer(trainer.model, 1.0, policy.tokenizer.pad_token_id)
+    trainer.remove_callback(PrinterCallback)
+    use_text_progress(trainer)
+    return trainer
+
+
+def _make_config(values: dict[str, Any]) -> Any:
+    """`SFTConfig` with TRL's defaults, whoever generated the class."""
+    known = {field.name: field for field in fields(_STOCK) if field.init}
+    missing = {name: field for name, field in known.items() if name not in values}
+    whole = values | {
+        name: field.default if field.default_factory is MISSING else field.default_factory()
+        for name, field in missing.items()
+    }
+    config = trl.SFTConfig(**whole)
+    keep_values(config, _STOCK, whole, values)
+    return config
+
+
+def _arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
+    """Keyword arguments of `SFTConfig`."""
+    section, on_cpu = run.sft, policy.model.device.type == "cpu"
+    return {
+        "output_dir": str(folder),
+        "max_steps": section.max_steps or -1,
+        "num_train_epochs": section.num_train_epochs,
+        "learning_rate": section.learning_rate,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": section.warmup_steps,
+        "per_device_train_batch_size": section.per_device_train_batch_size,
+        "gradient_accumulation_steps": section.gradient_accumulation_steps,
+        "max_grad_norm": run.rloo.max_grad_norm,
+        "optim": run.rloo.optim,
+        "seed": run.run.seed,
+        "max_length": None,  # longer rows are left out: a cut one would teach to stop nowhere
+        "dataset_kwargs": {"skip_prepare_dataset": True},  # they are tokens already
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": on_cpu,
+        "dataloader_pin_memory": not on_cpu,
+        **mixed_precision(run),
+        **policy.config_arguments,
+    }
+
+
+class SftTrainer(trl.SFTTrainer):
+    """TRL's, with the mean cross-entropy of the completion tokens from the kit's scorer: rows end to end without
+    padding, and never a tensor of tokens x vocabulary.
+
+    Attributes:
+        scorer: of the model's completions. tokens: trained on so far, prompts included.
+    """
+
+    scorer: Scorer
+    tokens: int = 0
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The sum over the completion tokens of this micro-step, over those of the optimizer step (or of the micro-step
+        where transformers does not count them)."""
+        groups = [
+            _group(*row) for row in zip(inputs["input_ids"], inputs["labels"], inputs["attention_mask"], strict=True)
+        ]
+        scores = self.scorer.score(model, groups)
+        self.tokens += sum(len(group.prompt) + len(group.completions[0]) for group in groups)
+        assert scores.entropies is not None
+        self._metrics["train"]["entropy"].append(scores.entropies.mean().item())
+        loss = -scores.logps.sum() / (len(scores.logps) if num_items_in_batch is None else num_items_in_batch)
+        if not torch.isfinite(loss):
+            raise NonFiniteError(
+                f"the loss of supervised training is {loss.item()} at step {self.state.global_step + 1}: lower "
+                "sft.learning_rate, or set rloo.bf16=false rloo.fp16=false"
+            )
+        return (loss, scores) if return_outputs else loss
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """None: what is trained is saved once, at the end."""
+
+
+def _group(ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Group:
+    length = int(mask.sum())
+    prompt = length - int((labels != -100).sum())
+    return Group(ids[:prompt], [ids[prompt:length]])
+
+
+class _ProgressLine(TrainerCallback):
+    """One flushed line of text, at most every `every_s` seconds, and at the first and the last step."""
+
+    def __init__(self, trainer: SftTrainer, every_s: float):
+        self.trainer, self.every_s = trainer, every_s
+        self._begun = self._printed_at = 0.0
+        self._tokens = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._begun = self._printed_at = time.monotonic()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        now, step = time.monotonic(), state.global_step
+        is_edge = step in (1, state.max_steps)
+        if not is_step_row(logs) or not (is_edge or now - self._printed_at >= self.every_s):
+            return
+        speed = (self.trainer.tokens - self._tokens) / max(now - self._printed_at, 1e-9)
+        left = format_seconds((now - self._begun) / step * (state.max_steps - step))
+        say(f"sft step {step}/{state.max_steps} | loss {logs['loss']:.3f} | {speed:.0f} tok/s | eta {left}")
+        self._printed_at, self._tokens = now, self.trainer.tokens

@@ -1,0 +1,81 @@
+"""All of `rloo-kit sft` in an open folder: measure, train on worked answers, measure again, judge what RLOO can do."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from rloo_kit.config.resume import changed_keys
+from rloo_kit.config.run import RunConfig, load_config
+from rloo_kit.data.load import Data
+from rloo_kit.evals.evaluate import evaluate
+from rloo_kit.evals.signal import measure_signal
+from rloo_kit.loop.sft import SftResult, fine_tune
+from rloo_kit.models.policy import Policy
+from rloo_kit.results.evaluation import compare
+from rloo_kit.rewarding.worker import end_workers
+from rloo_kit.runs.find import weights_of
+from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.processes import say
+
+STARTS_AT = ("model.adapter", "model.name", "run.name")  # overrides that the next command has its own for
+
+
+def fine_tune_and_report(run: RunConfig, policy: Policy, data: Data, run_dir: RunDir) -> SftResult:
+    """Held-out accuracy before and after, the supervised training between them, and the signal that RLOO would have;
+    printed, and written as before.json and after.json. Raises as `fine_tune`."""
+    before = None
+    if run.run.evaluate:
+        before = evaluate(run, policy, data.test, label="before")
+        run_dir.write_json("before.json", before.to_dict())
+        say(before)
+    result = fine_tune(run, policy, data, run_dir=run_dir)
+    if result.stopped:
+        return result
+    if before is not None:
+        after = evaluate(run, policy, data.test, label="after")
+        run_dir.write_json("after.json", after.to_dict())
+        say(after)
+        say(f"after supervised training: {compare(before, after)}")
+    if run.sft.signal_prompts:
+        signal = measure_signal(run, policy, data, run.sft.signal_prompts)
+        say(signal or "signal: no training prompt has an answer to judge by; rloo-kit preflight measures the rewards")
+    end_workers()
+    say(f"{result.steps} steps, {result.seconds:.0f} s of supervised training. Everything is in {run_dir.folder}")
+    return result
+
+
+def next_command(run: RunConfig, overrides: Sequence[str], result: SftResult) -> str:
+    """The command that trains on with RLOO, from the weights of `result`.
+
+    Args:
+        run: read from a file, with `overrides` (KEY=VALUE), which are repeated. A key whose default follows the
+            model's name keeps its value where the name is now that of a folder.
+    """
+    kept = [word for word in overrides if not word.startswith((*(f"{key}=" for key in STARTS_AT), "sft."))]
+    if any(word.startswith("run.name=") for word in overrides):
+        kept.append(f"run.name={run.name}")
+    adapter, source = _from_here(result.adapter_folder), run.source
+    key = weights_of(adapter)[0].partition("=")[0]
+    with_weights = [*kept, f"{key}={adapter}"]
+    assert source is not None
+    if key == "model.name":
+        then = load_config(source, *with_weights)
+        changed = changed_keys(then.model_dump(mode="json"), run.model_dump(mode="json"))
+        with_weights += [
+            f"{name}={_word(value)}"
+            for name, (_, value) in changed.items()
+            if not name.startswith(("model.name", "model.adapter", "model.build_seed", "model.vocabulary", "sft."))
+        ]
+    return shlex.join(["rloo-kit", "train", str(source), *with_weights])
+
+
+def _word(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _from_here(folder: Path) -> Path:
+    """The folder as one types it in the working directory."""
+    try:
+        return folder.resolve().relative_to(Path.cwd())
+    except ValueError:
+        return folder

@@ -1,0 +1,34 @@
+"""The folder of a run's supervised part: outputs/NAME-sft, beside that of the run itself."""
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.errors import RunExistsError
+from rloo_kit.runs.run_dir import RunDir
+
+
+def sft_run(run: RunConfig) -> RunConfig:
+    """`run` under the name of its supervised part, NAME-sft, which is also that of its folder."""
+    changed = run.model_copy(deep=True)
+    changed.run.name = f"{run.name}-sft"
+    return changed
+
+
+def check_folder(run: RunConfig, overwrite: bool = False) -> None:
+    """Refuse, with RunExistsError, a folder that `open_folder` would not write over."""
+    changed = sft_run(run)
+    try:
+        RunDir.check(changed, overwrite=overwrite)
+    except RunExistsError as error:
+        if not (changed.folder / "status.json").is_file():  # not a folder of ours
+            raise
+        raise RunExistsError(
+            f"{changed.folder} holds the supervised training of {run.name} already: delete it and start again with "
+            "--overwrite (overwrite=True), or give this run another name with run.name=..."
+        ) from error
+
+
+def open_folder(run: RunConfig, overwrite: bool = False) -> RunDir:
+    """outputs/NAME-sft, open for writing; raises as `check_folder` and `RunDir.create`."""
+    check_folder(run, overwrite)
+    run_dir = RunDir.create(sft_run(run), overwrite=overwrite)
+    run_dir.resume_command = "fine_tune(run, policy, data, overwrite=True)"
+    return run_dir

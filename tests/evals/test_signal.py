@@ -1,0 +1,40 @@
+"""Whether RLOO has a signal: prompts with right and wrong completions, counted on a policy whose odds are known."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rloo_kit.evals.signal import Signal, measure_signal
+from tests.evals.test_difficulty import cache, make_dataset, make_run, policy  # noqa: F401 - fixtures
+
+
+@pytest.mark.parametrize(
+    ("rates", "verdict", "word"),
+    [
+        ([0.0] * 9 + [0.5], "too low", "sft.max_steps"),
+        ([0.0] * 8 + [0.5, 0.125], "enough", "enough signal for RLOO"),
+        ([1.0] * 9 + [0.875], "too easy", "data.source"),
+        ([0.0] * 10, "too low", "sft.source"),
+    ],
+)
+def test_the_verdict(rates: list[float], verdict: str, word: str) -> None:
+    """A prompt that is always solved gives as little as one that never is; the mean pass rate alone says neither."""
+    signal = Signal(rates, 8)
+    assert signal.verdict == verdict and word in str(signal)
+    assert signal.num_mixed == sum(rate not in (0.0, 1.0) for rate in rates)
+    assert signal.share.low <= signal.num_mixed / 10 <= signal.share.high
+
+
+def test_it_samples_as_rloo_does(policy: Any) -> None:  # noqa: F811
+    """7 and 8 are answered now and then: right sometimes where one of them is the answer, else never."""
+    run = make_run(difficulty_samples=0)
+    run.rloo.per_device_train_batch_size = 64
+    run.rloo.num_generations = 64
+    data = SimpleNamespace(train=make_dataset(["7", "9", None, "8", "7"]))
+    signal = measure_signal(run, policy, data, 3)
+    assert signal is not None and signal.num_generations == run.rloo.num_generations == 64
+    assert len(signal.rates) == 3 and signal.rates[1] == 0.0, "the row without an answer is passed over"
+    assert signal.num_mixed == 2
+    assert run.rollout.difficulty_samples == 0, "the run is asked, not changed"
+    assert measure_signal(run, policy, SimpleNamespace(train=make_dataset([None, None])), 3) is None

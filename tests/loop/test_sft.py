@@ -1,0 +1,297 @@
+"""Supervised training before RLOO: an exact loss, a folder like a run's, and the reference that RLOO starts from."""
+
+import json
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional
+from transformers import TrainerCallback
+
+from rloo_kit import fine_tune, load_config, load_data, load_policy, load_trained
+from rloo_kit.data.worked import load_worked
+from rloo_kit.errors import ConfigError, NonFiniteError, RunExistsError
+from rloo_kit.loop import sft
+from rloo_kit.loop.options import RLOOConfig
+from rloo_kit.loop.run_arguments import training_arguments
+from rloo_kit.loop.sft import build_trainer
+from rloo_kit.loop.sft_run import next_command
+from rloo_kit.loop.trainer import RLOOTrainer
+from rloo_kit.runs.sft_folder import open_folder
+from tests.loop.conftest import by_ids
+
+SFT = ("sft.max_steps=2", "sft.learning_rate=0.05", "sft.gradient_accumulation_steps=2", "sft.warmup_steps=0")
+
+
+@pytest.fixture
+def load(write_config, tmp_path):
+    """`load(*overrides)`: run, policy and data of the tiny model, its rows with ragged worked answers."""
+
+    def prepare(*overrides):
+        file = write_config()
+        rows = [
+            {"prompt": f"add {n}", "answer": str(n), "completion": f"{'ab' * (n % 5)}</think>\n\n{n}"}
+            for n in range(20)
+        ]
+        (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        run = load_config(file, *SFT, *overrides)
+        policy = load_policy(run)
+        return run, policy, load_data(run, policy.tokenizer)
+
+    return prepare
+
+
+@pytest.fixture
+def press(monkeypatch):
+    """`press(act)`: `act()` is called at the beginning of the second step."""
+    build = sft.build_trainer
+
+    def at_second_step(act):
+        class Press(TrainerCallback):
+            def on_step_begin(self, args, state, control, **_):
+                if state.global_step == 1:
+                    act()
+
+        def build_and_press(*arguments):
+            trainer = build(*arguments)
+            trainer.add_callback(Press())
+            return trainer
+
+        monkeypatch.setattr(sft, "build_trainer", build_and_press)
+
+    return at_second_step
+
+
+def trained(model):
+    return {name: value for name, value in model.named_parameters() if value.requires_grad}
+
+
+def plain_loss(model, examples):
+    """Mean cross-entropy of the completion tokens, one sequence at a time, by the model's own logits."""
+    losses = []
+    for example in examples:
+        ids = torch.tensor([example.prompt_ids + example.completion_ids])
+        start = len(example.prompt_ids)
+        logits = model(input_ids=ids).logits[0, start - 1 : -1]
+        losses.append(functional.cross_entropy(logits, ids[0, start:], reduction="none"))
+    return torch.cat(losses).mean()
+
+
+@pytest.mark.parametrize("lora", ["model.lora={r: 2, target_modules: [q_proj, v_proj]}", "model.lora=null"])
+def test_one_step_is_the_plain_cross_entropy_of_the_completions(load, lora, tmp_path, monkeypatch):
+    """The prompt in the loss, a mean of means over micro-steps, or attention across packed rows: all of them train,
+    and only the numbers show it."""
+    run, policy, data = load(lora, "rloo.max_grad_norm=0", "sft.max_steps=1")
+    worked = load_worked(run, policy.tokenizer, data.test["prompt"])
+    if run.model.lora:  # off the identity, so that both matrices of a pair have gradients
+        for name, value in trained(policy.model).items():
+            value.data.add_(0.1 if "lora_B" in name else 0.0)
+    trainer = build_trainer(run, policy, worked, tmp_path / "none")
+    seen, gradients = [], {}
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **_):
+            gradients.update({name: value.grad.clone() for name, value in trained(policy.model).items()})
+
+    compute = trainer.compute_loss
+    monkeypatch.setattr(
+        trainer, "compute_loss", lambda model, inputs, **more: seen.append(inputs) or compute(model, inputs, **more)
+    )
+    trainer.add_callback(Watch())
+    before = {name: value.detach().clone() for name, value in trained(policy.model).items()}
+    trainer.train()
+    assert len(seen) == 2 and trainer.model_accepts_loss_kwargs
+    rows = [
+        ids[: int(mask.sum())].tolist()
+        for one in seen
+        for ids, mask in zip(one["input_ids"], one["attention_mask"], strict=True)
+    ]
+    known = {tuple(one.prompt_ids + one.completion_ids): one for one in worked.examples}
+    batch = [known[tuple(row)] for row in rows]
+    assert len(batch) == 8 and len({len(one.completion_ids) for one in batch}) > 2
+    for name, value in trained(policy.model).items():
+        value.data.copy_(before[name])
+        value.grad = None
+    policy.model.eval()
+    loss = plain_loss(policy.model, batch)
+    loss.backward()
+    logged = next(row for row in trainer.state.log_history if "loss" in row)
+    assert logged["loss"] == pytest.approx(loss.item(), rel=1e-5) and "entropy" in logged
+    for name, value in trained(policy.model).items():
+        torch.testing.assert_close(gradients[name], value.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_a_folder_like_a_runs(load, capsys):
+    """What `eval`, `ask` and `export` read of a run: configuration, status, metrics, adapter."""
+    run, policy, data = load()
+    result = fine_tune(run, policy, data)
+    folder = result.folder
+    assert folder == run.folder.parent / "tiny-sft" and result.stopped is None
+    assert result.steps == 2 == len(result.metrics) and result.metrics[1]["loss"] < result.metrics[0]["loss"]
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["step"], status["max_steps"]) == ("finished", 2, 2)
+    assert {path.name for path in folder.iterdir()} >= {"config.yaml", "versions.json", "metrics.jsonl", "adapter"}
+    assert not (folder / "checkpoints").exists() and not policy.model.training
+    printed = capsys.readouterr().out
+    assert "sft step 1/2 | loss " in printed and "sft step 2/2 | loss " in printed and "<" not in printed
+    _, again = load_trained(folder)
+    found = load_file(result.adapter_folder / "adapter_model.safetensors")
+    assert len(found) == len(trained(policy.model)) == len(trained(again.model))
+    for name, value in trained(policy.model).items():
+        assert torch.equal(value, trained(again.model)[name])
+    with pytest.raises(RunExistsError, match=r"tiny-sft holds the supervised training of tiny.*--overwrite"):
+        fine_tune(run, policy, data)
+    assert fine_tune(run, policy, data, overwrite=True).steps == 2
+
+
+def test_ctrl_c_saves_what_is_trained(load, press):
+    """An hour of training that ends in nothing because somebody looked."""
+    run, policy, data = load("sft.max_steps=50")
+    press(lambda: signal.raise_signal(signal.SIGINT))
+    result = fine_tune(run, policy, data)
+    assert (result.stopped, result.steps) == ("interrupted", 2)
+    assert json.loads((result.folder / "status.json").read_text())["state"] == "interrupted"
+    assert (result.adapter_folder / "adapter_config.json").is_file()
+
+
+def test_a_broken_loss_ends_it(load, press):
+    """A NaN that is saved is continued by RLOO."""
+    run, policy, data = load("sft.max_steps=5")
+    press(lambda: next(iter(trained(policy.model).values())).data.fill_(float("nan")))
+    with pytest.raises(NonFiniteError, match=r"at step 2: lower sft.learning_rate"):
+        fine_tune(run, policy, data)
+    assert json.loads((run.folder.parent / "tiny-sft" / "status.json").read_text())["state"] == "failed"
+    assert not (run.folder.parent / "tiny-sft" / "adapter").exists()
+
+
+def test_one_process(load, monkeypatch):
+    run, policy, data = load()
+    monkeypatch.setattr(sft, "count_processes", lambda: 2)
+    with pytest.raises(ConfigError, match="without a launcher"):
+        fine_tune(run, policy, data)
+
+
+@pytest.mark.parametrize("lora", ["", "model.lora=null"])
+def test_rloo_starts_from_it_and_keeps_it_as_the_reference(load, lora, tmp_path):
+    """A KL against the base without the adapter would pull the policy back to where it solved nothing: at step 1 the KL
+    has to be 0, and the reference has to score as what was fine-tuned."""
+    keys = [lora] if lora else []
+    run, policy, data = load(*keys)
+    result = fine_tune(run, policy, data)
+    start = f"model.{'name' if lora else 'adapter'}={result.adapter_folder}"
+    run, tuned, data = load(*keys, start, "rloo.beta=0.1", "rloo.max_steps=2", "rloo.learning_rate=0.05")
+    trainer = RLOOTrainer(
+        model=tuned.model,
+        reward_funcs=[by_ids],
+        args=RLOOConfig(**training_arguments(run, tuned, tmp_path / "rloo")),
+        train_dataset=data.train,
+        processing_class=tuned.tokenizer,
+    )
+    groups, kept = [], trainer.rloo.scorer.score_reference
+
+    def watch(model, given):
+        groups.extend(given)
+        return kept(model, given)
+
+    trainer.rloo.scorer.score_reference = watch
+    trainer.train()
+    logs = [row for row in trainer.state.log_history if "kl" in row]
+    assert logs[0]["kl"] == 0.0 and logs[1]["kl"] != 0.0
+    assert groups, "the reference was not asked once the policy had moved"
+    found = kept(trainer.model, groups)
+    with torch.no_grad():
+        expected = [completion_logps(policy.model, group) for group in groups]
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-5, atol=1e-5)
+    _, base, _ = load(*keys)
+    with torch.no_grad():
+        untrained = torch.cat([completion_logps(base.model, group) for group in groups])
+    assert (found - untrained).abs().max() > 0.01, "supervised training moved nothing, so the test shows nothing"
+
+
+def completion_logps(model, group):
+    """(N,) by the model's own logits, one completion at a time."""
+    parts = []
+    for completion in group.completions:
+        ids = torch.cat([group.prompt, completion])[None]
+        logits = model(input_ids=ids).logits[0, len(group.prompt) - 1 : -1]
+        parts.append(logits.log_softmax(dim=-1).gather(1, completion[:, None]).squeeze(1))
+    return torch.cat(parts)
+
+
+def test_the_next_command(load, tmp_path, monkeypatch):
+    """A command that is nearly right trains from the base: the weights, and the overrides that still hold."""
+    monkeypatch.chdir(tmp_path)
+    run, policy, data = load("run.seed=3", "run.name=mine")
+    result = fine_tune(run, policy, data)
+    words = ["run.name=mine", "sft.max_steps=2", "run.seed=3", "model.adapter=old"]
+    expected = f"rloo-kit train {run.source} run.seed=3 run.name=mine model.adapter=outputs/mine-sft/adapter"
+    assert next_command(run, words, result) == expected
+
+
+def test_a_model_under_another_name_keeps_its_lengths(tmp_path, tiny_folder):
+    """Defaults follow the model's name (6144 tokens for a Thinking model), and a folder's is "adapter"."""
+    file = tmp_path / "full.yaml"
+    file.write_text(
+        "model: {name: Qwen/Qwen3-4B-Thinking-2507, lora: null}\ndata: {source: rows.jsonl}\n"
+        "rewards: [{name: answer_reward}]\nrloo: {max_steps: 1}\n"
+    )
+    run = load_config(file)
+    folder = tmp_path / "outputs" / "full-sft" / "adapter"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    command = next_command(run, [], sft.SftResult(folder.parent, folder, 1, [], 1.0, None)).split()
+    then = load_config(*command[2:])
+    assert then.model.max_seq_length == run.model.max_seq_length == 6144
+    changed = {"model": {"name": run.model.name}}
+    assert then.model_dump() | changed == then.model_dump() | {"model": {"name": run.model.name}}
+    for name in ("data", "rloo", "rollout", "eval"):
+        assert getattr(then, name) == getattr(run, name)
+
+
+@pytest.mark.slow
+def test_an_adapter_on_the_embedded_model_is_continued(tmp_path, repository):
+    """The whole way by the commands as they are printed: an adapter of worked answers, and RLOO from it."""
+    import shlex
+    import subprocess
+    import sys
+
+    words = [
+        "configs/arithmetic_thinking.yaml",
+        f"run.output_dir={tmp_path}",
+        "sft.max_steps=30",
+        "eval.num_prompts=100",
+    ]
+    words += [
+        "sft.learning_rate=2e-3",
+        "sft.per_device_train_batch_size=16",
+        "rloo.max_steps=2",
+        "data.num_prompts=1200",
+    ]
+    words += ["rloo.beta=0.01", "run.report=false", "sft.gradient_accumulation_steps=1"]
+
+    def call(command):
+        line = [sys.executable, "-m", "rloo_kit.cli", *command]
+        done = subprocess.run(line, cwd=repository, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    printed = call(["sft", *words])
+    after = json.loads((tmp_path / "arithmetic_thinking-sft" / "after.json").read_text())
+    assert "signal: of 64 training prompts" in printed
+    command = shlex.split(printed.rpartition("next: ")[2])
+    assert command[:2] == ["rloo-kit", "train"]
+    assert f"model.adapter={tmp_path}/arithmetic_thinking-sft/adapter" in command
+    call(command[1:])
+    folder = tmp_path / "arithmetic_thinking"
+    assert json.loads((folder / "before.json").read_text())["accuracy"] == after["accuracy"]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["kl"] == 0.0
+
+
+def test_an_interrupted_start_leaves_a_folder_that_can_be_opened(load):
+    """A run that failed before its first step holds nothing that --overwrite should have to be asked for."""
+    run, policy, data = load()
+    with pytest.raises(RuntimeError), open_folder(run):
+        raise RuntimeError
+    assert fine_tune(run, policy, data).steps == 2
