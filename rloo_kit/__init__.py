@@ -26,6 +26,7 @@ _EXPORTS = {
     "train": "measure.preflight",
     "read_rollouts": "runs.rollouts",
     "write_report": "results.report",
+    "export_model": "export.export",
     "plot_training": "notebook.display",
     "show_completions": "notebook.display",
     "release_memory": "notebook.kernel",

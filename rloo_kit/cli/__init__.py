@@ -4,7 +4,7 @@ Heavy libraries are imported inside the commands. Exit codes: 0 done, 1 doctor f
 fit or the preflight says NO-GO, 2 refused, 130 interrupted; for `batch` see there.
 """
 
-from rloo_kit.cli import before, training, after  # noqa: F401, I001 - in the order of their use, which --help keeps
+from rloo_kit.cli import before, training, after, export  # noqa: F401, I001 - in the order of their use, which --help keeps
 from rloo_kit.cli.common import app
 
 
