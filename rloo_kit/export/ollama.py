@@ -1,7 +1,5 @@
 """`Modelfile`: how Ollama lays out a prompt, where it stops and how it samples, which it does not read from a GGUF."""
 
-from typing import Any
-
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import render_prompt, thinks
 from rloo_kit.models.policy import Policy

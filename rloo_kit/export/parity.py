@@ -33,16 +33,18 @@ class Tolerance:
     equal: float
 
 
-# By the coarsest of what the file holds and what both sides compute in; docs/export.md has what was measured. In 16 bits
-# and below greedy texts part at ties for good, so their share says little.
-TOLERANCES = {
+# By what the file holds, and by what the policy or the program computes in: the wider of each counts. What was measured
+# is in docs/export.md. That the weights are right is proven tensor by tensor; a program that reads them wrongly (RoPE,
+# norms, tokens) is off by far more than this. In 16 bits and below greedy texts part at near-ties for good.
+OF_FILE = {
     "float32": Tolerance(1e-3, 1e-4, 0.95),
     "float16": Tolerance(5e-2, 5e-3, 0.8),
-    "bfloat16": Tolerance(0.5, 2e-2, 0.5),
-    "q8_0": Tolerance(0.5, 3e-2, 0.5),
-    "q4_k_m": Tolerance(3.0, 0.2, 0.2),
+    "bfloat16": Tolerance(0.3, 3e-2, 0.5),
+    "q8_0": Tolerance(1.0, 6e-2, 0.25),
+    "q4_k_m": Tolerance(3.0, 0.3, 0.0),
 }
-GRADES = tuple(TOLERANCES)
+OF_COMPUTING = {"float32": OF_FILE["float32"], "float16": OF_FILE["bfloat16"], "bfloat16": Tolerance(1.0, 5e-2, 0.3)}
+GRADES = tuple(OF_FILE)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Check:
     """How far an export is from the policy, in the program that it is for.
 
     Attributes:
-        loader, version: that program. compute: what both sides computed in, and what the file holds, the coarsest.
+        loader, version: that program. holds: what the file holds. compute: what both sides computed in.
         prompts, tokens: compared. largest, mean: difference of a token's log-probability, in nats.
         equal: prompts whose greedy text is the same, end token included.
         unseen: tokens outside the likeliest 20 of llama.cpp, which gives no other; they are in no figure.
@@ -86,6 +88,7 @@ class Check:
 
     loader: str
     version: str
+    holds: str
     compute: str
     prompts: int
     tokens: int
@@ -155,7 +158,7 @@ def check_parity(reference: Reference, loader: str, model: Path, grade: str, **r
         grade: what the file holds, one of `GRADES`. request: `adapter` and `four_bit`, for PEFT.
 
     Raises:
-        ExportError: it does not load, or its answers differ by more than `TOLERANCES` allow; the text has the figures.
+        ExportError: it does not load, or its answers differ by more than is tolerated; the text has the figures.
     """
     request |= {"loader": loader, "model": str(model), "compute": reference.compute, "device": reference.device}
     request |= {"limit": reference.limit, "end_ids": reference.end_ids, "pad_id": reference.pad_id}
@@ -183,20 +186,23 @@ def _compare(reference: Reference, reply: dict[str, Any], loader: str, grade: st
         unseen += found["logps"].count(None)
         pairs = zip(row.logps, found["logps"], strict=True)
         differences += [abs(ours - theirs) for ours, theirs in pairs if theirs is not None]
-    coarsest = max(grade, reference.compute, reply["compute"] or "float32", key=GRADES.index)
+    allowed = (OF_FILE[grade], OF_COMPUTING[reference.compute])
     if not differences or any(value != value for value in differences):
         raise ExportError(f"the export is not what was trained: its log-probs in {loader} are no numbers")
     return Check(
         loader=loader,
         version=reply["version"],
-        compute=coarsest,
+        holds=grade,
+        compute=reference.compute,
         prompts=len(reference.rows),
         tokens=len(differences) + unseen,
         largest=max(differences),
         mean=sum(differences) / len(differences),
         equal=equal,
         unseen=unseen,
-        limits=TOLERANCES[coarsest],
+        limits=Tolerance(
+            max(one.largest for one in allowed), max(one.mean for one in allowed), min(one.equal for one in allowed)
+        ),
     )
 
 
