@@ -16,7 +16,7 @@ _ADAPTER = """```python
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer{imports}
 
-folder = "."  # this folder, or its id on the hub
+folder = "."  # this folder; of one on the hub: huggingface_hub.snapshot_download("OWNER/NAME")
 base = AutoModelForCausalLM.from_pretrained({base}, dtype={dtype}{quantization})
 model = PeftModel.from_pretrained(base, folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -40,7 +40,7 @@ def snippet_adapter(base: str, included: str | None, quantised: bool, dtype: str
         base: what the base is called. included: the folder of the base in the export; None where it is not there.
         quantised: trained on a base in NF4 that its checkpoint is not in. dtype: of the base when it was trained.
     """
-    where = f'folder, subfolder="{included}"' if included else f'"{base}"'
+    where = f'f"{{folder}}/{included}"' if included else f'"{base}"'
     settings = _FOUR_BIT.format(dtype=dtype) if quantised else ""
     text = _ADAPTER.format(
         imports=", BitsAndBytesConfig" if quantised else "",

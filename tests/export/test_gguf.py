@@ -44,7 +44,7 @@ def test_tensors_are_off_by_what_the_type_explains(
 def test_one_changed_weight_is_refused(trained: Any, tmp_path: Path, kind: str) -> None:
     file = write(trained, tmp_path / "x.gguf", kind)
     tensor = next(one for one in reading.GGUFReader(file, "r+").tensors if one.name == "blk.1.ffn_up.weight")
-    tensor.data.reshape(-1).view(np.uint8)[6 if kind == "f32" else 7] += 64
+    tensor.data.reshape(-1).view(np.uint8)[6 if kind == "f32" else 7] ^= 64
     tensor.data.flush()
     with pytest.raises(ExportError, match=rf"blk\.1\.ffn_up\.weight is off by .*{kind} explains.*not published"):
         compare_gguf(trained[2], file, kind)

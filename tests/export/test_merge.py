@@ -14,7 +14,7 @@ import rloo_kit as kit
 from rloo_kit.errors import ExportError
 from rloo_kit.export.merge import compare_shards, list_weights, write_shards
 
-EXACT = 7.5e-6  # of a log-prob, of PEFT's merge into a dequantised base
+EXACT = 2e-5  # nats; PEFT's merge into a dequantised base is off by 7.5e-6
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +49,9 @@ def test_a_4bit_base_is_merged_as_it_was_trained(make_run: Callable[..., Path]) 
     with torch.no_grad():
         trained = policy.model(ids).logits.log_softmax(-1)
     weights = list_weights(policy.model)
-    dequantised = policy.model.get_base_model()
     from transformers import AutoModelForCausalLM
 
-    config = copy.deepcopy(dequantised.config)
+    config = copy.deepcopy(policy.model.get_base_model().config)
     del config.quantization_config
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     plain.load_state_dict({weight.name: weight.read() for weight in weights}, strict=False)
