@@ -16,7 +16,7 @@ from rloo_kit.errors import ConfigError, ExportError, RunExistsError
 from rloo_kit.export import adapter, gguf
 from rloo_kit.export.card import public_name, write_card
 from rloo_kit.export.hub import push_folder
-from rloo_kit.export.parity import Check, Reference, check_parity, find_missing, measure_reference
+from rloo_kit.export.parity import ENGINE, Check, Reference, check_parity, find_missing, measure_reference
 from rloo_kit.export.targets import DTYPES, TARGETS, WRITERS, Job, Written
 from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.policy import Policy, load_policy
@@ -93,6 +93,7 @@ def export_model(
     """
     _check_arguments(to, quantization, dtype, num_prompts)
     run, trained = find_run(source), trained_run(source, *overrides)
+    trained.rollout = trained.rollout.model_copy(update={"engine": ENGINE})
     folder = Path(output) if output is not None else run.folder / "export" / to
     _check_folder(folder, overwrite)
     if to == "adapter":

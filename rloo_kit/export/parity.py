@@ -20,6 +20,7 @@ from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.completions import find_end_ids, generate_completions
 from rloo_kit.system.versions import VLLM_INSTALL
 
+ENGINE = "generate"  # both backends have it, and neither starts vLLM for it
 LONGEST = 256  # tokens of a greedy completion; thinking goes on for thousands, which say nothing new
 MODULES = {"llama.cpp": ("xllamacpp", "pip install xllamacpp"), "vllm": ("vllm", VLLM_INSTALL)}
 
@@ -128,7 +129,7 @@ class Check:
 def measure_reference(run: RunConfig, policy: Policy, prompts: list[str]) -> Reference:
     """Greedy completions of rendered prompts by the trained policy, with their log-probabilities."""
     limit = min(run.eval.max_completion_length or run.rloo.max_completion_length, LONGEST)
-    made = generate_completions(policy, prompts, max_completion_length=limit, temperature=0, engine="native")
+    made = generate_completions(policy, prompts, max_completion_length=limit, temperature=0, engine=ENGINE)
     base = policy.model.get_base_model() if hasattr(policy.model, "peft_config") else policy.model
     rows = []
     with policy.inference_mode():
