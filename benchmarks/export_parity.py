@@ -1,7 +1,7 @@
 """Certificates of every export: how far each is from the policy in the program that it is for.
 
-    python benchmarks/export_parity.py                      # all but vllm; figures go to results/export_parity.json
-    .venv-vllm/bin/python benchmarks/export_parity.py --only vllm     # adds vLLM's rows (make test-vllm makes .venv-vllm)
+    python benchmarks/export_parity.py                              # all but vllm, to results/export_parity.json
+    .venv-vllm/bin/python benchmarks/export_parity.py --only vllm   # adds vLLM's rows; make test-vllm makes .venv-vllm
 
 Trains the embedded model three times on this machine (the demo; 20 steps on a 4-bit base; 2 steps with Qwen3's 151,936
 rows), exports each to every target and dtype, 20 held-out prompts each, and writes the table of docs/export.md. Rows of

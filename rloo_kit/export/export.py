@@ -94,7 +94,8 @@ def export_model(
     _check_arguments(to, quantization, dtype, num_prompts)
     run, trained = find_run(source), trained_run(source, *overrides)
     trained.rollout = trained.rollout.model_copy(update={"engine": ENGINE})
-    folder = Path(output) if output is not None else run.folder / "export" / to
+    place = Path(source) if Path(source).is_dir() else run.folder
+    folder = Path(output) if output is not None else place / "export" / to
     _check_folder(folder, overwrite)
     if to == "adapter":
         adapter.check_adapter(run.folder / "adapter")

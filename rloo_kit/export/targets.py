@@ -137,7 +137,7 @@ def write_gguf(job: Job) -> Written:
         grade=GRADES.get(kind, kind),
         model=file,
         tensors=f"{len(weights)} tensors read back by gguf's reader, off the merged ones by {error:.2g} of the largest "
-        "of 32 neighbours at most",
+        "neighbour at most",
         snippet=loading.snippet_gguf(name.lower(), file.name, modelfile is not None),
         usage=[f"llama-server -m {job.folder / file.name} --jinja", *usage],
     )
