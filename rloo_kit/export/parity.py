@@ -46,8 +46,8 @@ OF_FILE = {
 }
 OF_COMPUTING = {"float32": OF_FILE["float32"], "float16": OF_FILE["bfloat16"], "bfloat16": Tolerance(1.0, 5e-2, 0.3)}
 GRADES = tuple(OF_FILE)
-# llama.cpp sums the softmax of the log-probs that it reports in float32, likeliest first: a token of less than this share
-# no longer counts, and a whole vocabulary of such rows may be missing.
+# llama.cpp sums the softmax of the log-probs that it reports in float32, likeliest first: a token of less than this
+# share no longer counts, and a whole vocabulary of such rows may be missing.
 LOST_A_ROW = 2.0**-24
 
 
