@@ -17,7 +17,7 @@ import plan_calibration
 import step_times
 from reporting import RESULTS, ROOT, startup_table, step_files_table, step_value, table
 
-PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "plan.md", ROOT / "README.md")
+PAGES = (*(ROOT / "docs" / name for name in ("benchmarks.md", "plan.md", "export.md")), ROOT / "README.md")
 
 
 def write_tables(pages: tuple[Path, ...] = PAGES, results: Path = RESULTS) -> None:
@@ -71,6 +71,18 @@ def short_step_table(result: dict[str, Any]) -> list[str]:
         if row["holds"] is not None and row["what"] != "gradient"
     ]
     return table(["part", "workload", "`rloo.memory`", "vs. stock TRL"], rows)
+
+
+def export_table(result: dict[str, Any]) -> list[str]:
+    """export_parity.json: every row."""
+    rows = [
+        [
+            row["run"], f"`{row['target']}`", row["kind"] or "LoRA", f"{row['loader']} {row['version']}",
+            f"{row['largest']:.1e}", f"{row['mean']:.1e}", f"{row['equal']} of {row['prompts']}",
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    return table(["model", "target", "file", "loaded by", "largest, nats", "mean, nats", "greedy texts equal"], rows)
 
 
 def _amount(row: dict[str, Any], side: str) -> str:
@@ -189,6 +201,7 @@ def health_table(result: dict[str, Any]) -> list[str]:
 
 
 TABLES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
+    "export-parity": (export_table, "export_parity.json"),
     "step": (step_table, "rloo_step.json"),
     "step-short": (short_step_table, "rloo_step.json"),
     "step-files": (step_files_table, "step_files.json"),

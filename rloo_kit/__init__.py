@@ -32,6 +32,7 @@ _EXPORTS = {
     "describe_run": "results.overview",
     "compare_runs": "results.versus",
     "write_report": "results.report",
+    "export_model": "export.export",
     "plot_training": "notebook.display",
     "show_completions": "notebook.display",
     "release_memory": "notebook.kernel",

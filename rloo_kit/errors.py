@@ -66,6 +66,10 @@ class BackendError(RlooKitError, RuntimeError):
     """A model could not be loaded, saved or continued by the backend that was chosen."""
 
 
+class ExportError(RlooKitError, RuntimeError):
+    """A trained model could not be exported, or what was exported is not what was trained."""
+
+
 class RolloutServerError(RlooKitError, ConnectionError):
     """A server of rollouts cannot be reached, or cannot do what the run asks of it."""
 

@@ -5,7 +5,7 @@ fit or the preflight says NO-GO, 2 refused, 130 interrupted; for `batch` see the
 """
 
 # In the order of their use, which --help keeps.
-from rloo_kit.cli import before, sft, training, after, show, ask  # noqa: F401, I001
+from rloo_kit.cli import before, sft, training, after, show, ask, export  # noqa: F401, I001
 from rloo_kit.cli.common import app
 
 

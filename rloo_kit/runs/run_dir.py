@@ -256,7 +256,7 @@ class RunDir:
         deletion that was cut off can be repeated."""
         checkpoints = self.folder / "checkpoints"
         mine = [one.folder for one in list_checkpoints(checkpoints, self.id)] if self.id else []
-        made = ("adapter", "best", UNFINISHED)
+        made = ("adapter", "best", "export", UNFINISHED)
         for path in (*mine, checkpoints / UNFINISHED, *(self.folder / name for name in made)):
             if path.is_dir():
                 shutil.rmtree(path)

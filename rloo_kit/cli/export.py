@@ -1,0 +1,53 @@
+"""The command that hands a trained model to other programs: export."""
+
+from json import dumps
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rloo_kit.cli.common import Overrides, Overwrite, app, exit_codes, find_run
+from rloo_kit.system.processes import say
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its YAML file.")],
+    overrides: Overrides = None,
+    to: Annotated[str, typer.Option("--to", help="adapter, merged, gguf or vllm.")] = "merged",
+    quantization: Annotated[
+        str | None, typer.Option("--quantization", help="Of a GGUF: f32, f16, bf16, q8_0 or q4_k_m; f16 unless given.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Of merged weights: bfloat16, float16 or float32.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="DIR", help="The folder to make; RUN/export/TARGET unless given.")
+    ] = None,
+    prompts: Annotated[int, typer.Option("--prompts", help="Held-out prompts to compare on.")] = 20,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="OWNER/NAME", help="Upload it to this repository of the hub.")
+    ] = None,
+    overwrite: Overwrite = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")] = False,
+) -> None:
+    """Export a trained model as other programs load it, and check it against the policy in those programs."""
+    with exit_codes():
+        run = find_run(source, overrides)
+        import rloo_kit as kit
+
+        kit.setup_environment(run.model.backend)
+        found = kit.export_model(
+            source,
+            to,
+            *(overrides or []),
+            quantization=quantization,
+            dtype=dtype,
+            output=output,
+            num_prompts=prompts,
+            push=push,
+            overwrite=overwrite,
+        )
+        say(found)
+        if json:
+            say(dumps(found.to_dict()))

@@ -1,0 +1,61 @@
+"""The adapter as PEFT loads it anywhere: no path of this machine in it, and the embedded base beside it."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from rloo_kit.errors import ExportError
+from rloo_kit.export.card import hub_id
+from rloo_kit.models.adapters import follow_umask
+from rloo_kit.models.checkpoint import ADAPTER_FILE, MODEL_FILE
+from rloo_kit.system.environment import cache_folder
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def name_base(base: str) -> tuple[str, str | None]:
+    """What a published adapter calls its base, and the folder beside it that holds the base, if it is included.
+
+    A hub id stays, also where it was loaded from the hub's cache. The embedded model is nowhere to be had, so its
+    folder (2 MB, or 83 MB with Qwen3's vocabulary) comes along. Any other folder gives its last part.
+    """
+    if (found := hub_id(base)) is not None:
+        return found, None
+    folder = Path(base)
+    return folder.name, folder.name if folder.resolve().parent == cache_folder().resolve() else None
+
+
+def check_adapter(saved: Path) -> None:
+    """ExportError where the run's `adapter/` holds none."""
+    if (saved / ADAPTER_FILE).is_file():
+        return
+    if (saved / MODEL_FILE).is_file():
+        raise ExportError(f"{saved} holds a whole model, no adapter (model.lora is null): use --to merged")
+    raise ExportError(f"{saved} has no {ADAPTER_FILE}, so there is no adapter to export")
+
+
+def write_adapter(saved: Path, base: str, folder: Path) -> None:
+    """Copy the run's `adapter/` into `folder`, its base under a name that means something elsewhere."""
+    for file in sorted(saved.iterdir()):
+        if file.is_file() and file.name != "README.md":  # PEFT's empty template; the card takes its place
+            shutil.copyfile(file, folder / file.name)
+    name, included = name_base(base)
+    settings = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
+    settings["base_model_name_or_path"] = name
+    (folder / ADAPTER_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    if included is not None:
+        shutil.copytree(base, folder / included)
+    follow_umask(folder)
+
+
+def compare_adapter(saved: Path, folder: Path) -> None:
+    """ExportError where the adapter's weights in `folder` are not those of the run, to the byte."""
+    if digest(saved / WEIGHTS) != digest(folder / WEIGHTS):
+        raise ExportError(f"{folder / WEIGHTS} is not what was trained, so the export is not published")
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,0 +1,226 @@
+"""A finished run for other programs: written into a staging folder, checked against the policy, then published."""
+
+import gc
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.load import load_data
+from rloo_kit.errors import ConfigError, ExportError, RunExistsError
+from rloo_kit.export import adapter, gguf
+from rloo_kit.export.card import public_name, write_card
+from rloo_kit.export.hub import push_folder
+from rloo_kit.export.parity import ENGINE, Check, Reference, check_parity, find_missing, measure_reference
+from rloo_kit.export.targets import DTYPES, TARGETS, WRITERS, Job, Written
+from rloo_kit.models.checkpoint import find_source
+from rloo_kit.models.policy import Policy, load_policy
+from rloo_kit.models.trained import trained_run
+from rloo_kit.plan.shapes import find_shape
+from rloo_kit.runs.checkpoints import publish
+from rloo_kit.runs.files import now, read_object, saving, write_json
+from rloo_kit.runs.find import find_run
+from rloo_kit.system.environment import current
+from rloo_kit.system.gpu import GIB
+from rloo_kit.system.memory import available_gib
+from rloo_kit.system.processes import say
+
+LOADERS = {"adapter": "peft", "merged": "transformers", "vllm": "vllm", "gguf": "llama.cpp"}
+CERTIFICATE = "certificate.json"
+
+
+@dataclass(frozen=True)
+class Export:
+    """A published export.
+
+    Attributes:
+        folder: where it lies. target: adapter, merged, gguf or vllm. kind: dtype or quantisation of what was made.
+        certificate: as in `certificate.json`. verdict: the same in lines. usage: how to load or serve it.
+        address: on the hub, with `push`.
+    """
+
+    folder: Path
+    target: str
+    kind: str
+    certificate: dict[str, Any]
+    verdict: list[str]
+    usage: list[str]
+    address: str | None = None
+
+    def __str__(self) -> str:
+        lines = [f"exported: {self.folder} ({self.target}, {self.kind})", *self.verdict, *self.usage]
+        return "\n".join([*lines, *([f"pushed: {self.address}"] if self.address else [])])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        found = {"folder": str(self.folder), "target": self.target, "kind": self.kind, "address": self.address}
+        return found | {"usage": self.usage, "certificate": self.certificate}
+
+
+def export_model(
+    source: str | Path,
+    to: str,
+    *overrides: str,
+    quantization: str | None = None,
+    dtype: str | None = None,
+    output: str | Path | None = None,
+    num_prompts: int = 20,
+    push: str | None = None,
+    overwrite: bool = False,
+) -> Export:
+    """Export what a run has trained, and check the export against it.
+
+    Args:
+        source: the run's folder, or its file. to: adapter, merged, gguf or vllm. overrides: KEY=VALUE of the run, as in
+            `load_trained`.
+        quantization: of a GGUF: f32, f16 (unless given), bf16, q8_0, q4_k_m. dtype: of merged weights: float32,
+            bfloat16, float16; None takes float32 where the base is in float32, else bfloat16.
+        output: the folder to make; None: RUN/export/TARGET. num_prompts: held-out prompts of the comparison.
+        push: repository on the hub, OWNER/NAME, to upload the folder to. overwrite: replace an export that is there.
+
+    Returns:
+        `Export`; print it.
+
+    Raises:
+        RunNotFoundError: no such run, or nothing trained there. RunExistsError: the folder is there.
+        ConfigError: arguments that no export has. ExportError: the export cannot be made, does not fit into memory, or
+        is not what was trained; then nothing is published.
+    """
+    _check_arguments(to, quantization, dtype, num_prompts)
+    run, trained = find_run(source), trained_run(source, *overrides)
+    trained.rollout = trained.rollout.model_copy(update={"engine": ENGINE})
+    place = Path(source) if Path(source).is_dir() else run.folder
+    folder = Path(output) if output is not None else place / "export" / to
+    _check_folder(folder, overwrite)
+    if to == "adapter":
+        adapter.check_adapter(run.folder / "adapter")
+    base = find_source(trained).base
+    settings = AutoConfig.from_pretrained(base)
+    if to == "gguf":
+        gguf.check_gguf(settings)
+    _check_memory(trained)
+    policy = load_policy(trained, check=False)
+    reference = _ask_policy(trained, policy, num_prompts)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    stage = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        with saving(folder):
+            staged = stage / folder.name
+            staged.mkdir()
+            written = WRITERS[to](Job(run, policy, base, settings, quantization, dtype, staged, folder, push))
+            del policy  # its memory is the loader's now
+            certificate, verdict = _certify(to, written, run, reference)
+            card = write_card(run, to, _name_base(run, base), verdict, written.snippet)
+            (staged / "README.md").write_text(card, encoding="utf-8")
+            write_json(staged / CERTIFICATE, certificate | {"files": _describe_files(staged)})
+            publish(staged, folder)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    address = push_folder(folder, push, f"{run.name}: {to}, exported by rloo-kit") if push else None
+    return Export(folder, to, written.kind, certificate, verdict, written.usage, address)
+
+
+def _check_arguments(to: str, quantization: str | None, dtype: str | None, num_prompts: int) -> None:
+    for name, value, known in (
+        ("--to", to, TARGETS),
+        ("--quantization", quantization, gguf.KINDS),
+        ("--dtype", dtype, DTYPES),
+    ):
+        if value is not None and value not in known:
+            raise ConfigError(f"{name} is {value!r}; it is one of {', '.join(known)}")
+    if quantization is not None and to != "gguf":
+        raise ConfigError(f"--quantization {quantization} is for --to gguf; for --to merged and vllm there is --dtype")
+    if dtype is not None and to not in ("merged", "vllm"):
+        raise ConfigError(f"--dtype {dtype} is for --to merged and vllm; for --to gguf there is --quantization")
+    if num_prompts < 1:
+        raise ConfigError(f"--prompts is {num_prompts}; the comparison takes at least 1")
+
+
+def _check_folder(folder: Path, overwrite: bool) -> None:
+    """An export is replaced if that is asked for; nothing else is."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not (folder / CERTIFICATE).is_file():
+        raise RunExistsError(
+            f"{folder} is there and no export (it has no {CERTIFICATE}): --output names another folder"
+        )
+    if not overwrite:
+        raise RunExistsError(f"{folder} is there already: --overwrite replaces it, --output names another folder")
+
+
+def _check_memory(run: RunConfig) -> None:
+    """Refuse before any work what does not fit: the policy, or the export in its dtype, and a table or two in float32.
+    On a GPU it is load_policy that finds out."""
+    if torch.cuda.is_available():
+        return
+    try:
+        shape = find_shape(run)
+    except ConfigError:  # no shape that the kit knows
+        return
+    name = current().dtype_name if run.model.dtype == "auto" else run.model.dtype
+    needed = (shape.num_weights * getattr(torch, name).itemsize + 3 * 4 * shape.table_weights) / GIB
+    free = available_gib()
+    if needed > free:
+        smaller = " model.dtype=bfloat16 halves it, at coarser limits;" if name == "float32" else ""
+        raise ExportError(
+            f"exporting {run.model.name} takes about {needed:.1f} GiB of RAM in {name}, and {free:.1f} GiB are free:"
+            f"{smaller} or export on a machine with more"
+        )
+
+
+def _ask_policy(run: RunConfig, policy: Policy, num_prompts: int) -> Reference:
+    prompts = list(load_data(run, policy.tokenizer).test["prompt"][:num_prompts])
+    if not prompts:
+        raise ExportError(
+            "the run has no held-out prompts to compare with: data.test_size=20 as an override gives some"
+        )
+    say(f"export: {policy.describe()}; its greedy answers to {len(prompts)} held-out prompts")
+    return measure_reference(run, policy, prompts)
+
+
+def _certify(target: str, written: Written, run: RunConfig, reference: Reference) -> tuple[dict[str, Any], list[str]]:
+    """The certificate and its lines: what was compared, and plainly what was not."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    loader = LOADERS[target]
+    missing = find_missing(loader)
+    asked = [loader] if missing is None else ["transformers"] if target == "vllm" else []
+    checks: list[Check] = []
+    for one in asked:
+        say(f"export: loading it with {one} in a process of its own")
+        checks.append(check_parity(reference, one, written.model, written.grade, **written.request))
+    verdict = [f"NOT CHECKED with {loader}: {missing}"] if missing else []
+    verdict += [f"checked with {check}" for check in checks] + [written.tensors]
+    status = read_object(run.folder / "status.json")
+    return {
+        "target": target,
+        "kind": written.kind,
+        "verdict": "not checked" if missing else "checked",
+        "loader": loader,
+        "why_not": missing,
+        "checks": [check.to_dict() for check in checks],
+        "tensors": written.tensors,
+        "reference": {"compute": reference.compute, "device": reference.device, "longest_tokens": reference.limit},
+        "run": {"id": status.get("run"), "state": status.get("state"), "weights_of_step": status.get("adapter_step")},
+        "written": now(),
+    }, verdict
+
+
+def _name_base(run: RunConfig, base: str) -> str:
+    """What the card calls the base: without an adapter `base` is the trained model itself."""
+    is_named = run.model.is_embedded or run.model.lora is None
+    return public_name(run.model.name) if is_named else adapter.name_base(base)[0]
+
+
+def _describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": adapter.digest(path)}
+        for path in files
+    }

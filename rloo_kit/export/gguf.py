@@ -1,0 +1,179 @@
+"""GGUF, the file that llama.cpp, Ollama and LM Studio read: merged weights, tokenizer and chat template in one.
+
+Tensor by tensor with the `gguf` package, with the names, types and keys of llama.cpp's own converter.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rloo_kit.errors import ExportError
+from rloo_kit.export.merge import Weight
+
+# Largest difference to a merged weight, as a share of the largest of its 32 neighbours (q4_k_m: 256): half a step of
+# the type; of q4_k_m, whose steps are quantised themselves, twice what llama.cpp's code made of random weights.
+LARGEST_ERROR = {"f32": 0.0, "f16": 2.0**-11, "bf16": 2.0**-8, "q8_0": 0.6 / 127, "q4_k_m": 0.2}
+KINDS = tuple(LARGEST_ERROR)
+TINIEST = 2.0**-24  # of float16
+BLOCK, SUPERBLOCK = 32, 256
+ARCHITECTURES = {"qwen3": "qwen3"}  # transformers' model type: llama.cpp's
+# No UTF-8 text holds this byte, and llama.cpp refuses a BPE without merges, which a byte-level vocabulary may be.
+NO_MERGE = ["ÿ ÿ"]
+
+
+def check_gguf(config: Any) -> None:
+    """ExportError where GGUF cannot be written: no `gguf` package, or no Qwen3."""
+    if find_spec("gguf") is None:
+        raise ExportError("GGUF is written with the package gguf, which is not installed: pip install gguf")
+    if config.model_type not in ARCHITECTURES:
+        raise ExportError(
+            f"the model is a {config.model_type}, and GGUF is written here for {', '.join(ARCHITECTURES)} alone: "
+            "rloo-kit export --to merged, then llama.cpp's convert_hf_to_gguf.py"
+        )
+
+
+def write_gguf(
+    weights: list[Weight], folder: Path, tokenizer: Any, config: Any, file: Path, kind: str, name: str
+) -> None:
+    """Write `file`.
+
+    Args:
+        weights: of the merged model. folder: where its `config.json` and tokenizer lie. config: the former, read.
+        kind: f32, f16, bf16 or q8_0; vectors are in float32. name: of the model, for people.
+    """
+    import gguf
+
+    arch = ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(file, arch)
+    file_type = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}[kind]
+    writer.add_type("model")
+    writer.add_name(name)
+    writer.add_file_type(gguf.LlamaFileType[file_type])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _add_shape(writer, config)
+    _add_tokenizer(writer, folder, tokenizer, config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
+    types = [_tensor_type(weight, kind) for weight in weights]
+    for weight, tensor_type in zip(weights, types, strict=True):
+        target = names.get_name(weight.name, try_suffixes=(".weight", ".bias"))
+        if target is None:
+            raise ExportError(f"llama.cpp's {arch} has no place for the tensor {weight.name}")
+        size = int(np.prod(gguf.quant_shape_to_byte_shape(weight.shape, tensor_type)))
+        writer.add_tensor_info(target, weight.shape, np.dtype(np.float32), size, raw_dtype=tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for weight, tensor_type in zip(weights, types, strict=True):
+        writer.write_tensor_data(gguf.quantize(weight.read().numpy(), tensor_type))
+    writer.close()
+
+
+def compare_gguf(weights: list[Weight], file: Path, kind: str) -> float:
+    """The largest difference between the tensors of `file`, read by gguf's own reader, and the merged weights, as a
+    share of the largest neighbour. ExportError where a tensor is missing or further off than `kind` explains."""
+    import gguf
+
+    reader = gguf.GGUFReader(file)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 1 + max(map(_layer_of, weights)))
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    largest = 0.0
+    for weight in weights:
+        tensor = found.pop(str(names.get_name(weight.name, try_suffixes=(".weight", ".bias"))), None)
+        if tensor is None:
+            raise ExportError(f"{file}: the tensor of {weight.name} is missing, so the export is not published")
+        wanted = weight.read().numpy()
+        share = _largest_share(
+            gguf.dequantize(tensor.data, tensor.tensor_type).reshape(wanted.shape),
+            wanted,
+            SUPERBLOCK if kind == "q4_k_m" else BLOCK,
+        )
+        limit = 0.0 if tensor.tensor_type.name == "F32" else LARGEST_ERROR[kind]
+        if not share <= limit:  # NaN too
+            raise ExportError(
+                f"{file}: the tensor {tensor.name} is off by {share:.2g} of its largest neighbour, and {kind} explains "
+                f"{limit:.2g}: it is not what was trained, so the export is not published"
+            )
+        largest = max(largest, share)
+    if found:
+        raise ExportError(f"{file} has tensors that the model has not: {', '.join(found)}")
+    return largest
+
+
+def _largest_share(found: np.ndarray, wanted: np.ndarray, block: int) -> float:
+    width = block if wanted.size % block == 0 else wanted.shape[-1]
+    wanted, error = wanted.reshape(-1, width), np.abs(found - wanted).reshape(-1, width)
+    scale = np.abs(wanted).max(axis=-1, keepdims=True)
+    return float(np.max(np.maximum(error - TINIEST, 0.0) / np.maximum(scale, TINIEST) if error.any() else 0.0))
+
+
+def _tensor_type(weight: Weight, kind: str) -> Any:
+    """What llama.cpp's converter takes: vectors in float32, and float16 where a row is no whole number of blocks."""
+    import gguf
+
+    if len(weight.shape) == 1 or kind == "f32":
+        return gguf.GGMLQuantizationType.F32
+    if kind == "q8_0" and weight.shape[-1] % BLOCK:
+        return gguf.GGMLQuantizationType.F16
+    return gguf.GGMLQuantizationType[kind.upper()]
+
+
+def _add_shape(writer: Any, config: Any) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+
+
+def _add_tokenizer(writer: Any, folder: Path, tokenizer: Any, rows: int) -> None:
+    """Qwen2's byte-level BPE. Rows without a token are marked as unused; added tokens that are not special, such as the
+    thinking tags, as the user's own, so that a reader keeps them."""
+    import gguf
+
+    by_id = {index: token for token, index in tokenizer.get_vocab().items()}
+    added = tokenizer.added_tokens_decoder
+    tokens, types = [], []
+    for index in range(rows):
+        if index not in by_id:
+            kind = gguf.TokenType.UNUSED
+        elif index in added:
+            kind = gguf.TokenType.CONTROL if added[index].special else gguf.TokenType.USER_DEFINED
+        else:
+            kind = gguf.TokenType.NORMAL
+        tokens.append(by_id.get(index, f"[PAD{index}]"))
+        types.append(kind)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    special = gguf.SpecialVocab(folder, load_merges=True)
+    special.merges = special.merges or NO_MERGE
+    special.add_to_gguf(writer, quiet=True)
+
+
+def _layer_of(weight: Weight) -> int:
+    parts = weight.name.split(".")
+    return int(parts[2]) if parts[1] == "layers" else 0
+
+
+def quantise(source: Path, file: Path) -> str | None:
+    """Make `file`, a q4_k_m, of the f16 GGUF `source` with llama-cpp-python; without it the command that makes it."""
+    if find_spec("llama_cpp") is None:
+        return f"llama-quantize {source.name} {file.name} Q4_K_M"
+    import ctypes
+
+    import llama_cpp
+
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M
+    code = llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(settings))
+    if code or not file.is_file():
+        raise ExportError(f"llama.cpp made no {file.name} of {source.name} (code {code})")
+    return None

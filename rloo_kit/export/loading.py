@@ -1,0 +1,72 @@
+"""How each export is loaded, as the snippet of its card and the line that the command prints."""
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.chat import thinks
+from rloo_kit.models.policy import Policy
+
+_PLAIN = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this folder, or its id on the hub
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+```"""
+
+_ADAPTER = """```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer{imports}
+
+folder = "."  # this folder; of one on the hub: huggingface_hub.snapshot_download("OWNER/NAME")
+base = AutoModelForCausalLM.from_pretrained({base}, dtype={dtype}{quantization})
+model = PeftModel.from_pretrained(base, folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+```"""
+_FOUR_BIT = (
+    ', quantization_config=BitsAndBytesConfig(\n    load_in_4bit=True, bnb_4bit_quant_type="nf4", '
+    'bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="{dtype}"\n)'
+)
+
+
+def serve_line(run: RunConfig, policy: Policy, folder: str) -> str:
+    """The command that serves a merged folder with vLLM."""
+    parser = " --reasoning-parser qwen3" if thinks(policy.family, run.model.enable_thinking) else ""
+    return f"vllm serve {folder} --max-model-len {run.model.max_seq_length}{parser}"
+
+
+def snippet_adapter(base: str, included: str | None, quantised: bool, dtype: str) -> str:
+    """Python that loads an adapter with PEFT.
+
+    Args:
+        base: what the base is called. included: the folder of the base in the export; None where it is not there.
+        quantised: trained on a base in NF4 that its checkpoint is not in. dtype: of the base when it was trained.
+    """
+    where = f'f"{{folder}}/{included}"' if included else f'"{base}"'
+    settings = _FOUR_BIT.format(dtype=dtype) if quantised else ""
+    text = _ADAPTER.format(
+        imports=", BitsAndBytesConfig" if quantised else "",
+        base=where,
+        dtype='"auto"' if not quantised else f'"{dtype}"',
+        quantization=settings,
+    )
+    note = "The adapter was trained on the base in 4-bit, and belongs to it in that form.\n\n" if quantised else ""
+    return note + text
+
+
+def snippet_merged() -> str:
+    """Python that loads a merged model with transformers."""
+    return _PLAIN
+
+
+def snippet_vllm(line: str) -> str:
+    """The command that serves it, and why a merged model."""
+    return (
+        f"```bash\n{line}\n```\n\nThe adapter is merged: one model, no LoRA kernels in each layer, no base besides. "
+        "Several adapters on one base are served from `--to adapter` with `vllm serve BASE --enable-lora "
+        "--lora-modules NAME=FOLDER`."
+    )
+
+
+def snippet_gguf(name: str, file: str, has_modelfile: bool) -> str:
+    """Commands for llama.cpp and Ollama."""
+    ollama = f"\nollama create {name} -f Modelfile && ollama run {name}" if has_modelfile else ""
+    return f"```bash\nllama-server -m {file} --jinja{ollama}\n```"

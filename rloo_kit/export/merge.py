@@ -1,0 +1,145 @@
+"""The weights that a trained policy computes with, as plain tensors: its base, dequantised, with the adapter added.
+
+Read one at a time in float32 from the loaded policy, so a model is never in float32 as a whole, and a 4-bit base is the
+one that was trained on: in the 16-bit weights that it was made from the adapter means something else.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from rloo_kit.errors import ExportError
+from rloo_kit.models.adapters import follow_umask
+
+ADAPTER = "default"
+SHARD_BYTES = 2 * 2**30
+_INNER = ".base_layer"  # PEFT's name for the module that an adapter is laid around
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of the merged model, read when it is needed.
+
+    Attributes:
+        name: as transformers names it. shape: whole, also where the base holds it in 4-bit.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    value: torch.Tensor = field(repr=False)
+    layer: Any = field(repr=False, default=None)  # PEFT's LoRA layer around it
+
+    def read(self) -> torch.Tensor:
+        """The merged tensor in float32 on the CPU."""
+        merged = _dequantise(self.value).detach().to("cpu", torch.float32)
+        if self.layer is None:
+            return merged
+        first, second = (getattr(self.layer, name)[ADAPTER].weight for name in ("lora_A", "lora_B"))
+        first, second = (matrix.detach().to("cpu", torch.float32) for matrix in (first, second))
+        return merged + self.layer.scaling[ADAPTER] * (second @ first)
+
+
+def list_weights(model: Any) -> list[Weight]:
+    """All weights of a policy's model, merged, in its own order; tied ones once. ExportError where the adapter is more
+    than a LoRA of linear layers."""
+    _refuse_other_adapters(model)
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    modules, seen, found = dict(base.named_modules()), set(), []
+    for name, module in modules.items():
+        if ".lora_" in name:
+            continue
+        outer = name.removesuffix(_INNER)
+        layer = modules[outer] if name != outer else None
+        for leaf, value in module.named_parameters(recurse=False):
+            if id(value) not in seen:
+                seen.add(id(value))
+                is_merged = layer is not None and leaf == "weight" and ADAPTER in layer.lora_A
+                found.append(Weight(f"{outer}.{leaf}", _shape(value), value, layer if is_merged else None))
+    return found
+
+
+def write_shards(weights: list[Weight], folder: Path, dtype: torch.dtype, largest: int = SHARD_BYTES) -> None:
+    """The weights as `model*.safetensors` of at most `largest` bytes each (or one tensor), cast once merged."""
+    groups: list[list[Weight]] = [[]]
+    size = 0
+    for weight in weights:
+        bytes_ = prod(weight.shape) * dtype.itemsize
+        if groups[-1] and size + bytes_ > largest:
+            groups.append([])
+            size = 0
+        groups[-1].append(weight)
+        size += bytes_
+    places: dict[str, str] = {}
+    total = sum(prod(weight.shape) for weight in weights) * dtype.itemsize
+    for number, group in enumerate(groups, 1):
+        name = "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        save_file({one.name: one.read().to(dtype).contiguous() for one in group}, folder / name, {"format": "pt"})
+        places |= dict.fromkeys([one.name for one in group], name)
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    follow_umask(folder)
+
+
+def read_shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of all that `write_shards` wrote, read back from the files."""
+    for file in sorted(folder.glob("model*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (no mapping)
+                yield name, opened.get_tensor(name)
+
+
+def compare_shards(weights: list[Weight], folder: Path, dtype: torch.dtype) -> int:
+    """How many tensors there are, all of them in the files of `folder` to the bit; ExportError names the first that is
+    not."""
+    wanted = {weight.name: weight for weight in weights}
+    for name, found in read_shards(folder):
+        weight = wanted.pop(name, None)
+        if weight is None or not torch.equal(found, weight.read().to(dtype)):
+            raise ExportError(f"{folder}: the tensor {name} is not what was trained, so the export is not published")
+    if wanted:
+        raise ExportError(f"{folder}: the tensor {next(iter(wanted))} is missing, so the export is not published")
+    return len(weights)
+
+
+def _refuse_other_adapters(model: Any) -> None:
+    config = getattr(model, "peft_config", {}).get(ADAPTER)
+    if config is None:
+        return
+    found = ""
+    if config.peft_type != "LORA":
+        found = f"is of the type {config.peft_type.value}"
+    elif getattr(config, "use_dora", False):
+        found = "uses DoRA"
+    elif config.bias != "none" or getattr(config, "lora_bias", False) or config.modules_to_save:
+        found = "trains biases or whole modules (modules_to_save) too"
+    elif getattr(config, "target_parameters", None) or getattr(config, "trainable_token_indices", None):
+        found = "trains bare parameters or rows of the embedding"
+    elif any("lora_embedding_A." in name for name, _ in model.named_parameters()):
+        found = "changes the embedding"
+    if found:
+        raise ExportError(
+            f"this adapter {found}, and the kit merges a LoRA of linear layers alone: rloo-kit export --to adapter, "
+            "then PEFT's own merge_and_unload"
+        )
+
+
+def _dequantise(value: torch.Tensor) -> torch.Tensor:
+    state = getattr(value, "quant_state", None)
+    if state is None:
+        return value
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(value.data, state)
+
+
+def _shape(value: torch.Tensor) -> tuple[int, ...]:
+    state = getattr(value, "quant_state", None)
+    return tuple(value.shape if state is None else state.shape)

@@ -1,0 +1,239 @@
+"""Whether an exported model is the one that was trained: loaded by the program that it is for, in a process of its
+own, and compared token by token with the policy."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.errors import ExportError, shorten
+from rloo_kit.export import loaders
+from rloo_kit.models.policy import Policy
+from rloo_kit.rollout.completions import find_end_ids, generate_completions
+from rloo_kit.system.versions import VLLM_INSTALL
+
+ENGINE = "generate"  # both backends have it, and neither starts vLLM for it
+LONGEST = 256  # tokens of a greedy completion; thinking goes on for thousands, which say nothing new
+MODULES = {"llama.cpp": ("xllamacpp", "pip install xllamacpp"), "vllm": ("vllm", VLLM_INSTALL)}
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest and mean difference of a token's log-probability in nats, and the least share of equal greedy texts."""
+
+    largest: float
+    mean: float
+    equal: float
+
+
+# By what the file holds, and by what the policy or the program computes in: the wider of each counts. What was measured
+# is in docs/export.md. That the weights are right is proven tensor by tensor; a program that reads them wrongly (RoPE,
+# norms, tokens) is off by far more than this. In 16 bits and below greedy texts part at near-ties for good.
+OF_FILE = {
+    "float32": Tolerance(1e-3, 1e-4, 0.95),
+    "float16": Tolerance(5e-2, 5e-3, 0.8),
+    "bfloat16": Tolerance(0.3, 3e-2, 0.5),
+    "q8_0": Tolerance(1.0, 6e-2, 0.25),
+    "q4_k_m": Tolerance(3.0, 0.3, 0.0),
+}
+OF_COMPUTING = {"float32": OF_FILE["float32"], "float16": OF_FILE["bfloat16"], "bfloat16": Tolerance(1.0, 5e-2, 0.3)}
+GRADES = tuple(OF_FILE)
+# llama.cpp sums the softmax of the log-probs that it reports in float32, likeliest first: a token of less than this
+# share no longer counts, and a whole vocabulary of such rows may be missing.
+LOST_A_ROW = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Row:
+    """A held-out prompt with the trained model's greedy completion and the log-probability of each of its tokens."""
+
+    text: str
+    ids: list[int]
+    completion: list[int]
+    logps: list[float]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the trained policy says.
+
+    Attributes:
+        compute: dtype of its base. limit: of a completion, in tokens. device: where it ran.
+        num_rows: of the vocabulary. end_ids, pad_id: ids that end a completion; an id to pad with.
+    """
+
+    rows: list[Row]
+    compute: str
+    limit: int
+    device: str
+    num_rows: int
+    end_ids: list[int]
+    pad_id: int
+
+
+@dataclass(frozen=True)
+class Check:
+    """How far an export is from the policy, in the program that it is for.
+
+    Attributes:
+        loader, version: that program. holds: what the file holds. compute: what both sides computed in.
+        prompts, tokens: compared. largest, mean: difference of a token's log-probability, in nats.
+        equal: prompts whose greedy text is the same, end token included.
+        unseen: tokens outside the likeliest 20 of llama.cpp, which gives no other; they are in no figure.
+        limits: what is allowed.
+    """
+
+    loader: str
+    version: str
+    holds: str
+    compute: str
+    prompts: int
+    tokens: int
+    largest: float
+    mean: float
+    equal: int
+    unseen: int
+    limits: Tolerance
+
+    @property
+    def faults(self) -> list[str]:
+        """What is beyond its limit."""
+        limits, share, unseen = self.limits, self.equal / self.prompts, self.unseen / max(1, self.tokens)
+        found = []
+        if not self.largest <= limits.largest:
+            found.append(f"a token's log-prob is off by {self.largest:.2g} nats (limit {limits.largest:.2g})")
+        if not self.mean <= limits.mean:
+            found.append(f"log-probs are off by {self.mean:.2g} nats in the mean (limit {limits.mean:.2g})")
+        if share < limits.equal:
+            found.append(f"{self.equal} of {self.prompts} greedy texts are equal (limit {limits.equal:.0%})")
+        if unseen > 0.02:
+            found.append(f"{self.unseen} of {self.tokens} tokens are not among the likeliest 20")
+        return found
+
+    def __str__(self) -> str:
+        return (
+            f"{self.loader} {self.version}, {self.prompts} prompts, {self.tokens} tokens: log-probs off by "
+            f"{self.largest:.2g} nats at most and {self.mean:.2g} in the mean (limits {self.limits.largest:.2g}, "
+            f"{self.limits.mean:.2g}), {self.equal} of {self.prompts} greedy texts equal"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def measure_reference(run: RunConfig, policy: Policy, prompts: list[str]) -> Reference:
+    """Greedy completions of rendered prompts by the trained policy, with their log-probabilities."""
+    limit = min(run.eval.max_completion_length or run.rloo.max_completion_length, LONGEST)
+    made = generate_completions(policy, prompts, max_completion_length=limit, temperature=0, engine=ENGINE)
+    base = policy.model.get_base_model() if hasattr(policy.model, "peft_config") else policy.model
+    rows = []
+    with policy.inference_mode():
+        for text, completion in zip(prompts, made, strict=True):
+            ids = policy.tokenizer(text)["input_ids"]
+            rows.append(Row(text, ids, completion.ids, _score(policy.model, ids, completion.ids)))
+    return Reference(
+        rows=rows,
+        compute=str(base.get_input_embeddings().weight.dtype).removeprefix("torch."),
+        limit=limit,
+        device=str(policy.model.device),
+        num_rows=base.get_input_embeddings().weight.shape[0],
+        end_ids=find_end_ids(policy),
+        pad_id=policy.tokenizer.pad_token_id,
+    )
+
+
+def find_missing(loader: str) -> str | None:
+    """Why a program cannot be asked; None if it can."""
+    module, command = MODULES.get(loader, ("", ""))
+    return f"{module} is not installed ({command})" if module and find_spec(module) is None else None
+
+
+def check_parity(reference: Reference, loader: str, model: Path, grade: str, **request: Any) -> Check:
+    """Load `model` with `loader` (a key of `loaders.LOADERS`) and compare.
+
+    Args:
+        grade: what the file holds, one of `GRADES`. request: `adapter` and `four_bit`, for PEFT.
+
+    Raises:
+        ExportError: it does not load, or its answers differ by more than is tolerated; the text has the figures.
+    """
+    request |= {"loader": loader, "model": str(model), "compute": reference.compute, "device": reference.device}
+    request |= {"limit": reference.limit, "end_ids": reference.end_ids, "pad_id": reference.pad_id}
+    reply = _ask(request | {"rows": [asdict(row) for row in reference.rows]})
+    check = _compare(reference, reply, loader, grade)
+    if check.faults:
+        raise ExportError(
+            f"the export is not what was trained: in {loader} {'; '.join(check.faults)}. Nothing was published. If the "
+            "run's model is as it should be, this is a fault of the export: keep the run's folder and report it"
+        )
+    return check
+
+
+def _compare(reference: Reference, reply: dict[str, Any], loader: str, grade: str) -> Check:
+    differences: list[float] = []
+    equal = unseen = 0
+    for row, found in zip(reference.rows, reply["rows"], strict=True):
+        tokens = found["prompt_tokens"]
+        if tokens != (row.ids if isinstance(tokens, list) else len(row.ids)):
+            raise ExportError(
+                f"the export is not what was trained: {loader} reads the prompt {row.text[:80]!r} as other tokens than "
+                "the run did. Nothing was published"
+            )
+        equal += found["greedy"] == row.completion
+        unseen += found["logps"].count(None)
+        pairs = zip(row.logps, found["logps"], strict=True)
+        differences += [abs(ours - theirs) for ours, theirs in pairs if theirs is not None]
+    allowed = (OF_FILE[grade], OF_COMPUTING[reference.compute])
+    lost = LOST_A_ROW * reference.num_rows if loader == "llama.cpp" else 0.0
+    if not differences or any(value != value for value in differences):
+        raise ExportError(f"the export is not what was trained: its log-probs in {loader} are no numbers")
+    return Check(
+        loader=loader,
+        version=reply["version"],
+        holds=grade,
+        compute=reference.compute,
+        prompts=len(reference.rows),
+        tokens=len(differences) + unseen,
+        largest=max(differences),
+        mean=sum(differences) / len(differences),
+        equal=equal,
+        unseen=unseen,
+        limits=Tolerance(
+            max(one.largest for one in allowed) + lost,
+            max(one.mean for one in allowed) + lost,
+            min(one.equal for one in allowed),
+        ),
+    )
+
+
+def _ask(request: dict[str, Any]) -> dict[str, Any]:
+    """Run `loaders.py` on a request; ExportError with the end of what it printed where it fails."""
+    with tempfile.TemporaryDirectory(prefix="rloo-kit-") as folder:
+        asked, answer, log = (Path(folder) / name for name in ("request.json", "reply.json", "log"))
+        asked.write_text(json.dumps(request), encoding="utf-8")
+        command = [sys.executable, "-P", str(loaders.__file__), str(asked), str(answer)]
+        with log.open("wb") as out:
+            code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ)).returncode
+        if code or not answer.is_file():
+            text = log.read_text(encoding="utf-8", errors="replace")
+            raise ExportError(
+                f"{request['loader']} does not load the export (exit code {code}), so it is not published. The end of "
+                f"what it printed:\n{shorten(text, 3000, tail=2500)}"
+            )
+        return json.loads(answer.read_text(encoding="utf-8"))
+
+
+def _score(model: Any, prompt: list[int], completion: list[int]) -> list[float]:
+    ids = torch.tensor([prompt + completion], device=model.device)
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1].float()
+    targets = torch.tensor(completion, device=model.device)
+    return torch.log_softmax(logits, dim=-1).gather(-1, targets[:, None])[:, 0].tolist()

@@ -1,0 +1,169 @@
+"""The four targets: each fills a staging folder, reads the tensors back, and says how it is loaded."""
+
+import json
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.export import adapter, gguf, loading
+from rloo_kit.export.merge import Weight, compare_shards, list_weights, write_shards
+from rloo_kit.export.ollama import write_modelfile
+from rloo_kit.models.policy import Policy
+from rloo_kit.rollout.completions import find_end_ids
+from rloo_kit.system.processes import say
+
+TARGETS = ("adapter", "merged", "gguf", "vllm")
+DTYPES = ("float32", "bfloat16", "float16")
+GRADES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # of GGUF's types; the others are grades themselves
+OF_THIS_MACHINE = ("is_local", "local_files_only", "name_or_path")  # in a tokenizer's settings
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be exported.
+
+    Attributes:
+        run: as it was trained. policy: what it trained. base: folder or hub id of its base; settings: that one's
+            `config.json`, read. quantization, dtype: as asked for. staged: the folder to fill, which is there, empty.
+        folder: where it will lie. repo: on the hub, or None.
+    """
+
+    run: RunConfig
+    policy: Policy
+    base: str
+    settings: Any
+    quantization: str | None
+    dtype: str | None
+    staged: Path
+    folder: Path
+    repo: str | None
+
+
+@dataclass(frozen=True)
+class Written:
+    """What lies in the staging folder.
+
+    Attributes:
+        kind: dtype or quantisation. grade: the same as one of `parity.GRADES`.
+        model: what the loader is given; request: and what else. tensors: what reading them back has shown.
+        snippet: how it is loaded, in Markdown, for the card. usage: lines for who made it, with its path.
+    """
+
+    kind: str
+    grade: str
+    model: Path
+    tensors: str
+    snippet: str
+    usage: list[str] = field(default_factory=list)
+    request: dict[str, Any] = field(default_factory=dict)
+
+
+def write_adapter(job: Job) -> Written:
+    """The adapter for PEFT."""
+    saved, policy = job.run.folder / "adapter", job.policy
+    adapter.write_adapter(saved, job.base, job.staged)
+    adapter.compare_adapter(saved, job.staged)
+    _drop_machine(job.staged)
+    name, included = adapter.name_base(job.base)
+    four_bit = job.run.model.load_in_4bit and getattr(job.settings, "quantization_config", None) is None
+    embedding = policy.model.get_base_model().get_input_embeddings().weight
+    return Written(
+        kind="LoRA",
+        grade="float32",
+        model=Path(job.base) if included is None else job.staged / included,
+        tensors="the adapter's file is the run's to the byte",
+        snippet=loading.snippet_adapter(name, included, four_bit, str(embedding.dtype).removeprefix("torch.")),
+        usage=[f"its base is {name}{', included' if included else ''}"],
+        request={"adapter": str(job.staged), "four_bit": four_bit},
+    )
+
+
+def write_merged(job: Job, for_vllm: bool = False) -> Written:
+    """Merged weights for transformers, and for vLLM."""
+    weights = list_weights(job.policy.model)
+    held = getattr(job.settings, "dtype", None) or torch.float32
+    kind = job.dtype or {torch.float32: "float32", torch.float16: "float16"}.get(held, "bfloat16")
+    say(f"export: {len(weights)} merged tensors in {kind}")
+    _write_config(job, job.staged, kind)
+    write_shards(weights, job.staged, getattr(torch, kind))
+    count = compare_shards(weights, job.staged, getattr(torch, kind))
+    line, shown = (loading.serve_line(job.run, job.policy, name) for name in (str(job.folder), job.repo or "."))
+    return Written(
+        kind=kind,
+        grade=kind,
+        model=job.staged,
+        tensors=f"{count} tensors read back, each the merged one in {kind} to the bit",
+        snippet=loading.snippet_vllm(shown) if for_vllm else loading.snippet_merged(),
+        usage=[line] if for_vllm else [],
+    )
+
+
+def write_vllm(job: Job) -> Written:
+    """Merged weights, and the command that serves them with vLLM."""
+    return write_merged(job, for_vllm=True)
+
+
+def write_gguf(job: Job) -> Written:
+    """A GGUF file and a Modelfile beside it."""
+    weights: list[Weight] = list_weights(job.policy.model)
+    wanted, name, usage = job.quantization or "f16", job.run.name, []
+    kind = "f16" if wanted == "q4_k_m" else wanted
+    file = job.staged / f"{name}-{kind}.gguf"
+    say(f"export: {len(weights)} merged tensors as GGUF in {kind}")
+    with tempfile.TemporaryDirectory(prefix="rloo-kit-") as folder:
+        _write_config(job, Path(folder), "float32")
+        gguf.write_gguf(weights, Path(folder), job.policy.tokenizer, job.settings, file, kind, name)
+    if wanted == "q4_k_m":
+        smaller = job.staged / f"{name}-q4_k_m.gguf"
+        command = gguf.quantise(file, smaller)
+        if command is None:
+            file.unlink()
+            file, kind = smaller, wanted
+        else:
+            usage = [f"NO q4_k_m WAS MADE: llama-cpp-python is not installed. In {job.folder}: {command}"]
+    error = gguf.compare_gguf(weights, file, kind)
+    modelfile = write_modelfile(job.run, job.policy, file.name, find_end_ids(job.policy))
+    if modelfile is None:
+        usage.append("no Modelfile for Ollama: the chat template is not ChatML")
+    else:
+        (job.staged / "Modelfile").write_text(modelfile, encoding="utf-8")
+    return Written(
+        kind=kind,
+        grade=GRADES.get(kind, kind),
+        model=file,
+        tensors=f"{len(weights)} tensors read back by gguf's reader, off the merged ones by {error:.2g} of the largest "
+        "neighbour at most",
+        snippet=loading.snippet_gguf(name.lower(), file.name, modelfile is not None),
+        usage=[f"llama-server -m {job.folder / file.name} --jinja", *usage],
+    )
+
+
+def _write_config(job: Job, folder: Path, dtype: str) -> None:
+    """What stands beside merged weights: the base's configuration, no longer quantised, and the run's tokenizer."""
+    config = type(job.settings).from_dict(job.settings.to_dict())
+    config.dtype = getattr(torch, dtype)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.save_pretrained(folder)
+    try:
+        GenerationConfig.from_pretrained(job.base).save_pretrained(folder)
+    except OSError:  # the base has none
+        job.policy.model.generation_config.save_pretrained(folder)
+    job.policy.tokenizer.save_pretrained(folder)
+    _drop_machine(folder)
+
+
+def _drop_machine(folder: Path) -> None:
+    """Leave out of the tokenizer's settings what is true of this machine only."""
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    kept = {name: value for name, value in settings.items() if name not in OF_THIS_MACHINE}
+    file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+WRITERS = {"adapter": write_adapter, "merged": write_merged, "gguf": write_gguf, "vllm": write_vllm}

@@ -1,0 +1,245 @@
+"""Whole exports: made, loaded by the programs that they are for, certified, published or refused.
+
+`tests/with_vllm/test_export.py` has the target vllm in real vLLM.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import rloo_kit as kit
+from rloo_kit.cli import app
+from rloo_kit.errors import ConfigError, ExportError, RunExistsError
+from rloo_kit.export import export as exporting
+from rloo_kit.export import parity
+from rloo_kit.export.targets import WRITERS
+
+CASES = [("merged", {}), ("adapter", {}), ("gguf", {"quantization": "f32"}), ("gguf", {"quantization": "q8_0"})]
+WIDE = [("merged", {}), ("adapter", {}), ("gguf", {"quantization": "f32"}), ("gguf", {"quantization": "f16"})]
+
+
+def names(case: Any) -> str:
+    return "-".join([case[0], *case[1].values()])
+
+
+def certified(found: Any, prompts: int) -> dict[str, Any]:
+    """The one check of a certificate that says that its loader was asked."""
+    record = json.loads((found.folder / "certificate.json").read_text())
+    assert record == found.certificate | {"files": record["files"]} and record["verdict"] == "checked"
+    [check] = record["checks"]
+    assert check["prompts"] == prompts and check["loader"] == record["loader"] and check["unseen"] == 0
+    assert check["largest"] <= check["limits"]["largest"] and check["tokens"] >= prompts
+    return check
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=names)
+def test_the_embedded_model_is_what_was_trained(embedded_run: Path, tmp_path: Path, case: Any) -> None:
+    found = kit.export_model(embedded_run, case[0], output=tmp_path / "out", num_prompts=6, **case[1])
+    check = certified(found, 6)
+    assert check["largest"] < (0.05 if "q8_0" in case[1].values() else 1e-4) and check["equal"] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WIDE, ids=names)
+def test_the_true_vocabulary_with_merges(wide_run: Path, tmp_path: Path, case: Any) -> None:
+    """151,936 rows, digits, umlauts and tabs: llama.cpp splits texts by a rule of its own, which has to be Qwen3's."""
+    found = kit.export_model(wide_run, case[0], output=tmp_path / "out", **case[1])
+    check = certified(found, 8)
+    if check["holds"] == "float32":
+        assert check["largest"] < 1e-4 and check["equal"] == 8
+    assert found.kind == {"merged": "bfloat16", "adapter": "LoRA"}.get(case[0], case[1].get("quantization"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["merged", "adapter"])
+def test_a_4bit_base(make_run: Callable[..., Path], tmp_path: Path, to: str) -> None:
+    run = make_run("four", "model.load_in_4bit=true")
+    found = kit.export_model(run, to, output=tmp_path / "out", num_prompts=4)
+    check = certified(found, 4)
+    assert check["largest"] < 1e-4 and check["equal"] == 4
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "in 4-bit" in card and ("BitsAndBytesConfig" in card) is (to == "adapter")
+    assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text() if to == "merged" else True
+
+
+@pytest.mark.slow
+def test_a_run_without_an_adapter_is_exported_merged(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    run = make_run("whole", "model.lora=null")
+    with pytest.raises(ExportError, match=r"whole model, no adapter \(model\.lora is null\): use --to merged"):
+        kit.export_model(run, "adapter", output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    found = kit.export_model(run, "merged", output=tmp_path / "out", num_prompts=4)
+    assert certified(found, 4)["largest"] < 1e-6
+    assert "embedded/thinking after" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_snippet_of_the_adapters_card_runs(embedded_run: Path, tmp_path: Path) -> None:
+    """PEFT's file named the base by a folder of the machine that trained it; nobody else could load it."""
+    folder = kit.export_model(embedded_run, "adapter", output=tmp_path / "out", num_prompts=2).folder
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    place = folder.rename(tmp_path / "moved")
+    check = "print(type(model).__name__, model.peft_config['default'].base_model_name_or_path, len(tokenizer))"
+    done = subprocess.run([sys.executable, "-c", code + check], cwd=place, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["PeftModelForCausalLM", "thinking-compact-0-r1", "261"], done.stderr
+
+
+@pytest.mark.parametrize("target", [pytest.param("merged", marks=pytest.mark.slow), "gguf"])
+def test_a_tampered_export_is_refused(
+    embedded_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """One weight changed after the tensors had been read back: the program that loads it shows it, and nothing is
+    published."""
+
+    def tamper(job: Any) -> Any:
+        written = WRITERS[target](job)
+        if target == "merged":
+            tensors = load_file(written.model / "model.safetensors")
+            tensors["model.norm.weight"][3] += 2.0
+            save_file(tensors, written.model / "model.safetensors", {"format": "pt"})
+        else:
+            import gguf
+
+            tensor = next(x for x in gguf.GGUFReader(written.model, "r+").tensors if x.name == "output_norm.weight")
+            tensor.data[3] += 2.0
+            tensor.data.flush()
+        return written
+
+    monkeypatch.setattr(exporting, "WRITERS", {target: tamper})
+    with pytest.raises(ExportError, match=r"log-prob is off by [\d.]+ nats \(limit [\d.]+\).*Nothing was published"):
+        options = {"quantization": "f32"} if target == "gguf" else {}
+        kit.export_model(embedded_run, target, output=tmp_path / "out", num_prompts=4, **options)
+    assert list(tmp_path.iterdir()) == [], "neither the export nor its staging folder is left"
+
+
+def test_a_file_that_does_not_load_is_refused_with_the_reason(
+    embedded_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GGUF that llama.cpp cannot read ends its process, which must not be the export's."""
+
+    def cut(job: Any) -> Any:
+        written = WRITERS["gguf"](job)
+        written.model.write_bytes(written.model.read_bytes()[:5000])
+        return written
+
+    monkeypatch.setattr(exporting, "WRITERS", {"gguf": cut})
+    with pytest.raises(ExportError, match=r"llama\.cpp does not load the export \(exit code -?\d+\)"):
+        kit.export_model(embedded_run, "gguf", output=tmp_path / "out", num_prompts=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_could_not_be_checked_is_not_called_checked(
+    embedded_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without llama.cpp the tensors are read back, and the certificate, the card and the lines say that this is all."""
+    monkeypatch.setattr(parity, "find_spec", lambda name: None)
+    found = kit.export_model(embedded_run, "gguf", output=tmp_path / "out", num_prompts=2, quantization="bf16")
+    record = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    assert record["verdict"] == "not checked" and record["checks"] == []
+    assert "xllamacpp is not installed (pip install xllamacpp)" in record["why_not"]
+    line = f"NOT CHECKED with llama.cpp: {record['why_not']}"
+    assert line in str(found) and line in (tmp_path / "out" / "README.md").read_text()
+    assert "35 tensors read back" in str(found) and "checked with" not in str(found)
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is not None, reason="llama-cpp-python is installed: a q4_k_m is made")
+def test_without_a_quantiser_no_q4_is_claimed(embedded_run: Path, tmp_path: Path) -> None:
+    found = kit.export_model(embedded_run, "gguf", output=tmp_path / "out", num_prompts=2, quantization="q4_k_m")
+    assert [file.name for file in found.folder.glob("*.gguf")] == ["sums-f16.gguf"] and found.kind == "f16"
+    assert "NO q4_k_m WAS MADE" in str(found) and "llama-quantize sums-f16.gguf sums-q4_k_m.gguf Q4_K_M" in str(found)
+    assert certified(found, 2)["holds"] == "float16"
+
+
+@pytest.mark.slow
+def test_the_command_publishes_once_and_says_what_it_did(make_run: Callable[..., Path]) -> None:
+    """`rloo-kit export RUN`: the folder, the certificate's line, JSON; a second time only with --overwrite."""
+    run = make_run("once")
+    (run / "status.json").write_text(json.dumps({"run": "a1", "state": "finished", "step": 60, "adapter_step": 40}))
+    words = ["export", str(run), "--to", "vllm", "--prompts", "2", "--dtype", "bfloat16"]
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout.splitlines()[-1])
+    folder = run / "export" / "vllm"
+    assert record["folder"] == str(folder) and record["kind"] == "bfloat16"
+    assert f"vllm serve {folder} --max-model-len 128 --reasoning-parser qwen3" in done.stdout
+    assert record["certificate"]["run"] == {"id": "a1", "state": "finished", "weights_of_step": 40}
+    again = CliRunner().invoke(app, words)
+    assert again.exit_code == 2 and "--overwrite replaces it" in again.output
+    (folder / "old").write_text("")
+    assert CliRunner().invoke(app, [*words, "--overwrite"]).exit_code == 0 and not (folder / "old").exists()
+    private = [str(run), str(run.parent), os.path.expanduser("~")]
+    for file in folder.rglob("*"):
+        if file.suffix in (".md", ".json", ".jinja"):
+            assert not any(path in file.read_text() for path in private), f"{file} names a path of this machine"
+
+
+def test_the_card_has_the_results_and_the_recipe(make_run: Callable[..., Path]) -> None:
+    from rloo_kit.export.card import write_card
+    from rloo_kit.results.evaluation import Evaluation
+    from rloo_kit.runs.find import find_run
+
+    folder = make_run("card", "rloo.beta=0.01", "data.source=/data/of/mine/rows.jsonl")
+    for when, value in (("before", 0.25), ("after", 0.75)):
+        shares = [1.0] * int(value * 100) + [0.0] * int(100 - value * 100)
+        found = Evaluation(
+            when, 100, 1, 1.0, 48, value, value - 0.08, value + 0.08, prompts_digest="same", per_prompt=shares
+        )
+        (folder / f"{when}.json").write_text(json.dumps(found.to_dict()))
+    (folder / "versions.json").write_text(json.dumps({"versions": {"torch": "2.13.0", "unsloth": None}}))
+    run = find_run(folder)
+    text = write_card(run, "adapter", "Qwen/Qwen3-4B-Thinking-2507", ["checked with peft"], "load it so")
+    head = yaml.safe_load(text.split("---")[1])
+    assert head["base_model"] == "Qwen/Qwen3-4B-Thinking-2507" and head["base_model_relation"] == "adapter"
+    assert head["library_name"] == "peft" and head["pipeline_tag"] == "text-generation" and "rloo" in head["tags"]
+    assert "datasets" not in head and "/data/of" not in text and "rows.jsonl" in text
+    assert "| accuracy, temperature 1 | 0.250 [0.170, 0.330] | 0.750 [0.670, 0.830] |" in text
+    assert "accuracy +0.500" in text and "| KL penalty (beta) | 0.01, length_normalized |" in text
+    assert "| learning rate | 0.002, linear |" in text and "torch 2.13.0" in text and "unsloth" not in text
+    assert "- checked with peft" in text and "load it so" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"to": "onnx"}, r"--to is 'onnx'; it is one of adapter, merged, gguf, vllm"),
+        ({"to": "gguf", "quantization": "q5"}, r"--quantization is 'q5'.*q4_k_m"),
+        ({"to": "merged", "quantization": "q8_0"}, r"--quantization q8_0 is for --to gguf"),
+        ({"to": "gguf", "dtype": "float16"}, r"--dtype float16 is for --to merged and vllm"),
+        ({"to": "merged", "num_prompts": 0}, r"--prompts is 0"),
+    ],
+)
+def test_arguments_that_no_export_has(embedded_run: Path, arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        kit.export_model(embedded_run, **arguments)
+
+
+def test_only_an_export_is_ever_replaced(embedded_run: Path, tmp_path: Path) -> None:
+    """`--output ~ --overwrite` would have put a model in the place of somebody's home."""
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(RunExistsError, match=r"no export \(it has no certificate\.json\): --output"):
+        kit.export_model(embedded_run, "merged", output=tmp_path, overwrite=True)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_what_does_not_fit_is_refused_beforehand(
+    embedded_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU the policy does not lie in RAM")
+    monkeypatch.setattr(exporting, "available_gib", lambda: 0.001)
+    with pytest.raises(
+        ExportError, match=r"takes about 0\.0 GiB of RAM in float32, and 0\.0 GiB.*model\.dtype=bfloat16"
+    ):
+        kit.export_model(embedded_run, "merged", output=tmp_path / "out")

@@ -1,0 +1,93 @@
+"""GGUF files, read by gguf's own reader; tests/export/test_export.py has llama.cpp read them."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf as reading
+import numpy as np
+import pytest
+from transformers import AutoConfig
+
+import rloo_kit as kit
+from rloo_kit.errors import ExportError
+from rloo_kit.export.gguf import check_gguf, compare_gguf, write_gguf
+from rloo_kit.export.merge import list_weights
+from rloo_kit.export.ollama import write_modelfile
+from rloo_kit.models.checkpoint import find_source
+from rloo_kit.rollout.completions import find_end_ids
+
+
+@pytest.fixture(scope="module")
+def trained(embedded_run: Path) -> tuple[Any, Any, Any, Path]:
+    """run, policy, the weights, a folder with configuration and tokenizer."""
+    run, policy = kit.load_trained(embedded_run)
+    return run, policy, list_weights(policy.model), Path(find_source(run).base)
+
+
+def write(trained: tuple[Any, Any, Any, Path], file: Path, kind: str) -> Path:
+    _, policy, weights, base = trained
+    write_gguf(weights, base, policy.tokenizer, AutoConfig.from_pretrained(base), file, kind, "sums")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("kind", "least", "most"), [("f32", 0, 0), ("f16", 1e-5, 5e-4), ("bf16", 1e-4, 4e-3), ("q8_0", 1e-3, 5e-3)]
+)
+def test_tensors_are_off_by_what_the_type_explains(
+    trained: Any, tmp_path: Path, kind: str, least: float, most: float
+) -> None:
+    file = write(trained, tmp_path / "x.gguf", kind)
+    assert least <= compare_gguf(trained[2], file, kind) <= most
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_one_changed_weight_is_refused(trained: Any, tmp_path: Path, kind: str) -> None:
+    file = write(trained, tmp_path / "x.gguf", kind)
+    tensor = next(one for one in reading.GGUFReader(file, "r+").tensors if one.name == "blk.1.ffn_up.weight")
+    tensor.data.reshape(-1).view(np.uint8)[6 if kind == "f32" else 7] ^= 64
+    tensor.data.flush()
+    with pytest.raises(ExportError, match=rf"blk\.1\.ffn_up\.weight is off by .*{kind} explains.*not published"):
+        compare_gguf(trained[2], file, kind)
+
+
+def test_the_tokenizer_and_the_template_are_in_the_file(trained: Any, tmp_path: Path) -> None:
+    """A reader that took `</think>` for a special token would leave it out of the text."""
+    _, policy, _, _ = trained
+    fields = reading.GGUFReader(write(trained, tmp_path / "x.gguf", "f16")).fields
+    tokens, types = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
+    end = policy.tags.end_id
+    assert tokens[end] == "</think>" and types[end] == reading.TokenType.USER_DEFINED
+    assert types[policy.tokenizer.eos_token_id] == reading.TokenType.CONTROL
+    assert len(tokens) == 320 and tokens[319] == "[PAD319]" and types[319] == reading.TokenType.UNUSED
+    assert fields["tokenizer.chat_template"].contents() == policy.tokenizer.chat_template
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == policy.tokenizer.eos_token_id
+    assert fields["qwen3.rope.freq_base"].contents() == 10000.0
+    assert fields["general.file_type"].contents() == reading.LlamaFileType.MOSTLY_F16
+
+
+def test_another_architecture_is_refused() -> None:
+    with pytest.raises(ExportError, match=r"llama.*qwen3 alone.*--to merged"):
+        check_gguf(AutoConfig.for_model("llama"))
+
+
+def test_the_modelfile_opens_the_thinking(trained: Any) -> None:
+    """Ollama takes the template from here: without the opening `<think>` a Thinking model opens its thinking twice."""
+    run, policy, _, _ = trained
+    run = run.model_copy(deep=True)
+    run.data.system_prompt = 'Add. Say """done""".'
+    text = write_modelfile(run, policy, "x-f16.gguf", find_end_ids(policy))
+    assert text is not None and text.startswith("FROM ./x-f16.gguf\n")
+    template = text.split('TEMPLATE """')[1].split('"""')[0]
+    assert template.endswith("{{ end }}<|im_start|>assistant\n<think>\n")
+    # Go's template, followed by hand for one turn
+    turn = template.removeprefix("{{- range .Messages }}").replace("{{ end }}", "")
+    shown = turn.replace("{{ .Role }}", "user").replace("{{ .Content }}", "1+1?")
+    chat = [{"role": "user", "content": "1+1?"}]
+    assert shown == policy.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert 'SYSTEM """Add. Say \\"\\"\\"done\\"\\"\\"."""' in text
+    assert 'PARAMETER stop "<|im_end|>"' in text and "PARAMETER temperature 0.6\nPARAMETER top_p 0.95" in text
+    policy.tokenizer.chat_template, kept = "{{ messages[0].content }}", policy.tokenizer.chat_template
+    try:
+        assert write_modelfile(run, policy, "x.gguf", [0]) is None
+    finally:
+        policy.tokenizer.chat_template = kept
