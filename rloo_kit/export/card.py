@@ -10,7 +10,7 @@ from rloo_kit import __version__
 from rloo_kit.config.run import RunConfig
 from rloo_kit.gradient.objective import choose_ratio_form
 from rloo_kit.results.evaluation import Evaluation, compare
-from rloo_kit.results.report import load_evaluation
+from rloo_kit.results.result import load_evaluation
 from rloo_kit.runs.files import read_object
 
 LIBRARIES = {"adapter": "peft", "merged": "transformers", "vllm": "transformers", "gguf": "gguf"}

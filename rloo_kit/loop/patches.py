@@ -5,6 +5,7 @@
 # (`padding_side`, `requires_grad`, `should_save`, ...) are no patches.
 PATCHED_ATTRIBUTES = {
     "embedded/cold_start.py: full.generation_config._from_model_config": "else loading drops the second end token",
+    "export/loaders.py: module.support_avx512bf16_for_cpu": "as in models/transformers.py, for a checking process",
     "gradient/logprobs.py: head.forward": "for one call: the head scores states where it would make all logits",
     "gradient/logprobs.py: model.forward": "one model instance takes calls for scores; others pass through unchanged",
     "gradient/packing.py: AttentionInterface.register": "transformers' registry: attention that takes a packing plan",

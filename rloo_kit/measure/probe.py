@@ -152,7 +152,7 @@ def _advise(rate: float | None) -> str:
     if rate >= ALWAYS:
         return "Take harder prompts (data.source)"
     return (
-        "Take easier prompts (data.source), do supervised fine-tuning first (model.name is then its result), or add a "
+        "Take easier prompts (data.source), train on worked answers first (rloo-kit sft), or add a "
         "graded reward to rewards"
     )
 

@@ -355,8 +355,9 @@ def compared(folder: Path) -> BatchDir:
         return place
 
 
-def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir) -> None:
+def test_the_comparison_holds_every_figure_of_every_run(compared: BatchDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table that reads the wrong file shows the numbers of before training as those of after."""
+    monkeypatch.setenv("COLUMNS", "120")
     rows = collect_rows(compared)
     assert [row["parameters.seed"] for row in rows] == [1, 2, 3, 4]
     second = {

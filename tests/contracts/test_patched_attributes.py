@@ -19,7 +19,9 @@ SETTINGS = {
     "use_vllm", "rollout_engine", "rollout_server_url", "reward_weights",  # the config that the user handed over
     "default_flow_style", "width", "sort_base_mapping_type_on_output", "Constructor", "Representer",
     "Scanner",  # ruamel.yaml
-    "n_parallel", "verbosity", "warmup", "n_ctx",  # xllamacpp: the parameters of a server
+    "n_parallel", "verbosity", "warmup", "n_ctx", "n_threads", "fit_params", "flash_attn_type", "cache_type_k",
+    "cache_type_v", "path", "ftype",  # xllamacpp, llama_cpp: the parameters of a server, of a quantisation
+    "merges", "dtype",  # gguf: a vocabulary that was read; the config of the model that is written
     "min_width", "daemon", "check_hostname", "verify_mode", "version",  # rich, threading, ssl, email
 }  # fmt: skip
 # Objects of the kit: what `ctx` keeps for the backward pass, the function that stands in, engines that are measured,

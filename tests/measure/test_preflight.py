@@ -28,6 +28,8 @@ from rloo_kit.rollout.native import NativeEngine
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("batch"))
 DEMO = ROOT / "configs" / "arithmetic_thinking.yaml"
+SFT_FIRST = ROOT / "configs" / "sft_arithmetic.yaml"
+CONFIGS.remove(SFT_FIRST)
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +84,13 @@ def test_every_shipped_config_goes(prepare, file):
     assert max(map(len, str(found).splitlines())) <= 80
 
 
+def test_a_model_that_solves_nothing_is_sent_to_sft(prepare):
+    """Its config is shipped for `rloo-kit sft`; RLOO alone would train nothing for an hour."""
+    found = kit.check_preflight(*prepare(SFT_FIRST))
+    text = " ".join(str(found).replace("│", " ").split())
+    assert not found.go and "rloo-kit sft" in text, text
+
+
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
@@ -128,7 +137,7 @@ def test_a_task_never_solved_and_one_always_solved_are_refused(prepare, answer, 
     assert not found.go and found.measures.pass_rate == rate, found
     (fault,) = found.errors
     assert fault.stage == "rollout" and fault.key == "data.source" and fix in fault.message
-    assert ("supervised fine-tuning" in fault.message) == (rate == 0)
+    assert ("rloo-kit sft" in fault.message) == (rate == 0)
 
 
 def test_few_completions_refuse_nothing(prepare):

@@ -42,7 +42,7 @@ def check_kit(command: str, *rest: str) -> list[str]:
     described = ask_help(str(BIN / "rloo-kit"), command)
     if not described:
         return [f"rloo-kit has no command {command}"]
-    faults, overrides = find_options(list(rest), described), [word for word in rest if "=" in word]
+    faults, overrides = find_options(list(rest), described), [word for word in rest if "=" in word and command != "ask"]
     if command == "batch":
         return faults + [f"no key {word} in a batch" for word in overrides if not word.startswith(BATCH_KEYS)]
     own = ROOT / rest[0].removeprefix("$RLOO/") if rest else ROOT

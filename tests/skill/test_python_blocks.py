@@ -40,7 +40,7 @@ def test_the_pages_have_calls_to_check() -> None:
     """A reader that resolved nothing would find no fault."""
     origins = {call.origin for _, blocks in PAGES for call in read_calls(blocks)}
     wanted = {
-        "trl:RLOOConfig", "trl:SFTTrainer", "peft:LoraConfig", "rloo_kit:RLOOTrainer",
+        "trl:RLOOConfig", "trl:DPOTrainer", "peft:LoraConfig", "rloo_kit:RLOOTrainer",
         "unsloth:FastLanguageModel.from_pretrained", "transformers:AutoModelForCausalLM.from_pretrained",
     }  # fmt: skip
     assert wanted <= origins, wanted - origins

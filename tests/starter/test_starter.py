@@ -148,7 +148,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["--data", "sums.csv", "--yes", "--model", "Qwen/Qwen3-32B", "--gpu-gib", "12"],
         f"--model {THINKING} fits",
     ),
-    "a typing error": (["--data", "sums.csv", "--yes", "--model", "embedded/thinkin"], "are embedded/thinking and"),
+    "a typing error": (
+        ["--data", "sums.csv", "--yes", "--model", "embedded/thinkin"],
+        "are embedded/thinking, embedded/instruct",
+    ),
     "no such shape": (["--data", "sums.csv", "--yes", "--model", "a/b"], "hf download a/b config.json"),
 }
 
