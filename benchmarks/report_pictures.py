@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,18 +45,12 @@ def main() -> None:
 
 def train_demo(folder: Path) -> Path:
     """The demo run with evaluations during training, which make a fuller page."""
-    words = [
-        sys.executable,
-        "-m",
-        "rloo_kit.cli",
-        "train",
-        str(CONFIG),
-        "run.output_dir=outputs",
-        "eval.every_steps=5",
-        "eval.save_best=false",
-    ]
+    (folder / "configs").mkdir()
+    shutil.copy(CONFIG, folder / "configs")
+    words = [sys.executable, "-m", "rloo_kit.cli", "train", f"configs/{CONFIG.name}"]
+    words += ["eval.every_steps=5", "eval.save_best=false"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    subprocess.run(words, check=True, cwd=folder, env=environment)  # the page shows the folder as it was given
+    subprocess.run(words, check=True, cwd=folder, env=environment)  # the page shows the paths as they are given
     return folder / "outputs" / CONFIG.stem
 
 

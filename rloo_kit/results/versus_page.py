@@ -28,7 +28,7 @@ def write_comparison_page(found: RunComparison, path: Path) -> Path:
     """Write the page; links in it lead to each run's report, where there is one. Returns the file."""
     sections = [
         f"<h1>{len(found.runs)} runs side by side</h1>\n<p>{escape_text(found.sentence)}</p>\n",
-        make_section("Every run", f"<div class='scroll'>{_table(found, path.resolve().parent)}</div>"),
+        make_section("Every run", _region("Every run", _table(found, path.resolve().parent))),
         make_section("Curves", _curves(found.runs)),
         make_section("What differs", _changes(found.runs)),
     ]
@@ -102,4 +102,9 @@ def _changes(runs: Sequence[Contestant]) -> str:
         first = next((one.changed[key][0] for one in runs if one.changed and key in one.changed), None)
         values = [one.changed[key][1] if one.changed and key in one.changed else first for one in runs]
         body += f"<tr><td>{escape_text(key)}</td>{''.join(f'<td>{escape_text(value)}</td>' for value in values)}</tr>"
-    return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    return _region("Keys that differ", f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+
+
+def _region(label: str, table: str) -> str:
+    """A table that is wider than a narrow screen, which a keyboard can scroll."""
+    return f"<div class='scroll' role='region' aria-label='{label}' tabindex='0'>{table}</div>"

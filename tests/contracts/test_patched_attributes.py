@@ -21,7 +21,7 @@ SETTINGS = {
     "Scanner",  # ruamel.yaml
     "n_parallel", "verbosity", "warmup", "n_ctx", "n_threads", "fit_params", "flash_attn_type", "cache_type_k",
     "cache_type_v", "path", "ftype",  # xllamacpp, llama_cpp: the parameters of a server, of a quantisation
-    "merges", "dtype",  # gguf: a vocabulary that was read; the config of the model that is written
+    "merges", "dtype", "quantization_config",  # gguf: a vocabulary that was read; the config of what is written
     "min_width", "daemon", "check_hostname", "verify_mode", "version",  # rich, threading, ssl, email
 }  # fmt: skip
 # Objects of the kit: what `ctx` keeps for the backward pass, the function that stands in, engines that are measured,

@@ -16,6 +16,8 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.health.rule import Finding
 from rloo_kit.results.report import write_report
 from rloo_kit.results.result import TrainResult
+from rloo_kit.results.versus import compare_runs
+from rloo_kit.results.versus_page import write_comparison_page
 from tests.browser import CHROMIUM, Browser
 from tests.results.test_report import HOSTILE, make_evaluation, make_metrics, make_rollout, make_sample
 
@@ -115,19 +117,39 @@ def test_nothing_is_fetched_even_if_something_tried(browser: Browser, report: Pa
 
 def test_axe_finds_nothing_serious(page: Browser) -> None:
     """Labels, headings, contrast, roles: everything open, in both colours and widths."""
-    if AXE is None:
-        pytest.skip("no axe-core: npm install axe-core into a folder and name it in AXE_CORE")
     page.run(
         "for (const one of document.querySelectorAll('details')) one.open = true; new Promise(requestAnimationFrame)"
     )
+    assert not violations(page)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [NARROW, WIDE])
+def test_the_comparison_of_runs_is_as_readable(browser: Browser, report: Path, width: int, dark: bool) -> None:
+    """Eight colours on two grounds, a table wider than a telephone."""
+    folder = report.parent
+    (folder / "config.yaml").write_text((ROOT / "configs" / "arithmetic_thinking.yaml").read_text())
+    (folder / "status.json").write_text('{"state": "finished", "step": 30, "max_steps": 30}')
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_metrics(30)))
+    path = write_comparison_page(compare_runs([folder, folder]), folder.parent / "comparison.html")
+    browser.view(width, dark=dark)
+    browser.open(path)
+    assert browser.messages == [] and browser.run("document.documentElement.scrollWidth <= innerWidth")
+    assert count(browser, "svg") >= 3
+    assert not violations(browser)
+
+
+def violations(page: Browser) -> list[tuple[str, str, list[str]]]:
+    """What axe-core calls serious or critical: rule, impact, the first elements."""
+    if AXE is None:
+        pytest.skip("no axe-core: npm install axe-core into a folder and name it in AXE_CORE")
     page.run(AXE.read_text(encoding="utf-8") + "; 0")
     found = page.run("axe.run(document, {resultTypes: ['violations']}).then((found) => found.violations)")
-    bad = [
+    return [
         (one["id"], one["impact"], [node["html"][:160] for node in one["nodes"][:3]])
         for one in found
         if one["impact"] in ("serious", "critical")
     ]
-    assert not bad
 
 
 def test_prompts_are_filtered_regressions_first(browser: Browser, report: Path) -> None:
