@@ -147,6 +147,18 @@ reward_funcs = kit.build_rewards(run, policy.tokenizer)
 print(kit.check_preflight(run, policy, data, reward_funcs))
 
 # %% [markdown]
+# ### When nothing is solved yet
+#
+# RLOO reinforces what goes right sometimes. Where nothing does, worked answers come first: supervised training, until
+# some samples are right and others not. `sft.max_steps=200` in `overrides` does that here, on the data's column
+# `completion` (`sft.source` names other data); its adapter is what RLOO then starts from. By default nothing happens.
+
+# %%
+if run.sft.max_steps:
+    kit.fine_tune(run, policy, data, overwrite=overwrite)
+    print(kit.measure_signal(run, policy, data))
+
+# %% [markdown]
 # Where does it stand? The policy answers held-out prompts, sampled at temperature 1, which is how it is trained.
 # *Greedy* takes the likeliest token every time. The interval says where the true accuracy lies with 95 % confidence;
 # with few prompts it is wide.

@@ -251,7 +251,7 @@ def _commands(folder: Path, kind: Kind, after: Evaluation | None) -> tuple[str, 
     question = plain_prompt(after.samples[0]["prompt"]) if after is not None and after.samples else "..."
     if len(question) > LONGEST_QUESTION or "\n" in question:
         question = "..."
-    return (f"rloo-kit ask {place} {_quote(question)}", f"rloo-kit export {place} --to gguf")
+    return (f"rloo-kit ask {place} {_quote(question)}", f"rloo-kit export {place} --to merged")
 
 
 def _quote(text: str) -> str:

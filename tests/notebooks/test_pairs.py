@@ -36,7 +36,7 @@ STAGES = {
     "3. The policy": ["load_policy"],
     "4. The data": ["load_data"],
     "5. The reward": ["build_rewards"],
-    "6. Before training": ["check_preflight", "evaluate", "show_completions"],
+    "6. Before training": ["check_preflight", "fine_tune", "measure_signal", "evaluate", "show_completions"],
     "7. How RLOO learns": [],
     "8. Training": ["train", "RlooKitError", "read_rollouts"],
     "9. After training": ["evaluate", "compare"],
@@ -50,7 +50,7 @@ STAGES = {
     "17. The end": ["shutdown_kernel"],
 }
 LESSONS = ["The leave-one-out baseline", "Why it is calmer, and still right", "How many completions: K = 2, 4, 8, 16"]
-LESSONS += ["KL and beta", "RLOO and GRPO", "One group of this run"]
+LESSONS += ["When nothing is solved yet", "KL and beta", "RLOO and GRPO", "One group of this run"]
 
 each_notebook = pytest.mark.parametrize("name", NAMES)
 
