@@ -168,6 +168,8 @@ def _decide(
         return "broken", f"The policy fell apart: {fallen.evidence}{measured}", fallen
     if blind is not None:
         return "no signal", f"Nothing could be learnt since step {blind.since}: {blind.evidence}{measured}", blind
+    if _all_tied(result) and (change is None or change.before < SOLVED):
+        return "no signal", f"In every step all completions of a prompt earned one and the same reward{measured}", None
     if result.stopped not in (None, EARLY):
         return "no evidence", f"The run ended at step {result.steps} before it was done ({result.stopped})", None
     if change is not None:
@@ -183,6 +185,12 @@ def measured_words(before: Evaluation, after: Evaluation) -> str:
     if before.num_samples != after.num_samples:
         words.append(f"from {before.num_samples} and {after.num_samples} completions a prompt")
     return f"measured {' and '.join(words)}" if words else ""
+
+
+def _all_tied(result: TrainResult) -> bool:
+    """Whether no logged step had a group with signal: a run too short for health's rule, too."""
+    tied = [row.get("frac_score_zero_std", row.get("frac_reward_zero_std")) for row in result.metrics]
+    return bool(tied) and all(one == 1.0 for one in tied)
 
 
 def _gamed(before: Evaluation | None, after: Evaluation | None, change: Change | None) -> str:
@@ -227,6 +235,10 @@ def _advise(kind: Kind, result: TrainResult, change: Change | None) -> str:
         return ""
     if kind == "gamed":
         return "read the best completions, close the way or change the weights of rewards"
+    if kind == "no signal":
+        return (
+            "prompts that are solved sometimes (data.source), worked answers first (rloo-kit sft), or a graded reward"
+        )
     if kind == "broken":
         return "lower rloo.learning_rate, and keep the best weights with eval.every_steps and eval.save_best"
     if result.stopped not in (None, EARLY):

@@ -80,6 +80,16 @@ def test_a_run_without_signal_never_looks_like_a_success(run: RunConfig, rule: s
     assert verdict.kind == "no signal" and "what it saw" in verdict.sentence and "rloo.key" in verdict.next
 
 
+def test_a_short_run_whose_groups_were_all_tied_had_no_signal(run: RunConfig) -> None:
+    """Three steps are too few for health's rule, and "train longer" would be bad advice."""
+    tied = [{"step": step, "frac_score_zero_std": 1.0} for step in (1, 2, 3)]
+    verdict = judge_run(run, result(run, steps=3, metrics=tied), evaluation(0), evaluation(0))
+    assert verdict.kind == "no signal" and "rloo-kit sft" in verdict.next
+    assert judge_run(run, result(run, metrics=tied), evaluation(396), evaluation(396)).kind == "no evidence"
+    tied[1]["frac_score_zero_std"] = 0.5
+    assert judge_run(run, result(run, metrics=tied), evaluation(0), evaluation(0)).kind == "no evidence"
+
+
 def test_signal_that_came_back_is_no_verdict(run: RunConfig) -> None:
     verdict = judge_run(run, result(run, finding("no_signal", last=12)), evaluation(88), evaluation(368))
     assert verdict.kind == "learnt"
