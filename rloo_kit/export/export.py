@@ -23,6 +23,7 @@ from rloo_kit.models.policy import Policy, load_policy
 from rloo_kit.models.trained import trained_run
 from rloo_kit.plan.shapes import find_shape
 from rloo_kit.runs.checkpoints import publish
+from rloo_kit.runs.exported import RUN_FILE, describe_origin
 from rloo_kit.runs.files import now, read_object, saving, write_json
 from rloo_kit.runs.find import find_run
 from rloo_kit.system.environment import current
@@ -117,6 +118,8 @@ def export_model(
             certificate, verdict = _certify(to, written, run, reference)
             card = write_card(run, to, _name_base(run, base), verdict, written.snippet)
             (staged / "README.md").write_text(card, encoding="utf-8")
+            origin = describe_origin(run, public_name(run.model.name))
+            (staged / RUN_FILE).write_text(origin, encoding="utf-8")
             write_json(staged / CERTIFICATE, certificate | {"files": _describe_files(staged)})
             publish(staged, folder)
     finally:

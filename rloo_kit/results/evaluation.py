@@ -264,6 +264,7 @@ class Comparison:
         num_prompts: prompts of the smaller evaluation; with an answer, where accuracies are compared.
         apart: whether the own intervals do not overlap: of the two accuracies, or else of the two rewards.
         reward_difference, reward_low, reward_high: in the weighted sum of the rewards.
+        made_differently: settings in which the two differ so that their means do not compare, in words.
     """
 
     difference: float | None
@@ -278,6 +279,7 @@ class Comparison:
     reward_difference: float | None = None
     reward_low: float | None = None
     reward_high: float | None = None
+    made_differently: tuple[str, ...] = ()
 
     @property
     def sampled(self) -> str:
@@ -306,7 +308,9 @@ class Comparison:
         if not parts:
             return "neither an accuracy nor a reward to compare: an evaluation has none"
         parts[0] = f"{parts[0]} {how}"
-        return "; ".join([*parts, *([f"greedy {self.greedy}"] if self.greedy else [])])
+        parts += [f"greedy {self.greedy}"] if self.greedy else []
+        parts += [f"but made differently: {', '.join(self.made_differently)}"] if self.made_differently else []
+        return "; ".join(parts)
 
 
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
@@ -316,7 +320,8 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
     name = "reward" if found["accuracy"] is None else "accuracy"
     apart = _are_apart(before.measure(name), after.measure(name))
     sizes = [one.num_prompts if name == "reward" else one.prompts_compared for one in (before, after)]
-    return Comparison(*sampled, *greedy, _are_paired(before, after), min(sizes), apart, *reward)
+    settings = tuple(setting_differences(before, after))
+    return Comparison(*sampled, *greedy, _are_paired(before, after), min(sizes), apart, *reward, settings)
 
 
 def difference(before: Evaluation, after: Evaluation, name: str) -> Estimate | None:

@@ -9,11 +9,31 @@ from pydantic import ValidationError
 from rloo_kit.config.derived import THINKING_LENGTH
 from rloo_kit.config.messages import explain_error
 from rloo_kit.config.run import RunConfig, load_config
-from rloo_kit.config.yaml_files import apply_override
+from rloo_kit.config.yaml_files import apply_override, dump_yaml
 from rloo_kit.errors import ConfigError
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, find_run
 
-RUN_FILE = "rloo_kit.yaml"  # in an export: the resolved configuration of the run that it is of
+NO_PROMPTS = "any/prompts"  # of a configuration that has to name some, which nobody reads
+RUN_FILE = "rloo_kit.yaml"  # in an export: what a question reads of the run that it is of
+
+
+def describe_origin(run: RunConfig, model: str) -> str:
+    """The text of `RUN_FILE`: what a question reads of a run, and nothing that tells of a machine.
+
+    Args:
+        model: what the base is called where the export goes.
+    """
+    lengths = run.rloo.model_dump(mode="json", include={"max_completion_length", "thinking_close", "temperature"})
+    prompts = run.data.source if str(run.data.source).startswith("embedded/") else NO_PROMPTS
+    values = {
+        "run": {"name": run.name, "seed": run.run.seed},
+        "model": run.model.model_dump(mode="json") | {"name": model, "adapter": None},
+        "data": {"source": prompts, "system_prompt": run.data.system_prompt},
+        "rewards": [{"name": "answer_reward"}],
+        "rloo": {"max_steps": 1} | lengths,
+        "eval": run.eval.model_dump(mode="json"),
+    }
+    return dump_yaml(values)
 
 
 def find_gguf(source: Path) -> Path | None:
@@ -54,7 +74,7 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
         "run": {"name": folder.resolve().name},
         "model": {"name": str(folder.resolve())},
         # what a run has to have, and a question does not read
-        "data": {"source": "any/prompts"},
+        "data": {"source": NO_PROMPTS},
         "rewards": [{"name": "answer_reward"}],
         "rloo": {"max_steps": 1},
     }

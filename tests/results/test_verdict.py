@@ -9,7 +9,7 @@ import pytest
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.health.rule import Finding
-from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.results.evaluation import Evaluation, compare
 from rloo_kit.results.intervals import clustered, mean_of_prompts
 from rloo_kit.results.result import TrainResult
 from rloo_kit.results.verdict import judge_run, record_verdict
@@ -128,6 +128,8 @@ def test_without_an_answer_the_reward_decides(run: RunConfig) -> None:
 def test_evaluations_made_differently_are_not_compared(run: RunConfig, changes: dict[str, Any], word: str) -> None:
     verdict = judge_run(run, result(run), evaluation(88), evaluation(368, **changes))
     assert verdict.kind == "no evidence" and word in verdict.sentence and verdict.change is None
+    assert f"made differently: {word}" in str(compare(evaluation(88), evaluation(368, **changes)))
+    assert "differently" not in str(compare(evaluation(88), evaluation(368)))
 
 
 def test_other_prompts_and_sample_counts_are_compared_with_a_word(run: RunConfig) -> None:
