@@ -9,6 +9,7 @@ from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.health.rule import Context, Finding
 from rloo_kit.health.watch import examine
 from rloo_kit.results.evaluation import Evaluation
+from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG
 from rloo_kit.runs.run_dir import RunDir
 
 EARLY = "early"  # `TrainResult.stopped` of a run that eval.patience stopped
@@ -64,7 +65,7 @@ def load_result(run: RunConfig) -> TrainResult:
 
 def is_over(run: RunConfig) -> bool:
     """Whether nothing is left to do for a run: it finished with this configuration (`run.*` and `health.*` aside), and
-    its evaluations and report are there as far as it asks for them."""
+    its weights, evaluations and report are there as far as it asks for them."""
     run_dir = RunDir(Path(run.folder))
     if run_dir.status().get("state") != "finished":
         return False
@@ -75,7 +76,8 @@ def is_over(run: RunConfig) -> bool:
     made = (["before.json", "after.json"] if run.run.evaluate else []) + (["report.html"] if run.run.report else [])
     aside = {"run", "health"}
     is_same = saved.model_dump(exclude=aside) == run.model_dump(exclude=aside)
-    return is_same and all((run_dir / name).is_file() for name in made)
+    has_weights = any((run_dir / "adapter" / name).is_file() for name in (ADAPTER_CONFIG, MODEL_CONFIG))
+    return is_same and has_weights and all((run_dir / name).is_file() for name in made)
 
 
 def load_evaluation(run: RunConfig, when: str) -> Evaluation | None:

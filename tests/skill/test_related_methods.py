@@ -4,7 +4,6 @@ TRL's Triton kernel gets a pure-torch stand-in, as in test_equality_with_stock.p
 left out here (tests/with_unsloth).
 """
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,15 @@ pytestmark = pytest.mark.slow
 SMALL = 'use_cpu=True, bf16=False, max_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, '
 RUN = """
 run: {{evaluate: false, report: false, sample_every_steps: 0}}
-model: {{name: "{model}", adapter: outputs/sft/adapter, max_seq_length: 128}}
+model: {{name: "{model}", max_seq_length: 128}}
 data: {{source: embedded/addition, num_prompts: 40, test_size: 4, max_prompt_length: 64}}
 rewards: [{{name: reward_model, params: {{model: outputs/scorer/model, max_length: 128}}}}]
 rloo: {{max_steps: 1, per_device_train_batch_size: 4, num_generations: 2, max_completion_length: 8, beta: 0.01}}
 """
 CHANGES = (
-    (r"((?:SFT|Reward|DPO)Config\()", rf"\1{SMALL}"),
+    (r"((?:Reward|DPO)Config\()", rf"\1{SMALL}"),
     (r'"Qwen/Qwen3-0.6B"', "TINY"),
     (r'dtype="bfloat16", device_map="auto"', 'dtype="float32"'),
-    (r"max_completion_length=1024", "max_completion_length=8"),
     (r"max_new_tokens=2048", "max_new_tokens=8"),
     (r"151668", "260"),
 )
@@ -57,7 +55,7 @@ def torch_head(
 def test_the_blocks_run_in_their_order(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_folder: Path, make_tiny_model: Any, tiny_tokenizer: Any
 ) -> None:
-    """What fine-tuning and the scorer write is what RLOO goes on from: a name that changed breaks the chain."""
+    """What the scorer writes is what RLOO goes on from: a name that changed breaks the chain."""
     from datasets import Dataset
     from trl.trainer import utils
 
@@ -77,7 +75,7 @@ def test_the_blocks_run_in_their_order(
             continue
         for pattern, small in CHANGES:
             code = re.sub(pattern, small, code)
-        if "my_run.yaml" in code:  # from here on the page uses a run that goes on from what the blocks above left
+        if "outputs/my_run" in code:  # the page uses a run, whose reward the blocks above have trained
             (tmp_path / "configs").mkdir()
             (tmp_path / "configs" / "my_run.yaml").write_text(RUN.format(model=tiny_folder))
             run = kit.load_config("configs/my_run.yaml")
@@ -88,9 +86,5 @@ def test_the_blocks_run_in_their_order(
             names |= {"model": make_tiny_model(), "base_model": make_tiny_model(), "tokenizer": tiny_tokenizer}
         exec(compile(code, block.place, "exec"), names)
         ran += 1
-        if "SFTTrainer(" in code:
-            text = tiny_tokenizer.decode(next(iter(names["trainer"].train_dataset))["input_ids"])
-            assert text.count("<think>") == text.count("</think>") == 1, text
-    assert ran == len(blocks) - 1 >= 6
-    assert isinstance(names["thinking"], str) and isinstance(names["answer"], str)
-    assert "model.safetensors" in os.listdir(tmp_path / "outputs" / "my_run" / "merged")
+    assert ran == len(blocks) - 1 >= 4
+    assert isinstance(names["answer"], str)

@@ -80,8 +80,9 @@ def shell(project: Path) -> Iterator[Callable[[str], subprocess.CompletedProcess
 def blocks() -> dict[str, str]:
     """The shell blocks of SKILL.md by a word that each of them alone holds."""
     found = [block.code for block in find_blocks("SKILL.md", (ROOT / "SKILL.md").read_text(encoding="utf-8"), "bash")]
-    words = ("check_setup.py", "doctor --json", "cp ", "run.name=trial", "nohup", "tail ", "rloo-kit eval", "papermill")
-    named = {word: [code for code in found if word in code] for word in (*words, "rloo.max_steps=120")}
+    words = ("check_setup.py", "doctor --json", "cp ", "run.name=trial", "nohup", "rloo-kit report", "rloo-kit eval")
+    words = (*words, "rloo-kit ask", "rloo.max_steps=120", "papermill")
+    named = {word: [code for code in found if word in code] for word in words}
     assert all(len(codes) == 1 for codes in named.values()), {word: len(codes) for word, codes in named.items()}
     return {word: codes[0] for word, codes in named.items()}
 
@@ -121,17 +122,21 @@ def test_the_workflow_as_it_is_written(project: Path, shell: Callable, blocks: d
 
     trial = shell(blocks["run.name=trial"].replace("configs/my_run.yaml", "configs/my_run.yaml run.report=false"))
     assert trial.returncode == 0, trial.stdout[-3000:]
-    assert '"verdict"' in trial.stdout and '"think_end_id": 260' in trial.stdout
+    assert '"level"' in trial.stdout and '"closed_share"' in trial.stdout
 
     assert shell(blocks["nohup"]).returncode == 0
     assert wait_until_finished(project / "outputs" / "my_run") == "finished", (
         project / "outputs/my_run.log"
     ).read_text()
-    read = shell(blocks["tail "])
-    assert read.returncode == 0 and '"better"' in read.stdout and "report.html" in read.stdout, read.stdout
+    read = shell(blocks["rloo-kit report"])
+    assert read.returncode == 0 and re.search("^(learnt|no evidence|no signal|broken|gamed): ", read.stdout, re.M)
+    assert (project / "outputs" / "comparison.html").is_file(), read.stdout
 
     measured = shell(blocks["rloo-kit eval"])
     assert measured.returncode == 0 and measured.stdout.count('"accuracy"') == 2, measured.stdout[-3000:]
+    used = shell(blocks["rloo-kit ask"])
+    assert used.returncode == 0 and '"answer"' in used.stdout, used.stdout[-3000:]
+    assert (project / "outputs" / "my_run" / "export" / "adapter" / "certificate.json").is_file(), used.stdout[-3000:]
     longer = shell(blocks["rloo.max_steps=120"].splitlines()[-1])
     assert longer.returncode == 0 and "step 8/8" in longer.stdout, longer.stdout[-3000:]
     assert not (project / ".claude" / "skills" / "rloo" / "outputs").exists(), "written into the skill's folder"
