@@ -12,7 +12,7 @@ from rich.text import Text
 from rloo_kit.batch.status import TRAINING, BatchDir, RunStatus, count_states
 from rloo_kit.health.series import is_number
 from rloo_kit.results.figures import BLUE, GREY, STYLE, to_svg
-from rloo_kit.results.pages import escape_text, format_duration, make_page, make_section
+from rloo_kit.results.pages import escape_text, format_duration, make_page, make_section, mark_verdict
 from rloo_kit.runs.files import read_object, write_text
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.console import columns as terminal_columns
@@ -40,7 +40,6 @@ MEASURES = {
 NAME_WIDTH = 24  # columns that the table of text leaves for a name, which is folded beyond
 LEFT_OUT = ("thinking tokens", "time", "after, 95 %")  # of that table where it is too wide, the first of them first
 LONGEST_LABEL = 48  # characters of a run's name in the drawing
-VERDICTS = {"learnt": "right", "no signal": "wrong", "broken": "wrong", "gamed": "wrong"}
 COLORS = {"done": "right", "failed": "wrong", "killed": "wrong"}
 
 
@@ -136,7 +135,7 @@ def _row(row: dict[str, Any], short_name: str, hidden: str) -> str:
     page = f"{name}/{TRAINING}/report.html" if row["report"] else f"{name}/notebook.ipynb"
     cells = [f"<a href='{page}'>{shown}</a>" if row["attempts"] else shown]
     cells[0] += f"<span class='under'>{escape_text(hidden)}</span>" if hidden else ""
-    verdict = f"<span class='{VERDICTS.get(row['verdict'], '')}'>{escape_text(row['verdict'] or '-')}</span>"
+    verdict = mark_verdict(row["verdict"] or "-")
     cells += [state, verdict, escape_text(format_duration(row["seconds"])) if row["seconds"] else "-"]
     cells += [_interval(row, f"accuracy{{}}_{when}") for when in ("before", "after")]
     cells += [change(row, "greedy_accuracy", ".3f"), change(row, "held_out_reward", ".3f")]

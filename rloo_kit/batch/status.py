@@ -18,6 +18,7 @@ from rloo_kit.batch.file import FILES, Batch, BatchRun
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
 from rloo_kit.runs.files import lock_folder, now, read_json, write_json, write_text
 from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.console import hide_secrets
 
 STATES = ("waiting", "running", "done", "failed", "killed", "interrupted")
 RUN_FILES = ("notebook.ipynb", "parameters.yaml", "log.txt", "status.json")
@@ -206,6 +207,7 @@ class BatchDir:
 
     def save_batch(self, state: str, **values: Any) -> None:
         """Replace `batch.json`: the state (running, finished, interrupted), the counts, and every run in short."""
+        values |= {"resume": hide_secrets(values["resume"])} if "resume" in values else {}
         write_json(
             self.folder / "batch.json",
             {

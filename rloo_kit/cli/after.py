@@ -25,7 +25,11 @@ def evaluate(
     with exit_codes():
         from rloo_kit.runs.find import weights_of
 
-        run = read_config(file, [*(overrides or []), *([] if adapter is None else weights_of(adapter, "--adapter"))])
+        weights = []
+        if adapter is not None:
+            key, folder = weights_of(adapter, "--adapter")
+            weights = [f"model.{key}={dumps(str(folder), ensure_ascii=False)}"]  # quoted, as YAML takes it whole
+        run = read_config(file, [*(overrides or []), *weights])
         policy, data = prepare(run)
         from rloo_kit.collective import end_processes
         from rloo_kit.evals.evaluate import evaluate as measure

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from rloo_kit.cli.common import app, exit_codes
+from rloo_kit.cli.common import app, exit_codes, with_warnings_as_lines
 from rloo_kit.cli.dialogue import hold_dialogue
 from rloo_kit.errors import ConfigError
 
@@ -51,7 +51,8 @@ def ask(
         from rloo_kit import setup_environment
         from rloo_kit.runs.exported import origin_of
 
-        setup_environment(origin_of(source, *(overrides or [])).model.backend)
+        run = with_warnings_as_lines(origin_of, source, *(overrides or []))
+        setup_environment(run.model.backend)
         from rloo_kit.evals.asked import open_model
 
         model = open_model(source, *(overrides or []))
@@ -67,9 +68,9 @@ def ask(
 
 def _piped(questions: list[str]) -> list[str]:
     """The questions; what is piped in where there are none."""
-    if questions or sys.stdin is None or sys.stdin.isatty():
+    if questions or (sys.stdin is not None and sys.stdin.isatty()):
         return questions
-    text = sys.stdin.read().strip()
+    text = "" if sys.stdin is None else sys.stdin.read().strip()
     if not text:
         raise ConfigError('there is no question: rloo-kit ask RUN "58+67=", or a pipe that is not empty')
     return [text]

@@ -74,7 +74,7 @@ def _ask(flag: str, proposed: str | None, take_it: bool) -> str:
 
 
 def _can_ask() -> bool:
-    return sys.stdin.isatty()
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 @app.command()

@@ -5,10 +5,10 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -92,13 +92,21 @@ def read_config(file: Path, overrides: list[str] | None) -> "RunConfig":
     """`load_config`, with its warnings as lines of stderr."""
     from rloo_kit.config.run import load_config
 
+    return with_warnings_as_lines(load_config, file, *(overrides or []))
+
+
+def with_warnings_as_lines(read: "Callable[..., RunConfig]", *arguments: Any) -> "RunConfig":
+    """What `read` returns, its warnings as lines of stderr; the command may read the same again without repeating
+    them."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FutureWarning)
         try:
-            return load_config(file, *(overrides or []))
+            found = read(*arguments)
         finally:
             for warning in caught if is_main_process() else []:
                 print(f"rloo-kit: {warning.message}", file=sys.stderr)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"rloo_kit\.")
+    return found
 
 
 def find_run(source: Path, overrides: list[str] | None) -> "RunConfig":

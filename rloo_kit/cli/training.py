@@ -10,7 +10,6 @@ from typer.core import TyperCommand
 
 from rloo_kit.cli.common import ConfigFile, Overrides, Overwrite, app, exit_codes, prepare, read_config
 from rloo_kit.errors import ConfigError
-from rloo_kit.system.console import hide_secrets
 from rloo_kit.system.processes import INTERRUPTED, REFUSED, launch_run, resume_words, say
 
 BATCH_REFUSED, MOST_COUNTED = 125, 100  # of `batch`, whose small codes count runs
@@ -53,7 +52,7 @@ def train(
         with RunDir.create(run, resume=resume, overwrite=overwrite) as run_dir:
             words = ["rloo-kit", "train", str(file), *(overrides or []), *resume_words()]
             run_dir.resume_command = shlex.join([*words, "--resume"])
-            run_dir.set_status("running", command=hide_secrets(shlex.join(words)))
+            run_dir.set_status("running", command=shlex.join(words))
             try:
                 policy, data = prepare(run)
                 from rloo_kit.loop.run import run_and_report

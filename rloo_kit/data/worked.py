@@ -73,19 +73,19 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
     known = {_words(text) for text in held_out}
     left_out = dict.fromkeys(("no worked answer", "held-out prompts", "too long"), 0)
     examples, unclosed = [], []
-    limit = run.sft.max_length or run.model.max_seq_length
+    limit, end = run.sft.max_length or run.model.max_seq_length, tokenizer.eos_token or ""
     for row, value in enumerate(source.answers or []):
         where = source.where(row)
-        answer = _text(value, f"{where}: {run.sft.completion_column}")
+        answer = _text(value, f"{where}: {run.sft.completion_column}").strip().removesuffix(end).rstrip()
         thought = None if thoughts is None else _text(thoughts[row], f"{where}: {run.sft.thinking_column}")
-        if not answer.strip() or (thought is not None and not thought.strip()):
+        if not answer.rpartition(THINK_END)[2] or (thought is not None and not thought.strip()):
             left_out["no worked answer"] += 1
             continue
         prompt = _render(run, tokenizer, family, source, row)
         if _words(prompt) in known:
             left_out["held-out prompts"] += 1
             continue
-        completion = render_completion(tokenizer, prompt, answer, thought, thinking, where)
+        completion = _render_completion(tokenizer, prompt, answer, thought, thinking, where)
         if completion is None:
             unclosed.append(row)
             continue
@@ -104,21 +104,20 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
     return _finish(source, examples, left_out, limit)
 
 
-def render_completion(
+def _render_completion(
     tokenizer: Any, prompt: str, answer: str, thought: str | None, thinking: bool, where: str
 ) -> str | None:
     """What the model is to write behind the rendered `prompt`, without the end token; None where its thinking is never
     closed.
 
     Args:
-        answer: the whole worked answer, or what follows the thinking where `thought` is given.
+        answer: the whole worked answer without its end token, or what follows the thinking where `thought` is given.
         thinking: whether the model thinks. where: names the row in errors.
 
     Raises:
         DataError: thinking tags or control tokens where none belong.
     """
-    end = tokenizer.eos_token or ""
-    text = answer.strip().removesuffix(end).rstrip() if end else answer.strip()
+    text = answer
     if thought is not None:
         text = f"{thought.strip()}\n{THINK_END}\n\n{text}"  # as the Qwen3 models write it
     _refuse_control_tokens(tokenizer, text, where)

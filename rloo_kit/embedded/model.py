@@ -79,6 +79,15 @@ def build(
     return target
 
 
+def name_built(folder: str) -> dict[str, Any] | None:
+    """The keys of `model` that `build` the model kept under the folder name `folder`; None for any other name, and for
+    one with another number of steps."""
+    found = _FOLDER_NAME.fullmatch(folder)
+    if found is None or int(found["recipe"]) != RECIPE or found["steps"] is not None:
+        return None
+    return {"name": f"embedded/{found['kind']}", "vocabulary": found["vocabulary"], "build_seed": int(found["seed"])}
+
+
 def rebuild(name: str) -> Path | None:
     """The model that `build` keeps under the folder name `name`, built here if need be; None for any other name. An
     adapter names its base by the path on the machine that trained it, so the name alone identifies the model."""

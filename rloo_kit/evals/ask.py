@@ -18,8 +18,8 @@ from rloo_kit.think_tags import split_thinking
 
 OnText = Callable[[str, str], None]
 NO_BASE = (
-    "every parameter was trained (model.lora is null), so the base is no part of this policy: load it too, base = "
-    "kit.load_policy(...) with its model.name, and give base=base"
+    "this policy holds whole weights (every parameter was trained, or the adapter is merged into them), so the base is "
+    "no part of it: load it too, base = kit.load_policy(...) with its model.name, and give base=base"
 )
 
 
@@ -87,12 +87,13 @@ def ask(
             and at least `eval.answer_budget` unless `max_tokens` is given.
         temperature: None: `eval.temperature`; 0 takes the likeliest token each time.
         max_tokens: of the completion; None: the limit of the run's evaluation.
-        seed: of the sampling. system: in place of `data.system_prompt`.
+        seed: of the sampling. system: in place of `data.system_prompt`; "" for none.
         stream: print while it is sampled; or a function that is called with "thinking" or "answer" ("base thinking",
             "base answer") and a piece of its text; False for neither.
 
     Raises:
-        ConfigError: a budget for a model that does not think; no base. QuestionTooLongError: a question that leaves too
+        ConfigError: a budget for a model that does not think, or that leaves none of `max_tokens`; no base.
+        QuestionTooLongError: a question that leaves too
             little of `model.max_seq_length`. DataError: a question that cannot be rendered.
     """
     if budget is not None and not thinks(policy.family, run.model.enable_thinking):
@@ -133,9 +134,8 @@ class _Plan:
     ) -> Answer:
         """Ask one model; `title` names it where two are asked."""
         run = self.run
-        prompt = render_prompt(
-            policy.tokenizer, question, policy.family, run.model.enable_thinking, self.system or run.data.system_prompt
-        )
+        system = run.data.system_prompt if self.system is None else self.system or None
+        prompt = render_prompt(policy.tokenizer, question, policy.family, run.model.enable_thinking, system)
         ids = list(policy.tokenizer(prompt)["input_ids"])
         limits = self._limits(policy, len(ids))
         opened = _opens_thinking(policy, ids)
@@ -176,7 +176,12 @@ class _Plan:
         if self.budget is not None:
             close = run.rloo.thinking_close
             left = length - self.budget - len(close_ids_for(policy.tokenizer, policy.tags, close))
-            answer = max(left, 1 if self.max_tokens else run.eval.answer_budget)
+            if self.max_tokens and left < 1:
+                raise ConfigError(
+                    f"a thinking budget of {self.budget} leaves no token of {length} for the answer: raise "
+                    f"--max-tokens (max_tokens) above {length - left} or lower --budget (budget)"
+                )
+            answer = left if self.max_tokens else max(left, run.eval.answer_budget)
             limits |= {"thinking_budget": self.budget, "answer_budget": answer, "thinking_close": close}
             needed = length - left + answer
         room = count_room(run, policy)

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import Message, resolve_family
 from rloo_kit.embedded.model import RECORD
+from rloo_kit.errors import BackendError
 from rloo_kit.evals.ask import Answer, ask
 from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.policy import Policy, load_policy
@@ -69,7 +70,14 @@ class GgufModel(TrainedModel):
         run = origin_of(self._source, *self._overrides)
         file = find_gguf(self._source)
         assert file is not None
-        tokenizer = AutoTokenizer.from_pretrained(find_source(run).base)
+        base = find_source(run).base
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(base)
+        except OSError as error:
+            raise BackendError(
+                f"the tokenizer of {file} is that of its base, {base}, which is not found: name the base's folder with "
+                f"--set model.name=FOLDER ({str(error).splitlines()[0]})"
+            ) from error
         family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
         model = LlamaModel(file, run.model.max_seq_length)
         return run, Policy(model, tokenizer, "transformers", "llama.cpp", bind_think_tags(tokenizer), family, {})

@@ -8,7 +8,7 @@ from pathlib import Path
 from rloo_kit.errors import ExportError
 from rloo_kit.export.card import hub_id
 from rloo_kit.models.adapters import follow_umask
-from rloo_kit.models.checkpoint import ADAPTER_FILE, MODEL_FILE
+from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG
 from rloo_kit.system.environment import cache_folder
 
 WEIGHTS = "adapter_model.safetensors"
@@ -28,11 +28,11 @@ def name_base(base: str) -> tuple[str, str | None]:
 
 def check_adapter(saved: Path) -> None:
     """ExportError where the run's `adapter/` holds none."""
-    if (saved / ADAPTER_FILE).is_file():
+    if (saved / ADAPTER_CONFIG).is_file():
         return
-    if (saved / MODEL_FILE).is_file():
+    if (saved / MODEL_CONFIG).is_file():
         raise ExportError(f"{saved} holds a whole model, no adapter (model.lora is null): use --to merged")
-    raise ExportError(f"{saved} has no {ADAPTER_FILE}, so there is no adapter to export")
+    raise ExportError(f"{saved} has no {ADAPTER_CONFIG}, so there is no adapter to export")
 
 
 def write_adapter(saved: Path, base: str, folder: Path) -> None:
@@ -41,9 +41,9 @@ def write_adapter(saved: Path, base: str, folder: Path) -> None:
         if file.is_file() and file.name != "README.md":  # PEFT's empty template; the card takes its place
             shutil.copyfile(file, folder / file.name)
     name, included = name_base(base)
-    settings = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
+    settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     settings["base_model_name_or_path"] = name
-    (folder / ADAPTER_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     if included is not None:
         shutil.copytree(base, folder / included)
     follow_umask(folder)

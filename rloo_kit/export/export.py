@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import load_data
+from rloo_kit.embedded.model import name_built
 from rloo_kit.errors import ConfigError, ExportError, RunExistsError
 from rloo_kit.export import adapter, gguf
 from rloo_kit.export.card import public_name, write_card
@@ -94,9 +95,11 @@ def export_model(
     """
     _check_arguments(to, quantization, dtype, num_prompts)
     run, trained = find_run(source), trained_run(source, *overrides)
+    run.run = trained.run  # another run of the same file by its name
     trained.rollout = trained.rollout.model_copy(update={"engine": ENGINE})
     place = Path(source) if Path(source).is_dir() else run.folder
     folder = Path(output) if output is not None else place / "export" / to
+    folder = folder if folder.name not in ("", "..") else folder.resolve()
     _check_folder(folder, overwrite)
     if to == "adapter":
         adapter.check_adapter(run.folder / "adapter")
@@ -118,7 +121,7 @@ def export_model(
             certificate, verdict = _certify(to, written, run, reference)
             card = write_card(run, to, _name_base(run, base), verdict, written.snippet)
             (staged / "README.md").write_text(card, encoding="utf-8")
-            origin = describe_origin(run, public_name(run.model.name))
+            origin = describe_origin(run, _find_base(run, base))
             (staged / RUN_FILE).write_text(origin, encoding="utf-8")
             write_json(staged / CERTIFICATE, certificate | {"files": _describe_files(staged)})
             publish(staged, folder)
@@ -146,6 +149,9 @@ def _check_arguments(to: str, quantization: str | None, dtype: str | None, num_p
 
 def _check_folder(folder: Path, overwrite: bool) -> None:
     """An export is replaced if that is asked for; nothing else is."""
+    above = next(one for one in folder.absolute().parents if one.exists())
+    if not above.is_dir():
+        raise ConfigError(f"--output is {folder}, and {above} is no folder")
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not (folder / CERTIFICATE).is_file():
@@ -219,6 +225,13 @@ def _name_base(run: RunConfig, base: str) -> str:
     """What the card calls the base: without an adapter `base` is the trained model itself."""
     is_named = run.model.is_embedded or run.model.lora is None
     return public_name(run.model.name) if is_named else adapter.name_base(base)[0]
+
+
+def _find_base(run: RunConfig, base: str) -> dict[str, Any]:
+    """The keys of `model` by which the base is found elsewhere, or at least called."""
+    if run.model.is_embedded:
+        return {"name": run.model.name}
+    return name_built(Path(base).name) or {"name": _name_base(run, base)}
 
 
 def _describe_files(folder: Path) -> dict[str, dict[str, Any]]:

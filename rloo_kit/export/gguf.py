@@ -3,7 +3,6 @@
 Tensor by tensor with the `gguf` package, with the names, types and keys of llama.cpp's own converter.
 """
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from rloo_kit.errors import ExportError
 from rloo_kit.export.merge import Weight
+from rloo_kit.system.versions import is_importable
 
 # Largest difference to a merged weight, as a share of the largest of its 32 neighbours (q4_k_m: 256): half a step of
 # the type; of q4_k_m, whose steps are quantised themselves, twice what llama.cpp's code made of random weights.
@@ -25,7 +25,7 @@ NO_MERGE = ["ÿ ÿ"]
 
 def check_gguf(config: Any) -> None:
     """ExportError where GGUF cannot be written: no `gguf` package, or no Qwen3."""
-    if find_spec("gguf") is None:
+    if not is_importable("gguf"):
         raise ExportError("GGUF is written with the package gguf, which is not installed: pip install gguf")
     if config.model_type not in ARCHITECTURES:
         raise ExportError(
@@ -165,7 +165,7 @@ def _layer_of(weight: Weight) -> int:
 
 def quantise(source: Path, file: Path) -> str | None:
     """Make `file`, a q4_k_m, of the f16 GGUF `source` with llama-cpp-python; without it the command that makes it."""
-    if find_spec("llama_cpp") is None:
+    if not is_importable("llama_cpp"):
         return f"llama-quantize {source.name} {file.name} Q4_K_M"
     import ctypes
 

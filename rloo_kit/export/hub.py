@@ -1,5 +1,6 @@
 """An exported folder to the hub, by the hub's own client, which finds the token itself."""
 
+import shlex
 from pathlib import Path
 
 from rloo_kit.errors import ExportError
@@ -29,6 +30,6 @@ def push_folder(folder: Path, repo: str, message: str) -> str:
         raise ExportError(
             f"the export is complete in {folder}, but --push {repo} failed ({type(error).__name__}): {error}. A token "
             "that may write is read from HF_TOKEN, in the environment or in .env; HF_HUB_OFFLINE must not be 1. Again: "
-            f"hf upload {repo} {folder}"
+            f"hf upload {repo} {shlex.quote(str(folder))}"
         ) from None
     return str(address)

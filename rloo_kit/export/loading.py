@@ -1,5 +1,7 @@
 """How each export is loaded, as the snippet of its card and the line that the command prints."""
 
+import shlex
+
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.models.policy import Policy
@@ -30,7 +32,7 @@ _FOUR_BIT = (
 def serve_line(run: RunConfig, policy: Policy, folder: str) -> str:
     """The command that serves a merged folder with vLLM."""
     parser = " --reasoning-parser qwen3" if thinks(policy.family, run.model.enable_thinking) else ""
-    return f"vllm serve {folder} --max-model-len {run.model.max_seq_length}{parser}"
+    return f"vllm serve {shlex.quote(folder)} --max-model-len {run.model.max_seq_length}{parser}"
 
 
 def snippet_adapter(base: str, included: str | None, quantised: bool, dtype: str) -> str:
@@ -68,5 +70,6 @@ def snippet_vllm(line: str) -> str:
 
 def snippet_gguf(name: str, file: str, has_modelfile: bool) -> str:
     """Commands for llama.cpp and Ollama."""
+    name = shlex.quote(name)
     ollama = f"\nollama create {name} -f Modelfile && ollama run {name}" if has_modelfile else ""
-    return f"```bash\nllama-server -m {file} --jinja{ollama}\n```"
+    return f"```bash\nllama-server -m {shlex.quote(file)} --jinja{ollama}\n```"

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from rloo_kit.errors import ExportError, shorten
 from rloo_kit.export import loaders
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.completions import find_end_ids, generate_completions
-from rloo_kit.system.versions import VLLM_INSTALL
+from rloo_kit.system.versions import VLLM_INSTALL, is_importable
 
 ENGINE = "generate"  # both backends have it, and neither starts vLLM for it
 LONGEST = 256  # tokens of a greedy completion; thinking goes on for thousands, which say nothing new
@@ -45,7 +44,6 @@ OF_FILE = {
     "q4_k_m": Tolerance(3.0, 0.3, 0.0),
 }
 OF_COMPUTING = {"float32": OF_FILE["float32"], "float16": OF_FILE["bfloat16"], "bfloat16": Tolerance(1.0, 5e-2, 0.3)}
-GRADES = tuple(OF_FILE)
 # llama.cpp sums the softmax of the log-probs that it reports in float32, likeliest first: a token of less than this
 # share no longer counts, and a whole vocabulary of such rows may be missing.
 LOST_A_ROW = 2.0**-24
@@ -154,14 +152,14 @@ def measure_reference(run: RunConfig, policy: Policy, prompts: list[str]) -> Ref
 def find_missing(loader: str) -> str | None:
     """Why a program cannot be asked; None if it can."""
     module, command = MODULES.get(loader, ("", ""))
-    return f"{module} is not installed ({command})" if module and find_spec(module) is None else None
+    return f"{module} is not installed ({command})" if module and not is_importable(module) else None
 
 
 def check_parity(reference: Reference, loader: str, model: Path, grade: str, **request: Any) -> Check:
     """Load `model` with `loader` (a key of `loaders.LOADERS`) and compare.
 
     Args:
-        grade: what the file holds, one of `GRADES`. request: `adapter` and `four_bit`, for PEFT.
+        grade: what the file holds, a key of `OF_FILE`. request: `adapter` and `four_bit`, for PEFT.
 
     Raises:
         ExportError: it does not load, or its answers differ by more than is tolerated; the text has the figures.

@@ -1,6 +1,7 @@
 """The four targets: each fills a staging folder, reads the tensors back, and says how it is loaded."""
 
 import json
+import shlex
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,7 @@ class Written:
     """What lies in the staging folder.
 
     Attributes:
-        kind: dtype or quantisation. grade: the same as one of `parity.GRADES`.
+        kind: dtype or quantisation. grade: the same as a key of `parity.OF_FILE`.
         model: what the loader is given; request: and what else. tensors: what reading them back has shown.
         snippet: how it is loaded, in Markdown, for the card. usage: lines for who made it, with its path.
     """
@@ -139,7 +140,7 @@ def write_gguf(job: Job) -> Written:
         tensors=f"{len(weights)} tensors read back by gguf's reader, off the merged ones by {error:.2g} of the largest "
         "neighbour at most",
         snippet=loading.snippet_gguf(name.lower(), file.name, modelfile is not None),
-        usage=[f"llama-server -m {job.folder / file.name} --jinja", *usage],
+        usage=[f"llama-server -m {shlex.quote(str(job.folder / file.name))} --jinja", *usage],
     )
 
 

@@ -2,18 +2,17 @@
 
 import math
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-LARGEST = sys.float_info.max
+LARGEST = 1e150  # of a metric's value: sums and squares of such are finite
 LONGEST_LOOK = 500  # values that a rule looks back over, so that a long run costs no more a step
 
 Row = Mapping[str, Any]  # metrics of one logged step, under the trainer's names
 
 
 def is_number(value: Any) -> bool:
-    """Whether a metric's value is a finite number."""
+    """Whether a metric's value is a number that can be computed with."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return -LARGEST <= value <= LARGEST  # false for NaN; math.isfinite raises for an integer of 400 digits

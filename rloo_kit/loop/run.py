@@ -298,7 +298,8 @@ class _Training:
             say(f"interrupted {where}; {folder} has {saved}, and the adapter. To go on: {resume}")
             return
         error = self.guard.make_error(where)
-        self.run_dir.set_status("failed", error=f"{type(error).__name__}: {error}", resume=resume, **progress)
+        progress |= {"error": f"{type(error).__name__}: {error}", "stopped_by": stopped, "resume": resume}
+        self.run_dir.set_status("failed", **progress)
         say(f"{error}\nThe state is saved in {folder}.")
 
     def _drop_reference(self) -> None:

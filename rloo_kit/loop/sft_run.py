@@ -17,7 +17,7 @@ from rloo_kit.runs.find import weights_of
 from rloo_kit.runs.run_dir import RunDir
 from rloo_kit.system.processes import say
 
-STARTS_AT = ("model.adapter", "model.name", "run.name")  # overrides that the next command has its own for
+WEIGHTS = ("model.adapter", "model.name")  # an adapter still needs the name of its base
 
 
 def fine_tune_and_report(run: RunConfig, policy: Policy, data: Data, run_dir: RunDir) -> SftResult:
@@ -51,11 +51,13 @@ def next_command(run: RunConfig, overrides: Sequence[str], result: SftResult) ->
         run: read from a file, with `overrides` (KEY=VALUE), which are repeated. A key whose default follows the
             model's name keeps its value where the name is now that of a folder.
     """
-    kept = [word for word in overrides if not word.startswith((*(f"{key}=" for key in STARTS_AT), "sft."))]
+    adapter, source = _from_here(result.adapter_folder), run.source
+    key = f"model.{weights_of(adapter)[0]}"
+    replaced = WEIGHTS[: WEIGHTS.index(key) + 1]
+    own = (*(f"{one}=" for one in (*replaced, "run.name")), "sft.")
+    kept = [word for word in overrides if not word.startswith(own)]
     if any(word.startswith("run.name=") for word in overrides):
         kept.append(f"run.name={run.name}")
-    adapter, source = _from_here(result.adapter_folder), run.source
-    key = weights_of(adapter)[0].partition("=")[0]
     with_weights = [*kept, f"{key}={adapter}"]
     assert source is not None
     if key == "model.name":

@@ -7,8 +7,8 @@ from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError
+from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG
 
-ADAPTER_FILE, MODEL_FILE = "adapter_config.json", "config.json"
 PAD_TOKENS = (
     "<|endoftext|>",
     "<|pad|>",
@@ -45,9 +45,9 @@ def find_source(run: RunConfig) -> ModelSource:
         source = ModelSource(str(build(kind, model.vocabulary, model.build_seed)), model.adapter)
     else:
         source = _from_name(model.name, model.adapter)
-    if source.is_folder and not (Path(source.base) / MODEL_FILE).is_file():
+    if source.is_folder and not (Path(source.base) / MODEL_CONFIG).is_file():
         raise BackendError(
-            f"{source.base} has no {MODEL_FILE}, so it is no checkpoint; model.name takes a hub id, a folder written "
+            f"{source.base} has no {MODEL_CONFIG}, so it is no checkpoint; model.name takes a hub id, a folder written "
             "by save_pretrained, or the folder of an adapter"
         )
     if source.adapter is not None:
@@ -66,7 +66,7 @@ def _from_name(name: str, adapter: str | None) -> ModelSource:
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise BackendError(f"model.name is {name}, and there is no such folder")
         return ModelSource(name, adapter)
-    if not (folder / ADAPTER_FILE).is_file() or (folder / MODEL_FILE).is_file():
+    if not (folder / ADAPTER_CONFIG).is_file() or (folder / MODEL_CONFIG).is_file():
         return ModelSource(str(folder), adapter)
     if adapter is not None and Path(adapter).expanduser().resolve() != folder.resolve():
         raise BackendError(
@@ -76,7 +76,7 @@ def _from_name(name: str, adapter: str | None) -> ModelSource:
     base = _recorded_base(folder)
     if not base:
         raise BackendError(
-            f"{folder / ADAPTER_FILE} names no base model: set model.name to it and model.adapter={folder}"
+            f"{folder / ADAPTER_CONFIG} names no base model: set model.name to it and model.adapter={folder}"
         )
     if Path(base).is_absolute() and not Path(base).is_dir():
         from rloo_kit.embedded.model import rebuild
@@ -94,10 +94,10 @@ def _from_name(name: str, adapter: str | None) -> ModelSource:
 def _recorded_base(adapter: Path) -> str:
     """The base model that an adapter was trained on, as PEFT wrote it down; "" if it did not."""
     try:
-        return json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+        return json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
     except (OSError, ValueError, AttributeError) as error:
         raise BackendError(
-            f"{adapter} is no folder of an adapter ({ADAPTER_FILE}: {error}); see model.adapter"
+            f"{adapter} is no folder of an adapter ({ADAPTER_CONFIG}: {error}); see model.adapter"
         ) from None
 
 
@@ -107,7 +107,7 @@ def _check_base(source: ModelSource) -> None:
     if recorded and _short_name(recorded) != _short_name(source.base):
         raise BackendError(
             f"the adapter {adapter} was trained on {recorded}, not on {source.base}: set model.name to that model. If "
-            f"it is the same model under another name, change base_model_name_or_path in {adapter / ADAPTER_FILE}"
+            f"it is the same model under another name, change base_model_name_or_path in {adapter / ADAPTER_CONFIG}"
         )
 
 

@@ -1,5 +1,6 @@
 """The policy that a run has trained, loaded again as the run loaded it."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,10 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.models.checkpoint import find_source
 from rloo_kit.models.policy import Policy, load_policy
-from rloo_kit.runs.exported import RUN_FILE, is_export, origin_of
-from rloo_kit.runs.find import ADAPTER_CONFIG, weights_of
+from rloo_kit.runs.exported import RUN_FILE, find_gguf, is_export, origin_of
+from rloo_kit.runs.files import read_object
+from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, weights_of
+from rloo_kit.system import environment
 
 
 def trained_run(source: str | Path, *overrides: str) -> RunConfig:
@@ -19,21 +22,33 @@ def trained_run(source: str | Path, *overrides: str) -> RunConfig:
         overrides: KEY=VALUE, `rollout.engine=native` for one.
 
     Raises:
-        RunNotFoundError: no such run, or it has not saved an adapter yet. ConfigError: as `load_config`.
+        RunNotFoundError: no such run, or it has not saved an adapter yet. ConfigError: as `load_config`; a GGUF file.
     """
+    if (file := find_gguf(Path(source))) is not None:
+        raise ConfigError(f"{file} is for llama.cpp, which is asked by: rloo-kit ask {shlex.quote(str(file))}")
     run = origin_of(source, *overrides)
     saved = Path(source) if is_export(Path(source)) else run.folder / "adapter"
     if not saved.is_dir():
         raise RunNotFoundError(
             f"{run.folder} has no adapter/, so nothing is trained there yet: rloo-kit train {source} makes it"
         )
-    key, _, value = weights_of(saved)[0].partition("=")
+    key, weights = weights_of(saved)
     changed: dict[str, Any] = {"adapter": None, "name": run.model.name}
     named = Path(run.model.name).expanduser()
     if (named / ADAPTER_CONFIG).is_file() and named.resolve() != saved.resolve():
         changed["name"] = find_source(run).base  # the run continued another adapter, which is part of this one
-    run.model = run.model.model_copy(update=changed | {key.removeprefix("model."): value})
+    if key == "name" and run.model.lora is not None and not _is_quantised(weights):
+        # merged: no base is left in it to switch to, and it is no longer in 4-bit
+        dtype = environment.current().dtype_name if run.model.dtype == "auto" else run.model.dtype
+        backend = "auto" if run.model.backend == "unsloth" else run.model.backend  # Unsloth's loader wants an adapter
+        changed |= {"lora": None, "load_in_4bit": False, "dtype": dtype, "backend": backend}
+    run.model = run.model.model_copy(update=changed | {key: str(weights)})
     return run
+
+
+def _is_quantised(folder: Path) -> bool:
+    """Whether a checkpoint's own weights are; it takes an adapter to load those."""
+    return read_object(folder / MODEL_CONFIG).get("quantization_config") is not None
 
 
 def load_trained(source: str | Path, *overrides: str) -> tuple[RunConfig, Policy]:

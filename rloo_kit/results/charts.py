@@ -38,7 +38,8 @@ class Chart:
     """One panel.
 
     Attributes:
-        title: as plain text. series: one line each, by its name ("" for one alone); the last is the strongest.
+        title: as plain text. series: one line each, by its name ("" for one alone); the last is the strongest. One
+            without points is not shown, and keeps its colour.
         form: "share" (0 to 1, shown in %), "count" or "number". labels: in place of numbers below the points 0, 1, ...
         dots: whether every point is a dot with its interval, as of a measurement, else a line with its moving mean.
         alike: the series are equals, each in a colour of its own (`c0` to `c7` of the style).
@@ -69,6 +70,7 @@ def draw_chart(chart: Chart) -> str:
     lines = [
         _line(points, scale, series_class(chart, number), chart.dots)
         for number, points in enumerate(chart.series.values())
+        if points
     ]
     parts += lines[::-1] if chart.dots else lines  # the strong line in front, but not of another's dots
     return (
@@ -88,6 +90,8 @@ def describe_chart(chart: Chart) -> str:
     """The chart in a sentence."""
     texts = []
     for name, points in chart.series.items():
+        if not points:
+            continue
         first, last = points[0], points[-1]
         ends = [format_value(one.value, chart.form) for one in (first, last)]
         at = [chart.labels[int(one.step)] if chart.labels else f"{chart.note} {one.step:g}" for one in (first, last)]

@@ -175,7 +175,7 @@ def _panels(rows: Sequence[Row], names: Sequence[str]) -> Iterable[_Panel]:
         yield from panel("Reward, weighted sum", "number", "reward")
         for name in rewards:
             yield from panel(f"Reward: {name}", "number", f"rewards/{name}/mean")
-    yield from panel("Groups with signal", "share", "frac_score_zero_std", "frac_reward_zero_std", "reward_std",
+    yield from panel("Groups with signal", "share", "frac_score_zero_std", "frac_reward_zero_std",
                      change=lambda value: 1 - value)  # fmt: skip
     lengths = {"completion": take("completions/mean_length"), "thinking": take("thinking/mean_length")}
     lengths = {name: points for name, points in lengths.items() if points}
@@ -196,8 +196,8 @@ def draw_figure(chart: Chart, findings: Sequence[Finding] = ()) -> str:
     """A chart with its title, its ends and its legend; findings that are marked in it are linked."""
     legend = "".join(
         f"<span class='key {series_class(chart, number)}'>{escape_text(name)}</span>"
-        for number, name in enumerate(chart.series)
-        if name
+        for number, (name, points) in enumerate(chart.series.items())
+        if name and points
     )
     links = {one.title: one.rule for one in findings}
     marks = ", ".join(

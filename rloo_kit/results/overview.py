@@ -23,16 +23,16 @@ from rloo_kit.system.console import columns, fill_text, format_seconds, render_t
 
 STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step", "energy_wh")
 MEANS = ("reward", "completions/mean_length", "thinking/mean_length", "thinking/closed_ratio", "val/ratio")
-CURVES = (  # title, metric, format of its values
-    ("reward", "reward", ".3f"),
-    ("groups without signal", "frac_reward_zero_std", ".1%"),
-    ("thinking tokens", "thinking/mean_length", ".1f"),
-    ("thinking closed", "thinking/closed_ratio", ".1%"),
-    ("truncated", "completions/clipped_ratio", ".1%"),
-    ("entropy", "entropy", ".3f"),
-    ("KL to the reference", "kl", ".4f"),
-    ("gradient norm", "grad_norm", ".3f"),
-    ("tokens a second", "eps", ".0f"),
+CURVES = (  # title, format of its values, metrics (the first that was logged)
+    ("reward", ".3f", "reward"),
+    ("groups without signal", ".1%", "frac_score_zero_std", "frac_reward_zero_std"),
+    ("thinking tokens", ".1f", "thinking/mean_length"),
+    ("thinking closed", ".1%", "thinking/closed_ratio"),
+    ("truncated", ".1%", "completions/clipped_ratio"),
+    ("entropy", ".3f", "entropy"),
+    ("KL to the reference", ".4f", "kl"),
+    ("gradient norm", ".3f", "grad_norm"),
+    ("tokens a second", ".0f", "eps"),
 )
 BLOCKS = "▁▂▃▄▅▆▇█"
 COLORS = {"learnt": "green", "no evidence": "yellow", "no signal": "red", "broken": "red", "gamed": "red"}
@@ -140,8 +140,9 @@ class RunOverview:
         table = Table(box=None, pad_edge=False)
         for title in ("training", "over the steps", "first", "last"):
             table.add_column(title, justify="right" if title in ("first", "last") else "left", no_wrap=True)
-        for title, metric, form in CURVES:
-            values = [row[metric] for row in self.rows if is_number(row.get(metric))]
+        for title, form, *metrics in CURVES:
+            columns_of = ([row[name] for row in self.rows if is_number(row.get(name))] for name in metrics)
+            values = next(filter(None, columns_of), [])
             if len(set(values)) > 1:
                 line = sparkline(values, max(columns() - 45, 10))
                 table.add_row(title, line, format(values[0], form), format(values[-1], form))

@@ -14,6 +14,7 @@ from typing import Any
 
 from rloo_kit.system.console import picture_controls
 
+_VERDICTS = {"learnt": "right", "no signal": "wrong", "broken": "wrong", "gamed": "wrong"}
 _SURROGATES = re.compile("[\ud800-\udfff]")  # a lone one, which UTF-8 cannot hold
 _IN_SCRIPTS = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
@@ -104,6 +105,11 @@ def embed_json(value: Any) -> str:
     """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.translate(_IN_SCRIPTS)
+
+
+def mark_verdict(kind: str) -> str:
+    """A verdict's word in its colour; any other text as it is."""
+    return f"<span class='{_VERDICTS.get(kind, '')}'>{escape_text(kind)}</span>"
 
 
 def format_duration(seconds: float) -> str:

@@ -41,6 +41,7 @@ FILES = {
     "evaluations.jsonl": "the evaluations during training",
     "before.json": "the evaluation before training",
     "after.json": "the evaluation after training",
+    "memory.json": "the peak of memory against the plan",
     "checkpoints": "what --resume continues from",
 }
 LONGEST_TABLE = 12  # rows of measures that are not folded away
@@ -72,7 +73,7 @@ def write_report(
     changes = find_changes(before, after)
     rollouts = sample_rollouts(read_rollouts(folder), result.steps)
     rewards = [entry.name for entry in run.rewards]
-    chart = _held_out(verdict, before, after, during, result)
+    chart = _held_out(verdict, before, after, during, result.kept_step)
     sections = [
         _top(run, result, verdict, before, after, comparison, read_object(folder / "status.json")),
         make_section("Curves", draw_curves_of(result.metrics, result.findings, chart, rewards), "curves"),
@@ -161,6 +162,8 @@ def _shell(lines: Sequence[str]) -> str:
 
 def _how_it_ended(result: TrainResult) -> str:
     """What is unusual about it; empty for a run to its end whose last weights were kept."""
+    if result.stopped == "running":
+        return f"The run has not ended, and is at step {result.steps:,}."
     end = {"interrupted": "The run was interrupted", "no signal": "The run stopped: no learning signal"}
     end[EARLY] = "The run stopped early, without a new best for too long (eval.patience)"
     text = ""
@@ -173,19 +176,19 @@ def _how_it_ended(result: TrainResult) -> str:
 
 
 def _held_out(
-    verdict: Verdict, before: Evaluation | None, after: Evaluation | None, during: Sequence[dict[str, Any]], result: Any
+    verdict: Verdict, before: Evaluation | None, after: Evaluation | None, during: Sequence[dict[str, Any]], last: int
 ) -> Chart | None:
     found = parse_evaluations(during)
     measure = during[-1]["measure"] if found else verdict.change.measure if verdict.change is not None else "accuracy"
-    return held_out_chart(before, after, found, measure, result.steps)
+    return held_out_chart(before, after, found, measure, last)
 
 
 def _health(result: TrainResult) -> str:
     if not result.findings:
         return "<p>No rule of health found anything.</p>"
-    rows = []
+    rows, lasting = [], {one.rule for one in result.lasting}
     for one in result.findings:
-        steps = f"{one.since}" if one.last >= result.steps else f"{one.since} to {one.last}"
+        steps = f"{one.since}" if one.rule in lasting else f"{one.since} to {one.last}"
         also = f"; seen with it: {', '.join(one.explains).replace('_', ' ')}" if one.explains else ""
         rows.append((one.title, one.level, steps, one.evidence + also, one.cause, one.fix))
     head = ("what", "level", "since step", "evidence", "cause", "to do")

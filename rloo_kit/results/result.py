@@ -25,10 +25,11 @@ class TrainResult:
         metrics: the rows of `metrics.jsonl`, one a logged step.
         seconds: of training, added up over all processes that the run has had.
         stopped: None when it ran to its end, else "early" (`eval.patience`; the run is finished), "interrupted" or the
-            rule of `health:` that stopped it ("no signal").
+            rule of `health:` that stopped it ("no signal"); of one read from its folder also "failed" and "running".
         adapter_step: whose weights the adapter holds: the last step's, or with `eval.save_best` the best evaluation's;
             None where it is not known.
         findings: what the rules of `health/rules.py` found, the causes in the order of their steps.
+        method: "rloo", or "sft" of the supervised training before it.
     """
 
     folder: Path
@@ -39,6 +40,18 @@ class TrainResult:
     stopped: str | None = None
     adapter_step: int | None = None
     findings: list[Finding] = field(default_factory=list, repr=False)
+    method: str = "rloo"
+
+    @property
+    def lasting(self) -> list[Finding]:
+        """The findings that were true of the last logged step."""
+        last = max((row["step"] for row in self.metrics), default=self.steps)
+        return [one for one in self.findings if one.last >= last]
+
+    @property
+    def kept_step(self) -> int:
+        """Whose weights the adapter holds, and the evaluation after training measures."""
+        return self.steps if self.adapter_step is None else self.adapter_step
 
 
 def load_result(run: RunConfig) -> TrainResult:
@@ -50,6 +63,7 @@ def load_result(run: RunConfig) -> TrainResult:
         raise RunNotFoundError(f"there is no run in {run_dir.folder}; rloo-kit train makes one")
     metrics = run_dir.read_metrics()
     seconds = (metrics[-1].get("seconds") if metrics else None) or 0.0
+    state, rule = status.get("state"), status.get("stopped_by")
     ended = EARLY if status.get("stopped_early") else None
     return TrainResult(
         run_dir.folder,
@@ -57,9 +71,10 @@ def load_result(run: RunConfig) -> TrainResult:
         status.get("step", 0),
         metrics,
         seconds,
-        stopped=ended if status.get("state") == "finished" else status.get("state"),
+        stopped=ended if state == "finished" else rule if isinstance(rule, str) else state,
         adapter_step=status.get("adapter_step"),
         findings=examine(metrics, Context.of(run, status.get("max_steps"))),
+        method="sft" if status.get("method") == "sft" else "rloo",
     )
 
 

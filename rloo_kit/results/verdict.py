@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.health.rule import Finding
+from rloo_kit.health.rule import Context, Finding
 from rloo_kit.results.evaluation import Evaluation, difference, setting_differences
 from rloo_kit.results.result import EARLY, TrainResult
 from rloo_kit.runs.run_dir import RunDir
@@ -21,6 +21,7 @@ Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
 NO_SIGNAL = ("no_signal", "truncation", "cold_start", "zero_gradient", "no_movement", "all_none", "reward_failures")
 BROKEN, GAMED = "broken_policy", "reward_hacking"
 SOLVED = 0.95  # accuracy above which there is little left to learn
+MEASURES = ("accuracy", "greedy_accuracy", "reward")  # of which the first that both have is judged by
 EXACTLY = 0.1  # a difference below this is shown with a decimal
 LONGEST_QUESTION = 60  # characters of an example in a command
 CLOSE = 0.02  # half the width of an interval that settles whether a run of moderate size learnt
@@ -147,7 +148,7 @@ def _decide(
     result: TrainResult, before: Evaluation | None, after: Evaluation | None, change: Change | None
 ) -> tuple[Kind, str, Finding | None]:
     """Kind, sentence, and the finding that explains it."""
-    lasting = {one.rule: one for one in result.findings if one.last >= result.steps}
+    lasting = {one.rule: one for one in result.lasting}
     fallen = lasting.get(BROKEN)
     blind = next((lasting[name] for name in NO_SIGNAL if name in lasting and lasting[name].level == "alarming"), None)
     measured = "" if change is None else f"; {_lower(str(change))}"
@@ -168,13 +169,15 @@ def _decide(
         return "broken", f"The policy fell apart: {fallen.evidence}{measured}", fallen
     if blind is not None:
         return "no signal", f"Nothing could be learnt since step {blind.since}: {blind.evidence}{measured}", blind
-    if _all_tied(result) and (change is None or change.before < SOLVED):
+    if result.stopped == "running":
+        return "no evidence", f"The run has not ended, and is at step {result.steps}", _first(result.lasting)
+    if _all_tied(result) and not _was_solved(result, change):
         return "no signal", f"In every step all completions of a prompt earned one and the same reward{measured}", None
     if result.stopped not in (None, EARLY):
         return "no evidence", f"The run ended at step {result.steps} before it was done ({result.stopped})", None
     if change is not None:
-        return "no evidence", str(change), _first(list(lasting.values()))
-    return "no evidence", _why_not_compared(before, after), _first(list(lasting.values()))
+        return "no evidence", str(change), _first(result.lasting)
+    return "no evidence", _why_not_compared(before, after), _first(result.lasting)
 
 
 def measured_words(before: Evaluation, after: Evaluation) -> str:
@@ -193,11 +196,20 @@ def _all_tied(result: TrainResult) -> bool:
     return bool(tied) and all(one == 1.0 for one in tied)
 
 
+def _was_solved(result: TrainResult, change: Change | None) -> bool:
+    """Whether the answers were right before training, so that equal rewards are no fault."""
+    if change is not None:
+        return change.measure != "reward" and change.before >= SOLVED
+    names = [f"rewards/{name}/mean" for name in Context.answers]
+    shares = [row[name] for row in result.metrics for name in names if row.get(name) is not None]
+    return bool(shares) and min(shares) >= SOLVED
+
+
 def _gamed(before: Evaluation | None, after: Evaluation | None, change: Change | None) -> str:
     """The held-out reward rose while the held-out accuracy fell."""
     if before is None or after is None or change is None or change.measure == "reward" or not change.fell:
         return ""
-    reward = _change_of("reward", before, after)
+    reward = change_of("reward", before, after)
     return f"{reward}, but {_lower(str(change))}" if reward is not None and reward.rose else ""
 
 
@@ -205,11 +217,12 @@ def _find_change(before: Evaluation | None, after: Evaluation | None) -> Change 
     """That of the accuracy, or else of the greedy accuracy or the reward; None for two that cannot be compared."""
     if before is None or after is None or setting_differences(before, after):
         return None
-    found = (_change_of(name, before, after) for name in ("accuracy", "greedy_accuracy", "reward"))
+    found = (change_of(name, before, after) for name in MEASURES)
     return next((one for one in found if one is not None), None)
 
 
-def _change_of(name: str, before: Evaluation, after: Evaluation) -> Change | None:
+def change_of(name: str, before: Evaluation, after: Evaluation) -> Change | None:
+    """What the measure did; None where one of the two has none, or they do not compare."""
     old, new, estimate = before.measure(name), after.measure(name), difference(before, after, name)
     if old is None or new is None or estimate is None:
         return None
@@ -240,7 +253,10 @@ def _advise(kind: Kind, result: TrainResult, change: Change | None) -> str:
             "prompts that are solved sometimes (data.source), worked answers first (rloo-kit sft), or a graded reward"
         )
     if kind == "broken":
-        return "lower rloo.learning_rate, and keep the best weights with eval.every_steps and eval.save_best"
+        keep = ", and keep the best weights with eval.every_steps and eval.save_best"
+        return f"lower {result.method}.learning_rate{keep if result.method == 'rloo' else ' or sft.max_steps'}"
+    if result.stopped == "running":
+        return ""
     if result.stopped not in (None, EARLY):
         return "go on with --resume"
     if change is None:
@@ -251,9 +267,10 @@ def _advise(kind: Kind, result: TrainResult, change: Change | None) -> str:
         count = change.prompts * ((change.value - change.low) / max(change.value, CLOSE)) ** 2
         more = max(-(-int(1.2 * count) // 100) * 100, change.prompts + 100)
         return (
-            f"train longer (rloo.max_steps), or measure on about {more:,} prompts (eval.num_prompts) to see this much"
+            f"train longer ({result.method}.max_steps), or measure on about {more:,} prompts (eval.num_prompts) to see "
+            "this much"
         )
-    return "train longer (rloo.max_steps) or with a higher rloo.learning_rate"
+    return f"train longer ({result.method}.max_steps) or with a higher {result.method}.learning_rate"
 
 
 def _commands(folder: Path, kind: Kind, after: Evaluation | None) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Runs side by side: what each learnt, how far its held-out measure is from the first one's, and which keys differ."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,11 @@ from rich.text import Text
 from rloo_kit.config.resume import COMPARED_ON_RESUME, changed_keys
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RunNotFoundError
-from rloo_kit.results.evaluation import Evaluation, difference, setting_differences, with_interval
+from rloo_kit.results.evaluation import Evaluation, setting_differences, with_interval
 from rloo_kit.results.result import TrainResult, load_evaluation, load_result
-from rloo_kit.results.verdict import Change, Verdict, judge_run, measured_words
+from rloo_kit.results.verdict import MEASURES, Change, Verdict, change_of, judge_run, measured_words
 from rloo_kit.runs.find import find_run
 from rloo_kit.system.console import fill_text, format_seconds, render_text
-
-MEASURES = ("accuracy", "greedy_accuracy", "reward")
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,6 @@ def compare_runs(sources: Sequence[str | Path]) -> RunComparison:
         raise ConfigError(f"{len(sources)} run is named; a comparison takes two or more")
     runs = [find_run(source) for source in sources]
     names = _short_names([Path(run.folder) for run in runs])
-    first: Contestant | None = None
     made: list[Contestant] = []
     for name, run in zip(names, runs, strict=True):
         try:
@@ -105,10 +102,9 @@ def compare_runs(sources: Sequence[str | Path]) -> RunComparison:
         except RunNotFoundError:
             raise RunNotFoundError(f"{run.folder} holds no run: it has no status.json") from None
         before, after = load_evaluation(run, "before"), load_evaluation(run, "after")
-        one = Contestant(name, run, result, before, after, judge_run(run, result, before, after))
-        made.append(one if first is None else _against(first, one))
-        first = first or one
-    return RunComparison(made)
+        made.append(Contestant(name, run, result, before, after, judge_run(run, result, before, after)))
+    first, measure = made[0], measure_of(made)
+    return RunComparison([first, *(_against(first, one, measure) for one in made[1:])])
 
 
 def measure_of(runs: Sequence[Contestant]) -> str:
@@ -117,12 +113,10 @@ def measure_of(runs: Sequence[Contestant]) -> str:
     return next((name for name in MEASURES if after and all(one.measure(name) for one in after)), MEASURES[0])
 
 
-def _against(first: Contestant, one: Contestant) -> Contestant:
+def _against(first: Contestant, one: Contestant, measure: str) -> Contestant:
     sections = [_sections(side.run) for side in (first, one)]
-    lead, word = _lead(first.after, one.after)
-    return Contestant(
-        one.name, one.run, one.result, one.before, one.after, one.verdict, lead, word, changed_keys(*sections)
-    )
+    lead, word = _lead(first.after, one.after, measure)
+    return replace(one, lead=lead, word=word, changed=changed_keys(*sections))
 
 
 def _sections(run: RunConfig) -> dict[str, Any]:
@@ -130,17 +124,15 @@ def _sections(run: RunConfig) -> dict[str, Any]:
     return seed | run.model_dump(mode="json", include=set(COMPARED_ON_RESUME))
 
 
-def _lead(first: Evaluation | None, one: Evaluation | None) -> tuple[Change | None, str]:
+def _lead(first: Evaluation | None, one: Evaluation | None, measure: str) -> tuple[Change | None, str]:
+    """How far `one` is ahead, by `measure` if they have it, and what has to be said beside it."""
     if first is None or one is None:
         return None, "one of them was not evaluated after training"
     if apart := setting_differences(first, one):
         return None, f"measured differently ({'; '.join(apart)})"
-    for name in MEASURES:
-        old, new, found = first.measure(name), one.measure(name), difference(first, one, name)
-        if old is not None and new is not None and found is not None:
-            low, high = (end if abs(end) != float("inf") else None for end in found[1:])
-            prompts = min(side.num_prompts for side in (first, one))
-            return Change(name, old.value, new.value, found.value, low, high, prompts), measured_words(first, one)
+    for name in (measure, *MEASURES):
+        if (found := change_of(name, first, one)) is not None:
+            return found, measured_words(first, one)
     return None, "they have no measure in common"
 
 

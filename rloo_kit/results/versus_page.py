@@ -8,20 +8,19 @@ from rloo_kit.health.series import is_number
 from rloo_kit.results.charts import COLORS, Chart, Point
 from rloo_kit.results.curves import draw_figure
 from rloo_kit.results.held_out import parse_evaluations, read_evaluations
-from rloo_kit.results.pages import escape_text, format_duration, make_page, make_section
+from rloo_kit.results.pages import escape_text, format_duration, make_page, make_section, mark_verdict
 from rloo_kit.results.versus import Contestant, RunComparison, measure_of
 from rloo_kit.runs.files import write_text
 from rloo_kit.runs.run_dir import RunDir
 
 PANELS = (  # title, form, metrics (the first that was logged)
     ("Reward", "number", ("reward",)),
-    ("Groups without signal", "share", ("frac_reward_zero_std",)),
+    ("Groups without signal", "share", ("frac_score_zero_std", "frac_reward_zero_std")),
     ("Thinking tokens", "count", ("thinking/mean_length", "completions/mean_length")),
     ("Thinking closed", "share", ("thinking/closed_ratio",)),
     ("Entropy, nats", "number", ("entropy",)),
     ("KL to the reference, nats", "number", ("kl",)),
 )
-CLASSES = {"learnt": "right", "no signal": "wrong", "broken": "wrong", "gamed": "wrong"}
 
 
 def write_comparison_page(found: RunComparison, path: Path) -> Path:
@@ -51,8 +50,14 @@ def _table(found: RunComparison, place: Path) -> str:
         values = ["-" if value is None else _value(*value[:3]) for value in sides]
         lead = "-" if one.lead is None else _value(one.lead.value, one.lead.low, one.lead.high, "+")
         lead += f"<span class='under'>{escape_text(one.word)}</span>" if one.word else ""
-        kind = f"<span class='{CLASSES.get(one.verdict.kind, '')}'>{one.verdict.kind}</span>"
-        cells = [mark + name, kind, *values, lead, str(one.result.steps), format_duration(one.result.seconds)]
+        cells = [
+            mark + name,
+            mark_verdict(one.verdict.kind),
+            *values,
+            lead,
+            str(one.result.steps),
+            format_duration(one.result.seconds),
+        ]
         body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
     return f"<table class='runs'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -70,7 +75,6 @@ def _curves(runs: Sequence[Contestant]) -> str:
     charts += [Chart(title, {one.name: _logged(one, names) for one in runs}, form) for title, form, names in PANELS]
     figures = []
     for chart in charts:
-        chart.series = {name: points for name, points in chart.series.items() if points}
         chart.alike = True
         if len(set(chart.values)) > 1:
             figures.append(draw_figure(chart))
@@ -80,9 +84,10 @@ def _curves(runs: Sequence[Contestant]) -> str:
 def _held_out(one: Contestant, measure: str) -> list[Point]:
     folder = Path(one.result.folder)
     during = parse_evaluations(read_evaluations(folder, RunDir(folder).id))
-    last = one.result.steps if one.result.adapter_step is None else one.result.adapter_step
-    sides = {found.step: found.evaluation for found in during} | {0: one.before, last: one.after}
-    found = {step: side.measure(measure) for step, side in sides.items() if side is not None}
+    ends = {0: one.before, one.result.kept_step: one.after}
+    sides = {found.step: found.evaluation for found in during}
+    sides |= {step: side for step, side in ends.items() if side is not None}
+    found = {step: side.measure(measure) for step, side in sides.items()}
     return [Point(step, *value[:3]) for step, value in sorted(found.items()) if value is not None]
 
 

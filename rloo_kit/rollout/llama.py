@@ -6,6 +6,7 @@ The library also listens on a free port of this machine, of which nothing here m
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,9 +30,10 @@ class LlamaModel:
 
     def __init__(self, file: Path, max_tokens: int) -> None:
         if not is_importable("xllamacpp"):
+            model, modelfile = quote(str(file)), quote(str(file.parent / "Modelfile"))
             raise SetupError(
                 f"{file} is for llama.cpp, which is not here: pip install xllamacpp, or ask it by another program: "
-                f"llama-cli -m {file}, or ollama create NAME -f {file.parent / 'Modelfile'} and ollama run NAME"
+                f"llama-cli -m {model}, or ollama create NAME -f {modelfile} and ollama run NAME"
             )
         import xllamacpp
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from rloo_kit.think_tags import ThinkTags
 
-BYTES_OF_A_CHARACTER = 4  # in UTF-8; a token may be one of them
+MOST_HELD = 64  # tokens that are held back while the last is no whole character: one has up to four
 THINKING, ANSWER = "thinking", "answer"
 
 
@@ -13,7 +13,7 @@ class TextStream:
     """Calls `on_text(part, text)` as soon as a text is certain; `part` is "thinking" or "answer".
 
     The texts of a part, joined, are what `split_thinking` gives for the whole completion, unless that closes its
-    thinking twice: the part changes at the first `</think>`.
+    thinking twice (the part changes at the first `</think>`) or has `MOST_HELD` tokens in a row that are no characters.
 
     Args:
         opened: the prompt has opened the thinking.
@@ -58,7 +58,7 @@ class TextStream:
     def _decode(self, is_last: bool) -> None:
         before = self._text(self._ids[: self._known])
         text = self._text(self._ids)
-        is_whole = not text.endswith("\ufffd") or len(self._ids) - self._known >= BYTES_OF_A_CHARACTER
+        is_whole = not text.endswith("\ufffd") or len(self._ids) - self._known >= MOST_HELD
         if not is_last and not is_whole:
             return
         self._ids, self._known = self._ids[self._known :], len(self._ids) - self._known

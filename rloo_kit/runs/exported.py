@@ -14,20 +14,21 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, find_run
 
 NO_PROMPTS = "any/prompts"  # of a configuration that has to name some, which nobody reads
+EMBEDDED_PROMPTS = "embedded/addition"  # the same of an embedded model, which takes no others
 RUN_FILE = "rloo_kit.yaml"  # in an export: what a question reads of the run that it is of
 
 
-def describe_origin(run: RunConfig, model: str) -> str:
+def describe_origin(run: RunConfig, base: dict[str, Any]) -> str:
     """The text of `RUN_FILE`: what a question reads of a run, and nothing that tells of a machine.
 
     Args:
-        model: what the base is called where the export goes.
+        base: keys of `model` by which the base is found where the export goes: `name`, and what else it takes.
     """
     lengths = run.rloo.model_dump(mode="json", include={"max_completion_length", "thinking_close", "temperature"})
-    prompts = run.data.source if str(run.data.source).startswith("embedded/") else NO_PROMPTS
+    prompts = EMBEDDED_PROMPTS if base["name"].startswith("embedded/") else NO_PROMPTS
     values = {
         "run": {"name": run.name, "seed": run.run.seed},
-        "model": run.model.model_dump(mode="json") | {"name": model, "adapter": None},
+        "model": run.model.model_dump(mode="json") | base | {"adapter": None},
         "data": {"source": prompts, "system_prompt": run.data.system_prompt},
         "rewards": [{"name": "answer_reward"}],
         "rloo": {"max_steps": 1} | lengths,
@@ -56,23 +57,28 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
     """The run that a source comes from, as it was trained: `find_run`, also of a folder of weights.
 
     For that it is `RUN_FILE` in it, or the run in whose folder it lies (a checkpoint, an export), or else the folder as
-    the model of a run with defaults. Arguments and errors are those of `find_run`.
+    the model of a run with defaults; an export in its run's folder finds its base where the run does. Arguments and
+    errors are those of `find_run`.
     """
     gguf = find_gguf(Path(source))
-    folder = Path(source) if gguf is None else gguf.parent
+    folder = (Path(source) if gguf is None else gguf.parent).resolve()
     if gguf is None and not is_export(folder):
         return find_run(source, *overrides)
-    for file in (folder / RUN_FILE, folder.parent / "config.yaml", folder.parent.parent / "config.yaml"):
-        if file.is_file():
-            return load_config(file, *overrides)
+    above = (one / "config.yaml" for one in (folder.parent, folder.parent.parent))
+    around = next((file for file in above if file.is_file()), None)
+    if (folder / RUN_FILE).is_file():
+        base = {} if around is None else {"name": load_config(around).model.name}
+        return load_config(folder / RUN_FILE, *overrides, model=base)
+    if around is not None:
+        return load_config(around, *overrides)
     if gguf is not None:
         raise ConfigError(
             f"{gguf} does not say of which run it is, whose tokenizer and prompts it needs: leave it in the run's "
             f"export/ folder, or put the run's config.yaml beside it as {RUN_FILE}"
         )
     values: dict[str, Any] = {
-        "run": {"name": folder.resolve().name},
-        "model": {"name": str(folder.resolve())},
+        "run": {"name": folder.name},
+        "model": {"name": str(folder)},
         # what a run has to have, and a question does not read
         "data": {"source": NO_PROMPTS},
         "rewards": [{"name": "answer_reward"}],

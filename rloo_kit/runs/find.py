@@ -38,8 +38,9 @@ def place_run(run: RunConfig, folder: Path) -> None:
     run.run.output_dir, run.run.name = str(folder.resolve().parent), folder.resolve().name
 
 
-def weights_of(folder: Path, named: str = "") -> list[str]:
-    """The overrides that load what was trained: an adapter, or a whole model where no adapter was.
+def weights_of(folder: Path, named: str = "") -> tuple[str, Path]:
+    """The key of `model:` that loads what was trained, and its value: "adapter", or "name" of a whole model where no
+    adapter was.
 
     Args:
         folder: of an adapter, of a model, or of a run. named: what named it, for the error.
@@ -49,4 +50,4 @@ def weights_of(folder: Path, named: str = "") -> list[str]:
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     if not is_adapter and not (folder / MODEL_CONFIG).is_file() and (folder / "adapter").is_dir():
         return weights_of(folder / "adapter", named)
-    return [f"model.adapter={folder}" if is_adapter else f"model.name={folder.resolve()}"]
+    return ("adapter", folder) if is_adapter else ("name", folder.resolve())

@@ -35,6 +35,7 @@ from rloo_kit.runs.files import (
 )
 from rloo_kit.runs.rollouts import Rollouts, is_rollouts
 from rloo_kit.runs.rows import append_rows, cut_rows, read_rows
+from rloo_kit.system.console import hide_secrets
 from rloo_kit.system.machine import describe_machine
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
 from rloo_kit.system.signals import FROM_OUTSIDE, handle_signals, interrupt
@@ -42,15 +43,16 @@ from rloo_kit.system.versions import installed_versions
 
 FILES = (
     "config.yaml", "versions.json", "status.json", "metrics.jsonl", "health.jsonl", "rollouts.jsonl",
-    "evaluations.jsonl", "prompts.json", "before.json", "after.json", "report.html",
+    "evaluations.jsonl", "prompts.json", "before.json", "after.json", "memory.json", "report.html",
 )  # fmt: skip
 ID_LINE = b"# rloo-kit run "  # the start of config.yaml's first line; the run's id follows
 SECONDS_FOR_MAIN = 3.0  # that another process waits with an error: the main one may raise the same
 STATES = ("running", "finished", "interrupted", "failed")
 
 _COUNTS = ("step", "max_steps", "saved", "pid", "adapter_step")  # fields of status.json that are whole numbers
+_COMMANDS = ("command", "resume")  # what a terminal may show whole, overrides with passwords in addresses too
 _ID = re.compile(rb"[0-9a-f]{12}")
-_OF_A_FAILURE = ("error", "resume")
+_OF_A_FAILURE = ("error", "resume", "stopped_by")
 _OF_ITS_END = (*_OF_A_FAILURE, "stopped_early", "adapter_step", "verdict")  # not true of a run that trains on
 _OWN_TRACES = re.compile(r"\.lock|\..*\.tmp")  # of a process that was killed before it had written anything
 
@@ -404,7 +406,8 @@ class RunDir:
         """Write `status.json`: the state (one of STATES), the process, the time, and `fields` over the ones it had.
 
         Fields are `step`, `max_steps`, `error`, `command` (that made the run), `resume` (that resumes it),
-        `adapter_step` (whose weights `adapter/` holds), `stopped_early` (why), `energy_wh` and `verdict`.
+        `adapter_step` (whose weights `adapter/` holds), `stopped_early` (why), `stopped_by` (a rule of `health:`),
+        `method` ("sft" where it is not RLOO), `energy_wh` and `verdict`.
         """
         if state not in STATES:
             raise ValueError(f"a run's state is one of {', '.join(STATES)}; got {state!r}")
@@ -416,6 +419,7 @@ class RunDir:
         kept = self._read_status()
         over = {"running": _OF_ITS_END, "finished": _OF_A_FAILURE}.get(state, ())
         kept = {key: value for key, value in kept.items() if key not in over}
+        fields |= {key: hide_secrets(fields[key]) for key in _COMMANDS if isinstance(fields.get(key), str)}
         status = kept | {"run": self.id, "state": state, "pid": os.getpid(), "updated": now()} | fields
         write_json(self.folder / "status.json", status)
 

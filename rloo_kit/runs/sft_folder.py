@@ -31,4 +31,5 @@ def open_folder(run: RunConfig, overwrite: bool = False) -> RunDir:
     check_folder(run, overwrite)
     run_dir = RunDir.create(sft_run(run), overwrite=overwrite)
     run_dir.resume_command = "fine_tune(run, policy, data, overwrite=True)"
+    run_dir.set_status("running", method="sft")
     return run_dir

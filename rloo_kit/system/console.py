@@ -138,15 +138,15 @@ def render_text(renderable: Any, width: int | None = None) -> str:
     their ends."""
     file = io.StringIO()
     width = width or columns()
-    console = Console(file=file, width=width, color_system=None, force_terminal=False, force_jupyter=False)
-    console.print(renderable)
+    options: dict[str, Any] = {"file": file, "color_system": None, "force_terminal": False, "force_jupyter": False}
+    Console(width=width, markup=False, emoji=False, **options).print(renderable)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def print_table(renderable: Any) -> None:
     """Print what rich renders, coloured in a terminal only. FORCE_COLOR of a kernel would make any file a terminal."""
     if sys.stdout.isatty():
-        Console(force_jupyter=False, width=columns()).print(renderable)
+        Console(force_jupyter=False, width=columns(), markup=False, emoji=False).print(renderable)
     else:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         text = render_text(renderable) + "\n"

@@ -92,12 +92,13 @@ def test_prompts_are_those_of_rloo(make_run):
 def test_what_is_left_out_is_counted(make_run):
     """Held-out prompts that were imitated would measure memory; a cut answer teaches to stop nowhere."""
     rows = [*ROWS, {"prompt": "a", "completion": " "}, {"prompt": "b", "completion": f"{'x' * 99}</think>c"}]
+    rows += [{"prompt": "d", "completion": text} for text in ("<|im_end|>", "</think>", "e</think> <|im_end|>")]
     tokenizer = build_tokenizer("thinking")
     held_out = prepare_data(make_run(), tokenizer).test
     worked = load_worked(make_run(rows + [{"prompt": "c"}], max_length=60), tokenizer, [held_out.texts[0]])
-    assert (len(worked.examples), worked.num_rows) == (9, 13)
+    assert (len(worked.examples), worked.num_rows) == (9, 16)
     assert worked.notes == [
-        "2 rows without a worked answer are left out",
+        "5 rows without a worked answer are left out",
         "1 rows whose prompts are held out for the evaluation are left out",
         "1 rows of more than 60 tokens (sft.max_length) are left out",
     ]

@@ -103,6 +103,18 @@ def test_a_budget_closes_the_thinking(trained):
     assert "3 of thinking; closed by the budget; truncated" in given.summary
     assert ask(run, policy, "1+2=", budget=11, stream=False).tokens == 11 + 1 + 4, "eval.answer_budget is the least"
     assert ask(run, policy, "1+2=", budget=3, max_tokens=6, stream=False).tokens == 6
+    assert ask(run, policy, "1+2=", budget=3, max_tokens=5, stream=False).tokens == 5
+    with pytest.raises(ConfigError, match="max-tokens .*above 4 or lower --budget"):
+        ask(run, policy, "1+2=", budget=3, max_tokens=4, stream=False)
+
+
+def test_an_empty_system_prompt_is_none(trained):
+    run, policy = trained
+    assert run.data.system_prompt == "Be brief."
+    given = ask(run, policy, "1+2=", system="", temperature=0, stream=False)
+    plain = PROMPT.partition("<|im_end|>\n")[2]
+    assert given.tokens == len(sampled(run, policy, plain, temperature=0).ids)
+    assert given.thinking != ask(run, policy, "1+2=", temperature=0, stream=False).thinking
 
 
 def test_the_base_is_the_model_without_its_adapter(trained, capsys):

@@ -71,7 +71,25 @@ def test_a_4bit_base(make_run: Callable[..., Path], tmp_path: Path, to: str) -> 
     assert check["largest"] < 1e-4 and check["equal"] == 4
     card = (tmp_path / "out" / "README.md").read_text()
     assert "in 4-bit" in card and ("BitsAndBytesConfig" in card) is (to == "adapter")
-    assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text() if to == "merged" else True
+    if to == "merged":
+        assert "quantization_config" not in (found.folder / "config.json").read_text()
+        trained, merged = (kit.load_trained(folder) for folder in (run, found.folder))
+        answers = [kit.ask(*one, "58+67=", temperature=0, stream=False).answer for one in (trained, merged)]
+        assert answers[0] == answers[1] and "4-bit" not in merged[1].describe(), "quantised again it answers otherwise"
+        with pytest.raises(ConfigError, match="no part of it"):  # it was the trained model, called the base
+            kit.ask(*merged, "58+67=", base=True, stream=False)
+
+
+@pytest.mark.slow
+def test_another_run_of_the_same_file_is_its_own(make_run: Callable[..., Path]) -> None:
+    """The weights of one run were published in the folder of the other, under its name and with its figures."""
+    first, second = make_run("first"), make_run("second", scale=0.03)
+    second = second.rename(first.parent / "second")
+    folder = kit.export_model(first / "config.yaml", "adapter", "run.name=second", num_prompts=2).folder
+    assert folder == second / "export" / "adapter" and "# second" in (folder / "README.md").read_text()
+    weights = "adapter_model.safetensors"
+    assert (folder / weights).read_bytes() == (second / "adapter" / weights).read_bytes()
+    assert not (first / "export").exists()
 
 
 @pytest.mark.slow
@@ -144,7 +162,7 @@ def test_what_could_not_be_checked_is_not_called_checked(
     embedded_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without llama.cpp the tensors are read back, and the certificate, the card and the lines say that this is all."""
-    monkeypatch.setattr(parity, "find_spec", lambda name: None)
+    monkeypatch.setattr(parity, "is_importable", lambda name: False)
     found = kit.export_model(embedded_run, "gguf", output=tmp_path / "out", num_prompts=2, quantization="bf16")
     record = json.loads((tmp_path / "out" / "certificate.json").read_text())
     assert record["verdict"] == "not checked" and record["checks"] == []

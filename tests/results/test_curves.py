@@ -87,12 +87,14 @@ def test_every_reward_has_its_panel() -> None:
     assert titles(draw_curves_of([*damaged, {"loss": 1.0}], [])) == ["Reward, weighted sum"]
 
 
-@pytest.mark.parametrize("values", [[0.0, 1.0], [3.0, 3.0], [-5.0, 1e-9], [1e12, 2e12], [0.5]])
+@pytest.mark.parametrize("values", [[0.0, 1.0], [3.0, 3.0], [-5.0, 1e-9], [1e12, 2e12], [0.5], [-1e150, 1e150]])
 def test_no_point_is_cut_by_an_axis(values: list[float]) -> None:
     """A share of exactly 1 was half a dot above the frame."""
     drawing = draw_chart(Chart("x", {"": [Point(step, value) for step, value in enumerate(values)]}, dots=True))
     width, height = map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', drawing)[0])
-    for x, y, r in re.findall(r'cx="([\d.-]+)" cy="([\d.-]+)" r="([\d.]+)"', drawing):
+    dots = re.findall(r'cx="([\d.-]+)" cy="([\d.-]+)" r="([\d.]+)"', drawing)
+    assert len(dots) == len(values)
+    for x, y, r in dots:
         assert float(r) <= float(x) <= width - float(r) and float(r) <= float(y) <= height - 30 - float(r)
 
 

@@ -17,7 +17,7 @@ from rloo_kit.results.result import TrainResult
 from rloo_kit.runs.files import saved_paths
 from tests.html_page import Page
 
-HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> \x00\x1b[31m & <think> ünïcode 你好"
+HOSTILE = "</pre><script>alerted=1</script><img src=x onerror=alerted=2> \x00\x1b[31m & <think> ünïcode 你好"
 
 
 def make_sample(number: int, correct: bool | None, **changes: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`rloo-kit show`: a run, its completions, several runs; in the terminal and as JSON, as people and agents call it."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,21 @@ def test_a_healthy_run_is_exit_code_0(make_run: Callable[..., Path]) -> None:
     """A level that is always alarming is soon not read."""
     code, found = call_json(make_run(make_rows()))
     assert code == 0 and found["level"] == "healthy" and found["actions"] == found["health"] == []
+
+
+def test_ties_are_those_before_the_penalty(make_run: Callable[..., Path]) -> None:
+    """With beta above 0 the other share stays at 0, and the curve was left out as flat."""
+    rows = [{"step": n, **HEALTHY, "frac_score_zero_std": n / 12, "frac_reward_zero_std": 0.0} for n in range(1, 13)]
+    _, printed, _ = call(make_run(rows))
+    assert re.search(r"groups without signal +\S+ +8\.3% +100\.0%", printed)
+
+
+def test_brackets_in_a_name_are_shown(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """`sweep[a]` and `sweep[b]` were both `sweep`: brackets are rich's markup."""
+    made = make_run(make_rows())
+    folders = [shutil.copytree(made, tmp_path / f"sweep[{letter}]:smile:") for letter in "ab"]
+    _, printed, _ = call(*folders)
+    assert "sweep[a]:smile:" in printed and "sweep[b]:smile:" in printed
 
 
 @pytest.mark.parametrize(

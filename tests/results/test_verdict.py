@@ -11,7 +11,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.health.rule import Finding
 from rloo_kit.results.evaluation import Evaluation, compare
 from rloo_kit.results.intervals import clustered, mean_of_prompts
-from rloo_kit.results.result import TrainResult
+from rloo_kit.results.result import TrainResult, load_result
 from rloo_kit.results.verdict import judge_run, record_verdict
 from rloo_kit.runs.run_dir import RunDir
 
@@ -88,6 +88,53 @@ def test_a_short_run_whose_groups_were_all_tied_had_no_signal(run: RunConfig) ->
     assert judge_run(run, result(run, metrics=tied), evaluation(396), evaluation(396)).kind == "no evidence"
     tied[1]["frac_score_zero_std"] = 0.5
     assert judge_run(run, result(run, metrics=tied), evaluation(0), evaluation(0)).kind == "no evidence"
+
+
+def test_groups_may_be_tied_where_the_task_is_solved(run: RunConfig) -> None:
+    """The limit of an accuracy was held against a reward too, which may be any number."""
+    tied = [{"step": step, "frac_score_zero_std": 1.0} for step in (1, 2, 3)]
+    no_answers = evaluation(0, accuracy=None, low=None, high=None, per_prompt=None, num_judged=0)
+    for reward in (0.5, 5.0):
+        side = with_reward(no_answers, [reward] * COUNT)
+        assert judge_run(run, result(run, metrics=tied), side, side).kind == "no signal"
+    solved = [row | {"rewards/answer_reward/mean": 1.0} for row in tied]
+    assert "solved" not in judge_run(run, result(run, metrics=tied)).sentence
+    assert judge_run(run, result(run, metrics=tied)).kind == "no signal"
+    assert judge_run(run, result(run, metrics=solved)).kind == "no evidence", "worked answers would not help"
+
+
+def test_a_last_step_that_was_not_logged_ends_no_finding(run: RunConfig) -> None:
+    """With logging_steps 5 and 62 steps every alarm was over, and the run only "not evaluated"."""
+    rows = [{"step": step} for step in range(5, 61, 5)]
+    verdict = judge_run(run, result(run, finding("truncation", last=60), steps=62, metrics=rows))
+    assert verdict.kind == "no signal" and verdict.next == "change rloo.key."
+    verdict = judge_run(run, result(run, finding("truncation", last=55), steps=62, metrics=rows))
+    assert verdict.kind == "no evidence"
+
+
+def test_a_run_that_still_trains_is_not_judged_as_ended(run: RunConfig) -> None:
+    """It was told to go on with --resume, and after one step with tied groups that it had no signal."""
+    tied = [{"step": 1, "frac_score_zero_std": 1.0}]
+    for changes in ({"steps": 0}, {"steps": 1, "metrics": tied}):
+        verdict = judge_run(run, result(run, stopped="running", **changes), evaluation(88))
+        assert verdict.kind == "no evidence" and "has not ended" in verdict.sentence and not verdict.next
+
+
+def test_what_stopped_a_run_is_known_from_its_folder_too(run: RunConfig) -> None:
+    """`rloo-kit report` wrote "ended as failed" over "no learning signal"."""
+    with RunDir.create(run) as run_dir:
+        run_dir.set_status("failed", step=4, max_steps=30, stopped_by="no signal", error="why")
+    assert load_result(run).stopped == "no signal"
+    with RunDir.create(run, resume=True) as run_dir:
+        assert load_result(run).stopped == "running"
+        run_dir.set_status("failed", step=4, stopped_by={})
+    assert load_result(run).stopped == "failed"
+
+
+def test_supervised_training_is_told_its_own_keys(run: RunConfig) -> None:
+    for sides in ((evaluation(300), evaluation(20)), (evaluation(200), evaluation(201))):
+        advice = judge_run(run, result(run, method="sft"), *sides).next
+        assert "sft." in advice and "rloo." not in advice
 
 
 def test_signal_that_came_back_is_no_verdict(run: RunConfig) -> None:

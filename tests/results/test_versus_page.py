@@ -12,7 +12,7 @@ from rloo_kit import load_config
 from rloo_kit.cli import app
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.versus import compare_runs
-from rloo_kit.results.versus_page import write_comparison_page
+from rloo_kit.results.versus_page import _held_out, write_comparison_page
 from rloo_kit.runs.run_dir import RunDir
 from tests.html_page import Page
 
@@ -61,6 +61,56 @@ def test_a_long_run_is_drawn_with_few_points(make_run: Callable[..., Path], tmp_
     runs = [make_run("long", 40, 5_000), make_run("short", 40, 30)]
     page = write_comparison_page(compare_runs(runs), tmp_path / "comparison.html")
     assert page.stat().st_size < 150_000
+
+
+def test_a_run_without_evaluations_keeps_the_colours(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """The table numbered all runs and the charts those with points, so that one run had two colours."""
+    runs = [make_run(name, right) for name, right in (("a", 40), ("b", 60), ("c", 80))]
+    for when in ("before", "after"):
+        (runs[0] / f"{when}.json").unlink()
+    text = write_comparison_page(compare_runs(runs), tmp_path / "comparison.html").read_text(encoding="utf-8")
+    figure = text[text.index("<figure") : text.index("</figure>")]
+    assert "Held-out accuracy" in figure and 'class="dot c0"' not in figure and "key c0" not in figure
+    for number, name in ((1, "b"), (2, "c")):
+        assert re.search(rf"c{number}\W[^>]*></span>(<a [^>]*>)?{name}<", text)
+        assert f"c{number}'>{name}</span>" in figure
+
+
+def test_evaluations_during_training_are_drawn_without_the_others(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    """An interrupted run has no evaluation after, and its best one was lost from the curve."""
+    folder = make_run("a", 40)
+    run_dir = RunDir(folder)
+    for when in ("before", "after"):
+        (folder / f"{when}.json").unlink()
+    side = Evaluation("", 100, 1, 1.0, 48, 0.4, 0.3, 0.5).to_dict()
+    rows = [
+        {
+            "step": step,
+            "evaluation": side,
+            "measure": "accuracy",
+            "episode": 8 * step,
+            "seconds": 1.0,
+            "run": run_dir.id,
+        }
+        for step in (0, 10, 20)
+    ]
+    run_dir.append_jsonl("evaluations.jsonl", rows)
+    run_dir.set_status("interrupted", step=20, adapter_step=10)
+    found = compare_runs([folder, make_run("b", 60)]).runs[0]
+    assert [point.step for point in _held_out(found, "accuracy")] == [0, 10, 20]
+
+
+def test_the_lead_is_over_the_prompts_with_answers(make_run: Callable[..., Path]) -> None:
+    """It said 1,000 prompts where 40 had an answer to compare."""
+    runs = [make_run("a", 40), make_run("b", 80)]
+    for folder in runs:
+        found = json.loads((folder / "after.json").read_text())
+        del found["per_prompt"][40:]
+        (folder / "after.json").write_text(json.dumps(found | {"num_judged": 40}))
+    lead = compare_runs(runs).runs[1].lead
+    assert lead is not None and lead.prompts == 40
 
 
 def test_the_command_writes_it_beside_the_first(make_run: Callable[..., Path], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rloo_kit.data.byte_tokens import byte_symbols
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout.llama import LlamaEngine
 from rloo_kit.rollout.text_stream import TextStream
@@ -79,8 +80,12 @@ def test_the_parts_are_those_of_split_thinking(tiny_tokenizer, opened):
     by one or in lumps. Bytes that are no character stay replacement characters."""
     draw = random.Random(0)
     words = ["1", " ", "\n", "é", "😀", "<think>"]
-    for _ in range(200):
+    symbols = byte_symbols()
+    for _ in range(400):
         ids = [token for _ in range(draw.randint(0, 12)) for token in tiny_tokenizer(draw.choice(words))["input_ids"]]
+        for _ in range(draw.choice([0, 0, 1, 3])):  # bytes that are no character, also right before one
+            byte = tiny_tokenizer.convert_tokens_to_ids(symbols[draw.randrange(128, 256)])
+            ids.insert(draw.randint(0, len(ids)), byte)
         ids = ids if opened else [token for token in ids if token != THINK_START]
         if not opened and draw.random() < 0.5:
             ids.insert(0, THINK_START)

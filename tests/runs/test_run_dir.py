@@ -85,6 +85,18 @@ def test_a_new_folder_records_what_the_run_is(run):
     assert len({RunDir(run.folder).id, run_dir.id}) == 1
 
 
+def test_the_commands_that_are_kept_have_no_passwords(run):
+    """They were hidden in the command that made the run, and stood in the one that resumes it."""
+    words = "rloo-kit train x.yaml rollout.server_url=http://me:s3cret@host:1"
+    with pytest.raises(RuntimeError), RunDir.create(run) as run_dir:
+        run_dir.resume_command = f"{words} --resume"
+        run_dir.set_status("running", command=words)
+        raise RuntimeError
+    status = RunDir(run.folder).status()
+    assert status["resume"] == "rloo-kit train x.yaml rollout.server_url=http://(hidden) --resume"
+    assert "s3cret" not in (run.folder / "status.json").read_text()
+
+
 @pytest.mark.parametrize("state", ["running", "finished", "interrupted", "failed"])
 def test_a_run_that_is_there_is_refused(run, state):
     """Whatever state a run is in, only a flag may touch it."""
