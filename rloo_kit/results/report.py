@@ -44,6 +44,7 @@ FILES = {
     "memory.json": "the peak of memory against the plan",
     "checkpoints": "what --resume continues from",
 }
+KINDS = {"rloo": "RLOO", "sft": "Supervised"}
 LONGEST_TABLE = 12  # rows of measures that are not folded away
 NO_SCRIPT = "<noscript><p>Reading completions here needs JavaScript, which is off: they are in {}.</p></noscript>"
 
@@ -89,7 +90,7 @@ def write_report(
         "prompts": changes.prompts,
         "rollouts": {"rows": rollouts.rows, "prompts": rollouts.prompts, "rewards": rollouts.rewards},
     }
-    page = make_page(f"{run.name} - RLOO run", sections, script, data)
+    page = make_page(f"{run.name} - {KINDS[result.method]} run", sections, script, data)
     record_verdict(folder, verdict)
     with saving(folder / "report.html"):
         return run_dir.write_text("report.html", page)
@@ -114,7 +115,7 @@ def _top(
     ended = _how_it_ended(result)
     note = f"<p class='notes'>{escape_text(ended)}</p>\n" if ended else ""
     return (
-        f"<header>\n<p class='kicker'>RLOO run{_day(result, ' · ')}</p>\n<h1>{escape_text(run.name)}</h1>\n"
+        f"<header>\n<p class='kicker'>{KINDS[result.method]} run{_day(result, ' · ')}</p>\n<h1>{escape_text(run.name)}</h1>\n"
         f"<div class='verdict {verdict.kind.replace(' ', '-')}'><span class='kind'>{escape_text(verdict.kind)}</span>"
         f"<p class='sentence'>{escape_text(verdict.sentence)}</p>{advice}</div>\n"
         f"{make_tiles(before, after, comparison)}\n{_settings(run, result, status)}\n"
@@ -124,16 +125,16 @@ def _top(
 
 def _settings(run: RunConfig, result: TrainResult, status: Mapping[str, Any]) -> str:
     """What a reader asks of a result first: the model, the machine and the few keys that matter most."""
-    folder = Path(result.folder)
+    folder, is_rloo = Path(result.folder), result.method == "rloo"
     tokens, energy = tokens_generated(result.metrics), status.get("energy_wh")
     entries = {
         "model": run.model.name,
-        "data": " + ".join(run.data.all_sources),
-        "rewards": ", ".join(entry.name for entry in run.rewards),
+        "data": " + ".join(run.data.all_sources) if is_rloo else run.sft.source or run.data.source,
+        "rewards": ", ".join(entry.name for entry in run.rewards) if is_rloo else None,
         "hardware": read_object(folder / "versions.json").get("machine"),
         "steps": f"{result.steps:,}",
-        "K, completions a prompt": run.rloo.num_generations,
-        "learning rate": f"{run.rloo.learning_rate:g}",
+        "K, completions a prompt": run.rloo.num_generations if is_rloo else None,
+        "learning rate": f"{(run.rloo if is_rloo else run.sft).learning_rate:g}",
         "seed": run.run.seed,
         "tokens generated": format_count(tokens) if tokens else None,
         "training time": format_duration(result.seconds) if result.seconds else None,

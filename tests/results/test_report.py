@@ -217,6 +217,15 @@ def test_nothing_of_a_model_becomes_markup(run: RunConfig, result: Any) -> None:
     assert data["rollouts"]["prompts"] == data["rollouts"]["rewards"] == [shown]
 
 
+def test_supervised_training_is_called_by_its_name(run: RunConfig, result: Any) -> None:
+    """The report of outputs/NAME-sft was headed "RLOO run", with the K and the learning rate of another training."""
+    result.method = "sft"
+    run.sft.learning_rate = 0.00321
+    shown = words(write_report(run, result).read_text(encoding="utf-8")).partition("Configuration")[0]
+    assert "Supervised run" in shown and "RLOO" not in shown and "learning rate 0.00321" in shown
+    assert "completions a prompt" not in shown
+
+
 def test_report_without_evaluations(run: RunConfig, result: Any) -> None:
     """`run.evaluate: false` and a run stopped before its first log get a report too."""
     result.metrics, result.stopped = [], "interrupted"
