@@ -52,6 +52,7 @@ demo: $(STAMP) ## run the notebook arithmetic_thinking: a small model is built, 
 	@mkdir -p outputs
 	HF_HUB_OFFLINE=1 $(BIN)/papermill notebooks/arithmetic_thinking.ipynb outputs/arithmetic_thinking.ipynb \
 		--no-progress-bar --log-level ERROR --stdout-file - --stderr-file -
+	@$(BIN)/rloo-kit show outputs/arithmetic_thinking | sed -n '1,/^$$/p' # the verdict and the next commands
 
 lint: $(STAMP_DEV) ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .

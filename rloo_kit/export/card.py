@@ -32,8 +32,14 @@ def hub_id(name: str) -> str | None:
 
 
 def public_name(name: str) -> str:
-    """A name that may be published: a hub id, `embedded/...`, or the last part of a path."""
-    return hub_id(name) or (name if name.startswith("embedded/") else Path(name).name)
+    """A name that may be published: a hub id, `embedded/...`, or the last part of a path, of a run's weights the run's.
+
+    >>> public_name("outputs/sums-sft/adapter"), public_name("/models/mine")
+    ('sums-sft', 'mine')
+    """
+    path = Path(name)
+    last = path.parent.name if path.name == "adapter" and path.parent.name else path.name
+    return hub_id(name) or (name if name.startswith("embedded/") else last)
 
 
 def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loading: str) -> str:

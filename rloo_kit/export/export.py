@@ -223,8 +223,10 @@ def _certify(target: str, written: Written, run: RunConfig, reference: Reference
 
 def _name_base(run: RunConfig, base: str) -> str:
     """What the card calls the base: without an adapter `base` is the trained model itself."""
-    is_named = run.model.is_embedded or run.model.lora is None
-    return public_name(run.model.name) if is_named else adapter.name_base(base)[0]
+    if run.model.is_embedded or run.model.lora is None:
+        return public_name(run.model.name)
+    name, included = adapter.name_base(base)
+    return name if included else public_name(base)
 
 
 def _find_base(run: RunConfig, base: str) -> dict[str, Any]:

@@ -115,7 +115,8 @@ def _top(
     ended = _how_it_ended(result)
     note = f"<p class='notes'>{escape_text(ended)}</p>\n" if ended else ""
     return (
-        f"<header>\n<p class='kicker'>{KINDS[result.method]} run{_day(result, ' · ')}</p>\n<h1>{escape_text(run.name)}</h1>\n"
+        f"<header>\n<p class='kicker'>{KINDS[result.method]} run{_day(result, ' · ')}</p>\n"
+        f"<h1>{escape_text(run.name)}</h1>\n"
         f"<div class='verdict {verdict.kind.replace(' ', '-')}'><span class='kind'>{escape_text(verdict.kind)}</span>"
         f"<p class='sentence'>{escape_text(verdict.sentence)}</p>{advice}</div>\n"
         f"{make_tiles(before, after, comparison)}\n{_settings(run, result, status)}\n"

@@ -34,8 +34,9 @@ def config_file(source: Path) -> Path:
 
 
 def place_run(run: RunConfig, folder: Path) -> None:
-    """Make `folder` the run's own: it may have been moved since it was written down."""
-    run.run.output_dir, run.run.name = str(folder.resolve().parent), folder.resolve().name
+    """Make `folder` the run's own, as it was named: it may have been moved since it was written down."""
+    folder = folder.resolve() if folder.name in ("", "..") else folder
+    run.run.output_dir, run.run.name = str(folder.parent), folder.name
 
 
 def weights_of(folder: Path, named: str = "") -> tuple[str, Path]:
