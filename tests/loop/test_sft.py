@@ -78,11 +78,15 @@ def plain_loss(model, examples):
     return torch.cat(losses).mean()
 
 
-@pytest.mark.parametrize("lora", ["model.lora={r: 2, target_modules: [q_proj, v_proj]}", "model.lora=null"])
-def test_one_step_is_the_plain_cross_entropy_of_the_completions(load, lora, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "keys",
+    [["model.lora={r: 2, target_modules: [q_proj, v_proj]}"], ["model.lora=null"], ["model.load_in_4bit=true"]],
+    ids=" ".join,
+)
+def test_one_step_is_the_plain_cross_entropy_of_the_completions(load, keys, tmp_path, monkeypatch):
     """The prompt in the loss, a mean of means over micro-steps, or attention across packed rows: all of them train,
     and only the numbers show it."""
-    run, policy, data = load(lora, "rloo.max_grad_norm=0", "sft.max_steps=1")
+    run, policy, data = load(*keys, "rloo.max_grad_norm=0", "sft.max_steps=1")
     worked = load_worked(run, policy.tokenizer, data.test["prompt"])
     if run.model.lora:  # off the identity, so that both matrices of a pair have gradients
         for name, value in trained(policy.model).items():
@@ -172,14 +176,13 @@ def test_one_process(load, monkeypatch):
         fine_tune(run, policy, data)
 
 
-@pytest.mark.parametrize("lora", ["", "model.lora=null"])
-def test_rloo_starts_from_it_and_keeps_it_as_the_reference(load, lora, tmp_path):
+@pytest.mark.parametrize("keys", [[], ["model.lora=null"], ["model.load_in_4bit=true"]], ids=" ".join)
+def test_rloo_starts_from_it_and_keeps_it_as_the_reference(load, keys, tmp_path):
     """A KL against the base without the adapter would pull the policy back to where it solved nothing: at step 1 the KL
     has to be 0, and the reference has to score as what was fine-tuned."""
-    keys = [lora] if lora else []
     run, policy, data = load(*keys)
     result = fine_tune(run, policy, data)
-    start = f"model.{'name' if lora else 'adapter'}={result.adapter_folder}"
+    start = f"model.{'adapter' if run.model.lora else 'name'}={result.adapter_folder}"
     run, tuned, data = load(*keys, start, "rloo.beta=0.1", "rloo.max_steps=2", "rloo.learning_rate=0.05")
     trainer = RLOOTrainer(
         model=tuned.model,
