@@ -26,6 +26,8 @@ def find_run(source: str | Path, *overrides: str) -> RunConfig:
 
 def config_file(source: Path) -> Path:
     """The file with the configuration: `source` itself, or the one in a run's folder."""
+    if not source.exists() and source.suffix not in (".yaml", ".yml"):
+        raise RunNotFoundError(f"{source}: there is no such folder of a run, and no such file")
     if not source.is_dir():
         return source
     if not (source / "config.yaml").is_file():
