@@ -205,9 +205,9 @@ class BatchDir:
         folder.mkdir(exist_ok=True)
         write_json(folder / "status.json", asdict(status))
 
-    def save_batch(self, state: str, **values: Any) -> None:
-        """Replace `batch.json`: the state (running, finished, interrupted), the counts, and every run in short."""
-        values |= {"resume": hide_secrets(values["resume"])} if "resume" in values else {}
+    def save_batch(self, state: str, resume: str) -> None:
+        """Replace `batch.json`: the state (running, finished, interrupted), the command that resumes it, the counts,
+        and every run in short."""
         write_json(
             self.folder / "batch.json",
             {
@@ -218,7 +218,7 @@ class BatchDir:
                 "updated": now(),
                 "counts": count_states(self.statuses.values()),
                 "runs": [asdict(status) for status in self.statuses.values()],
-                **values,
+                "resume": hide_secrets(resume),
             },
         )
 

@@ -23,12 +23,13 @@ def evaluate(
 ) -> None:
     """Measure a run's model on its held-out prompts: as it starts, or with a trained adapter."""
     with exit_codes():
+        from rloo_kit.config.yaml_files import write_value
         from rloo_kit.runs.find import weights_of
 
         weights = []
         if adapter is not None:
             key, folder = weights_of(adapter, "--adapter")
-            weights = [f"model.{key}={dumps(str(folder), ensure_ascii=False)}"]  # quoted, as YAML takes it whole
+            weights = [f"model.{key}={write_value(str(folder))}"]
         run = read_config(file, [*(overrides or []), *weights])
         policy, data = prepare(run)
         from rloo_kit.collective import end_processes

@@ -1,5 +1,6 @@
 """YAML 1.2 files (`5e-6` is a number, `no` is text) and overrides, with the line of every key for error messages."""
 
+import json
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,20 @@ def read_value(text: str) -> Any:
         raise
     except ConfigError:
         return text
+
+
+def write_value(value: Any) -> str:
+    """A single value as an override takes it, so that `read_value` gives it back; text that YAML would read as
+    something else is quoted.
+
+    >>> write_value(None), write_value(True), write_value("outputs/sums"), write_value("outputs #1")
+    ('null', 'true', 'outputs/sums', '"outputs #1"')
+    """
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if not isinstance(value, str):
+        return repr(value)
+    return value if read_value(value.strip()) == value else json.dumps(value, ensure_ascii=False)
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], Lines]:

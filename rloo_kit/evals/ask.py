@@ -93,8 +93,8 @@ def ask(
 
     Raises:
         ConfigError: a budget for a model that does not think, or that leaves none of `max_tokens`; no base.
-        QuestionTooLongError: a question that leaves too
-            little of `model.max_seq_length`. DataError: a question that cannot be rendered.
+        QuestionTooLongError: a question that leaves too little of `model.max_seq_length`.
+        DataError: a question that cannot be rendered.
     """
     if budget is not None and not thinks(policy.family, run.model.enable_thinking):
         raise ConfigError(f"a thinking budget was asked for, but this model does not think (family {policy.family})")

@@ -26,7 +26,7 @@ from rloo_kit.plan.shapes import find_shape
 from rloo_kit.runs.checkpoints import publish
 from rloo_kit.runs.exported import RUN_FILE, describe_origin
 from rloo_kit.runs.files import now, read_object, saving, write_json
-from rloo_kit.runs.find import find_run
+from rloo_kit.runs.find import find_run, with_name
 from rloo_kit.system.environment import current
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.memory import available_gib
@@ -98,8 +98,7 @@ def export_model(
     run.run = trained.run  # another run of the same file by its name
     trained.rollout = trained.rollout.model_copy(update={"engine": ENGINE})
     place = Path(source) if Path(source).is_dir() else run.folder
-    folder = Path(output) if output is not None else place / "export" / to
-    folder = folder if folder.name not in ("", "..") else folder.resolve()
+    folder = with_name(Path(output) if output is not None else place / "export" / to)
     _check_folder(folder, overwrite)
     if to == "adapter":
         adapter.check_adapter(run.folder / "adapter")
@@ -231,8 +230,6 @@ def _name_base(run: RunConfig, base: str) -> str:
 
 def _find_base(run: RunConfig, base: str) -> dict[str, Any]:
     """The keys of `model` by which the base is found elsewhere, or at least called."""
-    if run.model.is_embedded:
-        return {"name": run.model.name}
     return name_built(Path(base).name) or {"name": _name_base(run, base)}
 
 

@@ -18,6 +18,12 @@ def is_number(value: Any) -> bool:
     return -LARGEST <= value <= LARGEST  # false for NaN; math.isfinite raises for an integer of 400 digits
 
 
+def logged(rows: Sequence[Row], *names: str) -> list[tuple[int, float]]:
+    """Step and value of a metric in every row that has it: of the first of `names` that any row has."""
+    columns = ([(row["step"], row[name]) for row in rows if is_number(row.get(name))] for name in names)
+    return next(filter(None, columns), [])
+
+
 class Point(NamedTuple):
     """A metric at a logged step; `covered`: the steps since the row before, which the row stands for."""
 

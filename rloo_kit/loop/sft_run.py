@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rloo_kit.config.resume import changed_keys
 from rloo_kit.config.run import RunConfig, load_config
+from rloo_kit.config.yaml_files import write_value
 from rloo_kit.data.load import Data
 from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.evals.signal import measure_signal
@@ -58,21 +59,17 @@ def next_command(run: RunConfig, overrides: Sequence[str], result: SftResult) ->
     kept = [word for word in overrides if not word.startswith(own)]
     if any(word.startswith("run.name=") for word in overrides):
         kept.append(f"run.name={run.name}")
-    with_weights = [*kept, f"{key}={adapter}"]
+    with_weights = [*kept, f"{key}={write_value(str(adapter))}"]
     assert source is not None
     if key == "model.name":
         then = load_config(source, *with_weights)
         changed = changed_keys(then.model_dump(mode="json"), run.model_dump(mode="json"))
         with_weights += [
-            f"{name}={_word(value)}"
+            f"{name}={write_value(value)}"
             for name, (_, value) in changed.items()
             if not name.startswith(("model.name", "model.adapter", "model.build_seed", "model.vocabulary", "sft."))
         ]
     return shlex.join(["rloo-kit", "train", str(source), *with_weights])
-
-
-def _word(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _from_here(folder: Path) -> Path:

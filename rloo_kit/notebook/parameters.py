@@ -5,7 +5,6 @@ papermill only warns of unknown names and passes `true` and `1e-6` on as text: b
 
 import ast
 import difflib
-import json
 import numbers
 import os
 import re
@@ -21,7 +20,7 @@ from rloo_kit.config.messages import accepts_bool, describe_type, explain_error,
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.section import Section
-from rloo_kit.config.yaml_files import read_value
+from rloo_kit.config.yaml_files import read_value, write_value
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.system.env_file import find_root
 from rloo_kit.system.input_files import expand_user, find_unwritable, is_file, read_text
@@ -112,7 +111,7 @@ def read_parameters(namespace: Mapping[str, Any]) -> Parameters:
     set_here = {KNOWN[name]: (name, value) for name, value in values.items() if "." in KNOWN[name]}
     if not values.get("run_name"):
         set_here.pop("run.name", None)
-    overrides = {key: f"{key}={_override_text(value)}" for key, (_, value) in set_here.items()}
+    overrides = {key: f"{key}={write_value(value)}" for key, (_, value) in set_here.items()}
     extra = values.get("overrides", [])
     for item in extra:
         key = item.partition("=")[0].strip().lstrip("-")
@@ -191,15 +190,6 @@ def _find_config(path: Path) -> str:
         if is_file(place):
             return os.path.normpath(place)
     raise ValueError(f"there is no such file; looked at {', '.join(dict.fromkeys(map(os.path.normpath, places)))}")
-
-
-def _override_text(value: Any) -> str:
-    """A value as an override writes it; text that YAML would read as something else goes into quotes."""
-    if value is None:
-        return "null"
-    if not isinstance(value, str):
-        return repr(value)
-    return value if read_value(value.strip()) == value else json.dumps(value, ensure_ascii=False)
 
 
 def _show(value: Any) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from rloo_kit.config.yaml_files import write_value
 from rloo_kit.plan.speed import StepTime
 from rloo_kit.system.console import fill_text, render_text
 
@@ -81,9 +82,7 @@ class Remedy:
     @property
     def override(self) -> str:
         """As the command line takes it."""
-        value = "null" if self.value is None else self.value
-        value = str(value).lower() if isinstance(value, bool) else value
-        return f"{self.key}={value}"
+        return f"{self.key}={write_value(self.value)}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rloo_kit.health.rule import Finding
 from rloo_kit.health.rules import RULES
-from rloo_kit.health.series import is_number
+from rloo_kit.health.series import is_number, logged
 from rloo_kit.results.charts import Chart, Mark, Point, draw_chart, format_value, from_to, series_class
 from rloo_kit.results.evaluation import Evaluation, Measured
 from rloo_kit.results.held_out import HeldOut
@@ -158,17 +158,15 @@ def _rollouts(metrics: Iterable[Row]) -> Iterable[tuple[float, float, Point]]:
 
 
 def _panels(rows: Sequence[Row], names: Sequence[str]) -> Iterable[_Panel]:
-    def take(name: str, change: Callable[[float], float] = lambda value: value) -> list[Point]:
-        return [Point(row["step"], change(row[name])) for row in rows if is_number(row.get(name))]
+    def take(*metrics: str, change: Callable[[float], float] = lambda value: value) -> list[Point]:
+        return [Point(step, change(value)) for step, value in logged(rows, *metrics)]
 
-    def panel(title: str, form: str, *metrics: str, change: Callable[[float], float] = lambda value: value) -> Any:
-        for name in metrics:
-            if points := take(name, change):
-                yield _Panel(Chart(title, {"": points}, form), {*metrics})
-                return
+    def panel(title: str, form: str, *metrics: str, **change: Callable[[float], float]) -> Any:
+        if points := take(*metrics, **change):
+            yield _Panel(Chart(title, {"": points}, form), {*metrics})
 
-    logged = list(dict.fromkeys(found[1] for row in rows[:50] for name in row if (found := _REWARD.fullmatch(name))))
-    rewards = [name for name in names if name in logged] or logged
+    present = list(dict.fromkeys(found[1] for row in rows[:50] for name in row if (found := _REWARD.fullmatch(name))))
+    rewards = [name for name in names if name in present] or present
     if len(rewards) == 1:
         yield from panel(f"Reward: {rewards[0]}", "number", "reward", f"rewards/{rewards[0]}/mean")
     else:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rloo_kit.errors import RunNotFoundError
 from rloo_kit.health.rule import LEVELS, Context
-from rloo_kit.health.series import is_number
+from rloo_kit.health.series import is_number, logged
 from rloo_kit.health.watch import HealthWatch, Judgement, judge
 from rloo_kit.results.changes import find_changes
 from rloo_kit.results.evaluation import Comparison, Evaluation, compare
@@ -141,8 +141,7 @@ class RunOverview:
         for title in ("training", "over the steps", "first", "last"):
             table.add_column(title, justify="right" if title in ("first", "last") else "left", no_wrap=True)
         for title, form, *metrics in CURVES:
-            columns_of = ([row[name] for row in self.rows if is_number(row.get(name))] for name in metrics)
-            values = next(filter(None, columns_of), [])
+            values = [value for _, value in logged(self.rows, *metrics)]
             if len(set(values)) > 1:
                 line = sparkline(values, max(columns() - 45, 10))
                 table.add_row(title, line, format(values[0], form), format(values[-1], form))

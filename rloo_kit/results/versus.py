@@ -125,7 +125,7 @@ def _sections(run: RunConfig) -> dict[str, Any]:
 
 
 def _lead(first: Evaluation | None, one: Evaluation | None, measure: str) -> tuple[Change | None, str]:
-    """How far `one` is ahead, by `measure` if they have it, and what has to be said beside it."""
+    """How far `one` is ahead, by `measure` if they have it, and the caveat to show with it."""
     if first is None or one is None:
         return None, "one of them was not evaluated after training"
     if apart := setting_differences(first, one):

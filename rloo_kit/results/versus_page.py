@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rloo_kit.health.series import is_number
+from rloo_kit.health.series import logged
 from rloo_kit.results.charts import COLORS, Chart, Point
 from rloo_kit.results.curves import draw_figure
 from rloo_kit.results.held_out import parse_evaluations, read_evaluations
@@ -92,9 +92,7 @@ def _held_out(one: Contestant, measure: str) -> list[Point]:
 
 
 def _logged(one: Contestant, names: Sequence[str]) -> list[Point]:
-    rows = one.result.metrics
-    name = next((name for name in names if any(is_number(row.get(name)) for row in rows)), None)
-    return [Point(row["step"], row[name]) for row in rows if is_number(row.get(name))] if name else []
+    return [Point(*found) for found in logged(one.result.metrics, *names)]
 
 
 def _changes(runs: Sequence[Contestant]) -> str:

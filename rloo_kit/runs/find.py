@@ -35,9 +35,14 @@ def config_file(source: Path) -> Path:
     return source / "config.yaml"
 
 
+def with_name(folder: Path) -> Path:
+    """The folder as it was written, or its absolute path where that ends without a name (`.`, `..`)."""
+    return folder.resolve() if folder.name in ("", "..") else folder
+
+
 def place_run(run: RunConfig, folder: Path) -> None:
     """Make `folder` the run's own, as it was named: it may have been moved since it was written down."""
-    folder = folder.resolve() if folder.name in ("", "..") else folder
+    folder = with_name(folder)
     run.run.output_dir, run.run.name = str(folder.parent), folder.name
 
 

@@ -1,6 +1,8 @@
 """Supervised training before RLOO: an exact loss, a folder like a run's, and the reference that RLOO starts from."""
 
 import json
+import shlex
+import shutil
 import signal
 
 import pytest
@@ -232,6 +234,9 @@ def test_the_next_command(load, tmp_path, monkeypatch):
     assert next_command(run, words, result) == expected
     expected = f"rloo-kit train {run.source} model.name=other model.adapter=outputs/mine-sft/adapter"
     assert next_command(run, ["model.name=other"], result) == expected, "the adapter is one of that base"
+    result.adapter_folder = shutil.copytree(result.adapter_folder, tmp_path / "out #1: mine" / "adapter")
+    then = load_config(*shlex.split(next_command(run, [], result))[2:])
+    assert then.model.adapter == "out #1: mine/adapter", "YAML takes the rest for a comment"
 
 
 def test_a_model_under_another_name_keeps_its_lengths(tmp_path, tiny_folder):
