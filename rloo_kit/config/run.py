@@ -8,6 +8,7 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from rloo_kit.config.checks import FILE_KINDS, find_temperature_problems
 from rloo_kit.config.derived import fill_defaults
+from rloo_kit.config.embedded import PREFIX, is_family_file, split_model_name
 from rloo_kit.config.messages import explain_error, explain_errors
 from rloo_kit.config.old_names import CONFIG_NAMES, forget_overruled, translate_file
 from rloo_kit.config.schema import (
@@ -104,16 +105,21 @@ class RunConfig(Section):
         return self
 
     def _find_source_problems(self) -> list[str]:
-        def may_add(source: str) -> bool:  # a file or folder of the user's may well hold additions
-            return source.lower().endswith(FILE_KINDS) or source.startswith((".", "/", "~"))
-
-        if not self.model.is_embedded:
+        """Prompts that the embedded model cannot read: it knows the characters and problems of one family."""
+        kind, family = split_model_name(self.model.name)
+        if not self.model.is_embedded or kind == "untaught" or is_family_file(family):
             return []
-        others = [name for name in self.data.all_sources if name != "embedded/addition" and not may_add(name)]
+        known = f"{PREFIX}{family}"
+
+        def may_fit(source: str) -> bool:  # a file or folder of the user's may well hold such problems
+            return source == known or source.lower().endswith(FILE_KINDS) or source.startswith((".", "/", "~"))
+
+        others = [name for name in self.data.all_sources if not may_fit(name)]
         return [
-            f"model.name is {self.model.name}, which knows only addition, but "
-            f"data.{'sources has' if self.data.sources else 'source is'} {name}; set data.source=embedded/addition, a "
-            "file or folder (./name) of additions of your own, or another model.name"
+            f"model.name is {self.model.name}, which knows only {family}, but "
+            f"data.{'sources has' if self.data.sources else 'source is'} {name}; set data.source={known}, a file or "
+            f"folder (./name) of such problems of your own, or another model.name"
+            + (f" (embedded/thinking@{name.removeprefix(PREFIX)})" if name.startswith(PREFIX) else "")
             for name in others
         ]
 

@@ -13,11 +13,11 @@ from pydantic.fields import FieldInfo
 
 from rloo_kit.config.batches import GENERATIONS, PROMPTS, check_generation_batch
 from rloo_kit.config.checks import find_loop_problems, find_server_problems, find_test_problem
+from rloo_kit.config.embedded import PREFIX, find_embedded_problem
 from rloo_kit.config.section import Section, TrlDefault, declared, key
 from rloo_kit.system.processes import count_processes
 
 LORA_LEARNING_RATE, FULL_LEARNING_RATE = 1e-4, 1e-5  # measured on the embedded model: docs/benchmarks.md
-EMBEDDED_MODELS = ("embedded/thinking", "embedded/instruct", "embedded/untaught")
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 Tracker = Literal[
@@ -89,7 +89,9 @@ class ModelSection(Section):
 
     prefix: ClassVar[str] = "model."
     name: str = Field(
-        min_length=1, description="hub id, local folder, embedded/thinking, embedded/instruct, embedded/untaught"
+        min_length=1,
+        description="hub id, local folder, embedded/thinking, embedded/thinking@FAMILY, embedded/instruct, "
+        "embedded/untaught",
     )
     family: Literal["auto", "thinking", "hybrid", "instruct", "plain"] = key(
         "auto", "how its chat template treats thinking; auto reads the template"
@@ -115,12 +117,12 @@ class ModelSection(Section):
     @property
     def is_embedded(self) -> bool:
         """True for the models that the kit builds itself."""
-        return self.name.startswith("embedded/")
+        return self.name.startswith(PREFIX)
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "ModelSection":
-        if self.is_embedded and self.name not in EMBEDDED_MODELS:
-            raise ValueError(f"name is '{self.name}'; the embedded models are {', '.join(EMBEDDED_MODELS)}")
+        if self.is_embedded and (problem := find_embedded_problem(self.name)):
+            raise ValueError(f"name is '{self.name}', but {problem}")
         if self.enable_thinking is not None and self.family not in ("auto", "hybrid"):
             raise ValueError(
                 f"enable_thinking is {str(self.enable_thinking).lower()}, but family is '{self.family}'; only hybrid "
@@ -148,8 +150,8 @@ class DataSection(Section):
     prefix: ClassVar[str] = "data."
     source: str | None = key(
         None,
-        "required unless sources is set: embedded/addition, a hub id, a .jsonl, .csv or .parquet path, or a folder of "
-        "save_to_disk",
+        "required unless sources is set: embedded/addition or another FAMILY, a hub id, a .jsonl, .csv or .parquet "
+        "path, or a folder of save_to_disk",
         min_length=1,
     )
     sources: list[SourceSection] | None = key(None, "instead of source: several, mixed; see below", min_length=1)

@@ -5,6 +5,7 @@ The vocabulary `compact` puts the chat tokens right behind the bytes; `qwen3` pu
 151668), with placeholders between that no text encodes to.
 """
 
+from rloo_kit.config.embedded import find_embedded_problem
 from rloo_kit.errors import ConfigError
 from rloo_kit.think_tags import QWEN3_IDS, THINK_END, THINK_START
 
@@ -13,7 +14,6 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 CHAT_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, THINK_START, THINK_END)
 SPECIAL_TOKENS = CHAT_TOKENS[:3]  # the thinking tags are added tokens, but not special, as in Qwen3
 ROWS = {"compact": 320, "qwen3": 151936}  # rows of the embedding: a multiple of 64, as kernels like them
-KINDS = ("thinking", "instruct", "untaught")  # the last is a thinking model with random weights
 
 _TURNS = (
     "{%- for message in messages %}"
@@ -35,10 +35,10 @@ def byte_symbols() -> list[str]:
     return [chr(point) for point in printable] + [chr(256 + shift) for shift in range(NUM_BYTES - len(printable))]
 
 
-def check_names(kind: str, vocabulary: str) -> None:
-    """Raises ConfigError where there is no such embedded model or vocabulary."""
-    if kind not in KINDS:
-        raise ConfigError(f"there is no embedded model '{kind}': model.name is embedded/{', embedded/'.join(KINDS)}")
+def check_names(name: str, vocabulary: str) -> None:
+    """Raises ConfigError where there is no such embedded model (`thinking`, `thinking@sorting`) or vocabulary."""
+    if problem := find_embedded_problem(name):
+        raise ConfigError(problem)
     if vocabulary not in ROWS:
         raise ConfigError(f"model.vocabulary is '{vocabulary}'; the embedded model has {' and '.join(ROWS)}")
 

@@ -14,6 +14,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from rloo_kit.config.embedded import split_model_name
 from rloo_kit.data.byte_tokens import (
     CHAT_TOKENS,
     END_OF_TEXT,
@@ -145,9 +146,9 @@ def _text_of(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def embedded_tokenizer(kind: str, vocabulary: str) -> LightTokenizer:
+def embedded_tokenizer(name: str, vocabulary: str) -> LightTokenizer:
     """The embedded model's tokenizer, whether or not that model is built; ConfigError where there is no such model."""
-    check_names(kind, vocabulary)
+    check_names(name, vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=token_ids(vocabulary), merges=[]))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -156,4 +157,4 @@ def embedded_tokenizer(kind: str, vocabulary: str) -> LightTokenizer:
         AddedToken(token, normalized=False, special=token in SPECIAL_TOKENS) for token in CHAT_TOKENS
     ])  # fmt: skip
     special = {"bos_token": None, "eos_token": TURN_END, "pad_token": END_OF_TEXT}
-    return LightTokenizer(tokenizer, TEMPLATES[kind], special)
+    return LightTokenizer(tokenizer, TEMPLATES[split_model_name(name)[0]], special)

@@ -6,17 +6,18 @@ Torch, transformers and `datasets` are loaded for what only they can read (`need
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rloo_kit.config.embedded import DEFAULT_FAMILY, PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection
 from rloo_kit.data.answers import compares_with_answers, needs_all_answers, require_one_answer, with_answers
 from rloo_kit.data.columns import Columns, DataSource
+from rloo_kit.data.families import addition
 from rloo_kit.data.mix import combine, draw, share_out
 from rloo_kit.data.sources import find_file, read_file, read_rows
 from rloo_kit.data.tables import read_folder, read_hub
-from rloo_kit.data.tasks import MAX_ROWS, addition_rows
-from rloo_kit.errors import DataError
+from rloo_kit.data.tasks import Family, find_family, make_rows
+from rloo_kit.errors import ConfigError, DataError
 
-EMBEDDED_SOURCE = "embedded/addition"
 EMBEDDED_PROMPTS = 10_000  # if data.num_prompts is null
 
 
@@ -47,7 +48,7 @@ def needs_stack(run: RunConfig) -> bool:
 
 def is_for_stack(source: str, run: RunConfig, key: str = "data.source") -> bool:
     """Whether only the stack can read a source, which `key` named."""
-    if source.startswith("embedded/"):
+    if source.startswith(PREFIX):
         return False
     try:
         path = find_file(source, run.source, key)
@@ -124,10 +125,8 @@ def _labels(section: DataSection) -> list[str]:
 
 def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
     """The rows of one source."""
-    if part.source == EMBEDDED_SOURCE:
-        return _read_embedded(run, thinking)
-    if part.source.startswith("embedded/"):
-        raise DataError(f"{part.key}: no embedded task '{part.source}'; there is {EMBEDDED_SOURCE}")
+    if part.source.startswith(PREFIX):
+        return _read_embedded(run, part, thinking)
     path = find_file(part.source, run.source, part.key)
     if path is None:
         return read_hub(part.source, part.subset, part.split, part.columns, part.key, part.split_key)
@@ -136,12 +135,23 @@ def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
     return read_file(path, part.columns)
 
 
-def _read_embedded(run: RunConfig, thinking: bool) -> DataSource:
+def _read_embedded(run: RunConfig, part: Part, thinking: bool) -> DataSource:
     """As many problems as are wanted; of a mix as many as there may be, since the other sources give some."""
-    wanted = run.data.num_prompts or EMBEDDED_PROMPTS
-    most = MAX_ROWS["thinking" if thinking else "instruct"]
-    drawn = addition_rows(min(wanted, most) if run.data.sources else wanted, run.data.seed, thinking)
-    return replace(read_rows(drawn, Columns()), name=EMBEDDED_SOURCE, rows_left=wanted < most)
+    name, family = find_embedded_family(run, part, thinking)
+    wanted = run.data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)
+    drawn = make_rows(family, min(wanted, family.max_rows) if run.data.sources else wanted, run.data.seed, name)
+    return replace(read_rows(drawn, Columns()), name=part.source, rows_left=wanted < family.max_rows)
+
+
+def find_embedded_family(run: RunConfig, part: Part, thinking: bool) -> tuple[str, Family]:
+    """The family of a source `embedded/...` and its name; a model that answers at once gets smaller numbers."""
+    name = part.source.removeprefix(PREFIX)
+    if name == DEFAULT_FAMILY and not thinking:
+        return name, addition.IN_THE_HEAD
+    try:
+        return name, find_family(name, run.source)
+    except ConfigError as error:
+        raise DataError(f"{part.key}: {error}") from None
 
 
 def _part(run: RunConfig, source: str) -> Part:
@@ -167,7 +177,7 @@ def _part_of_mix(run: RunConfig, number: int) -> Part:
         columns=columns,
         subset=entry.subset or section.subset,
         split=entry.split or section.split,
-        answer_after=None if entry.source == EMBEDDED_SOURCE else entry.answer_after or section.answer_after,
+        answer_after=None if entry.source.startswith(PREFIX) else entry.answer_after or section.answer_after,
         key=f"{prefix}source",
         split_key=f"{prefix}split",
     )

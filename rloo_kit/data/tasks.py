@@ -1,134 +1,217 @@
-"""The embedded task: column addition (`47+385=`), with prompts for RLOO and noisy demonstrations for the cold start.
+"""Task families of the embedded model: prompts for RLOO and demonstrations for the cold start, behind `Family`.
 
-A worked answer adds the columns from the right, one line each (`7+5=12`, `4+8+1=13`, `0+3+1=4`), and reads the result
-off. A checksum of the unordered pair reserves half of all problems for the cold start, so a run never meets those.
+A family is one file with a generator (`draw`, `question`), a worked solution (`work`) and the habit that its cold start
+teaches. The kit's own are in `families/`; a user's is a .py file with a `FAMILY` in it. A checksum of the problem
+reserves half of all problems for the cold start, so a run never meets those.
 """
 
+import importlib
+import importlib.util
 import random
+import sys
 import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from rloo_kit.errors import DataError
+from rloo_kit.config.embedded import DEFAULT_FAMILY, find_family_problem, is_family_file
+from rloo_kit.errors import ConfigError, DataError
 
-LIMITS = {
-    "thinking": (10, 999),
-    "untaught": (10, 999),
-    "instruct": (100, 349),
-}  # smallest and largest number of a question
-EASY_LIMITS = (100, 199)  # where the instruct model begins: successive carries are hard for it
-MAX_ROWS = {"thinking": 50_000, "instruct": 10_000}  # few enough that drawing stays quick
+FRUITLESS_DRAWS = 2000  # draws in a row without a new problem, after which a family has no more
+SAMPLE = 50  # problems on which a user's family is checked
 
 
 @dataclass(frozen=True)
-class Noise:
-    """Rates of the mistakes in demonstrations, probabilities in [0, 1]: `skip` the scratch work and guess the answer, a
-    wrong column `digit`, a wrong digit of a `guess`."""
+class Habit:
+    """What the cold start teaches in its last third besides the method, probabilities in [0, 1]: `skip` the thinking
+    and guess the answer, a `slip` in a line of the thinking, a wrong character of a `guess`."""
 
-    skip: float = 0.3
-    digit: float = 0.3
-    guess: float = 0.5
+    skip: float = 0.0
+    slip: float = 0.0
+    guess: float = 0.0
 
 
+NO_HABIT = Habit()
 # Of the worked answers that a run imitates: of mixed quality, so that a model that does is right sometimes.
-WORKED = Noise(skip=0.4, digit=0.0, guess=0.5)
+WORKED = Habit(skip=0.4, guess=0.5)
 
 
-def is_reserved(first: int, second: int) -> bool:
-    """Whether the unordered pair belongs to the cold start (about half of all pairs) and never to a run."""
-    low, high = sorted((first, second))
-    return zlib.crc32(f"{low}+{high}".encode()) % 2 == 0
+class Family(ABC):
+    """One kind of problem.
 
-
-def draw_pair(rng: random.Random, limits: tuple[int, int], reserved: bool) -> tuple[int, int]:
-    """Two numbers within `limits`, lengths uniform, from the cold start's half of the pairs or a run's."""
-    while True:
-        pair = (_draw_number(rng, limits), _draw_number(rng, limits))
-        if is_reserved(*pair) == reserved:
-            return pair
-
-
-def _draw_number(rng: random.Random, limits: tuple[int, int]) -> int:
-    digits = rng.randint(len(str(limits[0])), len(str(limits[1])))
-    return rng.randint(max(limits[0], 10 ** (digits - 1)), min(limits[1], 10**digits - 1))
-
-
-def question(first: int, second: int) -> str:
-    """The user's message."""
-    return f"{first}+{second}="
-
-
-def addition_rows(num: int, seed: int = 0, thinking: bool = True) -> list[dict[str, str]]:
-    """`num` rows with a `prompt` (the user's message, no template) and the right `answer`; no problem occurs twice.
-
-    >>> list(addition_rows(1, seed=0)[0])
-    ['prompt', 'answer']
-
-    Args:
-        num: number of rows, at most 50000 (10000 for the instruct model, whose numbers end at 349).
-        seed: the same seed gives the same rows; more rows of a seed begin with the fewer.
-        thinking: rows for the thinking model, or for the instruct model.
-
-    Raises:
-        DataError: more rows than `MAX_ROWS`.
+    Attributes:
+        alphabet: every character of questions, thinking and answers; ASCII.
+        habit: what the cold start teaches besides the method. steps: of the cold start.
+        max_rows: problems of a run at most, few enough that drawing stays quick.
     """
-    kind = "thinking" if thinking else "instruct"
-    if not 0 <= num <= MAX_ROWS[kind]:
-        raise DataError(
-            f"{num} addition problems were asked for; embedded/addition has up to {MAX_ROWS[kind]} for "
-            f"embedded/{kind}: lower data.num_prompts"
+
+    alphabet: str
+    habit: Habit = Habit(skip=0.75, slip=0.15, guess=0.7)
+    steps: int = 640
+    max_rows: int = 10_000
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> Any:
+        """A problem, of any type; all that is random about it comes from `rng`."""
+
+    @abstractmethod
+    def question(self, problem: Any) -> str:
+        """The user's message."""
+
+    @abstractmethod
+    def work(self, problem: Any, rng: random.Random, slip: float = 0.0) -> tuple[str, str]:
+        """The thinking and the answer that it comes to; each line of the thinking goes wrong with probability `slip`,
+        and what follows from it too. Without slips the answer is the right one."""
+
+    def answer(self, problem: Any) -> str:
+        """The right answer."""
+        return self.work(problem, random.Random(0))[1]
+
+    def guess(self, problem: Any, rng: random.Random, wrong: float) -> str:
+        """An answer without thinking, each character of which is wrong with probability `wrong`."""
+        return "".join(mistake(mark, rng) if rng.random() < wrong else mark for mark in self.answer(problem))
+
+    def identity(self, problem: Any) -> Hashable:
+        """Equal for problems of which a run takes one; the half that the cold start has is chosen by its text."""
+        return self.question(problem)
+
+
+def find_family(name: str, config_file: Path | None = None) -> Family:
+    """One of `FAMILIES` by its name, or that of a file: `path/to/family.py`, from the working directory, then from the
+    folder of `config_file`. Raises ConfigError where there is none, or the file holds none."""
+    if not is_family_file(name):
+        if problem := find_family_problem(name):
+            raise ConfigError(problem)
+        return importlib.import_module(f"rloo_kit.data.families.{name}").FAMILY
+    return _load_family(find_family_file(name, config_file))
+
+
+def find_family_file(name: str, config_file: Path | None = None) -> Path:
+    """The file of a user's family, absolute."""
+    folders = [Path.cwd(), *([config_file.parent] if config_file else [])]
+    looked = list(dict.fromkeys((folder / Path(name).expanduser()).resolve() for folder in folders))
+    found = next((file for file in looked if file.is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"there is no file {name} of a task family, looked for as {' and as '.join(map(str, looked))}"
         )
-    rng = random.Random(f"addition-{seed}")
-    pairs: dict[tuple[int, int], tuple[int, int]] = {}
-    while len(pairs) < num:
-        first, second = draw_pair(rng, LIMITS[kind], reserved=False)
-        pairs.setdefault((min(first, second), max(first, second)), (first, second))
-    return [{"prompt": question(*pair), "answer": str(sum(pair))} for pair in pairs.values()]
+    return found
 
 
-def worked_rows(num: int, seed: int = 0, thinking: bool = True) -> list[dict[str, str]]:
-    """`addition_rows` with a `completion`, the worked answer, two of five of which guess without work (`WORKED`);
-    arguments and errors are the same.
+def _load_family(file: Path) -> Family:
+    spec = importlib.util.spec_from_file_location(f"rloo_kit_family_{file.stem}", file)
+    assert spec is not None and spec.loader is not None  # the name ends with .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+        family = getattr(module, "FAMILY", None)
+        if not isinstance(family, Family):
+            raise ConfigError(f"{file} has no FAMILY that is a rloo_kit.data.tasks.Family; write FAMILY = MyFamily()")
+        _check_family(family)
+    except ConfigError as error:
+        raise ConfigError(f"task family {file}: {error}") from None
+    except Exception as error:
+        raise ConfigError(f"task family {file}: {type(error).__name__}: {error}") from error
+    return family
 
-    >>> worked_rows(1)[0]["completion"].count("</think>")
-    1
-    """
+
+def _check_family(family: Family) -> None:
+    """Refuse what would train a model on nonsense: characters without a row, an answer that work does not come to."""
+    alphabet = getattr(family, "alphabet", None)
+    if not isinstance(alphabet, str) or not alphabet.isascii():
+        raise ConfigError("alphabet has to be a text of ASCII characters, all that questions and answers consist of")
+    rng = random.Random(0)
+    for _ in range(SAMPLE):
+        problem = family.draw(rng)
+        question, answer = family.question(problem), family.answer(problem)
+        for text in (question, answer, *family.work(problem, rng, family.habit.slip), family.guess(problem, rng, 0.5)):
+            unknown = sorted(set(str(text)) - set(alphabet) - {"\n"})
+            if not isinstance(text, str) or unknown:
+                raise ConfigError(f"{text!r} is not made of alphabet's characters alone: add {unknown} to alphabet")
+        if not answer.strip() or family.work(problem, rng)[1] != answer:
+            raise ConfigError(
+                f"{question!r}: without slips work() has to come to one answer, not to {answer!r} and another"
+            )
+
+
+def is_reserved(family: Family, problem: Any) -> bool:
+    """Whether the problem belongs to the cold start (about half of all) and never to a run."""
+    return zlib.crc32(str(family.identity(problem)).encode()) % 2 == 0
+
+
+def draw_problem(family: Family, rng: random.Random, reserved: bool) -> Any:
+    """A problem of the cold start's half, or of a run's."""
+    return next(problem for problem in _draws(family, rng) if is_reserved(family, problem) == reserved)
+
+
+def _draws(family: Family, rng: random.Random) -> Iterator[Any]:
+    while True:
+        yield family.draw(rng)
+
+
+def draw_problems(family: Family, num: int, seed: int, name: str = DEFAULT_FAMILY) -> list[Any]:
+    """`num` problems of a run's half, no two the same; more of a seed begin with the fewer. Raises DataError where the
+    family `name` has not so many."""
+    if not 0 <= num <= family.max_rows:
+        raise DataError(
+            f"{num} {name} problems were asked for; embedded/{name} has up to {family.max_rows} for this model: lower "
+            "data.num_prompts"
+        )
+    rng = random.Random(f"{name}-{seed}")
+    problems: dict[Hashable, Any] = {}
+    fruitless = 0
+    while len(problems) < num:
+        problem = draw_problem(family, rng, reserved=False)
+        known = len(problems)
+        problems.setdefault(family.identity(problem), problem)
+        fruitless = fruitless + 1 if len(problems) == known else 0
+        if fruitless > FRUITLESS_DRAWS:
+            raise DataError(
+                f"{num} {name} problems were asked for, and embedded/{name} has about {len(problems)}: lower "
+                "data.num_prompts"
+            )
+    return list(problems.values())
+
+
+def make_rows(family: Family, num: int, seed: int = 0, name: str = DEFAULT_FAMILY) -> list[dict[str, str]]:
+    """`num` rows with a `prompt` (the user's message, no template) and the right `answer`; no problem occurs twice."""
+    problems = draw_problems(family, num, seed, name)
+    return [{"prompt": family.question(problem), "answer": family.answer(problem)} for problem in problems]
+
+
+def worked_rows(
+    family: Family, num: int, seed: int = 0, thinking: bool = True, name: str = DEFAULT_FAMILY
+) -> list[dict[str, str]]:
+    """`make_rows` with a `completion`, the worked answer, two of five of which guess without work (`WORKED`)."""
     rng = random.Random(f"worked-{seed}")
-    rows = addition_rows(num, seed, thinking)
-    pairs = [row["prompt"].removesuffix("=").split("+") for row in rows]
+    problems = draw_problems(family, num, seed, name)
     return [
-        row | {"completion": demonstration(int(first), int(second), rng, WORKED, thinking)}
-        for row, (first, second) in zip(rows, pairs, strict=True)
+        {"prompt": family.question(one), "answer": family.answer(one)}
+        | {"completion": demonstration(family, one, rng, WORKED, thinking)}
+        for one in problems
     ]
 
 
-def scratch_work(first: int, second: int, rng: random.Random, digit_noise: float = 0.0) -> tuple[str, str]:
-    """Column addition from the right and its answer; each digit is wrong with probability `digit_noise`.
-
-    >>> scratch_work(47, 385, random.Random(0))
-    ('7+5=12\\n4+8+1=13\\n0+3+1=4', '432')
-    """
-    width = max(len(str(first)), len(str(second)))
-    lines, digits, carry = [], "", 0
-    for top, bottom in zip(reversed(f"{first:0{width}}"), reversed(f"{second:0{width}}"), strict=True):
-        total = int(top) + int(bottom) + carry
-        tens, unit = divmod(total, 10)
-        if rng.random() < digit_noise:
-            unit = _mistaken(unit, rng)
-        lines.append(f"{top}+{bottom}" + (f"+{carry}" if carry else "") + f"={tens or ''}{unit}")
-        digits, carry = f"{unit}{digits}", tens
-    return "\n".join(lines), f"{carry or ''}{digits}"
-
-
-def demonstration(first: int, second: int, rng: random.Random, noise: Noise, thinking: bool = True) -> str:
-    """A completion to imitate: scratch work, `</think>` and the answer, or the answer alone; without an end token."""
-    if thinking and rng.random() >= noise.skip:
-        work, answer = scratch_work(first, second, rng, noise.digit)
+def demonstration(family: Family, problem: Any, rng: random.Random, habit: Habit, thinking: bool = True) -> str:
+    """A completion to imitate: thinking, `</think>` and the answer, or the answer alone; without an end token."""
+    if thinking and rng.random() >= habit.skip:
+        work, answer = family.work(problem, rng, habit.slip)
         return f"{work}</think>\n\n{answer}"
-    digits = [int(digit) for digit in str(first + second)]
-    answer = "".join(str(_mistaken(digit, rng) if rng.random() < noise.guess else digit) for digit in digits)
+    answer = family.guess(problem, rng, habit.guess)
     return f"</think>\n\n{answer}" if thinking else answer
 
 
-def _mistaken(digit: int, rng: random.Random) -> int:
-    """Another digit, each of the nine equally likely."""
-    return (digit + rng.randint(1, 9)) % 10
+def mistake(mark: str, rng: random.Random) -> str:
+    """Another digit for a digit, another lower-case letter for a letter, each equally likely; else the mark itself.
+
+    >>> mistake("7", random.Random(0)) in "012345689", mistake("-", random.Random(0))
+    (True, '-')
+    """
+    if mark.isdigit():
+        return str((int(mark) + rng.randint(1, 9)) % 10)
+    if "a" <= mark <= "z":
+        return chr(ord("a") + (ord(mark) - ord("a") + rng.randint(1, 25)) % 26)
+    return mark

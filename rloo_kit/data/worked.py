@@ -5,12 +5,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rloo_kit.config.embedded import PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import refuse_surrogates, render_prompt, resolve_family, thinks
 from rloo_kit.data.columns import Columns, DataSource, select_rows
-from rloo_kit.data.reading import EMBEDDED_PROMPTS, EMBEDDED_SOURCE, Part, is_for_stack, read_part
+from rloo_kit.data.reading import EMBEDDED_PROMPTS, Part, find_embedded_family, is_for_stack, read_part
 from rloo_kit.data.sources import read_rows
-from rloo_kit.data.tasks import MAX_ROWS, worked_rows
+from rloo_kit.data.tasks import worked_rows
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.think_tags import THINK_END, THINK_START
 
@@ -146,9 +147,12 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
         source = read_rows(rows, columns)
     elif name is None:
         raise ConfigError("data.sources is a mix; name where the worked answers come from: sft.source=...")
-    elif name == EMBEDDED_SOURCE:
-        wanted = data.num_prompts or min(EMBEDDED_PROMPTS, MAX_ROWS["thinking" if thinking else "instruct"])
-        source = replace(read_rows(worked_rows(wanted, data.seed, thinking), Columns(answer="completion")), name=name)
+    elif name.startswith(PREFIX):
+        key = "data.source" if section.source is None else "sft.source"
+        task, family = find_embedded_family(run, Part(name, columns, None, None, None, key), thinking)
+        wanted = data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)
+        made = worked_rows(family, wanted, data.seed, thinking, task)
+        source = replace(read_rows(made, Columns(answer="completion")), name=name)
     else:
         subset, split = (data.subset, data.split) if section.source is None else (None, "train")
         part = Part(name, columns, section.subset or subset, section.split or split, None, "sft.source", "sft.split")

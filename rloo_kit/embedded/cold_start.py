@@ -9,15 +9,16 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rloo_kit.data import tasks
 from rloo_kit.data.byte_tokens import ROWS, TURN_END, TURN_START
+from rloo_kit.data.families import addition
+from rloo_kit.data.tasks import NO_HABIT, Family, Habit, demonstration, draw_problem
 
 IGNORED = -100  # target of a position that carries no loss
 SECONDS_BETWEEN_REPORTS = 5.0
@@ -28,8 +29,9 @@ class ColdStart:
     """Everything that the weights depend on besides the seed, the code and the libraries.
 
     steps and batch_size: optimizer steps and demonstrations in each; clean_share, easy_share: shares of the steps, from
-    the first, whose demonstrations have no mistakes and whose numbers lie in `tasks.EASY_LIMITS`. head_dim is a
-    power of two and hidden_size a multiple of 64, as the kernels of Unsloth and bitsandbytes want them.
+    the first, whose demonstrations have no mistakes and whose problems are easy (`addition.EASY`); habit: of the
+    demonstrations after the clean ones. head_dim is a power of two and hidden_size a multiple of 64, as the kernels of
+    Unsloth and bitsandbytes want them.
     """
 
     steps: int = 640
@@ -39,7 +41,7 @@ class ColdStart:
     decay_share: float = 0.6
     clean_share: float = 0.65
     easy_share: float = 0.0
-    noise: tasks.Noise = tasks.Noise()
+    habit: Habit = NO_HABIT
     hidden_size: int = 128
     intermediate_size: int = 256
     num_layers: int = 3
@@ -50,36 +52,47 @@ class ColdStart:
 
 PLANS = {
     "thinking": ColdStart(),
-    "instruct": ColdStart(steps=600, batch_size=64, clean_share=0.7, easy_share=0.37, noise=tasks.Noise(guess=0.35)),
+    "instruct": ColdStart(steps=600, batch_size=64, clean_share=0.7, easy_share=0.37, habit=Habit(guess=0.35)),
     "untaught": ColdStart(steps=0),
 }
 
 
+def find_plan(kind: str, family: Family) -> ColdStart:
+    """How the model of `kind` is built; what a thinking one learns besides the method is its family's habit."""
+    return replace(PLANS[kind], steps=family.steps, habit=family.habit) if kind == "thinking" else PLANS[kind]
+
+
 def train(
-    tokenizer: Any, kind: str, vocabulary: str, seed: int, plan: ColdStart, report: Callable[[str], None] = print
+    tokenizer: Any,
+    kind: str,
+    family: Family,
+    vocabulary: str,
+    seed: int,
+    plan: ColdStart,
+    report: Callable[[str], None] = print,
 ) -> Any:
     """A `Qwen3ForCausalLM` (float32, CPU) with `ROWS[vocabulary]` rows, taught to imitate the demonstrations of `kind`.
 
     Seeds torch's global generator; meant for a process of its own (`model.build`).
 
     Args:
-        tokenizer: of `build_tokenizer(kind, vocabulary)`.
+        tokenizer: of `build_tokenizer(kind, vocabulary)`. family: of the problems that it learns.
         seed: of the weights at the start and of the demonstrations.
         report: gets one line every few seconds.
     """
     torch.manual_seed(seed)
     rng = random.Random(f"cold-start-{seed}")
-    used = used_ids(tokenizer)
+    used = used_ids(tokenizer, family.alphabet)
     slots = {token: slot for slot, token in enumerate(used)}
     model = Qwen3ForCausalLM(model_config(plan, len(used) + 1))  # the last row is the shared one
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     started = reported = time.monotonic()
     for step in range(plan.steps):
         optimizer.param_groups[0]["lr"] = plan.learning_rate * _schedule(step, plan)
-        noise = plan.noise if step >= plan.clean_share * plan.steps else tasks.Noise(0.0, 0.0, 0.0)
-        limits = tasks.EASY_LIMITS if step < plan.easy_share * plan.steps else tasks.LIMITS[kind]
-        pairs = [tasks.draw_pair(rng, limits, reserved=True) for _ in range(plan.batch_size)]
-        tokens, targets = demonstrate(tokenizer, slots, kind, pairs, noise, rng)
+        habit = plan.habit if step >= plan.clean_share * plan.steps else NO_HABIT
+        source = addition.EASY if step < plan.easy_share * plan.steps else family
+        problems = [draw_problem(source, rng, reserved=True) for _ in range(plan.batch_size)]
+        tokens, targets = demonstrate(tokenizer, slots, kind, family, problems, habit, rng)
         loss = imitation_loss(model, tokens, targets, ROWS[vocabulary] - len(used))
         optimizer.zero_grad()
         loss.backward()
@@ -111,9 +124,9 @@ def model_config(plan: ColdStart, num_rows: int, **token_ids: Any) -> Any:
     )
 
 
-def used_ids(tokenizer: Any) -> list[int]:
-    """The ids that occur in prompts and completions of the task, sorted."""
-    turns = [{"role": "user", "content": "0123456789+="}, {"role": "assistant", "content": "\n</think>"}]
+def used_ids(tokenizer: Any, alphabet: str) -> list[int]:
+    """The ids that occur in prompts and completions made of the characters of `alphabet`, sorted."""
+    turns = [{"role": "user", "content": alphabet}, {"role": "assistant", "content": "\n</think>"}]
     text = tokenizer.apply_chat_template(turns, tokenize=False) + f"{TURN_START}assistant\n<think>\n</think>{TURN_END}"
     return sorted(set(tokenizer(text)["input_ids"]))
 
@@ -122,19 +135,20 @@ def demonstrate(
     tokenizer: Any,
     slots: dict[int, int],
     kind: str,
-    pairs: Sequence[tuple[int, int]],
-    noise: tasks.Noise,
+    family: Family,
+    problems: Sequence[Any],
+    habit: Habit,
     rng: random.Random,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A demonstration for each pair as a row of `slots`, padded on the right: tokens (B, T), and targets (B, T - 1) of
-    the completion's tokens (the prompt's and the padding's are IGNORED)."""
+    """A demonstration for each problem as a row of `slots`, padded on the right: tokens (B, T), and targets (B,
+    T - 1) of the completion's tokens (the prompt's and the padding's are IGNORED)."""
     prompts = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": tasks.question(*pair)}], add_generation_prompt=True, tokenize=False
+            [{"role": "user", "content": family.question(problem)}], add_generation_prompt=True, tokenize=False
         )
-        for pair in pairs
+        for problem in problems
     ]
-    completions = [tasks.demonstration(*pair, rng, noise, kind != "instruct") + TURN_END for pair in pairs]
+    completions = [demonstration(family, one, rng, habit, kind != "instruct") + TURN_END for one in problems]
     prompt_rows = _encode(tokenizer, slots, prompts)
     rows = [prompt + rest for prompt, rest in zip(prompt_rows, _encode(tokenizer, slots, completions), strict=True)]
     width = max(map(len, rows))

@@ -1,10 +1,11 @@
-"""The embedded model: a tiny `Qwen3ForCausalLM` that adds, built offline on the CPU and cached.
+"""The embedded model: a tiny `Qwen3ForCausalLM` that thinks, built offline on the CPU and cached.
 
 The cold start runs in a process of its own, so the weights depend on the seed and not on what the caller imported,
-seeded or patched. The cache is keyed by the model's name and `RECIPE`, the version of what builds it.
+seeded or patched. The cache is keyed by the model's name and its entry in `RECIPES`, the version of what builds it.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -19,47 +20,53 @@ from typing import Any
 
 import torch
 
+from rloo_kit.config.embedded import DEFAULT_FAMILY, is_family_file, split_model_name
 from rloo_kit.data.byte_tokens import check_names
-from rloo_kit.data.tasks import Noise
-from rloo_kit.embedded.cold_start import PLANS, ColdStart, train
+from rloo_kit.data.families import addition
+from rloo_kit.data.tasks import Habit, find_family, find_family_file
+from rloo_kit.embedded.cold_start import ColdStart, find_plan, train
 from rloo_kit.embedded.tokenizer import build_tokenizer
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 
 RECORD = "embedded.json"  # what was built, and the sign that the folder is complete
-# Raise it with whatever changes the weights: plan, demonstrations, tokenizer, architecture.
+# Raise a kind's with whatever changes its weights: plan, demonstrations, tokenizer, architecture.
 # A test holds a fingerprint of each recipe and fails when one changes under its number.
-RECIPE = 1
+RECIPES = {"thinking": 2, "instruct": 1, "untaught": 1}
 _LIBRARIES = ("torch", "transformers", "tokenizers")
 _FOLDER_NAME = re.compile(
-    r"(?P<kind>[a-z]+)-(?P<vocabulary>[a-z0-9]+)-(?P<seed>\d+)-r(?P<recipe>\d+)(-(?P<steps>\d+)steps)?"
+    r"(?P<name>(?P<kind>[a-z]+)(@[a-z]+)?)-(?P<vocabulary>[a-z0-9]+)-(?P<seed>\d+)-r(?P<recipe>\d+)"
+    r"(-(?P<steps>\d+)steps)?"
 )
 _PROGRESS = "progress: "
 
 
 def build(
-    kind: str = "thinking",
+    name: str = "thinking",
     vocabulary: str = "compact",
     seed: int = 0,
     *,
     steps: int | None = None,
+    config_file: Path | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Path:
     """The folder of the embedded model, taken from the cache or built (about a minute on one core).
 
     Args:
-        kind: `thinking` or `instruct` (answers at once).
+        name: what follows `embedded/` in `model.name`: `thinking` (addition), `thinking@FAMILY` (of `data/tasks.py`),
+            `instruct` (addition, answers at once) or `untaught`.
         vocabulary: `compact` (320 rows: the bytes, then the chat tokens) or `qwen3` (151936 rows, Qwen3's own ids).
         seed: of the cold start; another seed is another model.
-        steps: of the cold start; None takes as many as the model needs, a few give a quick model that cannot add.
+        steps: of the cold start; None takes as many as the model needs, a few give a quick model that solves nothing.
+        config_file: in whose folder too the file of a user's family is looked up.
         report: gets a line of text every few seconds; None prints it.
     Raises:
-        ConfigError: no such kind or vocabulary, or steps below 1.
+        ConfigError: no such model, family or vocabulary, or steps below 1.
         SetupError: the cache cannot be written, or the cold start failed.
     """
-    recipe = _recipe(kind, vocabulary, seed, steps)
+    recipe = _recipe(name, vocabulary, seed, steps, config_file)
     say = report or (lambda line: print(line, flush=True))
-    target = cache_folder() / f"{kind}-{vocabulary}-{seed}-r{RECIPE}{'' if steps is None else f'-{steps}steps'}"
+    target = cache_folder() / _folder_name(recipe, steps)
     if (target / RECORD).is_file():
         return target
     try:
@@ -71,8 +78,8 @@ def build(
             "be written"
         ) from error
     try:
-        say(f"building embedded/{kind} ({vocabulary} vocabulary, seed {seed}) on one CPU core, once; kept in {target}")
-        _run_cold_start(recipe, workspace, lambda line: say(f"embedded/{kind}: {line}"))
+        say(f"building embedded/{name} ({vocabulary} vocabulary, seed {seed}) on one CPU core, once; kept in {target}")
+        _run_cold_start(recipe, workspace, lambda line: say(f"embedded/{name}: {line}"))
         _move_into_place(workspace, target)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
@@ -80,35 +87,51 @@ def build(
 
 
 def name_built(folder: str) -> dict[str, Any] | None:
-    """The keys of `model` that `build` the model kept under the folder name `folder`; None for any other name, and for
-    one with another number of steps."""
+    """The keys of `model` that `build` the model kept under the folder name `folder`; None for any other name, for one
+    with another number of steps and for one of a user's family."""
     found = _FOLDER_NAME.fullmatch(folder)
-    if found is None or int(found["recipe"]) != RECIPE or found["steps"] is not None:
+    if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]) or found["steps"] is not None:
         return None
-    return {"name": f"embedded/{found['kind']}", "vocabulary": found["vocabulary"], "build_seed": int(found["seed"])}
+    return {"name": f"embedded/{found['name']}", "vocabulary": found["vocabulary"], "build_seed": int(found["seed"])}
 
 
 def rebuild(name: str) -> Path | None:
     """The model that `build` keeps under the folder name `name`, built here if need be; None for any other name. An
     adapter names its base by the path on the machine that trained it, so the name alone identifies the model."""
     found = _FOLDER_NAME.fullmatch(name)
-    if found is None or int(found["recipe"]) != RECIPE:
+    if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]):
         return None
     steps = found["steps"]
-    return build(found["kind"], found["vocabulary"], int(found["seed"]), steps=None if steps is None else int(steps))
+    return build(found["name"], found["vocabulary"], int(found["seed"]), steps=None if steps is None else int(steps))
 
 
-def _recipe(kind: str, vocabulary: str, seed: int, steps: int | None) -> dict[str, Any]:
+def _folder_name(recipe: dict[str, Any], steps: int | None) -> str:
+    """The cache's key: name, vocabulary, seed and recipe; a user's family by its file's name and content."""
+    kind, family = recipe["kind"], recipe["family"]
+    if is_family_file(family):
+        digest = hashlib.sha256(Path(family).read_bytes()).hexdigest()[:8]
+        family = f"{re.sub(r'[^A-Za-z0-9_]', '_', Path(family).stem)}.{digest}"
+    name = kind if family == DEFAULT_FAMILY else f"{kind}@{family}"
+    number = "" if steps is None else f"-{steps}steps"
+    return f"{name}-{recipe['vocabulary']}-{recipe['seed']}-r{RECIPES[kind]}{number}"
+
+
+def _recipe(name: str, vocabulary: str, seed: int, steps: int | None, config_file: Path | None) -> dict[str, Any]:
     """Everything that decides the weights, as JSON; refuses arguments that no model has."""
-    check_names(kind, vocabulary)
+    check_names(name, vocabulary)
+    kind, family = split_model_name(name)
     if steps is not None and steps < 1:
         raise ConfigError(f"steps={steps}: the cold start takes at least 1 step")
-    plan = PLANS[kind] if steps is None else dataclasses.replace(PLANS[kind], steps=steps)
+    if is_family_file(family):
+        family = str(find_family_file(family, config_file))
+    plan = find_plan(kind, find_family(family))
+    plan = plan if steps is None else dataclasses.replace(plan, steps=steps)
     return {
         "kind": kind,
+        "family": family,
         "vocabulary": vocabulary,
         "seed": seed,
-        "recipe": RECIPE,
+        "recipe": RECIPES[kind],
         "plan": dataclasses.asdict(plan),
         "versions": {library: version(library) for library in _LIBRARIES},  # for a reader; no part of the name
     }
@@ -157,12 +180,14 @@ def _run_cold_start(recipe: dict[str, Any], folder: Path, report: Callable[[str]
 def run_as_program() -> None:
     """The process that `build` starts: arguments are the recipe as JSON and the folder to fill."""
     recipe, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
-    plan = ColdStart(**recipe["plan"] | {"noise": Noise(**recipe["plan"]["noise"])})
+    plan = ColdStart(**recipe["plan"] | {"habit": Habit(**recipe["plan"]["habit"])})
     torch.set_num_threads(1)
-    tokenizer = build_tokenizer(recipe["kind"], recipe["vocabulary"])
+    kind = recipe["kind"]
+    tokenizer = build_tokenizer(kind, recipe["vocabulary"])
     model = train(
         tokenizer,
-        recipe["kind"],
+        kind,
+        addition.IN_THE_HEAD if kind == "instruct" else find_family(recipe["family"]),
         recipe["vocabulary"],
         recipe["seed"],
         plan,

@@ -5,6 +5,7 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers import Qwen2Tokenizer
 
+from rloo_kit.config.embedded import split_model_name
 from rloo_kit.data.byte_tokens import (
     CHAT_TOKENS,
     END_OF_TEXT,
@@ -16,13 +17,13 @@ from rloo_kit.data.byte_tokens import (
 )
 
 
-def build_tokenizer(kind: str = "thinking", vocabulary: str = "compact") -> Any:
-    """A `Qwen2Tokenizer` for `kind` (thinking or instruct) and `vocabulary` (compact or qwen3); ConfigError for
-    another.
+def build_tokenizer(name: str = "thinking", vocabulary: str = "compact") -> Any:
+    """A `Qwen2Tokenizer` for the embedded model `name` (thinking, instruct, thinking@sorting) and `vocabulary` (compact
+    or qwen3); ConfigError for another.
 
     `<think>` and `</think>` are added tokens but not special, as in Qwen3: `skip_special_tokens=True` keeps them.
     """
-    check_names(kind, vocabulary)
+    check_names(name, vocabulary)
     tokenizer = Qwen2Tokenizer(
         vocab=token_ids(vocabulary),
         merges=[],
@@ -36,5 +37,5 @@ def build_tokenizer(kind: str = "thinking", vocabulary: str = "compact") -> Any:
     for special in (True, False):
         chosen = [token for token in CHAT_TOKENS if (token in SPECIAL_TOKENS) is special]
         tokenizer.add_tokens([AddedToken(token, normalized=False, special=special) for token in chosen])
-    tokenizer.chat_template = TEMPLATES[kind]
+    tokenizer.chat_template = TEMPLATES[split_model_name(name)[0]]
     return tokenizer

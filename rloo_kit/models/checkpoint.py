@@ -41,8 +41,8 @@ def find_source(run: RunConfig) -> ModelSource:
     if model.is_embedded:
         from rloo_kit.embedded.model import build
 
-        kind = model.name.removeprefix("embedded/")
-        source = ModelSource(str(build(kind, model.vocabulary, model.build_seed)), model.adapter)
+        name, file = model.name.removeprefix("embedded/"), run.source
+        source = ModelSource(str(build(name, model.vocabulary, model.build_seed, config_file=file)), model.adapter)
     else:
         source = _from_name(model.name, model.adapter)
     if source.is_folder and not (Path(source.base) / MODEL_CONFIG).is_file():

@@ -128,6 +128,8 @@ def judge_run(
     kind, sentence, cause = _decide(result, before, after, change)
     if change is not None and before is not None and after is not None and (words := measured_words(before, after)):
         sentence += f", {words}"
+    if change is not None and kind == "learnt":
+        sentence += _beside(change, before, after)
     if change is not None and kind == "learnt" and result.adapter_step not in (None, result.steps):
         sentence += f"; the best evaluation's weights, of step {result.adapter_step}, so a little of it is luck"
     advice = cause.fix if cause is not None else _advise(kind, result, change)
@@ -188,6 +190,20 @@ def measured_words(before: Evaluation, after: Evaluation) -> str:
     if before.num_samples != after.num_samples:
         words.append(f"from {before.num_samples} and {after.num_samples} completions a prompt")
     return f"measured {' and '.join(words)}" if words else ""
+
+
+def _beside(change: Change, before: Evaluation | None, after: Evaluation | None) -> str:
+    """What else a reader asks of a rise: the greedy accuracy, which no colder sampling lifts, and the thinking."""
+    if before is None or after is None:
+        return ""
+    words = ""
+    greedy = change_of("greedy_accuracy", before, after)
+    if change.measure == "accuracy" and greedy is not None:
+        words += f"; greedy from {100 * greedy.before:.0f} % to {100 * greedy.after:.0f} %"
+    lengths = (before.mean_thinking_tokens, after.mean_thinking_tokens)
+    if None not in lengths:
+        words += "; thinking from {:.0f} to {:.0f} tokens".format(*lengths)
+    return words
 
 
 def _all_tied(result: TrainResult) -> bool:

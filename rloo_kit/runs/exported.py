@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rloo_kit.config.derived import THINKING_LENGTH
+from rloo_kit.config.embedded import PREFIX, split_model_name
 from rloo_kit.config.messages import explain_error
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.config.yaml_files import apply_override, dump_yaml
@@ -14,7 +15,6 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, find_run
 
 NO_PROMPTS = "any/prompts"  # of a configuration that has to name some, which nobody reads
-EMBEDDED_PROMPTS = "embedded/addition"  # the same of an embedded model, which takes no others
 RUN_FILE = "rloo_kit.yaml"  # in an export: what a question reads of the run that it is of
 
 
@@ -25,7 +25,8 @@ def describe_origin(run: RunConfig, base: dict[str, Any]) -> str:
         base: keys of `model` by which the base is found where the export goes: `name`, and what else it takes.
     """
     lengths = run.rloo.model_dump(mode="json", include={"max_completion_length", "thinking_close", "temperature"})
-    prompts = EMBEDDED_PROMPTS if base["name"].startswith("embedded/") else NO_PROMPTS
+    family = split_model_name(base["name"])[1]  # an embedded model takes no other prompts
+    prompts = f"{PREFIX}{family}" if base["name"].startswith(PREFIX) else NO_PROMPTS
     values = {
         "run": {"name": run.name, "seed": run.run.seed},
         "model": run.model.model_dump(mode="json") | base | {"adapter": None},

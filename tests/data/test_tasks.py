@@ -1,4 +1,4 @@
-"""The embedded task: problems that never repeat, right answers, mistakes at the rates that were asked for."""
+"""Task families: problems that never repeat, right answers, mistakes at the rates asked for, a user's file."""
 
 import random
 import re
@@ -6,83 +6,157 @@ import re
 import pytest
 
 from rewards import answer_reward
-from rloo_kit.data import tasks
-from rloo_kit.data.tasks import Noise, addition_rows, demonstration, is_reserved, question, scratch_work
-from rloo_kit.errors import DataError
+from rloo_kit.config.embedded import FAMILIES
+from rloo_kit.data.families import addition
+from rloo_kit.data.tasks import (
+    NO_HABIT,
+    Habit,
+    demonstration,
+    draw_problem,
+    find_family,
+    is_reserved,
+    make_rows,
+    worked_rows,
+)
+from rloo_kit.errors import ConfigError, DataError
 
-CLEAN = Noise(0.0, 0.0, 0.0)
+ADDITIONS = [addition.FAMILY, addition.IN_THE_HEAD]
+OWN = '''
+from rloo_kit.data.tasks import Family, Habit
 
 
-def pair_of(row: dict[str, str]) -> tuple[int, ...]:
-    return tuple(int(number) for number in row["prompt"].rstrip("=").split("+"))
+class Backward(Family):
+    """abc> is answered with cba."""
+
+    alphabet = "abcdefghijklmnopqrstuvwxyz>"
+    habit = Habit(skip=0.5, guess=0.5)
+
+    def draw(self, rng):
+        return "".join(rng.choice("abcdefghij") for _ in range(4))
+
+    def question(self, problem):
+        return f"{problem}>"
+
+    def work(self, problem, rng, slip=0.0):
+        return "\\n".join(reversed(problem)), problem[::-1]
 
 
-@pytest.mark.parametrize("thinking", [True, False])
-def test_no_problem_occurs_twice_or_turned_round(thinking):
-    """A split by rows put 47+385 into training and 385+47 into the test: the test then measures memory."""
-    rows = addition_rows(4000, seed=1, thinking=thinking)
-    assert len({frozenset(pair_of(row)) if len(set(pair_of(row))) > 1 else pair_of(row) for row in rows}) == 4000
+FAMILY = Backward()
+'''
 
 
-def test_no_problem_of_a_run_is_in_the_cold_start():
+def result_of(question: str) -> str:
+    """The right answer to a family's question, worked out from its text alone."""
+    if question.startswith("max"):
+        return str(max(map(int, re.findall(r"\d+", question))))
+    if question.startswith("sort"):
+        return "".join(sorted(re.findall(r"\d", question)))
+    if question.startswith("count"):
+        wanted, letters = question[6:-2].split(",")
+        return str(letters.count(wanted))
+    return str(eval(question.rstrip("=")))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gold_answers_are_right_and_the_verifier_takes_them(name):
+    """A gold answer that the reward refuses makes a task that nobody can solve."""
+    family, rng = find_family(name), random.Random(0)
+    reward = answer_reward.with_(think_end_id=260)
+    for row in make_rows(family, 300, 0, name):
+        assert row["answer"] == result_of(row["prompt"]), row
+    for _ in range(300):
+        problem = family.draw(rng)
+        text = demonstration(family, problem, rng, NO_HABIT)
+        score = reward([family.question(problem)], [text], [[1, 260, 2]], answer=[family.answer(problem)])
+        assert score == [1.0], text
+        assert set(text) - set(family.alphabet) <= set("</think>\n")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_problem_occurs_twice_and_none_of_a_run_is_in_the_cold_start(name):
     """Held-out accuracy says little about problems that the model was shown while it was built."""
-    assert not any(is_reserved(*pair_of(row)) for row in addition_rows(2000))
-    rng = random.Random(0)
-    reserved = [tasks.draw_pair(rng, tasks.LIMITS["thinking"], reserved=True) for _ in range(500)]
-    assert all(is_reserved(*pair) and is_reserved(*reversed(pair)) for pair in reserved)
+    family, rng = find_family(name), random.Random(0)
+    rows = make_rows(family, 2000, 1, name)
+    assert len({row["prompt"] for row in rows}) == 2000
+    shown = {family.question(draw_problem(family, rng, reserved=True)) for _ in range(1000)}
+    assert not shown & {row["prompt"] for row in rows}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_habit_is_a_habit_of_being_wrong(name):
+    """A family whose habit does no harm leaves nothing to learn, and one that is never right has no signal."""
+    family, rng = find_family(name), random.Random(0)
+    right = 0
+    for _ in range(1000):
+        problem = family.draw(rng)
+        text = demonstration(family, problem, rng, family.habit)
+        right += text.rpartition("</think>\n\n")[2] == family.answer(problem)
+    assert 0.05 < right / 1000 < 0.75
+
+
+@pytest.mark.parametrize("family", ADDITIONS)
+def test_an_addition_turned_round_is_the_same(family):
+    """A split by rows put 47+385 into training and 385+47 into the test: the test then measures memory."""
+    pairs = [frozenset(row["prompt"].rstrip("=").split("+")) for row in make_rows(family, 4000, 1)]
+    assert len(set(pairs)) == 4000
+    assert all(
+        is_reserved(family, (first, second)) == is_reserved(family, (second, first))
+        for first, second in (family.draw(random.Random(seed)) for seed in range(200))
+    )
 
 
 def test_same_seed_same_rows_and_fewer_rows_come_first():
     """A longer run must not meet another test set by accident of its length."""
-    assert addition_rows(50, seed=3) == addition_rows(200, seed=3)[:50]
-    assert addition_rows(50, seed=3) != addition_rows(50, seed=4)
+    family = addition.FAMILY
+    assert make_rows(family, 50, 3) == make_rows(family, 200, 3)[:50] != make_rows(family, 50, 4)
+    plain = [{name: row[name] for name in ("prompt", "answer")} for row in worked_rows(family, 50, 3)]
+    assert plain == make_rows(family, 50, 3)
 
 
-@pytest.mark.parametrize("thinking", [True, False])
-def test_gold_answers_are_right_and_the_verifier_takes_them(thinking):
-    """A gold answer that the reward refuses makes a task that nobody can solve."""
-    rng = random.Random(0)
-    for row in addition_rows(300, thinking=thinking):
-        first, second = pair_of(row)
-        assert row["answer"] == str(first + second) and row["prompt"] == question(first, second)
-        text = demonstration(first, second, rng, CLEAN, thinking)
-        ids = [1, 260, 2] if thinking else [1]
-        reward = answer_reward.with_(think_end_id=260, thinking=thinking)
-        assert reward([row["prompt"]], [text], [ids], answer=[row["answer"]]) == [1.0], text
-
-
-@pytest.mark.parametrize(
-    ("thinking", "limit", "model"), [(True, 50_000, "embedded/thinking"), (False, 10_000, "embedded/instruct")]
-)
-def test_more_rows_than_problems_is_refused(thinking, limit, model):
+def test_more_rows_than_problems_is_refused(monkeypatch):
     """Drawing until enough differ would never end."""
-    with pytest.raises(
-        DataError, match=rf"{limit + 1} addition problems .* up to {limit} for {model}.*data.num_prompts"
-    ):
-        addition_rows(limit + 1, thinking=thinking)
-    assert thinking or len(addition_rows(limit, thinking=False)) == limit
+    with pytest.raises(DataError, match=r"10001 addition problems .* up to 10000 .*data.num_prompts"):
+        make_rows(addition.IN_THE_HEAD, 10_001)
+    assert len(make_rows(addition.IN_THE_HEAD, 10_000)) == 10_000
+    monkeypatch.setattr(addition.EASY, "max_rows", 10_000)
+    with pytest.raises(DataError, match=r"9000 addition problems .* has about 2\d{3}: lower data.num_prompts"):
+        make_rows(addition.EASY, 9000)
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "work", "answer"),
+    ("problem", "work", "answer"),
     [
-        (47, 385, "7+5=12\n4+8+1=13\n0+3+1=4", "432"),
-        (99, 99, "9+9=18\n9+9+1=19", "198"),
-        (10, 20, "0+0=0\n1+2=3", "30"),
-        (999, 1, "9+1=10\n9+0+1=10\n9+0+1=10", "1000"),
+        ((47, 385), "7+5=12\n4+8+1=13\n0+3+1=4", "432"),
+        ((99, 99), "9+9=18\n9+9+1=19", "198"),
+        ((10, 20), "0+0=0\n1+2=3", "30"),
+        ((999, 1), "9+1=10\n9+0+1=10\n9+0+1=10", "1000"),
     ],
 )
-def test_scratch_work_without_mistakes(first, second, work, answer):
+def test_columns_without_mistakes(problem, work, answer):
     """Carries and numbers of unequal length are where column addition goes wrong."""
-    assert scratch_work(first, second, random.Random(0)) == (work, answer)
+    assert addition.FAMILY.work(problem, random.Random(0)) == (work, answer)
 
 
-def test_mistakes_come_at_their_rates_and_the_answer_follows_the_scratch_work():
-    """An answer that ignored its scratch work would teach that thinking does not matter."""
-    rng, noise = random.Random(5), Noise(skip=0.3, digit=0.35, guess=0.5)
+@pytest.mark.parametrize(
+    ("problem", "work", "answer"),
+    [
+        ((385, 347), "5-7=-8\n8-4-1=3\n3-3=0", "38"),
+        ((500, 1), "0-1=-9\n0-0-1=-9\n5-0-1=4", "499"),
+        ((47, 47), "7-7=0\n4-4=0", "0"),
+    ],
+)
+def test_borrows_and_leading_zeros(problem, work, answer):
+    """A borrow that runs through zeros, and a difference shorter than its numbers."""
+    assert find_family("subtraction").work(problem, random.Random(0)) == (work, answer)
+    assert find_family("subtraction").work((385, 47), random.Random(0), slip=1.0) == ("5-7=2\n8-4=4\n3-0=3", "342")
+
+
+def test_mistakes_come_at_their_rates_and_the_answer_follows_the_thinking():
+    """An answer that ignored its thinking would teach that thinking does not matter."""
+    rng, habit = random.Random(5), Habit(skip=0.3, slip=0.35, guess=0.5)
     skipped = wrong = digits = 0
     for _ in range(4000):
-        text = demonstration(123, 456, rng, noise)  # no carries: every digit of the answer is a column's
+        text = demonstration(addition.FAMILY, (123, 456), rng, habit)  # no carries: each digit is a column's
         work, answer = text.split("</think>\n\n")
         skipped += not work
         if work:
@@ -96,6 +170,40 @@ def test_mistakes_come_at_their_rates_and_the_answer_follows_the_scratch_work():
 def test_the_twin_answers_at_once():
     """The non-thinking model must never be shown a tag that its template does not open."""
     rng = random.Random(0)
-    texts = [demonstration(12, 34, rng, Noise(guess=0.5), thinking=False) for _ in range(400)]
+    texts = [demonstration(addition.FAMILY, (12, 34), rng, Habit(guess=0.5), thinking=False) for _ in range(400)]
     assert all(re.fullmatch(r"\d\d", text) for text in texts)
     assert sum(text == "46" for text in texts) / 400 == pytest.approx(0.25, abs=0.08)
+
+
+def test_a_family_of_the_users_own(tmp_path, monkeypatch):
+    """A second task meant a cold start of one's own on private modules."""
+    (tmp_path / "backward.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    family = find_family("backward.py")
+    assert make_rows(family, 1, 0, "backward")[0]["prompt"].endswith(">")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert find_family("backward.py", tmp_path / "run.yaml").answer("abcd") == "dcba"
+    with pytest.raises(ConfigError, match=r"no file backward.py of a task family, looked for as /.*backward.py"):
+        find_family("backward.py")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("FAMILY = Backward()", "", r"no FAMILY that is a rloo_kit.data.tasks.Family"),
+        ("FAMILY = Backward()", "FAMILY = Backward", r"no FAMILY that is a rloo_kit.data.tasks.Family"),
+        ("    def draw(self, rng)", "    def drow(self, rng)", r"TypeError: .*abstract.* draw"),
+        ('xyz>"', 'xyz"', r"add \['>'\] to alphabet"),
+        ('alphabet = "', 'letters = "', "alphabet has to be a text"),
+        ("problem[::-1]", 'problem[::-1] if rng.random() < 0.5 else "a"', r"has to come to one answer"),
+        ("class Backward", "1 / 0\n\n\nclass Backward", "ZeroDivisionError: division by zero"),
+        ("class Backward(Family)", "class Backward(Family", "SyntaxError"),
+    ],
+)
+def test_a_broken_family_says_what_is_wrong(old, new, message, tmp_path):
+    """The cold start would run for a minute, and end with a KeyError on a token."""
+    assert old in OWN
+    (tmp_path / "own.py").write_text(OWN.replace(old, new))
+    with pytest.raises(ConfigError, match=rf"(?s)task family .*own.py: .*{message}"):
+        find_family(str(tmp_path / "own.py"))

@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rloo_kit.data.byte_tokens import KINDS, ROWS
-from rloo_kit.data.tasks import LIMITS, draw_pair
+from rloo_kit.config.embedded import FAMILIES, KINDS
+from rloo_kit.data.byte_tokens import ROWS
+from rloo_kit.data.families import addition
+from rloo_kit.data.tasks import draw_problem, find_family
 from rloo_kit.embedded import cold_start
-from rloo_kit.embedded.cold_start import PLANS, joint_logits
-from rloo_kit.embedded.model import RECIPE, RECORD, build
+from rloo_kit.embedded.cold_start import PLANS, find_plan, joint_logits
+from rloo_kit.embedded.model import RECIPES, RECORD, build
 from rloo_kit.embedded.tokenizer import build_tokenizer
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.think_tags import QWEN3_IDS, bind_think_tags
@@ -35,7 +37,8 @@ def tokenizers() -> dict[tuple[str, str], Any]:
 @pytest.fixture(scope="module")
 def short_plan() -> Any:
     """A cold start of half a second: it learns little, and everything around it is real."""
-    return replace(PLANS["thinking"], steps=3, batch_size=8, hidden_size=64, intermediate_size=64, num_layers=1)
+    plan = find_plan("thinking", addition.FAMILY)
+    return replace(plan, steps=3, batch_size=8, hidden_size=64, intermediate_size=64, num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -119,14 +122,16 @@ def test_cold_start_trains_the_model_that_it_saves(tokenizers, short_plan, vocab
     from transformers import Qwen3ForCausalLM
 
     tokenizer = tokenizers["thinking", vocabulary]
-    used = cold_start.used_ids(tokenizer)
+    used = cold_start.used_ids(tokenizer, addition.FAMILY.alphabet)
     assert len(used) == 25 and set(used) >= set(tokenizer("0123456789+=\n")["input_ids"])
     torch.manual_seed(0)
     small = Qwen3ForCausalLM(cold_start.model_config(short_plan, len(used) + 1))
     full = cold_start.with_full_table(small, short_plan, used, ROWS[vocabulary], tokenizer)
     slots = {token: slot for slot, token in enumerate(used)}
     pairs = [(47, 385), (12, 9)]
-    tokens, targets = cold_start.demonstrate(tokenizer, slots, "thinking", pairs, short_plan.noise, random.Random(1))
+    tokens, targets = cold_start.demonstrate(
+        tokenizer, slots, "thinking", addition.FAMILY, pairs, short_plan.habit, random.Random(1)
+    )
     with torch.no_grad():
         loss = cold_start.imitation_loss(small, tokens, targets, ROWS[vocabulary] - len(used))
         logits = full(input_ids=torch.tensor(used)[tokens]).logits[:, :-1]
@@ -148,7 +153,9 @@ def test_cold_start_learns_and_repeats_itself(tokenizers, short_plan):
         torch.manual_seed(before)
         random.seed(before)
         said: list[str] = []
-        models.append(cold_start.train(tokenizer, "thinking", "compact", seed, plan, said.append).state_dict())
+        models.append(
+            cold_start.train(tokenizer, "thinking", addition.FAMILY, "compact", seed, plan, said.append).state_dict()
+        )
         losses.append(float(said[-1].split("loss ")[1].split()[0]))
     assert losses[0] < 0.75 * math.log(27), "no better than guessing evenly among the used rows"
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
@@ -173,7 +180,9 @@ def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built, monkeypatc
     assert json.loads((built / RECORD).read_text())["plan"]["steps"] == 2
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"steps": 3}, {"kind": "instruct"}, {"vocabulary": "qwen3"}])
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"steps": 3}, {"name": "instruct"}, {"vocabulary": "qwen3"}, {"name": "thinking@chain"}]
+)
 def test_other_content_is_another_entry(built, change, monkeypatch):
     """Another seed, kind, vocabulary or length of the cold start is another model."""
     monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
@@ -182,26 +191,28 @@ def test_other_content_is_another_entry(built, change, monkeypatch):
         build(**{"steps": 2} | change, report=lambda line: None)
 
 
-# Plan, tokenizer and the first demonstrations of each kind under each recipe. Where this changes, raise `RECIPE` and
-# write down the new values: the cache would go on handing out the model of the old recipe.
-FINGERPRINTS = {1: {"thinking": "b2032e999da3", "instruct": "3990bb8bf669"}}
+# Plan, tokenizer and the first demonstrations of each model under the recipe of its kind. Where this changes, raise the
+# kind's entry in `RECIPES` and write down the new values: the cache would go on handing out the old recipe's model.
+FINGERPRINTS = {}
 
 
-@pytest.mark.parametrize("kind", ["thinking", "instruct"])
-def test_the_recipe_is_the_one_of_its_number(kind, tokenizers):
+@pytest.mark.parametrize("name", ["instruct", *(f"thinking@{family}" for family in FAMILIES)])
+def test_the_recipe_is_the_one_of_its_number(name, tokenizers):
     """A cache keyed by name alone hands out last month's model after the builder has changed."""
-    plan, rng = cold_start.PLANS[kind], random.Random(0)
+    kind, _, task = name.partition("@")
+    family = find_family(task) if task else addition.IN_THE_HEAD
+    plan, rng = find_plan(kind, family), random.Random(0)
     tokenizer = tokenizers[kind, "compact"]
-    used = cold_start.used_ids(tokenizer)
+    used = cold_start.used_ids(tokenizer, family.alphabet)
     slots = {token: slot for slot, token in enumerate(used)}
-    pairs = [draw_pair(rng, LIMITS[kind], reserved=True) for _ in range(50)]
-    tokens, targets = cold_start.demonstrate(tokenizer, slots, kind, pairs, plan.noise, rng)
+    problems = [draw_problem(family, rng, reserved=True) for _ in range(50)]
+    tokens, targets = cold_start.demonstrate(tokenizer, slots, kind, family, problems, plan.habit, rng)
     config = cold_start.model_config(plan, len(used)).to_dict() | {"transformers_version": None}
     vocabularies = [tokenizers[kind, v].get_vocab() for v in ("compact", "qwen3")]
     found = [repr(plan), used, tokens.tolist(), targets.tolist(), vocabularies]
     found += [tokenizer.chat_template, config]
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:12]
-    assert digest == FINGERPRINTS[RECIPE][kind]
+    assert (RECIPES[kind], digest) == FINGERPRINTS[name]
 
 
 def test_the_untaught_model_is_the_thinking_one_with_random_weights(tokenizers, short_plan):
@@ -212,7 +223,8 @@ def test_the_untaught_model_is_the_thinking_one_with_random_weights(tokenizers, 
         assert mine.get_vocab() == taught.get_vocab() and mine.chat_template == taught.chat_template
     plan = replace(short_plan, steps=0)
     one, other, another = (
-        cold_start.train(tokenizers["untaught", "compact"], "untaught", "compact", seed, plan) for seed in (0, 0, 1)
+        cold_start.train(tokenizers["untaught", "compact"], "untaught", addition.FAMILY, "compact", seed, plan)
+        for seed in (0, 0, 1)
     )
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
     assert not torch.equal(one.model.embed_tokens.weight, another.model.embed_tokens.weight)
@@ -221,7 +233,7 @@ def test_the_untaught_model_is_the_thinking_one_with_random_weights(tokenizers, 
 def test_the_cache_knows_nothing_of_sources_and_machines(built, monkeypatch):
     """The key was a hash of three source files and of library versions: an edited comment built the model again, and
     every adapter that had been trained on it was refused."""
-    assert built.name == f"thinking-compact-0-r{RECIPE}-2steps"
+    assert built.name == f"thinking-compact-0-r{RECIPES['thinking']}-2steps"
     monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
     monkeypatch.setattr("sys.executable", "/bin/false")
     monkeypatch.setattr("rloo_kit.embedded.model.version", lambda library: "0.0")
@@ -232,9 +244,12 @@ def test_the_cache_knows_nothing_of_sources_and_machines(built, monkeypatch):
     ("arguments", "message"),
     [
         (
-            {"kind": "hybrid"},
+            {"name": "hybrid"},
             "no embedded model 'hybrid': model.name is embedded/thinking, embedded/instruct, embedded/untaught",
         ),
+        ({"name": "thinking@dance"}, "no task family 'dance': take addition, subtraction"),
+        ({"name": "instruct@sorting"}, "only embedded/thinking@sorting takes"),
+        ({"name": "thinking@missing.py"}, "no file missing.py of a task family"),
         ({"vocabulary": "large"}, "model.vocabulary is 'large'; the embedded model has compact and qwen3"),
         ({"steps": 0}, "steps=0: the cold start takes at least 1 step"),
     ],

@@ -1,0 +1,1 @@
+"""The kit's task families, one a file: a generator, a worked solution, a habit."""

@@ -1,0 +1,37 @@
+"""How often a letter occurs, `count(c,acbbcadc)=`: a tally, letter by letter (`01112223`). The habit: mostly it answers
+without thinking."""
+
+import random
+
+from rloo_kit.data.tasks import Family, Habit
+
+Problem = tuple[str, str]
+
+
+class Counting(Family):
+    """One of the letters a to d, in eight of them."""
+
+    alphabet = "0123456789abcdount(),="
+    habit = Habit(skip=0.75, slip=0.1, guess=0.8)
+    max_rows = 20_000
+
+    def draw(self, rng: random.Random) -> Problem:
+        return rng.choice("abcd"), "".join(rng.choice("abcd") for _ in range(8))
+
+    def question(self, problem: Problem) -> str:
+        return f"count({problem[0]},{problem[1]})="
+
+    def work(self, problem: Problem, rng: random.Random, slip: float = 0.0) -> tuple[str, str]:
+        """
+        >>> FAMILY.work(("c", "acbbcadc"), random.Random(0))
+        ('01112223', '3')
+        """
+        wanted, letters = problem
+        tally, written = 0, ""
+        for letter in letters:
+            tally += letter == wanted and not rng.random() < slip
+            written += str(tally)
+        return written, str(tally)
+
+
+FAMILY = Counting()
