@@ -1,14 +1,14 @@
 """The RLOO phase of the demo before and after, in turn; figures go to `results/demo_phase.json`.
 
     python benchmarks/demo_phase.py                       # against the revision before the loop was rewritten
-    python benchmarks/demo_phase.py --before v0.3 --repeats 5
+    python benchmarks/demo_phase.py --before v0.3 --repeats 5 --at-most 1 --results FILE
 
 What is timed is `kit.train` of `configs/arithmetic_thinking.yaml` alone: no installation, no cold start (the embedded
 model is built once and shared through the cache), no evaluation. Each measurement is a fresh process, the revisions
 take turns, and a pair gives a ratio; the median is reported with the smallest and the largest, of the processor's time
 and of the wall clock. One thread each, as a demo on a busy laptop; `--threads` changes that. Exit code 1 where the
-phase takes more than 0.8 of its time before. That it learns as before is `demo_learning.py`'s to show; the rewards of
-the last ten steps stand beside the times. Left out: memory.
+phase takes more than `--at-most` (0.8) of its time before. What it learns is `demo_learning.py`'s to show; the rewards
+of the last ten steps stand beside the times. Left out: memory.
 """
 
 import argparse
@@ -87,6 +87,7 @@ def main() -> int:
     parser.add_argument("--before", default=BEFORE, help="revision to compare with")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--at-most", type=float, default=AT_MOST, help="the bar, share of the time before")
     parser.add_argument("--results", type=Path, default=RESULT)
     parser.add_argument("overrides", nargs="*", help="for example rloo.max_steps=10")
     options = parser.parse_args()
@@ -105,9 +106,10 @@ def main() -> int:
         shares = [after[f"{kind}_s"] / before[f"{kind}_s"] for after, before in pairs]
         result[f"{kind}_share"] = {"value": statistics.median(shares), "low": min(shares), "high": max(shares)}
     share = result["cpu_share"]
-    result |= {"at_most": AT_MOST, "holds": share["value"] <= AT_MOST}
+    result |= {"at_most": options.at_most, "holds": share["value"] <= options.at_most}
     reporting.write(result, options.results)
-    print(f"{share['value']:.2f} of the time before ({share['low']:.2f} to {share['high']:.2f}); at most {AT_MOST}")
+    spread = f"{share['low']:.2f} to {share['high']:.2f}"
+    print(f"{share['value']:.2f} of the time before ({spread}); at most {options.at_most}")
     return 0 if result["holds"] else 1
 
 

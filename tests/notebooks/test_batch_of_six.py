@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rloo_kit.data.tasks import addition_rows
+from rloo_kit.data.families import addition
+from rloo_kit.data.tasks import make_rows
 from tests.notebooks.batch_notebooks import call_batch, processes_of, read_status, start_batch, stop, wait_for
 
 pytestmark = pytest.mark.slow
@@ -38,7 +39,7 @@ def test_six_runs_of_which_one_fails_and_one_is_killed_resumed_to_the_end(tmp_pa
     """What a night's batch meets: a file that somebody moves, and the system that ends a process for its memory."""
     file, place, data = write_six(tmp_path), tmp_path / "out" / "b", tmp_path / "additions.jsonl"
     training = place / "victim" / "run" / "status.json"
-    rows = "".join(json.dumps(row) + "\n" for row in addition_rows(200, seed=5))
+    rows = "".join(json.dumps(row) + "\n" for row in make_rows(addition.FAMILY, 200, seed=5))
 
     def pid_in_training():
         assert batch.poll() is None, batch.communicate()

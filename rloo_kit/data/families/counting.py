@@ -1,5 +1,5 @@
-"""How often a letter occurs, `count(c,acbbcadc)=`: a tally, letter by letter (`01112223`). The habit: mostly it answers
-without thinking."""
+"""How often a letter occurs, `count(c,acbbcadc)=`: a tally behind each letter (`a0c1b1b1c2a2d2c3`). The habit: mostly
+it answers without thinking."""
 
 import random
 
@@ -13,6 +13,7 @@ class Counting(Family):
 
     alphabet = "0123456789abcdount(),="
     habit = Habit(skip=0.75, slip=0.1, guess=0.8)
+    steps = 1000
     max_rows = 20_000
 
     def draw(self, rng: random.Random) -> Problem:
@@ -24,13 +25,13 @@ class Counting(Family):
     def work(self, problem: Problem, rng: random.Random, slip: float = 0.0) -> tuple[str, str]:
         """
         >>> FAMILY.work(("c", "acbbcadc"), random.Random(0))
-        ('01112223', '3')
+        ('a0c1b1b1c2a2d2c3', '3')
         """
         wanted, letters = problem
         tally, written = 0, ""
         for letter in letters:
             tally += letter == wanted and not rng.random() < slip
-            written += str(tally)
+            written += f"{letter}{tally}"
         return written, str(tally)
 
 
