@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from rloo_kit import __version__
+from rloo_kit.config.embedded import PREFIX, is_family_file, split_model_name
 from rloo_kit.config.run import RunConfig
 from rloo_kit.gradient.objective import choose_ratio_form
 from rloo_kit.results.evaluation import Evaluation, compare
@@ -36,10 +37,15 @@ def public_name(name: str) -> str:
 
     >>> public_name("outputs/sums-sft/adapter"), public_name("/models/mine")
     ('sums-sft', 'mine')
+    >>> public_name("embedded/thinking@/home/me/backward.py")
+    'embedded/thinking@backward.py'
     """
+    if name.startswith(PREFIX):
+        kind, family = split_model_name(name)
+        return f"{PREFIX}{kind}@{Path(family).name}" if is_family_file(family) else name
     path = Path(name)
     last = path.parent.name if path.name == "adapter" and path.parent.name else path.name
-    return hub_id(name) or (name if name.startswith("embedded/") else last)
+    return hub_id(name) or last
 
 
 def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loading: str) -> str:

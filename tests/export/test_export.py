@@ -111,7 +111,7 @@ def test_the_snippet_of_the_adapters_card_runs(embedded_run: Path, tmp_path: Pat
     place = folder.rename(tmp_path / "moved")
     check = "print(type(model).__name__, model.peft_config['default'].base_model_name_or_path, len(tokenizer))"
     done = subprocess.run([sys.executable, "-c", code + check], cwd=place, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["PeftModelForCausalLM", "thinking-compact-0-r1", "261"], done.stderr
+    assert done.stdout.split() == ["PeftModelForCausalLM", "thinking-compact-0-r2", "261"], done.stderr
 
 
 @pytest.mark.parametrize("target", [pytest.param("merged", marks=pytest.mark.slow), "gguf"])
