@@ -8,6 +8,7 @@ from typing import Any
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import refuse_surrogates, render_prompt, resolve_family, thinks
 from rloo_kit.data.columns import Columns, DataSource, select_rows
+from rloo_kit.data.gym import is_gym
 from rloo_kit.data.reading import EMBEDDED_PROMPTS, EMBEDDED_SOURCE, Part, is_for_stack, read_part
 from rloo_kit.data.sources import read_rows
 from rloo_kit.data.tasks import MAX_ROWS, worked_rows
@@ -146,6 +147,11 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
         source = read_rows(rows, columns)
     elif name is None:
         raise ConfigError("data.sources is a mix; name where the worked answers come from: sft.source=...")
+    elif is_gym(name):
+        raise ConfigError(
+            f"{'data' if section.source is None else 'sft'}.source is {name}, which has no worked answers; name where "
+            "those come from: sft.source=..."
+        )
     elif name == EMBEDDED_SOURCE:
         wanted = data.num_prompts or min(EMBEDDED_PROMPTS, MAX_ROWS["thinking" if thinking else "instruct"])
         source = replace(read_rows(worked_rows(wanted, data.seed, thinking), Columns(answer="completion")), name=name)
