@@ -22,7 +22,7 @@ import reporting
 
 RESULT = reporting.RESULTS / "gym_tasks.json"
 ROWS, START = 60, 2**30
-DRAWN, DRAWN_S = 1500, 4.0  # more rows that are only drawn: some tasks hang, or have no answer, once in hundreds
+DRAWN, DRAWN_S = 1500, 4.0  # more rows that are only drawn: some tasks raise once in hundreds
 SLOW_S = 0.15  # a row: two thousand take five minutes
 TASK_LIMIT_S = 120.0
 WORDS = ("purple giraffe beneath quiet thunder", "slowly mumbling jelly", "qwx vbn hjk", "#~#~#")
@@ -49,15 +49,15 @@ def nonsense(question: str, answer: str) -> Iterator[tuple[str, str]]:
             yield kind, found
 
 
-def measure(task: str, rows: int) -> dict[str, Any]:
-    """What the task's verifier does on so many rows."""
+def measure(task: str, rows: int, most_drawn: int = DRAWN) -> dict[str, Any]:
+    """What the task's verifier does on so many rows; up to `most_drawn` are drawn."""
     from rloo_kit.data.gym_library import draw, make_dataset
 
     started = time.process_time()
     entries = draw(task, {}, None, START, rows, "data.")["entries"]
     drawn_s = (time.process_time() - started) / len(entries)
     entries = [json.loads(json.dumps(entry)) for entry in entries]
-    more = draw(task, {}, None, START, int(max(min(DRAWN, DRAWN_S / drawn_s), rows)), "data.")["entries"]
+    more = draw(task, {}, None, START, int(max(min(most_drawn, DRAWN_S / drawn_s), rows)), "data.")
     verifier = make_dataset(task, {}, None, seed=0, size=1)
     gold, given, raised, calls = [], {}, {}, 0
     started = time.process_time()
@@ -76,7 +76,8 @@ def measure(task: str, rows: int) -> dict[str, Any]:
                 given[kind] = max(value, given.get(kind, 0.0))
     sentence = f"It is {entries[0]['answer'].strip()}, I think."
     return {
-        "rows": len(entries), "drawn": len(more), "gold": min(gold, default=None), "nonsense": given, "raised": raised,
+        "rows": len(entries), "drawn": more["drawn"], "late": more["late"],
+        "gold": min(gold, default=None), "nonsense": given, "raised": raised,
         "in_a_sentence": float(verifier.score_answer(sentence, entries[0])) if not raised else None,
         "draw_s": drawn_s, "score_s": (time.process_time() - started) / calls,
     }  # fmt: skip
@@ -97,7 +98,7 @@ def why_refused(row: dict[str, Any]) -> str:
     return f"too slow to draw ({row['draw_s']:.2g} s a row)" if row["draw_s"] > SLOW_S else ""
 
 
-def measure_apart(task: str, rows: int) -> dict[str, Any]:
+def measure_apart(task: str, rows: int, most_drawn: int = DRAWN) -> dict[str, Any]:
     """`measure` in a process of its own, which may hang."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -106,9 +107,12 @@ def measure_apart(task: str, rows: int) -> dict[str, Any]:
         from rloo_kit.errors import DataError
 
         try:
-            sender.send(measure(task, rows))
+            sender.send(measure(task, rows, most_drawn))
         except DataError as error:
-            found = re.search(r"cannot be drawn: .\w+: (.*?).\. Change|refuses \{\} \(\w+: (.*?)\)", str(error))
+            found = re.search(
+                r"cannot be drawn: .\w+: (.*?).\. Change|refuses \{\} \(\w+: (.*?)\)|(took more than .*?) with",
+                str(error),
+            )
             sender.send({"error": next(filter(None, found.groups())) if found else str(error)})
 
     process = context.Process(target=work)
@@ -117,7 +121,7 @@ def measure_apart(task: str, rows: int) -> dict[str, Any]:
     try:
         return receiver.recv() if receiver.poll(TASK_LIMIT_S) else {"error": f"took over {TASK_LIMIT_S:g} s"}
     except EOFError:
-        return {"error": "took more than 20 s to draw a question"}
+        return {"error": "its process died"}
     finally:
         process.kill()
         process.join()

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import signal
 import subprocess
 import sys
 from random import Random
@@ -11,7 +10,7 @@ from typing import Any
 
 from rloo_kit.config.checks import GYM_PREFIX
 from rloo_kit.data.columns import DataSource
-from rloo_kit.data.gym_library import ROW_LIMIT_S
+from rloo_kit.data.gym_library import ROW_LIMIT_S, too_slow
 from rloo_kit.data.gym_tasks import check_task
 from rloo_kit.errors import DataError, SetupError
 from rloo_kit.system.marked import module_path, starting_folder
@@ -70,6 +69,9 @@ def read_gym(
     entries = found["entries"]
     made = {"task": task, "options": options or {}, "level": level}
     few = f"{source} gave {len(entries)} different questions in {found['drawn']} draws, and {count} were asked for"
+    notes: tuple[str, ...] = (few,) if len(entries) < count else ()
+    if found["late"]:
+        notes += (f"{source}: {found['late']} questions that took more than {ROW_LIMIT_S} s to draw are left out",)
     if len(entries) < count and count_key:
         raise DataError(f"{few}. Set {count_key}={len(entries)} or lower, or {prefix}options that give more")
     return DataSource(
@@ -78,7 +80,7 @@ def read_gym(
         answers=[entry["answer"] for entry in entries],
         others={GYM_COLUMN: [json.dumps(made | {"entry": entry}) for entry in entries]},
         places=[f"question {number}" for number in range(1, len(entries) + 1)],
-        notes=() if len(entries) == count else (few,),
+        notes=notes,
         rows_left=len(entries) == count,
     )
 
@@ -99,11 +101,8 @@ def _draw(request: str, key: str) -> dict[str, Any]:
         check=False,
     )
     source = f"{GYM_PREFIX}{asked['task']}"
-    if done.returncode == -getattr(signal, "SIGALRM", 0):
-        raise DataError(
-            f"{asked['prefix']}options: {source} took more than {ROW_LIMIT_S} s to draw one question with "
-            f"{asked['options'] or 'its defaults'}; ask for smaller ones"
-        )
+    if done.stderr.startswith("Timeout (") or "\nTimeout (" in done.stderr:  # faulthandler has ended it
+        raise DataError(too_slow(asked["task"], asked["options"], asked["prefix"]))
     try:
         found = json.loads(done.stdout)
     except ValueError:

@@ -6,20 +6,24 @@ functions and runs in processes of its own: `serve` draws rows for `gym`, `rewar
 
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import json
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from rloo_kit.errors import DataError, excerpt
 
 MEMORY_LIMIT = 8 * 2**30  # bytes of address space
-ROW_LIMIT_S = 20  # to draw one question; a process that takes longer is killed by its alarm
+ROW_LIMIT_S = 10  # to draw one question: some tasks hang at one seed in thousands
+MOST_LATE = 3  # questions that may take longer, and are left out
 MOST_AT_ONCE = 10_000  # rows of one dataset of the library's: word_ladder takes no more than 20,000
 LEAST_AT_ONCE = 64
-DRY = 500  # questions in a row that were there before, after which a task has no more
+DRY = 500  # draws in a row without a new question, after which a task has no more
 SET_ELSEWHERE = {"seed": "data.seed", "size": "data.num_prompts"}
 
 
@@ -103,42 +107,85 @@ def _check_type(key: str, field: Any, value: Any) -> None:
         raise DataError(f"{key} is {found}; it takes {words[kind]}, and its default is {excerpt(default)}")
 
 
-def draw(task: str, options: dict[str, Any], level: int | None, start: int, count: int, prefix: str) -> dict[str, Any]:
-    """`count` entries with different questions, fewer where the task has no more, and how many were drawn for them.
+def draw(
+    task: str, options: dict[str, Any], level: int | None, start: int, count: int, prefix: str, *, kills: bool = False
+) -> dict[str, Any]:
+    """`count` entries with different questions, fewer where the task has no more; how many were `drawn` for them, and
+    how many of these were left out because they took too long (`late`).
 
     Item i of a dataset is drawn by its seed + i, and so is item i - 1 of the next seed: rows are drawn by the seeds
-    from `start` on, each once.
+    from `start` on, each once. Rows without a stored answer are left out too.
+
+    Args:
+        prefix: of the keys in errors. kills: whether a row that hangs in C may end this process.
     """
     entries: dict[str, Any] = {}
-    drawn = repeated = 0
-    while len(entries) < count and repeated < DRY:
+    drawn = late = dry = 0
+    while len(entries) < count and dry < DRY:
         size = min(max(count - len(entries), LEAST_AT_ONCE), MOST_AT_ONCE)
         dataset = make_dataset(task, options, level, prefix, seed=start + drawn, size=size)
         for index in range(size):
-            entry = _entry(dataset, index, f"reasoning_gym/{task}, seed {start + drawn}", prefix)
-            words, drawn = " ".join(entry["question"].split()), drawn + 1
-            repeated = repeated + 1 if words in entries else 0
-            entries.setdefault(words, entry)
-            if len(entries) == count or repeated == DRY:
+            try:
+                with _row_limit(kills):
+                    entry = _entry(dataset, index, f"reasoning_gym/{task}, seed {start + drawn}", prefix)
+            except _Late:
+                entry, late = None, late + 1
+                if not entries or late > MOST_LATE:
+                    raise DataError(too_slow(task, options, prefix)) from None
+            drawn += 1
+            words = "" if entry is None else " ".join(entry["question"].split())
+            dry = 0 if words and words not in entries else dry + 1
+            if entry is not None:
+                entries.setdefault(words, entry)
+            if len(entries) == count or dry == DRY:
                 break
-    return {"entries": list(entries.values()), "drawn": drawn}
+    return {"entries": list(entries.values()), "drawn": drawn, "late": late}
 
 
-def _entry(dataset: Any, index: int, where: str, prefix: str) -> dict[str, Any]:
-    if hasattr(signal, "alarm"):
-        signal.alarm(ROW_LIMIT_S)  # nobody handles it: it ends the process, in C too
+def too_slow(task: str, options: dict[str, Any], prefix: str) -> str:
+    """The error of a task whose questions take too long."""
+    found = f"reasoning_gym/{task} took more than {ROW_LIMIT_S} s to draw one question with {options or 'its defaults'}"
+    return f"{prefix}options: {found}; ask for smaller ones"
+
+
+class _Late(BaseException):
+    """Not an Exception: tasks catch those, and try again."""
+
+
+@contextlib.contextmanager
+def _row_limit(kills: bool) -> Iterator[None]:
+    """Raises _Late after ROW_LIMIT_S, or ends the process soon after, where Python code gets no turn."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: Any) -> None:
+        raise _Late
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, ROW_LIMIT_S, ROW_LIMIT_S)
+    if kills:
+        faulthandler.dump_traceback_later(3 * ROW_LIMIT_S, exit=True)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if kills:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _entry(dataset: Any, index: int, where: str, prefix: str) -> dict[str, Any] | None:
+    """An entry of the library's; None where its stored answer is an empty text."""
     try:
         entry = dataset[index]
         json.dumps(entry, allow_nan=False)
-        if not isinstance(entry["answer"], str) or not entry["answer"].strip():
+        if not isinstance(entry["answer"], str):
             raise ValueError(f"the stored answer is {entry['answer']!r}")
     except Exception as error:
         what = excerpt(f"{type(error).__name__}: {error}", 300)
         raise DataError(f"{where} cannot be drawn: {what}. Change {prefix}options, or data.seed") from None
-    finally:
-        if hasattr(signal, "alarm"):
-            signal.alarm(0)
-    return {name: entry[name] for name in ("question", "answer", "metadata")}
+    return {name: entry[name] for name in ("question", "answer", "metadata")} if entry["answer"].strip() else None
 
 
 @functools.lru_cache(maxsize=64)
@@ -172,7 +219,7 @@ def serve() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, resource.RLIM_INFINITY))
     request = json.load(sys.stdin)
     try:
-        result = draw(**request)
+        result = draw(**request, kills=True)
     except DataError as error:
         result = {"error": str(error)}
     with reply:

@@ -18,8 +18,10 @@ from rloo_kit.rewarding import gym as gym_reward
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.gym import ReasoningGymScore
 from rloo_kit.rollout.completions import Completion
+from rloo_kit.system.versions import is_importable
 
 END = 151668
+pytestmark = pytest.mark.skipif(not is_importable("reasoning_gym"), reason="make reasoning-gym has not been run")
 
 
 def row(answer: str = "7", task: str = "chain_sum", **metadata: Any) -> str:
