@@ -181,7 +181,6 @@ def write_tables(rows: list[dict[str, Any]]) -> None:
             "<!-- gym tasks -->\n\n",
             "<!-- end -->\n",
             "\n".join([*reporting.table(["refused", "why"], lines), "", ""]),
-            +"\n",
         ),
     }
     for path, (begin, end, text) in listed.items():

@@ -19,8 +19,9 @@ from typing import Any
 from rloo_kit.errors import DataError, excerpt
 
 MEMORY_LIMIT = 8 * 2**30  # bytes of address space
-ROW_LIMIT_S = 10  # to draw one question: some tasks hang at one seed in thousands
-MOST_LATE = 3  # questions that may take longer, and are left out
+ROW_LIMIT_S = 5  # to draw one question: some tasks hang at one seed in thousands
+MOST_LATE = 2  # questions that may take longer and are left out, and one more for each LATE_PER of those drawn
+LATE_PER = 500
 MOST_AT_ONCE = 10_000  # rows of one dataset of the library's: word_ladder takes no more than 20,000
 LEAST_AT_ONCE = 64
 DRY = 500  # draws in a row without a new question, after which a task has no more
@@ -130,7 +131,7 @@ def draw(
                     entry = _entry(dataset, index, f"reasoning_gym/{task}, seed {start + drawn}", prefix)
             except _Late:
                 entry, late = None, late + 1
-                if not entries or late > MOST_LATE:
+                if late > MOST_LATE + drawn // LATE_PER:
                     raise DataError(too_slow(task, options, prefix)) from None
             drawn += 1
             words = "" if entry is None else " ".join(entry["question"].split())
