@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,3 +184,44 @@ def test_the_cheap_checks_try_it(tiny_tokenizer: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr("rloo_kit.data.gym.is_importable", lambda name: False)
     (fault,) = find_reward_faults(run, tiny_tokenizer, True, drawn)
     assert fault.key == "rewards.0.name" and "make reasoning-gym" in fault.message
+
+
+def test_a_bare_trl_trainer_calls_it(
+    score: ReasoningGymScore, tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL passes a reward whatever columns there are, null ones too, and no guard stands between."""
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl.trainer import utils
+
+    def head(hidden: Any, weight: Any, bias: Any, labels: Any, temperature: float, *_: Any) -> Any:
+        """Of TRL's fused head, which needs a GPU, the log-probabilities."""
+        logps = (torch.nn.functional.linear(hidden, weight, bias) / temperature).log_softmax(dim=-1)
+        return logps.gather(1, labels[:, None]).squeeze(1), torch.zeros(len(labels)), None, None, None
+
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", type("Head", (), {"apply": staticmethod(head)}))
+    found: list[Any] = []
+
+    def reasoning_gym_score(**batch: Any) -> list[Any]:
+        found.append(score(**batch))
+        return found[-1]
+
+    rows = {"prompt": ["3 + 4 =", "Hi"], "answer": ["7", None], GYM_COLUMN: [row(), None]}
+    args = trl.RLOOConfig(
+        output_dir=str(tmp_path), max_steps=1, num_generations=2, per_device_train_batch_size=4, use_cpu=True,
+        max_completion_length=4, bf16=False, report_to="none", disable_tqdm=True, save_strategy="no",
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = trl.RLOOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(tiny_folder),
+        reward_funcs=[reasoning_gym_score],
+        args=args,
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=tiny_tokenizer,
+    )
+    closed, digits = tiny_tokenizer.get_vocab()["</think>"], tiny_tokenizer("7171")["input_ids"]
+    monkeypatch.setattr(score, "think_end_id", closed)
+    trainer._generate_single_turn = lambda prompt_ids, *_: [[7, closed, digit, 258] for digit in digits]
+    trainer.train()
+    assert len(found) == 1 and sorted(found[0], key=str) == [0.0, 1.0, None, None]
