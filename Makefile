@@ -5,12 +5,13 @@
 #            TORCH_INDEX=URL     install torch from that package index first (CPU builds, another CUDA version)
 #            JOBS=2              test processes side by side
 #            CASES=10000         bad inputs for each surface in make fuzz
-#            BENCHMARKS="startup" which of benchmarks/ make bench runs (kl_forms, learning_rates and batch_arithmetic: only when named)
+#            BENCHMARKS="startup" which of benchmarks/ make bench runs (kl_forms, learning_rates, batch_arithmetic and
+#                                gym_tasks: only when named)
 #            HAVE=packages.txt   make gpu-bundle leaves out what that machine has (its `pip list --format=freeze`);
 #                                BUNDLE_PYTHON=3.12 and BUNDLE_CUDA=130 are that machine's, DEST=.gpu-bundle the folder
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo lint format test test-slow test-all fuzz test-unsloth test-vllm test-gpu gpu-report check notebooks bench gpu-bundle clean
+.PHONY: help setup reasoning-gym demo lint format test test-slow test-all fuzz test-unsloth test-vllm test-gpu gpu-report check notebooks bench gpu-bundle clean
 
 VENV := .venv
 VENV_UNSLOTH := .venv-unsloth
@@ -47,6 +48,10 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP) ## the environment .venv; with the gpu extra where there is an NVIDIA GPU
+
+reasoning-gym: $(STAMP) ## add the library reasoning-gym (data.source: reasoning_gym/TASK); it needs a C compiler
+	@$(BIN)/python $(PIP_INSTALL) -e '.[reasoning-gym]' || { echo "make reasoning-gym: not installed: pycosat, which it \
+	needs, is built by a C compiler (Debian, Ubuntu: apt-get install gcc python3-dev); the index has to be reached too" >&2; exit 1; }
 
 demo: $(STAMP) ## run the notebook arithmetic_thinking: a small model is built, measured, trained, measured again
 	@mkdir -p outputs

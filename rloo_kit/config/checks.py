@@ -1,8 +1,11 @@
 """Checks between the keys of the loop, shared by a run's file and `RLOOConfig`; each fault names the key to change."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
+
+from rloo_kit.errors import excerpt
 
 # Values that leave the sampled distribution as the model gives it; -1 is how vLLM writes "all tokens".
 SAMPLING_FILTERS: dict[str, tuple[Any, ...]] = {
@@ -47,6 +50,7 @@ _ADVICE = {name: _INSTEAD[names] for names in _INSTEAD for name in names.split()
 CLOSE_TOKENS = {"tag": 1, "sentence": 24}
 
 FILE_KINDS = (".jsonl", ".csv", ".parquet")  # of rows of data
+GYM_PREFIX = "reasoning_gym/"  # of a source: a task of the library reasoning-gym
 
 VLLM_TEMPERATURE = 2.0  # the highest that vLLM takes
 VLLM_LEAST_TEMPERATURE = 0.01  # above 0; vLLM samples at this one where a lower one is asked for
@@ -185,6 +189,12 @@ def find_test_problem(source: str | None, test_source: str | None, split: str, t
     if read.startswith("embedded/"):
         name = "test_split" if test_source is None else "test_source"
         return f"{name} is set, but {read} has no test set of its own; remove data.{name}, and data.test_size splits"
+    if read.startswith(GYM_PREFIX):
+        if test_split is not None:
+            return (
+                f"test_split is {test_split!r}, but {read} draws its prompts and has no splits; remove data.test_split"
+            )
+        return None  # its test prompts are drawn by seeds of their own
     if read.lower().endswith(FILE_KINDS):
         if test_source is None:
             return (
@@ -202,6 +212,27 @@ def find_test_problem(source: str | None, test_source: str | None, split: str, t
             "data.test_split, and data.test_size splits, or name another split"
         )
     return None
+
+
+def find_gym_problems(sources: list[str], options: Any, level: int | None, prefix: str) -> list[str]:
+    """Options of tasks without a task that takes them, and values that no option has; `prefix` is that of their keys.
+
+    >>> find_gym_problems(["rows.csv"], {"min_terms": 2}, None, "data.")
+    ['data.options is set, but rows.csv is no task of reasoning_gym/...; remove it']
+    """
+    written = [name for name, value in (("options", options), ("curriculum_level", level)) if value is not None]
+    if written and not any(source.startswith(GYM_PREFIX) for source in sources):
+        return [f"{prefix}{written[0]} is set, but {', '.join(sources)} is no task of {GYM_PREFIX}...; remove it"]
+    problems = []
+    for name, value in (options or {}).items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            problems.append(
+                f"{prefix}options.{name} is {excerpt(value)}; an option is a finite number, a text, true, false, null, "
+                "or a list or mapping of these"
+            )
+    return problems
 
 
 def _find_ratio_problems(values: Mapping[str, Any], prefix: str) -> list[str]:

@@ -3,7 +3,7 @@
 KINDS = ("thinking", "instruct", "untaught")  # the last is a thinking model with random weights
 FAMILIES = ("addition", "subtraction", "comparison", "sorting", "counting", "chain")  # modules of data/families
 DEFAULT_FAMILY = "addition"
-PREFIX = "embedded/"
+EMBEDDED_PREFIX = "embedded/"
 
 
 def split_model_name(name: str) -> tuple[str, str]:
@@ -12,7 +12,7 @@ def split_model_name(name: str) -> tuple[str, str]:
     >>> split_model_name("embedded/thinking@sorting"), split_model_name("instruct")
     (('thinking', 'sorting'), ('instruct', 'addition'))
     """
-    kind, _, family = name.removeprefix(PREFIX).partition("@")
+    kind, _, family = name.removeprefix(EMBEDDED_PREFIX).partition("@")
     return kind, family or DEFAULT_FAMILY
 
 
@@ -28,14 +28,14 @@ def find_embedded_problem(name: str) -> str | None:
     "there is no task family 'sortin': take addition, subtraction, comparison, sorting, counting, chain, or the path \
 of a .py file of your own"
     """
-    kind, _, family = name.removeprefix(PREFIX).partition("@")
+    kind, _, family = name.removeprefix(EMBEDDED_PREFIX).partition("@")
     if kind not in KINDS:
-        names = ", ".join(f"{PREFIX}{kind}" for kind in KINDS)
-        return f"there is no embedded model '{kind}': model.name is {names}, or {PREFIX}thinking@FAMILY"
+        names = ", ".join(f"{EMBEDDED_PREFIX}{kind}" for kind in KINDS)
+        return f"there is no embedded model '{kind}': model.name is {names}, or {EMBEDDED_PREFIX}thinking@FAMILY"
     if "@" not in name:
         return None
     if kind != "thinking":
-        return f"'{name}' names a task family, which only {PREFIX}thinking@{family or 'FAMILY'} takes"
+        return f"'{name}' names a task family, which only {EMBEDDED_PREFIX}thinking@{family or 'FAMILY'} takes"
     return find_family_problem(family)
 
 

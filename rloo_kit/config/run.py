@@ -8,7 +8,7 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from rloo_kit.config.checks import FILE_KINDS, find_temperature_problems
 from rloo_kit.config.derived import fill_defaults
-from rloo_kit.config.embedded import PREFIX, is_family_file, split_model_name
+from rloo_kit.config.embedded import EMBEDDED_PREFIX, is_family_file, split_model_name
 from rloo_kit.config.messages import explain_error, explain_errors
 from rloo_kit.config.old_names import CONFIG_NAMES, forget_overruled, translate_file
 from rloo_kit.config.schema import (
@@ -109,7 +109,7 @@ class RunConfig(Section):
         kind, family = split_model_name(self.model.name)
         if not self.model.is_embedded or kind == "untaught" or is_family_file(family):
             return []
-        known = f"{PREFIX}{family}"
+        known = f"{EMBEDDED_PREFIX}{family}"
 
         def may_fit(source: str) -> bool:  # a file or folder of the user's may well hold such problems
             return source == known or source.lower().endswith(FILE_KINDS) or source.startswith((".", "/", "~"))
@@ -119,7 +119,7 @@ class RunConfig(Section):
             f"model.name is {self.model.name}, which knows only {family}, but "
             f"data.{'sources has' if self.data.sources else 'source is'} {name}; set data.source={known}, a file or "
             f"folder (./name) of such problems of your own, or another model.name"
-            + (f" (embedded/thinking@{name.removeprefix(PREFIX)})" if name.startswith(PREFIX) else "")
+            + (f" (embedded/thinking@{name.removeprefix(EMBEDDED_PREFIX)})" if name.startswith(EMBEDDED_PREFIX) else "")
             for name in others
         ]
 

@@ -12,8 +12,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 from pydantic.fields import FieldInfo
 
 from rloo_kit.config.batches import GENERATIONS, PROMPTS, check_generation_batch
-from rloo_kit.config.checks import find_loop_problems, find_server_problems, find_test_problem
-from rloo_kit.config.embedded import PREFIX, find_embedded_problem
+from rloo_kit.config.checks import find_gym_problems, find_loop_problems, find_server_problems, find_test_problem
+from rloo_kit.config.embedded import EMBEDDED_PREFIX, find_embedded_problem
 from rloo_kit.config.section import Section, TrlDefault, declared, key
 from rloo_kit.system.processes import count_processes
 
@@ -117,7 +117,7 @@ class ModelSection(Section):
     @property
     def is_embedded(self) -> bool:
         """True for the models that the kit builds itself."""
-        return self.name.startswith(PREFIX)
+        return self.name.startswith(EMBEDDED_PREFIX)
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "ModelSection":
@@ -142,6 +142,14 @@ class SourceSection(Section):
     prompt_column: str | None = key(None, "null: data.prompt_column", min_length=1)
     answer_column: str | None = key(None, "null: data.answer_column", min_length=1)
     answer_after: str | None = key(None, "null: data.answer_after", min_length=1)
+    options: dict[str, Any] | None = key(None, "reasoning_gym/... only; null: data.options")
+    curriculum_level: int | None = key(None, "reasoning_gym/... only; null: data.curriculum_level", ge=0)
+
+    @model_validator(mode="after")
+    def _check_options(self) -> "SourceSection":
+        if problems := find_gym_problems([self.source], self.options, self.curriculum_level, ""):
+            raise ValueError(problems[0])
+        return self
 
 
 class DataSection(Section):
@@ -150,7 +158,7 @@ class DataSection(Section):
     prefix: ClassVar[str] = "data."
     source: str | None = key(
         None,
-        "required unless sources is set: embedded/addition or another FAMILY, a hub id, a .jsonl, .csv or .parquet "
+        "required unless sources is set: embedded/FAMILY, reasoning_gym/TASK, a hub id, a .jsonl, .csv or .parquet "
         "path, or a folder of save_to_disk",
         min_length=1,
     )
@@ -169,6 +177,13 @@ class DataSection(Section):
     answer_after: str | None = key(
         None, "the gold answer is what follows the last such marker, '####' for gsm8k", min_length=1
     )
+    options: dict[str, Any] | None = key(
+        None, "reasoning_gym/... only: the task's own options, such as {min_terms: 2, max_terms: 4}"
+    )
+    curriculum_level: int | None = key(
+        None, "reasoning_gym/... only: a level of the task's curriculum, 0 the easiest; null: the library's defaults",
+        ge=0,
+    )  # fmt: skip
     system_prompt: str | None = key(None, "system message put before every prompt")
     num_prompts: Count | None = key(
         None, "read at most so many prompts, test included (not those of test_source or test_split); null for all"
@@ -200,6 +215,9 @@ class DataSection(Section):
         problem = find_test_problem(self.source, self.test_source, self.split, self.test_split)
         if problem:
             raise ValueError(problem)
+        read = [*self.all_sources, *([self.test_source] if self.test_source else [])]
+        if problems := find_gym_problems(read, self.options, self.curriculum_level, ""):
+            raise ValueError("\n".join(problems))
         return self
 
     @model_validator(mode="after")

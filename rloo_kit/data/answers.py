@@ -10,6 +10,22 @@ from rloo_kit.data.columns import DataSource
 from rloo_kit.errors import DataError
 
 REWARDS_WITH_ANSWERS = ("answer_reward", "math_answer_reward")
+GYM_REWARD = "reasoning_gym_score"  # compares with the column `reasoning_gym`, in place of `answer`
+
+
+class GymRow(str):
+    """The column `reasoning_gym` of a row in place of its answer: the task's verifier judges, because many tasks have
+    several right answers."""
+
+
+def gold_answers(dataset: Any) -> list[Any] | None:
+    """What completions of each prompt are judged by: its answer, or its `GymRow`; None without a column of either."""
+    columns = [list(dataset[name]) if name in dataset.column_names else None for name in ("answer", "reasoning_gym")]
+    answers, rows = columns
+    if rows is None:
+        return answers
+    answers = answers or [None] * len(rows)
+    return [answer if row is None else GymRow(row) for answer, row in zip(answers, rows, strict=True)]
 
 
 def compares_with_answers(run: RunConfig) -> bool:
@@ -19,7 +35,7 @@ def compares_with_answers(run: RunConfig) -> bool:
 
 def needs_all_answers(run: RunConfig) -> bool:
     """Whether a row without an answer has no reward: each one that has a weight compares with answers."""
-    return all(reward.name in REWARDS_WITH_ANSWERS for reward in run.rewards if reward.weight)
+    return all(reward.name in (*REWARDS_WITH_ANSWERS, GYM_REWARD) for reward in run.rewards if reward.weight)
 
 
 def is_missing(answer: Any) -> bool:

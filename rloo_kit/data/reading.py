@@ -3,15 +3,19 @@
 Torch, transformers and `datasets` are loaded for what only they can read (`needs_stack`).
 """
 
+import json
+import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
-from rloo_kit.config.embedded import DEFAULT_FAMILY, PREFIX
+from rloo_kit.config.embedded import DEFAULT_FAMILY, EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import DataSection
+from rloo_kit.config.schema import DataSection, SourceSection
 from rloo_kit.data.answers import compares_with_answers, needs_all_answers, require_one_answer, with_answers
 from rloo_kit.data.columns import Columns, DataSource
 from rloo_kit.data.families import addition
+from rloo_kit.data.gym import GYM_PROMPTS, GYM_TEST_PROMPTS, first_seed, is_gym, read_gym
 from rloo_kit.data.mix import combine, draw, share_out
 from rloo_kit.data.sources import find_file, read_file, read_rows
 from rloo_kit.data.tables import read_folder, read_hub
@@ -23,15 +27,25 @@ EMBEDDED_PROMPTS = 10_000  # if data.num_prompts is null
 
 @dataclass(frozen=True)
 class Part:
-    """One source of a run with what `data` says about it; `key` and `split_key` name it in errors."""
+    """One source of a run with what `data` says about it; `key` and `split_key` name it in errors.
+
+    Attributes:
+        split: None for test. options, level: of a task of reasoning-gym. count: rows of it to draw; fewer are an
+            error where `count_key` asks for them. number: of the source in the run, 0 for the test source.
+    """
 
     source: str
     columns: Columns
     subset: str | None
-    split: str | None  # None: test
+    split: str | None
     answer_after: str | None
     key: str = "data.source"
     split_key: str = "data.split"
+    options: dict[str, Any] | None = None
+    level: int | None = None
+    count: int = GYM_PROMPTS
+    count_key: str = ""
+    number: int = 1
 
     @property
     def answer_key(self) -> str:
@@ -48,7 +62,7 @@ def needs_stack(run: RunConfig) -> bool:
 
 def is_for_stack(source: str, run: RunConfig, key: str = "data.source") -> bool:
     """Whether only the stack can read a source, which `key` named."""
-    if source.startswith(PREFIX):
+    if source.startswith(EMBEDDED_PREFIX) or is_gym(source):
         return False
     try:
         path = find_file(source, run.source, key)
@@ -76,7 +90,9 @@ def read_test(run: RunConfig) -> DataSource | None:
         return None
     key = "data.source" if section.test_source is None else "data.test_source"
     part = _part(run, str(section.test_source or section.source))
-    part = replace(part, split=section.test_split, key=key, split_key="data.test_split")
+    part = replace(part, split=section.test_split, key=key, split_key="data.test_split", number=0)
+    count = int(section.test_size) if section.test_size >= 1 else GYM_TEST_PROMPTS
+    part = replace(part, count=count, count_key="data.test_size" if section.test_size >= 1 else "")
     return _finish(run, part, read_part(run, part, True))
 
 
@@ -112,21 +128,31 @@ def _read_mix(run: RunConfig, thinking: bool) -> DataSource:
 
 
 def _labels(section: DataSection) -> list[str]:
-    """What the column `source` calls each source of a mix: as the file writes it; subset and split where two are of one
-    source."""
+    """What the column `source` calls each source of a mix: as the file writes it; subset and split, or a task's level
+    and options, where two are of one source."""
     entries, names = section.sources or [], section.all_sources
     return [
         entry.source
         if names.count(entry.source) == 1
-        else " ".join(filter(None, (entry.source, entry.subset or section.subset, entry.split or section.split)))
+        else " ".join(filter(None, (entry.source, *_details(entry, section))))
         for entry in entries
     ]
 
 
+def _details(entry: SourceSection, section: DataSection) -> tuple[str | None, str | None]:
+    if not is_gym(entry.source):
+        return entry.subset or section.subset, entry.split or section.split
+    level = None if entry.curriculum_level is None else f"level {entry.curriculum_level}"
+    return level, json.dumps(entry.options) if entry.options else None
+
+
 def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
     """The rows of one source."""
-    if part.source.startswith(PREFIX):
+    if part.source.startswith(EMBEDDED_PREFIX):
         return _read_embedded(run, part, thinking)
+    if is_gym(part.source):
+        start = first_seed(run.data.seed, part.number)
+        return read_gym(part.source, part.options, part.level, part.count, start, part.key, part.count_key)
     path = find_file(part.source, run.source, part.key)
     if path is None:
         return read_hub(part.source, part.subset, part.split, part.columns, part.key, part.split_key)
@@ -145,7 +171,7 @@ def _read_embedded(run: RunConfig, part: Part, thinking: bool) -> DataSource:
 
 def find_embedded_family(run: RunConfig, part: Part, thinking: bool) -> tuple[str, Family]:
     """The family of a source `embedded/...` and its name; a model that answers at once gets smaller numbers."""
-    name = part.source.removeprefix(PREFIX)
+    name = part.source.removeprefix(EMBEDDED_PREFIX)
     if name == DEFAULT_FAMILY and not thinking:
         return name, addition.IN_THE_HEAD
     try:
@@ -157,7 +183,17 @@ def find_embedded_family(run: RunConfig, part: Part, thinking: bool) -> tuple[st
 def _part(run: RunConfig, source: str) -> Part:
     section = run.data
     columns = Columns(section.prompt_column, section.answer_column, _answers_wanted(run))
-    return Part(source, columns, section.subset, section.split, section.answer_after)
+    return Part(
+        source=source,
+        columns=columns,
+        subset=section.subset,
+        split=section.split,
+        answer_after=None if is_gym(source) else section.answer_after,
+        options=section.options,
+        level=section.curriculum_level,
+        count=section.num_prompts or GYM_PROMPTS,
+        count_key="data.num_prompts" if section.num_prompts else "",
+    )
 
 
 def _part_of_mix(run: RunConfig, number: int) -> Part:
@@ -166,6 +202,9 @@ def _part_of_mix(run: RunConfig, number: int) -> Part:
     section, prefix = run.data, f"data.sources.{number}."
     entry = (section.sources or [])[number]
     named = entry.answer_column is not None or entry.answer_after is not None
+    made = entry.source.startswith(EMBEDDED_PREFIX) or is_gym(entry.source)
+    weights = [Fraction(str(each.weight)) for each in section.sources or []]
+    share = weights[number] / sum(weights)
     columns = Columns(
         prompt=entry.prompt_column or section.prompt_column,
         answer=entry.answer_column or section.answer_column,
@@ -177,9 +216,13 @@ def _part_of_mix(run: RunConfig, number: int) -> Part:
         columns=columns,
         subset=entry.subset or section.subset,
         split=entry.split or section.split,
-        answer_after=None if entry.source.startswith(PREFIX) else entry.answer_after or section.answer_after,
+        answer_after=None if made else entry.answer_after or section.answer_after,
         key=f"{prefix}source",
         split_key=f"{prefix}split",
+        options=section.options if entry.options is None else entry.options,
+        level=section.curriculum_level if entry.curriculum_level is None else entry.curriculum_level,
+        count=GYM_PROMPTS if section.num_prompts is None else math.ceil(section.num_prompts * share),
+        number=number + 1,
     )
 
 

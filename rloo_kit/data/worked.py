@@ -5,10 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rloo_kit.config.embedded import PREFIX
+from rloo_kit.config.embedded import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import refuse_surrogates, render_prompt, resolve_family, thinks
 from rloo_kit.data.columns import Columns, DataSource, select_rows
+from rloo_kit.data.gym import is_gym
 from rloo_kit.data.reading import EMBEDDED_PROMPTS, Part, find_embedded_family, is_for_stack, read_part
 from rloo_kit.data.sources import read_rows
 from rloo_kit.data.tasks import worked_rows
@@ -147,7 +148,12 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
         source = read_rows(rows, columns)
     elif name is None:
         raise ConfigError("data.sources is a mix; name where the worked answers come from: sft.source=...")
-    elif name.startswith(PREFIX):
+    elif is_gym(name):
+        raise ConfigError(
+            f"{'data' if section.source is None else 'sft'}.source is {name}, which has no worked answers; name where "
+            "those come from: sft.source=..."
+        )
+    elif name.startswith(EMBEDDED_PREFIX):
         key = "data.source" if section.source is None else "sft.source"
         task, family = find_embedded_family(run, Part(name, columns, None, None, None, key), thinking)
         wanted = data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)

@@ -13,6 +13,7 @@ from typing import Any
 import rloo_kit
 from rloo_kit.collective import gather_lists, gather_objects, share, share_of
 from rloo_kit.config.run import RunConfig
+from rloo_kit.data.answers import gold_answers
 from rloo_kit.errors import ConfigError, DataError, SetupError
 from rloo_kit.evals.evaluate import AnswerJudge, digest_prompts
 from rloo_kit.models.adapters import is_identity
@@ -177,7 +178,7 @@ def fingerprint(model: Any) -> str:
 
 def _choose(run: RunConfig, policy: Policy, dataset: Any) -> dict[str, Any]:
     """The rows to keep, and how many were too hard or too easy; prints both."""
-    answers = list(dataset["answer"]) if "answer" in dataset.column_names else []
+    answers = gold_answers(dataset) or []
     judged = [row for row, answer in enumerate(answers) if answer is not None]  # the others are trained on as they are
     if not judged:
         raise ConfigError(
@@ -257,7 +258,7 @@ def _conditions(run: RunConfig, policy: Policy, judge: AnswerJudge) -> dict[str,
         "weights": fingerprint(policy.model),
         "samples": run.rollout.difficulty_samples,
         **_sampling(run),
-        "judge": repr(judge.reward),
+        "judge": repr(judge.reward) if judge.gym_reward is None else repr((judge.reward, judge.gym_reward)),
         "kit": rloo_kit.__version__,
     }
 

@@ -12,8 +12,9 @@ from typing import Any
 from rloo_kit.collective import gather_lists, share, share_of
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
-from rloo_kit.data.answers import REWARDS_WITH_ANSWERS, is_missing
+from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, GymRow, gold_answers, is_missing
 from rloo_kit.data.chat import thinks
+from rloo_kit.data.gym import GYM_COLUMN
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evals.rewards import HeldOutRewards, make_held_out_rewards
 from rloo_kit.models.policy import Policy
@@ -49,7 +50,7 @@ def evaluate(
     """
     _check_budgets(run, policy)
     dataset = _first_prompts(dataset, run.eval.num_prompts)
-    judge = AnswerJudge(run, policy.tokenizer, answers_of(dataset))
+    judge = AnswerJudge(run, policy.tokenizer, gold_answers(dataset))
     built: list[Any] = []
     try:
         if reward_funcs is None:
@@ -61,11 +62,6 @@ def evaluate(
         judge.close()
         for reward in built:
             close_worker(reward)
-
-
-def answers_of(dataset: Any) -> list[Any] | None:
-    """The right answers of held-out prompts; None without a column of them."""
-    return list(dataset["answer"]) if "answer" in dataset.column_names else None
 
 
 def evaluate_with(
@@ -91,11 +87,12 @@ def evaluate_with(
 
 
 class AnswerJudge:
-    """Judges completions by the run's answer reward, or by `answer_reward` if it has none.
+    """Judges completions by the run's answer reward, or by `answer_reward` if it has none; those of reasoning-gym by
+    the task's verifier, whose score has to be 1.
 
     Args:
         run: reads `rewards`, `model` and `rloo`. tokenizer: the policy's.
-        gold: the right answer of each prompt, None for one without; None if there are none.
+        gold: of each prompt, as from `gold_answers`; None if there are none.
 
     Attributes:
         unscored: completions so far that the reward could not judge; they count as wrong.
@@ -104,35 +101,50 @@ class AnswerJudge:
     def __init__(self, run: RunConfig, tokenizer: Any, gold: list[Any] | None) -> None:
         self.unscored = 0
         self.gold = None if gold is None or all(map(is_missing, gold)) else gold
-        entry = next((entry for entry in run.rewards if entry.name in REWARDS_WITH_ANSWERS), None)
-        entry = entry or RewardSection(name="answer_reward")
-        self.reward = None if self.gold is None else build_reward(run, tokenizer, entry)
+        given = [] if self.gold is None else self.gold
+        by_text = any(not isinstance(answer, GymRow) for answer in given)
+        self.reward: Any = _build_judge(run, tokenizer, REWARDS_WITH_ANSWERS) if by_text else None
+        by_verifier = any(isinstance(answer, GymRow) for answer in given)
+        self.gym_reward: Any = _build_judge(run, tokenizer, (GYM_REWARD,)) if by_verifier else None
 
     def judge(self, completions: list[Completion]) -> list[bool | None] | None:
         """One verdict per completion, by the answer of its `prompt_index`, None where that has none; None without gold
         answers."""
-        if self.reward is None or self.gold is None:
+        if self.gold is None:
             return None
         verdicts: list[bool | None] = [None] * len(completions)
-        judged = [place for place, done in enumerate(completions) if not is_missing(self.gold[done.prompt_index])]
-        for start in range(0, len(judged), JUDGED_AT_ONCE):
-            places = judged[start : start + JUDGED_AT_ONCE]
-            batch = [completions[place] for place in places]
-            scores = self.reward(
-                prompts=[""] * len(batch),
-                completions=[completion.text for completion in batch],
-                completion_ids=[completion.ids for completion in batch],
-                answer=[self.gold[completion.prompt_index] for completion in batch],
-                thinking_forced=[completion.forced for completion in batch],
-            )
-            self.unscored += sum(score is None or math.isnan(score) for score in scores)
-            for place, score in zip(places, scores, strict=True):
-                verdicts[place] = score == 1.0
+        gold = [self.gold[done.prompt_index] for done in completions]
+        for column, reward in (("answer", self.reward), (GYM_COLUMN, self.gym_reward)):
+            judged = [place for place, one in enumerate(gold) if isinstance(one, GymRow) == (column == GYM_COLUMN)]
+            judged = [place for place in judged if not is_missing(gold[place])]
+            for start in range(0, len(judged), JUDGED_AT_ONCE):
+                places = judged[start : start + JUDGED_AT_ONCE]
+                batch = [completions[place] for place in places]
+                scores = reward(
+                    prompts=[""] * len(batch),
+                    completions=[completion.text for completion in batch],
+                    completion_ids=[completion.ids for completion in batch],
+                    thinking_forced=[completion.forced for completion in batch],
+                    **{column: [gold[place] for place in places]},
+                )
+                self.unscored += sum(score is None or math.isnan(score) for score in scores)
+                for place, score in zip(places, scores, strict=True):
+                    verdicts[place] = score == 1.0
         return verdicts
 
     def close(self) -> None:
-        """End the reward's process, if it has one."""
-        close_worker(self.reward)
+        """End the rewards' processes, if they have one."""
+        for reward in (self.reward, self.gym_reward):
+            close_worker(reward)
+
+
+def _build_judge(run: RunConfig, tokenizer: Any, names: tuple[str, ...]) -> Any:
+    """The first of the run's rewards with such a name, or the first of `names`; a verifier's without a threshold."""
+    entry = next((entry for entry in run.rewards if entry.name in names), None) or RewardSection(name=names[0])
+    if entry.name == GYM_REWARD:
+        params = {name: value for name, value in entry.params.items() if name != "threshold"}
+        entry = entry.model_copy(update={"params": params})
+    return build_reward(run, tokenizer, entry)
 
 
 class _Generator:
@@ -210,7 +222,7 @@ def _measure_greedy(run: RunConfig, judge: AnswerJudge, generate: _Generator, me
     if run.eval.temperature == 0:
         measured.greedy_per_prompt = measured.per_prompt
     else:
-        verdicts = _judge(judge, generate("greedy", 0.0)) if judge.reward else None
+        verdicts = _judge(judge, generate("greedy", 0.0)) if judge.gold is not None else None
         measured.greedy_per_prompt = None if verdicts is None else _per_prompt(verdicts, 1)
     if measured.greedy_per_prompt is not None:
         estimate = clustered(measured.greedy_per_prompt, 1)

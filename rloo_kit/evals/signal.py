@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.answers import is_missing
+from rloo_kit.data.answers import gold_answers, is_missing
 from rloo_kit.data.load import Data
 from rloo_kit.evals.difficulty import measure_pass_rates
 from rloo_kit.models.policy import Policy
@@ -65,7 +65,7 @@ class Signal:
 def measure_signal(run: RunConfig, policy: Policy, data: Data, num_prompts: int = 64) -> Signal | None:
     """The pass rates of the first `num_prompts` training prompts with an answer, `rloo.num_generations` completions of
     each, sampled as RLOO samples; None where no prompt has an answer to judge by."""
-    answers = list(data.train["answer"]) if "answer" in data.train.column_names else []
+    answers = gold_answers(data.train) or []
     rows = [row for row, answer in enumerate(answers) if not is_missing(answer)][:num_prompts]
     if not rows:
         return None

@@ -7,7 +7,8 @@ from typing import Any
 import yaml
 
 from rloo_kit import __version__
-from rloo_kit.config.embedded import PREFIX, is_family_file, split_model_name
+from rloo_kit.config.checks import GYM_PREFIX
+from rloo_kit.config.embedded import EMBEDDED_PREFIX, is_family_file, split_model_name
 from rloo_kit.config.run import RunConfig
 from rloo_kit.gradient.objective import choose_ratio_form
 from rloo_kit.results.evaluation import Evaluation, compare
@@ -28,7 +29,7 @@ def hub_id(name: str) -> str | None:
     cached = [part for part in Path(name).parts if part.startswith("models--")]
     if cached:
         return cached[-1].removeprefix("models--").replace("--", "/")
-    is_local = name.startswith((".", "/", "~", "embedded/")) or name.count("/") != 1 or Path(name).exists()
+    is_local = name.startswith((".", "/", "~", "embedded/", GYM_PREFIX)) or name.count("/") != 1 or Path(name).exists()
     return None if is_local or Path(name).suffix in (".jsonl", ".csv", ".parquet") else name
 
 
@@ -40,12 +41,12 @@ def public_name(name: str) -> str:
     >>> public_name("embedded/thinking@/home/me/backward.py")
     'embedded/thinking@backward.py'
     """
-    if name.startswith(PREFIX):
+    if name.startswith(EMBEDDED_PREFIX):
         kind, family = split_model_name(name)
-        return f"{PREFIX}{kind}@{Path(family).name}" if is_family_file(family) else name
+        return f"{EMBEDDED_PREFIX}{kind}@{Path(family).name}" if is_family_file(family) else name
     path = Path(name)
     last = path.parent.name if path.name == "adapter" and path.parent.name else path.name
-    return hub_id(name) or last
+    return hub_id(name) or (name if name.startswith(GYM_PREFIX) else last)
 
 
 def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loading: str) -> str:

@@ -71,7 +71,7 @@ class Context:
     modes: Mapping[str, str] = field(default_factory=dict)
     no_signal_steps: int = 5
     max_steps: int | None = None
-    answers: tuple[str, ...] = ("answer_reward", "math_answer_reward")
+    answers: tuple[str, ...] = ("answer_reward", "math_answer_reward", "reasoning_gym_score")
 
     @classmethod
     def of(cls, run: Any, max_steps: int | None = None) -> "Context":

@@ -15,8 +15,9 @@ from transformers import TrainerCallback
 
 from rloo_kit.collective import share, wait_for_all
 from rloo_kit.config.run import RunConfig
+from rloo_kit.data.answers import gold_answers
 from rloo_kit.errors import ConfigError
-from rloo_kit.evals.evaluate import AnswerJudge, answers_of, digest_prompts, evaluate_with
+from rloo_kit.evals.evaluate import AnswerJudge, digest_prompts, evaluate_with
 from rloo_kit.evals.rewards import HeldOutRewards
 from rloo_kit.loop.callbacks import Interrupts
 from rloo_kit.loop.checkpoints import load_weights
@@ -108,7 +109,7 @@ class Evaluations(TrainerCallback):
         self.run_dir, self.interrupts = run_dir, interrupts
         self.prompts = draw_prompts(run, test)
         self.rewards = HeldOutRewards(run, reward_funcs, self._await)
-        self.judge = AnswerJudge(run, policy.tokenizer, answers_of(self.prompts))
+        self.judge = AnswerJudge(run, policy.tokenizer, gold_answers(self.prompts))
         self.history = HeldOutHistory(choose_measure(run, test, reward_funcs), run.eval.patience)
         self.seconds = 0.0
         self.stopped: str | None = None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rloo_kit.data.answers import REWARDS_WITH_ANSWERS
+from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
 from rloo_kit.gradient.advantages import Advantages, AdvantageSettings, kl_charge, tied_groups
 from rloo_kit.gradient.objective import sum_rows
 from rloo_kit.loop.records import RolloutBatch, StepStats, pick
@@ -274,13 +274,17 @@ def kl_spread_ratio(penalty: torch.Tensor, scores: torch.Tensor, beta: float, nu
 
 
 def find_answer_column(rewards_per_func: torch.Tensor, names: list[str]) -> torch.Tensor | None:
-    """The answer reward's values, (A,), or None where the run has no such reward.
+    """The answer reward's values, (A,), or None where the run has no such reward; a verifier's where there are both.
 
     Args:
         rewards_per_func: (A, F), unweighted, NaN where a reward does not apply. names: of the F reward functions.
     """
     index = next((index for index, name in enumerate(names) if name in REWARDS_WITH_ANSWERS), None)
-    return None if index is None else rewards_per_func[:, index]
+    by_text = None if index is None else rewards_per_func[:, index]
+    if GYM_REWARD not in names:
+        return by_text
+    by_verifier = rewards_per_func[:, names.index(GYM_REWARD)]
+    return by_verifier if by_text is None else torch.where(by_verifier.isnan(), by_text, by_verifier)
 
 
 def thinking_metrics(forced: torch.Tensor, answers: torch.Tensor | None) -> dict[str, float]:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
+from rloo_kit.data.answers import GYM_REWARD
+from rloo_kit.data.gym import require_library
 from rloo_kit.errors import RlooKitError
 from rloo_kit.preflight.faults import Fault
 from rloo_kit.rewarding.guard import guard, is_async, reward_name
@@ -81,6 +83,8 @@ def find_reward_faults(
         try:
             if entry.name == "math_answer_reward" and not is_importable("math_verify"):
                 raise RlooKitError(f"{key}.name: {NEEDS_MATH_VERIFY}")
+            if entry.name == GYM_REWARD:
+                require_library(f"{key}.name: {GYM_REWARD}")
             if tokenizer is None and ":" not in entry.name:
                 check_reward_name(key, entry.name)
                 continue

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from rloo_kit.data.answers import REWARDS_WITH_ANSWERS
+from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
 from rloo_kit.health.series import is_number
 from rloo_kit.results.pages import show_text
 from rloo_kit.results.texts import cut_parts, find_end_id, longest_that_fits, plain, split_row
@@ -169,7 +169,7 @@ def _record(row: dict[str, Any], number: int, end_id: int | None) -> dict[str, A
     *parts, answer = cut_parts([*(text for text, _ in segments), answer], LONGEST)
     thinking = [[text, forced] for text, (_, forced) in zip(parts, segments, strict=True)]
     rewards = {name: value for name, value in row["rewards"].items() if is_number(value)}
-    judged = next((rewards[name] for name in REWARDS_WITH_ANSWERS if name in rewards), None)
+    judged = next((rewards[name] for name in (GYM_REWARD, *REWARDS_WITH_ANSWERS) if name in rewards), None)
     columns: dict[str, Any] = row["columns"] if isinstance(row.get("columns"), dict) else {}
     return {
         "number": number, "step": row["step"], "group": row.get("group"), "prompt": plain(row["prompt"]),

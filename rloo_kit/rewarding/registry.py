@@ -14,6 +14,7 @@ from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.chat import resolve_family, thinks
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
 from rloo_kit.rewarding.guard import NamedReward, log_names
+from rloo_kit.rewarding.gym import ReasoningGymScore
 from rloo_kit.rewarding.models import MathAnswerReward, RewardModel
 from rloo_kit.rewarding.signature import PASSED, check_signature, nearest
 from rloo_kit.rewarding.worker import WorkerReward
@@ -25,6 +26,7 @@ REGISTRY: dict[str, Callable[..., Any]] = {
     "length_reward": rewards.LengthReward,
     "answer_reward": rewards.AnswerReward,
     "math_answer_reward": MathAnswerReward,
+    "reasoning_gym_score": ReasoningGymScore,
     "think_format_reward": rewards.ThinkFormatReward,
     "thinking_budget_reward": rewards.ThinkingBudgetReward,
     "soft_overlong_penalty": rewards.SoftOverlongPenalty,

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rloo_kit.config.derived import THINKING_LENGTH
-from rloo_kit.config.embedded import PREFIX, split_model_name
+from rloo_kit.config.embedded import EMBEDDED_PREFIX, split_model_name
 from rloo_kit.config.messages import explain_error
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.config.yaml_files import apply_override, dump_yaml
@@ -26,7 +26,7 @@ def describe_origin(run: RunConfig, base: dict[str, Any]) -> str:
     """
     lengths = run.rloo.model_dump(mode="json", include={"max_completion_length", "thinking_close", "temperature"})
     family = split_model_name(base["name"])[1]  # an embedded model takes no other prompts
-    prompts = f"{PREFIX}{family}" if base["name"].startswith(PREFIX) else NO_PROMPTS
+    prompts = f"{EMBEDDED_PREFIX}{family}" if base["name"].startswith(EMBEDDED_PREFIX) else NO_PROMPTS
     values = {
         "run": {"name": run.name, "seed": run.run.seed},
         "model": run.model.model_dump(mode="json") | base | {"adapter": None},

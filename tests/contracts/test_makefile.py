@@ -124,3 +124,14 @@ def test_ci_runs_targets_that_exist() -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), flags=re.M))
     assert steps == ["lint", "test", "test-slow", "test-unsloth", "test-vllm"] and set(steps) <= targets
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_a_library_that_cannot_be_built_is_explained_in_one_line(clone: Path) -> None:
+    """pip ends with two hundred lines of a compiler that is not there."""
+    (clone / ".venv" / "bin").mkdir(parents=True)
+    (clone / ".venv" / ".stamp-run").touch()
+    script(clone / ".venv" / "bin", "python", 'echo "$*" >> asked; exit 1')
+    done = run_make(clone, "reasoning-gym", "HAS_GPU=")
+    assert done.returncode != 0 and "-c constraints.txt -e .[reasoning-gym]" in (clone / "asked").read_text()
+    said = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert len([line for line in done.stderr.splitlines() if "C compiler" in line and "gcc" in line]) == 1, said

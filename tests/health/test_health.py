@@ -11,7 +11,7 @@ import pytest
 
 from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import HealthSection
-from rloo_kit.data.answers import REWARDS_WITH_ANSWERS
+from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
 from rloo_kit.health.rule import Context, Finding
 from rloo_kit.health.rules import RULES, THRESHOLDS
 from rloo_kit.health.watch import LAST_ROWS, HealthWatch, examine, judge
@@ -134,7 +134,7 @@ def test_every_rule_has_its_key_and_its_case() -> None:
     assert sorted(rules) == sorted(set(HealthSection.model_fields) - {"no_signal_steps"})
     assert set(rules) == {case[0] for case in CASES} | {"reward_hacking"}
     assert all(set(rule.follows) <= set(rules) - {rule.name} for rule in RULES)
-    assert Context({}).answers == REWARDS_WITH_ANSWERS
+    assert Context({}).answers == (*REWARDS_WITH_ANSWERS, GYM_REWARD)
 
 
 def hacked(truth: str, steps: int = 24) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import io
 import itertools
 import re
 import statistics
+from types import SimpleNamespace
 
 import pytest
 
@@ -161,3 +162,25 @@ def test_the_sizes_for_smaller_gpus_load() -> None:
     sizes = [load_config(ROOT / "configs/qwen3_4b_instruct.yaml", *more[:count]).rloo for count in range(3)]
     assert [rloo.prompts_per_generation for rloo in sizes] == [4, 2, 4]
     assert [rloo.generation_batch_size for rloo in sizes] == [32, 32, 64]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_tasks_of_the_library_are_shown(is_there: bool, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    """The only cell that needs an extra: without it the notebook has to go on, and say what to install."""
+    import rloo_kit as kit
+    from rloo_kit.data import gym
+    from rloo_kit.embedded.tokenizer import build_tokenizer
+
+    if is_there and not gym.is_importable("reasoning_gym"):
+        pytest.skip("make reasoning-gym has not been run")
+    if not is_there:
+        monkeypatch.setattr(gym, "is_importable", lambda name: False)
+    (cell,) = [
+        cell for cell in cells_of("qwen3_thinking_rloo") if "reasoning_gym_score" in cell.source and cell.kind == "code"
+    ]
+    parameters = SimpleNamespace(config=ROOT / "configs" / "qwen3_4b_thinking.yaml")
+    policy = SimpleNamespace(tokenizer=build_tokenizer("thinking", "qwen3"))
+    exec(cell.source, {"kit": kit, "parameters": parameters, "policy": policy})
+    printed = capsys.readouterr().out
+    assert ("make reasoning-gym" in printed) is not is_there
+    assert (printed.count(": 1.00"), printed.count("[1, 2, 3]: 0.00")) == ((2, 2) if is_there else (0, 0))

@@ -1,0 +1,198 @@
+"""Which verifiers of the library reasoning-gym are sound; figures go to `results/gym_tasks.json`.
+
+    python benchmarks/gym_tasks.py
+
+Of each of its tasks some rows are drawn as a run draws them, stored as JSON and read back, and scored: the stored
+answer has to score 1, ten kinds of nonsense 0, and nothing may raise. Nonsense never holds the stored answer: some
+verifiers give len(stored) / len(given) to a text that does. Each task has a process of its own. What is found is
+compared with `rloo_kit/data/gym_tasks.py`; --write-table writes it there and into docs/data.md.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import reporting
+
+RESULT = reporting.RESULTS / "gym_tasks.json"
+ROWS, START = 60, 2**30
+DRAWN, DRAWN_S = 1500, 4.0  # more rows that are only drawn: some tasks raise once in hundreds
+SLOW_S = 0.15  # a row: two thousand take five minutes
+TASK_LIMIT_S = 120.0
+WORDS = ("purple giraffe beneath quiet thunder", "slowly mumbling jelly", "qwx vbn hjk", "#~#~#")
+NUMBERS = ("7310055", "4446644", "99", "28", "135790864200", "55555")
+
+
+def nonsense(question: str, answer: str) -> Iterator[tuple[str, str]]:
+    """Ten kinds of texts that answer nothing, by what they are; none holds the stored answer."""
+    texts = {
+        "empty": ("",),
+        "white space": ("  \n\t ",),
+        "random words": WORDS,
+        "a number": NUMBERS,
+        "a negative number": [f"-{number}.25" for number in NUMBERS],
+        "open brackets": ('{"a": [[], {"b"', "[[{((", "[", "<"),
+        "a very long text": [f"{words} " * 800 for words in WORDS],
+        "other scripts": ("\u3042\u0645 \U0001f642 \u00e9\ufffd \ufdfd",),
+        "the question": (question.replace(answer, ""), question.replace(answer, "").replace(answer, "")),
+        "broken LaTeX": ("\\boxed{{\\frac{}$", "\\boxed{", "$"),
+    }
+    for kind, given in texts.items():
+        found = next((text for text in given if answer.lower() not in text.lower()), None)
+        if found is not None:
+            yield kind, found
+
+
+def measure(task: str, rows: int, most_drawn: int = DRAWN) -> dict[str, Any]:
+    """What the task's verifier does on so many rows; up to `most_drawn` are drawn."""
+    from rloo_kit.data.gym_library import draw, make_dataset
+
+    started = time.process_time()
+    entries = draw(task, {}, None, START, rows, "data.")["entries"]
+    drawn_s = (time.process_time() - started) / len(entries)
+    entries = [json.loads(json.dumps(entry)) for entry in entries]
+    more = draw(task, {}, None, START, int(max(min(most_drawn, DRAWN_S / drawn_s), rows)), "data.")
+    verifier = make_dataset(task, {}, None, seed=0, size=1)
+    gold, given, raised, calls = [], {}, {}, 0
+    started = time.process_time()
+    for entry in entries:
+        answer = entry["answer"].strip()
+        for kind, text in [("the stored answer", answer), *nonsense(entry["question"], answer)]:
+            calls += 1
+            try:
+                value = float(verifier.score_answer(text, entry))
+            except Exception as error:
+                raised[kind] = f"{type(error).__name__}: {error}"[:200]
+                continue
+            if kind == "the stored answer":
+                gold.append(value)
+            elif value:
+                given[kind] = max(value, given.get(kind, 0.0))
+    sentence = f"It is {entries[0]['answer'].strip()}, I think."
+    return {
+        "rows": len(entries), "drawn": more["drawn"], "late": more["late"],
+        "gold": min(gold, default=None), "nonsense": given, "raised": raised,
+        "in_a_sentence": float(verifier.score_answer(sentence, entries[0])) if not raised else None,
+        "draw_s": drawn_s, "score_s": (time.process_time() - started) / calls,
+    }  # fmt: skip
+
+
+def why_refused(row: dict[str, Any]) -> str:
+    """Why a task is not offered, in words; empty where nothing speaks against it."""
+    if "error" in row:
+        return row["error"]
+    if row["raised"]:
+        kind, error = next(iter(row["raised"].items()))
+        return f"its verifier raises {error.partition(':')[0]} on {kind}"
+    if row["gold"] != 1:
+        return f"its stored answer scores {row['gold']:.2g}"
+    if row["nonsense"]:
+        kind, value = max(row["nonsense"].items(), key=lambda pair: pair[1])
+        return f"its verifier gives {value:.2g} to nonsense ({kind})"
+    return f"too slow to draw ({row['draw_s']:.2g} s a row)" if row["draw_s"] > SLOW_S else ""
+
+
+def measure_apart(task: str, rows: int, most_drawn: int = DRAWN) -> dict[str, Any]:
+    """`measure` in a process of its own, which may hang."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def work() -> None:
+        from rloo_kit.errors import DataError
+
+        os.chdir(folder)  # codeio runs programs that write files
+        try:
+            sender.send(measure(task, rows, most_drawn))
+        except DataError as error:
+            found = re.search(
+                r"cannot be drawn: .\w+: (.*?).\. Change|refuses \{\} \(\w+: (.*?)\)|(took more than .*?) with",
+                str(error),
+            )
+            sender.send({"error": next(filter(None, found.groups())) if found else str(error)})
+
+    folder = tempfile.mkdtemp()
+    process = context.Process(target=work)
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv() if receiver.poll(TASK_LIMIT_S) else {"error": f"took over {TASK_LIMIT_S:g} s"}
+    except EOFError:
+        return {"error": "its process died"}
+    finally:
+        process.kill()
+        process.join()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def list_tasks() -> list[str]:
+    from reasoning_gym.factory import DATASETS
+
+    return sorted(DATASETS)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, write the results, and say where the kit's list differs."""
+    reporting.settle()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--only", nargs="*", help="tasks; all of them")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--write-table", action="store_true", help="from --out, without measuring")
+    options = parser.parse_args(arguments)
+    if options.write_table:
+        write_tables(json.loads(options.out.read_text(encoding="utf-8"))["tasks"])
+        return 0
+    from rloo_kit.data.gym_tasks import REFUSED
+
+    found, different = [], []
+    for task in options.only or list_tasks():
+        row = {"task": task, **measure_apart(task, options.rows)}
+        row["refused"] = why_refused(row)
+        print(f"{task}: {row['refused'] or 'sound'}", flush=True)
+        found.append(row)
+        if bool(row["refused"]) != (task in REFUSED):
+            different.append(task)
+    from importlib.metadata import version
+
+    head = reporting.header("benchmarks/gym_tasks.py") | {"reasoning_gym": version("reasoning-gym")}
+    sound = sum(not row["refused"] for row in found)
+    reporting.write(head | {"sound": sound, "refused": len(found) - sound, "tasks": found}, options.out)
+    if different:
+        print(f"other than rloo_kit/data/gym_tasks.py has it: {', '.join(different)}")
+    return 1 if different else 0
+
+
+def write_tables(rows: list[dict[str, Any]]) -> None:
+    """The lists of `rloo_kit/data/gym_tasks.py` and the table of docs/data.md."""
+    sound = "".join(f'    "{row["task"]}",\n' for row in rows if not row["refused"])
+    refused = [row for row in rows if row["refused"]]
+    reasons = "".join(f"    {json.dumps(row['task'])}: {json.dumps(row['refused'])},\n" for row in refused)
+    lines = [[f"`{row['task']}`", row["refused"]] for row in refused]
+    listed = {
+        reporting.ROOT / "rloo_kit/data/gym_tasks.py": (
+            "# begin: written by benchmarks/gym_tasks.py --write-table\n",
+            "# end\n",
+            f"SOUND: tuple[str, ...] = (\n{sound})\nREFUSED: dict[str, str] = {{\n{reasons}}}\n",
+        ),
+        reporting.ROOT / "docs/data.md": (
+            "<!-- gym tasks -->\n\n",
+            "<!-- end -->\n",
+            "\n".join([*reporting.table(["refused", "why"], lines), "", ""]),
+        ),
+    }
+    for path, (begin, end, text) in listed.items():
+        before, _, rest = path.read_text(encoding="utf-8").partition(begin)
+        path.write_text(before + begin + text + end + rest.partition(end)[2], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

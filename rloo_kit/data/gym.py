@@ -1,0 +1,113 @@
+"""Rows of `reasoning_gym/TASK`: questions that the library reasoning-gym draws by seed, with what scores them."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from random import Random
+from typing import Any
+
+from rloo_kit.config.checks import GYM_PREFIX
+from rloo_kit.data.columns import DataSource
+from rloo_kit.data.gym_library import ROW_LIMIT_S, too_slow
+from rloo_kit.data.gym_tasks import check_task
+from rloo_kit.errors import DataError, SetupError
+from rloo_kit.system.marked import module_path, starting_folder
+from rloo_kit.system.versions import is_importable
+
+GYM_COLUMN = "reasoning_gym"  # JSON text: task, options, level, and the library's entry
+GYM_PROMPTS, GYM_TEST_PROMPTS = 2000, 200  # where data.num_prompts is null; where data.test_size is a share
+MOST_PROMPTS = 100_000
+BLOCK = 2**20  # seeds that one source of a run may use up
+INSTALL = "run make reasoning-gym, or pip install 'rloo-kit[reasoning-gym]' (one of its packages needs a C compiler)"
+
+_BOOT = "import sys; sys.path[:] = sys.argv[1:]; from rloo_kit.data.gym_library import serve; serve()"
+
+
+def is_gym(source: str) -> bool:
+    """Whether a source is a task of reasoning-gym."""
+    return source.startswith(GYM_PREFIX)
+
+
+def require_library(key: str) -> None:
+    """Raise SetupError, with the command that installs it, where the library is not there; `key` names the wish."""
+    if not is_importable("reasoning_gym"):
+        raise SetupError(f"{key} needs the library reasoning-gym, which is not installed: {INSTALL}")
+
+
+def first_seed(seed: int, number: int) -> int:
+    """The first of the BLOCK seeds that are for source `number` of a run with `data.seed`; 0 is its test source.
+
+    Within a run no two of them meet. Below 2**32, which numpy's generator asks for.
+    """
+    return Random(f"reasoning-gym-{seed}").randrange(2**31) + number * BLOCK
+
+
+def read_gym(
+    source: str, options: dict[str, Any] | None, level: int | None, count: int, start: int, key: str, count_key: str
+) -> DataSource:
+    """`count` rows with different questions; where the task has fewer, those with a note, or an error with `count_key`.
+
+    Args:
+        source: reasoning_gym/TASK. options, level: as `data.options` and `data.curriculum_level`.
+        count: at most MOST_PROMPTS. start: from `first_seed`. key, count_key: that name the source and `count`, for
+            errors; an empty `count_key` where nobody asked for so many.
+
+    Raises:
+        DataError: a task that does not exist or is refused; options or a level that it has not; rows that cannot be
+            drawn. SetupError: the library is not installed.
+    """
+    task, prefix = source.removeprefix(GYM_PREFIX), key.rpartition(".")[0] + "."
+    check_task(task, key)
+    require_library(f"{key}: {source}")
+    if count > MOST_PROMPTS:
+        wanted = count_key or "data.num_prompts"
+        raise DataError(f"{wanted} asks for {count} prompts of {source}; at most {MOST_PROMPTS} are drawn: lower it")
+    asked = {"task": task, "options": options or {}, "level": level, "start": start, "count": count, "prefix": prefix}
+    found = _draw(json.dumps(asked), key)
+    entries = found["entries"]
+    made = {"task": task, "options": options or {}, "level": level}
+    few = f"{source} gave {len(entries)} different questions in {found['drawn']} draws, and {count} were asked for"
+    notes: tuple[str, ...] = (few,) if len(entries) < count else ()
+    if found["late"]:
+        notes += (f"{source}: {found['late']} questions that took more than {ROW_LIMIT_S} s to draw are left out",)
+    if len(entries) < count and count_key:
+        raise DataError(f"{few}. Set {count_key}={len(entries)} or lower, or {prefix}options that give more")
+    return DataSource(
+        name=source,
+        prompts=[entry["question"] for entry in entries],
+        answers=[entry["answer"] for entry in entries],
+        others={GYM_COLUMN: [json.dumps(made | {"entry": entry}) for entry in entries]},
+        places=[f"question {number}" for number in range(1, len(entries) + 1)],
+        notes=notes,
+        rows_left=len(entries) == count,
+    )
+
+
+@functools.lru_cache(maxsize=16)  # a run reads its data before its model is loaded, and then again
+def _draw(request: str, key: str) -> dict[str, Any]:
+    """`gym_library.draw` in a process of its own: it may hang, and its sets are in the same order in each run."""
+    asked = json.loads(request)
+    done = subprocess.run(
+        [sys.executable, "-c", _BOOT, *module_path()],
+        input=request,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        env=os.environ | {"PYTHONHASHSEED": "0"},
+        cwd=starting_folder(),
+        check=False,
+    )
+    source = f"{GYM_PREFIX}{asked['task']}"
+    if done.stderr.startswith("Timeout (") or "\nTimeout (" in done.stderr:  # faulthandler has ended it
+        raise DataError(too_slow(asked["task"], asked["options"], asked["prefix"]))
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise DataError(f"{key}: {source} cannot be drawn: {lines[-1]}. The library is broken? {INSTALL}") from None
+    if "error" in found:
+        raise DataError(found["error"])
+    return found

@@ -1,0 +1,227 @@
+"""Tasks of the library reasoning-gym: made with their options, drawn, scored.
+
+The library takes a second and more to import (sympy, numpy, matplotlib), may hang, and prints. So it is imported inside
+functions and runs in processes of its own: `serve` draws rows for `gym`, `rewarding.gym` scores in a `Worker`.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from rloo_kit.errors import DataError, excerpt
+
+MEMORY_LIMIT = 8 * 2**30  # bytes of address space
+ROW_LIMIT_S = 5  # to draw one question: some tasks hang at one seed in thousands
+MOST_LATE = 2  # questions that may take longer and are left out, and one more for each LATE_PER of those drawn
+LATE_PER = 500
+MOST_AT_ONCE = 10_000  # rows of one dataset of the library's: word_ladder takes no more than 20,000
+LEAST_AT_ONCE = 64
+DRY = 500  # draws in a row without a new question, after which a task has no more
+SET_ELSEWHERE = {"seed": "data.seed", "size": "data.num_prompts"}
+
+
+def make_dataset(task: str, options: dict[str, Any], level: int | None, prefix: str = "data.", **where: int) -> Any:
+    """A dataset of the library's.
+
+    Args:
+        options: of the task, over those of its curriculum at `level`, over its defaults.
+        prefix: of the keys in errors. where: `seed` and `size`.
+
+    Raises:
+        DataError: an option that the task has not or refuses; a level that its curriculum has not.
+    """
+    from reasoning_gym.factory import DATASETS
+
+    source = f"reasoning_gym/{task}"
+    make, config = DATASETS[task]
+    known = {field.name: field for field in dataclasses.fields(config) if field.name not in SET_ELSEWHERE}
+    for name, value in options.items():
+        key = f"{prefix}options.{name}"
+        if name in SET_ELSEWHERE:
+            raise DataError(f"{key}: set {SET_ELSEWHERE[name]} instead")
+        if name not in known:
+            raise DataError(f"{key}: {source} has no such option; it has {', '.join(map(_describe, known.values()))}")
+        _check_type(key, known[name], value)
+    given = {name: tuple(value) if _is_tuple(known[name]) else value for name, value in options.items()}
+    try:
+        values = {} if level is None else _of_level(task, level, prefix)
+        return make(config=config(**values | given | where))
+    except DataError:
+        raise
+    except Exception as error:  # asserts and whatever else a task's own checks raise
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
+        listed = ", ".join(map(_describe, known.values()))
+        raise DataError(f"{prefix}options: {source} refuses {excerpt(options)} ({what}); it has {listed}") from None
+
+
+def _of_level(task: str, level: int, prefix: str) -> dict[str, Any]:
+    """The options of a level of the task's curriculum."""
+    from reasoning_gym.factory import CURRICULA, create_curriculum
+
+    key = f"{prefix}curriculum_level"
+    if task not in CURRICULA:
+        raise DataError(f"{key} is {level}, and reasoning_gym/{task} has no curriculum; set {prefix}options instead")
+    curriculum = create_curriculum(task)
+    highest = max((len(attribute.levels) for attribute in curriculum.attributes.values()), default=1) - 1
+    if not 0 <= level <= highest:
+        raise DataError(f"{key} is {level}; the curriculum of reasoning_gym/{task} has the levels 0 to {highest}")
+    curriculum.set_global_level(level)
+    found = vars(curriculum.generate_configuration())
+    return {name: value for name, value in found.items() if name not in SET_ELSEWHERE}
+
+
+def _default(field: Any) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _describe(field: Any) -> str:
+    return f"{field.name} ({excerpt(_default(field), 60)})"
+
+
+def _is_tuple(field: Any) -> bool:
+    return isinstance(_default(field), tuple)
+
+
+def _check_type(key: str, field: Any, value: Any) -> None:
+    """Refuse a value of another type than the option's default: a text or a list passes many of the library's checks,
+    and fails, or hangs, in the middle of the rows."""
+    default = _default(field)
+    if default is None or (value is None and "None" in str(field.type).replace("Optional", "None")):
+        return
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list"}
+    kind = list if isinstance(default, (list, tuple)) else type(default)
+    if kind is int and "float" in str(field.type):
+        kind = float
+    fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool) == isinstance(value, bool)
+    if not fits and kind in words:
+        found = excerpt(value)
+        raise DataError(f"{key} is {found}; it takes {words[kind]}, and its default is {excerpt(default)}")
+
+
+def draw(
+    task: str, options: dict[str, Any], level: int | None, start: int, count: int, prefix: str, *, kills: bool = False
+) -> dict[str, Any]:
+    """`count` entries with different questions, fewer where the task has no more; how many were `drawn` for them, and
+    how many of these were left out because they took too long (`late`).
+
+    Item i of a dataset is drawn by its seed + i, and so is item i - 1 of the next seed: rows are drawn by the seeds
+    from `start` on, each once. Rows without a stored answer are left out too.
+
+    Args:
+        prefix: of the keys in errors. kills: whether a row that hangs in C may end this process.
+    """
+    entries: dict[str, Any] = {}
+    drawn = late = dry = 0
+    while len(entries) < count and dry < DRY:
+        size = min(max(count - len(entries), LEAST_AT_ONCE), MOST_AT_ONCE)
+        dataset = make_dataset(task, options, level, prefix, seed=start + drawn, size=size)
+        for index in range(size):
+            try:
+                with _row_limit(kills):
+                    entry = _entry(dataset, index, f"reasoning_gym/{task}, seed {start + drawn}", prefix)
+            except _Late:
+                entry, late = None, late + 1
+                if late > MOST_LATE + drawn // LATE_PER:
+                    raise DataError(too_slow(task, options, prefix)) from None
+            drawn += 1
+            words = "" if entry is None else " ".join(entry["question"].split())
+            dry = 0 if words and words not in entries else dry + 1
+            if entry is not None:
+                entries.setdefault(words, entry)
+            if len(entries) == count or dry == DRY:
+                break
+    return {"entries": list(entries.values()), "drawn": drawn, "late": late}
+
+
+def too_slow(task: str, options: dict[str, Any], prefix: str) -> str:
+    """The error of a task whose questions take too long."""
+    found = f"reasoning_gym/{task} took more than {ROW_LIMIT_S} s to draw one question with {options or 'its defaults'}"
+    return f"{prefix}options: {found}; ask for smaller ones"
+
+
+class _Late(BaseException):
+    """Not an Exception: tasks catch those, and try again."""
+
+
+@contextlib.contextmanager
+def _row_limit(kills: bool) -> Iterator[None]:
+    """Raises _Late after ROW_LIMIT_S, or ends the process soon after, where Python code gets no turn."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: Any) -> None:
+        raise _Late
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, ROW_LIMIT_S, ROW_LIMIT_S)
+    if kills:
+        faulthandler.dump_traceback_later(3 * ROW_LIMIT_S, exit=True)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if kills:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _entry(dataset: Any, index: int, where: str, prefix: str) -> dict[str, Any] | None:
+    """An entry of the library's; None where its stored answer is an empty text."""
+    try:
+        entry = dataset[index]
+        json.dumps(entry, allow_nan=False)
+        if not isinstance(entry["answer"], str):
+            raise ValueError(f"the stored answer is {entry['answer']!r}")
+    except Exception as error:
+        what = excerpt(f"{type(error).__name__}: {error}", 300)
+        raise DataError(f"{where} cannot be drawn: {what}. Change {prefix}options, or data.seed") from None
+    return {name: entry[name] for name in ("question", "answer", "metadata")} if entry["answer"].strip() else None
+
+
+@functools.lru_cache(maxsize=64)
+def _scorer(task: str, options: str, level: int | None) -> Any:
+    return make_dataset(task, json.loads(options), level, seed=0, size=1)
+
+
+def score(row: str, given: str) -> float:
+    """The score in [0, 1] that the task's verifier gives an answer; 0.0 where it raises or returns no number.
+
+    Args:
+        row: the column `reasoning_gym` of the question's row.
+    """
+    found = json.loads(row)
+    dataset = _scorer(found["task"], json.dumps(found["options"]), found["level"])
+    try:
+        value = float(dataset.score_answer(given, found["entry"]))
+    except Exception:  # verifiers take it for granted that an answer has the asked form
+        return 0.0
+    return min(max(value, 0.0), 1.0) if value == value else 0.0
+
+
+def serve() -> None:
+    """Answer one request: the arguments of `draw` as JSON on standard input, its result or `error` on the standard
+    output; what the library prints goes to standard error."""
+    reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    with contextlib.suppress(ImportError, ValueError, OSError):  # options may ask for all the memory there is
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, resource.RLIM_INFINITY))
+    request = json.load(sys.stdin)
+    try:
+        result = draw(**request, kills=True)
+    except DataError as error:
+        result = {"error": str(error)}
+    with reply:
+        json.dump(result, reply)

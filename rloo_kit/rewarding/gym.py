@@ -1,0 +1,125 @@
+"""The reward for tasks of the library reasoning-gym: the task's own verifier, in a `Worker` with a time limit."""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from rloo_kit.data.answers import GYM_REWARD
+from rloo_kit.data.gym import GYM_COLUMN, INSTALL
+from rloo_kit.errors import RewardError, WholeBatchError
+from rloo_kit.rewarding.worker import Worker
+from rloo_kit.rewards.answer import find_boxed
+from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text
+
+NEEDS_GYM = f"{GYM_REWARD} needs the library reasoning-gym, which is not installed or does not work: {INSTALL}"
+FINDERS = ("whole", "boxed", "answer_tag")
+_ENTRY = {"question": "1 + 1 =", "answer": "2", "metadata": {}}
+# Scores 1: shows that the worker works, and loads the library.
+WARM_UP = (json.dumps({"task": "chain_sum", "options": {}, "level": None, "entry": _ENTRY}), "2")
+
+
+@dataclass
+class ReasoningGymScore:
+    """What the task's verifier gives the answer, 0.0 to 1.0; None for a row that is of no task of reasoning-gym.
+
+    0.0 for thinking that was never closed, for no answer, for an answer on which the verifier raises, and for one that
+    takes it longer than `answer_timeout_s`. If its process dies, or the batch has taken `timeout_s`, the sample counts
+    as failed (NaN, which the guard reports).
+
+    Args:
+        think_end_id, thinking, decode: as for `rewards.AnswerReward`.
+        threshold: above 0, at most 1; 1.0 where the score reaches it, else 0.0. None: the score itself, partial
+            credit included.
+        find: `whole` (all that follows the tag is the answer), `boxed` (what its last \\boxed{} holds), `answer_tag`
+            (what stands in its last <answer></answer>, as the library's own prompts ask for it).
+        answer_timeout_s: limit for one answer, in seconds. timeout_s: limit for a batch.
+
+    Raises:
+        RewardError: the library is not installed or does not work.
+    """
+
+    think_end_id: int = THINK_END_ID
+    thinking: bool = True
+    threshold: float | None = None
+    find: str = "whole"
+    answer_timeout_s: float = 5.0
+    timeout_s: float = 30.0
+    decode: Decode | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.__name__ = GYM_REWARD
+        for name in ("answer_timeout_s", "timeout_s"):
+            if not _is_number(value := getattr(self, name)) or not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value!r}; it must be a finite number of seconds above 0")
+        if self.threshold is not None and (not _is_number(self.threshold) or not 0 < self.threshold <= 1):
+            raise ValueError(f"threshold is {self.threshold!r}; it must be above 0 and at most 1, or null")
+        if self.find not in FINDERS:
+            raise ValueError(f"find is {self.find!r}; it must be one of {', '.join(FINDERS)}")
+
+    @cached_property
+    def worker(self) -> Worker:
+        """The process that the verifiers run in."""
+        return Worker("rloo_kit.data.gym_library:score", timeout_s=self.answer_timeout_s)
+
+    def __call__(
+        self,
+        prompts: Sequence[Any] | None = None,
+        completions: Sequence[Any] = (),
+        completion_ids: Sequence[Any] = (),
+        reasoning_gym: Sequence[Any] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        if reasoning_gym is None:
+            raise ValueError(
+                f"{GYM_REWARD} needs the column '{GYM_COLUMN}', which the rows of data.source=reasoning_gym/TASK have; "
+                f"columns found: {', '.join(sorted(columns)) or 'none'}"
+            )
+        self._start()
+        ends_at = time.monotonic() + self.timeout_s
+        return [
+            None if row is None or row != row else self._score(as_text(text), as_ids(ids), str(row), ends_at)
+            for text, ids, row in zip(completions, completion_ids, reasoning_gym, strict=True)
+        ]
+
+    def _score(self, text: str, ids: list[int], row: str, ends_at: float) -> float:
+        given = answer_text(text, ids, self.think_end_id, thinking=self.thinking, decode=self.decode)
+        given = self._find(given or "")
+        if not given:
+            return 0.0
+        self._start()
+        left_s = ends_at - time.monotonic()
+        if left_s <= 0:
+            return math.nan
+        started = time.monotonic()
+        try:
+            found = self.worker.call(row, given, timeout_s=min(left_s, self.answer_timeout_s))
+        except WholeBatchError:
+            return 0.0 if time.monotonic() - started >= self.answer_timeout_s else math.nan
+        return float(found) if self.threshold is None else float(found >= self.threshold)
+
+    def _find(self, given: str) -> str:
+        if self.find == "boxed":
+            given = find_boxed(given)
+        elif self.find == "answer_tag":
+            before, closed, _ = given.rpartition("</answer>")
+            given = before.rpartition("<answer>")[2] if closed and "<answer>" in before else ""
+        return given.strip()
+
+    def _start(self) -> None:
+        """Have the library loaded before a time limit counts, also after an answer that took too long."""
+        if self.worker.running:
+            return
+        try:
+            works = self.worker.call(*WARM_UP, timeout_s=120.0)
+        except RewardError as error:
+            raise WholeBatchError(f"{NEEDS_GYM} ({error})") from None
+        if works != 1.0:
+            raise WholeBatchError(f"reasoning-gym gives {WARM_UP[1]} for 1 + 1 a score of {works}; reinstall it")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

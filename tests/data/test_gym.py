@@ -1,0 +1,303 @@
+"""Sources that the library reasoning-gym draws: rows, options, levels, seeds, and what cannot be drawn."""
+
+import json
+import time
+
+import datasets
+import pytest
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data import gym, gym_library
+from rloo_kit.data.gym import BLOCK, GYM_COLUMN, first_seed
+from rloo_kit.data.gym_library import draw
+from rloo_kit.data.load import load_data, prepare_data
+from rloo_kit.data.reading import needs_stack
+from rloo_kit.errors import ConfigError, DataError, SetupError
+from tests.data.conftest import jsonl, plain
+
+SUMS, SORTING = "reasoning_gym/chain_sum", "reasoning_gym/number_sorting"
+REWARD = "reasoning_gym_score"
+pytestmark = pytest.mark.skipif(not gym.is_importable("reasoning_gym"), reason="make reasoning-gym has not been run")
+SHORT = {"max_terms": 3, "max_digits": 2}
+LONG = {"max_prompt_length": 2000}
+
+
+@pytest.fixture
+def prepare_apart(make_run, tiny_tokenizer):
+    """`prepare_apart(**data)`: the prompts of a run with that data, of sums where no other source is named."""
+
+    def build(source=SUMS, reward=REWARD, **data):
+        source = "" if "sources" in data else source
+        return prepare_data(make_run(source, reward, **LONG | data), tiny_tokenizer)
+
+    return build
+
+
+@pytest.fixture
+def prepare(prepare_apart, monkeypatch):
+    """The same, drawn in this process, which has the library loaded."""
+    monkeypatch.setattr(gym, "_draw", lambda request, key: draw(**json.loads(request)))
+    return prepare_apart
+
+
+def test_rows_hold_question_answer_and_what_scores_them(make_run, tiny_tokenizer):
+    """The verifier needs the entry again, task, options and metadata; nested values of several types do not survive
+    Arrow's columns, JSON text does."""
+    run = make_run(SUMS, REWARD, num_prompts=12, options=SHORT, test_size=2, **LONG)
+    data = load_data(run, tiny_tokenizer)
+    assert (len(data.train), len(data.test)) == (10, 2) and set(data.train.column_names) == {
+        "prompt",
+        "answer",
+        GYM_COLUMN,
+    }
+    assert data.train.features[GYM_COLUMN] == datasets.Value("string")
+    for row in data.train:
+        found = json.loads(row[GYM_COLUMN])
+        assert (found["task"], found["options"], found["level"]) == ("chain_sum", SHORT, None)
+        assert found["entry"]["question"] == plain([row["prompt"]])[0] and found["entry"]["answer"] == row["answer"]
+        expression = found["entry"]["metadata"]["expression"]
+        assert eval(expression) == int(row["answer"]) and len(expression.split()) <= 5
+    again = load_data(run, tiny_tokenizer)
+    assert again.train.to_list() == data.train.to_list() and again.test.to_list() == data.test.to_list()
+
+
+def test_the_same_seed_draws_the_same_rows_in_a_new_process(prepare_apart):
+    """Items that depend on the order of a set differ from process to process, and so would a resumed run's data."""
+    first = prepare_apart(num_prompts=30, source="reasoning_gym/syllogism").train.texts
+    gym._draw.cache_clear()
+    assert prepare_apart(num_prompts=30, source="reasoning_gym/syllogism").train.texts == first
+    assert set(prepare_apart(num_prompts=30, source="reasoning_gym/syllogism", seed=1).train.texts) != set(first)
+
+
+def test_test_rows_are_drawn_by_seeds_of_their_own(prepare):
+    """Item i is drawn by seed + i: a test source of the next seed had all of the training questions but one."""
+    found = prepare(num_prompts=200, test_source=SUMS, test_size=50)
+    assert len(found.train.rows) == 200 and len(found.test.rows) == 50
+    assert not set(found.train.texts) & set(found.test.texts)
+    for seed in (0, 1, 2**32 - 1):
+        starts = [first_seed(seed, number) for number in range(100)]
+        assert all(b - a == BLOCK for a, b in zip(starts, starts[1:], strict=False)) and starts[-1] < 2**32
+    short = {"min_terms": 1, "max_terms": 2, "max_digits": 1}  # chance repeats stay in the test set
+    found = prepare(num_prompts=100, test_source=SUMS, test_size=20, options=short)
+    sides = [{found_side.texts[row] for row in found_side.rows} for found_side in (found.train, found.test)]
+    assert len(sides[1]) == 20 and not sides[0] & sides[1]
+    assert any("their prompts are held out too" in note for note in found.notes)
+    assert len(prepare(num_prompts=40, test_source=SORTING).test.rows) == 200
+
+
+def test_only_one_side_is_of_the_library(prepare, write, make_run, tiny_tokenizer):
+    """A benchmark in a file beside drawn training rows, and the other way round."""
+    rows = write("rows.jsonl", jsonl(*({"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(20))))
+    both = ("answer_reward", REWARD)
+    found = prepare(num_prompts=30, test_source=str(rows), reward=both)
+    assert (len(found.train.rows), len(found.test.rows)) == (30, 20)
+    found = prepare(source=rows, test_source=SUMS, test_size=7, reward=both, answer_after=None)
+    assert (len(found.train.rows), len(found.test.rows)) == (20, 7)
+
+
+def test_levels_of_the_curriculum(prepare):
+    """A level sets several options at once; one that is set beside it wins."""
+
+    def terms(**data):
+        found = prepare(num_prompts=30, **data)
+        rows = [json.loads(found.train.row(row)[GYM_COLUMN]) for row in range(30)]
+        assert rows[0]["level"] == data["curriculum_level"]
+        return max(row["entry"]["metadata"]["num_terms"] for row in rows)
+
+    assert terms(curriculum_level=0) == 2 and terms(curriculum_level=4) == 6
+    assert terms(curriculum_level=4, options={"max_terms": 3}) == 3
+
+
+def test_a_mix_with_the_embedded_task_and_a_file(make_run, write, tiny_tokenizer):
+    """The column has to be null for the rows of other sources, and each entry has its own options."""
+    rows = write("rows.jsonl", jsonl(*({"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(60))))
+    sources = [
+        {"source": SUMS, "weight": 2, "options": SHORT},
+        {"source": SUMS, "curriculum_level": 3},
+        {"source": "embedded/addition"},
+        {"source": str(rows), "answer_after": None},
+    ]
+    run = make_run(sources=sources, num_prompts=100, reward=("answer_reward", REWARD), answer_after=None, **LONG)
+    found = load_data(run, tiny_tokenizer).train
+    entries = [None if text is None else json.loads(text) for text in found[GYM_COLUMN]]
+    assert len(found) == 100 and sum(entry is None for entry in entries) == 40
+    assert sum(entry is not None and entry["options"] == SHORT for entry in entries) == 40
+    assert sum(entry is not None and entry["level"] == 3 for entry in entries) == 20
+    own = {f"{SUMS} {json.dumps(SHORT)}", f"{SUMS} level 3"}
+    assert set(found["source"]) == {*own, "embedded/addition", str(rows)} and None not in found["answer"]
+    questions = [entry["entry"]["question"] for entry in entries if entry]
+    assert len(set(questions)) >= 59, "two entries of one task draw by seeds of their own"
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "level", "words"),
+    [
+        (
+            "chain_sum",
+            {"min_trms": 2},
+            None,
+            r"^data\.options\.min_trms: .*no such option; it has min_terms \(2\), max",
+        ),
+        ("chain_sum", {"min_terms": "2"}, None, r"^data\.options\.min_terms is '2'; it takes a whole number"),
+        ("chain_sum", {"min_terms": [2]}, None, r"^data\.options\.min_terms is \[2\]; it takes a whole number"),
+        ("chain_sum", {"min_terms": True}, None, r"^data\.options\.min_terms is True; it takes a whole number"),
+        ("chain_sum", {"min_terms": None}, None, r"^data\.options\.min_terms is None; it takes a whole number"),
+        ("chain_sum", {"allow_negation": 1}, None, r"^data\.options\.allow_negation is 1; it takes true or false"),
+        ("chain_sum", {"min_terms": 9}, None, r"^data\.options: .*refuses .*max_terms must be >= min_terms"),
+        ("chain_sum", {"seed": 3}, None, r"^data\.options\.seed: set data\.seed instead"),
+        ("chain_sum", {"size": 3}, None, r"^data\.options\.size: set data\.num_prompts instead"),
+        ("chain_sum", {}, 99, r"^data\.curriculum_level is 99; .*levels 0 to 10"),
+        ("list_functions", {}, 0, r"^data\.curriculum_level is 0, and .*list_functions has no curriculum"),
+    ],
+)
+def test_options_that_a_task_has_not(task, options, level, words):
+    """The library answers with an assert, or a TypeError in the middle of the rows."""
+    with pytest.raises(DataError, match=words):
+        draw(task, options, level, 0, 5, "data.")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"source": "reasoning_gym/chain_sun"}, r"^data\.source: .*no task 'chain_sun'; the nearest: chain_sum"),
+        ({"source": "reasoning_gym/gsm_symbolic"}, r"^data\.source: .*gsm_symbolic is refused: .*docs/data\.md"),
+        ({"test_source": "reasoning_gym/x"}, r"^data\.test_source: .*no task 'x'"),
+        ({"num_prompts": 10**9}, r"^data\.num_prompts asks for 1000000000 .*at most 100000"),
+        ({"test_source": SUMS, "test_size": 10**9}, r"^data\.test_size asks for 1000000000 .*at most 100000"),
+        ({"source": "reasoning_gym/count_primes", "options": {"max_n": 10**12}}, r"^data\.options: .*MemoryError"),
+        ({"sources": [{"source": SUMS, "options": {"x": 1}}]}, r"^data\.sources\.0\.options\.x: .*no such option"),
+        (
+            {"num_prompts": 50, "options": {"min_terms": 1, "max_terms": 1, "max_digits": 1}},
+            r"gave 10 different questions in \d+ draws, and 50 .*data\.num_prompts=10 or lower",
+        ),
+    ],
+)
+def test_what_cannot_be_drawn_is_said_with_its_key(prepare, data, words):
+    """A run that hangs, or ends in a traceback of the library's, names no key."""
+    with pytest.raises(DataError, match=words):
+        prepare(**{"num_prompts": 5} | data)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"options": {"min_terms": float("nan")}}, r"options\.min_terms is nan"),
+        ({"options": {"min_terms": {1, 2}}}, r"options\.min_terms is \{1, 2\}"),
+        ({"options": [1]}, r"data\.options"),
+        ({"curriculum_level": -1}, r"data\.curriculum_level"),
+        ({"source": "rows.csv", "options": {"min_terms": 2}}, r"data: options is set, but rows\.csv is no task"),
+        ({"source": "rows.csv", "curriculum_level": 1}, r"data: curriculum_level is set, but rows\.csv is no task"),
+        ({"test_split": "test"}, r"data\.test_split|test_split is 'test'.*remove data\.test_split"),
+        ({"sources": [{"source": "rows.csv", "options": {}}]}, r"data\.sources\.0.*options is set"),
+    ],
+)
+def test_keys_that_make_no_sense(tmp_path, data, words):
+    """Each is refused with the configuration, before anything is drawn."""
+    from rloo_kit.config.run import load_config
+
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {name: my-model}\nrewards: [{name: reasoning_gym_score}]\nrloo: {max_steps: 1}\n")
+    source = {} if "sources" in data else {"source": SUMS}
+    with pytest.raises(ConfigError, match=words):
+        load_config(file, data=source | data)
+
+
+def test_a_question_that_is_never_drawn(prepare_apart, monkeypatch):
+    """A billion numbers to sort: the run hung before its first line."""
+    with pytest.raises(DataError, match=r"^data\.sources\.0\.options: .*took more than 1 s to draw one question"):
+        boot = gym._BOOT.replace("; serve()", "; import rloo_kit.data.gym_library as g; g.ROW_LIMIT_S = 1; serve()")
+        monkeypatch.setattr(gym, "_BOOT", boot)
+        many = {"min_numbers": 10**7, "max_numbers": 10**7}
+        prepare_apart(sources=[{"source": SORTING, "options": many}], num_prompts=3)
+
+
+def test_a_seed_that_hangs_is_left_out(prepare, monkeypatch):
+    """number_sequence and basic_arithmetic never come back from one seed in thousands: a run of 2,000 prompts of them
+    never started. A row without a stored answer could never be scored."""
+    make = gym_library.make_dataset
+
+    def hanging(*given, **where):
+        dataset = make(*given, **where)
+
+        class Hangs:
+            def __getitem__(self, index):
+                while index == 3:
+                    time.sleep(0.01)
+                return dataset[index] | ({"answer": " "} if index == 5 else {})
+
+        return Hangs()
+
+    monkeypatch.setattr(gym_library, "make_dataset", hanging)
+    monkeypatch.setattr(gym_library, "ROW_LIMIT_S", 0.2)
+    found = prepare(num_prompts=8)
+    assert [json.loads(found.train.row(row)[GYM_COLUMN])["entry"]["metadata"]["source_index"] for row in range(8)] == [
+        0, 1, 2, 4, 6, 7, 8, 9,
+    ]  # fmt: skip
+    assert any("1 questions that took more than" in note for note in found.notes)
+
+
+def test_without_the_library_the_command_is_named(prepare, monkeypatch):
+    """An ImportError in a child says nothing about how to install what is missing."""
+    monkeypatch.setattr(gym, "is_importable", lambda name: False)
+    with pytest.raises(SetupError, match=r"^data\.source: .*make reasoning-gym, or pip install"):
+        prepare(num_prompts=5)
+
+
+def test_reading_is_light(run_fresh):
+    """The library brings sympy, numpy and matplotlib, 1.2 s and 112 MiB: a check before the model must not load them,
+    nor torch."""
+    code = """
+import sys
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.light_tokenizer import embedded_tokenizer
+from rloo_kit.data.gym_library import draw
+from rloo_kit.data.load import prepare_data
+from rloo_kit.data.reading import needs_stack
+data = dict(source="reasoning_gym/chain_sum", num_prompts=20, test_source="reasoning_gym/number_sorting")
+rewards = [dict(name="reasoning_gym_score")]
+run = RunConfig(model=dict(name="mine"), data=data, rewards=rewards, rloo=dict(max_steps=1))
+assert not needs_stack(run)
+assert len(prepare_data(run, embedded_tokenizer("thinking", "qwen3")).train.rows) == 20
+print(sorted({"torch", "datasets", "transformers", "reasoning_gym", "sympy", "numpy"} & sys.modules.keys()))
+"""
+    done = run_fresh(code)
+    assert done.stdout.strip().splitlines()[-1:] == ["[]"], done.stdout + done.stderr
+
+
+def test_sources_are_no_hub_ids(make_run):
+    """owner/name is how a data set of the hub is written: a model card linked to one that does not exist."""
+    from rloo_kit.export.card import hub_id, public_name
+
+    assert not needs_stack(make_run(SUMS)) and not needs_stack(make_run("rows.jsonl", test_source=SUMS))
+    assert hub_id(SUMS) is None and public_name(SUMS) == SUMS
+
+
+def test_worked_answers_are_not_there(make_run, tiny_tokenizer):
+    """SFT on bare answers would teach a model that thinks to stop thinking."""
+    from rloo_kit.data.worked import load_worked
+
+    run = make_run(SUMS, REWARD)
+    with pytest.raises(ConfigError, match=r"data\.source is reasoning_gym/chain_sum, which has no worked answers"):
+        load_worked(run, tiny_tokenizer, [])
+
+
+def test_the_embedded_models_tokenizer_reads_the_questions(make_run):
+    """Its vocabulary is bytes: every question has ids, and load_data the rows as they were drawn."""
+    from rloo_kit.embedded.tokenizer import build_tokenizer
+
+    tokenizer = build_tokenizer("thinking", "qwen3")
+    data = load_data(make_run(SORTING, REWARD, num_prompts=20, test_size=4, **LONG), tokenizer)
+    assert (len(data.train), len(data.test)) == (16, 4)
+    ids = tokenizer(data.train[0]["prompt"])["input_ids"]
+    assert tokenizer.decode(ids) == data.train[0]["prompt"]
+
+
+def test_the_embedded_model_takes_additions_only():
+    """It knows no other task."""
+    with pytest.raises(ValueError, match=r"knows only addition, but data\.source is reasoning_gym/chain_sum"):
+        RunConfig(
+            model={"name": "embedded/thinking"},
+            data={"source": SUMS},
+            rewards=[{"name": REWARD}],
+            rloo={"max_steps": 1},
+        )

@@ -1,0 +1,227 @@
+"""`reasoning_gym_score`: the library's verifiers in their process, as a reward and as the judge of an evaluation."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.answers import GymRow, gold_answers
+from rloo_kit.data.gym import GYM_COLUMN, read_gym
+from rloo_kit.errors import WholeBatchError
+from rloo_kit.evals.evaluate import AnswerJudge
+from rloo_kit.loop.metrics import find_answer_column
+from rloo_kit.preflight.rewards import find_reward_faults
+from rloo_kit.rewarding import gym as gym_reward
+from rloo_kit.rewarding.guard import guard
+from rloo_kit.rewarding.gym import ReasoningGymScore
+from rloo_kit.rollout.completions import Completion
+from rloo_kit.system.versions import is_importable
+
+END = 151668
+pytestmark = pytest.mark.skipif(not is_importable("reasoning_gym"), reason="make reasoning-gym has not been run")
+
+
+def row(answer: str = "7", task: str = "chain_sum", **metadata: Any) -> str:
+    entry = {"question": "3 + 4 =", "answer": answer, "metadata": metadata}
+    return json.dumps({"task": task, "options": {}, "level": None, "entry": entry})
+
+
+@pytest.fixture(scope="module")
+def score() -> Any:
+    """One reward, and so one process, for all tests here."""
+    reward = ReasoningGymScore()
+    yield reward
+    reward.worker.close()
+
+
+def judge(reward: ReasoningGymScore, *pairs: tuple[str, Any], ids: tuple[int, ...] = (7, END, 19)) -> list[Any]:
+    return reward(
+        prompts=["p"] * len(pairs),
+        completions=[f"so</think>{given}" for given, _ in pairs],
+        completion_ids=[list(ids)] * len(pairs),
+        reasoning_gym=[expected for _, expected in pairs],
+        answer=["7"] * len(pairs),
+    )
+
+
+def test_the_verifier_scores_what_follows_the_tag(score: ReasoningGymScore) -> None:
+    """Partial credit is the verifier's; a row of another source has no such score; no tag is no answer."""
+    pairs = [("7", row()), ("+7.0", row()), ("8", row()), ("", row()), ("seven 7", row()), ("7", None)]
+    found = judge(score, *pairs)
+    assert found[:4] == [1.0, 1.0, 0.0, 0.0] and found[5] is None and found[4] == pytest.approx(1 / 7)
+    assert judge(score, ("7", row()), ids=(7, 19)) == [0.0], "spelled out, and never closed by its id"
+    batch = {"completions": ["7"], "completion_ids": [[19]], "reasoning_gym": [row()]}
+    spoken = ReasoningGymScore(thinking=False)
+    spoken.__dict__["worker"] = score.worker
+    assert spoken(**batch) == [1.0] and guard(spoken)(prompts=["p"], **batch) == [1.0]
+
+
+def test_a_threshold_and_where_the_answer_is_looked_for(score: ReasoningGymScore) -> None:
+    """A chat model answers in a sentence, and gets a share for the length of the right part."""
+
+    def scored(given: str, **params: Any) -> list[Any]:
+        reward = ReasoningGymScore(**params)
+        reward.__dict__["worker"] = score.worker
+        return judge(reward, (given, row()))
+
+    assert scored("seven 7", threshold=1.0) == [0.0] and scored("7", threshold=1) == [1.0]
+    assert scored("seven 7", threshold=0.1) == [1.0]
+    assert scored(r"It is \boxed{7}.", find="boxed", threshold=1.0) == [1.0]
+    assert scored("It is <answer> 7 </answer>.", find="answer_tag", threshold=1.0) == [1.0]
+    assert scored("It is </answer> 7 <answer>.", find="answer_tag") == [0.0]
+    assert scored("It is 7.", find="boxed") == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"threshold": 0}, "threshold is 0; it must be above 0 and at most 1"),
+        ({"threshold": math.nan}, "threshold is nan"),
+        ({"threshold": True}, "threshold is True"),
+        ({"find": "last_number"}, "find is 'last_number'; it must be one of whole, boxed, answer_tag"),
+        ({"answer_timeout_s": 0}, "answer_timeout_s is 0"),
+        ({"timeout_s": math.inf}, "timeout_s is inf"),
+    ],
+)
+def test_parameters_out_of_range(params: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ReasoningGymScore(**params)
+
+
+def test_a_verifier_that_raises_gives_nothing(score: ReasoningGymScore) -> None:
+    """prime_factorization calls int() on whatever a model wrote: that answer is wrong, and the batch goes on."""
+    expected = row("2 x 3", "prime_factorization", number=6, factors=[2, 3])
+    assert judge(score, ("two", expected), ("7", row())) == [0.0, 1.0]
+
+
+def test_a_verifier_that_hangs_costs_its_answer_alone() -> None:
+    """sympy does not come back from a tower of powers. The next worker has to import the library first, which took
+    longer than the limit of the next answer."""
+    hard = read_gym("reasoning_gym/simple_integration", None, None, 1, 5, "data.source", "").row(0)[GYM_COLUMN]
+    reward = ReasoningGymScore(answer_timeout_s=0.5)
+    try:
+        assert judge(reward, ("9**9**9**9**9", hard), ("7", row())) == [0.0, 1.0]
+    finally:
+        reward.worker.close()
+
+
+def test_what_a_batch_has_no_time_for_is_failed_not_wrong(score: ReasoningGymScore) -> None:
+    """Guards against calling answers wrong that nobody looked at."""
+    hurried = ReasoningGymScore(timeout_s=1e-9)
+    hurried.__dict__["worker"] = score.worker
+    guarded = guard(hurried)
+    batch = {"completions": ["a</think>7"], "completion_ids": [[7, END, 19]], "reasoning_gym": [row()]}
+    assert guarded(**batch) == [None] and guarded.failed == [True]
+
+
+def test_without_the_column_or_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one's own have no verifier; a library that is missing is no wrong answer."""
+    reward = ReasoningGymScore()
+    with pytest.raises(ValueError, match=r"needs the column 'reasoning_gym'.*columns found: answer"):
+        reward(completions=["7"], completion_ids=[[7]], answer=["7"])
+    monkeypatch.setattr(gym_reward, "WARM_UP", ("{}", "2"))
+    with pytest.raises(WholeBatchError, match="make reasoning-gym"):
+        judge(reward, ("7", row()))
+    reward.worker.close()
+
+
+def make_run(*rewards: dict[str, Any]) -> RunConfig:
+    return RunConfig(
+        model={"name": "mine"}, data={"source": "reasoning_gym/chain_sum"}, rewards=list(rewards), rloo={"max_steps": 1}
+    )
+
+
+class Table(dict):
+    column_names = property(lambda self: list(self))
+
+
+def test_accuracy_is_the_verifiers(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several orders of courses, ladders or paths are right: compared with the stored answer, most right answers
+    counted as wrong. Rows of other sources are judged by their answers, and partial credit is not right."""
+    (end_id,) = [tiny_tokenizer.get_vocab()["</think>"]]
+    table = Table(answer=["7", "12", None], **{GYM_COLUMN: [row(), None, None]})
+    gold = gold_answers(table)
+    assert gold == [row(), "12", None] and isinstance(gold[0], GymRow) and gold_answers(Table(prompt=[])) is None
+    assert gold_answers(Table(answer=["1"])) == ["1"]
+    run = make_run({"name": "reasoning_gym_score", "params": {"threshold": 0.1}}, {"name": "answer_reward"})
+    judged = AnswerJudge(run, tiny_tokenizer, gold)
+    assert judged.gym_reward.threshold is None and judged.gym_reward.think_end_id == end_id
+
+    def done(text: str, prompt: int) -> Completion:
+        ids = tiny_tokenizer(f"so</think>{text}")["input_ids"]
+        return Completion(prompt_index=prompt, text=f"so</think>{text}", ids=ids, ended=True, thinking_tokens=2)
+
+    completions = [done("+7.0", 0), done("is 7", 0), done("12", 1), done("7", 1), done("7", 2)]
+    try:
+        assert judged.judge(completions) == [True, False, True, False, None]
+        gym_only = AnswerJudge(make_run({"name": "length_reward"}), tiny_tokenizer, gold[:1])
+        assert gym_only.reward is None and gym_only.judge(completions[:2]) == [True, False]
+        gym_only.close()
+    finally:
+        judged.close()
+
+
+def test_the_verifiers_column_is_the_accuracy_of_a_rollout() -> None:
+    """In a mix the answer reward scores the library's rows too, by the stored answer."""
+    nan = math.nan
+    rewards = torch.tensor([[0.0, 1.0], [1.0, nan], [nan, nan]])
+    found = find_answer_column(rewards, ["answer_reward", "reasoning_gym_score"])
+    assert found is not None and found[:2].tolist() == [1.0, 1.0] and found[2].isnan()
+    only = find_answer_column(rewards, ["length_reward", "reasoning_gym_score"])
+    assert only is not None and only[0] == 1.0 and only[1].isnan()
+    assert find_answer_column(rewards, ["length_reward", "x"]) is None
+
+
+def test_the_cheap_checks_try_it(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called on made-up completions of a real row before any weights are loaded, and says what is missing."""
+    source = read_gym("reasoning_gym/number_sorting", None, None, 3, 11, "data.source", "")
+    run, drawn = make_run({"name": "reasoning_gym_score"}), source.row(0)
+    assert list(find_reward_faults(run, tiny_tokenizer, True, drawn)) == []
+    monkeypatch.setattr("rloo_kit.data.gym.is_importable", lambda name: False)
+    (fault,) = find_reward_faults(run, tiny_tokenizer, True, drawn)
+    assert fault.key == "rewards.0.name" and "make reasoning-gym" in fault.message
+
+
+def test_a_bare_trl_trainer_calls_it(
+    score: ReasoningGymScore, tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL passes a reward whatever columns there are, null ones too, and no guard stands between."""
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl.trainer import utils
+
+    def head(hidden: Any, weight: Any, bias: Any, labels: Any, temperature: float, *_: Any) -> Any:
+        """Of TRL's fused head, which needs a GPU, the log-probabilities."""
+        logps = (torch.nn.functional.linear(hidden, weight, bias) / temperature).log_softmax(dim=-1)
+        return logps.gather(1, labels[:, None]).squeeze(1), torch.zeros(len(labels)), None, None, None
+
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", type("Head", (), {"apply": staticmethod(head)}))
+    found: list[Any] = []
+
+    def reasoning_gym_score(**batch: Any) -> list[Any]:
+        found.append(score(**batch))
+        return found[-1]
+
+    rows = {"prompt": ["3 + 4 =", "Hi"], "answer": ["7", None], GYM_COLUMN: [row(), None]}
+    args = trl.RLOOConfig(
+        output_dir=str(tmp_path), max_steps=1, num_generations=2, per_device_train_batch_size=4, use_cpu=True,
+        max_completion_length=4, bf16=False, report_to="none", disable_tqdm=True, save_strategy="no",
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = trl.RLOOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(tiny_folder),
+        reward_funcs=[reasoning_gym_score],
+        args=args,
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=tiny_tokenizer,
+    )
+    closed, digits = tiny_tokenizer.get_vocab()["</think>"], tiny_tokenizer("7171")["input_ids"]
+    monkeypatch.setattr(score, "think_end_id", closed)
+    trainer._generate_single_turn = lambda prompt_ids, *_: [[7, closed, digit, 258] for digit in digits]
+    trainer.train()
+    assert len(found) == 1 and sorted(found[0], key=str) == [0.0, 1.0, None, None]
