@@ -6,9 +6,8 @@ reserves half of all problems for the cold start, so a run never meets those.
 """
 
 import importlib
-import importlib.util
 import random
-import sys
+import runpy
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
@@ -101,13 +100,8 @@ def find_family_file(name: str, config_file: Path | None = None) -> Path:
 
 
 def _load_family(file: Path) -> Family:
-    spec = importlib.util.spec_from_file_location(f"rloo_kit_family_{file.stem}", file)
-    assert spec is not None and spec.loader is not None  # the name ends with .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
     try:
-        spec.loader.exec_module(module)
-        family = getattr(module, "FAMILY", None)
+        family = runpy.run_path(str(file), run_name=f"family_{file.stem}").get("FAMILY")
         if not isinstance(family, Family):
             raise ConfigError(f"{file} has no FAMILY that is a rloo_kit.data.tasks.Family; write FAMILY = MyFamily()")
         _check_family(family)

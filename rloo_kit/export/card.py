@@ -38,7 +38,7 @@ def public_name(name: str) -> str:
 
     >>> public_name("outputs/sums-sft/adapter"), public_name("/models/mine")
     ('sums-sft', 'mine')
-    >>> public_name("embedded/thinking@/home/me/backward.py")
+    >>> public_name("embedded/thinking@/data/mine/backward.py")
     'embedded/thinking@backward.py'
     """
     if name.startswith(EMBEDDED_PREFIX):

@@ -69,7 +69,7 @@ def test_embedded_task(make_run, tiny_tokenizer):
     for row in data.test:
         question = row["prompt"].removeprefix("<|im_start|>user\n").partition("=")[0]
         assert sum(map(int, question.split("+"))) == int(row["answer"])
-    with pytest.raises(DataError, match="no embedded task 'embedded/chess'; there is embedded/addition"):
+    with pytest.raises(DataError, match="data.source: there is no task family 'chess': take addition, subtraction"):
         load_data(make_run("embedded/chess"), tiny_tokenizer)
 
 

@@ -150,7 +150,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "a typing error": (
         ["--data", "sums.csv", "--yes", "--model", "embedded/thinkin"],
-        "are embedded/thinking, embedded/instruct",
+        "there is no embedded model 'thinkin': model.name is embedded/thinking",
     ),
     "no such shape": (["--data", "sums.csv", "--yes", "--model", "a/b"], "hf download a/b config.json"),
 }
