@@ -127,6 +127,7 @@ def find_loop_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]
     return [
         *find_sampling_problems(values, prefix),
         *_find_ratio_problems(values, prefix),
+        *_find_mean_problems(values, prefix),
         *_find_correction_problems(values, prefix),
         *_find_thinking_problems(values, prefix),
     ]
@@ -250,6 +251,32 @@ def _find_ratio_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
             f"{prefix}kl_form is per_token, which gives every token its own advantage, but {prefix}ratio_form is "
             f"{form}, one ratio for a whole completion; set {prefix}ratio_form=per_token (or null), or another "
             f"{prefix}kl_form"
+        )
+    return problems
+
+
+def _find_mean_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
+    """Two scales at once; a mean over tokens where a completion has one ratio, or where a step's tokens are not known
+    when the first of its rollouts is trained."""
+    problems = []
+    if values.get("scale_rewards") == "group" and values.get("normalize_advantages"):
+        problems.append(
+            f"{prefix}scale_rewards is group and {prefix}normalize_advantages is true, two scales for one advantage; "
+            f"set {prefix}scale_rewards=none or {prefix}normalize_advantages=false"
+        )
+    mean, form = values.get("token_mean", "none"), values.get("ratio_form")
+    if mean != "none" and form in ("sum", "length_normalized"):
+        problems.append(
+            f"{prefix}token_mean is {mean}, a mean over tokens, but {prefix}ratio_form is {form}, one ratio for a "
+            f"whole completion; set {prefix}ratio_form=per_token (or null), or {prefix}token_mean=none"
+        )
+    steps, passes = values.get("gradient_accumulation_steps", 1), values.get("steps_per_generation")
+    if mean == "batch" and passes and passes % steps:
+        problems.append(
+            f"{prefix}token_mean is batch, but {prefix}steps_per_generation ({passes}) is no multiple of "
+            f"{prefix}gradient_accumulation_steps ({steps}): the tokens of a step come from several rollouts, and the "
+            f"first is trained before they can be counted; set {prefix}steps_per_generation=null or "
+            f"{prefix}token_mean=completion"
         )
     return problems
 

@@ -313,13 +313,19 @@ class RLOOSection(Section):
     )  # fmt: skip
     reference: Literal["start", "base"] = key("start", "KL against the start of training or the base model")
     ratio_form: Literal["sum", "length_normalized", "per_token"] | None = key(
-        None, "ratio of a completion, of its mean token (GSPO) or of each; null: as kl_form needs"
+        None, "ratio of a completion, of its mean token (GSPO) or of each; null: as kl_form and token_mean need"
+    )
+    token_mean: Literal["none", "completion", "batch"] = key(
+        "none", "the loss of a token is averaged over its completion (GRPO) or the step's tokens (DAPO); none: summed"
     )
     epsilon: float = key(0.2, "ratio is clipped below 1 - epsilon", gt=0, lt=1)
     epsilon_high: float | None = key(None, "and above 1 + epsilon_high; null: epsilon", gt=0)
     delta: float | None = key(None, "bound on the ratio where the advantage is negative; null: none, as in TRL", gt=1)
     baseline: Literal["leave_one_out", "group_mean", "none"] = key(
         "leave_one_out", "what a reward is compared with: its siblings, its whole group, nothing"
+    )
+    scale_rewards: Literal["none", "group"] = key(
+        "none", "advantages over the deviation of their group's rewards (GRPO); the batch's: normalize_advantages"
     )
     baseline_includes_masked: bool = key(
         True, "false: what mask_truncated_completions masks leaves the siblings' baseline too"
@@ -630,4 +636,5 @@ def choices(name: str) -> tuple[str, ...]:
 
 
 KL_FORMS, RATIO_FORMS, BASELINES = choices("kl_form"), choices("ratio_form"), choices("baseline")
+SCALES, TOKEN_MEANS = choices("scale_rewards"), choices("token_mean")
 ENGINES, CACHES = choices("rollout_engine"), choices("rollout_cache")

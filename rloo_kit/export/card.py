@@ -9,6 +9,7 @@ import yaml
 from rloo_kit import __version__
 from rloo_kit.config.checks import GYM_PREFIX
 from rloo_kit.config.embedded import EMBEDDED_PREFIX, is_family_file, split_model_name
+from rloo_kit.config.methods import describe_method, name_method
 from rloo_kit.config.run import RunConfig
 from rloo_kit.gradient.objective import choose_ratio_form
 from rloo_kit.results.evaluation import Evaluation, compare
@@ -78,7 +79,8 @@ def _front_matter(run: RunConfig, target: str, base: str) -> str:
     data = [name for source in run.data.all_sources if (name := hub_id(source))]
     if data:
         found["datasets"] = data
-    found["tags"] = ["rloo", "reinforcement-learning", "trl", KIT]
+    method = (name_method(dict(run.rloo)) or "policy gradient").lower().replace(". ", "-").replace(" ", "-")
+    found["tags"] = [method, "reinforcement-learning", "trl", KIT]
     if run.model.lora is not None:
         found["tags"].append("lora")
     return f"---\n{yaml.safe_dump(found, sort_keys=False, allow_unicode=True)}---"
@@ -88,8 +90,8 @@ def _summary(run: RunConfig, base: str) -> str:
     sources = ", ".join(public_name(source) for source in run.data.all_sources)
     what = "a LoRA adapter" if run.model.lora is not None else "every parameter"
     return (
-        f"{base} after reinforcement learning with RLOO (leave-one-out baseline over several completions "
-        f"of each prompt) on {sources}; trained was {what}."
+        f"{base} after reinforcement learning with {describe_method(dict(run.rloo))}, {run.rloo.num_generations} "
+        f"completions of each prompt, on {sources}; trained was {what}."
     )
 
 
@@ -108,8 +110,10 @@ def _recipe(run: RunConfig, base: str) -> str:
     rloo, data = run.rloo, run.data
     status = read_object(run.folder / "status.json")
     rewards = ", ".join(f"{public_name(one.name)} x {one.weight:g}" for one in run.rewards)
-    ratio = choose_ratio_form(rloo.ratio_form, rloo.kl_form)
-    loss = f"clipped surrogate of the {ratio} ratio, epsilon {rloo.epsilon:g}, baseline {rloo.baseline}"
+    ratio = choose_ratio_form(rloo.ratio_form, rloo.kl_form, rloo.token_mean)
+    loss = f"clipped surrogate of the {ratio} ratio, epsilon {rloo.epsilon:g}, token_mean {rloo.token_mean}"
+    advantage = f"baseline {rloo.baseline}, scale_rewards {rloo.scale_rewards}"
+    advantage += ", normalize_advantages" if rloo.normalize_advantages else ""
     rows = {
         "base": base + (", in 4-bit (NF4 of bitsandbytes)" if run.model.load_in_4bit else ""),
         "data": ", ".join(public_name(source) for source in data.all_sources) + f", seed {data.seed}",
@@ -121,6 +125,7 @@ def _recipe(run: RunConfig, base: str) -> str:
         "completions a step": rloo.per_device_train_batch_size * rloo.gradient_accumulation_steps,
         "learning rate": f"{rloo.learning_rate:g}, {rloo.lr_scheduler_type}",
         "KL penalty (beta)": f"{rloo.beta:g}" + (f", {rloo.kl_form}" if rloo.beta else ""),
+        "advantage": advantage,
         "loss": loss,
         "sampling": f"temperature {rloo.temperature:g}, at most {rloo.max_completion_length} tokens",
         "seed": run.run.seed,

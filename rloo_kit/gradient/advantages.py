@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rloo_kit.config.schema import BASELINES, KL_FORMS
+from rloo_kit.config.schema import BASELINES, KL_FORMS, SCALES
 from rloo_kit.gradient.objective import spread, sum_rows
+
+SCALE_EPSILON = 1e-4  # added to a deviation that divides, as in TRL
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,10 @@ class AdvantageSettings:
     kl_form: str = "sum"
     baseline: str = "leave_one_out"
     normalize_advantages: bool = False
+    scale_rewards: str = "none"
 
     def __post_init__(self) -> None:
-        for name, known in (("kl_form", KL_FORMS), ("baseline", BASELINES)):
+        for name, known in (("kl_form", KL_FORMS), ("baseline", BASELINES), ("scale_rewards", SCALES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
 
@@ -91,17 +94,19 @@ def make_advantages(
     compared = scores.masked_fill(rewards.isnan(), torch.nan) if by_token else rewards
     if group_size > 1:
         per_row = subtract_baseline(compared, group_size, settings.baseline)  # (A,)
+        if settings.scale_rewards == "group":  # with per_token the task's part alone: beta counts in deviations then
+            per_row = scale_by_group(per_row, compared, group_size)
     else:
         per_row = torch.full_like(compared, torch.nan)
     if not by_token:
-        per_row = zero_unscored(standardize(per_row, eps=1e-4) if settings.normalize_advantages else per_row)
+        per_row = zero_unscored(standardize(per_row, eps=SCALE_EPSILON) if settings.normalize_advantages else per_row)
         return Advantages(rewards, per_row, per_row[mine], lengths, per_token=False)
     assert kl is not None
     tokens = spread(per_row[mine], lengths) - settings.beta * kl_to_go(kl, mask, lengths)  # (N,)
     tokens = tokens.masked_fill(~mask.bool(), torch.nan)
     if settings.normalize_advantages:  # the task's part alone would leave the penalty's scale as it is
         moments = merge_moments(gather(find_moments(tokens)[None].to(tokens.device)).cpu())
-        tokens = normalize_by(tokens, moments, eps=1e-4)
+        tokens = normalize_by(tokens, moments, eps=SCALE_EPSILON)
     trained = zero_unscored(tokens)
     means = sum_rows(trained, lengths) / sum_rows(mask.float(), lengths).clamp(min=1)  # (B,)
     return Advantages(rewards, gather(means.to(scores.dtype)), trained, lengths, per_token=True)
@@ -163,6 +168,25 @@ def subtract_baseline(rewards: torch.Tensor, num_generations: int, baseline: str
     if baseline == "none":
         return rewards
     raise ValueError(f"baseline must be one of {', '.join(BASELINES)}, got {baseline!r}")
+
+
+def scale_by_group(values: torch.Tensor, rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
+    """Values over the deviation of their group's scored rewards plus SCALE_EPSILON: (B,), (B,) -> (B,); NaN stays.
+
+    The deviation is the unbiased one, as in TRL's GRPO. A group whose rewards are equal has none, nor has a single
+    scored completion: its values are 0, whatever the baseline.
+
+    >>> scale_by_group(torch.tensor([0.5, -0.5, 1.0, 1.0]), torch.tensor([1.0, 0.0, 1.0, 1.0]), 2)
+    tensor([ 0.7070, -0.7070,  0.0000,  0.0000])
+    """
+    grouped, own = rewards.view(-1, num_generations), values.view(-1, num_generations)  # (prompts, K)
+    scored = (~grouped.isnan()).sum(dim=1, keepdim=True)  # (prompts, 1)
+    squares = (grouped - grouped.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True)
+    deviation = (squares / (scored - 1).clamp(min=1)).sqrt()
+    high = grouped.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
+    low = grouped.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
+    is_tied = (high <= low) & ~own.isnan()  # equal but for nothing: the mean of equal numbers may be off by rounding
+    return (own / (deviation + SCALE_EPSILON)).masked_fill(is_tied, 0.0).view(-1)
 
 
 def find_moments(values: torch.Tensor) -> torch.Tensor:

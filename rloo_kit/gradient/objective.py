@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rloo_kit.config.schema import RATIO_FORMS
+from rloo_kit.config.schema import RATIO_FORMS, TOKEN_MEANS
 
 RATIO_STATISTICS = ("ratio", "clipped_low", "clipped_high", "bounded")
 
@@ -25,16 +25,22 @@ class Objective:
         epsilon_low, epsilon_high: the ratio counts from 1 - epsilon_low to 1 + epsilon_high, as in PPO.
         delta: bound on the ratio where the advantage is negative; None for none.
         ratio_form: "sum" over the completion, "length_normalized" (that of its mean token) or "per_token".
+        token_mean: with "completion" a row's loss is the mean of its tokens', else their sum; what "batch" divides by
+            is not known from some rows (`loop/step.py`). Other than "none" takes "per_token".
     """
 
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
     delta: float | None = None
     ratio_form: str = "sum"
+    token_mean: str = "none"
 
     def __post_init__(self) -> None:
-        if self.ratio_form not in RATIO_FORMS:
-            raise ValueError(f"ratio_form must be one of {', '.join(RATIO_FORMS)}, got {self.ratio_form!r}")
+        for name, known in (("ratio_form", RATIO_FORMS), ("token_mean", TOKEN_MEANS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.token_mean != "none" and self.ratio_form != "per_token":
+            raise ValueError(f"token_mean={self.token_mean!r} needs ratio_form='per_token', not {self.ratio_form!r}")
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,8 @@ class LossParts:
     """The loss of some completions, and what there is to log about it.
 
     Attributes:
-        per_row: (R,) float32 with its graph, minus each completion's objective; 0 for one without a trained token.
+        per_row: (R,) float32 with its graph, minus each completion's objective; 0 for one without a trained token. Of
+            each token's ratio, the sum over the completion or, by `token_mean`, their mean.
         ratio: (R,), without a graph; of each token's, the mean over its completion. 1 without a trained token.
         clipped_low, clipped_high, bounded: (R,), 1.0 where the bound below, the bound above or `delta` stopped the
             ratio, else 0.0; of each token's, the share.
@@ -55,13 +62,16 @@ class LossParts:
     bounded: torch.Tensor
 
 
-def choose_ratio_form(ratio_form: str | None, kl_form: str) -> str:
-    """The form that stands for None: each token's ratio where each token has its own advantage, else the sum.
+def choose_ratio_form(ratio_form: str | None, kl_form: str, token_mean: str = "none") -> str:
+    """The form that stands for None: each token's ratio where each token has its own advantage, or where the loss is a
+    mean over tokens; else the sum.
 
     >>> choose_ratio_form(None, "per_token"), choose_ratio_form(None, "sum"), choose_ratio_form("per_token", "sum")
     ('per_token', 'sum', 'per_token')
+    >>> choose_ratio_form(None, "sum", "batch")
+    'per_token'
     """
-    return ratio_form or ("per_token" if kl_form == "per_token" else "sum")
+    return ratio_form or ("per_token" if kl_form == "per_token" or token_mean != "none" else "sum")
 
 
 def policy_loss(
@@ -101,6 +111,8 @@ def policy_loss(
         gain = gain if weights is None else gain * weights
         per_row = sum_rows(gain.masked_fill(~kept, 0.0), lengths)
         tokens = sum_rows(kept.to(difference.dtype), lengths)
+        if settings.token_mean == "completion":
+            per_row = per_row / tokens.clamp(min=1)
         parts = {n: sum_rows(part * kept, lengths) / tokens.clamp(min=1) for n, part in parts.items()}
         parts["ratio"] = parts["ratio"].masked_fill(tokens == 0, 1.0)
         return LossParts(-per_row.float(), **{n: part.float() for n, part in parts.items()})

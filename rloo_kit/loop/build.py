@@ -97,7 +97,7 @@ def choose_settings(trainer: "StockTrainer", parallel: Parallel, sampler: Sample
     on_policy = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
     is_cpu = trainer.accelerator.device.type == "cpu"
     advantage = _read(AdvantageSettings, args)
-    ratio_form = choose_ratio_form(option(args, "ratio_form"), advantage.kl_form)
+    ratio_form = choose_ratio_form(option(args, "ratio_form"), advantage.kl_form, option(args, "token_mean"))
     bounds = {"epsilon_low": trainer.epsilon_low, "epsilon_high": trainer.epsilon_high}
     return _read(
         StepSettings,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
-from rloo_kit.gradient.advantages import Advantages, AdvantageSettings, kl_charge, tied_groups
+from rloo_kit.gradient.advantages import Advantages, AdvantageSettings, kl_charge, scale_by_group, tied_groups
 from rloo_kit.gradient.objective import sum_rows
 from rloo_kit.loop.records import RolloutBatch, StepStats, pick
 from rloo_kit.models.parallel import Parallel
@@ -78,12 +78,16 @@ def repeated_share(ids: Sequence[int]) -> float:
 
 
 def rollout_metrics(
-    batch: RolloutBatch, advantages: Advantages, statistics: torch.Tensor, names: Sequence[str], beta: float
+    batch: RolloutBatch,
+    advantages: Advantages,
+    statistics: torch.Tensor,
+    names: Sequence[str],
+    settings: AdvantageSettings,
 ) -> dict[str, float]:
     """Metrics by name of one generation batch, over all processes.
 
     Args:
-        statistics: gathered, (A, len(COLUMNS)). names: of the F reward functions. beta: the KL coefficient.
+        statistics: gathered, (A, len(COLUMNS)). names: of the F reward functions. settings: with the KL coefficient.
     """
     column = dict(zip(COLUMNS, statistics.T, strict=True))
     judged, rewards = batch.judged, advantages.rewards
@@ -107,11 +111,14 @@ def rollout_metrics(
     if len(statistics) > batch.group_size:  # of one prompt a solved one has one completion
         most = column["print"].unique(return_counts=True)[1].max().item()
         metrics["completions/most_common_ratio"] = most / len(statistics)
-    if beta != 0.0:
+    if (beta := settings.beta) != 0.0:
+        scores = batch.scores
+        if advantages.per_token and settings.scale_rewards == "group":  # what the penalty is weighed against then
+            scores = scale_by_group(scores, scores, batch.group_size)
         metrics["kl"] = (column["kl"].sum() / column["kl_tokens"].sum().clamp(min=1)).item()
         metrics["objective/kl"] = column["kl"].mean().item()
-        metrics["kl/share_of_reward"] = kl_share(column["penalty"], batch.scores, beta)
-        ratio = kl_spread_ratio(column["penalty"], batch.scores, beta, batch.group_size)
+        metrics["kl/share_of_reward"] = kl_share(column["penalty"], scores, beta)
+        ratio = kl_spread_ratio(column["penalty"], scores, beta, batch.group_size)
         metrics |= {} if ratio is None else {"kl/spread_ratio": ratio}
     thinks = column["thinks"].bool()
     if thinks.any():
@@ -364,7 +371,7 @@ class Recorder:
         names = self.trainer.reward_func_names
         statistics = sample_statistics(batch, self.tags, self.end_ids, self.settings.kl_form)
         gathered = self.parallel.gather(statistics)  # (A, columns)
-        metrics = rollout_metrics(batch, batch.advantages, gathered, names, self.settings.beta)
+        metrics = rollout_metrics(batch, batch.advantages, gathered, names, self.settings)
         if self.has_budget:
             answers = find_answer_column(batch.judged.rewards_per_func, names)
             metrics |= thinking_metrics(gathered[:, COLUMNS.index("forced")], answers)

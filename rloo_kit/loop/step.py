@@ -217,6 +217,7 @@ class RLOOStep:
         """
         self.scorer.choose_layout(batch.groups(range(len(batch))))  # of the batch, so each of its steps has the same
         is_open = batch.advantages is None
+        weight = self._weigh(batch, rows)
         stats = StepStats(len(batch), rows, self.parallel.accelerator.device)
         if self.settings.aux_loss_coef:  # a micro-step's experts are balanced over all of its rows
             size = max(1, round(len(rows) / micro_steps))
@@ -225,7 +226,7 @@ class RLOOStep:
             passes = self.cut(batch, rows if is_open else batch.with_signal(rows), whole_groups=is_open)
         count = self.parallel.equalize(len(passes))  # where weights are sharded, processes make equally many
         for number, chosen in enumerate([*[[]] * (count - len(passes)), *passes], 1):
-            part = self._pass(model, batch, chosen, stats) if chosen else self._empty_pass(model, batch)
+            part = self._pass(model, batch, chosen, stats, weight) if chosen else self._empty_pass(model, batch)
             if number < count and part.requires_grad:
                 backward(part)
                 part = part.detach()
@@ -238,6 +239,16 @@ class RLOOStep:
             self.broken = "the log-probabilities or the KL"
         self.recorder.step(stats, on_policy=self.settings.on_policy or not model.training)
         return stats.loss if stats.loss.requires_grad or not torch.is_grad_enabled() else stats.loss.requires_grad_()
+
+    def _weigh(self, batch: RolloutBatch, rows: list[int]) -> float:
+        """What a row's loss is multiplied with, so that the mean over rows is that over the trained tokens of all
+        processes (`token_mean: batch`); else 1. Every row of the step counts, one without a signal too."""
+        if self.settings.objective.token_mean != "batch":
+            return 1.0
+        tokens = pick(batch.mask, rows).sum()
+        every = self.parallel.gather(torch.stack([torch.full_like(tokens, len(rows)), tokens])[None])  # (processes, 2)
+        completions, tokens_of_all = every.sum(dim=0).tolist()
+        return completions / max(tokens_of_all, 1)
 
     def cut(self, batch: RolloutBatch, rows: Iterable[int], whole_groups: bool) -> list[list[int]]:
         """The rows of each pass with a gradient: up to `tokens_per_pass` tokens, one sequence with `memory: low`."""
@@ -253,8 +264,11 @@ class RLOOStep:
         passes = batch.passes(rows, self.scorer.tokens, limit, whole_groups=False)
         return passes + passes[-1:] * (self.parallel.equalize(len(passes)) - len(passes))
 
-    def _pass(self, model: torch.nn.Module, batch: RolloutBatch, rows: list[int], stats: StepStats) -> torch.Tensor:
-        """The loss of some rows from one scoring pass with its graph; advantages that are open are made on the way."""
+    def _pass(
+        self, model: torch.nn.Module, batch: RolloutBatch, rows: list[int], stats: StepStats, weight: float
+    ) -> torch.Tensor:
+        """The loss of some rows times their weight from one scoring pass with its graph; advantages that are open are
+        made on the way."""
         lengths, mask, groups = [len(batch.mask[row]) for row in rows], pick(batch.mask, rows), batch.groups(rows)
         if batch.advantages is None:
             reference = self.scorer.reference(model, groups)  # before the graph takes its memory
@@ -276,11 +290,12 @@ class RLOOStep:
         parts = policy_loss(scores.logps, old, lengths, mask, advantages, self.settings.objective, weights)
         stats.add(rows, mask, scores, old, parts)
         stats.add_entropy(rows, lengths, mask, scores)
-        stats.policy_loss += parts.per_row.detach().sum()
+        policy = parts.per_row.sum() * weight
+        stats.policy_loss += policy.detach()
         if scores.aux_loss is None:
-            return parts.per_row.sum()
+            return policy
         stats.aux_loss += torch.stack([scores.aux_loss.detach(), torch.ones_like(scores.aux_loss)])
-        return parts.per_row.sum() + self.settings.aux_loss_coef * scores.aux_loss * len(rows)
+        return policy + self.settings.aux_loss_coef * scores.aux_loss * len(rows)
 
     def _empty_pass(self, model: torch.nn.Module, batch: RolloutBatch) -> torch.Tensor:
         """A loss of 0 with a graph, computed as the other processes compute theirs."""

@@ -1,0 +1,70 @@
+"""RLOO's relatives by name: the keys of `rloo:` that make each of them, and the name of what some keys make."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# What a method is, apart from its penalty, its bounds and its learning rate. Defaults are RLOO's.
+DEFAULTS: dict[str, Any] = {
+    "baseline": "leave_one_out",
+    "scale_rewards": "none",
+    "normalize_advantages": False,
+    "token_mean": "none",
+    "ratio_form": None,
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "RLOO": {},
+    "GRPO": {"baseline": "group_mean", "scale_rewards": "group", "token_mean": "completion"},
+    "Dr. GRPO": {"baseline": "group_mean", "ratio_form": "per_token"},
+    "DAPO": {"baseline": "group_mean", "scale_rewards": "group", "token_mean": "batch", "epsilon_high": 0.28},
+    "REINFORCE++": {"baseline": "none", "normalize_advantages": True, "kl_form": "per_token"},
+    "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True, "kl_form": "per_token"},
+    "REINFORCE": {"baseline": "none"},
+    "GSPO": {
+        "baseline": "group_mean", "scale_rewards": "group", "ratio_form": "length_normalized",
+        "epsilon": 3e-4, "epsilon_high": 4e-4,
+    },
+}  # fmt: skip
+
+
+def name_method(rloo: Mapping[str, Any]) -> str | None:
+    """The method that the keys of `rloo:` make, whatever its penalty and its bounds are; None for one without a name.
+
+    `ratio_form` decides between two names where both fit (group mean alone: Dr. GRPO only with a ratio for each token).
+
+    >>> name_method({"baseline": "group_mean", "scale_rewards": "group", "token_mean": "completion"})
+    'GRPO'
+    >>> name_method({"beta": 0.05}), name_method({"scale_rewards": "group"})
+    ('RLOO', None)
+    """
+    found = {name: rloo.get(name, default) for name, default in DEFAULTS.items()}
+    for method, keys in METHODS.items():
+        wanted = {name: keys.get(name, default) for name, default in DEFAULTS.items()}
+        if wanted["ratio_form"] is None:  # a ratio of any form, unless the method is known by its own
+            wanted["ratio_form"] = found["ratio_form"]
+        if found == wanted:
+            return method
+    return None
+
+
+def describe_method(rloo: Mapping[str, Any]) -> str:
+    """The method in words: its name where it has one, else what its advantage is made of.
+
+    >>> describe_method({})
+    'RLOO (reward less the mean reward of the other completions of the prompt)'
+    >>> describe_method({"scale_rewards": "group"})[:23]
+    'a policy gradient (rewa'
+    """
+    found = {name: rloo.get(name, default) for name, default in DEFAULTS.items()}
+    words = ["reward" + {
+        "leave_one_out": " less the mean reward of the other completions of the prompt",
+        "group_mean": " less the mean reward of the prompt's completions",
+        "none": " without a baseline",
+    }[found["baseline"]]]  # fmt: skip
+    if found["scale_rewards"] == "group":
+        words.append("divided by the deviation of its group")
+    if found["normalize_advantages"]:
+        words.append("standardized over the batch")
+    if found["token_mean"] != "none":
+        whose = {"completion": "each completion's tokens", "batch": "all tokens of a step"}[found["token_mean"]]
+        words.append(f"the loss a mean over {whose}")
+    return f"{name_method(rloo) or 'a policy gradient'} ({', '.join(words)})"
