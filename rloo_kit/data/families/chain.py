@@ -12,7 +12,7 @@ class Chain(Family):
     """A number of [20, 89] and two digits, each added or subtracted."""
 
     alphabet = "0123456789+-="
-    max_rows = 5_000
+    max_rows = 10_000
 
     def draw(self, rng: random.Random) -> Problem:
         return rng.randint(20, 89), rng.choice("+-"), rng.randint(1, 9), rng.choice("+-"), rng.randint(1, 9)
