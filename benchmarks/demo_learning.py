@@ -18,7 +18,6 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,20 +32,19 @@ FIGURES = (
 DEMO, MIN_PROMPTS, MIN_RISE, MIN_GREEDY_RISE = "arithmetic_thinking", 1000, 0.50, 0.45
 
 
-def run_seed(config: str, family: str, seed: int, output: Path, overrides: list[str]) -> dict[str, Any]:
+def run_seed(config: str, family: str, seed: int, output: Path, keep: bool, overrides: list[str]) -> dict[str, Any]:
     """Train `config` with one seed through the command line and read what it wrote."""
     name = f"{config}-{family}-{seed}" if family else f"{config}-{seed}"
     command = [str(Path(sys.executable).with_name("rloo-kit")), "train", str(ROOT / "configs" / f"{config}.yaml")]
     words = [f"run.seed={seed}", f"data.seed={seed}", f"model.build_seed={seed}"]
     words += [f"run.output_dir={output}", f"run.name={name}"]
     words += [f"model.name=embedded/thinking@{family}", f"data.source=embedded/{family}"] if family else []
-    started = time.monotonic()
-    log = output / f"{name}.log"
-    output.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
-        subprocess.run([*command, *words, *overrides, "--overwrite"], check=True, cwd=ROOT, stdout=file, stderr=file)
-    wall_s = time.monotonic() - started
     folder = output / name
+    if not (keep and (folder / "after.json").is_file()):
+        output.mkdir(parents=True, exist_ok=True)
+        with (output / f"{name}.log").open("w") as file:
+            command += [*words, *overrides, "--overwrite"]
+            subprocess.run(command, check=True, cwd=ROOT, stdout=file, stderr=file)
     before, after = (json.loads((folder / f"{part}.json").read_text()) for part in ("before", "after"))
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     held = holds_the_bar(before, after) if not family or family == "addition" else rises(before, after)
@@ -54,7 +52,7 @@ def run_seed(config: str, family: str, seed: int, output: Path, overrides: list[
         "seed": seed, "before": _figures(before), "after": _figures(after),
         "rise": after["accuracy"] - before["accuracy"],
         "greedy_rise": after["greedy_accuracy"] - before["greedy_accuracy"], "bar_held": held,
-        "steps": last["step"], "training_s": last["seconds"], "command_wall_s": wall_s,
+        "steps": last["step"], "training_s": last["seconds"],
     }  # fmt: skip
     _print(name, run)
     return {"family": family} | run if family else run
@@ -104,6 +102,7 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", default=[""], help="task families in place of the config's; or: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
+    parser.add_argument("--keep", action="store_true", help="do not repeat runs that lie in the output folder")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "demo_learning")
     parser.add_argument(
         "--results", type=Path, help="default: benchmarks/results/demo_learning[_CONFIG|_families].json"
@@ -115,7 +114,9 @@ def main() -> int:
     head = reporting.header("benchmarks/demo_learning.py") | {"config": options.config, "jobs": options.jobs}
     work = [(family, seed) for family in families for seed in options.seeds]
     with ThreadPoolExecutor(options.jobs) as pool:
-        jobs = [pool.submit(run_seed, options.config, *one, options.output, options.overrides) for one in work]
+        jobs = [
+            pool.submit(run_seed, options.config, *one, options.output, options.keep, options.overrides) for one in work
+        ]
         runs = [job.result() for job in jobs]
     reporting.write(head | {"runs": runs}, options.results or RESULTS / f"demo_learning{suffix}.json")
     return 0 if all(run["bar_held"] for run in runs) or options.config != DEMO else 1
