@@ -49,7 +49,9 @@ def test_examples_hold(name: str, module: Any) -> None:
     assert tried > 0 and failed == 0
 
 
-@pytest.mark.parametrize("name", ["docs/benchmarks.md", "docs/plan.md", "docs/export.md", "README.md"])
+@pytest.mark.parametrize(
+    "name", ["docs/benchmarks.md", "docs/plan.md", "docs/export.md", "docs/relatives.md", "README.md"]
+)
 def test_the_page_shows_what_was_measured(name: str, module: Any) -> None:
     """A figure that was typed in by hand outlives the code that it was measured with."""
     page = (ROOT / name).read_text(encoding="utf-8")
