@@ -1,5 +1,6 @@
 """One gradient, however it is computed: memory modes, sizes of passes, splits of the batch; real training steps."""
 
+import statistics
 from itertools import cycle
 
 import pytest
@@ -297,6 +298,21 @@ def test_a_mean_over_tokens_is_that_of_each_step_of_a_rollout(mean, step):
     mixed = [sum(share * one for share, one in zip(order, expected, strict=True)) for order in orders]
     assert min(off(one, whole) for one in mixed) < TOLERANCE
     assert not trainer.rloo.settings.on_policy
+
+
+def test_a_penalty_a_token_is_weighed_against_scaled_scores(step):
+    """The health of a run reads `kl/spread_ratio`: next to rewards of 0 to 100 a penalty would look harmless that
+    outweighs advantages of deviation 1."""
+
+    def dear(completion_ids, **_):
+        return [10 * value for value in by_length(completion_ids)]
+
+    options = {"baseline": "group_mean", "kl_form": "per_token"}
+    logs = [step(dear, **options, **more)[1].state.log_history[0] for more in ({}, {"scale_rewards": "group"})]
+    scores = dear(COMPLETIONS)
+    deviation = (statistics.stdev(scores[:4]) + statistics.stdev(scores[4:])) / 2
+    plain, scaled = (found["kl/spread_ratio"] for found in logs)
+    assert scaled == pytest.approx(plain * deviation, rel=1e-3) and deviation > 5
 
 
 @pytest.mark.parametrize("memory", ["fast", "low"])
