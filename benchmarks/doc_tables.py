@@ -14,10 +14,14 @@ from typing import Any
 
 import gpu_report as gpu
 import plan_calibration
+import relatives_report as relatives
 import step_times
 from reporting import RESULTS, ROOT, startup_table, step_files_table, step_value, table
 
-PAGES = (*(ROOT / "docs" / name for name in ("benchmarks.md", "plan.md", "export.md")), ROOT / "README.md")
+PAGES = (
+    *(ROOT / "docs" / name for name in ("benchmarks.md", "plan.md", "export.md", "relatives.md")),
+    ROOT / "README.md",
+)
 
 
 def write_tables(pages: tuple[Path, ...] = PAGES, results: Path = RESULTS) -> None:
@@ -209,6 +213,10 @@ TABLES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
     "demo": (demo_table, "demo_phase.json"),
     "kl-mechanism": (kl_mechanism_table, "kl_forms.json"),
     "kl-training": (kl_training_table, "kl_forms.json"),
+    "relatives-setting": (relatives.setting_line, "relatives.json"),
+    "relatives-picture": (relatives.picture_lines, "relatives.json"),
+    "relatives-arms": (relatives.arms_table, "relatives.json"),
+    "relatives-differences": (relatives.differences_table, "relatives.json"),
     "learning-rates": (rates_table, "learning_rates.json"),
     "health": (health_table, "health_runs.json"),
     "rewards": (rewards_table, "rewards.json"),

@@ -49,7 +49,9 @@ def test_examples_hold(name: str, module: Any) -> None:
     assert tried > 0 and failed == 0
 
 
-@pytest.mark.parametrize("name", ["docs/benchmarks.md", "docs/plan.md", "docs/export.md", "README.md"])
+@pytest.mark.parametrize(
+    "name", ["docs/benchmarks.md", "docs/plan.md", "docs/export.md", "docs/relatives.md", "README.md"]
+)
 def test_the_page_shows_what_was_measured(name: str, module: Any) -> None:
     """A figure that was typed in by hand outlives the code that it was measured with."""
     page = (ROOT / name).read_text(encoding="utf-8")
@@ -79,6 +81,53 @@ def test_the_page_of_sft_shows_what_was_measured() -> None:
         cells = [f"{one['accuracy']:.3f} [{one['low']:.3f}, {one['high']:.3f}]" for one in found]
         assert f"| {run['seed']} | {' | '.join(cells)} |" in page
         assert run["holds"] and all(one["num_prompts"] >= 1000 for one in found)
+
+
+def test_relatives_are_compared_seed_by_seed(module: Any, tmp_path: Path) -> None:
+    """Five seeds spread more than methods do: unpaired, or as one of seven at 5 %, a test finds what is not there."""
+    report = module("relatives_report")
+
+    def run(arm: str, seed: int, accuracy: float) -> dict[str, Any]:
+        evaluation = {"accuracy": accuracy, "num_prompts": 500}
+        curves = {"reward": [0.2, accuracy]}
+        return {"arm": arm, "seed": seed, "before": evaluation, "after": evaluation, "curves": curves, "wall_s": 60.0}
+
+    seeds, levels = range(5), (0.5, 0.6, 0.7, 0.8, 0.9)
+    runs = [run("rloo", seed, level) for seed, level in zip(seeds, levels, strict=True)]
+    runs += [run("grpo", seed, level - 0.05 - 0.001 * seed) for seed, level in zip(seeds, levels, strict=True)]
+    runs += [run("reinforce", seed, level + 0.1 * (-1) ** seed) for seed, level in zip(seeds, levels, strict=True)]
+    runs += [run("dr_grpo", seed, level) for seed, level in zip(seeds, levels, strict=True)]
+    found = report.compare(runs)
+    by_arm = {row["arm"]: row for row in found["differences"] if row["measure"] == "accuracy"}
+    assert by_arm["grpo"]["value"] == pytest.approx(-0.052) and by_arm["grpo"]["is_significant"]
+    assert by_arm["grpo"]["low"] < -0.052 < by_arm["grpo"]["high"] < 0
+    assert not by_arm["reinforce"]["is_significant"]
+    assert by_arm["dr_grpo"]["p_holm"] == 1.0 and by_arm["dr_grpo"]["by_seed"] == [0.0] * 5
+    assert by_arm["grpo"]["p_holm"] == pytest.approx(3 * by_arm["grpo"]["p"])
+    head = {"steps": 2, "completions_a_step": 128, "rate": None, "jobs": 2, "measured": "2026-01-01", "command": "x"}
+    result = head | found | {"runs": runs, "machine": {"processor": "y"}}
+    for make in (report.setting_line, report.arms_table, report.differences_table, report.picture_lines):
+        assert all("\n" not in line for line in make(result))
+    (tmp_path / "docs").mkdir()
+    report.draw(result, tmp_path / "docs" / "pictures")
+    for theme in ("light", "dark"):
+        picture = (tmp_path / "docs" / "pictures" / f"relatives-{theme}.svg").read_text("utf-8")
+        assert "REINFORCE" in picture and len(picture) < 200_000
+
+
+def test_the_arms_of_the_comparison_are_methods_that_load(module: Any) -> None:
+    """An arm whose keys are refused is found out in the middle of the night."""
+    from rloo_kit.config.methods import name_method
+    from rloo_kit.config.run import load_config
+
+    relatives = module("relatives")
+    options = SimpleNamespace(steps=40, rate=2e-3, prompts=500)
+    assert set(relatives.USUAL) < set(relatives.ARMS) == set(module("relatives_report").LABELS)
+    for arm, (method, size) in relatives.ARMS.items():
+        run = load_config(ROOT / "configs" / "arithmetic_thinking.yaml", *relatives.keys_of(arm, 3, options))
+        assert name_method(dict(run.rloo)) == method and run.rloo.num_generations == size
+        assert run.rloo.generation_batch_size == relatives.COMPLETIONS
+        assert run.rloo.max_grad_norm == 1e9 and run.model.build_seed == run.run.seed == 3
 
 
 def test_stand_in_computes_what_trl_s_head_computes(module: Any) -> None:

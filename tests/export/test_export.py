@@ -226,6 +226,15 @@ def test_the_card_has_the_results_and_the_recipe(make_run: Callable[..., Path]) 
     assert "accuracy +0.500" in text and "| KL penalty (beta) | 0.01, length_normalized |" in text
     assert "| learning rate | 0.002, linear |" in text and "torch 2.13.0" in text and "unsloth" not in text
     assert "- checked with peft" in text and "load it so" in text
+    assert "with RLOO (reward less the mean reward of the other completions of the prompt), 8 completions" in text
+    for name, value in (("baseline", "group_mean"), ("scale_rewards", "group"), ("token_mean", "completion")):
+        setattr(run.rloo, name, value)  # it said RLOO of every run
+    text = write_card(run, "adapter", "Qwen/Qwen3-4B-Thinking-2507", ["checked with peft"], "load it so")
+    head = yaml.safe_load(text.split("---")[1])
+    assert "reinforcement learning with GRPO (reward less the mean reward of the prompt's completions, div" in text
+    assert "grpo" in head["tags"] and "rloo" not in head["tags"]
+    assert "| advantage | baseline group_mean, scale_rewards group |" in text
+    assert "per_token ratio, epsilon 0.2, token_mean completion" in text
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from rloo_kit.gradient.advantages import (
     make_advantages,
     merge_moments,
     normalize_by,
+    scale_by_group,
     standardize,
     subtract_baseline,
     tied_groups,
@@ -166,6 +167,62 @@ def _standardised(values):
         return values
     mean, deviation = statistics.fmean(present), statistics.stdev(present)
     return [(value - mean) / (deviation + 1e-4) for value in values]
+
+
+def oracle_scale(values, rewards, group):
+    """GRPO's: over the unbiased deviation of the group's scored rewards plus 1e-4; 0 where they do not differ."""
+    found = []
+    for start in range(0, len(rewards), group):
+        scored = [reward for reward in rewards[start : start + group] if reward == reward]
+        tied = len(set(scored)) < 2
+        deviation = 1.0 if tied else statistics.stdev(scored)
+        own = values[start : start + group]
+        found += [value if value != value else 0.0 if tied else value / (deviation + 1e-4) for value in own]
+    return found
+
+
+@pytest.mark.parametrize(("baseline", "form"), list(itertools.product(BASELINES, KL_FORMS)))
+def test_scaled_advantages_equal_plain_python(baseline, form):
+    """The deviation is that of what is compared: rewards less their charge, or with a penalty a token the task's part
+    alone, so that beta counts in deviations as it does in GRPO, whose KL is no part of the advantage."""
+    generator, settings = random.Random(4), AdvantageSettings(0.3, form, baseline, scale_rewards="group")
+    for _ in range(30):
+        group = generator.choice([2, 3, 5])
+        scores = [generator.choice([NAN, generator.gauss(0, 1), 1.0, 1.0]) for _ in range(3 * group)]
+        scores[:group] = [0.1] * group  # tied, and their mean is not 0.1 in float32
+        rows = [[generator.gauss(0.1, 0.5) for _ in range(generator.randint(1, 4))] for _ in scores]
+        lengths, kl = [len(row) for row in rows], torch.tensor([value for row in rows for value in row])
+        charge = [sum(row) / (len(row) if form == "length_normalized" else 1) for row in rows]
+        compared = scores if form == "per_token" else [s - 0.3 * c for s, c in zip(scores, charge, strict=True)]
+        task = [
+            value if known == known else NAN
+            for value, known in zip(
+                oracle_baseline(compared, group, baseline), _present(compared, group, baseline), strict=True
+            )
+        ]
+        task = oracle_scale(task, compared, group)
+        found = make_advantages(torch.tensor(scores), kl, torch.ones_like(kl), lengths, group, settings)
+        if form == "per_token":
+            wanted = [
+                a - 0.3 * sum(row[place:]) for a, row in zip(task, rows, strict=True) for place in range(len(row))
+            ]
+        else:
+            wanted = task
+        wanted = [0.0 if value != value else value for value in wanted]
+        assert found.trained.tolist() == pytest.approx(wanted, rel=1e-3, abs=1e-3)
+        if form != "per_token" and baseline != "none":
+            alone = make_advantages(torch.tensor(scores), None, torch.ones_like(kl), lengths, group, settings)
+            assert alone.trained[:group].tolist() == [0.0] * group, "tied: exactly 0, or it is trained on rounding"
+
+
+def test_a_scale_leaves_out_what_is_not_scored():
+    """One scored completion has no deviation, and TRL's is NaN there; none at all, neither."""
+    rewards = torch.tensor([1.0, NAN, 0.0, 2.0, NAN, NAN])
+    found = scale_by_group(rewards, rewards, 2)
+    assert found[0] == 0.0 and found[[1, 4, 5]].isnan().all()
+    assert found[3].item() == pytest.approx(2 / (2**0.5 + 1e-4))
+    with pytest.raises(ValueError, match="scale_rewards must be one of none, group"):
+        AdvantageSettings(scale_rewards="batch")
 
 
 def test_an_infinite_kl_does_not_reach_the_siblings():

@@ -91,6 +91,33 @@ def test_on_policy_gradients_equal_plain_python(baseline, kl_form, ratio_form):
     assert loss.ratio.shape == loss.per_row.shape
 
 
+@pytest.mark.parametrize(("baseline", "kl_form"), list(itertools.product(BASELINES, KL_FORMS)))
+def test_a_mean_over_the_completion_equals_plain_python(baseline, kl_form):
+    """GRPO's loss: each completion counts once, however long it is. Masked tokens are in no mean."""
+    logps, reference, mask, lengths = flat()
+    advantages = our_advantages(logps, reference, mask, lengths, baseline, kl_form)
+    settings = Objective(ratio_form="per_token", token_mean="completion")
+    loss = policy_loss(logps, logps.detach(), lengths, mask, advantages, settings)
+    loss.per_row.sum().backward()
+    wanted, values = [], []
+    for (_, tokens), row in zip(ROWS, oracle_advantages(baseline, kl_form), strict=True):
+        kept = max(sum(token[2] for token in tokens), 1)
+        wanted += [-advantage * token[2] / kept for advantage, token in zip(row, tokens, strict=True)]
+        values.append(sum(wanted[len(wanted) - len(tokens) :]))
+    assert logps.grad.tolist() == pytest.approx(wanted, abs=1e-6)
+    assert loss.per_row.tolist() == pytest.approx(values, abs=1e-6)
+    assert loss.ratio.tolist() == pytest.approx([1.0] * len(ROWS)), "what is logged of the ratio is no part of it"
+
+
+def test_a_mean_over_tokens_needs_a_ratio_a_token():
+    """One ratio for the completion has one loss, and no tokens to take a mean over."""
+    for form in ("sum", "length_normalized"):
+        with pytest.raises(ValueError, match=f"token_mean='batch' needs ratio_form='per_token', not '{form}'"):
+            Objective(ratio_form=form, token_mean="batch")
+    with pytest.raises(ValueError, match="token_mean must be one of none, completion, batch"):
+        Objective(ratio_form="per_token", token_mean="token")
+
+
 @pytest.mark.parametrize("delta", [None, 3.0])
 @pytest.mark.parametrize("ratio_form", RATIO_FORMS)
 def test_off_policy_values_and_gradients_equal_plain_python(ratio_form, delta):

@@ -1,5 +1,6 @@
 """One gradient, however it is computed: memory modes, sizes of passes, splits of the batch; real training steps."""
 
+import statistics
 from itertools import cycle
 
 import pytest
@@ -16,6 +17,7 @@ COMPLETIONS = [
     [72, 260, 70, 258], [72, 73, 74, 75, 76, 77], [260, 258], [65, 66, 67, 260, 68, 258],
     [90, 258], [91, 92, 93], [94, 95, 96, 97, 98, 258], [99, 260, 258],
 ]  # fmt: skip
+PROMPTS = ["What is 1+1?", "A much longer prompt than the other"]
 TOLERANCE = 2e-6  # of the gradient's norm, float32
 
 
@@ -37,7 +39,7 @@ def tied(completion_ids, **_):
 def step(make_tiny_model, tiny_tokenizer, tmp_path):
     """`step(reward, **options)`: LoRA gradients of the first optimizer step, the trainer, and what was computed."""
 
-    def run(reward=by_length, steps=1, completions=COMPLETIONS, model=None, attention="sdpa", **options):
+    def run(reward=by_length, steps=1, completions=COMPLETIONS, model=None, attention="sdpa", more=(), **options):
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(1)
@@ -59,7 +61,7 @@ def step(make_tiny_model, tiny_tokenizer, tmp_path):
                 max_completion_length=6, max_steps=steps, logging_steps=1, save_strategy="no",
                 reference="base", shuffle_dataset=False, max_grad_norm=0.0, **settings,
             ),
-            train_dataset=Dataset.from_dict({"prompt": ["What is 1+1?", "A much longer prompt than the other"] * 4}),
+            train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4 + list(more)}),
             processing_class=tiny_tokenizer,
         )  # fmt: skip
         coming = cycle(completions)
@@ -245,6 +247,91 @@ def test_off_policy_steps_keep_what_the_rollout_was_scored_with(step):
         ratios = [logs["val/ratio"] for logs in trainer.state.log_history if "val/ratio" in logs]
         assert ratios[0] == 1.0
         assert ratios[-1] != 1.0
+
+
+GRPO = {"baseline": "group_mean", "scale_rewards": "group"}
+
+
+@pytest.mark.parametrize("mean", ["none", "completion", "batch"])
+@pytest.mark.parametrize(
+    ("reward", "form"), [(unless_72, "sum"), (tied, "length_normalized"), (by_length, "per_token")]
+)
+def test_memory_modes_and_splits_make_one_gradient_of_grpo(mean, reward, form, step):
+    """A deviation or a count of tokens of one pass, or of one micro-step, trains too, and is another method."""
+    options = GRPO | {"token_mean": mean, "kl_form": form, "mask_truncated_completions": True}
+    expected, trainer = step(reward, memory="balanced", **options)
+    rows = trainer.state.log_history[0]
+    for memory, batch, tokens in (("fast", 8, 40), ("fast", 2, 10_000), ("low", 8, 40), ("balanced", 1, 1)):
+        split = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 8 // batch}
+        found, other = step(reward, memory=memory, tokens_per_pass=tokens, **options | split)
+        assert off(found, expected) < TOLERANCE, (memory, batch)
+        logs = other.state.log_history[0]
+        for name in ("loss", "loss/policy_avg"):
+            assert logs[name] == pytest.approx(rows[name], abs=1e-5), f"{memory}, {batch}: {name}"
+
+
+def test_a_mean_over_tokens_counts_groups_that_are_skipped(step):
+    """They are not computed, and are part of the step all the same, as in TRL: a share of tied groups would else be a
+    larger step for the rest."""
+    for mean in ("completion", "batch"):
+        found, trainer = step(tied, beta=0.0, token_mean=mean)
+        assert [rows for rows, _ in trainer.passes_seen] == [4]
+        plain, _ = step(tied, beta=1e-12, token_mean=mean, memory="balanced")
+        assert off(found, plain) < 1e-5
+    sums, _ = step(tied, beta=0.0)
+    tokens = sum(map(len, COMPLETIONS))
+    assert off(found * tokens, sums * len(COMPLETIONS)) < TOLERANCE, "one ratio a step, on-policy"
+
+
+@pytest.mark.parametrize("mean", ["completion", "batch"])
+def test_a_mean_over_tokens_is_that_of_each_step_of_a_rollout(mean, step):
+    """Two updates from one rollout, the second off-policy: each divides by the tokens of its own rows."""
+    options = GRPO | {"token_mean": mean, "steps_per_generation": 2, "per_device_train_batch_size": 4, "beta": 0.0}
+    expected, trainer = step(steps=2, memory="balanced", learning_rate=0.0, **options)
+    for memory in ("fast", "low"):
+        found, _ = step(steps=2, memory=memory, learning_rate=0.0, **options)
+        assert all(off(one, other) < TOLERANCE for one, other in zip(found, expected, strict=True))
+    whole, _ = step(learning_rate=0.0, **options | {"steps_per_generation": None, "per_device_train_batch_size": 8})
+    counts = [sum(map(len, COMPLETIONS[rows])) for rows in (slice(0, 4), slice(4, 8))]
+    shares = [count / sum(counts) for count in counts] if mean == "batch" else [0.5, 0.5]
+    orders = [shares, shares[::-1]]  # which group a step takes first is drawn
+    mixed = [sum(share * one for share, one in zip(order, expected, strict=True)) for order in orders]
+    assert min(off(one, whole) for one in mixed) < TOLERANCE
+    assert not trainer.rloo.settings.on_policy
+
+
+def test_a_penalty_a_token_is_weighed_against_scaled_scores(step):
+    """The health of a run reads `kl/spread_ratio`: next to rewards of 0 to 100 a penalty would look harmless that
+    outweighs advantages of deviation 1."""
+
+    def dear(completion_ids, **_):
+        return [10 * value for value in by_length(completion_ids)]
+
+    options = {"baseline": "group_mean", "kl_form": "per_token"}
+    logs = [step(dear, **options, **more)[1].state.log_history[0] for more in ({}, {"scale_rewards": "group"})]
+    scores = dear(COMPLETIONS)
+    deviation = (statistics.stdev(scores[:4]) + statistics.stdev(scores[4:])) / 2
+    plain, scaled = (found["kl/spread_ratio"] for found in logs)
+    assert scaled == pytest.approx(plain * deviation, rel=1e-3) and deviation > 5
+
+
+@pytest.mark.parametrize("memory", ["fast", "low"])
+def test_a_mean_over_tokens_counts_those_that_were_drawn_again(memory, step):
+    """A tied group gives way to a fresh one, and its tokens with it; on-policy the loss says what was divided by."""
+    fresh = [[80, 258], [81] * 6, [82] * 5, [83, 84, 258]]
+
+    def first_tied(completion_ids, **_):
+        return [1.0 if ids[0] in (72, 260, 65) else len(ids) + ids[0] / 50 for ids in completion_ids]
+
+    completions = [*COMPLETIONS, *fresh]
+    options = GRPO | {"token_mean": "batch", "beta": 0.0, "resample_rounds": 1}
+    _, trainer = step(first_tied, completions=completions, memory=memory, more=["a", "b"], **options)
+    logs = trainer.state.log_history[0]
+    assert logs["rollout/resampled_groups"] == 1
+    lengths, advantages = [len(ids) for ids in fresh + COMPLETIONS[4:]], list(trainer._logs["advantages"])[-8:]
+    wanted = -sum(a * n for a, n in zip(advantages, lengths, strict=True)) / sum(lengths)
+    assert abs(wanted) > 0.01 and logs["loss/policy_avg"] == pytest.approx(wanted, abs=1e-5)
+    assert logs["loss"] == pytest.approx(wanted, abs=1e-4)
 
 
 def test_fast_says_when_it_falls_back(step, capsys):

@@ -60,6 +60,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a time": ({"generation_kwargs": {"max_time": 1.0}}, "max_time=1.0, which the sampling does not follow. Remove it"),
     "delta": ({"delta": 1.1}, "it must be above 1 \\+ epsilon = 1.2"),
     "ratio": ({"kl_form": "per_token", "ratio_form": "sum"}, "set ratio_form=per_token"),
+    "scales": (
+        {"scale_rewards": "group", "normalize_advantages": True},
+        "set scale_rewards=none or normalize_advantages=false",
+    ),
+    "a scale": ({"scale_rewards": "batch"}, "scale_rewards is 'batch'; it takes 'none', 'group'"),
+    "mean of a ratio": (
+        {"token_mean": "completion", "ratio_form": "sum"},
+        "token_mean is completion.* set ratio_form=per_token \\(or null\\), or token_mean=none",
+    ),
+    "mean of a mean": ({"token_mean": "batch", "ratio_form": "length_normalized"}, "ratio_form is length_normalized"),
+    "mean of half a step": (
+        {"token_mean": "batch", "steps_per_generation": 2, "gradient_accumulation_steps": 4},
+        "steps_per_generation \\(2\\) is no multiple of gradient_accumulation_steps \\(4\\).*steps_per_generation=null",
+    ),
     "budget": ({"thinking_budget": 256, "max_completion_length": 256}, "= 258 tokens, more than max_completion_length"),
     "answer": ({"answer_budget": 8}, "thinking_budget is null"),
     "baseline": ({"baseline": "mean"}, "baseline is 'mean'; it takes 'leave_one_out', 'group_mean', 'none'"),
@@ -121,7 +135,8 @@ def test_every_key_of_a_file_arrives(tmp_path):
     """A key that the file takes and the loop never sees is a setting that does nothing."""
     chosen: dict[str, Any] = {
         "kl_form": "length_normalized", "ratio_form": "per_token", "delta": 4.0, "baseline": "group_mean",
-        "baseline_includes_masked": False, "normalize_rewards": "running", "sampler_correction": "token_mask",
+        "scale_rewards": "group", "token_mean": "batch", "baseline_includes_masked": False,
+        "normalize_rewards": "running", "sampler_correction": "token_mask",
         "sampler_correction_cap": 5.0, "sampler_correction_floor": 0.5, "memory": "balanced", "tokens_per_pass": 4096,
         "thinking_budget": 64, "answer_budget": 32, "thinking_close": "sentence",
     }  # fmt: skip

@@ -24,10 +24,13 @@ STRADDLE = {
     "num_generations": 8, "kl_form": "per_token", "normalize_advantages": True, "normalize_rewards": "running",
     "mask_truncated_completions": True, "missing_eos_penalty": 0.3,
 }  # fmt: skip
+GRPO = {"baseline": "group_mean", "scale_rewards": "group", "mask_truncated_completions": True}
 CASES: dict[str, dict[str, Any]] = {
     "kl": {"options": WITH_KL},
     "low": {"options": WITH_KL | {"memory": "low"}},
     "straddle": {"options": WITH_KL | STRADDLE},
+    "token_mean": {"options": WITH_KL | GRPO | {"token_mean": "batch"}},
+    "completion_mean": {"options": WITH_KL | GRPO | {"token_mean": "completion", "kl_form": "per_token"}},
     "one_has_no_signal": {"reward": "first", "options": {"beta": 0.0}},
     "every_parameter": {"lora": False, "options": {"beta": 0.0}},
 }
