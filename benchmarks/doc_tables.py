@@ -19,7 +19,10 @@ import step_times
 from reporting import RESULTS, ROOT, startup_table, step_files_table, step_value, table
 
 PAGES = (
-    *(ROOT / "docs" / name for name in ("benchmarks.md", "plan.md", "export.md", "relatives.md")),
+    *(
+        ROOT / "docs" / name
+        for name in ("benchmarks.md", "data.md", "embedded.md", "plan.md", "export.md", "relatives.md")
+    ),
     ROOT / "README.md",
 )
 
@@ -118,6 +121,22 @@ def demo_table(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def learning_table(result: dict[str, Any]) -> list[str]:
+    """demo_learning*.json: accuracy and the length of the thinking before and after, each run."""
+    rows = []
+    for run in result["runs"]:
+        pair = (run["before"], run["after"])
+        cells = [run["family"]] if "family" in run else []
+        cells += [str(run["seed"]), *(f"{one['accuracy']:.3f} ({one['low']:.3f} to {one['high']:.3f})" for one in pair)]
+        cells += [f"{one['greedy_accuracy']:.3f}" for one in pair]
+        if pair[0]["mean_thinking_tokens"] is not None:
+            cells += [f"{one['mean_thinking_tokens']:.1f}" for one in pair]
+        rows.append(cells)
+    head = ["seed", "sampled before", "after", "greedy before", "after", "thinking tokens before", "after"]
+    head = (["family"] if "family" in result["runs"][0] else []) + head
+    return table(head[: len(rows[0])], rows)
+
+
 def kl_mechanism_table(result: dict[str, Any]) -> list[str]:
     """kl_forms.json: what a token of thinking is worth under each form alone."""
     rows = []
@@ -211,6 +230,11 @@ TABLES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
     "step-files": (step_files_table, "step_files.json"),
     "decode": (decode_table, "decode_step.json"),
     "demo": (demo_table, "demo_phase.json"),
+    "demo-habit": (demo_table, "demo_habit_phase.json"),
+    "demo-learning": (learning_table, "demo_learning.json"),
+    "demo-families": (learning_table, "demo_learning_families.json"),
+    "demo-instruct": (learning_table, "demo_learning_arithmetic_instruct.json"),
+    "gym-learning": (learning_table, "demo_learning_reasoning_gym_chain_sum.json"),
     "kl-mechanism": (kl_mechanism_table, "kl_forms.json"),
     "kl-training": (kl_training_table, "kl_forms.json"),
     "relatives-setting": (relatives.setting_line, "relatives.json"),
