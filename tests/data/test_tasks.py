@@ -2,6 +2,7 @@
 
 import random
 import re
+from pathlib import Path
 
 import pytest
 
@@ -207,3 +208,28 @@ def test_a_broken_family_says_what_is_wrong(old, new, message, tmp_path):
     (tmp_path / "own.py").write_text(OWN.replace(old, new))
     with pytest.raises(ConfigError, match=rf"(?s)task family .*own.py: .*{message}"):
         find_family(str(tmp_path / "own.py"))
+
+
+def test_the_family_in_the_docs_is_one(tmp_path):
+    """An example that does not load is the first thing that somebody copies."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "embedded.md").read_text(encoding="utf-8")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, flags=re.S) if "FAMILY" in block)
+    (tmp_path / "backward.py").write_text(code)
+    family = find_family(str(tmp_path / "backward.py"))
+    assert make_rows(family, 500, 0, "backward")[0]["answer"] and family.answer("abcde") == "edcba"
+
+
+def test_the_family_in_configs_asks_as_the_library_does():
+    """A model built for other words would be trained on prompts that it cannot read."""
+    pytest.importorskip("reasoning_gym", reason="make reasoning-gym has not been run")
+    import reasoning_gym
+
+    family = find_family(str(Path(__file__).resolve().parents[2] / "configs" / "families" / "chain_sum.py"))
+    rows = reasoning_gym.create_dataset(
+        "chain_sum", min_terms=2, max_terms=2, min_digits=3, max_digits=3, size=300, seed=1
+    )
+    for row in rows:
+        first, sign, second = row["question"].removesuffix(" =").split()[-3:]
+        problem = (int(first), sign, int(second))
+        assert (family.question(problem), family.answer(problem)) == (row["question"], row["answer"])
+        assert set(row["question"]) <= set(family.alphabet)

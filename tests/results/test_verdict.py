@@ -60,6 +60,18 @@ def test_a_run_that_learnt_says_by_how_much(run: RunConfig) -> None:
     assert '"1+2="' in verdict.commands[0], "a question that the model was made for"
 
 
+def test_a_rise_is_shown_with_greedy_accuracy_and_thinking(run: RunConfig) -> None:
+    """Sampled accuracy alone also rises where the sampler only got colder: "from 24 % to 94 %" convinced nobody."""
+
+    def side(right: int, greedy: int, thinking: float) -> Evaluation:
+        shares = [1.0] * greedy + [0.0] * (COUNT - greedy)
+        measured = dict(zip(("greedy_accuracy", "greedy_low", "greedy_high"), clustered(shares, 1), strict=True))
+        return evaluation(right, greedy_per_prompt=shares, mean_thinking_tokens=thinking, **measured)
+
+    verdict = judge_run(run, result(run), side(56, 4, 5.1), side(360, 396, 18.9))
+    assert verdict.sentence.endswith("prompts); greedy from 1 % to 99 %; thinking from 5 to 19 tokens.")
+
+
 def test_a_difference_within_its_interval_is_no_evidence(run: RunConfig) -> None:
     verdict = judge_run(run, result(run), evaluation(200), evaluation(204))
     assert verdict.kind == "no evidence" and "went from 50.0 % to 51.0 %" in verdict.sentence
