@@ -8,7 +8,7 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from rloo_kit.config.checks import FILE_KINDS, find_temperature_problems
 from rloo_kit.config.derived import fill_defaults
-from rloo_kit.config.embedded import EMBEDDED_PREFIX, is_family_file, split_model_name
+from rloo_kit.config.embedded import EMBEDDED_PREFIX, find_family_problem, is_family_file, split_model_name
 from rloo_kit.config.messages import explain_error, explain_errors
 from rloo_kit.config.old_names import CONFIG_NAMES, forget_overruled, translate_file
 from rloo_kit.config.schema import (
@@ -114,13 +114,16 @@ class RunConfig(Section):
         def may_fit(source: str) -> bool:  # a file or folder of the user's may well hold such problems
             return source == known or source.lower().endswith(FILE_KINDS) or source.startswith((".", "/", "~"))
 
-        others = [name for name in self.data.all_sources if not may_fit(name)]
+        def builds(source: str) -> str:
+            task = source.removeprefix(EMBEDDED_PREFIX)
+            return f" ({EMBEDDED_PREFIX}thinking@{task})" if task != source and not find_family_problem(task) else ""
+
         return [
             f"model.name is {self.model.name}, which knows only {family}, but "
             f"data.{'sources has' if self.data.sources else 'source is'} {name}; set data.source={known}, a file or "
-            f"folder (./name) of such problems of your own, or another model.name"
-            + (f" (embedded/thinking@{name.removeprefix(EMBEDDED_PREFIX)})" if name.startswith(EMBEDDED_PREFIX) else "")
-            for name in others
+            f"folder (./name) of such problems of your own, or another model.name{builds(name)}"
+            for name in self.data.all_sources
+            if not may_fit(name)
         ]
 
     def _find_length_problems(self) -> list[str]:

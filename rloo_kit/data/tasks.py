@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.embedded import DEFAULT_FAMILY, find_family_problem, is_family_file
-from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.errors import ConfigError, DataError, excerpt
 
 FRUITLESS_DRAWS = 2000  # draws in a row without a new problem, after which a family has no more
 SAMPLE = 50  # problems on which a user's family is checked
@@ -90,8 +90,11 @@ def find_family(name: str, config_file: Path | None = None) -> Family:
 def find_family_file(name: str, config_file: Path | None = None) -> Path:
     """The file of a user's family, absolute."""
     folders = [Path.cwd(), *([config_file.parent] if config_file else [])]
-    looked = list(dict.fromkeys((folder / Path(name).expanduser()).resolve() for folder in folders))
-    found = next((file for file in looked if file.is_file()), None)
+    try:
+        looked = list(dict.fromkeys((folder / Path(name).expanduser()).resolve() for folder in folders))
+        found = next((file for file in looked if file.is_file()), None)
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, another's home, a NUL
+        raise ConfigError(f"the file {excerpt(name)} of a task family cannot be looked up: {error}") from None
     if found is None:
         raise ConfigError(
             f"there is no file {name} of a task family, looked for as {' and as '.join(map(str, looked))}"
@@ -107,7 +110,7 @@ def _load_family(file: Path) -> Family:
         _check_family(family)
     except ConfigError as error:
         raise ConfigError(f"task family {file}: {error}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"task family {file}: {type(error).__name__}: {error}") from error
     return family
 

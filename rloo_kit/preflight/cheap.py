@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.batches import check_prompts
+from rloo_kit.config.embedded import split_model_name
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget, resolve_family, thinks
 from rloo_kit.data.load import Prepared, prepare_data
 from rloo_kit.data.reading import needs_stack
+from rloo_kit.data.tasks import find_family
 from rloo_kit.errors import ConfigError
 from rloo_kit.plan import parts
 from rloo_kit.plan.load import find_machine, read_load
@@ -111,8 +113,13 @@ def raise_errors(faults: Sequence[Fault]) -> None:
 
 
 def _check_folders(run: RunConfig) -> None:
-    """Folders that the model is to be loaded from."""
+    """Folders that the model is to be loaded from, and the task family that an embedded one is built for."""
     name, adapter = run.model.name, run.model.adapter
+    if run.model.is_embedded:
+        try:
+            find_family(split_model_name(name)[1], run.source)
+        except ConfigError as error:
+            raise ConfigError(f"model.name is {name}: {error}") from None
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if not run.model.is_embedded and is_path and not Path(name).expanduser().is_dir():
         raise ConfigError(f"model.name is {name}, and there is no such folder")

@@ -187,6 +187,9 @@ def test_a_family_of_the_users_own(tmp_path, monkeypatch):
     assert find_family("backward.py", tmp_path / "run.yaml").answer("abcd") == "dcba"
     with pytest.raises(ConfigError, match=r"no file backward.py of a task family, looked for as /.*backward.py"):
         find_family("backward.py")
+    for name in ("~no-such-user/x.py", "a" * 5000 + ".py", "a\0.py"):
+        with pytest.raises(ConfigError, match="cannot be looked up"):
+            find_family(name)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +203,7 @@ def test_a_family_of_the_users_own(tmp_path, monkeypatch):
         ("problem[::-1]", 'problem[::-1] if rng.random() < 0.5 else "a"', r"has to come to one answer"),
         ("class Backward", "1 / 0\n\n\nclass Backward", "ZeroDivisionError: division by zero"),
         ("class Backward(Family)", "class Backward(Family", "SyntaxError"),
+        ("FAMILY = Backward()", "raise SystemExit(3)", "SystemExit: 3"),
     ],
 )
 def test_a_broken_family_says_what_is_wrong(old, new, message, tmp_path):
