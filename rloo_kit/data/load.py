@@ -253,6 +253,7 @@ def _dataset(source: DataSource, texts: list[str], rows: list[int]) -> Any:
     table = datasets.Dataset.from_dict(columns, features=features)
     if source.others is None:
         return table
-    chosen = source.others.with_format("arrow").select(rows)[:]  # a table of its own, not a view with indices
+    # A table of its own: no view with indices, nor a chunk for each row, each of which pickles the whole column.
+    chosen = source.others.with_format("arrow").select(rows)[:].combine_chunks()
     others = datasets.Dataset(chosen, info=datasets.DatasetInfo(features=source.others.features))
     return datasets.concatenate_datasets([table, others], axis=1)

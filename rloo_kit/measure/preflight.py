@@ -22,12 +22,14 @@ from rloo_kit.loop import run as loop
 from rloo_kit.measure.first_steps import StepsFound, try_steps
 from rloo_kit.measure.memory import make_trainer
 from rloo_kit.measure.probe import (
+    WIDER,
     Probe,
     compare_logps,
     describe,
     draw_rows,
     find_logp_faults,
     find_rollout_faults,
+    is_silent,
     roll_out,
 )
 from rloo_kit.models.policy import Policy
@@ -122,6 +124,10 @@ def _probe(
         with make_trainer(policy, run, reward_funcs, data.train) as trainer:
             probe = roll_out(trainer, draw_rows(run, data.train))
             describe(run, policy, probe, measures)
+            wider = draw_rows(run, data.train, WIDER) if is_silent(probe, measures) else []
+            if len(wider) > len(probe.batch):
+                probe = roll_out(trainer, wider)
+                describe(run, policy, probe, measures)
             starts_there = compare_logps(trainer, probe, measures)
             faults += find_logp_faults(trainer, measures, starts_there)
             faults += find_rollout_faults(run, policy, trainer, probe, measures)

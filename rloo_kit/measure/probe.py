@@ -23,6 +23,7 @@ from rloo_kit.results.intervals import clustered, wilson
 from rloo_kit.rollout.types import FOREIGN, Limits
 
 LEAST_GROUPS, LEAST_COMPLETIONS = 4, 32  # of a probe; with fewer prompts than that nothing is refused
+WIDER = 4  # times as many where they carry no signal: 32 wrong answers are no rarity for a run that learns
 TRUNCATED, CLOSED = 0.95, 0.05  # cut off at least, closed at most: the thought does not fit
 LONG_TOKENS = 4096  # at most in the search for a length that the thoughts fit into
 ROOM = 1.25  # over the longest of a few completions
@@ -44,10 +45,11 @@ class Probe:
     failed_by: dict[str, int]
 
 
-def draw_rows(run: RunConfig, dataset: Any) -> list[dict[str, Any]]:
-    """Rows of the training set for the probe, each as often as a group is large; the same for the same seed."""
+def draw_rows(run: RunConfig, dataset: Any, times: int = 1) -> list[dict[str, Any]]:
+    """Rows of the training set for the probe, each as often as a group is large; the same for the same seed. `times` as
+    many as the least."""
     generations = run.rloo.num_generations
-    groups = min(max(LEAST_GROUPS, -(-LEAST_COMPLETIONS // generations)), len(dataset))
+    groups = min(times * max(LEAST_GROUPS, -(-LEAST_COMPLETIONS // generations)), len(dataset))
     places = random.Random(f"preflight-{run.run.seed}").sample(range(len(dataset)), groups)
     return [row for place in places for row in [dataset[place]] * generations]
 
@@ -97,6 +99,17 @@ def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -
         measures.pass_rate, measures.pass_low, measures.pass_high = clustered(shares, size)
 
 
+def is_silent(probe: Probe, measures: Measures) -> bool:
+    """Whether no group carries a signal although completions were scored and not cut off: chance can do that too."""
+    return measures.signal == 0 and not is_short(measures) and not probe.batch.scores.isnan().all()
+
+
+def is_short(measures: Measures) -> bool:
+    """Whether the model's thoughts do not fit into a completion."""
+    assert measures.truncated is not None
+    return measures.closed is not None and measures.truncated >= TRUNCATED and measures.closed <= CLOSED
+
+
 # ------------------------------------------------------------------------------------------------ faults of the rollout
 
 
@@ -104,7 +117,7 @@ def find_rollout_faults(
     run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: Probe, measures: Measures
 ) -> Iterator[Fault]:
     """What the completions and their rewards say against the run. Errors are for what holds beyond the chance of few
-    completions: no group of four or more, with 32 completions or more, has a signal."""
+    completions: no group of those that `is_silent` had drawn anew has a signal, or the thoughts do not fit."""
     failed = probe.batch.judged.failed.float().mean().item()
     if failed:
         limit = run.run.max_reward_failure_share
@@ -116,8 +129,7 @@ def find_rollout_faults(
         )
     assert measures.truncated is not None and measures.signal is not None and measures.prompts is not None
     few = measures.signal <= FEW * measures.prompts and failed < 1
-    is_short = measures.closed is not None and measures.truncated >= TRUNCATED and measures.closed <= CLOSED
-    if few and is_short:
+    if few and is_short(measures):
         yield Fault("rollout", _explain_short(run, policy, trainer, probe, measures), _level(probe, measures))
         return
     if few and measures.signal == 0:

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from tokenizers import processors
 
 from rloo_kit.data.load import Data, load_data
 from rloo_kit.errors import ConfigError, DataError
-from tests.data.conftest import jsonl, rendered
+from tests.data.conftest import jsonl, plain, rendered
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": number % 3} for number in range(20)]
 
@@ -260,6 +261,17 @@ def test_answer_after_a_marker(make_run, write, tiny_tokenizer):
     path = write("empty.jsonl", jsonl({"prompt": "a", "answer": "2+2 ####"}))
     with pytest.raises(DataError, match="line 1: the answer is empty"):
         load_data(make_run(path, answer_after="####"), tiny_tokenizer)
+
+
+def test_rows_drawn_here_and_there_are_a_table_of_their_own(make_run, tiny_tokenizer):
+    """Each row was a view that kept, and pickled, the column of all rows: datasets, which hashes a table by its pickle,
+    took 24 GB for 1,000 held-out rows of reasoning-gym."""
+    rows = [{"prompt": f"{number}?", "answer": "1", "extra": f"{number:0200}"} for number in range(400)]
+    data = load_data(make_run(test_size=100), tiny_tokenizer, rows=rows)
+    for part in (data.train, data.test):
+        table = part.data.table
+        assert len(pickle.dumps(table)) < 2 * sum(len(row["extra"]) + len(row["prompt"]) + 50 for row in part)
+        assert plain(part["prompt"]) == [f"{int(extra)}?" for extra in part["extra"]]
 
 
 def test_columns_that_the_trainer_uses_itself(make_run, tiny_tokenizer, capsys):

@@ -20,7 +20,7 @@ from rloo_kit.gradient.policy_scorer import PolicyScorer
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.measure.first_steps import FirstSteps, find_step_faults
 from rloo_kit.measure.preflight import leave_untouched
-from rloo_kit.measure.probe import find_logp_faults
+from rloo_kit.measure.probe import draw_rows, find_logp_faults
 from rloo_kit.preflight.faults import PreflightError
 from rloo_kit.preflight.result import Measures, Preflight
 from rloo_kit.rollout.native import NativeEngine
@@ -30,6 +30,8 @@ CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.
 DEMO = ROOT / "configs" / "arithmetic_thinking.yaml"
 SFT_FIRST = ROOT / "configs" / "sft_arithmetic.yaml"
 CONFIGS.remove(SFT_FIRST)
+# The demo's model mostly skips its thinking; this one always thinks, and goes wrong only where it has to borrow.
+THINKS = ["model.name=embedded/thinking@subtraction", "data.source=embedded/subtraction"]
 
 
 @pytest.fixture(autouse=True)
@@ -58,12 +60,15 @@ def stand_in(file: Path) -> list[str]:
     run = kit.load_config(file)
     if run.model.is_embedded:
         return []
-    kind = "instruct" if run.model.family == "instruct" else "thinking"
+    name, source = f"embedded/{'instruct' if run.model.family == 'instruct' else 'thinking'}", "embedded/addition"
+    columns = ["data.prompt_column=prompt", "data.answer_column=answer", "data.answer_after=null", "data.subset=null"]
+    if run.data.sources:  # of reasoning-gym, whose rewards need its rows
+        name, source = "embedded/thinking@families/chain_sum.py", "reasoning_gym/chain_sum"
+        columns = ["data.sources=null", "data.options={max_terms: 2, min_digits: 3, max_digits: 3}"]
     words = [
-        f"model.name=embedded/{kind}", "model.family=auto", "model.enable_thinking=null", "model.load_in_4bit=false",
-        "model.max_seq_length=128", "data.source=embedded/addition", "data.subset=null", "data.prompt_column=prompt",
-        "data.answer_column=answer", "data.answer_after=null", "data.system_prompt=null",
-        "data.max_prompt_length=64", "rewards.0.params={}", "rloo.optim=adamw_torch_fused",
+        f"model.name={name}", "model.family=auto", "model.enable_thinking=null", "model.load_in_4bit=false",
+        "model.max_seq_length=192", f"data.source={source}", *columns, "data.system_prompt=null",
+        "data.max_prompt_length=128", "rewards.0.params={}", "rloo.optim=adamw_torch_fused",
         "rloo.max_completion_length=64",
     ]  # fmt: skip
     if run.rloo.thinking_budget is not None:  # the sentence has 24 tokens of Qwen3, and four times as many single bytes
@@ -98,7 +103,8 @@ def test_the_published_recipe_is_refused_with_its_reason(prepare, capsys):
     """128 tokens and -1 for a missing </think> give every completion the same reward, and such a run used up hours of a
     GPU without a warning. The embedded model thinks in 20 tokens, so a limit of 8 stands for 128. The value that the
     message recommends is then tried."""
-    words = ["rloo.max_completion_length=8", "rewards=[{name: thinking_reward}]", "rloo.temperature=0.1"]
+    words = [*THINKS, "rloo.max_completion_length=8", "rloo.temperature=0.1"]
+    words += ["rewards=[{name: thinking_reward}]"]
     run, policy, data, rewards = prepare(DEMO, *words)
     found = kit.check_preflight(run, policy, data, rewards)
     assert not found.go and "NO-GO: 1 problem" in str(found)
@@ -108,14 +114,15 @@ def test_the_published_recipe_is_refused_with_its_reason(prepare, capsys):
     assert f"{reason}reward, all advantages are zero, the run trains nothing" in fault.message
     assert found.measures.closed == 0 and found.measures.truncated == 1 and found.measures.signal == 0
     value = fault.message.rpartition("set ")[2]
-    again = kit.load_config(DEMO, *words, value, "rloo.temperature=1.0")
+    # Its thoughts differ by a few tokens, all in one band of that reward: another one shows that the length suffices.
+    again = kit.load_config(DEMO, *words, value, "rloo.temperature=1.0", "rewards=[{name: answer_reward}]")
     assert kit.check_preflight(again, policy, data, kit.build_rewards(again, policy.tokenizer)).go
 
 
 def test_thoughts_that_never_end_are_given_a_budget(prepare, monkeypatch):
     """The length that is named must be one that was seen to be enough; where none is, the budget closes the thought."""
     monkeypatch.setattr("rloo_kit.measure.probe.LONG_TOKENS", 12)
-    words = ["rloo.max_completion_length=8", "rloo.temperature=0.1"]
+    words = [*THINKS, "rloo.max_completion_length=8", "rloo.temperature=0.1"]
     run, policy, data, rewards = prepare(DEMO, *words)
     (fault,) = kit.check_preflight(run, policy, data, rewards).errors
     assert "few end within 12 tokens" in fault.message and "set rloo.thinking_budget=4" in fault.message
@@ -127,17 +134,32 @@ def test_thoughts_that_never_end_are_given_a_budget(prepare, monkeypatch):
 )
 def test_a_task_never_solved_and_one_always_solved_are_refused(prepare, answer, rate, fix):
     """A task that the model never solves, or always: no group has differing rewards, so nothing is trained."""
-    words = ["rloo.temperature=0.05"]  # nearly greedy: it can add
-    run, policy, data, rewards = prepare(DEMO, *words)
+    run, policy, data, rewards = prepare(DEMO, *THINKS, "rloo.temperature=0.05")  # nearly greedy: it can subtract
     if answer == "wrong":
         data.train = data.train.map(lambda row: {"answer": f"{row['answer']}7"})
     else:
-        data.train = data.train.filter(lambda row: len(row["answer"]) == 2)
+        data.train = data.train.filter(lambda row: is_easy(row["prompt"]))
     found = kit.check_preflight(run, policy, data, rewards)
     assert not found.go and found.measures.pass_rate == rate, found
     (fault,) = found.errors
     assert fault.stage == "rollout" and fault.key == "data.source" and fix in fault.message
     assert ("rloo-kit sft" in fault.message) == (rate == 0)
+    assert found.measures.prompts == 16, "drawn anew before it is refused"
+
+
+def is_easy(prompt: str) -> bool:
+    """Whether the prompt's `85-42=` has two columns and nothing to borrow."""
+    first, second = prompt.partition("user\n")[2].partition("=")[0].split("-")
+    return len(first) == 2 and first[0] > second[0] and first[1] >= second[1]
+
+
+def test_a_run_that_begins_low_is_not_refused_by_chance(prepare):
+    """32 wrong answers of 32 refused arithmetic_instruct with two seeds of four, which begins at 8 % and learns."""
+    run, policy, data, rewards = prepare(DEMO)
+    drawn = {row["prompt"] for row in draw_rows(run, data.train)}
+    data.train = data.train.map(lambda row: {"answer": "never" if row["prompt"] in drawn else row["answer"]})
+    found = kit.check_preflight(run, policy, data, rewards)
+    assert found.go and found.measures.prompts == 16 and found.measures.signal > 0, found
 
 
 def test_few_completions_refuse_nothing(prepare):
@@ -234,8 +256,8 @@ def test_rows_that_do_not_fit_are_a_warning(prepare, monkeypatch):
     monkeypatch.setattr("rloo_kit.measure.memory._decode_ends", full)
     found = kit.check_preflight(run, policy, data, rewards)
     assert found.go and found.measures.moved > 0.9
-    (fault,) = found.warnings
-    assert fault.stage == "memory" and fault.key == "rollout.rows" and "rollout.rows=64" in fault.message
+    (fault,) = [fault for fault in found.warnings if fault.stage == "memory"]
+    assert fault.key == "rollout.rows" and "rollout.rows=64" in fault.message
 
 
 def test_what_a_cpu_cannot_hold_is_not_tried(prepare, monkeypatch):
@@ -269,7 +291,7 @@ def test_sampler_and_trainer_and_reference_agree_at_first(prepare, monkeypatch):
     assert fault.stage == "log-probs" and fault.key == "rloo.sampler_correction" and "0.01 nats" in fault.message
     run.rloo.sampler_correction = "token"
     again = kit.check_preflight(run, policy, data, rewards)
-    assert again.go and [fault.stage for fault in again.warnings] == ["log-probs"]
+    assert again.go and "log-probs" in [fault.stage for fault in again.warnings]
 
 
 def test_a_reference_elsewhere_is_a_fault(prepare, monkeypatch):
@@ -348,7 +370,7 @@ def test_an_error_leaves_the_policy_as_it_was(prepare):
 # ------------------------------------------------------------------------------------------------ before training
 
 
-HOPELESS = ["rloo.temperature=0.1", "rloo.max_completion_length=8", "run.preflight=true"]
+HOPELESS = [*THINKS, "rloo.temperature=0.1", "rloo.max_completion_length=8", "run.preflight=true"]
 
 
 def test_run_preflight_keeps_a_hopeless_run_from_training(prepare):
