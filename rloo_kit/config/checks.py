@@ -133,6 +133,20 @@ def find_loop_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]
     ]
 
 
+def find_resample_problems(rounds: int, baseline: str, rounds_key: str, baseline_key: str) -> list[str]:
+    """Fresh prompts in place of groups whose scores are equal, where such a group is trained on like any other.
+
+    >>> find_resample_problems(2, "leave_one_out", "resample_rounds", "baseline")
+    []
+    """
+    if not rounds or baseline != "none":
+        return []
+    return [
+        f"{rounds_key} is {rounds}, which replaces groups whose scores are equal, but {baseline_key} is none, which "
+        f"trains on them too; set {rounds_key}=0, or {baseline_key}=group_mean"
+    ]
+
+
 def find_server_problems(engine: str, url: str | None, engine_key: str, url_key: str) -> list[str]:
     """Faults of a rollout server's address; `engine_key` and `url_key` are the names of both in messages.
 

@@ -35,8 +35,12 @@ def name_method(rloo: Mapping[str, Any]) -> str | None:
     'GRPO'
     >>> name_method({"beta": 0.05}), name_method({"scale_rewards": "group"})
     ('RLOO', None)
+    >>> name_method({"baseline": "group_mean"}), name_method({"baseline": "group_mean", "kl_form": "per_token"})
+    (None, 'Dr. GRPO')
     """
     found = {name: rloo.get(name, default) for name, default in DEFAULTS.items()}
+    if found["ratio_form"] is None and rloo.get("kl_form") == "per_token":  # each token has its own ratio then
+        found["ratio_form"] = "per_token"
     for method, keys in METHODS.items():
         wanted = {name: keys.get(name, default) for name, default in DEFAULTS.items()}
         if wanted["ratio_form"] is None:  # a ratio of any form, unless the method is known by its own

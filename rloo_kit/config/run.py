@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from rloo_kit.config.checks import FILE_KINDS, find_temperature_problems
+from rloo_kit.config.checks import FILE_KINDS, find_resample_problems, find_temperature_problems
 from rloo_kit.config.derived import fill_defaults
 from rloo_kit.config.embedded import EMBEDDED_PREFIX, find_family_problem, is_family_file, split_model_name
 from rloo_kit.config.messages import explain_error, explain_errors
@@ -89,6 +89,8 @@ class RunConfig(Section):
     def _check_sections_together(self) -> "RunConfig":
         problems = [*self._find_length_problems(), *self._find_reward_problems()]
         problems += self.find_vllm_problems(self.rollout.engine)
+        rounds = self.rollout.resample_rounds
+        problems += find_resample_problems(rounds, self.rloo.baseline, "rollout.resample_rounds", "rloo.baseline")
         problems += self._find_source_problems()
         if self.run.evaluate and self.data.test_size == 0 and not self.data.separate_test:
             problems.append(

@@ -8,7 +8,7 @@ import yaml
 
 from rloo_kit import __version__
 from rloo_kit.config.checks import GYM_PREFIX
-from rloo_kit.config.embedded import EMBEDDED_PREFIX, is_family_file, split_model_name
+from rloo_kit.config.embedded import EMBEDDED_PREFIX, is_family_file
 from rloo_kit.config.methods import describe_method, name_method
 from rloo_kit.config.run import RunConfig
 from rloo_kit.gradient.objective import choose_ratio_form
@@ -39,12 +39,12 @@ def public_name(name: str) -> str:
 
     >>> public_name("outputs/sums-sft/adapter"), public_name("/models/mine")
     ('sums-sft', 'mine')
-    >>> public_name("embedded/thinking@/data/mine/backward.py")
-    'embedded/thinking@backward.py'
+    >>> public_name("embedded/thinking@/data/mine/backward.py"), public_name("embedded//data/mine/backward.py")
+    ('embedded/thinking@backward.py', 'embedded/backward.py')
     """
     if name.startswith(EMBEDDED_PREFIX):
-        kind, family = split_model_name(name)
-        return f"{EMBEDDED_PREFIX}{kind}@{Path(family).name}" if is_family_file(family) else name
+        kind, at, family = name.removeprefix(EMBEDDED_PREFIX).rpartition("@")
+        return f"{EMBEDDED_PREFIX}{kind}{at}{Path(family).name}" if is_family_file(family) else name
     path = Path(name)
     last = path.parent.name if path.name == "adapter" and path.parent.name else path.name
     return hub_id(name) or (name if name.startswith(GYM_PREFIX) else last)

@@ -86,18 +86,23 @@ def make_advantages(
         mask: (N,), 0 where a token has no part in the loss. lengths: tokens of this process's completions.
         gather: from a tensor of this process's rows to one of all. mine: where this process's rows lie among all.
     """
-    by_token = kl is not None and settings.kl_form == "per_token"
+    # Standardized advantages of each token take their moments over tokens, with a penalty or without (beta 0).
+    by_token = settings.kl_form == "per_token" and (kl is not None or settings.normalize_advantages)
+    kl = torch.zeros_like(mask, dtype=scores.dtype) if by_token and kl is None else kl
     rewards = scores
     if kl is not None:
         charged = scores - settings.beta * gather(kl_charge(kl, mask, lengths, settings.kl_form))
         rewards = charged.masked_fill(~charged.isfinite(), torch.nan)  # one infinity must not reach the siblings
-    compared = scores.masked_fill(rewards.isnan(), torch.nan) if by_token else rewards
+    task = scores.masked_fill(rewards.isnan(), torch.nan)
     if group_size > 1:
-        per_row = subtract_baseline(compared, group_size, settings.baseline)  # (A,)
-        if settings.scale_rewards == "group":  # with per_token the task's part alone: beta counts in deviations then
-            per_row = scale_by_group(per_row, compared, group_size)
+        is_scaled = settings.scale_rewards == "group"
+        per_row = subtract_baseline(task if by_token or is_scaled else rewards, group_size, settings.baseline)  # (A,)
+        if is_scaled:  # the task's part alone: a solved group has no deviation but that of its KL
+            per_row = scale_by_group(per_row, task, group_size)
+            if kl is not None and not by_token:
+                per_row = per_row + subtract_baseline(rewards - task, group_size, settings.baseline)
     else:
-        per_row = torch.full_like(compared, torch.nan)
+        per_row = torch.full_like(task, torch.nan)
     if not by_token:
         per_row = zero_unscored(standardize(per_row, eps=SCALE_EPSILON) if settings.normalize_advantages else per_row)
         return Advantages(rewards, per_row, per_row[mine], lengths, per_token=False)

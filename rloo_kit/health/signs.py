@@ -59,7 +59,9 @@ def _steps(seen: Series, since: int) -> str:
 
 def no_signal(seen: Series, context: Context, window: int) -> Evidence | None:
     # With a KL penalty the rewards of a group differ by it alone, so the scores before the penalty come first.
-    name = next((one for one in TIED.metrics if seen.all(one)), "")
+    # Without a baseline of the group a solved one and a failed one differ, and both are trained on.
+    grouped = context.rloo.get("baseline") != "none"
+    name = next((one for one in TIED.metrics if grouped and seen.all(one)), "")
     tied = seen.held(name, lambda share: share >= 1.0, window)
     equal = seen.held("reward_std", lambda deviation: deviation < EQUAL_REWARDS, window)
     found = min((point for point in (tied, equal) if point is not None), default=None)

@@ -113,7 +113,7 @@ def rollout_metrics(
         metrics["completions/most_common_ratio"] = most / len(statistics)
     if (beta := settings.beta) != 0.0:
         scores = batch.scores
-        if advantages.per_token and settings.scale_rewards == "group":  # what the penalty is weighed against then
+        if settings.scale_rewards == "group":  # what the penalty is weighed against
             scores = scale_by_group(scores, scores, batch.group_size)
         metrics["kl"] = (column["kl"].sum() / column["kl_tokens"].sum().clamp(min=1)).item()
         metrics["objective/kl"] = column["kl"].mean().item()

@@ -21,6 +21,7 @@ from pydantic import ValidationError, create_model
 from rloo_kit.config.batches import check_eval_batch, check_generation_batch, check_generation_batch_size
 from rloo_kit.config.checks import (
     find_loop_problems,
+    find_resample_problems,
     find_sampling_problems,
     find_server_problems,
     find_temperature_problems,
@@ -219,6 +220,7 @@ def _check_options(values: dict[str, Any]) -> dict[str, Any]:
     heat = {"temperature": values["temperature"]}
     problems = find_loop_problems(values | dict(checked)) + find_server_problems(*server)
     problems += find_temperature_problems(values["rollout_engine"], heat, "rollout_engine")
+    problems += find_resample_problems(values["resample_rounds"], values["baseline"], "resample_rounds", "baseline")
     if problems:
         raise ConfigError("\n".join(problems))
     return dict(checked)

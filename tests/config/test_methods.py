@@ -10,6 +10,7 @@ import yaml
 from rloo_kit.config.methods import DEFAULTS, METHODS, describe_method, name_method
 from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import RLOOSection, choices
+from rloo_kit.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "arithmetic_thinking.yaml"
@@ -36,6 +37,12 @@ def test_a_row_of_the_page_makes_the_method(method):
 def test_the_page_has_no_other_methods():
     """A row without an entry in the table is tested by nothing."""
     assert list(rows_of_the_page()) == list(METHODS)
+
+
+def test_methods_that_train_on_equal_groups_do_not_replace_them():
+    """Resampling threw away the groups that REINFORCE tells apart."""
+    with pytest.raises(ConfigError, match=r"rollout.resample_rounds=0, or rloo.baseline=group_mean"):
+        load_config(CONFIG, "rloo.baseline=none", "rollout.resample_rounds=1")
 
 
 def test_defaults_are_those_of_the_keys():

@@ -183,8 +183,8 @@ def oracle_scale(values, rewards, group):
 
 @pytest.mark.parametrize(("baseline", "form"), list(itertools.product(BASELINES, KL_FORMS)))
 def test_scaled_advantages_equal_plain_python(baseline, form):
-    """The deviation is that of what is compared: rewards less their charge, or with a penalty a token the task's part
-    alone, so that beta counts in deviations as it does in GRPO, whose KL is no part of the advantage."""
+    """The deviation is that of the task's part alone, so that beta counts in deviations as it does in GRPO, whose KL is
+    no part of the advantage. Divided with it, the KL's noise in a solved group was trained as advantages of 1."""
     generator, settings = random.Random(4), AdvantageSettings(0.3, form, baseline, scale_rewards="group")
     for _ in range(30):
         group = generator.choice([2, 3, 5])
@@ -193,26 +193,46 @@ def test_scaled_advantages_equal_plain_python(baseline, form):
         rows = [[generator.gauss(0.1, 0.5) for _ in range(generator.randint(1, 4))] for _ in scores]
         lengths, kl = [len(row) for row in rows], torch.tensor([value for row in rows for value in row])
         charge = [sum(row) / (len(row) if form == "length_normalized" else 1) for row in rows]
-        compared = scores if form == "per_token" else [s - 0.3 * c for s, c in zip(scores, charge, strict=True)]
-        task = [
-            value if known == known else NAN
-            for value, known in zip(
-                oracle_baseline(compared, group, baseline), _present(compared, group, baseline), strict=True
-            )
-        ]
-        task = oracle_scale(task, compared, group)
+        known = _present(scores, group, baseline)
+
+        def compare(values, group=group, known=known):
+            found = oracle_baseline(values, group, baseline)
+            return [value if one == one else NAN for value, one in zip(found, known, strict=True)]
+
+        task = oracle_scale(compare(scores), scores, group)
+        penalty = compare([-0.3 * c if s == s else NAN for s, c in zip(scores, charge, strict=True)])
         found = make_advantages(torch.tensor(scores), kl, torch.ones_like(kl), lengths, group, settings)
         if form == "per_token":
             wanted = [
                 a - 0.3 * sum(row[place:]) for a, row in zip(task, rows, strict=True) for place in range(len(row))
             ]
         else:
-            wanted = task
+            wanted = [one + other for one, other in zip(task, penalty, strict=True)]
         wanted = [0.0 if value != value else value for value in wanted]
         assert found.trained.tolist() == pytest.approx(wanted, rel=1e-3, abs=1e-3)
         if form != "per_token" and baseline != "none":
             alone = make_advantages(torch.tensor(scores), None, torch.ones_like(kl), lengths, group, settings)
             assert alone.trained[:group].tolist() == [0.0] * group, "tied: exactly 0, or it is trained on rounding"
+
+
+def test_a_solved_group_is_trained_on_its_penalty_alone():
+    """With beta 0.01 and 0.02 nats of KL, more or less, K equal rewards had advantages of up to 0.8."""
+    generator = random.Random(5)
+    kl = torch.tensor([generator.gauss(0.02, 0.01) for _ in range(8)])
+    settings = AdvantageSettings(0.01, "sum", "group_mean", scale_rewards="group")
+    found = make_advantages(torch.ones(8), kl, torch.ones(8), [1] * 8, 8, settings)
+    assert found.trained.tolist() == pytest.approx((-0.01 * (kl - kl.mean())).tolist(), abs=1e-6)
+
+
+def test_moments_of_tokens_do_not_wait_for_a_penalty():
+    """REINFORCE++ at beta 0 standardized over completions, and at beta 1e-9 over tokens: two methods."""
+    lengths, scores = [2, 2, 30, 30], torch.tensor([0.0, 0.0, 1.0, 1.0])
+    settings = [AdvantageSettings(beta, "per_token", "none", normalize_advantages=True) for beta in (0.0, 1e-9)]
+    ones = torch.ones(sum(lengths))
+    without = make_advantages(scores, None, ones, lengths, 2, settings[0])
+    tiny = make_advantages(scores, torch.zeros_like(ones), ones, lengths, 2, settings[1])
+    assert without.per_token and without.trained.tolist() == pytest.approx(tiny.trained.tolist(), abs=1e-6)
+    assert abs(without.trained.mean().item()) < 1e-5 and without.per_row[0].item() == pytest.approx(-3.84, abs=0.01)
 
 
 def test_a_scale_leaves_out_what_is_not_scored():

@@ -300,14 +300,15 @@ def test_a_mean_over_tokens_is_that_of_each_step_of_a_rollout(mean, step):
     assert not trainer.rloo.settings.on_policy
 
 
-def test_a_penalty_a_token_is_weighed_against_scaled_scores(step):
+@pytest.mark.parametrize("form", ["per_token", "sum"])
+def test_a_penalty_is_weighed_against_scaled_scores(form, step):
     """The health of a run reads `kl/spread_ratio`: next to rewards of 0 to 100 a penalty would look harmless that
     outweighs advantages of deviation 1."""
 
     def dear(completion_ids, **_):
         return [10 * value for value in by_length(completion_ids)]
 
-    options = {"baseline": "group_mean", "kl_form": "per_token"}
+    options = {"baseline": "group_mean", "kl_form": form}
     logs = [step(dear, **options, **more)[1].state.log_history[0] for more in ({}, {"scale_rewards": "group"})]
     scores = dear(COMPLETIONS)
     deviation = (statistics.stdev(scores[:4]) + statistics.stdev(scores[4:])) / 2

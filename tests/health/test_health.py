@@ -117,6 +117,13 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+def test_equal_groups_are_a_signal_without_a_baseline() -> None:
+    """Plain REINFORCE and REINFORCE++ tell a solved group from a failed one; health.no_signal=stop ended such a run."""
+    rows = [WELL | {"frac_score_zero_std": 1.0}] * 5
+    assert [one.rule for one in look(rows)] == ["no_signal"] and look(rows, baseline="none") == []
+    assert [one.rule for one in look([WELL | {"reward_std": 0.0}] * 5, baseline="none")] == ["no_signal"]
+
+
 @pytest.mark.parametrize(
     ("rule", "rows", "options", "key"), CASES, ids=[f"{n}-{case[0]}" for n, case in enumerate(CASES)]
 )

@@ -77,6 +77,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "budget": ({"thinking_budget": 256, "max_completion_length": 256}, "= 258 tokens, more than max_completion_length"),
     "answer": ({"answer_budget": 8}, "thinking_budget is null"),
     "baseline": ({"baseline": "mean"}, "baseline is 'mean'; it takes 'leave_one_out', 'group_mean', 'none'"),
+    "ties": ({"baseline": "none", "resample_rounds": 2}, "set resample_rounds=0, or baseline=group_mean"),
     "memory": ({"memory": "tiny"}, "memory is 'tiny'; it takes 'fast', 'balanced', 'low'"),
     "engine": ({"rollout_engine": "sglang"}, "rollout_engine is 'sglang'; it takes 'auto', 'native', 'gene"),
     "rewards": ({"normalize_rewards": "always"}, "normalize_rewards is 'always'; it takes true or false or 'running'"),
