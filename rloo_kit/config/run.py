@@ -4,11 +4,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 
 from rloo_kit.config.checks import FILE_KINDS, find_resample_problems, find_temperature_problems
 from rloo_kit.config.derived import fill_defaults
-from rloo_kit.config.embedded import EMBEDDED_PREFIX, find_family_problem, is_family_file, split_model_name
+from rloo_kit.config.embedded import (
+    EMBEDDED_PREFIX,
+    find_family_file,
+    find_family_problem,
+    is_family_file,
+    is_same_family,
+    split_model_name,
+)
 from rloo_kit.config.messages import explain_error, explain_errors
 from rloo_kit.config.old_names import CONFIG_NAMES, forget_overruled, translate_file
 from rloo_kit.config.schema import (
@@ -64,10 +71,20 @@ class RunConfig(Section):
         """The run's folder: output_dir/name."""
         return expand_user(self.run.output_dir, "run.output_dir") / self.name
 
+    @property
+    def family_files(self) -> list[Path]:
+        """The files of the user's task families that the model and its prompts are of; ConfigError where one is not
+        there."""
+        sources = [*self.data.all_sources, *([self.sft.source] if self.sft.source else [])]
+        names = [name.removeprefix(EMBEDDED_PREFIX) for name in sources if name.startswith(EMBEDDED_PREFIX)]
+        if self.model.is_embedded:
+            names.insert(0, split_model_name(self.model.name)[1])
+        return list(dict.fromkeys(find_family_file(name, self.source) for name in names if is_family_file(name)))
+
     def check(self) -> None:
         """Check between sections, which an assignment does not; raises ConfigError where they contradict each other."""
         try:
-            type(self).model_validate(self.model_dump())
+            type(self).model_validate(self.model_dump(), context=self._source)
         except ValidationError as error:
             raise ConfigError("\n".join(explain_error(entry, RunConfig) for entry in error.errors())) from None
 
@@ -86,7 +103,8 @@ class RunConfig(Section):
         return fill_defaults(values)
 
     @model_validator(mode="after")
-    def _check_sections_together(self) -> "RunConfig":
+    def _check_sections_together(self, info: ValidationInfo) -> "RunConfig":
+        self._source = info.context
         problems = [*self._find_length_problems(), *self._find_reward_problems()]
         problems += self.find_vllm_problems(self.rollout.engine)
         rounds = self.rollout.resample_rounds
@@ -109,12 +127,15 @@ class RunConfig(Section):
     def _find_source_problems(self) -> list[str]:
         """Prompts that the embedded model cannot read: it knows the characters and problems of one family."""
         kind, family = split_model_name(self.model.name)
-        if not self.model.is_embedded or kind == "untaught" or is_family_file(family):
+        if not self.model.is_embedded or kind == "untaught":
             return []
         known = f"{EMBEDDED_PREFIX}{family}"
 
         def may_fit(source: str) -> bool:  # a file or folder of the user's may well hold such problems
-            return source == known or source.lower().endswith(FILE_KINDS) or source.startswith((".", "/", "~"))
+            if source.startswith(EMBEDDED_PREFIX):
+                return is_same_family(family, source.removeprefix(EMBEDDED_PREFIX), self._source)
+            is_own = source.lower().endswith(FILE_KINDS) or source.startswith((".", "/", "~"))
+            return is_own or is_family_file(family)
 
         def builds(source: str) -> str:
             task = source.removeprefix(EMBEDDED_PREFIX)
@@ -216,9 +237,8 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     if isinstance(values["run"], dict) and values["run"].get("name") is None:
         values["run"]["name"] = path.stem
     try:
-        config = RunConfig.model_validate(values)
+        config = RunConfig.model_validate(values, context=path)
     except ValidationError as error:
         raise ConfigError(explain_errors(error, RunConfig, path, lines, changed)) from None
-    config._source = path
     prepare_standby(config.rollout.engine, config.model.backend)
     return config

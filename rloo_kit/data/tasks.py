@@ -1,8 +1,8 @@
 """Task families of the embedded model: prompts for RLOO and demonstrations for the cold start, behind `Family`.
 
 A family is one file with a generator (`draw`, `question`), a worked solution (`work`) and the habit that its cold start
-teaches. The kit's own are in `families/`; a user's is a .py file with a `FAMILY` in it. A checksum of the problem
-reserves half of all problems for the cold start, so a run never meets those.
+teaches. The kit's own are in `families/`; a user's is a .py file with a `FAMILY` in it. A checksum of the problem's
+identity reserves half of all problems for the cold start, so a run never meets those.
 """
 
 import importlib
@@ -10,15 +10,14 @@ import random
 import runpy
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.embedded import DEFAULT_FAMILY, find_family_problem, is_family_file
-from rloo_kit.errors import ConfigError, DataError, excerpt
+from rloo_kit.config.embedded import DEFAULT_FAMILY, find_family_file, find_family_problem, is_family_file
+from rloo_kit.errors import ConfigError, DataError, RlooKitError, excerpt
 
-FRUITLESS_DRAWS = 2000  # draws in a row without a new problem, after which a family has no more
+FRUITLESS_DRAWS = 4000  # draws in a row without a new problem of one half, after which it has no more
 SAMPLE = 50  # problems on which a user's family is checked
 
 
@@ -31,6 +30,11 @@ class Habit:
     slip: float = 0.0
     guess: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise ConfigError(f"Habit({name}={excerpt(value)}): it takes a probability from 0 to 1")
+
 
 NO_HABIT = Habit()
 # Of the worked answers that a run imitates: of mixed quality, so that a model that does is right sometimes.
@@ -42,8 +46,8 @@ class Family(ABC):
 
     Attributes:
         alphabet: every character of questions, thinking and answers; ASCII.
-        habit: what the cold start teaches besides the method. steps: of the cold start.
-        max_rows: problems of a run at most, few enough that drawing stays quick.
+        habit: what the cold start teaches besides the method. steps: of the cold start, at least 1.
+        max_rows: problems of a run at most, at least 1, few enough that drawing stays quick.
     """
 
     alphabet: str
@@ -53,7 +57,7 @@ class Family(ABC):
 
     @abstractmethod
     def draw(self, rng: random.Random) -> Any:
-        """A problem, of any type; all that is random about it comes from `rng`."""
+        """A problem, of any type; all that is random about it comes from `rng`. Both halves have to occur."""
 
     @abstractmethod
     def question(self, problem: Any) -> str:
@@ -72,14 +76,14 @@ class Family(ABC):
         """An answer without thinking, each character of which is wrong with probability `wrong`."""
         return "".join(mistake(mark, rng) if rng.random() < wrong else mark for mark in self.answer(problem))
 
-    def identity(self, problem: Any) -> Hashable:
-        """Equal for problems of which a run takes one; the half that the cold start has is chosen by its text."""
+    def identity(self, problem: Any) -> str:
+        """Equal for problems of which a run takes one, and the same in every process; it decides the problem's half."""
         return self.question(problem)
 
 
 def find_family(name: str, config_file: Path | None = None) -> Family:
-    """One of `FAMILIES` by its name, or that of a file: `path/to/family.py`, from the working directory, then from the
-    folder of `config_file`. Raises ConfigError where there is none, or the file holds none."""
+    """One of `FAMILIES` by its name, or that of a file, `path/to/family.py`, which `find_family_file` finds. Raises
+    ConfigError where there is none, or the file holds none."""
     if not is_family_file(name):
         if problem := find_family_problem(name):
             raise ConfigError(problem)
@@ -87,28 +91,13 @@ def find_family(name: str, config_file: Path | None = None) -> Family:
     return _load_family(find_family_file(name, config_file))
 
 
-def find_family_file(name: str, config_file: Path | None = None) -> Path:
-    """The file of a user's family, absolute."""
-    folders = [Path.cwd(), *([config_file.parent] if config_file else [])]
-    try:
-        looked = list(dict.fromkeys((folder / Path(name).expanduser()).resolve() for folder in folders))
-        found = next((file for file in looked if file.is_file()), None)
-    except (OSError, RuntimeError, ValueError) as error:  # too long a name, another's home, a NUL
-        raise ConfigError(f"the file {excerpt(name)} of a task family cannot be looked up: {error}") from None
-    if found is None:
-        raise ConfigError(
-            f"there is no file {name} of a task family, looked for as {' and as '.join(map(str, looked))}"
-        )
-    return found
-
-
 def _load_family(file: Path) -> Family:
     try:
         family = runpy.run_path(str(file), run_name=f"family_{file.stem}").get("FAMILY")
         if not isinstance(family, Family):
-            raise ConfigError(f"{file} has no FAMILY that is a rloo_kit.data.tasks.Family; write FAMILY = MyFamily()")
+            raise ConfigError("it has no FAMILY that is a rloo_kit.data.tasks.Family; write FAMILY = MyFamily()")
         _check_family(family)
-    except ConfigError as error:
+    except RlooKitError as error:
         raise ConfigError(f"task family {file}: {error}") from None
     except (Exception, SystemExit) as error:
         raise ConfigError(f"task family {file}: {type(error).__name__}: {error}") from error
@@ -116,55 +105,78 @@ def _load_family(file: Path) -> Family:
 
 
 def _check_family(family: Family) -> None:
-    """Refuse what would train a model on nonsense: characters without a row, an answer that work does not come to."""
+    """Refuse what would fail in a later process, draw for ever, or train a model on nonsense: characters without a row,
+    an answer that work does not come to."""
     alphabet = getattr(family, "alphabet", None)
     if not isinstance(alphabet, str) or not alphabet.isascii():
         raise ConfigError("alphabet has to be a text of ASCII characters, all that questions and answers consist of")
+    for name in ("steps", "max_rows"):
+        if type(value := getattr(family, name)) is not int or value < 1:
+            raise ConfigError(f"{name} is {excerpt(value)}; it takes a whole number from 1")
+    if not isinstance(family.habit, Habit):
+        raise ConfigError(f"habit is {excerpt(family.habit)}, not a rloo_kit.data.tasks.Habit")
     rng = random.Random(0)
     for _ in range(SAMPLE):
         problem = family.draw(rng)
-        question, answer = family.question(problem), family.answer(problem)
-        for text in (question, answer, *family.work(problem, rng, family.habit.slip), family.guess(problem, rng, 0.5)):
-            unknown = sorted(set(str(text)) - set(alphabet) - {"\n"})
-            if not isinstance(text, str) or unknown:
-                raise ConfigError(f"{text!r} is not made of alphabet's characters alone: add {unknown} to alphabet")
+        _check_text("question", question := family.question(problem), alphabet)
+        _check_text("identity", family.identity(problem))
+        worked = family.work(problem, rng, family.habit.slip)
+        if not isinstance(worked, tuple) or len(worked) != 2:
+            raise ConfigError(f"work() has to return two texts, the thinking and the answer, not {excerpt(worked)}")
+        for text in worked:
+            _check_text("work", text, alphabet)
+        _check_text("answer", answer := family.answer(problem), alphabet)
+        _check_text("guess", family.guess(problem, rng, 0.5), alphabet)
         if not answer.strip() or family.work(problem, rng)[1] != answer:
             raise ConfigError(
                 f"{question!r}: without slips work() has to come to one answer, not to {answer!r} and another"
             )
+    for reserved in (True, False):
+        draw_problem(family, rng, reserved)
+
+
+def _check_text(method: str, text: Any, alphabet: str | None = None) -> None:
+    if not isinstance(text, str):
+        raise ConfigError(f"{method}() gives {excerpt(text)}, which is no text")
+    unknown = [] if alphabet is None else sorted(set(text) - set(alphabet) - {"\n"})
+    if unknown:
+        raise ConfigError(f"{text!r} is not made of alphabet's characters alone: add {unknown} to alphabet")
 
 
 def is_reserved(family: Family, problem: Any) -> bool:
     """Whether the problem belongs to the cold start (about half of all) and never to a run."""
-    return zlib.crc32(str(family.identity(problem)).encode()) % 2 == 0
+    return zlib.crc32(family.identity(problem).encode()) % 2 == 0
 
 
 def draw_problem(family: Family, rng: random.Random, reserved: bool) -> Any:
-    """A problem of the cold start's half, or of a run's."""
-    return next(problem for problem in _draws(family, rng) if is_reserved(family, problem) == reserved)
-
-
-def _draws(family: Family, rng: random.Random) -> Iterator[Any]:
-    while True:
-        yield family.draw(rng)
+    """A problem of the cold start's half, or of a run's. Raises DataError where the family draws none."""
+    for _ in range(FRUITLESS_DRAWS):
+        problem = family.draw(rng)
+        if is_reserved(family, problem) == reserved:
+            return problem
+    raise DataError(
+        f"{FRUITLESS_DRAWS} draws gave no problem of {'the cold start' if reserved else 'a run'}'s half: draw() has to "
+        "give problems of both, which a checksum of identity() tells apart"
+    )
 
 
 def draw_problems(family: Family, num: int, seed: int, name: str = DEFAULT_FAMILY) -> list[Any]:
-    """`num` problems of a run's half, no two the same; more of a seed begin with the fewer. Raises DataError where the
-    family `name` has not so many."""
+    """`num` problems of a run's half, no two the same; more of a seed begin with the fewer, and the folder of a user's
+    file plays no part. Raises DataError where the family `name` has not so many."""
     if not 0 <= num <= family.max_rows:
         raise DataError(
             f"{num} {name} problems were asked for; embedded/{name} has up to {family.max_rows} for this model: lower "
             "data.num_prompts"
         )
-    rng = random.Random(f"{name}-{seed}")
-    problems: dict[Hashable, Any] = {}
+    rng = random.Random(f"{Path(name).stem}-{seed}")
+    problems: dict[str, Any] = {}
     fruitless = 0
     while len(problems) < num:
-        problem = draw_problem(family, rng, reserved=False)
-        known = len(problems)
-        problems.setdefault(family.identity(problem), problem)
-        fruitless = fruitless + 1 if len(problems) == known else 0
+        problem = family.draw(rng)
+        identity = family.identity(problem)
+        fruitless += 1
+        if identity not in problems and not is_reserved(family, problem):
+            problems[identity], fruitless = problem, 0
         if fruitless > FRUITLESS_DRAWS:
             raise DataError(
                 f"{num} {name} problems were asked for, and embedded/{name} has about {len(problems)}: lower "

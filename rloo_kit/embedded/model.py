@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from rloo_kit.config.embedded import DEFAULT_FAMILY, is_family_file, split_model_name
+from rloo_kit.config.embedded import DEFAULT_FAMILY, find_family_file, is_family_file, split_model_name
 from rloo_kit.data.byte_tokens import check_names
 from rloo_kit.data.families import addition
-from rloo_kit.data.tasks import Habit, find_family, find_family_file
+from rloo_kit.data.tasks import Habit, find_family
 from rloo_kit.embedded.cold_start import ColdStart, find_plan, train
 from rloo_kit.embedded.tokenizer import build_tokenizer
 from rloo_kit.errors import ConfigError, SetupError
@@ -58,7 +58,7 @@ def build(
         vocabulary: `compact` (320 rows: the bytes, then the chat tokens) or `qwen3` (151936 rows, Qwen3's own ids).
         seed: of the cold start; another seed is another model.
         steps: of the cold start; None takes as many as the model needs, a few give a quick model that solves nothing.
-        config_file: in whose folder too the file of a user's family is looked up.
+        config_file: of the run; see `find_family_file`.
         report: gets a line of text every few seconds; None prints it.
     Raises:
         ConfigError: no such model, family or vocabulary, or steps below 1.
@@ -171,8 +171,11 @@ def _run_cold_start(recipe: dict[str, Any], folder: Path, report: Callable[[str]
         if child.returncode:
             errors.seek(0)
             tail = "\n".join(errors.read().splitlines()[-15:])
+            family = recipe["family"]
+            name = recipe["kind"] if family == DEFAULT_FAMILY else f"{recipe['kind']}@{family}"
+            first = f"see what draws and work in {family} do; " if is_family_file(family) else ""
             raise SetupError(
-                f"the cold start of embedded/{recipe['kind']} ended with exit code {child.returncode}; "
+                f"the cold start of embedded/{name} ended with exit code {child.returncode}; {first}"
                 f"`rloo-kit doctor` checks the installation. Its last words:\n{tail}"
             )
 

@@ -229,8 +229,10 @@ def _name_base(run: RunConfig, base: str) -> str:
 
 
 def _find_base(run: RunConfig, base: str) -> dict[str, Any]:
-    """The keys of `model` by which the base is found elsewhere, or at least called."""
-    return name_built(Path(base).name) or {"name": _name_base(run, base)}
+    """The keys of `model` by which the base is found elsewhere, or at least called; the file of a user's family is not
+    part of an export."""
+    folder = Path(base).name
+    return name_built(folder) or {"name": folder if run.model.is_embedded else _name_base(run, base)}
 
 
 def _describe_files(folder: Path) -> dict[str, dict[str, Any]]:

@@ -33,6 +33,7 @@ FILES = {
     "best": "the adapter of the best evaluation during training",
     "config.yaml": "the resolved configuration",
     "versions.json": "versions and git revision",
+    "task_families": "the files of the task families of your own",
     "status.json": "how the run ended",
     "metrics.jsonl": "one row of metrics a step",
     "health.jsonl": "what was wrong with the run: since which step, evidence, cause, fix",

@@ -7,14 +7,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from rloo_kit.config.derived import THINKING_LENGTH
-from rloo_kit.config.embedded import EMBEDDED_PREFIX, split_model_name
 from rloo_kit.config.messages import explain_error
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.config.yaml_files import apply_override, dump_yaml
 from rloo_kit.errors import ConfigError
+from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, find_run
 
-NO_PROMPTS = "any/prompts"  # of a configuration that has to name some, which nobody reads
+NO_PROMPTS = "any.jsonl"  # of a configuration that has to name some, which nobody reads; any model takes a file
 RUN_FILE = "rloo_kit.yaml"  # in an export: what a question reads of the run that it is of
 
 
@@ -25,12 +25,10 @@ def describe_origin(run: RunConfig, base: dict[str, Any]) -> str:
         base: keys of `model` by which the base is found where the export goes: `name`, and what else it takes.
     """
     lengths = run.rloo.model_dump(mode="json", include={"max_completion_length", "thinking_close", "temperature"})
-    family = split_model_name(base["name"])[1]  # an embedded model takes no other prompts
-    prompts = f"{EMBEDDED_PREFIX}{family}" if base["name"].startswith(EMBEDDED_PREFIX) else NO_PROMPTS
     values = {
         "run": {"name": run.name, "seed": run.run.seed},
         "model": run.model.model_dump(mode="json") | base | {"adapter": None},
-        "data": {"source": prompts, "system_prompt": run.data.system_prompt},
+        "data": {"source": NO_PROMPTS, "system_prompt": run.data.system_prompt},
         "rewards": [{"name": "answer_reward"}],
         "rloo": {"max_steps": 1} | lengths,
         "eval": run.eval.model_dump(mode="json"),
@@ -58,8 +56,8 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
     """The run that a source comes from, as it was trained: `find_run`, also of a folder of weights.
 
     For that it is `RUN_FILE` in it, or the run in whose folder it lies (a checkpoint, an export), or else the folder as
-    the model of a run with defaults; an export in its run's folder finds its base where the run does. Arguments and
-    errors are those of `find_run`.
+    the model of a run with defaults; an export in its run's folder finds its base where the run does, and elsewhere in
+    itself, if it is included. Arguments and errors are those of `find_run`.
     """
     gguf = find_gguf(Path(source))
     folder = (Path(source) if gguf is None else gguf.parent).resolve()
@@ -68,8 +66,10 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
     above = (one / "config.yaml" for one in (folder.parent, folder.parent.parent))
     around = next((file for file in above if file.is_file()), None)
     if (folder / RUN_FILE).is_file():
-        base = {} if around is None else {"name": load_config(around).model.name}
-        return load_config(folder / RUN_FILE, *overrides, model=base)
+        base = _included_base(folder) if around is None else {"name": load_config(around).model.name}
+        run = load_config(folder / RUN_FILE, *overrides, model=base)
+        run._source = around or run.source
+        return run
     if around is not None:
         return load_config(around, *overrides)
     if gguf is not None:
@@ -93,6 +93,12 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join(explain_error(entry, RunConfig) for entry in error.errors())) from None
+
+
+def _included_base(folder: Path) -> dict[str, str]:
+    """The base that an exported adapter has beside it, as a key of `model`."""
+    base = folder / Path(str(read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))).name
+    return {"name": str(base)} if (base / MODEL_CONFIG).is_file() else {}
 
 
 def _positions(folder: Path) -> int | None:

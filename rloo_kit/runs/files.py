@@ -66,11 +66,16 @@ def wait_for_saves(timeout_s: float | None = None) -> bool:
 
 
 def write_text(path: Path, text: str) -> Path:
+    """`write_bytes` of `text` as UTF-8."""
+    return write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> Path:
     """Replace the file at `path` in one piece; its folder must exist."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

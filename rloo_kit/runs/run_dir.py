@@ -17,6 +17,7 @@ from typing import IO, Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
+from rloo_kit.config.embedded import KEPT_FAMILIES
 from rloo_kit.config.resume import refuse_changes
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFoundError, SetupError, shorten
@@ -30,6 +31,7 @@ from rloo_kit.runs.files import (
     lock_folder,
     now,
     read_object,
+    write_bytes,
     write_json,
     write_text,
 )
@@ -81,6 +83,7 @@ class RunDir:
         self.restored = 0
         self.resume_command = "train(run, policy, data, reward_funcs, resume=True)"
         self._config = ""
+        self._families: dict[str, bytes] = {}  # the files of the user's task families
         self._lock: IO[str] | None = None
         self._signals = ExitStack()
 
@@ -132,7 +135,7 @@ class RunDir:
 
     def _open(self, run: RunConfig, resume: bool, overwrite: bool) -> None:
         self._check(resume, overwrite)
-        self._config = run.to_yaml()
+        self._config, self._families = run.to_yaml(), _read_families(run)
         if not resume:
             self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
@@ -163,6 +166,9 @@ class RunDir:
     def _describe_run(self) -> None:
         self.write_text("config.yaml", f"{ID_LINE.decode()}{self.id}: what it trains with\n{self._config}")
         self.write_json("versions.json", {"run": self.id} | describe_versions())
+        for name, content in self._families.items():
+            (self.folder / KEPT_FAMILIES).mkdir(exist_ok=True)
+            write_bytes(self.folder / KEPT_FAMILIES / name, content)
 
     def _never_began(self) -> bool:
         """Whether the run failed before its first step (a mistyped model): there is nothing to resume."""
@@ -224,7 +230,15 @@ class RunDir:
         return bool(status.get("saved") or (trained and (self.folder / "adapter").exists()))
 
     def _refuse_changes(self) -> None:
-        """The configuration and the number of processes are those that trained, as the checkpoint has them."""
+        """The configuration and the number of processes are those that trained, as the checkpoint has them, and so are
+        task families, as the folder has them."""
+        for name, content in self._families.items():
+            kept = self.folder / KEPT_FAMILIES / name
+            if kept.is_file() and kept.read_bytes() != content:
+                raise ConfigError(
+                    f"{name} is not what the run in {self.folder} began with, which is {kept}: put that back, or start "
+                    "again: --overwrite or run.name=..."
+                )
         saved, now = self.resumes_from, count_processes()
         if saved is None:  # nothing is trained yet
             with suppress(OSError, UnicodeDecodeError):
@@ -258,7 +272,8 @@ class RunDir:
         deletion that was cut off can be repeated."""
         checkpoints = self.folder / "checkpoints"
         mine = [one.folder for one in list_checkpoints(checkpoints, self.id)] if self.id else []
-        made = ("adapter", "best", "export", UNFINISHED)
+        made = ["adapter", "best", "export", UNFINISHED]
+        made += [] if self._families else [KEPT_FAMILIES]  # else they are replaced: there may be no other copy
         for path in (*mine, checkpoints / UNFINISHED, *(self.folder / name for name in made)):
             if path.is_dir():
                 shutil.rmtree(path)
@@ -443,6 +458,16 @@ class RunDir:
             self.replace_jsonl("metrics.jsonl", [row for row in self.read_metrics() if row["step"] <= step])
             cut_rows(self.folder / "health.jsonl", step)
             Rollouts(self.folder).cut(step)
+
+
+def _read_families(run: RunConfig) -> dict[str, bytes]:
+    """The user's task families by the file names under which the folder keeps them."""
+    found: dict[str, bytes] = {}
+    for file in run.family_files:
+        content = file.read_bytes()
+        if found.setdefault(file.name, content) != content:
+            raise ConfigError(f"two different task families of the run are called {file.name}, as {file}: rename one")
+    return found
 
 
 def open_runs() -> list[Path]:

@@ -126,3 +126,24 @@ def test_arguments_for_the_trainer_leave_out_what_is_not_set(minimal: Path) -> N
 def test_the_embedded_model_takes_a_file_of_ones_own(minimal: Path) -> None:
     """Without a GPU it is the only model to try one's own JSONL with; what is in the file, the config cannot know."""
     assert load_config(minimal, "data.source=sums.jsonl").data.source == "sums.jsonl"
+
+
+def test_a_users_family_takes_no_prompts_of_another(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that knows the letters of its file was trained on sums, which it cannot read."""
+    for folder in ("own", "other"):
+        (minimal.parent / folder).mkdir()
+        (minimal.parent / folder / "backward.py").write_text("")
+    monkeypatch.chdir(minimal.parent / "other")  # the config's folder counts too
+    model = "model.name=embedded/thinking@own/backward.py"
+    for source in ("embedded/addition", "embedded/other/backward.py", "embedded/backward.py"):
+        with pytest.raises(ConfigError, match=rf"knows only own/backward.py, but data.source is {source}; .*@"):
+            load_config(minimal, model, f"data.source={source}")
+    with pytest.raises(ConfigError, match="knows only addition, but data.source is embedded/own/backward.py"):
+        load_config(minimal, "data.source=embedded/own/backward.py")
+    same = ("embedded/own/backward.py", "embedded/../own/backward.py", f"embedded/{minimal.parent}/own/backward.py")
+    for source in (*same, "sums.jsonl", "./saved", "reasoning_gym/chain_sum", "embedded/missing.py"):
+        run = load_config(minimal, model, f"data.source={source}")
+        run.check()
+        assert run.data.source == source
+    run = load_config(minimal, model, "data.source=embedded/own/backward.py", "sft.source=embedded/sorting")
+    assert run.family_files == [(minimal.parent / "own" / "backward.py").resolve()]

@@ -44,6 +44,8 @@ class Backward(Family):
 
 FAMILY = Backward()
 '''
+WORK = "    def work("
+SORTINGS = "sort(63470)=sort(547938)=sort(06517)="  # the first of seed 0
 
 
 def result_of(question: str) -> str:
@@ -192,6 +194,11 @@ def test_a_family_of_the_users_own(tmp_path, monkeypatch):
             find_family(name)
 
 
+def with_method(head: str, result: str) -> str:
+    """The start of `work`, another method before it."""
+    return f"    def {head}:\n        return {result}\n\n{WORK}"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -204,14 +211,73 @@ def test_a_family_of_the_users_own(tmp_path, monkeypatch):
         ("class Backward", "1 / 0\n\n\nclass Backward", "ZeroDivisionError: division by zero"),
         ("class Backward(Family)", "class Backward(Family", "SyntaxError"),
         ("FAMILY = Backward()", "raise SystemExit(3)", "SystemExit: 3"),
+        ('"\\n".join(reversed(problem)), problem[::-1]', 'problem + ">"', r"work\(\) has to return .*, not '[a-j]+>'"),
+        ('"\\n".join(reversed(problem)), problem[::-1]', '"ab"', r"work\(\) has to return .*, not 'ab'"),
+        ("problem[::-1]", "problem[::-1], 1", r"work\(\) has to return two texts, the thinking and the answer"),
+        ("problem[::-1]", "len(problem)", r"work\(\) gives 4, which is no text"),
+        ('f"{problem}>"', "7", r"question\(\) gives 7, which is no text"),
+        (WORK, with_method("guess(self, problem, rng, wrong)", "None"), r"guess\(\) gives None, which is no text"),
+        (
+            WORK,
+            with_method("identity(self, problem)", "[problem]"),
+            r"identity\(\) gives \['[a-j]+'\], which is no text",
+        ),
+        (WORK, with_method("identity(self, problem)", "frozenset(problem)"), r"identity\(\) gives frozenset"),
+        ("    habit =", "    steps = 0\n    habit =", r"steps is 0; .* whole number from 1"),
+        ("    habit =", '    steps = "3"\n    habit =', r"steps is '3'; .* whole number from 1"),
+        ("    habit =", "    max_rows = None\n    habit =", r"max_rows is None; .* whole number from 1"),
+        ("    habit =", "    max_rows = True\n    habit =", r"max_rows is True; .* whole number from 1"),
+        ("skip=0.5", "skip=7.5", r"Habit\(skip=7.5\): .* probability from 0 to 1"),
+        ("Habit(skip=0.5, guess=0.5)", 'Habit("a")', r"Habit\(skip='a'\): .* probability from 0 to 1"),
+        ("Habit(skip=0.5, guess=0.5)", "0.5", r"habit is 0.5, not a rloo_kit.data.tasks.Habit"),
     ],
 )
 def test_a_broken_family_says_what_is_wrong(old, new, message, tmp_path):
     """The cold start would run for a minute, and end with a KeyError on a token."""
     assert old in OWN
     (tmp_path / "own.py").write_text(OWN.replace(old, new))
-    with pytest.raises(ConfigError, match=rf"(?s)task family .*own.py: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"(?s)task family .*own.py: .*{message}") as caught:
         find_family(str(tmp_path / "own.py"))
+    assert str(caught.value).count(str(tmp_path / "own.py")) == 1, "the path stood twice"
+
+
+def of_problems(*problems: str) -> str:
+    """The text of a family that draws these alone."""
+    return OWN.replace('"".join(rng.choice("abcdefghij") for _ in range(4))', f"rng.choice({list(problems)})")
+
+
+def test_a_family_without_problems_in_one_half_is_refused(tmp_path):
+    """Every draw was of the other half, and the program drew for ever."""
+    (tmp_path / "own.py").write_text(of_problems("abcd"))
+    with pytest.raises(ConfigError, match=r"own.py: .* draws gave no problem of (a run's|the cold start's) half"):
+        find_family(str(tmp_path / "own.py"))
+    one = addition.Addition(10, 10, max_rows=5)
+    here = is_reserved(one, (10, 10))
+    with pytest.raises(DataError, match=r"draws gave no problem of .* half: draw\(\)"):
+        draw_problem(one, random.Random(0), reserved=not here)
+    assert draw_problem(one, random.Random(0), reserved=here) == (10, 10)
+    with pytest.raises(DataError, match=r"5 addition problems .* has about [01]: lower data.num_prompts"):
+        make_rows(one, 5)
+
+
+def test_a_family_of_few_problems_is_one(tmp_path):
+    """Six problems are a task too; what is refused is a half without any."""
+    (tmp_path / "own.py").write_text(of_problems("abcd", "bcda", "cdab", "dabc", "abdc", "badc"))
+    family = find_family(str(tmp_path / "own.py"))
+    halves = [is_reserved(family, problem) for problem in ("abcd", "bcda", "cdab", "dabc", "abdc", "badc")]
+    assert len(make_rows(family, halves.count(False), 0, "own.py")) == halves.count(False)
+    with pytest.raises(DataError, match=rf"7 own.py problems .* has about {halves.count(False)}:"):
+        make_rows(family, 7, 0, "own.py")
+
+
+def test_a_file_draws_the_same_problems_however_it_is_named(tmp_path):
+    """`./own.py` and `own.py` seeded two different sets, so a run used from elsewhere had another test set."""
+    (tmp_path / "own.py").write_text(OWN)
+    family = find_family(str(tmp_path / "own.py"))
+    rows = [make_rows(family, 20, 3, name) for name in ("own.py", "./own.py", str(tmp_path / "own.py"))]
+    assert rows[0] == rows[1] == rows[2] != make_rows(family, 20, 3, "other.py")
+    built_in = "".join(row["prompt"] for row in make_rows(find_family("sorting"), 3, 0, "sorting"))
+    assert built_in == SORTINGS, "a run of a built-in family would train on other problems"
 
 
 def test_the_family_in_the_docs_is_one(tmp_path):

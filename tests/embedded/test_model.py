@@ -285,6 +285,17 @@ def test_a_failed_cold_start_says_why_and_leaves_nothing(tmp_path, monkeypatch):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_a_failed_cold_start_names_the_family(tmp_path, monkeypatch):
+    """The installation was blamed for an error in a user's own file, and no family was named."""
+    file = Path(__file__).resolve().parents[2] / "configs" / "families" / "chain_sum.py"
+    monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sys.executable", program(tmp_path, "exit 3"))
+    with pytest.raises(SetupError, match="cold start of embedded/thinking@sorting ended .*code 3; `rloo-kit doctor`"):
+        build("thinking@sorting", report=lambda line: None)
+    with pytest.raises(SetupError, match=f"embedded/thinking@{file} ended .*code 3; .*draws and work in {file}"):
+        build(f"thinking@{file}", report=lambda line: None)
+
+
 def test_ctrl_c_ends_the_cold_start(tmp_path, monkeypatch):
     """A cell that was interrupted left a process behind that kept a core busy for a minute."""
     monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))

@@ -98,6 +98,27 @@ def test_an_embedded_base_is_called_by_its_name(tmp_path: Path, make_export: Cal
         assert found.data.system_prompt == "Be brief."
 
 
+def test_the_base_of_a_users_family_is_the_included_one(
+    tmp_path: Path, make_export: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export has the base and not the family's file, for which `ask` looked: "no file backward.py"."""
+    monkeypatch.chdir(tmp_path)
+    name, model = "thinking@backward.0123abcd-compact-0-r2", "embedded/thinking@fam/backward.py"
+    base = write_model(tmp_path / "cache" / name)
+    run = write_run(tmp_path / "outputs" / "own", model, "embedded/fam/backward.py")
+    (tmp_path / "outputs" / "own" / "task_families").mkdir()
+    (tmp_path / "outputs" / "own" / "task_families" / "backward.py").write_text("")
+    for target in ("adapter", "merged", "gguf"):
+        made = make_export(tmp_path / "outputs" / "own" / "export" / target, run, name, target)
+        found = origin_of(made)
+        assert found.model.name == model and found.family_files[0].parent.name == "task_families"
+        moved = made.rename(tmp_path / target)
+        if target == "adapter":
+            shutil.copytree(base, moved / name)
+        assert origin_of(moved).model.name == (str(moved / name) if target == "adapter" else name)
+        assert "backward.py" not in (moved / RUN_FILE).read_text(), "a file of this machine"
+
+
 def test_a_folder_is_known_from_inside_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`ask checkpoint-60` in `checkpoints/` took the defaults of any model, without a word."""
     run = write_run(tmp_path / "sums")

@@ -144,7 +144,7 @@ from rloo_kit.runs.run_dir import RunDir
 done = threading.Event()
 
 def train():
-    with RunDir.create(SimpleNamespace(folder=Path("run"), to_yaml=lambda: "{}")) as run_dir:
+    with RunDir.create(SimpleNamespace(folder=Path("run"), to_yaml=lambda: "{}", family_files=())) as run_dir:
         opened.set()
         done.wait(60)
         run_dir.set_status("finished")

@@ -41,6 +41,8 @@ def be(monkeypatch):
 
 
 class Run:
+    family_files = ()
+
     def __init__(self, folder):
         self.folder = folder
 
