@@ -1,6 +1,6 @@
 """Does RLOO's baseline matter, or its K? RLOO, its relatives and four K, at one budget; `results/relatives.json`.
 
-    python benchmarks/relatives.py --jobs 2                    # every arm, five seeds: 40 minutes on two cores
+    python benchmarks/relatives.py --jobs 2                    # every arm, five seeds: half an hour on two cores
     python benchmarks/relatives.py --methods rloo grpo --seeds 0 1 --steps 20 --results /tmp/try.json
     python benchmarks/relatives.py --report-only               # picture and tables again, from the results file
 
@@ -9,16 +9,16 @@ all arms: 128 completions a step, steps, model, problems, learning rate and sche
 decides (model, problems, adapter, sampling), so arms are compared seed by seed. With K completions a prompt a step has
 128 / K prompts: K is compared at equal samples. Evaluated: held-out accuracy at temperature 1, before and after.
 
-The learning rate is shared. A constant factor of all advantages (the (K - 1) / K of a group's mean, the tokens of a
-completion) cancels in Adam, which divides the gradient by its own size, up to adam_epsilon; clipping the norm would
-undo that, so no arm clips (max_grad_norm 1e9). A factor that changes (a group's deviation, the batch's) does not
-cancel: as groups are solved, RLOO's steps shrink and GRPO's do not. `--rate` repeats the comparison at another rate.
+The learning rate is shared. A constant factor of all advantages (the (K - 1) / K of a group's mean) cancels in Adam,
+which divides the gradient by its own size, up to adam_epsilon; clipping the norm would undo that, so no arm clips
+(max_grad_norm 1e9). What weighs completions against each other (a group's deviation, 1 over a completion's length)
+does not cancel. `--rate` repeats the comparison at another rate.
 
-On-policy every ratio is 1, so what differs in the ratio alone does not show: GSPO is GRPO, Dr. GRPO is RLOO times a
-constant. Dr. GRPO therefore shows what chance alone makes of one method. Without a penalty REINFORCE++ is its first
-variant, without a group's baseline: the reward standardized over the 128 completions.
+On-policy every ratio is 1, so what differs in the ratio alone does not show: Dr. GRPO is RLOO times a constant, GSPO
+(no arm) is GRPO. `dapo` is GRPO with the mean over all tokens: beside it one sees which of GRPO's two divisions does
+what. `rloo_again` is RLOO with another seed for sampling and adapter, on the same model and problems: what chance does.
 
-Runs that lie in the output folder with the same keys are not repeated. Exit code 0 whatever comes out: this measures,
+Runs that lie in the output folder with the same keys are not repeated; another set of keys has folders of its own. Exit code 0 whatever comes out: this measures,
 it has no bar. Left out: other tasks, other models, off-policy steps, a rate for each method.
 """
 
@@ -28,6 +28,7 @@ import os
 import subprocess
 import sys
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,12 @@ CONFIG = reporting.ROOT / "configs" / "arithmetic_thinking.yaml"
 COMPLETIONS, STEPS, EVAL_PROMPTS = 128, 40, 500
 # By arm: its name in `config/methods.py`, and K.
 ARMS = {
-    "rloo": ("RLOO", 8), "grpo": ("GRPO", 8), "dr_grpo": ("Dr. GRPO", 8), "reinforce_pp": ("REINFORCE++", 8),
+    "rloo": ("RLOO", 8), "rloo_again": ("RLOO", 8), "grpo": ("GRPO", 8), "dr_grpo": ("Dr. GRPO", 8), "reinforce_pp": ("REINFORCE++", 8),
     "reinforce": ("REINFORCE", 8), "rloo_k2": ("RLOO", 2), "rloo_k4": ("RLOO", 4), "rloo_k16": ("RLOO", 16),
     "dapo": ("DAPO", 8), "reinforce_pp_baseline": ("REINFORCE++-baseline", 8),
 }  # fmt: skip
-USUAL = [arm for arm in ARMS if arm not in ("dapo", "reinforce_pp_baseline")]
+USUAL = [arm for arm in ARMS if arm != "reinforce_pp_baseline"]
+AGAIN = 1000  # added to a seed for the sampling and the adapter of `rloo_again`
 FIGURES = ("num_prompts", "accuracy", "low", "high", "closed_share", "mean_thinking_tokens")
 CURVES = ("reward", "grad_norm", "frac_score_zero_std", "entropy")
 
@@ -58,19 +60,18 @@ def keys_of(arm: str, seed: int, options: argparse.Namespace) -> list[str]:
     keys += [f"rloo.max_steps={options.steps}", "rloo.max_grad_norm=1e9"]
     keys += [f"rloo.learning_rate={options.rate}"] if options.rate else []
     keys += [f"eval.num_prompts={options.prompts}", "eval.greedy=false", "run.report=false", "run.sample_every_steps=0"]
-    return [*keys, f"run.seed={seed}", f"data.seed={seed}", f"model.build_seed={seed}"]
+    sampling = seed + AGAIN if arm == "rloo_again" else seed
+    return [*keys, f"run.seed={sampling}", f"data.seed={seed}", f"model.build_seed={seed}"]
 
 
 def run_arm(arm: str, seed: int, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What one run measured; not repeated where its folder has been finished with the same keys and `model`."""
-    name, keys = f"{arm}-{seed}", keys_of(arm, seed, options)
+    """What one run measured; not repeated where its folder, named by keys and `model`, has been finished."""
+    keys = keys_of(arm, seed, options)
+    name = f"{arm}-{seed}-{zlib.crc32(' '.join([model, *keys]).encode()):08x}"
     folder = options.output / name
     record = folder / "relatives.json"
-    if (
-        record.is_file()
-        and (found := json.loads(record.read_text("utf-8")))["keys"] == keys
-        and found["model"] == model
-    ):
+    if record.is_file():
+        found = json.loads(record.read_text("utf-8"))
         print(f"{describe(found)}, there already", flush=True)
         return dict(found)
     command = [str(Path(sys.executable).with_name("rloo-kit")), "train", str(CONFIG), *keys]
@@ -120,7 +121,7 @@ def main() -> int:
     reporting.settle()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--methods", nargs="+", choices=list(ARMS), default=USUAL, help="arms; default: all but the last two"
+        "--methods", nargs="+", choices=list(ARMS), default=USUAL, help="arms; default: all but the last"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=STEPS)

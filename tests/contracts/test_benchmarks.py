@@ -97,16 +97,23 @@ def test_relatives_are_compared_seed_by_seed(module: Any, tmp_path: Path) -> Non
     runs = [run("rloo", seed, level) for seed, level in zip(seeds, levels, strict=True)]
     runs += [run("grpo", seed, level - 0.05 - 0.001 * seed) for seed, level in zip(seeds, levels, strict=True)]
     runs += [run("reinforce", seed, level + 0.1 * (-1) ** seed) for seed, level in zip(seeds, levels, strict=True)]
+    runs += [run("rloo_again", seed, level + 0.02) for seed, level in zip(seeds, levels, strict=True)]
     runs += [run("dr_grpo", seed, level) for seed, level in zip(seeds, levels, strict=True)]
     found = report.compare(runs)
     by_arm = {row["arm"]: row for row in found["differences"] if row["measure"] == "accuracy"}
     assert by_arm["grpo"]["value"] == pytest.approx(-0.052) and by_arm["grpo"]["is_significant"]
     assert by_arm["grpo"]["low"] < -0.052 < by_arm["grpo"]["high"] < 0
     assert not by_arm["reinforce"]["is_significant"]
-    assert by_arm["dr_grpo"]["p_holm"] == 1.0 and by_arm["dr_grpo"]["by_seed"] == [0.0] * 5
-    assert by_arm["grpo"]["p_holm"] == pytest.approx(3 * by_arm["grpo"]["p"])
+    assert by_arm["dr_grpo"]["p"] is None and by_arm["dr_grpo"]["by_seed"] == [0.0] * 5, "identical is no test"
+    assert by_arm["rloo_again"]["p"] is None, "the same method is no test"
+    ranks = sorted(row["p"] for row in found["differences"] if row["p"] is not None)
+    assert len(ranks) == 4, "two arms by two measures"
+    place = ranks.index(by_arm["grpo"]["p"])
+    assert by_arm["grpo"]["p_holm"] == pytest.approx(max((4 - one) * ranks[one] for one in range(place + 1)))
     head = {"steps": 2, "completions_a_step": 128, "rate": None, "jobs": 2, "measured": "2026-01-01", "command": "x"}
     result = head | found | {"runs": runs, "machine": {"processor": "y"}}
+    words = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in report.differences_table(result)}
+    assert words["Dr. GRPO"] == "identical" and words["RLOO, K = 8, sampled anew"] == "chance alone"
     for make in (report.setting_line, report.arms_table, report.differences_table, report.picture_lines):
         assert all("\n" not in line for line in make(result))
     (tmp_path / "docs").mkdir()
@@ -128,7 +135,8 @@ def test_the_arms_of_the_comparison_are_methods_that_load(module: Any) -> None:
         run = load_config(ROOT / "configs" / "arithmetic_thinking.yaml", *relatives.keys_of(arm, 3, options))
         assert name_method(dict(run.rloo)) == method and run.rloo.num_generations == size
         assert run.rloo.generation_batch_size == relatives.COMPLETIONS
-        assert run.rloo.max_grad_norm == 1e9 and run.model.build_seed == run.run.seed == 3
+        assert run.rloo.max_grad_norm == 1e9 and run.model.build_seed == run.data.seed == 3
+        assert (run.run.seed == 3) == (arm != "rloo_again")
 
 
 def test_stand_in_computes_what_trl_s_head_computes(module: Any) -> None:
