@@ -141,9 +141,11 @@ def main() -> int:
         with ThreadPoolExecutor(options.jobs) as pool:
             models = dict(zip(options.seeds, pool.map(build_model, options.seeds), strict=True))
             runs = list(pool.map(lambda task: run_arm(*task, models[task[1]], options), tasks))
-        result = head | settings | {"jobs": options.jobs} | report.compare(runs) | {"runs": runs}
-        reporting.write(result, options.results)
-    result = json.loads(options.results.read_text(encoding="utf-8"))
+        result = head | settings | {"jobs": options.jobs} | {"runs": runs}
+    else:
+        result = json.loads(options.results.read_text(encoding="utf-8"))
+    result |= report.compare(result["runs"])
+    reporting.write(result, options.results)
     print("\n".join([*report.arms_table(result), "", *report.differences_table(result)]), flush=True)
     if options.results == RESULT:
         report.draw(result)

@@ -25,6 +25,7 @@ LABELS = {
 }  # fmt: skip
 MEASURES = {"accuracy": "accuracy after", "reward": "reward, mean over the run"}
 LEVEL = 0.05
+LAST = 10  # steps whose entropy is in the table
 COLORS = ("#2878e0", "#d9730d", "#2f9e6e", "#c2409a", "#8b8f98", "#7a5af5", "#b3261e")
 PICTURES = reporting.ROOT / "docs" / "pictures"
 INKS = {"light": "#24292f", "dark": "#d0d7de"}
@@ -101,6 +102,7 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
     arms = [
         {"arm": arm, "seeds": sorted(found), "before": student([run["before"]["accuracy"] for run in found.values()])}
         | {name: student([measure(run, name) for run in found.values()]) for name in MEASURES}
+        | {"entropy": student([statistics.fmean(run["curves"]["entropy"][-LAST:]) for run in found.values()])}
         | {"curve": _mean_curve([run["curves"]["reward"] for run in found.values()])}
         for arm, found in by_arm.items()
     ]
@@ -142,10 +144,12 @@ def _cell(figure: dict[str, float | None], form: str = "{:.3f}") -> str:
 def arms_table(result: dict[str, Any]) -> list[str]:
     """relatives.json: each arm over its seeds."""
     rows = [
-        [LABELS[arm["arm"]], str(len(arm["seeds"])), *(_cell(arm[name]) for name in ("before", "accuracy", "reward"))]
+        [LABELS[arm["arm"]], str(len(arm["seeds"]))]
+        + [_cell(arm[name]) for name in ("before", "accuracy", "reward", "entropy")]
         for arm in result["arms"]
     ]
-    return table(["arm", "seeds", "accuracy before", "accuracy after", "reward, mean over the run"], rows)
+    head = ["arm", "seeds", "accuracy before", "accuracy after", "reward, mean over the run"]
+    return table([*head, f"entropy of the last {LAST} steps, nats"], rows)
 
 
 def differences_table(result: dict[str, Any]) -> list[str]:

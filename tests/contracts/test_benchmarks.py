@@ -90,7 +90,7 @@ def test_relatives_are_compared_seed_by_seed(module: Any, tmp_path: Path) -> Non
 
     def run(arm: str, seed: int, accuracy: float) -> dict[str, Any]:
         evaluation = {"accuracy": accuracy, "num_prompts": 500}
-        curves = {"reward": [0.2, accuracy]}
+        curves = {"reward": [0.2, accuracy], "entropy": [0.3, 0.1]}
         return {"arm": arm, "seed": seed, "before": evaluation, "after": evaluation, "curves": curves, "wall_s": 60.0}
 
     seeds, levels = range(5), (0.5, 0.6, 0.7, 0.8, 0.9)
