@@ -41,6 +41,7 @@ comma := ,
 # One stamp per set of packages: nothing is installed again until the lists of packages change.
 STAMP := $(VENV)/.stamp-run$(addprefix -,$(GPU_EXTRA))
 STAMP_DEV := $(VENV)/.stamp-dev$(addprefix -,$(GPU_EXTRA))
+GYM_NEEDS := pycosat, which it needs, is built by a C compiler (Debian, Ubuntu: apt-get install gcc python3-dev); the index has to be reached too
 # The core tests are the same everywhere: a GPU is hidden from them; tests/on_gpu is for GPUs.
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --ignore=tests/with_unsloth --ignore=tests/with_vllm --ignore=tests/on_gpu -n $(JOBS)
 
@@ -50,8 +51,7 @@ help: ## this list
 setup: $(STAMP) ## the environment .venv; with the gpu extra where there is an NVIDIA GPU
 
 reasoning-gym: $(STAMP) ## add the library reasoning-gym (data.source: reasoning_gym/TASK); it needs a C compiler
-	@$(BIN)/python $(PIP_INSTALL) -e '.[reasoning-gym]' || { echo "make reasoning-gym: not installed: pycosat, which it \
-	needs, is built by a C compiler (Debian, Ubuntu: apt-get install gcc python3-dev); the index has to be reached too" >&2; exit 1; }
+	@$(BIN)/python $(PIP_INSTALL) -e '.[reasoning-gym]' || { echo "make reasoning-gym: not installed: $(GYM_NEEDS)" >&2; exit 1; }
 
 demo: $(STAMP) ## run the notebook arithmetic_thinking: a small model is built, measured, trained, measured again
 	@mkdir -p outputs
@@ -145,6 +145,8 @@ $(STAMP_DEV): $(REQUIRED) | $(BIN)/python
 	@echo "installing the packages of rloo-kit and its tests$(if $(HAS_GPU), with Unsloth for the NVIDIA GPU) into $(VENV)"
 	$(torch_first)
 	$(BIN)/python $(PIP_INSTALL) -e '.[dev,math,notebook$(addprefix $(comma),$(GPU_EXTRA))]'
+	@$(BIN)/python $(PIP_INSTALL) -e '.[reasoning-gym]' >/dev/null 2>&1 || \
+	echo "reasoning-gym is not installed, and its tests are skipped: $(GYM_NEEDS)"
 	@touch $(STAMP) $@
 
 # unsloth and unsloth-zoo come without what they require: torchvision and xformers have no builds that fit a CPU torch.
