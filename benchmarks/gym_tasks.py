@@ -3,12 +3,15 @@
     python benchmarks/gym_tasks.py
 
 Of each of its tasks some rows are drawn as a run draws them, stored as JSON and read back, and scored: the stored
-answer has to score 1, ten kinds of nonsense 0, and nothing may raise. Nonsense never holds the stored answer: some
-verifiers give len(stored) / len(given) to a text that does. Each task has a process of its own. What is found is
-compared with `rloo_kit/data/gym_tasks.py`; --write-table writes it there and into docs/data.md.
+answer has to score 1, every text of eleven kinds of nonsense 0, nothing may raise, and no answer may be run as Python.
+Nonsense never is or holds the stored answer: some verifiers give len(stored) / len(given) to a text that does. Each
+task has a process of its own. What is found is compared with `rloo_kit/data/gym_tasks.py`; --write-table writes it
+there and into docs/data.md.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -30,38 +33,78 @@ SLOW_S = 0.15  # a row: two thousand take five minutes
 TASK_LIMIT_S = 120.0
 WORDS = ("purple giraffe beneath quiet thunder", "slowly mumbling jelly", "qwx vbn hjk", "#~#~#")
 NUMBERS = ("7310055", "4446644", "99", "28", "135790864200", "55555")
+CONSTANTS = (
+    "nan", "inf", "-inf", "0", "1", "-1", "2", "10", "100", "0.0", "0.5", "1/2", "0:00", "00:00:00", "[]", "[[]]", "{}",
+    "()", "''", '""', "None", "null", "true", "false", "yes", "no", "A", "a", ".", "-", "x", "0 0", "[0]", "unknown",
+)  # fmt: skip
 
 
 def nonsense(question: str, answer: str) -> Iterator[tuple[str, str]]:
-    """Ten kinds of texts that answer nothing, by what they are; none holds the stored answer."""
+    """Texts of eleven kinds that answer nothing, by what they are; none is or holds the stored answer.
+
+    Raises ValueError where a kind has no text left.
+    """
+    without = question
+    while is_answer(without, answer):
+        without = re.sub(r"\s*".join(map(re.escape, "".join(answer.split()))), "", without, flags=re.IGNORECASE)
     texts = {
         "empty": ("",),
         "white space": ("  \n\t ",),
         "random words": WORDS,
         "a number": NUMBERS,
-        "a negative number": [f"-{number}.25" for number in NUMBERS],
+        "a negative number": [f"-{number}.{part}" for number in NUMBERS for part in ("25", "6")],
+        "a constant": CONSTANTS,
         "open brackets": ('{"a": [[], {"b"', "[[{((", "[", "<"),
         "a very long text": [f"{words} " * 800 for words in WORDS],
-        "other scripts": ("\u3042\u0645 \U0001f642 \u00e9\ufffd \ufdfd",),
-        "the question": (question.replace(answer, ""), question.replace(answer, "").replace(answer, "")),
+        "other scripts": ("\u3042\u0645 \U0001f642 \u00e9\ufffd \ufdfd", "\u05d0"),
+        "the question": (without, without.replace(" ", "")),
         "broken LaTeX": ("\\boxed{{\\frac{}$", "\\boxed{", "$"),
     }
     for kind, given in texts.items():
-        found = next((text for text in given if answer.lower() not in text.lower()), None)
-        if found is not None:
-            yield kind, found
+        found = [text for text in given if not is_answer(text, answer)]
+        if not found:
+            raise ValueError(f"no text of the kind '{kind}' is free of the answer {answer!r}")
+        yield from ((kind, text) for text in found)
 
 
-def measure(task: str, rows: int, most_drawn: int = DRAWN) -> dict[str, Any]:
+def is_answer(text: str, answer: str) -> bool:
+    """Whether a text holds the stored answer, or is the same number."""
+    if "".join(answer.lower().split()) in "".join(text.lower().split()):
+        return True
+    try:
+        return float(text) == float(answer)
+    except ValueError:
+        return False
+
+
+def runs_python(verifier: Any, entry: dict[str, Any]) -> bool:
+    """Whether the verifier runs an answer as Python: each makes a file, in a form that a verifier may ask for."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = os.path.join(folder, "made")
+        code = f"open('{made}', 'w')"
+        system = f"__import__('os').system('touch {made}')"
+        forms = "{}", "[{}]", "[[{}]]", "{{0: {}}}", "str({})", "1 + {}"
+        for text in [form.format(made_by) for made_by in (code, system) for form in forms]:
+            with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stderr(io.StringIO()):
+                verifier.score_answer(text, entry)
+            if os.path.exists(made):
+                return True
+    return False
+
+
+def measure(task: str, rows: int, most_drawn: int = DRAWN, level: int | None = None) -> dict[str, Any]:
     """What the task's verifier does on so many rows; up to `most_drawn` are drawn."""
     from rloo_kit.data.gym_library import draw, make_dataset
 
     started = time.process_time()
-    entries = draw(task, {}, None, START, rows, "data.")["entries"]
+    entries = draw(task, {}, level, START, rows, "data.options", judged=False)["entries"]
     drawn_s = (time.process_time() - started) / len(entries)
-    entries = [json.loads(json.dumps(entry)) for entry in entries]
-    more = draw(task, {}, None, START, int(max(min(most_drawn, DRAWN_S / drawn_s), rows)), "data.")
-    verifier = make_dataset(task, {}, None, seed=0, size=1)
+    verifier = make_dataset(task, {}, level, seed=0, size=1)
+    if any(runs_python(verifier, entry) for entry in entries[:5]):
+        return {"rows": len(entries), "runs_python": True}
+    more = draw(
+        task, {}, level, START, int(max(min(most_drawn, DRAWN_S / drawn_s), rows)), "data.options", judged=False
+    )
     gold, given, raised, calls = [], {}, {}, 0
     started = time.process_time()
     for entry in entries:
@@ -70,16 +113,16 @@ def measure(task: str, rows: int, most_drawn: int = DRAWN) -> dict[str, Any]:
             calls += 1
             try:
                 value = float(verifier.score_answer(text, entry))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raised[kind] = f"{type(error).__name__}: {error}"[:200]
                 continue
             if kind == "the stored answer":
                 gold.append(value)
-            elif value:
-                given[kind] = max(value, given.get(kind, 0.0))
+            elif value and value > given.get(kind, ("", 0.0))[1]:
+                given[kind] = text[:40], value
     sentence = f"It is {entries[0]['answer'].strip()}, I think."
     return {
-        "rows": len(entries), "drawn": more["drawn"], "late": more["late"],
+        "rows": len(entries), "runs_python": False, "drawn": more["drawn"], "late": more["late"],
         "gold": min(gold, default=None), "nonsense": given, "raised": raised,
         "in_a_sentence": float(verifier.score_answer(sentence, entries[0])) if not raised else None,
         "draw_s": drawn_s, "score_s": (time.process_time() - started) / calls,
@@ -90,14 +133,16 @@ def why_refused(row: dict[str, Any]) -> str:
     """Why a task is not offered, in words; empty where nothing speaks against it."""
     if "error" in row:
         return row["error"]
+    if row["runs_python"]:
+        return "its verifier runs the answer as Python"
     if row["raised"]:
         kind, error = next(iter(row["raised"].items()))
         return f"its verifier raises {error.partition(':')[0]} on {kind}"
     if row["gold"] != 1:
         return f"its stored answer scores {row['gold']:.2g}"
     if row["nonsense"]:
-        kind, value = max(row["nonsense"].items(), key=lambda pair: pair[1])
-        return f"its verifier gives {value:.2g} to nonsense ({kind})"
+        kind, (text, value) = max(row["nonsense"].items(), key=lambda pair: pair[1][1])
+        return f"its verifier gives {value:.2g} to nonsense ({kind}{f': `{text}`' if kind == 'a constant' else ''})"
     return f"too slow to draw ({row['draw_s']:.2g} s a row)" if row["draw_s"] > SLOW_S else ""
 
 

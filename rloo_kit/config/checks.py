@@ -229,16 +229,28 @@ def find_test_problem(source: str | None, test_source: str | None, split: str, t
     return None
 
 
-def find_gym_problems(sources: list[str], options: Any, level: int | None, prefix: str) -> list[str]:
-    """Options of tasks without a task that takes them, and values that no option has; `prefix` is that of their keys.
+def find_gym_problems(
+    sources: list[str], options: Any, level: int | None, prefix: str, columns: Mapping[str, Any]
+) -> list[str]:
+    """Options of tasks without a task that takes them, values that no option has, and keys that no task reads.
 
-    >>> find_gym_problems(["rows.csv"], {"min_terms": 2}, None, "data.")
+    >>> find_gym_problems(["rows.csv"], {"min_terms": 2}, None, "data.", {})
     ['data.options is set, but rows.csv is no task of reasoning_gym/...; remove it']
+
+    Args:
+        prefix: of the keys. columns: those that say how a file or a hub id is read, as far as they are set.
     """
     written = [name for name, value in (("options", options), ("curriculum_level", level)) if value is not None]
-    if written and not any(source.startswith(GYM_PREFIX) for source in sources):
+    are_tasks = [source.startswith(GYM_PREFIX) for source in sources]
+    if written and not any(are_tasks):
         return [f"{prefix}{written[0]} is set, but {', '.join(sources)} is no task of {GYM_PREFIX}...; remove it"]
     problems = []
+    if columns and all(are_tasks):
+        listed = ", ".join(f"{prefix}{name}={value}" for name, value in columns.items())
+        problems.append(
+            f"{listed}: {', '.join(sources)} draws its rows and has neither splits nor columns; remove "
+            f"{'them' if len(columns) > 1 else 'it'}"
+        )
     for name, value in (options or {}).items():
         try:
             json.dumps(value, allow_nan=False)

@@ -142,14 +142,23 @@ class SourceSection(Section):
     prompt_column: str | None = key(None, "null: data.prompt_column", min_length=1)
     answer_column: str | None = key(None, "null: data.answer_column", min_length=1)
     answer_after: str | None = key(None, "null: data.answer_after", min_length=1)
-    options: dict[str, Any] | None = key(None, "reasoning_gym/... only; null: data.options")
-    curriculum_level: int | None = key(None, "reasoning_gym/... only; null: data.curriculum_level", ge=0)
+    options: dict[str, Any] | None = key(None, "reasoning_gym/... only; null, and no curriculum_level: data.options")
+    curriculum_level: int | None = key(
+        None, "reasoning_gym/... only; null, and no options: data.curriculum_level", ge=0
+    )
 
     @model_validator(mode="after")
     def _check_options(self) -> "SourceSection":
-        if problems := find_gym_problems([self.source], self.options, self.curriculum_level, ""):
+        if problems := find_gym_problems([self.source], self.options, self.curriculum_level, "", _reading_keys(self)):
             raise ValueError(problems[0])
         return self
+
+
+def _reading_keys(section: Section) -> dict[str, Any]:
+    """The keys that say how a file or a hub id is read, where they are not at their defaults."""
+    names = "subset", "split", "prompt_column", "answer_column", "answer_after"
+    found = {name: getattr(section, name) for name in names}
+    return {name: value for name, value in found.items() if value != type(section).model_fields[name].default}
 
 
 class DataSection(Section):
@@ -216,7 +225,7 @@ class DataSection(Section):
         if problem:
             raise ValueError(problem)
         read = [*self.all_sources, *([self.test_source] if self.test_source else [])]
-        if problems := find_gym_problems(read, self.options, self.curriculum_level, ""):
+        if problems := find_gym_problems(read, self.options, self.curriculum_level, "", _reading_keys(self)):
             raise ValueError("\n".join(problems))
         return self
 

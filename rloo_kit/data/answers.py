@@ -35,7 +35,8 @@ def compares_with_answers(run: RunConfig) -> bool:
 
 def needs_all_answers(run: RunConfig) -> bool:
     """Whether a row without an answer has no reward: each one that has a weight compares with answers."""
-    return all(reward.name in (*REWARDS_WITH_ANSWERS, GYM_REWARD) for reward in run.rewards if reward.weight)
+    names = {reward.name for reward in run.rewards if reward.weight}
+    return names <= {*REWARDS_WITH_ANSWERS, GYM_REWARD} and names != {GYM_REWARD}
 
 
 def is_missing(answer: Any) -> bool:
@@ -73,6 +74,20 @@ def require_one_answer(run: RunConfig, source: DataSource) -> None:
         raise DataError(
             f"{source.name}: no row has an answer, and a reward compares with one. Name the right column in "
             "data.answer_column, or remove the rewards that compare with an answer"
+        )
+
+
+def require_verifier(run: RunConfig, source: DataSource, key: str, alone: bool = True) -> None:
+    """Raise DataError for a source that `reasoning_gym_score` scores no row of, where that is a reward of the run; in a
+    mix, where it does not stand `alone`, only if no other reward scores its rows. `key` names the source."""
+    names = {reward.name for reward in run.rewards if reward.weight or alone}
+    if GYM_REWARD not in names or (names != {GYM_REWARD} and not alone):
+        return
+    if "reasoning_gym" not in source.other_names or all(map(is_missing, source.column("reasoning_gym"))):
+        way_out = f"take another reward than {GYM_REWARD}" if alone else "add a reward that scores its rows"
+        raise DataError(
+            f"{key}: {source.name} has no rows of a task of reasoning-gym, and {GYM_REWARD} scores no others: name "
+            f"reasoning_gym/TASK as the source, or {way_out}, such as {REWARDS_WITH_ANSWERS[0]}"
         )
 
 

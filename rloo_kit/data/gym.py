@@ -10,7 +10,7 @@ from typing import Any
 
 from rloo_kit.config.checks import GYM_PREFIX
 from rloo_kit.data.columns import DataSource
-from rloo_kit.data.gym_library import ROW_LIMIT_S, too_slow
+from rloo_kit.data.gym_library import ROW_LIMIT_S, blamed_key, too_slow
 from rloo_kit.data.gym_tasks import check_task
 from rloo_kit.errors import DataError, SetupError
 from rloo_kit.system.marked import module_path, starting_folder
@@ -31,7 +31,7 @@ def is_gym(source: str) -> bool:
 
 
 def require_library(key: str) -> None:
-    """Raise SetupError, with the command that installs it, where the library is not there; `key` names the wish."""
+    """Raise SetupError, with the command that installs it, where the library is missing; `key` is what asks for it."""
     if not is_importable("reasoning_gym"):
         raise SetupError(f"{key} needs the library reasoning-gym, which is not installed: {INSTALL}")
 
@@ -39,48 +39,61 @@ def require_library(key: str) -> None:
 def first_seed(seed: int, number: int) -> int:
     """The first of the BLOCK seeds that are for source `number` of a run with `data.seed`; 0 is its test source.
 
-    Within a run no two of them meet. Below 2**32, which numpy's generator asks for.
+    The blocks of a run do not overlap. Below 2**32, which numpy's generator asks for.
     """
     return Random(f"reasoning-gym-{seed}").randrange(2**31) + number * BLOCK
 
 
 def read_gym(
-    source: str, options: dict[str, Any] | None, level: int | None, count: int, start: int, key: str, count_key: str
+    source: str,
+    options: dict[str, Any] | None,
+    level: int | None,
+    count: int,
+    start: int,
+    key: str,
+    count_key: str,
+    options_key: str = "data.options",
 ) -> DataSource:
     """`count` rows with different questions; where the task has fewer, those with a note, or an error with `count_key`.
 
     Args:
         source: reasoning_gym/TASK. options, level: as `data.options` and `data.curriculum_level`.
-        count: at most MOST_PROMPTS. start: from `first_seed`. key, count_key: that name the source and `count`, for
-            errors; an empty `count_key` where nobody asked for so many.
+        count: at most MOST_PROMPTS. start: from `first_seed`. key, count_key, options_key: that name the source,
+            `count` and the options, for errors; an empty `count_key` where nobody asked for so many.
 
     Raises:
-        DataError: a task that does not exist or is refused; options or a level that it has not; rows that cannot be
-            drawn. SetupError: the library is not installed.
+        DataError: a task that does not exist or is refused; options or a level that it does not have; rows that cannot
+            be drawn. SetupError: the library is not installed.
     """
-    task, prefix = source.removeprefix(GYM_PREFIX), key.rpartition(".")[0] + "."
+    task, options = source.removeprefix(GYM_PREFIX), options or {}
     check_task(task, key)
     require_library(f"{key}: {source}")
     if count > MOST_PROMPTS:
         wanted = count_key or "data.num_prompts"
         raise DataError(f"{wanted} asks for {count} prompts of {source}; at most {MOST_PROMPTS} are drawn: lower it")
-    asked = {"task": task, "options": options or {}, "level": level, "start": start, "count": count, "prefix": prefix}
-    found = _draw(json.dumps(asked), key)
+    asked = {"task": task, "options": options, "level": level}
+    found = _draw(json.dumps(asked | {"start": start, "count": count, "options_key": options_key}), key)
     entries = found["entries"]
-    made = {"task": task, "options": options or {}, "level": level}
     few = f"{source} gave {len(entries)} different questions in {found['drawn']} draws, and {count} were asked for"
-    notes: tuple[str, ...] = (few,) if len(entries) < count else ()
-    if found["late"]:
-        notes += (f"{source}: {found['late']} questions that took more than {ROW_LIMIT_S} s to draw are left out",)
-    if len(entries) < count and count_key:
-        raise DataError(f"{few}. Set {count_key}={len(entries)} or lower, or {prefix}options that give more")
+    left_out = {
+        "late": f"questions that took more than {ROW_LIMIT_S} s to draw",
+        "wrong": "questions whose stored answer its verifier does not give 1",
+    }
+    notes = [f"{source}: {found[name]} {what} are left out" for name, what in left_out.items() if found[name]]
+    if len(entries) < count:
+        other = f"another {blamed_key(options, level, options_key)}"
+        if not entries:
+            raise DataError(f"{key}: {'; '.join([few, *notes])}. Set {other}")
+        if count_key:
+            raise DataError(f"{'; '.join([few, *notes])}. Set {count_key}={len(entries)} or lower, or {other}")
+        notes.insert(0, few)
     return DataSource(
         name=source,
         prompts=[entry["question"] for entry in entries],
         answers=[entry["answer"] for entry in entries],
-        others={GYM_COLUMN: [json.dumps(made | {"entry": entry}) for entry in entries]},
+        others={GYM_COLUMN: [json.dumps(asked | {"entry": entry}) for entry in entries]},
         places=[f"question {number}" for number in range(1, len(entries) + 1)],
-        notes=notes,
+        notes=tuple(notes),
         rows_left=len(entries) == count,
     )
 
@@ -102,12 +115,12 @@ def _draw(request: str, key: str) -> dict[str, Any]:
     )
     source = f"{GYM_PREFIX}{asked['task']}"
     if done.stderr.startswith("Timeout (") or "\nTimeout (" in done.stderr:  # faulthandler has ended it
-        raise DataError(too_slow(asked["task"], asked["options"], asked["prefix"]))
+        raise DataError(too_slow(asked["task"], asked["options"], asked["level"], asked["options_key"]))
     try:
         found = json.loads(done.stdout)
     except ValueError:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise DataError(f"{key}: {source} cannot be drawn: {lines[-1]}. The library is broken? {INSTALL}") from None
+        raise DataError(f"{key}: {source} cannot be drawn: {lines[-1]}. If the library is broken, {INSTALL}") from None
     if "error" in found:
         raise DataError(found["error"])
     return found

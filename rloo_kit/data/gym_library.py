@@ -8,17 +8,22 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import importlib
 import json
 import os
+import random
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from rloo_kit.data.gym_tasks import check_task
 from rloo_kit.errors import DataError, excerpt
 
 MEMORY_LIMIT = 8 * 2**30  # bytes of address space
+BUILD_LIMIT_S = 20  # to make a dataset
 ROW_LIMIT_S = 5  # to draw one question: some tasks hang at one seed in thousands
 MOST_LATE = 2  # questions that may take longer and are left out, and one more for each LATE_PER of those drawn
 LATE_PER = 500
@@ -28,15 +33,18 @@ DRY = 500  # draws in a row without a new question, after which a task has no mo
 SET_ELSEWHERE = {"seed": "data.seed", "size": "data.num_prompts"}
 
 
-def make_dataset(task: str, options: dict[str, Any], level: int | None, prefix: str = "data.", **where: int) -> Any:
+def make_dataset(
+    task: str, options: dict[str, Any], level: int | None, options_key: str = "data.options", **where: int
+) -> Any:
     """A dataset of the library's.
 
     Args:
         options: of the task, over those of its curriculum at `level`, over its defaults.
-        prefix: of the keys in errors. where: `seed` and `size`.
+        options_key: the key of `options`, for errors. where: `seed` and `size`.
 
     Raises:
-        DataError: an option that the task has not or refuses; a level that its curriculum has not.
+        DataError: an option that the task does not have or refuses; a level that its curriculum does not have or whose
+            values the task refuses.
     """
     from reasoning_gym.factory import DATASETS
 
@@ -44,7 +52,7 @@ def make_dataset(task: str, options: dict[str, Any], level: int | None, prefix: 
     make, config = DATASETS[task]
     known = {field.name: field for field in dataclasses.fields(config) if field.name not in SET_ELSEWHERE}
     for name, value in options.items():
-        key = f"{prefix}options.{name}"
+        key = f"{options_key}.{name}"
         if name in SET_ELSEWHERE:
             raise DataError(f"{key}: set {SET_ELSEWHERE[name]} instead")
         if name not in known:
@@ -52,30 +60,59 @@ def make_dataset(task: str, options: dict[str, Any], level: int | None, prefix: 
         _check_type(key, known[name], value)
     given = {name: tuple(value) if _is_tuple(known[name]) else value for name, value in options.items()}
     try:
-        values = {} if level is None else _of_level(task, level, prefix)
+        values = {} if level is None else _of_level(task, level)
         return make(config=config(**values | given | where))
-    except DataError:
-        raise
     except Exception as error:  # asserts and whatever else a task's own checks raise
+        if level is not None:
+            _check_level(task, level, options_key)
         what = f"{type(error).__name__}: {error}".rstrip(": ")
         listed = ", ".join(map(_describe, known.values()))
-        raise DataError(f"{prefix}options: {source} refuses {excerpt(options)} ({what}); it has {listed}") from None
+        raise DataError(f"{options_key}: {source} refuses {excerpt(options)} ({what}); it has {listed}") from None
 
 
-def _of_level(task: str, level: int, prefix: str) -> dict[str, Any]:
-    """The options of a level of the task's curriculum."""
-    from reasoning_gym.factory import CURRICULA, create_curriculum
+def blamed_key(options: dict[str, Any], level: int | None, options_key: str) -> str:
+    """The key to change where a task does not do with these options at this level: the level's if it stands alone."""
+    return options_key if options or level is None else _level_key(options_key)
 
-    key = f"{prefix}curriculum_level"
-    if task not in CURRICULA:
-        raise DataError(f"{key} is {level}, and reasoning_gym/{task} has no curriculum; set {prefix}options instead")
+
+def _level_key(options_key: str) -> str:
+    return options_key.removesuffix("options") + "curriculum_level"
+
+
+def _of_level(task: str, level: int) -> dict[str, Any]:
+    """The options of a level of the task's curriculum; raises whatever where it has no such level."""
+    from reasoning_gym.factory import create_curriculum
+
     curriculum = create_curriculum(task)
-    highest = max((len(attribute.levels) for attribute in curriculum.attributes.values()), default=1) - 1
-    if not 0 <= level <= highest:
-        raise DataError(f"{key} is {level}; the curriculum of reasoning_gym/{task} has the levels 0 to {highest}")
+    if level >= _count_levels(curriculum):
+        raise ValueError(level)
     curriculum.set_global_level(level)
     found = vars(curriculum.generate_configuration())
     return {name: value for name, value in found.items() if name not in SET_ELSEWHERE}
+
+
+def _count_levels(curriculum: Any) -> int:
+    return max((len(attribute.levels) for attribute in curriculum.attributes.values()), default=1)
+
+
+def _check_level(task: str, level: int, options_key: str) -> None:
+    """Raise DataError for a level that the task does not have, or whose own values it refuses."""
+    from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
+
+    key, (make, config) = _level_key(options_key), DATASETS[task]
+    if task not in CURRICULA:
+        raise DataError(f"{key} is {level}, and reasoning_gym/{task} has no curriculum; set {options_key} instead")
+
+    def works(tried: int) -> bool:
+        try:
+            make(config=config(**_of_level(task, tried) | {"seed": 0, "size": 1}))
+        except Exception:
+            return False
+        return True
+
+    if not works(level):
+        listed = ", ".join(str(tried) for tried in range(_count_levels(create_curriculum(task))) if works(tried))
+        raise DataError(f"{key} is {level}; the levels that reasoning_gym/{task} can be made with are {listed}")
 
 
 def _default(field: Any) -> Any:
@@ -109,30 +146,53 @@ def _check_type(key: str, field: Any, value: Any) -> None:
 
 
 def draw(
-    task: str, options: dict[str, Any], level: int | None, start: int, count: int, prefix: str, *, kills: bool = False
+    task: str,
+    options: dict[str, Any],
+    level: int | None,
+    start: int,
+    count: int,
+    options_key: str,
+    *,
+    judged: bool = True,
+    kills: bool = False,
 ) -> dict[str, Any]:
     """`count` entries with different questions, fewer where the task has no more; how many were `drawn` for them, and
-    how many of these were left out because they took too long (`late`).
+    how many of these were left out because they took too long (`late`) or the verifier does not give their stored
+    answer 1 (`wrong`).
 
     Item i of a dataset is drawn by its seed + i, and so is item i - 1 of the next seed: rows are drawn by the seeds
     from `start` on, each once. Rows without a stored answer are left out too.
 
     Args:
-        prefix: of the keys in errors. kills: whether a row that hangs in C may end this process.
+        options_key: the key of `options`, for errors. judged: whether stored answers are scored. kills: whether what
+            hangs in C may end this process.
     """
+    importlib.import_module("reasoning_gym")  # before a time limit counts
     entries: dict[str, Any] = {}
-    drawn = late = dry = 0
+    left_out = Counter(late=0, wrong=0)
+    drawn = dry = 0
     while len(entries) < count and dry < DRY:
         size = min(max(count - len(entries), LEAST_AT_ONCE), MOST_AT_ONCE)
-        dataset = make_dataset(task, options, level, prefix, seed=start + drawn, size=size)
+        try:
+            with _limit(BUILD_LIMIT_S, kills):
+                _seed(start + drawn)
+                dataset = make_dataset(task, options, level, options_key, seed=start + drawn, size=size)
+                verifier = _scorer(task, json.dumps(options), level) if judged else None
+        except _Late:
+            raise DataError(too_slow(task, options, level, options_key)) from None
         for index in range(size):
             try:
-                with _row_limit(kills):
-                    entry = _entry(dataset, index, f"reasoning_gym/{task}, seed {start + drawn}", prefix)
+                with _limit(ROW_LIMIT_S, kills):
+                    _seed(start + drawn)
+                    entry = _entry(dataset, index, f"reasoning_gym/{task}, seed {start + drawn}", options_key)
+                    if entry and verifier and _score(verifier, entry["answer"].strip(), entry) != 1:
+                        entry = None
+                        left_out["wrong"] += 1
             except _Late:
-                entry, late = None, late + 1
-                if late > MOST_LATE + drawn // LATE_PER:
-                    raise DataError(too_slow(task, options, prefix)) from None
+                entry = None
+                left_out["late"] += 1
+                if left_out["late"] > MOST_LATE + drawn // LATE_PER:
+                    raise DataError(too_slow(task, options, level, options_key)) from None
             drawn += 1
             words = "" if entry is None else " ".join(entry["question"].split())
             dry = 0 if words and words not in entries else dry + 1
@@ -140,13 +200,22 @@ def draw(
                 entries.setdefault(words, entry)
             if len(entries) == count or dry == DRY:
                 break
-    return {"entries": list(entries.values()), "drawn": drawn, "late": late}
+    return {"entries": list(entries.values()), "drawn": drawn, **left_out}
 
 
-def too_slow(task: str, options: dict[str, Any], prefix: str) -> str:
+def too_slow(task: str, options: dict[str, Any], level: int | None, options_key: str) -> str:
     """The error of a task whose questions take too long."""
-    found = f"reasoning_gym/{task} took more than {ROW_LIMIT_S} s to draw one question with {options or 'its defaults'}"
-    return f"{prefix}options: {found}; ask for smaller ones"
+    key = blamed_key(options, level, options_key)
+    given = options or ("its defaults" if level is None else f"the values of level {level}")
+    limits = f"{BUILD_LIMIT_S} s to set up or more than {ROW_LIMIT_S} s to draw one question"
+    return f"{key}: reasoning_gym/{task} took more than {limits} with {given}; set smaller values, or a wider range"
+
+
+def _seed(seed: int) -> None:
+    """Some tasks draw with the generator that all share."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
 
 
 class _Late(BaseException):
@@ -154,8 +223,8 @@ class _Late(BaseException):
 
 
 @contextlib.contextmanager
-def _row_limit(kills: bool) -> Iterator[None]:
-    """Raises _Late after ROW_LIMIT_S, or ends the process soon after, where Python code gets no turn."""
+def _limit(limit_s: float, kills: bool) -> Iterator[None]:
+    """Raises _Late after `limit_s`, or ends the process soon after, where Python code gets no turn."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -164,9 +233,9 @@ def _row_limit(kills: bool) -> Iterator[None]:
         raise _Late
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, ROW_LIMIT_S, ROW_LIMIT_S)
+    signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)
     if kills:
-        faulthandler.dump_traceback_later(3 * ROW_LIMIT_S, exit=True)
+        faulthandler.dump_traceback_later(limit_s + 2 * ROW_LIMIT_S, exit=True)
     try:
         yield
     finally:
@@ -176,35 +245,44 @@ def _row_limit(kills: bool) -> Iterator[None]:
             faulthandler.cancel_dump_traceback_later()
 
 
-def _entry(dataset: Any, index: int, where: str, prefix: str) -> dict[str, Any] | None:
-    """An entry of the library's; None where its stored answer is an empty text."""
+def _entry(dataset: Any, index: int, where: str, options_key: str) -> dict[str, Any] | None:
+    """An entry of the library's as JSON holds it; None where its stored answer is an empty text."""
     try:
-        entry = dataset[index]
-        json.dumps(entry, allow_nan=False)
+        entry = json.loads(json.dumps(dataset[index], allow_nan=False))
         if not isinstance(entry["answer"], str):
             raise ValueError(f"the stored answer is {entry['answer']!r}")
     except Exception as error:
         what = excerpt(f"{type(error).__name__}: {error}", 300)
-        raise DataError(f"{where} cannot be drawn: {what}. Change {prefix}options, or data.seed") from None
+        raise DataError(f"{where} cannot be drawn: {what}. Change {options_key}, or data.seed") from None
     return {name: entry[name] for name in ("question", "answer", "metadata")} if entry["answer"].strip() else None
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def _scorer(task: str, options: str, level: int | None) -> Any:
+    check_task(task, "reasoning_gym")  # a row may be of a file
     return make_dataset(task, json.loads(options), level, seed=0, size=1)
 
 
-def score(row: str, given: str) -> float:
+def score(row: str, given: str | None) -> float | None:
     """The score in [0, 1] that the task's verifier gives an answer; 0.0 where it raises or returns no number.
 
     Args:
-        row: the column `reasoning_gym` of the question's row.
+        row: the column `reasoning_gym` of the question's row. given: None only makes the verifier, which may take long.
+
+    Raises:
+        DataError: a task that is not offered, or cannot be made with its options.
     """
     found = json.loads(row)
-    dataset = _scorer(found["task"], json.dumps(found["options"]), found["level"])
+    verifier = _scorer(found["task"], json.dumps(found["options"]), found["level"])
+    return None if given is None else _score(verifier, given, found["entry"])
+
+
+def _score(verifier: Any, given: str, entry: dict[str, Any]) -> float:
     try:
-        value = float(dataset.score_answer(given, found["entry"]))
-    except Exception:  # verifiers take it for granted that an answer has the asked form
+        value = float(verifier.score_answer(given, entry))
+    except (KeyboardInterrupt, _Late):
+        raise
+    except BaseException:  # verifiers take it for granted that an answer has the asked form; SystemExit is no Exception
         return 0.0
     return min(max(value, 0.0), 1.0) if value == value else 0.0
 

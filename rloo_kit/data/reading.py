@@ -12,7 +12,13 @@ from typing import Any
 from rloo_kit.config.embedded import DEFAULT_FAMILY, EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection, SourceSection
-from rloo_kit.data.answers import compares_with_answers, needs_all_answers, require_one_answer, with_answers
+from rloo_kit.data.answers import (
+    compares_with_answers,
+    needs_all_answers,
+    require_one_answer,
+    require_verifier,
+    with_answers,
+)
 from rloo_kit.data.columns import Columns, DataSource
 from rloo_kit.data.families import addition
 from rloo_kit.data.gym import GYM_PROMPTS, GYM_TEST_PROMPTS, first_seed, is_gym, read_gym
@@ -30,8 +36,9 @@ class Part:
     """One source of a run with what `data` says about it; `key` and `split_key` name it in errors.
 
     Attributes:
-        split: None for test. options, level: of a task of reasoning-gym. count: rows of it to draw; fewer are an
-            error where `count_key` asks for them. number: of the source in the run, 0 for the test source.
+        split: None for test. options, level: of a task of reasoning-gym, `options_key` the key of the first. count:
+            rows of it to draw; fewer are an error where `count_key` asks for them. number: of the source in the run, 0
+            for the test source.
     """
 
     source: str
@@ -43,6 +50,7 @@ class Part:
     split_key: str = "data.split"
     options: dict[str, Any] | None = None
     level: int | None = None
+    options_key: str = "data.options"
     count: int = GYM_PROMPTS
     count_key: str = ""
     number: int = 1
@@ -75,12 +83,15 @@ def read_training(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
     """The rows to train on, or `rows`; `thinking` is for the embedded task."""
     section = run.data
     if rows is not None:
-        part = _part(run, "")
-        return _finish(run, part, draw(read_rows(rows, part.columns), section.num_prompts, section.seed))
-    if section.sources is not None:
+        part = replace(_part(run, ""), key="rows")
+        source = read_rows(rows, part.columns)
+    elif section.sources is not None:
         return _read_mix(run, thinking)
-    part = _part(run, str(section.source))
-    return _finish(run, part, draw(read_part(run, part, thinking), section.num_prompts, section.seed))
+    else:
+        part = _part(run, str(section.source))
+        source = read_part(run, part, thinking)
+    require_verifier(run, source, part.key)
+    return _finish(run, part, draw(source, section.num_prompts, section.seed))
 
 
 def read_test(run: RunConfig) -> DataSource | None:
@@ -93,6 +104,8 @@ def read_test(run: RunConfig) -> DataSource | None:
     part = replace(part, split=section.test_split, key=key, split_key="data.test_split", number=0)
     count = int(section.test_size) if section.test_size >= 1 else GYM_TEST_PROMPTS
     part = replace(part, count=count, count_key="data.test_size" if section.test_size >= 1 else "")
+    if part.source not in section.all_sources and any(map(is_gym, section.all_sources)):  # the options of another task
+        part = replace(part, options=None, level=None, options_key=key)
     return _finish(run, part, read_part(run, part, True))
 
 
@@ -106,6 +119,8 @@ def _read_mix(run: RunConfig, thinking: bool) -> DataSource:
     entries = run.data.sources or []
     parts = [_part_of_mix(run, number) for number in range(len(entries))]
     sources = [read_part(run, part, thinking) for part in parts]
+    for part, source in zip(parts, sources, strict=True):
+        require_verifier(run, source, part.key, alone=False)
     if all(source.answers is None for source in sources) and _answers_wanted(run):
         raise DataError(
             f"data.sources: no source has an answer column ({', '.join(part.answer_key for part in parts)}). Name the "
@@ -119,6 +134,7 @@ def _read_mix(run: RunConfig, thinking: bool) -> DataSource:
     labels = _labels(run.data)
     mixed = combine(drawn, labels)
     require_one_answer(run, mixed)
+    require_verifier(run, mixed, "data.sources")
     each = ", ".join(
         f"{count} of the {len(source)} rows of {label}"
         for label, source, count in zip(labels, sources, counts, strict=True)
@@ -152,7 +168,8 @@ def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
         return _read_embedded(run, part, thinking)
     if is_gym(part.source):
         start = first_seed(run.data.seed, part.number)
-        return read_gym(part.source, part.options, part.level, part.count, start, part.key, part.count_key)
+        asked = part.options, part.level, part.count, start
+        return read_gym(part.source, *asked, part.key, part.count_key, part.options_key)
     path = find_file(part.source, run.source, part.key)
     if path is None:
         return read_hub(part.source, part.subset, part.split, part.columns, part.key, part.split_key)
@@ -205,6 +222,8 @@ def _part_of_mix(run: RunConfig, number: int) -> Part:
     made = entry.source.startswith(EMBEDDED_PREFIX) or is_gym(entry.source)
     weights = [Fraction(str(each.weight)) for each in section.sources or []]
     share = weights[number] / sum(weights)
+    own = (entry.options, entry.curriculum_level) != (None, None)
+    asked = entry if own or (section.options, section.curriculum_level) == (None, None) else section
     columns = Columns(
         prompt=entry.prompt_column or section.prompt_column,
         answer=entry.answer_column or section.answer_column,
@@ -219,8 +238,9 @@ def _part_of_mix(run: RunConfig, number: int) -> Part:
         answer_after=None if made else entry.answer_after or section.answer_after,
         key=f"{prefix}source",
         split_key=f"{prefix}split",
-        options=section.options if entry.options is None else entry.options,
-        level=section.curriculum_level if entry.curriculum_level is None else entry.curriculum_level,
+        options=asked.options,
+        level=asked.curriculum_level,
+        options_key="data.options" if asked is section else f"{prefix}options",
         count=GYM_PROMPTS if section.num_prompts is None else math.ceil(section.num_prompts * share),
         number=number + 1,
     )

@@ -42,6 +42,7 @@ def make_completions(tokenizer: Any, thinking: bool, answer: str | None) -> list
     texts = {
         "with the gold answer": f"{opening}{right}{ending}",
         "with the gold answer in a box": f"{opening}\\boxed{{{right}}}{ending}",
+        "with the gold answer in its tags": f"{opening}<answer>{right}</answer>{ending}",
         "that is empty": ending,
         "that is truncated": THOUGHT,
         "that is nonsense": f"{HOSTILE}{ending}",

@@ -14,9 +14,11 @@ from rloo_kit.errors import RewardError, WholeBatchError
 from rloo_kit.rewarding.worker import Worker
 from rloo_kit.rewards.answer import find_boxed
 from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text
+from rloo_kit.system.processes import say
 
 NEEDS_GYM = f"{GYM_REWARD} needs the library reasoning-gym, which is not installed or does not work: {INSTALL}"
 FINDERS = ("whole", "boxed", "answer_tag")
+START_TIMEOUT_S, BUILD_TIMEOUT_S = 120.0, 60.0  # to load the library; to make a task's verifier
 _ENTRY = {"question": "1 + 1 =", "answer": "2", "metadata": {}}
 # Scores 1: shows that the worker works, and loads the library.
 WARM_UP = (json.dumps({"task": "chain_sum", "options": {}, "level": None, "entry": _ENTRY}), "2")
@@ -27,8 +29,8 @@ class ReasoningGymScore:
     """What the task's verifier gives the answer, 0.0 to 1.0; None for a row that is of no task of reasoning-gym.
 
     0.0 for thinking that was never closed, for no answer, for an answer on which the verifier raises, and for one that
-    takes it longer than `answer_timeout_s`. If its process dies, or the batch has taken `timeout_s`, the sample counts
-    as failed (NaN, which the guard reports).
+    takes it longer than `answer_timeout_s`. The sample counts as failed (NaN, which the guard reports) if the process
+    dies, the batch has taken `timeout_s`, or the verifier cannot be made: of a task that is refused, for example.
 
     Args:
         think_end_id, thinking, decode: as for `rewards.AnswerReward`.
@@ -49,6 +51,7 @@ class ReasoningGymScore:
     answer_timeout_s: float = 5.0
     timeout_s: float = 30.0
     decode: Decode | None = field(default=None, repr=False, compare=False)
+    _made: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.__name__ = GYM_REWARD
@@ -79,10 +82,13 @@ class ReasoningGymScore:
                 f"columns found: {', '.join(sorted(columns)) or 'none'}"
             )
         self._start()
+        rows = [None if row is None or row != row else str(row) for row in reasoning_gym]
+        for row in filter(None, rows):
+            self._make(row)
         ends_at = time.monotonic() + self.timeout_s
         return [
-            None if row is None or row != row else self._score(as_text(text), as_ids(ids), str(row), ends_at)
-            for text, ids, row in zip(completions, completion_ids, reasoning_gym, strict=True)
+            None if row is None else self._score(as_text(text), as_ids(ids), row, ends_at)
+            for text, ids, row in zip(completions, completion_ids, rows, strict=True)
         ]
 
     def _score(self, text: str, ids: list[int], row: str, ends_at: float) -> float:
@@ -90,14 +96,15 @@ class ReasoningGymScore:
         given = self._find(given or "")
         if not given:
             return 0.0
-        self._start()
+        if not self._make(row):
+            return math.nan
         left_s = ends_at - time.monotonic()
         if left_s <= 0:
             return math.nan
         started = time.monotonic()
         try:
             found = self.worker.call(row, given, timeout_s=min(left_s, self.answer_timeout_s))
-        except WholeBatchError:
+        except RewardError:
             return 0.0 if time.monotonic() - started >= self.answer_timeout_s else math.nan
         return float(found) if self.threshold is None else float(found >= self.threshold)
 
@@ -109,12 +116,28 @@ class ReasoningGymScore:
             given = before.rpartition("<answer>")[2] if closed and "<answer>" in before else ""
         return given.strip()
 
+    def _make(self, row: str) -> bool:
+        """Have the row's verifier made before a time limit counts, also after an answer that took too long; False where
+        it cannot be made, which is tried and reported once."""
+        self._start()
+        settings = row.partition(', "entry": ')[0]  # one verifier scores all rows of these
+        if settings not in self._made:
+            try:
+                self.worker.call(row, None, timeout_s=BUILD_TIMEOUT_S)
+            except RewardError as error:
+                say(f"WARNING: {GYM_REWARD} cannot score rows of {settings}}}: {error}")
+                self._made[settings] = False
+            else:
+                self._made[settings] = True
+        return self._made[settings]
+
     def _start(self) -> None:
-        """Have the library loaded before a time limit counts, also after an answer that took too long."""
+        """Have the library loaded."""
         if self.worker.running:
             return
+        self._made = {settings: False for settings, works in self._made.items() if not works}
         try:
-            works = self.worker.call(*WARM_UP, timeout_s=120.0)
+            works = self.worker.call(*WARM_UP, timeout_s=START_TIMEOUT_S)
         except RewardError as error:
             raise WholeBatchError(f"{NEEDS_GYM} ({error})") from None
         if works != 1.0:

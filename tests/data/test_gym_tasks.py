@@ -38,28 +38,65 @@ def test_the_lists_are_those_that_were_measured() -> None:
     assert all(f"| `{task}` | {why} |" in page for task, why in REFUSED.items())
 
 
-def test_ten_kinds_of_nonsense_never_hold_the_answer(bench: Any) -> None:
-    """Many verifiers give a text that holds the answer a share of the score: that is no fault of theirs."""
-    for answer in ("7", "42", "yes", "-3/4", "['1', '2']"):
-        found = dict(bench.nonsense(f"What is {answer}?", answer))
-        assert len(found) == 10 and all(answer not in text for text in found.values())
+def test_nonsense_of_every_kind_never_holds_the_answer(bench: Any) -> None:
+    """Many verifiers give a text that holds the answer a share of the score: that is no fault of theirs. Some answers
+    lost a kind, and nothing said so; measure() raises where one is lost."""
+    for answer in ("7", "2", "5", "0", "-1", "a", "on", "nan", "42", "yes", "-3/4", "['1', '2']", "A# B#", "[ ]"):
+        found = list(bench.nonsense(f"What is {answer}, or {answer.upper()}?", answer))
+        assert len({kind for kind, _ in found}) == 11
+        assert not any("".join(answer.lower().split()) in "".join(text.lower().split()) for _, text in found)
+    assert not {"0.0", "0"} & {text for _, text in bench.nonsense("", "0.00")} and bench.is_answer("1", "1.0")
+
+
+def test_a_verifier_that_runs_answers_is_found(bench: Any, tmp_path: Path) -> None:
+    """Seven offered verifiers ran what the model wrote; in four an answer had to be a list first."""
+
+    class Verifier:
+        def __init__(self, judge: Any) -> None:
+            self.score_answer = judge
+
+    def run_lists(answer: str, entry: Any) -> float:
+        if not answer.startswith("["):
+            raise ValueError(answer)
+        return float(bool(eval(answer)))
+
+    assert bench.runs_python(Verifier(run_lists), {}) and bench.runs_python(
+        Verifier(lambda answer, _: exec(answer)), {}
+    )
+    assert not bench.runs_python(Verifier(lambda answer, _: float(answer)), {})
 
 
 @pytest.mark.parametrize("rows", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_offered_tasks_have_sound_verifiers(bench: Any, rows: int) -> None:
-    """The stored answer scores 1, ten kinds of nonsense 0, nothing raises: reward for nonsense is what a policy finds
-    first."""
+    """The stored answer scores 1, every kind of nonsense 0, nothing raises, and no answer is run as Python: reward for
+    nonsense is what a policy finds first, and its text must never be a program."""
     faulty = {}
     for task in SOUND:
         found = bench.measure(task, rows, most_drawn=rows)
-        if (found["gold"], found["nonsense"], found["raised"]) != (1.0, {}, {}):
+        if found["runs_python"] or (found["gold"], found["nonsense"], found["raised"]) != (1.0, {}, {}):
             faulty[task] = found
     assert not faulty
 
 
+@pytest.mark.parametrize("rows", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_offered_tasks_draw_the_same_rows_in_another_process(run_fresh: Any, rows: int) -> None:
+    """list_functions draws some rows with the generator that all share, that of seed 74 too: a run that was resumed had
+    others."""
+    code = f"""
+import json
+from rloo_kit.data.gym_library import draw
+from rloo_kit.data.gym_tasks import SOUND
+found = {{task: draw(task, {{}}, None, 74, {rows}, "data.options") for task in SOUND}}
+print("\\n" + json.dumps(found))
+"""
+    first, second = (json.loads(run_fresh(code, PYTHONHASHSEED="0").stdout.splitlines()[-1]) for _ in range(2))
+    assert [task for task in SOUND if first[task] != second[task]] == []
+    assert all(len(found["entries"]) == rows and not found["wrong"] for found in first.values())
+
+
 @pytest.mark.slow
 def test_refused_tasks_are_refused_for_their_reason(bench: Any) -> None:
-    """A task that a new version has mended may be offered again."""
+    """A task that a new version has fixed may be offered again."""
     for task, why in REFUSED.items():
         if not any(word in why for word in SELDOM):
             assert bench.why_refused(bench.measure_apart(task, 60, most_drawn=60)) == why, task

@@ -17,7 +17,7 @@ from rloo_kit.loop.metrics import find_answer_column
 from rloo_kit.preflight.rewards import find_reward_faults
 from rloo_kit.rewarding import gym as gym_reward
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.gym import ReasoningGymScore
+from rloo_kit.rewarding.gym import FINDERS, ReasoningGymScore
 from rloo_kit.rollout.completions import Completion
 from rloo_kit.system.versions import is_importable
 
@@ -92,21 +92,87 @@ def test_parameters_out_of_range(params: dict[str, Any], words: str) -> None:
         ReasoningGymScore(**params)
 
 
-def test_a_verifier_that_raises_gives_nothing(score: ReasoningGymScore) -> None:
-    """prime_factorization calls int() on whatever a model wrote: that answer is wrong, and the batch goes on."""
-    expected = row("2 x 3", "prime_factorization", number=6, factors=[2, 3])
-    assert judge(score, ("two", expected), ("7", row())) == [0.0, 1.0]
+# A library with one task, whose verifier does to its process what the answer names.
+FAKE = """
+import os, sys, time
+from dataclasses import dataclass
+
+@dataclass
+class Config:
+    seed: int = 0
+    size: int = 1
+    build_s: float = 0.0
+
+class Dataset:
+    def __init__(self, config):
+        time.sleep(config.build_s)
+
+    def score_answer(self, given, entry):
+        if given == "raise":
+            raise KeyError(given)
+        if given == "interrupt":
+            raise KeyboardInterrupt
+        if given == "exit()":
+            sys.exit()
+        if given == "die":
+            os._exit(3)
+        if given == "hang":
+            time.sleep(600)
+        return float(given == entry["answer"])
+
+DATASETS, CURRICULA = {"chain_sum": (Dataset, Config)}, {}
+"""
 
 
-def test_a_verifier_that_hangs_costs_its_answer_alone() -> None:
-    """sympy does not come back from a tower of powers. The next worker has to import the library first, which took
-    longer than the limit of the next answer."""
-    hard = read_gym("reasoning_gym/simple_integration", None, None, 1, 5, "data.source", "").row(0)[GYM_COLUMN]
-    reward = ReasoningGymScore(answer_timeout_s=0.5)
-    try:
-        assert judge(reward, ("9**9**9**9**9", hard), ("7", row())) == [0.0, 1.0]
-    finally:
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`fake(**params)`: a reward whose worker finds that library."""
+    (tmp_path / "reasoning_gym").mkdir()
+    (tmp_path / "reasoning_gym" / "__init__.py").touch()
+    (tmp_path / "reasoning_gym" / "factory.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made: list[ReasoningGymScore] = []
+
+    def build(**params: Any) -> ReasoningGymScore:
+        made.append(ReasoningGymScore(**params))
+        return made[-1]
+
+    yield build
+    for reward in made:
         reward.worker.close()
+
+
+def test_what_a_verifier_does_costs_its_answer_alone(fake: Any) -> None:
+    """A verifier that raises takes the answer for one of the asked form: it is wrong. `exit()` as an answer ended in
+    SystemExit, and the error of that one answer left the whole batch unscored."""
+    given = ("raise", "exit()", "7", "die", "7", "interrupt", "7")
+    found = judge(fake(), *((answer, row()) for answer in given))
+    assert [str(value) for value in found] == ["0.0", "0.0", "1.0", "nan", "1.0", "nan", "1.0"]
+
+
+def test_a_verifier_that_hangs_costs_its_answer_alone(fake: Any) -> None:
+    """The next worker has to import the library first, which took longer than the limit of the next answer."""
+    assert judge(fake(answer_timeout_s=0.5), ("hang", row()), ("7", row())) == [0.0, 1.0]
+
+
+def test_a_verifier_that_takes_long_to_make(fake: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """count_primes sieves when it is made, within the first answer's limit: right answers were wrong, silently."""
+    slow = row().replace('"options": {}', '"options": {"build_s": 1.5}')
+    reward = fake(answer_timeout_s=0.4)
+    assert judge(reward, ("7", slow), ("8", slow), ("hang", slow), ("7", slow)) == [1.0, 0.0, 0.0, 1.0]
+    monkeypatch.setattr(gym_reward, "BUILD_TIMEOUT_S", 0.5)
+    reward = fake(answer_timeout_s=0.4)
+    for _ in range(2):
+        found = judge(reward, ("7", slow), ("7", row()))
+        assert math.isnan(found[0]) and found[1] == 1.0, "failed, not wrong"
+    assert capsys.readouterr().out.count("WARNING: reasoning_gym_score cannot score rows of") == 1
+
+
+def test_rows_of_a_file_may_name_any_task(score: ReasoningGymScore, capsys: Any) -> None:
+    """A verifier that runs the answer as Python is refused in rows too that were drawn elsewhere."""
+    found = judge(score, ("1", row(task="simple_integration")), ("1", "{"), ("7", row()), ("8", row()))
+    assert [str(value) for value in found] == ["nan", "nan", "1.0", "0.0"]
+    assert "simple_integration is refused: its verifier runs the answer as Python" in capsys.readouterr().out
 
 
 def test_what_a_batch_has_no_time_for_is_failed_not_wrong(score: ReasoningGymScore) -> None:
@@ -180,7 +246,9 @@ def test_the_cheap_checks_try_it(tiny_tokenizer: Any, monkeypatch: pytest.Monkey
     """It is called on made-up completions of a real row before any weights are loaded, and says what is missing."""
     source = read_gym("reasoning_gym/number_sorting", None, None, 3, 11, "data.source", "")
     run, drawn = make_run({"name": "reasoning_gym_score"}), source.row(0)
-    assert list(find_reward_faults(run, tiny_tokenizer, True, drawn)) == []
+    for find in FINDERS:  # no completion had the tag: a run that looks for it was warned that it teaches nothing
+        tried = make_run({"name": "reasoning_gym_score", "params": {"find": find, "threshold": 1.0}})
+        assert list(find_reward_faults(tried, tiny_tokenizer, True, drawn)) == []
     monkeypatch.setattr("rloo_kit.data.gym.is_importable", lambda name: False)
     (fault,) = find_reward_faults(run, tiny_tokenizer, True, drawn)
     assert fault.key == "rewards.0.name" and "make reasoning-gym" in fault.message
