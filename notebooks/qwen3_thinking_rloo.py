@@ -146,23 +146,25 @@ reward_funcs = kit.build_rewards(run, policy.tokenizer)
 # GSM8K ends after 7,473 problems. The library reasoning-gym draws as many as one likes, of many kinds, each with a
 # program that scores the answer: `data.source=reasoning_gym/chain_sum` and the reward `reasoning_gym_score` are all it
 # takes (`configs/qwen3_1_7b_reasoning_gym.yaml` is a whole run). Two of its tasks, with a right and a wrong answer.
-# `make reasoning-gym` installs the library; where it is missing, the next cell says so and the run goes on.
+# `make reasoning-gym` installs the library. Where it is missing, or the model is the embedded one, which knows its own
+# task only, the next cell says so and the run goes on.
 
 # %%
-for task in ("chain_sum", "number_sorting"):
-    changes = [f"data.source=reasoning_gym/{task}", "data.num_prompts=8", "data.test_size=2"]
-    drawn = kit.load_config(parameters.config, *changes, "rewards=[{name: reasoning_gym_score}]")
-    try:
+try:
+    for task in ("chain_sum", "number_sorting"):
+        changes = [f"data={{source: reasoning_gym/{task}, num_prompts: 8, test_size: 2}}"]
+        changes += ["rewards=[{name: reasoning_gym_score}]"]
+        drawn = kit.load_config(parameters.config, *parameters.overrides, *changes)
         row = kit.load_data(drawn, policy.tokenizer).train[0]
-    except kit.RlooKitError as error:
-        print(error)
-        break
-    (verifier,) = kit.build_rewards(drawn, policy.tokenizer)
-    print(row["prompt"], "...", sep="")
-    for answer in (row["answer"], "[1, 2, 3]"):
-        ids = policy.tokenizer(f"...</think>{answer}")["input_ids"]
-        columns = {"completions": [f"...</think>{answer}"], "completion_ids": [ids]}
-        print(f"  {answer}: {verifier(**columns, reasoning_gym=[row['reasoning_gym']])[0]:.2f}\n")
+        (verifier,) = kit.build_rewards(drawn, policy.tokenizer)
+        print(row["prompt"], "...", sep="")
+        for answer in (row["answer"], "[1, 2, 3]"):
+            ids = policy.tokenizer(f"...</think>{answer}")["input_ids"]
+            columns = {"completions": [f"...</think>{answer}"], "completion_ids": [ids]}
+            print(f"  {answer}: {verifier(**columns, reasoning_gym=[row['reasoning_gym']])[0]:.2f}\n")
+        verifier.reward.worker.close()
+except kit.RlooKitError as error:
+    print(error)
 
 # %% [markdown]
 # ## 6. Before training

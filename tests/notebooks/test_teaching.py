@@ -164,23 +164,37 @@ def test_the_sizes_for_smaller_gpus_load() -> None:
     assert [rloo.generation_batch_size for rloo in sizes] == [32, 32, 64]
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_the_tasks_of_the_library_are_shown(is_there: bool, capsys: pytest.CaptureFixture, monkeypatch) -> None:
-    """The only cell that needs an extra: without it the notebook has to go on, and say what to install."""
+@pytest.mark.parametrize(
+    ("file", "printed"),
+    [
+        ("qwen3_4b_thinking", ""),
+        ("qwen3_1_7b_reasoning_gym", ""),
+        ("arithmetic_thinking", "data.source is reasoning_gym/chain_sum"),
+        ("qwen3_4b_thinking", "make reasoning-gym"),
+    ],
+)
+def test_the_tasks_of_the_library_are_shown(
+    file: str, printed: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only cell that needs an extra and a file's model to take another task: the notebook ended in an error with
+    the embedded model, and with a file that has data.sources."""
     import rloo_kit as kit
     from rloo_kit.data import gym
     from rloo_kit.embedded.tokenizer import build_tokenizer
+    from rloo_kit.rewarding import worker
 
-    if is_there and not gym.is_importable("reasoning_gym"):
+    if not printed and not gym.is_importable("reasoning_gym"):
         pytest.skip("make reasoning-gym has not been run")
-    if not is_there:
+    if "make" in printed:
         monkeypatch.setattr(gym, "is_importable", lambda name: False)
     (cell,) = [
         cell for cell in cells_of("qwen3_thinking_rloo") if "reasoning_gym_score" in cell.source and cell.kind == "code"
     ]
-    parameters = SimpleNamespace(config=ROOT / "configs" / "qwen3_4b_thinking.yaml")
+    overrides = ["data.test_size=4", "model.family=auto", "model.enable_thinking=null"]  # the tokenizer has no switch
+    parameters = SimpleNamespace(config=ROOT / "configs" / f"{file}.yaml", overrides=overrides)
     policy = SimpleNamespace(tokenizer=build_tokenizer("thinking", "qwen3"))
     exec(cell.source, {"kit": kit, "parameters": parameters, "policy": policy})
-    printed = capsys.readouterr().out
-    assert ("make reasoning-gym" in printed) is not is_there
-    assert (printed.count(": 1.00"), printed.count("[1, 2, 3]: 0.00")) == ((2, 2) if is_there else (0, 0))
+    shown = capsys.readouterr().out
+    assert printed in shown
+    assert (shown.count(": 1.00"), shown.count("[1, 2, 3]: 0.00")) == ((0, 0) if printed else (2, 2))
+    assert not any("gym_library" in one.target and one.running for one in worker._WORKERS)
