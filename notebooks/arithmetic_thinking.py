@@ -70,7 +70,7 @@ print(kit.setup_environment())
 config = "configs/arithmetic_thinking.yaml"  # one file is one run; relative to the project's folder
 run_name = ""  # folder of the run in output_dir; empty: the file's name
 output_dir = "outputs"
-max_steps = 60
+max_steps = 50
 num_generations = 8  # K
 learning_rate = 2e-3
 beta = 0.0

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """RLOO in plain torch, to read top to bottom: a tiny Qwen3 that thinks learns column addition on the CPU.
 
-    python scripts/minimal_rloo.py --steps 60 --seed 0
+    python scripts/minimal_rloo.py --steps 50 --seed 0
 
 The step is that of rloo_kit.RLOOTrainer and of TRL's: tests/contracts/test_minimal_rloo.py compares advantages, loss
 and gradient. docs/minimal.md walks through it, and says what the kit adds and why. The choices:
@@ -127,7 +127,7 @@ def measure(name, policy, tokenizer, problems, ends):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60, help="rollouts, each with UPDATES optimizer steps")
+    parser.add_argument("--steps", type=int, default=50, help="rollouts, each with UPDATES optimizer steps")
     parser.add_argument("--seed", type=int, default=0, help="of the problems, the adapter and the sampling")
     parser.add_argument("--beta", type=float, default=0.0, help="weight of the KL penalty; 0: none")
     parser.add_argument("--model", help="folder of another Qwen3 with a Thinking template; default: the embedded one")

@@ -27,7 +27,7 @@ SMALLER = {
     r"-p max_steps 20": "-p max_steps 2 -p eval_prompts 50",
 }
 SMALL_RUN = {
-    "max_steps: 60": "max_steps: 6",
+    "max_steps: 50": "max_steps: 6",
     "num_prompts: 6000": "num_prompts: 600",
     "test_size: 1000": "test_size: 50",
 }
