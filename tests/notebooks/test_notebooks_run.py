@@ -121,7 +121,9 @@ def test_papermill_runs_it_from_another_folder(name: str, start: Start, tmp_path
     assert re.search(r"^accuracy [+-]\d", text_of(output, "kit.compare("))
     check_group(text_of(output, "scored = "))
     asked = text_of(output, "kit.ask(")
-    assert "think>" not in asked and re.search(r"\(\d+ tokens.*(ended|truncated); .* tokens/s\)\n$", asked), asked
+    assert re.search(r"\(\d+ tokens.*(ended|truncated); .* tokens/s\)\n$", asked), asked
+    # The embedded model cannot read the other notebooks' question, and may write a second </think> into its answer.
+    assert name in EMBEDDED or "think>" not in asked, asked
     if name not in EMBEDDED:  # those ask the small model what only a large one can answer
         thinking = r"thinking:\n(\d[\d+]*=\d+\n)+answer:\n" if "thinking" in name else ""
         assert re.match(rf"{thinking}\d+\n\(", asked), asked  # a number, with nothing of the thinking left in it
