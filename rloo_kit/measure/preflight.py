@@ -29,7 +29,7 @@ from rloo_kit.measure.probe import (
     draw_rows,
     find_logp_faults,
     find_rollout_faults,
-    is_silent,
+    is_unsure,
     roll_out,
 )
 from rloo_kit.models.policy import Policy
@@ -124,7 +124,7 @@ def _probe(
         with make_trainer(policy, run, reward_funcs, data.train) as trainer:
             probe = roll_out(trainer, draw_rows(run, data.train))
             describe(run, policy, probe, measures)
-            wider = draw_rows(run, data.train, WIDER) if is_silent(probe, measures) else []
+            wider = draw_rows(run, data.train, WIDER) if is_unsure(probe, measures) else []
             if len(wider) > len(probe.batch):
                 probe = roll_out(trainer, wider)
                 describe(run, policy, probe, measures)

@@ -23,7 +23,7 @@ from rloo_kit.results.intervals import clustered, wilson
 from rloo_kit.rollout.types import FOREIGN, Limits
 
 LEAST_GROUPS, LEAST_COMPLETIONS = 4, 32  # of a probe; with fewer prompts than that nothing is refused
-WIDER = 4  # times as many where they carry no signal: 32 wrong answers are no rarity for a run that learns
+WIDER = 4  # times as many where few carry a signal: 32 wrong answers are no rarity for a run that learns
 TRUNCATED, CLOSED = 0.95, 0.05  # cut off at least, closed at most: the thought does not fit
 LONG_TOKENS = 4096  # at most in the search for a length that the thoughts fit into
 ROOM = 1.25  # over the longest of a few completions
@@ -99,9 +99,11 @@ def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -
         measures.pass_rate, measures.pass_low, measures.pass_high = clustered(shares, size)
 
 
-def is_silent(probe: Probe, measures: Measures) -> bool:
-    """Whether no group carries a signal although completions were scored and not cut off: chance can do that too."""
-    return measures.signal == 0 and not is_short(measures) and not probe.batch.scores.isnan().all()
+def is_unsure(probe: Probe, measures: Measures) -> bool:
+    """Whether few groups carry a signal although completions were scored and not cut off: chance can do that too."""
+    assert measures.signal is not None and measures.prompts is not None
+    few = measures.signal <= FEW * measures.prompts
+    return few and not is_short(measures) and not bool(probe.batch.scores.isnan().all())
 
 
 def is_short(measures: Measures) -> bool:
@@ -117,7 +119,7 @@ def find_rollout_faults(
     run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: Probe, measures: Measures
 ) -> Iterator[Fault]:
     """What the completions and their rewards say against the run. Errors are for what holds beyond the chance of few
-    completions: no group of those that `is_silent` had drawn anew has a signal, or the thoughts do not fit."""
+    completions: no group of those that `is_unsure` had drawn anew has a signal, or the thoughts do not fit."""
     failed = probe.batch.judged.failed.float().mean().item()
     if failed:
         limit = run.run.max_reward_failure_share
