@@ -18,8 +18,9 @@ On-policy every ratio is 1, so what differs in the ratio alone does not show: Dr
 (no arm) is GRPO. `dapo` is GRPO with the mean over all tokens: beside it one sees which of GRPO's two divisions does
 what. `rloo_again` is RLOO with another seed for sampling and adapter, on the same model and problems: what chance does.
 
-Runs that lie in the output folder with the same keys are not repeated; another set of keys has folders of its own. Exit code 0 whatever comes out: this measures,
-it has no bar. Left out: other tasks, other models, off-policy steps, a rate for each method.
+Runs that lie in the output folder with the same keys are not repeated; another set of keys has folders of its own.
+Exit code 0 whatever comes out: this measures, it has no bar. Left out: other tasks, other models, off-policy steps, a
+rate for each method.
 """
 
 import argparse
@@ -40,8 +41,8 @@ CONFIG = reporting.ROOT / "configs" / "arithmetic_thinking.yaml"
 COMPLETIONS, STEPS, EVAL_PROMPTS = 128, 40, 500
 # By arm: its name in `config/methods.py`, and K.
 ARMS = {
-    "rloo": ("RLOO", 8), "rloo_again": ("RLOO", 8), "grpo": ("GRPO", 8), "dr_grpo": ("Dr. GRPO", 8), "reinforce_pp": ("REINFORCE++", 8),
-    "reinforce": ("REINFORCE", 8), "rloo_k2": ("RLOO", 2), "rloo_k4": ("RLOO", 4), "rloo_k16": ("RLOO", 16),
+    "rloo": ("RLOO", 8), "rloo_again": ("RLOO", 8), "grpo": ("GRPO", 8), "dr_grpo": ("Dr. GRPO", 8),
+    "reinforce_pp": ("REINFORCE++", 8), "reinforce": ("REINFORCE", 8), "rloo_k2": ("RLOO", 2), "rloo_k4": ("RLOO", 4), "rloo_k16": ("RLOO", 16),
     "dapo": ("DAPO", 8), "reinforce_pp_baseline": ("REINFORCE++-baseline", 8),
 }  # fmt: skip
 USUAL = [arm for arm in ARMS if arm != "reinforce_pp_baseline"]
