@@ -42,7 +42,8 @@ COMPLETIONS, STEPS, EVAL_PROMPTS = 128, 40, 500
 # By arm: its name in `config/methods.py`, and K.
 ARMS = {
     "rloo": ("RLOO", 8), "rloo_again": ("RLOO", 8), "grpo": ("GRPO", 8), "dr_grpo": ("Dr. GRPO", 8),
-    "reinforce_pp": ("REINFORCE++", 8), "reinforce": ("REINFORCE", 8), "rloo_k2": ("RLOO", 2), "rloo_k4": ("RLOO", 4), "rloo_k16": ("RLOO", 16),
+    "reinforce_pp": ("REINFORCE++", 8), "reinforce": ("REINFORCE", 8),
+    "rloo_k2": ("RLOO", 2), "rloo_k4": ("RLOO", 4), "rloo_k16": ("RLOO", 16),
     "dapo": ("DAPO", 8), "reinforce_pp_baseline": ("REINFORCE++-baseline", 8),
 }  # fmt: skip
 USUAL = [arm for arm in ARMS if arm != "reinforce_pp_baseline"]
