@@ -43,7 +43,7 @@ STAMP := $(VENV)/.stamp-run$(addprefix -,$(GPU_EXTRA))
 STAMP_DEV := $(VENV)/.stamp-dev$(addprefix -,$(GPU_EXTRA))
 GYM_NEEDS := pycosat, which it needs, is built by a C compiler (Debian, Ubuntu: apt-get install gcc python3-dev); the index has to be reached too
 # The core tests are the same everywhere: a GPU is hidden from them; tests/on_gpu is for GPUs.
-PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --ignore=tests/with_unsloth --ignore=tests/with_vllm --ignore=tests/on_gpu -n $(JOBS)
+PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --ignore=tests/with_unsloth --ignore=tests/with_vllm --ignore=tests/on_gpu -n $(JOBS) --dist worksteal
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))

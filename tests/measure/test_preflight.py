@@ -30,6 +30,9 @@ CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.
 DEMO = ROOT / "configs" / "arithmetic_thinking.yaml"
 SFT_FIRST = ROOT / "configs" / "sft_arithmetic.yaml"
 CONFIGS.remove(SFT_FIRST)
+# Their model takes minutes to build.
+GYM = [path for path in CONFIGS if "reasoning_gym" in path.stem]
+CONFIGS = [pytest.param(path, marks=pytest.mark.slow if path in GYM else (), id=path.stem) for path in CONFIGS]
 # The demo's model mostly skips its thinking; this one always thinks, and goes wrong only where it has to borrow.
 THINKS = ["model.name=embedded/thinking@subtraction", "data.source=embedded/subtraction"]
 
@@ -76,7 +79,7 @@ def stand_in(file: Path) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("file", CONFIGS)
 def test_every_shipped_config_goes(prepare, file):
     """A preflight that refuses what works is switched off by the second user."""
     if "reasoning_gym/" in file.read_text(encoding="utf-8"):
