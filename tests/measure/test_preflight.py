@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,9 +31,11 @@ CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.
 DEMO = ROOT / "configs" / "arithmetic_thinking.yaml"
 SFT_FIRST = ROOT / "configs" / "sft_arithmetic.yaml"
 CONFIGS.remove(SFT_FIRST)
-# Their model takes minutes to build.
-GYM = [path for path in CONFIGS if "reasoning_gym" in path.stem]
-CONFIGS = [pytest.param(path, marks=pytest.mark.slow if path in GYM else (), id=path.stem) for path in CONFIGS]
+# Models that no other test of the core tier has to build.
+OTHERS = re.compile("reasoning_gym|instruct")
+CONFIGS = [
+    pytest.param(path, marks=pytest.mark.slow if OTHERS.search(path.stem) else (), id=path.stem) for path in CONFIGS
+]
 # The demo's model mostly skips its thinking; this one always thinks, and goes wrong only where it has to borrow.
 THINKS = ["model.name=embedded/thinking@subtraction", "data.source=embedded/subtraction"]
 
