@@ -59,7 +59,11 @@ class HealthRun:
 
 
 RUNS = (
-    HealthRun("rate", "learning rate 0.3", "broken_policy", ("rloo.learning_rate=0.3",)),
+    # On a model that is right half of the time: the demo's reward cannot fall far.
+    HealthRun(
+        "rate", "learning rate 0.3", "broken_policy",
+        ("rloo.learning_rate=0.3", "model.name=embedded/thinking@subtraction", "data.source=embedded/subtraction"),
+    ),
     HealthRun("limit", "6 tokens to think and answer", "truncation", ("rloo.max_completion_length=6",)),
     HealthRun("wrong", "every answer of the data is wrong", "cold_start", ("data.source=wrong.jsonl",)),
     HealthRun("still", "learning rate 1e-9", "no_movement", ("rloo.learning_rate=1e-9",)),
