@@ -24,7 +24,9 @@ def run_folder(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     kit.setup_environment("transformers")
     output = tmp_path_factory.mktemp("outputs")
     file = Path(__file__).resolve().parents[2] / "configs" / "arithmetic_thinking.yaml"
-    run = load_config(file, f"run.output_dir={output}", "run.name=sums", "data.test_size=64", "rollout.engine=native")
+    words = [f"run.output_dir={output}", "run.name=sums", "data.test_size=64", "rollout.engine=native"]
+    words += ["model.name=embedded/thinking@subtraction", "data.source=embedded/subtraction"]  # it always thinks
+    run = load_config(file, *words)
     policy = kit.load_policy(run, check=False)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -64,7 +66,7 @@ def test_the_line_that_serves_it_splits_the_thinking(
     server.start()
     asked = {
         "model": words[2],
-        "messages": [{"role": "user", "content": "14+455="}],
+        "messages": [{"role": "user", "content": "489-56="}],
         "temperature": 0,
         "max_tokens": 48,
     }
@@ -72,5 +74,5 @@ def test_the_line_that_serves_it_splits_the_thinking(
     message = found["choices"][0]["message"]
     server.stop()
     thinking = message.get("reasoning") or message.get("reasoning_content")
-    assert thinking and thinking.strip().startswith("4+5=9"), message
-    assert message["content"].strip() == "469", message
+    assert thinking and thinking.strip().startswith("9-6=3"), message
+    assert message["content"].strip() == "433", message
