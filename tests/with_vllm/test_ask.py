@@ -47,7 +47,7 @@ def test_vllm_streams_what_it_samples_without_a_listener(in_process: tuple[Any, 
         plain = kit.ask(run, policy, DIFFERENCE, stream=False, **options)
         named = ("thinking", "answer", "tokens", "thinking_tokens", "ended", "forced")
         assert all(getattr(heard, name) == getattr(plain, name) for name in named)
-        # The answer begins behind the last </think>, which a stream cannot wait for: a model may go on after a forced one.
+        # A stream cannot wait for the last </think>, where the answer begins: a model may go on after a forced one.
         first, _, rest = f"{heard.thinking}</think>{heard.answer}".partition("</think>")
         for part, text in (("thinking", first), ("answer", rest)):
             told = "".join(piece for found, piece in pieces if found == part)
