@@ -305,10 +305,10 @@ def test_long_evaluation_says_how_far_it_is(make_run, make_policy, capsys):
     policy = digits_policy(make_policy)
     evaluate(make_run(), policy, make_dataset(["1"] * NUM_PROMPTS))
     assert capsys.readouterr().out == ""
-    run = make_run(batch_size=1, num_samples=4, thinking_budgets=[2])
+    run = make_run(batch_size=1, num_samples=16, thinking_budgets=[2])
     run.run.progress_every_s = 0.0
     evaluate(run, policy, make_dataset(), "before")
-    assert "evaluation before: sampled " in capsys.readouterr().out
+    assert "evaluation before: " in capsys.readouterr().out  # at most ten lines a second: of which part, chance says
 
 
 def test_temperature_zero_is_greedy_already(make_run, make_policy):
