@@ -15,8 +15,9 @@ which divides the gradient by its own size, up to adam_epsilon; clipping the nor
 does not cancel. `--rate` repeats the comparison at another rate.
 
 On-policy every ratio is 1, so what differs in the ratio alone does not show: Dr. GRPO is RLOO times a constant, GSPO
-(no arm) is GRPO. `dapo` is GRPO with the mean over all tokens: beside it one sees which of GRPO's two divisions does
-what. `rloo_again` is RLOO with another seed for sampling and adapter, on the same model and problems: what chance does.
+(no arm) is GRPO. `dapo` is GRPO with the mean over all tokens: compared with it, GRPO shows which of its two divisions
+does what. `rloo_again` is RLOO with another seed for sampling and adapter, on the same model and problems: what chance
+does.
 
 Runs that lie in the output folder with the same keys are not repeated; another set of keys has folders of its own.
 Exit code 0 whatever comes out: this measures, it has no bar. Left out: other tasks, other models, off-policy steps, a

@@ -2,9 +2,9 @@
 
 All intervals are Student's, 95 %, over the seeds. An arm is compared with RLOO seed by seed: the mean difference, its
 interval, and the p value of the paired t test, corrected by Holm for all the tests of the page. The intervals are not
-corrected, so one may leave 0 out where the corrected test does not. Neither RLOO once more, which shows what chance
-does, nor an arm that came out identical is tested. With five seeds the test assumes that differences are about normal;
-the table has every seed's own, so that one can see.
+corrected, so one may leave 0 out where the corrected test does not. Neither RLOO with another seed, which shows what
+chance does, nor an arm that came out identical is tested. With five seeds the test assumes that differences are about
+normal; the table has every seed's own, so that one can see.
 """
 
 import math
@@ -18,7 +18,7 @@ from reporting import table
 
 FIRST, CONTROL = "rloo", "rloo_again"  # what the others are compared with, and the same once more
 LABELS = {
-    "rloo": "RLOO, K = 8", "rloo_again": "RLOO, K = 8, sampled anew", "grpo": "GRPO", "dr_grpo": "Dr. GRPO",
+    "rloo": "RLOO, K = 8", "rloo_again": "RLOO, K = 8, another seed", "grpo": "GRPO", "dr_grpo": "Dr. GRPO",
     "dapo": "GRPO, mean over tokens (DAPO)",
     "reinforce_pp": "REINFORCE++", "reinforce_pp_baseline": "REINFORCE++-baseline", "reinforce": "REINFORCE",
     "rloo_k2": "RLOO, K = 2", "rloo_k4": "RLOO, K = 4", "rloo_k16": "RLOO, K = 16",

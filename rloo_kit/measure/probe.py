@@ -119,7 +119,7 @@ def find_rollout_faults(
     run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: Probe, measures: Measures
 ) -> Iterator[Fault]:
     """What the completions and their rewards say against the run. Errors are for what holds beyond the chance of few
-    completions: no group of those that `is_unsure` had drawn anew has a signal, or the thoughts do not fit."""
+    completions: no group of the second, wider draw (`is_unsure`) has a signal, or the thoughts do not fit."""
     failed = probe.batch.judged.failed.float().mean().item()
     if failed:
         limit = run.run.max_reward_failure_share

@@ -113,7 +113,7 @@ def test_relatives_are_compared_seed_by_seed(module: Any, tmp_path: Path) -> Non
     head = {"steps": 2, "completions_a_step": 128, "rate": None, "jobs": 2, "measured": "2026-01-01", "command": "x"}
     result = head | found | {"runs": runs, "machine": {"processor": "y"}}
     words = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in report.differences_table(result)}
-    assert words["Dr. GRPO"] == "identical" and words["RLOO, K = 8, sampled anew"] == "chance alone"
+    assert words["Dr. GRPO"] == "identical" and words["RLOO, K = 8, another seed"] == "chance alone"
     for make in (report.setting_line, report.arms_table, report.differences_table, report.picture_lines):
         assert all("\n" not in line for line in make(result))
     (tmp_path / "docs").mkdir()

@@ -152,7 +152,7 @@ def test_a_task_never_solved_and_one_always_solved_are_refused(prepare, answer, 
     (fault,) = found.errors
     assert fault.stage == "rollout" and fault.key == "data.source" and fix in fault.message
     assert ("rloo-kit sft" in fault.message) == (rate == 0)
-    assert found.measures.prompts == 16, "drawn anew before it is refused"
+    assert found.measures.prompts == 16, "drawn again before it is refused"
 
 
 def is_easy(prompt: str) -> bool:
