@@ -96,7 +96,7 @@ def papermill_command(notebook: Path, folder: Path, parameters: dict[str, Any]) 
     file.write_text(yaml.safe_dump(parameters, sort_keys=False, allow_unicode=True), encoding="utf-8")
     paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (notebook, folder / "notebook.ipynb")]
     options = ["-f", str(file), "-k", "python3", "--log-output", "--no-progress-bar"]
-    return [sys.executable, "-m", "papermill", *paths, *options]
+    return [sys.executable, "-m", "rloo_kit.batch.papermill", *paths, *options]
 
 
 def last_line(log: Path, start: int = 0) -> str | None:

@@ -141,11 +141,13 @@ class RunConfig(Section):
             task = source.removeprefix(EMBEDDED_PREFIX)
             return f" ({EMBEDDED_PREFIX}thinking@{task})" if task != source and not find_family_problem(task) else ""
 
+        said = "data.sources has" if self.data.sources else "data.source is"
+        given = [("data.source", said, name) for name in self.data.all_sources]
+        given += [("sft.source", "sft.source is", self.sft.source)] if self.sft.source else []
         return [
-            f"model.name is {self.model.name}, which knows only {family}, but "
-            f"data.{'sources has' if self.data.sources else 'source is'} {name}; set data.source={known}, a file or "
-            f"folder (./name) of such problems of your own, or another model.name{builds(name)}"
-            for name in self.data.all_sources
+            f"model.name is {self.model.name}, which knows only {family}, but {said} {name}; set {key}={known}, a file "
+            f"or folder (./name) of such problems of your own, or another model.name{builds(name)}"
+            for key, said, name in given
             if not may_fit(name)
         ]
 

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from typer.testing import CliRunner
 from rloo_kit.batch.comparison import collect_rows, make_text_table, write_comparison
 from rloo_kit.batch.file import LONGEST_NAME, Batch, load_batch, make_name
 from rloo_kit.batch.notebooks import find_error
+from rloo_kit.batch.papermill import GIVEN_OUT, choose_ports
 from rloo_kit.batch.process import RunProcess, papermill_command
 from rloo_kit.batch.progress import BatchDisplay
 from rloo_kit.batch.runner import BatchResult, Signals
@@ -206,7 +208,24 @@ def test_papermill_reads_the_parameters_as_they_were_meant(tmp_path: Path) -> No
     read = read_yaml_file(str(tmp_path / "parameters.yaml"))
     assert read == given and [type(value) for value in read.values()] == [type(value) for value in given.values()]
     assert command[3] == "/x/{{odd}}.ipynb", "papermill fills in what stands in braces"
-    assert command[:3] == [sys.executable, "-m", "papermill"]
+    assert command[:3] == [sys.executable, "-m", "rloo_kit.batch.papermill"]
+
+
+def test_a_kernels_ports_are_free_and_outside_the_systems_own_range(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ports = choose_ports(5)
+    assert len(set(ports)) == 5 and max(ports) < int(GIVEN_OUT.read_text().split()[0])
+    given = tmp_path / "range"
+    monkeypatch.setattr("rloo_kit.batch.papermill.GIVEN_OUT", given)
+    monkeypatch.setattr("rloo_kit.batch.papermill.FIRST_PORT", ports[0])
+    given.write_text(f"{ports[0] + 1}\t60999\n")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", ports[0]))
+        assert choose_ports(5) == [], "what is taken is not offered; Jupyter chooses what is missing"
+    assert choose_ports(5) == [ports[0]]
+    given.write_text("1024\t60999\n")
+    assert choose_ports(5) == [], "no room below the system's range"
 
 
 def test_papermill_that_goes_on_without_its_kernel_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,5 +145,7 @@ def test_a_users_family_takes_no_prompts_of_another(minimal: Path, monkeypatch: 
         run = load_config(minimal, model, f"data.source={source}")
         run.check()
         assert run.data.source == source
-    run = load_config(minimal, model, "data.source=embedded/own/backward.py", "sft.source=embedded/sorting")
+    with pytest.raises(ConfigError, match=r"sft\.source is embedded/sorting; set sft\.source=embedded/own/b"):
+        load_config(minimal, model, "data.source=embedded/own/backward.py", "sft.source=embedded/sorting")
+    run = load_config(minimal, model, "data.source=embedded/own/backward.py", "sft.source=worked.jsonl")
     assert run.family_files == [(minimal.parent / "own" / "backward.py").resolve()]

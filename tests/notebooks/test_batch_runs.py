@@ -3,12 +3,14 @@
 import csv
 import json
 import os
+import re
 import signal
 import time
 
 import psutil
 import pytest
 
+from rloo_kit.batch.papermill import GIVEN_OUT
 from tests.notebooks.batch_notebooks import (
     BODY,
     call_batch,
@@ -240,6 +242,27 @@ def test_papermill_does_not_outlive_a_kernel_that_dies_between_cells(tmp_path):
     write_notebook(tmp_path / "dies.ipynb", *cells)
     code, printed = call_batch(write_batch(tmp_path, [{"name": "dies", "notebook": "dies.ipynb"}]))
     assert code == 1 and read_status(tmp_path, "dies")["state"] == "killed", printed
+
+
+PORTS = """
+import json
+from ipykernel.connect import get_connection_info
+print("ports", *(port for name, port in json.loads(get_connection_info()).items() if name.endswith("_port")))
+"""
+
+
+def test_the_ports_of_kernels_side_by_side_are_given_to_nobody_else(tmp_path):
+    """The system gave one of two kernels that started at once a port that was somebody else's by the time it listened:
+    that run failed with 'Kernel died before replying to kernel_info'."""
+    runs = [{"name": name, "parameters": {"number": number}} for number, name in enumerate(["one", "two"])]
+    file = write_batch(tmp_path, runs)
+    write_notebook(tmp_path / "small.ipynb", BODY, PORTS)
+    code, printed = call_batch(file, "--jobs", 2)
+    assert code == 0, printed
+    logs = [_text(tmp_path / "out" / "b" / name / "log.txt") for name in ("one", "two")]
+    ports = [int(port) for log in logs for port in re.findall("^ports (.*)$", log, re.MULTILINE)[0].split()]
+    assert len(set(ports)) == 10
+    assert max(ports) < int(GIVEN_OUT.read_text().split()[0]), "above, the system gives them to any connection"
 
 
 def _text(path):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.notebooks.notebook_cells import FOLDER
-from tests.notebooks.runners import MARK, all_gone
+from tests.notebooks.runners import ATTEMPTS, MARK, PORT_TAKEN, all_gone
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,11 @@ def start(tmp_path: Path, embedded_models: None) -> Iterator[Start]:
 
 def papermill(start: Start, name: str, output: Path, **parameters: Any) -> subprocess.CompletedProcess[str]:
     values = [word for key, value in parameters.items() for word in ("-p", key, str(value))]
-    return start(PAPERMILL, FOLDER / f"{name}.ipynb", output, *values, "--no-progress-bar")
+    for _ in range(ATTEMPTS):
+        done = start(PAPERMILL, FOLDER / f"{name}.ipynb", output, *values, "--no-progress-bar")
+        if PORT_TAKEN not in done.stderr:
+            break
+    return done
 
 
 def cell_outputs(path: Path, call: str) -> list[dict[str, Any]]:

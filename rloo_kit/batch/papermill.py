@@ -1,0 +1,58 @@
+"""`python -m rloo_kit.batch.papermill IN OUT ...`: papermill and its options, with ports of its own for the kernel.
+
+By default a kernel gets ports that the system gave out, and took back, a moment earlier. Until the kernel listens on
+one the system may give it to another kernel, or to any outgoing connection, and the kernel dies before its first cell.
+The ports below the system's own range are given to nobody.
+"""
+
+import random
+import socket
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from papermill.cli import papermill
+from papermill.engines import NBClientEngine, papermill_engines
+from traitlets.config import Config
+
+CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
+FIRST_PORT = 10_000
+GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")  # Linux: first and last port that the system gives out
+USUAL_FIRST = 32_768  # Linux's default; macOS begins at 49,152
+TRIES = 200
+
+
+class OwnPortsEngine(NBClientEngine):
+    """papermill's own engine, with the kernel's ports from `choose_ports`."""
+
+    @classmethod
+    def execute_managed_notebook(cls, *args: Any, **options: Any) -> Any:
+        ports = zip((f"{name}_port" for name in CHANNELS), choose_ports(len(CHANNELS)), strict=False)
+        manager = {"cache_ports": False, **dict(ports)}  # with the cache Jupyter chooses them all, else what is missing
+        config = Config({"KernelManager": manager})
+        return super().execute_managed_notebook(*args, config=config, **options)
+
+
+def choose_ports(number: int) -> list[int]:
+    """At most `number` free ports of the loopback interface, none of them in the range that the system gives out."""
+    try:
+        end = int(GIVEN_OUT.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        end = USUAL_FIRST
+    choice = range(FIRST_PORT, max(end, FIRST_PORT))
+    tried = random.SystemRandom().sample(choice, min(TRIES, len(choice)))
+    return list(islice(filter(_is_free, tried), number))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as tried:
+        try:
+            tried.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+if __name__ == "__main__":
+    papermill_engines.register(None, OwnPortsEngine)
+    papermill()
