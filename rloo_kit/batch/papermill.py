@@ -11,26 +11,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from papermill.cli import papermill
-from papermill.engines import NBClientEngine, papermill_engines
-from traitlets.config import Config
-
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 FIRST_PORT = 10_000
 GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")  # Linux: first and last port that the system gives out
 USUAL_FIRST = 32_768  # Linux's default; macOS begins at 49,152
 TRIES = 200
-
-
-class OwnPortsEngine(NBClientEngine):
-    """papermill's own engine, with the kernel's ports from `choose_ports`."""
-
-    @classmethod
-    def execute_managed_notebook(cls, *args: Any, **options: Any) -> Any:
-        ports = zip((f"{name}_port" for name in CHANNELS), choose_ports(len(CHANNELS)), strict=False)
-        manager = {"cache_ports": False, **dict(ports)}  # with the cache Jupyter chooses them all, else what is missing
-        config = Config({"KernelManager": manager})
-        return super().execute_managed_notebook(*args, config=config, **options)
 
 
 def choose_ports(number: int) -> list[int]:
@@ -53,6 +38,23 @@ def _is_free(port: int) -> bool:
     return True
 
 
-if __name__ == "__main__":
+def main() -> None:
+    from papermill.cli import papermill
+    from papermill.engines import NBClientEngine, papermill_engines
+    from traitlets.config import Config
+
+    class OwnPortsEngine(NBClientEngine):
+        """papermill's own engine; Jupyter chooses what ports `choose_ports` does not find."""
+
+        @classmethod
+        def execute_managed_notebook(cls, *args: Any, **options: Any) -> Any:
+            ports = zip((f"{name}_port" for name in CHANNELS), choose_ports(len(CHANNELS)), strict=False)
+            manager = {"cache_ports": False, **dict(ports)}  # with that cache Jupyter would choose them all
+            return super().execute_managed_notebook(*args, config=Config({"KernelManager": manager}), **options)
+
     papermill_engines.register(None, OwnPortsEngine)
     papermill()
+
+
+if __name__ == "__main__":
+    main()

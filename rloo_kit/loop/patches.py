@@ -4,6 +4,7 @@
 # reason; tests/contracts/test_patched_attributes.py holds the list whole. Settings that a library documents as such
 # (`padding_side`, `requires_grad`, `should_save`, ...) are no patches.
 PATCHED_ATTRIBUTES = {
+    "batch/papermill.py: papermill_engines.register": "papermill's registry: an engine that chooses the kernel's ports",
     "embedded/cold_start.py: full.generation_config._from_model_config": "else loading drops the second end token",
     "export/loaders.py: module.support_avx512bf16_for_cpu": "as in models/transformers.py, for a checking process",
     "gradient/logprobs.py: head.forward": "for one call: the head scores states where it would make all logits",

@@ -255,9 +255,9 @@ def test_a_seed_that_hangs_is_left_out(prepare, monkeypatch):
 
 def test_a_task_that_takes_long_to_set_up(prepare_apart, monkeypatch):
     """count_primes sieves when it is made: a run with a large max_n stood still, without a word, for half a minute."""
-    boot = gym._BOOT.replace("; serve()", "; import rloo_kit.data.gym_library as g; g.BUILD_LIMIT_S = 0.01; serve()")
+    boot = gym._BOOT.replace("; serve()", "; import rloo_kit.data.gym_library as g; g.BUILD_LIMIT_S = 0.001; serve()")
     monkeypatch.setattr(gym, "_BOOT", boot)
-    with pytest.raises(DataError, match=r"^data\.options: .*took more than 0\.01 s to set up .*{'max_n': 10000000}"):
+    with pytest.raises(DataError, match=r"^data\.options: .*took more than 0\.001 s to set up .*{'max_n': 10000000}"):
         prepare_apart(source="reasoning_gym/count_primes", options={"max_n": 10**7}, num_prompts=3)
     with pytest.raises(DataError, match=r"^data\.curriculum_level: .*with the values of level 3"):
         prepare_apart(source="reasoning_gym/count_primes", curriculum_level=3, num_prompts=3)
