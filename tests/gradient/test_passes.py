@@ -252,9 +252,17 @@ def test_off_policy_steps_keep_what_the_rollout_was_scored_with(step):
 GRPO = {"baseline": "group_mean", "scale_rewards": "group"}
 
 
-@pytest.mark.parametrize("mean", ["none", "completion", "batch"])
+CASES = [(unless_72, "sum"), (tied, "length_normalized"), (by_length, "per_token")]
+MEANS = ["none", "completion", "batch"]
+
+
 @pytest.mark.parametrize(
-    ("reward", "form"), [(unless_72, "sum"), (tied, "length_normalized"), (by_length, "per_token")]
+    ("mean", "reward", "form"),
+    [  # each mean and each case without the slow tests
+        pytest.param(mean, *case, marks=() if number == place else pytest.mark.slow)
+        for number, mean in enumerate(MEANS)
+        for place, case in enumerate(CASES)
+    ],
 )
 def test_memory_modes_and_splits_make_one_gradient_of_grpo(mean, reward, form, step):
     """A deviation or a count of tokens of one pass, or of one micro-step, trains too, and is another method."""

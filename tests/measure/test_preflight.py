@@ -324,7 +324,15 @@ def counted(completions, **_columns):
 """
 
 
-@pytest.mark.parametrize("words", [[], ["rloo.beta=0.05"], ["rloo.bf16=true", "model.lora.dropout=0.1"]], ids=str)
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["rloo.beta=0.05"],
+        pytest.param(["rloo.bf16=true", "model.lora.dropout=0.1"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_training_afterwards_is_training_without(prepare, tmp_path, words):
     """With a preflight in front, `train` gives bit for bit the weights that it gives without one: for a new adapter, a
     continued one and the base, and with a reward in a worker that counts its calls."""

@@ -419,7 +419,7 @@ def test_a_server_that_was_started_anew_gets_the_adapter_again(server, make_poli
 ENGINE_DIED = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
 
-@pytest.mark.parametrize("path", [COMPLETE, LOAD, UNLOAD])
+@pytest.mark.parametrize("path", [COMPLETE, *(pytest.param(path, marks=pytest.mark.slow) for path in (LOAD, UNLOAD))])
 def test_a_server_that_died_is_waited_for(make_base, make_policy, make_engine, path):
     """When vLLM's engine dies, the API server answers with status 500 to what was under way, refuses connections, and
     is started again without the adapter. The 500 was taken for a refusal of the completion and ended the run."""

@@ -144,6 +144,7 @@ def tiny_config(project: Project, tiny_folder: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_commands_and_failures_keep_keys_to_themselves(project, tiny_config, hub):
     """A run, a report of the machine, a file with a fault, a reward whose process dies; and not one request left the
     machine, while TRL reports every trainer to the hub unless that is switched off."""
