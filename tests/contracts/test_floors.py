@@ -34,12 +34,8 @@ HEAVY = ["embedded", "models", "gradient", "rollout", "evals", "loop", "measure"
 LOADS_IN_FUNCTIONS = {"data", "rewarding", "collective", "starter"}
 LIGHT_LIBRARIES = {"pydantic", "yaml", "dotenv", "pynvml", "packaging", "rich", "tqdm", "psutil"}
 LIGHT_LIBRARIES |= {"httpx", "ruamel", "typer", "matplotlib", "jinja2", "tokenizers"}
-LIGHT_LIBRARIES |= {
-    "jupyter_core",
-    "jupyter_client",
-    "papermill",
-    "traitlets",
-}  # where a kernel runs they are loaded; inside functions only
+# Where a kernel runs, or papermill, they are loaded; inside functions only.
+LIGHT_LIBRARIES |= {"jupyter_core", "jupyter_client", "papermill", "traitlets"}
 MAY_IMPORT_UNSLOTH = {"rloo_kit/_stack.py", "rloo_kit/models/unsloth.py"}
 
 

@@ -250,18 +250,16 @@ def test_off_policy_steps_keep_what_the_rollout_was_scored_with(step):
 
 
 GRPO = {"baseline": "group_mean", "scale_rewards": "group"}
-
-
-CASES = [(unless_72, "sum"), (tied, "length_normalized"), (by_length, "per_token")]
-MEANS = ["none", "completion", "batch"]
+GRPO_REWARDS = [(unless_72, "sum"), (tied, "length_normalized"), (by_length, "per_token")]
+TOKEN_MEANS = ["none", "completion", "batch"]
 
 
 @pytest.mark.parametrize(
     ("mean", "reward", "form"),
-    [  # each mean and each case without the slow tests
+    [  # every mean and every reward once without the slow tests
         pytest.param(mean, *case, marks=() if number == place else pytest.mark.slow)
-        for number, mean in enumerate(MEANS)
-        for place, case in enumerate(CASES)
+        for number, mean in enumerate(TOKEN_MEANS)
+        for place, case in enumerate(GRPO_REWARDS)
     ],
 )
 def test_memory_modes_and_splits_make_one_gradient_of_grpo(mean, reward, form, step):

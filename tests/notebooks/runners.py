@@ -22,9 +22,9 @@ REPOSITORY = HERE.parents[1]
 PYTHON = Path(sys.executable)
 LIMIT_S = 120
 MARK = "RLOO_KIT_TEST_RUN"
-# nbclient gives a cell's output 4 s to follow its reply; on a machine that is busy elsewhere 30 MB do not make it.
-# And they give a kernel ports that may be somebody else's by the time it listens; rloo_kit/batch/papermill.py does not.
-OVERLOADED, PORT_TAKEN = "Timeout waiting for IOPub output", "ZMQError: Address already in use"
+# nbclient gives a cell's output 4 s to follow its reply; on a machine that is busy elsewhere 30 MB do not make it. A
+# kernel may find one of Jupyter's ports taken by the time it listens (rloo_kit/batch/papermill.py chooses its own).
+UPSTREAM_FAULTS = ("Timeout waiting for IOPub output", "ZMQError: Address already in use")
 ATTEMPTS = 3
 
 NBCLIENT = """
@@ -70,7 +70,7 @@ def run(runner: str, cells: list[str], folder: Path) -> Ended:
         command = [str(word) for word in COMMANDS[runner]]
         for _ in range(ATTEMPTS):
             done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S)
-            if OVERLOADED not in done.stderr and PORT_TAKEN not in done.stderr:
+            if not any(fault in done.stderr for fault in UPSTREAM_FAULTS):
                 break
         if done.returncode:
             print(f"{runner} exited with {done.returncode}:\n{done.stderr[-3000:]}")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.notebooks.notebook_cells import FOLDER
-from tests.notebooks.runners import ATTEMPTS, MARK, PORT_TAKEN, all_gone
+from tests.notebooks.runners import ATTEMPTS, MARK, UPSTREAM_FAULTS, all_gone
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +72,7 @@ def papermill(start: Start, name: str, output: Path, **parameters: Any) -> subpr
     values = [word for key, value in parameters.items() for word in ("-p", key, str(value))]
     for _ in range(ATTEMPTS):
         done = start(PAPERMILL, FOLDER / f"{name}.ipynb", output, *values, "--no-progress-bar")
-        if PORT_TAKEN not in done.stderr:
+        if not any(fault in done.stderr for fault in UPSTREAM_FAULTS):
             break
     return done
 
