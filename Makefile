@@ -11,11 +11,12 @@
 #                                BUNDLE_PYTHON=3.12 and BUNDLE_CUDA=130 are that machine's, DEST=.gpu-bundle the folder
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup reasoning-gym demo lint format test test-slow test-all fuzz test-unsloth test-vllm test-gpu gpu-report check notebooks bench gpu-bundle clean
+.PHONY: help setup reasoning-gym demo lint format test test-slow test-all fuzz test-unsloth test-vllm canary test-gpu gpu-report check notebooks bench gpu-bundle clean
 
 VENV := .venv
 VENV_UNSLOTH := .venv-unsloth
 VENV_VLLM := .venv-vllm
+VENV_CANARY := .venv-canary
 BIN := $(VENV)/bin
 JOBS ?= 2
 CASES ?= 10000
@@ -87,6 +88,10 @@ test-vllm: $(if $(PYTHON_VLLM),$(VENV_VLLM)/.stamp) ## rollouts from real vLLM o
 	$(if $(PYTHON_VLLM),$(VENV_VLLM)/bin/python -m pytest tests/with_vllm --durations=0,@echo "make test-vllm: skipped: \
 	vLLM on the CPU was tried with Python $(VLLM_PYTHON) only, and there is none: make test-vllm PYTHON_VLLM=/path/to/python$(VLLM_PYTHON)")
 
+canary: $(VENV_CANARY)/bin/python ## the newest TRL and Unsloth, in .venv-canary: fingerprints, short tests, what broke
+	$(if $(TORCH_INDEX),$(VENV_CANARY)/bin/python $(PIP_INSTALL) --index-url $(TORCH_INDEX) torch)
+	CUDA_VISIBLE_DEVICES= $(VENV_CANARY)/bin/python tests/canary.py
+
 test-gpu: $(STAMP_DEV) ## the checks of benchmarks/first_hour.py that need a CUDA GPU (skipped without one)
 	$(BIN)/python -m pytest -s tests/on_gpu
 
@@ -127,6 +132,9 @@ $(BIN)/python:
 
 $(VENV_UNSLOTH)/bin/python:
 	$(call make_venv,$(VENV_UNSLOTH),$(PYTHON))
+
+$(VENV_CANARY)/bin/python:
+	$(call make_venv,$(VENV_CANARY),$(PYTHON))
 
 $(VENV_VLLM)/bin/python:
 	$(call make_venv,$(VENV_VLLM),$(PYTHON_VLLM))

@@ -25,6 +25,7 @@ from rloo_kit.system.console import print_table, render_text
 from rloo_kit.system.env_file import huggingface_home
 from rloo_kit.system.environment import Environment, cache_folder, prepare_environment
 from rloo_kit.system.gpu import GIB, find_holders
+from rloo_kit.system.hosted import find_place
 from rloo_kit.system.versions import (
     TESTED,
     TESTED_EXTRAS,
@@ -33,13 +34,13 @@ from rloo_kit.system.versions import (
     VLLM_RANGES,
     in_range,
     is_importable,
+    return_command,
 )
 
 HUB_TIMEOUT_S = 3.0
 PROBE_TIMEOUT_S = 120.0
 DISK_LOW_GIB, DISK_FULL_GIB = 10.0, 1.0  # a 4-bit Qwen3-4B takes 2.5 GiB, its checkpoints little
 HELD_BY_OTHERS_GIB = 1.0
-_REINSTALL = "make setup (or pip install -c constraints.txt -e .)"
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def check_installation(root: Path | None = None) -> Report:
         The Report: print it for two tables, `.to_dict()` for JSON, `.exit_code` for a script.
     """
     settled, checks = _settle(root)
-    checks += [_python(settled), *_packages(settled), _gpu(settled)]
+    checks += [_python(settled), *_packages(settled), _gpu(settled), *_place(settled)]
     if settled.gpu is not None:
         checks += [_bitsandbytes(), _gpu_memory(settled)]
     checks += [*_disk(), _kernel_spec(), _hub(), *_keys(settled)]
@@ -131,11 +132,21 @@ def _python(settled: Environment) -> Check:
     version = settled.versions["python"] or ""
     if in_range(version, TESTED_PYTHON):
         return Check("python", "ok", f"{version}, tested {TESTED_PYTHON}")
-    return Check("python", "warn", f"{version} is outside the tested range {TESTED_PYTHON}", "use a tested Python")
+    return Check(
+        "python",
+        "warn",
+        f"{version} is outside the tested range {TESTED_PYTHON}",
+        "make a new environment with a tested Python",
+    )
 
 
 def _packages(settled: Environment) -> list[Check]:
     checks = []
+    place = find_place()
+    keeps_torch = place is not None and place.is_service
+    back = return_command(
+        TESTED_EXTRAS.keys() <= {name for name, version in settled.versions.items() if version}, keeps_torch
+    )
     for name, tested in (TESTED | TESTED_EXTRAS).items():
         version = settled.versions[name]
         if version is None and name in TESTED_EXTRAS:
@@ -143,11 +154,11 @@ def _packages(settled: Environment) -> list[Check]:
                 todo = "pip install -e '.[gpu]' for the faster backend"
                 checks.append(Check(name, "warn", f"not installed, tested {tested}", todo))
         elif version is None:
-            checks.append(Check(name, "fail", f"not installed, tested {tested}", _REINSTALL))
+            checks.append(Check(name, "fail", f"not installed, tested {tested}", back))
         elif in_range(version, tested):
             checks.append(Check(name, "ok", f"{version}, tested {tested}"))
         else:
-            checks.append(Check(name, "warn", f"{version} is outside the tested range {tested}", _REINSTALL))
+            checks.append(Check(name, "warn", f"{version} is outside the tested range {tested}", back))
     return checks + _vllm(settled)
 
 
@@ -172,6 +183,17 @@ def _gpu(settled: Environment) -> Check:
     if "CPU build" in settled.gpu_reason:
         return Check("GPU", "warn", settled.gpu_reason, "set TORCH_INDEX to a CUDA index of torch and run make setup")
     return Check("GPU", "ok", f"none ({settled.gpu_reason}); the embedded model runs on the CPU in fp32")
+
+
+def _place(settled: Environment) -> list[Check]:
+    """What Colab, Kaggle or WSL2 imply for a run."""
+    place = find_place()
+    if place is None:
+        return []
+    follows = list(place.follows)
+    if settled.precision == "fp16":
+        follows.append(f"{settled.gpu.name if settled.gpu else 'this GPU'} has no bf16: runs use fp16, not measured")
+    return [Check(place.name, "ok", found) for found in follows]
 
 
 def _probe(code: str, timeout_s: float = PROBE_TIMEOUT_S) -> tuple[bool, str]:

@@ -96,6 +96,11 @@ class Environment:
         ]
         return rows + [("note", note) for note in self.notes]
 
+    def describe(self) -> str:
+        """GPU and precision on one line, then a line for each note; `str` gives the whole table."""
+        gpu = "no GPU" if self.gpu is None else f"{self.gpu.name}, {self.gpu.free_gib:.1f} GiB free"
+        return "\n".join([f"machine: {gpu}, {self.precision}", *(f"note: {note}" for note in self.notes)])
+
     def __str__(self) -> str:
         return render_rows(self.rows(), title="rloo-kit environment")
 

@@ -1,9 +1,11 @@
 """The versions that the kit is tested with, as in `pyproject.toml`, and those installed, read without an import."""
 
 import importlib.util
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 
 from rloo_kit.errors import ConfigError
 
@@ -55,6 +57,29 @@ def in_range(version: str, tested: str) -> bool:
     from packaging.specifiers import SpecifierSet  # only the doctor needs it
 
     return SpecifierSet(tested).contains(version, prereleases=True)
+
+
+def return_command(with_unsloth: bool = False, keep_torch: bool = False) -> str:
+    """The one command that brings this Python's packages back to the tested ranges.
+
+    In a clone or an installed skill, which have `constraints.txt`, it installs the locked versions. A wheel has no
+    such file: there the command names the ranges. It never adds Unsloth to an environment that lacks it.
+
+    Args:
+        with_unsloth: bring Unsloth back too.
+        keep_torch: leave a preinstalled torch alone if it is in the range (Colab, Kaggle); refuse if it is not.
+    """
+    root = Path(__file__).resolve().parents[2]
+    python = shlex.quote(sys.executable)
+    if (root / "constraints.txt").is_file() and (root / "pyproject.toml").is_file():
+        extra = "[gpu]" if with_unsloth else ""
+        if keep_torch:
+            here = f"{python} -m rloo_kit.system.hosted > constraints-here.txt"
+            install = f"{python} -m pip install -c constraints-here.txt -e {shlex.quote(f'.{extra}')}"
+            return f"cd {shlex.quote(str(root))} && {here} && {install}"
+        return f"{python} -m pip install -c {shlex.quote(f'{root}/constraints.txt')} -e {shlex.quote(f'{root}{extra}')}"
+    ranges = TESTED | (TESTED_EXTRAS if with_unsloth else {})
+    return " ".join([python, "-m pip install", *(shlex.quote(f"{name}{tested}") for name, tested in ranges.items())])
 
 
 def is_importable(module: str) -> bool:

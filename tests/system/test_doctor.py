@@ -96,7 +96,8 @@ def test_versions_out_of_range_warn_and_missing_ones_fail(run_fresh: RunFresh, t
     found = findings(done)
     assert (found["trl"]["status"], found["peft"]["status"], done.returncode) == ("warn", "fail", 1)
     assert found["trl"]["found"] == "1.99.0 is outside the tested range >=1.15,<1.16"
-    assert "make setup" in found["trl"]["todo"]
+    root = Path(doctor.__file__).parents[2]
+    assert found["trl"]["todo"] == f"{sys.executable} -m pip install -c {root}/constraints.txt -e {root}"
 
 
 @pytest.fixture
