@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Is the skill's folder whole, and is rloo-kit installed? Needs no package; any Python from 3.8 on runs it.
+"""Check that the skill's folder is complete and rloo-kit is installed. Needs no package; runs on Python 3.8 or newer.
 
-Prints one JSON object on stdout: ok, todo (what to do, in that order), command (the rloo-kit to use), what was found,
-and error (the first thing that is wrong) where something is.
+Prints one JSON object on stdout: ok, todo (what to do, in order), command (the rloo-kit to use), what was found,
+and error (the first problem) if there is one.
 
-Exit codes: 0 ready; 2 a wrong option (message on stderr); 3 files of the skill are missing; 4 no Python is new enough;
+Exit codes: 0 ready; 2 a wrong option (message on stderr); 3 files of the skill are missing; 4 no supported Python;
 5 rloo-kit is not installed; 6 the installed rloo-kit has another version than the skill.
 """
 
@@ -44,7 +44,7 @@ ENVIRONMENTS = (".venv-rloo", ".venv")
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--skill", type=Path, default=SKILL, help="folder of the skill (default: this script's)")
-    parser.add_argument("--project", type=Path, default=Path.cwd(), help="folder whose environments are looked at")
+    parser.add_argument("--project", type=Path, default=Path.cwd(), help="folder whose environments are searched")
     options = parser.parse_args(arguments)
     report, code = check(options.skill.resolve(), options.project.resolve())
     print(json.dumps(report, indent=2))
@@ -81,17 +81,17 @@ def check(skill: Path, project: Path) -> tuple[dict, int]:
 
 def describe_missing(skill: Path) -> str:
     return (
-        f"only a part of the skill is in {skill}: install it again with `npx skills@1.5.18 add ADDRESS -a "
-        "claude-code -y` (-g for the user's folder), or clone the repository into that place; ADDRESS is where the "
+        f"only part of the skill is in {skill}: install it again with `npx skills@1.5.18 add ADDRESS -a "
+        "claude-code -y` (-g for the user's folder), or clone the repository in its place; ADDRESS is where the "
         "skill came from: ask the user for it"
     )
 
 
 def install_command(skill: Path, python: str | None) -> str:
-    words = ["-m", "pip", "install", "-c", str(skill / "constraints.txt"), "-e", f"{skill}[notebook]"]
+    words = ["-m", "pip", "install", "-c", str(skill / "constraints.txt"), "pytest", "-e", f"{skill}[notebook]"]
     make = shlex.join([python or "python3.12", "-m", "venv", ".venv-rloo"])
     install = shlex.join([".venv-rloo/bin/python", *words])
-    return f"{make} && {install} (with an NVIDIA GPU [notebook,gpu] at the end)"
+    return f"{make} && {install} (with an NVIDIA GPU: [notebook,gpu] at the end)"
 
 
 def find_python() -> str | None:
@@ -107,7 +107,7 @@ def find_python() -> str | None:
 
 
 def find_command(skill: Path, project: Path) -> str | None:
-    """The rloo-kit beside this Python, in the project's or the skill's environment, or the one on PATH."""
+    """The rloo-kit next to this Python, in the project's or the skill's environment, or the one on PATH."""
     folders = [Path(sys.executable).parent]
     folders += [base / name / "bin" for base in (project, skill) for name in ENVIRONMENTS]
     for folder in folders:
@@ -117,7 +117,7 @@ def find_command(skill: Path, project: Path) -> str | None:
 
 
 def ask_version(command: str | None) -> str | None:
-    """The version that the command prints, or None where there is no command or it does not run."""
+    """The version that the command prints, or None if there is no command or it does not run."""
     if command is None:
         return None
     try:
@@ -129,7 +129,7 @@ def ask_version(command: str | None) -> str | None:
 
 
 def read_version(skill: Path) -> str | None:
-    """The version in the skill's sources, without importing them; None where they are missing."""
+    """The version in the skill's sources, without importing them; None if they are missing."""
     try:
         text = (skill / "rloo_kit" / "__init__.py").read_text(encoding="utf-8")
     except OSError:

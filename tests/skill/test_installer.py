@@ -126,8 +126,8 @@ def test_skill_md_alone_says_how_to_get_the_rest(make_person: Callable[..., Pers
     folder = person.project / SKILL
     assert [path.name for path in folder.iterdir()] == ["SKILL.md"]
     text = (folder / "SKILL.md").read_text(encoding="utf-8")
-    block = re.search(r"^## First check$.*?^```bash\n(.*?)^```", text, flags=re.M | re.S)
-    assert block, "SKILL.md has no shell block under `## First check`"
+    block = re.search(r"^## 1. Set up$.*?^```bash\n(.*?)^```", text, flags=re.M | re.S)
+    assert block, "SKILL.md has no shell block under `## 1. Set up`"
     person.env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{person.env['PATH']}"
     alone = person.run(["bash", "-c", block.group(1)])
     assert alone.output.strip() == str(folder.resolve()), f"more or less than the path:\n{alone}"

@@ -32,8 +32,9 @@ def test_the_table_of_values_is_the_codes() -> None:
     """A threshold that was moved in the code alone would be judged one way and explained another."""
     from rloo_kit.health.rules import THRESHOLDS
 
-    text = (ROOT / "SKILL.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `([\w/]+)`[^|]* \| ([^|]+ \| [^|]+) \|", text.partition("## Healthy")[2], flags=re.M))
+    text = (ROOT / "references" / "troubleshooting.md").read_text(encoding="utf-8")
+    table = text.partition("## Healthy")[2].partition("## ")[0]
+    rows = dict(re.findall(r"^\| `([\w/]+)`[^|]* \| ([^|]+ \| [^|]+) \|", table, flags=re.M))
     for one in THRESHOLDS:
         written = [float(number) for number in re.findall(r"\d+\.?\d*", rows[one.metrics[0]])]
         limits = [limit for limit in (one.low, one.high, one.alarm_low, one.alarm_high) if limit is not None]

@@ -1,4 +1,4 @@
-"""The Python and YAML of the skill: it compiles, names what is installed, and the reward of SKILL.md works.
+"""The Python and YAML of the skill: it compiles, names what is installed, and the example reward works.
 
 What needs Unsloth is checked by tests/with_unsloth/test_skill_blocks.py, where it is installed (`make test-unsloth`).
 """
@@ -89,8 +89,9 @@ def test_yaml_blocks_are_parts_of_a_config(block: Block, tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def own_reward(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """The module that the reader writes from the reward contract of SKILL.md."""
-    blocks = find_blocks("SKILL.md", (ROOT / "SKILL.md").read_text(encoding="utf-8"), "python")
+    """The module that the reader writes from the reward contract of references/rewards.md."""
+    page = "references/rewards.md"
+    blocks = find_blocks(page, (ROOT / page).read_text(encoding="utf-8"), "python")
     code = next(block.code for block in blocks if "my_rewards.py" in block.code)
     file = tmp_path_factory.mktemp("own") / "my_rewards.py"
     file.write_text(code)
