@@ -100,7 +100,8 @@ gpu-report: $(STAMP) ## what a GPU measured into README, docs, config headers an
 
 check: lint test ## lint and test
 
-notebooks: $(STAMP_DEV) ## generate the notebooks from their sources
+notebooks: $(STAMP_DEV) ## generate the notebooks from notebooks/source
+	$(BIN)/python notebooks/source/generate.py
 	$(BIN)/jupytext --to ipynb --update notebooks/*.py
 
 bench: $(STAMP) ## measure again: the step, the demo, rewards, start-up (an hour; BENCHMARKS="rewards startup" picks)

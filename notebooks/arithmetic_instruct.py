@@ -1,5 +1,6 @@
 # ---
 # jupyter:
+#   # Generated from notebooks/source/rloo.py.jinja by `make notebooks`: edit that file.
 #   jupytext:
 #     text_representation:
 #       extension: .py
@@ -13,25 +14,23 @@
 # %% [markdown]
 # # RLOO on a small model that answers at once
 #
-# This notebook trains a model with reinforcement learning, start to end: load it, measure it, train it, measure it
-# again, look at what changed, save it, use it. It runs anywhere. Two processor cores are enough: no GPU,
-# nothing to download. The whole takes about two minutes, and a minute or two more the first time, when the model is
-# built.
+# This notebook runs a whole reinforcement-learning training: load a model, measure it, train it, measure it again,
+# inspect what changed, save it and use it. It needs two CPU cores, no GPU and no download. A run takes about two
+# minutes on an idle machine. The first one also builds the model: about two and a half minutes more.
 #
-# **The model** is a tiny Qwen3 with half a million weights. Asked `147+285=`, it answers at once: it has to add in
-# its head. It was taught from careless examples in which many a digit is wrong, so it is right in about one of ten
-# tries.
+# **The model** is a tiny Qwen3 with half a million weights. Asked `147+285=`, it answers at once, so it has to add in
+# its head. It was taught from careless examples with many wrong digits. About one of ten samples is right.
 #
-# **The training** is RLOO: REINFORCE with a leave-one-out baseline. Nobody shows the model how to add. It only
-# gets 1 or 0 for each answer, and learns from that to trust what it knows.
+# **The training** is RLOO: REINFORCE with a leave-one-out baseline. Nobody shows the model how to add. Each answer is
+# rewarded with 1 or 0, and from that the model learns to trust what it knows.
 #
-# `arithmetic_thinking` is the twin that thinks first; `qwen3_instruct_rloo` does the same with a real model.
+# `arithmetic_thinking` is the twin that thinks first. `qwen3_instruct_rloo` does the same with a real model.
 
 # %% [markdown]
 # ## 1. Set up
 #
-# This cell comes before everything else, because the heavy libraries have to be imported in the right order. It reads
-# the project's `.env`, finds the GPU if there is one, and chooses the number format to compute in.
+# Run this cell first: the heavy libraries have to be imported in the right order. It reads the project's `.env`, finds
+# the GPU if there is one, and chooses the number format for the computation.
 
 # %%
 import itertools
@@ -44,25 +43,23 @@ print(kit.setup_environment())
 # %% [markdown]
 # ## 2. Parameters
 #
-# The next cell is the one to edit. Its values win over those of the file that `config` names; a value that the file
-# has and the cell has not is changed through `overrides`, as in
-# `overrides = "rloo.temperature=0.9 eval.num_samples=4"`. A batch sets the values from outside:
-# `papermill NOTEBOOK.ipynb OUTPUT.ipynb -p max_steps 20 -p beta 0.01`. A name or a value that makes no sense is
-# refused.
+# Edit the next cell. Its values override those of the file that `config` names. `overrides` changes any other key of
+# the file: `overrides = "rloo.temperature=0.9 eval.num_samples=4"`. A batch sets the values from outside:
+# `papermill NOTEBOOK.ipynb OUTPUT.ipynb -p max_steps 20 -p beta 0.01`. Unknown names and invalid values are refused.
 #
-# If the run's folder holds a run already: `resume = True` goes on with it, `overwrite = True` deletes it and starts
+# If the run's folder already contains a run, `resume = True` continues it and `overwrite = True` deletes it and starts
 # again.
 
 # %% [markdown]
 # ### What to try here
 #
-# - `num_generations = 2`, then `16`: a step has 128 completions in either case. What differs is
+# - `num_generations = 2`, then `16`: a step has 128 completions in either case. What changes is
 #   `frac_score_zero_std`, the share of groups that teach nothing.
 # - `beta = 0.05`: the KL is measured and drawn.
 # - `max_completion_length = 2`: the answer is cut off before it ends, and the run says what is wrong.
-# - `learning_rate = 1e-4`: the choice for the large models; a tiny one hardly moves.
+# - `learning_rate = 1e-4`: the choice for large models. A tiny one hardly moves.
 #
-# Give each try a `run_name` of its own, and the folders lie side by side in `outputs/`.
+# Give each experiment its own `run_name` to keep the folders side by side in `outputs/`.
 
 # %% tags=["parameters"]
 # Parameters: plain values. papermill replaces them: papermill ... -p max_steps 20
@@ -89,9 +86,9 @@ print(f"\nthe run's folder: {run.folder}")
 # %% [markdown]
 # ### Does it fit?
 #
-# The plan adds up what the run takes of the memory at its largest, part by part, from the model's shape alone: in the
-# rollout, where the cache of the completions grows, and in training. `Rows of a rollout` says how many completions
-# are generated at once. Where a run does not fit, the plan names the keys to change, in the order that costs least.
+# The plan adds up the run's peak memory, part by part, from the model's shape alone: for the rollout, where the KV
+# cache grows, and for training. `Rows of a rollout` is the number of completions generated at once. If a run does not
+# fit, the plan names the keys to change, cheapest first.
 
 # %%
 print(kit.plan_vram(run))
@@ -99,9 +96,9 @@ print(kit.plan_vram(run))
 # %% [markdown]
 # ## 3. The policy
 #
-# The policy is the model that is trained. It gives each possible next token a probability; sampling from it token by
-# token makes a completion. Its own weights stay as they are. What is trained is an adapter (LoRA): small matrices
-# next to the large ones, at first without any effect.
+# The policy is the model that is trained. It gives each possible next token a probability; sampling token by token
+# makes a completion. The base weights stay frozen. Training changes an adapter (LoRA): small matrices next to the
+# large ones, with no effect at first.
 
 # %%
 policy = kit.load_policy(run)
@@ -110,8 +107,8 @@ print(policy.describe())
 # %% [markdown]
 # ## 4. The data
 #
-# Prompts, each with the right answer. Some are held out: the model never trains on them, and accuracy is measured on
-# them alone. No prompt is in both parts.
+# Each prompt comes with the right answer. Some prompts are held out: the model never trains on them, and accuracy is
+# measured on them alone. No prompt is in both parts.
 
 # %%
 data = kit.load_data(run, policy.tokenizer)
@@ -120,17 +117,16 @@ print(data.train[0]["prompt"])
 print("the right answer:", data.train[0]["answer"])
 
 # %% [markdown]
-# The prompt ends where the assistant's turn begins, and what the model writes from there is the answer. This family
-# never thinks in a block of its own. Its twin notebook does, and the cells below are the same in both: thinking and
-# answer are parted by the **id of the token** `</think>`, and where it never comes, everything is the answer.
+# The prompt ends where the assistant's turn begins, and everything the model writes from there is the answer. This
+# family has no thinking block. Its twin notebook has one, and the cells below are the same in both: the kit splits
+# thinking and answer at the **id of the token** `</think>`. If it never comes, everything is the answer.
 
 # %% [markdown]
 # ## 5. The reward
 #
-# A reward is a function that looks at a completion and returns a number. Here it is *verifiable*: a program checks,
-# no person and no second model has to judge. `answer_reward` is 1 if the answer is right and 0 if it is not. It looks
-# at the answer alone, so the model is free to think whatever helps. Several rewards are added up, each with its
-# weight.
+# A reward is a function that takes a completion and returns a number. Here it is *verifiable*: a program checks it, and
+# no person or second model has to judge. `answer_reward` is 1 if the answer is right and 0 if it is not. It reads the
+# answer alone, so the model is free to think whatever helps. Several rewards are added up, each with its weight.
 #
 # The reward is the only signal that the model gets. It gets better at whatever raises that number, intended or not.
 
@@ -140,9 +136,9 @@ reward_funcs = kit.build_rewards(run, policy.tokenizer)
 # %% [markdown]
 # ## 6. Before training
 #
-# Can it learn at all? The preflight samples a few groups of completions, judges them, and takes one step at full
-# length. It says GO, or NO-GO with what to change: equal rewards, completions that are cut off, a task that is never
-# solved, too little memory. It changes nothing: weights and random numbers are afterwards what they were.
+# Can it learn at all? The preflight samples a few groups of completions, scores them, and takes one step at full
+# length. It prints GO, or NO-GO with what to change: equal rewards, truncated completions, a task that is never solved,
+# too little memory. It changes nothing: weights and random state are restored.
 
 # %%
 print(kit.check_preflight(run, policy, data, reward_funcs))
@@ -150,9 +146,9 @@ print(kit.check_preflight(run, policy, data, reward_funcs))
 # %% [markdown]
 # ### When nothing is solved yet
 #
-# RLOO reinforces what goes right sometimes. Where nothing does, worked answers come first: supervised training, until
-# some samples are right and others not. `sft.max_steps=200` in `overrides` does that here, on the data's column
-# `completion` (`sft.source` names other data); its adapter is what RLOO then starts from. By default nothing happens.
+# RLOO reinforces what sometimes goes right. If nothing does, start with supervised training on worked solutions, until
+# some samples are right and others are not. `sft.max_steps=200` in `overrides` does that here, on the data's column
+# `completion` (`sft.source` names other data). RLOO then starts from its adapter. By default this cell does nothing.
 
 # %%
 if run.sft.max_steps:
@@ -160,9 +156,9 @@ if run.sft.max_steps:
     print(kit.measure_signal(run, policy, data))
 
 # %% [markdown]
-# Where does it stand? The policy answers held-out prompts, sampled at temperature 1, which is how it is trained.
-# *Greedy* takes the likeliest token every time. The interval says where the true accuracy lies with 95 % confidence;
-# with few prompts it is wide.
+# How good is it now? The policy answers held-out prompts, sampled at temperature 1, as in training. *Greedy* takes the
+# most likely token every time. The interval contains the true accuracy with 95 % confidence; with few prompts it is
+# wide.
 
 # %%
 before = kit.evaluate(run, policy, data.test, "before")
@@ -174,74 +170,77 @@ kit.show_completions(before, num=4)
 # %% [markdown]
 # ## 7. How RLOO learns
 #
-# **REINFORCE**, the oldest of these methods, samples a completion, asks for its reward R, and changes the weights so
-# that the completion becomes more likely, in proportion to R:
+# **REINFORCE**, the oldest of these methods, samples a completion, scores it with a reward R, and changes the weights
+# to make the completion more likely, in proportion to R:
 #
 #     gradient = R x (gradient of log-probability of the completion)
 #
 # That is right on average, and very noisy. If nine of ten completions are right, nearly every step says "more of
-# this", also to the tokens that had nothing to do with it. What should count is not whether a completion is good, but
-# whether it is **better than could be expected** for this prompt. What could be expected is called the *baseline*.
+# this", even to tokens that had nothing to do with it. What should count is not whether a completion is good, but
+# whether it is **better than expected** for this prompt. The expected reward is called the *baseline*.
 
 # %% [markdown]
 # ### The leave-one-out baseline
 #
-# RLOO samples a group of K completions for each prompt (`num_generations`). What could be expected from one of them
-# is the mean reward of its siblings, the other K - 1. The difference is its *advantage*, and takes the place of R:
+# RLOO samples a group of K completions for each prompt (`num_generations`). The baseline of each one is the mean reward
+# of its siblings, the other K - 1. The difference is its *advantage*, which replaces R:
 #
 #     advantage of completion i = R_i - (sum of the other R_j) / (K - 1)
 #
-# The policy itself is the yardstick; no second network has to learn what to expect, as in PPO. (Kool et al. 2019;
-# Ahmadian et al. 2024, "Back to Basics", arXiv 2402.14740.) An example with K = 4, of which two are right:
+# The policy is its own yardstick. Unlike PPO, no second network has to learn what to expect. (Kool et al. 2019;
+# Ahmadian et al. 2024, "Back to Basics", arXiv 2402.14740.) An example with K = 4, two of them right:
 
 # %%
 rewards = [1.0, 0.0, 0.0, 1.0]
 K = len(rewards)
+print("Worked example: leave-one-out advantages of K = 4 made-up rewards")
 for number, reward in enumerate(rewards, 1):
     siblings = (sum(rewards) - reward) / (K - 1)
     advantage = reward - siblings
     print(f"completion {number}: reward {reward:.0f}, siblings' mean {siblings:.2f}, advantage {advantage:+.2f}")
 
 # %% [markdown]
-# Right ones are made more likely, wrong ones less, and the advantages of a group add up to zero. In a group where all
-# are right, or all are wrong, every advantage is 0: such a prompt teaches nothing in this step. It is too easy or too
-# hard for the policy of today.
+# Right completions become more likely, wrong ones less likely, and the advantages of a group add up to zero. If all are
+# right, or all are wrong, every advantage is 0: the prompt teaches nothing in this step. It is too easy or too hard for
+# the current policy.
 
 # %% [markdown]
-# ### Why it is calmer, and still right
+# ### Why it is less noisy, and still right
 #
-# **Still right (unbiased).** The siblings were sampled independently of completion i, so their mean knows nothing
-# about it. It multiplies the gradient of a log-probability, which is zero on average, and so adds nothing on average.
-# (The mean of the whole group, the completion's own reward included, would make the gradient too small by the factor
-# (K - 1) / K.)
+# **Still right (unbiased).** The siblings are sampled independently of completion i, so their mean carries no
+# information about it. It multiplies the gradient of a log-probability, which is zero on average, and so adds nothing
+# on average. (The mean of the whole group, the completion's own reward included, would make the gradient too small by
+# the factor (K - 1) / K.)
 #
-# **Calmer (lower variance).** The noise of a gradient grows with the mean square of the number in front of it, as
-# long as right and wrong completions have gradients of about the same size. Plain REINFORCE has R in front, RLOO the
-# advantage. With rewards of 0 and 1, right with probability p, the mean squares are p and p (1 - p) K / (K - 1):
+# **Less noisy (lower variance).** The noise of a gradient grows with the mean square of its factor, if right and wrong
+# completions have gradients of about the same size. The factor is R in plain REINFORCE and the advantage in RLOO. With
+# rewards of 0 and 1, right with probability p, the mean squares are p and p (1 - p) K / (K - 1):
 
 # %%
+print("Theory: mean square of the gradient's factor, by probability of a right answer")
 print("right   REINFORCE   RLOO, K = 8")
 for p in (0.2, 0.5, 0.9, 0.99):
     print(f"{p:5.0%} {p:11.3f} {p * (1 - p) * 8 / 7:13.3f}")
 
 # %% [markdown]
-# The better the policy, the more of plain REINFORCE is noise. And add 10 to every reward: RLOO does not change at
-# all, because the baseline takes out what all siblings share. Plain REINFORCE would drown in it.
+# The better the policy, the larger the share of noise in plain REINFORCE. Add 10 to every reward and RLOO does not
+# change, because the baseline removes what all siblings share. Plain REINFORCE would drown in it.
 
 # %% [markdown]
 # ### How many completions: K = 2, 4, 8, 16
 #
-# - **K = 2** costs least. One sibling is a rough yardstick, and only a pair of one right and one wrong answer
-#   teaches. With enough prompts it can do (arXiv 2510.00977).
+# - **K = 2** costs least. One sibling is a rough baseline, and only a pair of one right and one wrong answer teaches.
+#   With enough prompts it can work (arXiv 2510.00977).
 # - **K = 4** is what fits Qwen3-4B-Thinking on a GPU with 8 GB (computed, not measured).
 # - **K = 8** is the usual choice, and that of most files in `configs/`.
-# - **K = 16 and more** pays where prompts are hard: someone has to be right for the group to teach.
+# - **K = 16 and more** pays when prompts are hard: the group teaches only if some completion is right.
 #
-# For the same prompts, time and the memory of a rollout grow in proportion to K. At the same number of completions a
-# step, a larger K means fewer different prompts. The table: groups that teach, for prompts solved in 10 % and in 50 %
-# of the tries, and the factor that the baseline's own noise adds, K / (K - 1).
+# For the same prompts, time and rollout memory grow in proportion to K. At the same number of completions per step, a
+# larger K means fewer different prompts. The table shows the share of groups that teach, for prompts solved in 10 % and
+# in 50 % of the samples, and the factor that the baseline's own noise adds, K / (K - 1).
 
 # %%
+print("Theory: share of groups with a learning signal, and noise factor, by K")
 print("  K   10 % right   50 % right   noise")
 for k in (2, 4, 8, 16, 32):
     hard, even = (1 - p**k - (1 - p) ** k for p in (0.1, 0.5))
@@ -250,22 +249,23 @@ for k in (2, 4, 8, 16, 32):
 # %% [markdown]
 # ### KL and beta
 #
-# `beta` holds the policy near where it began. From each reward it takes `beta` times an estimate of the KL divergence
-# from the starting policy: for each token the log-probability now less the one at the start, summed over the
-# completion (called k1). In the reward this estimate is unbiased on-policy; k3 as a term of the loss is not (arXiv
-# 2510.01555, 2512.21852).
+# `beta` keeps the policy near its start. It subtracts `beta` times an estimate of the KL divergence from the starting
+# policy from each reward: per token the log-probability now minus the one at the start, summed over the completion
+# (called k1). In the reward this estimate is unbiased on-policy; k3 as a term of the loss is not (arXiv 2510.01555,
+# 2512.21852).
 #
 # **The sum is a trap for models that think.** At 0.005 nats a token, the penalty with `beta = 0.05` is:
 
 # %%
+print("Theory: KL penalty in units of reward, by length (beta 0.05, 0.005 nats a token)")
 for tokens in (30, 500, 4096, 12288):
     print(f"{tokens:6d} tokens: {0.05 * 0.005 * tokens:.3f}")
 
 # %% [markdown]
-# From about 4,000 tokens on it costs more than a right answer earns, so the model learns to think less, not better.
-# `rloo.kl_form: length_normalized`, the default, takes the mean over the tokens instead: a long thought then costs no
-# more than a short one; `overrides = "rloo.kl_form=sum"` takes the sum. `beta = 0`, as in the files of this project,
-# needs no starting policy at all, and no time for it.
+# From about 4,000 tokens on the penalty exceeds the reward of a right answer, so the model learns to think less, not
+# better. The default, `rloo.kl_form: length_normalized`, takes the mean over the tokens instead, so long thinking costs
+# no more than short. `overrides = "rloo.kl_form=sum"` takes the sum. `beta = 0`, as in this project's files, needs no
+# starting policy and no time for it.
 
 # %% [markdown]
 # ### RLOO and GRPO
@@ -276,10 +276,11 @@ for tokens in (30, 500, 4096, 12288):
 # | scale | none | divided by the standard deviation of the group |
 # | ratio and clipping | one ratio for the completion; exactly 1 on-policy, nothing to clip | one ratio for each token |
 #
-# The division makes groups louder in which nearly all are right or nearly all wrong, because their deviation is small
-# (Dr. GRPO, arXiv 2503.20783). What a right completion gets, in a group of 8:
+# The division amplifies groups in which nearly all are right or nearly all wrong, because their deviation is small
+# (Dr. GRPO, arXiv 2503.20783). The advantage of a right completion in a group of 8:
 
 # %%
+print("Theory: advantage of a right completion in a group of 8")
 for right in (1, 4, 7):
     rewards = [1.0] * right + [0.0] * (8 - right)
     rloo = 1 - (right - 1) / 7
@@ -287,21 +288,21 @@ for right in (1, 4, 7):
     print(f"{right} of 8 right: RLOO {rloo:.2f}, GRPO {grpo:.2f}, {grpo / rloo:.2f} times as much")
 
 # %% [markdown]
-# At the same budget, published runs of the two end in a tie. What speaks for RLOO is not accuracy but exactness and
-# cost: on average its step is the gradient of the mean reward, unscaled; it needs no second network; and on-policy,
-# with `beta = 0`, it scores each completion once and needs neither old nor reference log-probabilities.
+# At the same budget, published runs of the two end in a tie. The case for RLOO is not accuracy but exactness and cost:
+# on average its step is the gradient of the mean reward, unscaled. It needs no second network. On-policy and with
+# `beta = 0`, it scores each completion once and needs neither old nor reference log-probabilities.
 
 # %% [markdown]
 # ## 8. Training
 #
-# Each step: sample K completions for some prompts, ask the rewards, subtract the baselines, change the adapter a
-# little. One line of text every few seconds says how it goes. The stop button (Ctrl-C in a terminal) lets the step
-# end and saves; `resume = True` goes on from there.
+# Each step samples K completions for some prompts, computes the rewards, subtracts the baselines and updates the
+# adapter. A line of text every few seconds shows the progress. The stop button (Ctrl-C in a terminal) lets the step
+# finish and saves; `resume = True` continues from there.
 
 # %% [markdown]
-# **What to look for.** `reward` and `accuracy` rise, at first slowly: where one try in ten is right, four or five of
-# ten groups hold no right answer at all, and teach nothing. `loss` is not printed, because it says nothing: the
-# advantages of a group add up to zero, so it stays near zero while the model learns.
+# **What to look for.** `reward` and `accuracy` rise, slowly at first: if one sample in ten is right, four or five of
+# ten groups contain no right answer and teach nothing. `loss` is not printed because it says nothing: the advantages of
+# a group add up to zero, so it stays near zero while the model learns.
 
 # %%
 result = kit.train(
@@ -315,8 +316,8 @@ result = kit.train(
 print(f"{result.steps} steps, {result.seconds:.0f} s")
 
 # %% [markdown]
-# A run that was cut short ends here, so that nobody takes it for a whole one. The cells below still work, one by one,
-# on what has been learnt so far.
+# A run that was cut short raises an error here, so that nobody mistakes it for a whole one. The cells below still work,
+# one by one, on what has been learnt so far.
 
 # %%
 if result.stopped not in (None, "early"):
@@ -325,9 +326,9 @@ if result.stopped not in (None, "early"):
 # %% [markdown]
 # ### One group of this run
 #
-# Everything that was sampled is in `rollouts.jsonl` and its older parts, one line a completion. Here is the first group
-# whose rewards differ, with the advantages that the trainer used, and the siblings' mean worked out again. With `beta`
-# above 0 the trainer's advantage also holds the penalty.
+# `rollouts.jsonl` and its older parts contain every sample, one completion per line. The cells below show the first
+# group with different rewards, the advantages that the trainer used, and the siblings' mean, computed again. With
+# `beta` above 0 the trainer's advantage also contains the penalty.
 
 # %%
 K = run.rloo.num_generations
@@ -337,6 +338,7 @@ group = next((group for group in groups if len({row["reward"] for row in group} 
 
 # %%
 scored = [row for row in group if row["reward"] is not None]
+print("The first group of this run with different rewards, one line a completion")
 print("reward   siblings   advantage   the completion ends with")
 for row in scored:
     siblings = (sum(other["reward"] for other in scored) - row["reward"]) / (len(scored) - 1)
@@ -355,17 +357,16 @@ print(after)
 print(kit.compare(before, after))
 
 # %% [markdown]
-# The difference is taken prompt by prompt, and its interval says how sure one may be of it. An interval that holds 0
-# has not shown any change. Look at the greedy accuracy too. A training that only makes the model surer of what it does
-# anyway, as a lower temperature would, lifts sampled accuracy and leaves greedy accuracy where it was. Where both rise,
-# what the model does most of the time has changed. RLOO makes likelier what it finds; it does not teach what never
-# occurs in a rollout.
+# The difference is taken prompt by prompt, and its interval shows the uncertainty. An interval that contains 0 shows no
+# change. Check the greedy accuracy too. A training that only makes the model surer of what it already does, as a lower
+# temperature would, raises sampled accuracy and leaves greedy accuracy unchanged. If both rise, what the model does
+# most of the time has changed. RLOO makes what it finds more likely; it cannot teach what never occurs in a rollout.
 
 # %% [markdown]
 # ## 10. Step by step
 #
-# Thin lines are single steps, the thick line a moving mean. The reward here is on training prompts; held-out accuracy
-# is in the tables above. KL is drawn only with `beta` above 0, because only then it is computed.
+# Thin lines are single steps, the thick line a moving mean. The reward is on training prompts; held-out accuracy is in
+# the tables above. KL is drawn only with `beta` above 0, because it is computed only then.
 
 # %%
 kit.plot_training(result)
@@ -373,14 +374,14 @@ kit.plot_training(result)
 # %% [markdown]
 # ## 11. Completions before and after
 #
-# The same prompts, answered before and after. Figures say that something changed; only reading says what.
+# The same prompts, answered before and after. Numbers show that something changed; only reading shows what.
 
 # %%
 kit.show_completions(before, after, num=4)
 
 # %% [markdown]
-# Read more of them, in `rollouts.jsonl` and in the report, whenever the reward rises. A reward can be had in ways
-# nobody thought of: an answer guessed from the wording, a thought that repeats itself, a format without content.
+# Whenever the reward rises, read more completions in `rollouts.jsonl` and in the report. A model can earn reward in
+# ways nobody intended: an answer guessed from the wording, thinking that repeats itself, a format without content.
 
 # %% [markdown]
 # ## 12. When training looks wrong
@@ -390,21 +391,22 @@ kit.show_completions(before, after, num=4)
 # | "every group earned one and the same reward" | nothing is learnt | easier prompts, graded rewards, larger K |
 # | `completions/clipped_ratio` over 0.3 | completions are cut off; over 0.8 alarming | raise `max_completion_length` |
 # | `thinking/closed_ratio` low | thinking does not end | `max_completion_length`; add `think_format_reward` |
-# | `grad_norm` exactly 0 | no signal, or nothing to train | as for equal rewards; look at `model.lora` |
+# | `grad_norm` exactly 0 | no signal, or nothing to train | as for equal rewards; check `model.lora` |
 # | `grad_norm` over 10 | steps are too large | lower `learning_rate` |
 # | `entropy` under 0.01 early on | always the same answer | lower `learning_rate`, raise `beta` or temperature |
-# | `kl` over 2 nats a token | far from where it began | raise `beta` or lower `learning_rate` |
+# | `kl` over 2 nats a token | far from the start | raise `beta` or lower `learning_rate` |
 # | thinking shrinks, `beta` above 0 | the KL sum punishes length | smaller `beta`, `kl_form=length_normalized` |
 # | reward rises, held-out accuracy does not | the reward is being gamed | read completions; change `rewards` |
 
 # %% [markdown]
-# Three more. `rewards/failed_ratio` above 0: a reward raises errors; the warning names it. `clip_ratio/region_mean`
-# above 0 on-policy (`num_iterations` is 1): a bug, since the ratio is exactly 1 there; report it. And with `beta`
-# above 0 watch `frac_score_zero_std`, not `frac_reward_zero_std`: the penalty alone makes equal rewards look
-# different. The limits are starting points, not laws. Below: this run's first and last step.
+# Three more. `rewards/failed_ratio` above 0: a reward raises errors, and the warning names it.
+# `clip_ratio/region_mean` above 0 on-policy (`num_iterations` is 1): a bug, since the ratio is exactly 1 there; report
+# it. With `beta` above 0, watch `frac_score_zero_std`, not `frac_reward_zero_std`: the penalty alone makes equal
+# rewards look different. The limits are starting points, not laws. Below: this run's first and last step.
 
 # %%
 names = ("reward", "frac_score_zero_std", "completions/clipped_ratio", "thinking/closed_ratio", "grad_norm", "entropy")
+print("Metrics of this run's first and last logged step")
 print(f"{'':26}    first     last")
 for name in names:
     values = [row[name] for row in result.metrics if row.get(name) is not None]
@@ -414,8 +416,8 @@ for name in names:
 # %% [markdown]
 # ## 13. The report
 #
-# One HTML file with the figures, the curves and the completions, for whoever was not here. What else the run's folder
-# holds: the configuration, every metric, every completion, both evaluations, the checkpoints and the adapter.
+# One HTML file with the numbers, the curves and the completions, for a reader who was not here. The run's folder also
+# contains the configuration, every metric, every completion, both evaluations, the checkpoints and the adapter.
 
 # %%
 report = kit.write_report(run, result, before, after)
@@ -425,8 +427,8 @@ print("next to it:", ", ".join(sorted(path.name for path in run.folder.iterdir()
 # %% [markdown]
 # ## 14. Save the adapter
 #
-# Training has saved it in the run's folder already. A copy elsewhere outlives an `overwrite`. To go on from it, or to
-# measure it: `overrides = "model.adapter=FOLDER"`, or `rloo-kit eval FILE --adapter FOLDER`.
+# Training has already saved it in the run's folder. A copy elsewhere survives an `overwrite`. To continue from it or
+# to measure it, use `overrides = "model.adapter=FOLDER"` or `rloo-kit eval FILE --adapter FOLDER`.
 
 # %%
 print(f"saved by the run: {result.adapter_folder}")
@@ -436,8 +438,8 @@ print(f"a copy: {copy}")
 # %% [markdown]
 # ## 15. Use it
 #
-# A question of one's own, answered once, greedily, by the engine that trained. This model does not think, so all of it
-# is the answer.
+# Ask a question of your own, answered once, greedily, by the engine that trained. This model does not think, so all of
+# it is the answer.
 
 # %%
 question = "147+285="
@@ -446,14 +448,14 @@ question = "147+285="
 answer = kit.ask(run, policy, question, temperature=0)
 
 # %% [markdown]
-# In a terminal the run answers too: `rloo-kit ask RUN` is a dialogue, and `--base` lets the untrained model answer
-# beside it. `rloo-kit export RUN --to merged`, `gguf` or `vllm` makes it a model for other programs, compared with this
-# one before it is written.
+# `rloo-kit ask RUN` opens a dialogue with the run in a terminal, and `--base` shows the untrained model's answers
+# alongside. `rloo-kit export RUN --to merged`, `gguf` or `vllm` exports the model for other programs and compares it
+# with this one before writing it.
 
 # %% [markdown]
 # ## 16. The verdict
 #
-# One sentence: learnt, no evidence, no signal, broken or gamed, by how much, on how many prompts; and what to do next.
+# One sentence: learnt, no evidence, no signal, broken or gamed, by how much, on how many prompts, and what to do next.
 
 # %%
 print(kit.judge_run(run, result, before, after))
@@ -461,8 +463,8 @@ print(kit.judge_run(run, result, before, after))
 # %% [markdown]
 # ## 17. The end
 #
-# Memory is given back and the kernel shuts down, once nothing is being saved any more. Outputs stay in the notebook:
-# save it as usual. Restart the kernel to run again.
+# This frees the memory and shuts the kernel down once nothing is being saved. Outputs stay in the notebook: save it as
+# usual. Restart the kernel to run again.
 
 # %%
 del policy, data, reward_funcs

@@ -80,8 +80,12 @@ class TrainingPlot:
         data: dict[str, Any] = {"text/plain": self.summary}
         if self.png is None:
             return data, {}
-        data["image/png"] = base64.b64encode(self.png).decode("ascii")
-        return data, {"image/png": {"width": shown_width(self.png), "alt": self.summary}}
+        image, width = base64.b64encode(self.png).decode("ascii"), shown_width(self.png)
+        # JupyterLab gives an image/png output no alt text, whatever its metadata say; nbconvert reads the metadata.
+        alt = f"Training curves, {self.summary}"
+        data["text/html"] = f'<img src="data:image/png;base64,{image}" width="{width}" alt="{html.escape(alt)}">'
+        data["image/png"] = image
+        return data, {"image/png": {"width": width, "alt": alt}}
 
 
 def plot_training(result: Any) -> TrainingPlot:

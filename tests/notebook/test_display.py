@@ -1,6 +1,7 @@
 """What a notebook shows: it has to read well on a light and on a dark ground, saved, and as text alone."""
 
 import base64
+import html
 import io
 import json
 import math
@@ -119,7 +120,11 @@ def test_plot_of_a_thinking_model() -> None:
     for part in ("steps 1 to 30 ", "reward 0.100 -> 0.933", "reference 0.0100 -> 0.0100", "thinking tokens 20.0 ->"):
         assert part in plot.summary
     data, metadata = plot._repr_mimebundle_()
-    assert data["text/plain"] == metadata["image/png"]["alt"] == plot.summary
+    alt = metadata["image/png"]["alt"]
+    assert data["text/plain"] == plot.summary and alt == f"Training curves, {plot.summary}"
+    # JupyterLab's image renderer drops the metadata's alt text, so that it has to be in HTML.
+    assert html.unescape(data["text/html"].split(' alt="')[1].removesuffix('">')) == alt
+    assert f'src="data:image/png;base64,{data["image/png"]}"' in data["text/html"]
     assert base64.b64decode(data["image/png"]) == plot.png and plot.png.startswith(b"\x89PNG")
 
 

@@ -1,8 +1,7 @@
-"""The notebooks' form: each .ipynb says what its .py says, twins share their cells, the lifecycle is whole."""
+"""The notebooks' form: the .py and .ipynb files are what the one source generates, and the lifecycle is whole."""
 
 import ast
 import inspect
-import itertools
 import json
 import shutil
 import subprocess
@@ -15,24 +14,12 @@ from tests.notebooks.notebook_cells import FOLDER, NAMES, ROOT, Cell, cells_of, 
 
 MAX_LINES, MAX_COLUMNS = 15, 120
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
-GENERATE = ["jupytext", "--to", "ipynb", "--update"]  # and notebooks/*.py: what `make notebooks` runs
+GENERATE = ["jupytext", "--to", "ipynb", "--update"]  # and notebooks/*.py: the second half of `make notebooks`
 
-# Cells that are not the same in all four notebooks, by section and place in it. "own": each notebook has its own.
-# "thinking": one text for the two that think and one for the two that do not.
-MAY_DIFFER = {
-    ("", 0): "own",  # title: model, task, what it needs
-    ("2. Parameters", 1): "own",  # what to try, or what fits on which GPU
-    ("2. Parameters", 2): "own",  # the parameters
-    ("4. The data", 2): "thinking",  # where the prompt ends
-    ("8. Training", 1): "own",  # what to look for
-    ("15. Use it", 0): "thinking",  # what there is to split off
-    ("15. Use it", 1): "own",  # the question
-}
-
-# Cells that one notebook alone has, at the end of their section, and their calls of the kit.
+# Calls of the kit that one notebook alone makes, at the end of their section.
 ALONE = {
     "qwen3_thinking_rloo": {
-        "5. The reward": (2, ["load_config", "load_data", "build_rewards"]),  # tasks from a library
+        "5. The reward": ["load_config", "load_data", "build_rewards"],  # tasks from a library
     }
 }
 
@@ -56,8 +43,14 @@ STAGES = {
     "16. The verdict": ["judge_run"],
     "17. The end": ["shutdown_kernel"],
 }
-LESSONS = ["The leave-one-out baseline", "Why it is calmer, and still right", "How many completions: K = 2, 4, 8, 16"]
-LESSONS += ["When nothing is solved yet", "KL and beta", "RLOO and GRPO", "One group of this run"]
+LESSONS = ["The leave-one-out baseline", "Why it is less noisy, and still right"]
+LESSONS += [
+    "How many completions: K = 2, 4, 8, 16",
+    "When nothing is solved yet",
+    "KL and beta",
+    "RLOO and GRPO",
+    "One group of this run",
+]
 
 each_notebook = pytest.mark.parametrize("name", NAMES)
 
@@ -70,16 +63,6 @@ def places(cells: list[Cell]) -> dict[tuple[str, int], Cell]:
             section, number = cell.lines[0].removeprefix("## "), 0
         found[section, number] = cell
         number += 1
-    return found
-
-
-def shared_places(name: str) -> dict[tuple[str, int], Cell]:
-    """The same without the cells that the notebook has alone."""
-    found = places(cells_of(name))
-    for section, (count, _) in ALONE.get(name, {}).items():
-        last = max(number for one, number in found if one == section)
-        for number in range(last - count + 1, last + 1):
-            del found[section, number]
     return found
 
 
@@ -109,15 +92,19 @@ def generate(folder: Path) -> None:
 
 
 def test_generating_again_changes_nothing(tmp_path: Path) -> None:
-    """An edit in one file of a pair that was not taken over; and new random cell ids at each generation would make
-    every change a change of the whole file. The .py is the source: `make notebooks` loses an edit of the .ipynb."""
-    assert "$(BIN)/jupytext --to ipynb --update notebooks/*.py" in (ROOT / "Makefile").read_text(encoding="utf-8")
-    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
-    generate(tmp_path)
+    """An edit of a generated file that its source lacks is lost at the next `make notebooks`; and new random cell ids
+    at each generation would make every change a change of the whole file."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    steps = ("python notebooks/source/generate.py", "jupytext --to ipynb --update notebooks/*.py")
+    assert "".join(f"\t$(BIN)/{step}\n" for step in steps) in makefile
     for name in NAMES:
-        for ending in ("py", "ipynb"):
-            ours, again = FOLDER / f"{name}.{ending}", tmp_path / f"{name}.{ending}"
-            assert again.read_bytes() == ours.read_bytes(), f"{ours.name} is not what `make notebooks` writes"
+        shutil.copy(FOLDER / f"{name}.ipynb", tmp_path)
+    command = [sys.executable, str(FOLDER / "source" / "generate.py"), str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    generate(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2 * len(NAMES)
+    for again in tmp_path.iterdir():
+        assert again.read_bytes() == (FOLDER / again.name).read_bytes(), f"{again.name}: run `make notebooks`"
 
 
 def test_generating_carries_an_edit_over_and_keeps_the_ids(tmp_path: Path) -> None:
@@ -214,7 +201,7 @@ def test_the_lifecycle_is_whole_and_in_order(name: str) -> None:
         if cell.kind == "code":
             made += [ast.unparse(call.func).removeprefix("kit.") for call in calls_of_kit(cell.source)]
     assert by_section.pop("") == [] and list(by_section) == list(STAGES)
-    own = {section: calls for section, (_, calls) in ALONE.get(name, {}).items()}
+    own = ALONE.get(name, {})
     assert by_section == {section: calls + own.get(section, []) for section, calls in STAGES.items()}
     assert cells[-1].lines[-1] == "kit.shutdown_kernel()"
     headings = [line.lstrip("# ") for cell in cells for line in cell.lines if line.startswith("### ")]
@@ -250,23 +237,3 @@ def test_calls_fit_the_kits_signatures(name: str) -> None:
                 given = [argument for argument in call.args if not isinstance(argument, ast.Starred)]
                 keywords = {keyword.arg: keyword for keyword in call.keywords if keyword.arg}
                 inspect.signature(function).bind_partial(*given, **keywords)
-
-
-# ------------------------------------------------------------------------------------------------------ the twins
-
-
-def test_twins_share_their_cells() -> None:
-    """A lesson corrected in one notebook and not in its twins teaches two things."""
-    found = {name: shared_places(name) for name in NAMES}
-    first = found[NAMES[0]]
-    for name in NAMES[1:]:
-        assert list(found[name]) == list(first), f"{name} has other cells than {NAMES[0]}"
-        different = {place for place, cell in found[name].items() if cell != first[place]}
-        assert different <= set(MAY_DIFFER), f"{name} alone: {sorted(different - set(MAY_DIFFER))}"
-    for place, kind in MAY_DIFFER.items():
-        texts = {name: found[name][place].source for name in NAMES}
-        assert len(set(texts.values())) > 1, f"{place} is the same everywhere: take it off MAY_DIFFER"
-        if kind == "thinking":
-            for one, other in itertools.combinations(NAMES, 2):
-                same_kind = ("thinking" in one) == ("thinking" in other)
-                assert (texts[one] == texts[other]) == same_kind, f"{place}: {one} and {other}"
