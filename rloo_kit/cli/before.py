@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rloo_kit.cli.common import ConfigFile, Overrides, app, exit_codes, prepare, read_config
+from rloo_kit.cli.common import ConfigFile, Overrides, app, exit_codes, prepare, read_config, say_activation
 from rloo_kit.errors import ConfigError
 
 if TYPE_CHECKING:  # slow to import
@@ -60,6 +60,7 @@ def init(
         table = read_table(source, prompts, answers)
         chosen = ask("--model", model, suggest_model(table, gpu_gib) if model is None else None)
         print(write_starter(chosen, table, output, gpu_gib, overwrite))
+        say_activation()
 
 
 def _ask(flag: str, proposed: str | None, take_it: bool) -> str:

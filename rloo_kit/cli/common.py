@@ -1,6 +1,9 @@
 """What the commands share: the app, arguments, exit codes, reading a run's file, loading its policy and data."""
 
 import errno
+import os
+import shlex
+import shutil
 import sys
 import time
 import traceback
@@ -14,6 +17,7 @@ import typer
 
 from rloo_kit import __version__
 from rloo_kit.errors import RlooKitError
+from rloo_kit.system.console import fill_text
 from rloo_kit.system.processes import INTERRUPTED, REFUSED, count_processes, is_main_process, process_index, say
 
 if TYPE_CHECKING:  # slow to import
@@ -119,13 +123,21 @@ def find_run(source: Path, overrides: list[str] | None) -> "RunConfig":
     return run
 
 
+def say_activation() -> None:
+    """After commands to type next: how this shell finds `rloo-kit`, where the environment is not activated."""
+    script = Path(sys.prefix, "bin", "activate")
+    if shutil.which("rloo-kit") is None and script.is_file():
+        nearby = os.path.relpath(script)
+        say(f"  (first, once per shell: source {shlex.quote(nearby if nearby[:2] != '..' else str(script))})")
+
+
 def prepare(run: "RunConfig") -> "tuple[Policy, Data]":
     """Set-up, policy and data, each with its line."""
     import rloo_kit as kit
 
-    say(kit.setup_environment(run.model.backend))
+    say(kit.setup_environment(run.model.backend).describe())
     policy = kit.load_policy(run)
-    say(f"policy: {policy.describe()}")
+    say(fill_text(f"policy: {policy.describe()}"))
     data = kit.load_data(run, policy.tokenizer)
     say(f"data: {data}")
     return policy, data

@@ -4,7 +4,7 @@ import shlex
 
 import typer
 
-from rloo_kit.cli.common import ConfigFile, Overrides, Overwrite, app, exit_codes, prepare, read_config
+from rloo_kit.cli.common import ConfigFile, Overrides, Overwrite, app, exit_codes, prepare, read_config, say_activation
 from rloo_kit.system.processes import INTERRUPTED, say
 
 
@@ -25,5 +25,6 @@ def sft(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = Fa
 
             result = fine_tune_and_report(run, policy, data, run_dir)
         say(f"next: {next_command(run, words, result)}")
+        say_activation()
     if result.stopped:
         raise typer.Exit(INTERRUPTED)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from rloo_kit.cli.common import ConfigFile, Overrides, Overwrite, app, exit_codes, prepare, read_config
+from rloo_kit.cli.common import ConfigFile, Overrides, Overwrite, app, exit_codes, prepare, read_config, say_activation
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.processes import INTERRUPTED, REFUSED, launch_run, resume_words, say
 
@@ -47,6 +47,7 @@ def train(
             verdict = judge_run(run, result, load_evaluation(run, "before"), load_evaluation(run, "after"))
             say(f"the run in {run.folder} is finished already (step {result.steps}); nothing was changed")
             say(verdict)
+            say_activation()
             return
         refuse_faults(run, folder=FolderUse(resume, overwrite))
         with RunDir.create(run, resume=resume, overwrite=overwrite) as run_dir:
@@ -63,6 +64,7 @@ def train(
                 if not run_dir.resumed:
                     require_go(run, policy, data, rewards)
                 stopped = run_and_report(run, policy, data, rewards, run_dir)
+                say_activation()
             except KeyboardInterrupt:  # outside training, which handles its own
                 say(f"interrupted; to go on: {run_dir.resume_command}")
                 raise

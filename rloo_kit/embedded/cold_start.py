@@ -21,7 +21,7 @@ from rloo_kit.data.families import addition
 from rloo_kit.data.tasks import NO_HABIT, Family, Habit, demonstration, draw_problem
 
 IGNORED = -100  # target of a position that carries no loss
-SECONDS_BETWEEN_REPORTS = 5.0
+SECONDS_BETWEEN_REPORTS = 10.0
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ def train(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS or step + 1 == plan.steps:
+        if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
             reported = time.monotonic()
             left = (reported - started) / (step + 1) * (plan.steps - step - 1)
-            report(f"step {step + 1}/{plan.steps}  loss {loss.item():.3f}  {left:.0f} s left")
+            report(f"{(step + 1) / plan.steps:.0%}, {left:.0f} s left")
     return with_full_table(model, plan, used, ROWS[vocabulary], tokenizer)
 
 

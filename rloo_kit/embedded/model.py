@@ -78,8 +78,8 @@ def build(
             "be written"
         ) from error
     try:
-        say(f"building embedded/{name} ({vocabulary} vocabulary, seed {seed}) on one CPU core, once; kept in {target}")
-        _run_cold_start(recipe, workspace, lambda line: say(f"embedded/{name}: {line}"))
+        say(f"building embedded/{name} on one CPU core, once, to be kept in {target}")
+        _run_cold_start(recipe, workspace, lambda line: say(f"building embedded/{name}: {line}"))
         _move_into_place(workspace, target)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)

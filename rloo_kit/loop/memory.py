@@ -17,6 +17,7 @@ from rloo_kit.plan.peaks import own_bytes, rollout_gib, training_gib
 from rloo_kit.plan.result import Machine
 from rloo_kit.runs.files import now
 from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.console import fill_text
 from rloo_kit.system.memory import GIB, ResidentPeak, trim_heap
 from rloo_kit.system.processes import is_main_process, say
 
@@ -64,7 +65,8 @@ class MemoryWatch:
         planned = max(rollout_gib(self.load, self.rows), training_gib(self.load, self.rows))
         computed = f"{largest.computed_gib:.2f} for the longest ({largest.load.row_tokens})"
         measured = f"measured peak {largest.measured_gib:.2f} GiB ({largest.ratio:.2f})"
-        say(f"memory: planned {planned:.2f} GiB at {self.load.row_tokens} tokens, {computed}; {measured}")
+        planned_for = f"planned {planned:.2f} GiB at {self.load.row_tokens} tokens"
+        say(fill_text(f"memory: {planned_for}, {computed}; {measured}"))
         run_dir.write_json("memory.json", describe(largest, planned))
         context = context_bytes(self.load) / GIB
         if self.machine.on_cuda or largest.computed_gib - context >= LEAST_SHARE * largest.computed_gib:

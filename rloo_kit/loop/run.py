@@ -34,7 +34,7 @@ from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import NO_ADAPTER, gather_adapter
 from rloo_kit.models.policy import Policy, save_adapter, start_engine
 from rloo_kit.preflight.cheap import find_place_faults, raise_errors
-from rloo_kit.results.evaluation import Evaluation, compare
+from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.report import write_report
 from rloo_kit.results.result import EARLY, TrainResult, load_evaluation
 from rloo_kit.results.verdict import judge_run, record_verdict
@@ -339,7 +339,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
         if before is None:
             before = evaluate(run, policy, data.test, label="before", reward_funcs=reward_funcs)
             run_dir.write_json("before.json", before.to_dict())
-        say(before)
+        say(fill_text(before.describe()))
     result = train(run, policy, data, reward_funcs, run_dir=run_dir)
     if result.stopped == "interrupted":
         say_findings(result.findings, result.steps)
@@ -352,15 +352,12 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
         after = evaluate(run, policy, data.test, label="after", reward_funcs=reward_funcs)
         end_workers()  # a reward that is called again starts its process again
         run_dir.write_json("after.json", after.to_dict())
-        say(after)
-        say(fill_text(f"after training: {compare(before, after)}"))
-    files: list[tuple[str, Path]] = [("adapter", result.adapter_folder), ("metrics", run_dir / "metrics.jsonl")]
-    files += [("rollouts", run_dir / "rollouts.jsonl"), ("configuration", run_dir / "config.yaml")]
+        say(fill_text(after.describe()))
+    names = [result.adapter_folder.name, "metrics.jsonl", "rollouts.jsonl", "config.yaml"]
     if run.run.report and is_main_process():
-        files.append(("report", write_report(run, result, before, after)))
-    say(f"{result.steps} steps, {result.seconds:.0f} s of training. Everything is in {run_dir.folder}:")
-    for name, path in files:
-        say(f"  {name}: {path}")
+        names.append(write_report(run, result, before, after).name)
+    where = f"Everything is in {run_dir.folder}: {', '.join(names)}"
+    say(fill_text(f"{result.steps} steps, {result.seconds:.0f} s of training. {where}"))
     _conclude(run, result, before, after)
     return False
 

@@ -240,6 +240,21 @@ class Evaluation:
             rows.append(("without a reward, left out of its mean", str(self.reward_unscored)))
         return rows
 
+    def describe(self) -> str:
+        """The main measures on one line, for a run's output; `rows` has all of them."""
+        parts = []
+        if self.accuracy is not None:
+            parts.append(f"accuracy {with_interval(self.accuracy, self.low, self.high)}")
+        if self.greedy_accuracy is not None:
+            parts.append(f"greedy {self.greedy_accuracy:.3f}")
+        if self.reward is not None and self.reward != self.accuracy:
+            parts.append(f"reward {with_interval(self.reward, self.reward_low, self.reward_high)}")
+        parts += [f"pass@{k} {value:.3f}" for k, value in sorted(self.pass_at_k.items())]
+        if self.mean_thinking_tokens is not None:
+            parts.append(f"thinking {self.mean_thinking_tokens:.0f} tokens")
+        parts.append(f"{self.truncated_share:.0%} truncated")
+        return f"Evaluation {self.label}: {', '.join(parts)}; {self.num_prompts:,} held-out prompts"
+
     def __rich__(self) -> Table:
         count = f"{self.num_prompts} prompts" + (f" x {self.num_samples} completions" if self.num_samples > 1 else "")
         table = Table(title=f"Evaluation{f' {self.label}' if self.label else ''}: {count}", title_justify="left")

@@ -19,6 +19,7 @@ def clone(tmp_path: Path) -> Path:
     """What make needs of a fresh clone, without an environment."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "constraints-vllm.txt"):
         shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     for name in ("with_unsloth", "with_vllm"):
         shutil.copytree(ROOT / "tests" / name, tmp_path / "tests" / name)
     return tmp_path
@@ -154,3 +155,17 @@ def test_a_machine_without_a_compiler_runs_the_tests(clone: Path) -> None:
     assert "command 'gcc' failed" not in done.stdout + done.stderr
     assert len([line for line in done.stdout.splitlines() if "its tests are skipped" in line and "gcc" in line]) == 1
     assert "reasoning-gym" not in "".join(PROJECT["optional-dependencies"]["dev"])
+
+
+def test_pip_works_behind_one_line(clone: Path) -> None:
+    """A first `make demo` began with 482 lines of pip, in which nobody found the demo. A failure shows pip's end."""
+    (clone / ".venv" / "bin").mkdir(parents=True)
+    pip = "for i in 1 2 3; do echo Collecting package$i; echo WARNING: a mirror; done; echo ERROR: no space >&2; exit $CODE"
+    script(clone / ".venv" / "bin", "python", pip)
+    done = run_make(clone, "setup", "HAS_GPU=", "CODE=0")
+    assert done.returncode == 0 and re.search(r"^  3 packages in \d+ s; log: .venv/install.log$", done.stdout, re.M)
+    assert len(done.stdout.splitlines()) == 2 and "ERROR: no space" in (clone / ".venv" / "install.log").read_text()
+    (clone / ".venv" / ".stamp-run").unlink()
+    done = run_make(clone, "setup", "HAS_GPU=", "CODE=3")
+    assert done.returncode and "ERROR: no space" in done.stderr and ".venv/install.log" in done.stderr
+    assert "WARNING" not in done.stdout + done.stderr and not (clone / ".venv" / ".stamp-run").exists()
