@@ -113,7 +113,7 @@ print(policy.describe())
 # %%
 data = kit.load_data(run, policy.tokenizer)
 print(data)
-print(data.train[0]["prompt"])
+print("\nThe first training prompt:", data.train[0]["prompt"], sep="\n")
 print("the right answer:", data.train[0]["answer"])
 
 # %% [markdown]
@@ -445,6 +445,7 @@ print(f"a copy: {copy}")
 question = "147+285="
 
 # %%
+print("Question:", question)
 answer = kit.ask(run, policy, question, temperature=0)
 
 # %% [markdown]

@@ -118,7 +118,7 @@ print(policy.describe())
 # %%
 data = kit.load_data(run, policy.tokenizer)
 print(data)
-print(data.train[0]["prompt"])
+print("\nThe first training prompt:", data.train[0]["prompt"], sep="\n")
 print("the right answer:", data.train[0]["answer"])
 
 # %% [markdown]
@@ -477,6 +477,7 @@ print(f"a copy: {copy}")
 question = "A bakery bakes 14 trays of 12 rolls. In the evening 29 rolls are left. How many were sold?"
 
 # %%
+print("Question:", question)
 answer = kit.ask(run, policy, question, temperature=0)
 
 # %% [markdown]

@@ -39,6 +39,7 @@ def _is_free(port: int) -> bool:
 
 
 def main() -> None:
+    from jupyter_client import KernelManager
     from papermill.cli import papermill
     from papermill.engines import NBClientEngine, papermill_engines
     from traitlets.config import Config
@@ -49,7 +50,10 @@ def main() -> None:
         @classmethod
         def execute_managed_notebook(cls, *args: Any, **options: Any) -> Any:
             ports = zip((f"{name}_port" for name in CHANNELS), choose_ports(len(CHANNELS)), strict=False)
-            manager = {"cache_ports": False, **dict(ports)}  # with that cache Jupyter would choose them all
+            # With cached ports Jupyter would choose them all.
+            manager: dict[str, Any] = {"cache_ports": False, **dict(ports)}
+            if "transport_encryption" in KernelManager.class_traits():  # a newer ipykernel warns of plain text
+                manager["transport_encryption"] = "auto"
             return super().execute_managed_notebook(*args, config=Config({"KernelManager": manager}), **options)
 
     papermill_engines.register(None, OwnPortsEngine)
