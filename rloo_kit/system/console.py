@@ -60,7 +60,7 @@ def set_up_progress() -> str:
 
 
 class TextBar(_TqdmBar):
-    """In front of tqdm's bar: as it is in a terminal; elsewhere a line every `INTERVAL_S`, and a last one after those.
+    """In front of tqdm's bar: unchanged in a terminal; elsewhere a line every `INTERVAL_S`, and a last one after those.
 
     In a kernel the lines go to stdout, because JupyterLab shows stderr as an error, and `disable=None` (off outside a
     terminal, as the hub's downloads have it) does not hold.
@@ -117,7 +117,7 @@ class TextBar(_TqdmBar):
 
 
 def columns() -> int:
-    """Columns for tables and paragraphs: those of the terminal, or of COLUMNS where it is set; else `WIDTH`."""
+    """Columns for tables and paragraphs: those of the terminal, or COLUMNS if set; else `WIDTH`."""
     if _is_in_kernel():
         return WIDTH
     if not (sys.stdout is not None and _is_terminal(sys.stdout)) and not os.environ.get("COLUMNS"):
@@ -176,7 +176,7 @@ def _is_in_kernel() -> bool:
 
 
 def plain_prompt(prompt: str) -> str:
-    """The readable text of a rendered ChatML prompt; any other prompt as it is.
+    """The readable text of a rendered ChatML prompt; any other prompt unchanged.
 
     >>> plain_prompt("<|im_start|>user\\n12+30=<|im_end|>\\n<|im_start|>assistant\\n<think>\\n")
     '12+30='
@@ -188,7 +188,7 @@ def plain_prompt(prompt: str) -> str:
 
 
 def hide_secrets(text: str) -> str:
-    """Text without what an address may hold of passwords and tokens.
+    """Text without the passwords and tokens that an address may contain.
 
     >>> hide_secrets("url=http://me:word@host:1 and http://host:1/ and http://host/?token=1")
     'url=http://(hidden) and http://host:1/ and http://(hidden)'

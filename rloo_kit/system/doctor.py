@@ -1,6 +1,6 @@
-"""`rloo-kit doctor`: what can be checked of a machine without a run, and what to do about each finding.
+"""`rloo-kit doctor`: checks of the machine and the installation without a run, and what to do about each finding.
 
-What needs torch or Jupyter runs in a process of its own. Nothing that could be a secret is printed.
+Checks that need torch or Jupyter run in a separate process. Nothing that could be a secret is printed.
 """
 
 import json as json_text
@@ -89,7 +89,7 @@ def check_installation(root: Path | None = None) -> Report:
     """Check this machine and installation. Takes seconds; up to a minute with a GPU and a cold disk.
 
     Args:
-        root: folder that holds `.env`; None finds the project's root.
+        root: folder that contains `.env`; None finds the project's root.
     Returns:
         The Report: print it for two tables, `.to_dict()` for JSON, `.exit_code` for a script.
     """
@@ -102,7 +102,7 @@ def check_installation(root: Path | None = None) -> Report:
 
 
 def _settle(root: Path | None) -> tuple[Environment, list[Check]]:
-    """The environment; where set-up refuses, that finding and what is known of the environment."""
+    """The environment; if set-up refuses, that finding and what is known of the environment."""
     try:
         return prepare_environment(root=root), []
     except (ConfigError, SetupError) as error:
@@ -163,7 +163,7 @@ def _packages(settled: Environment) -> list[Check]:
 
 
 def _vllm(settled: Environment) -> list[Check]:
-    """vLLM and its plugin, where they are installed: another version brings another torch."""
+    """vLLM and its plugin, if installed: another version brings another torch."""
     checks = []
     for name, fitting in VLLM_RANGES.items():
         version = settled.versions.get(name)
@@ -197,7 +197,7 @@ def _place(settled: Environment) -> list[Check]:
 
 
 def _probe(code: str, timeout_s: float = PROBE_TIMEOUT_S) -> tuple[bool, str]:
-    """Run Python code in a process of its own. Returns: whether it succeeded, and the last line that it wrote."""
+    """Run Python code in a separate process. Returns: whether it succeeded, and the last line that it wrote."""
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -233,7 +233,7 @@ def _gpu_memory(settled: Environment) -> Check:
     found = f"{gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free; held by {', '.join(named) or 'no process'}"
     held_by_others = gpu.memory_gib - gpu.free_gib - sum(h.memory_gib or 0.0 for h in holders if h.pid == own)
     if held_by_others > HELD_BY_OTHERS_GIB:
-        return Check("GPU memory", "warn", found, "end what you do not need, such as other notebooks' kernels")
+        return Check("GPU memory", "warn", found, "stop what you do not need, such as other notebooks' kernels")
     return Check("GPU memory", "ok", found)
 
 

@@ -31,8 +31,8 @@ class EnvFile:
 
 
 def find_root(start: Path | None = None) -> Path | None:
-    """The nearest folder at or above `start` (None: the working directory), else above the package, that holds one of
-    `MARKERS`; None without any."""
+    """The nearest folder at or above `start` (None: the working directory), else above the package, that contains
+    one of `MARKERS`; None if there is none."""
     for origin in (Path(start or Path.cwd()).resolve(), Path(__file__).resolve().parents[2]):
         for folder in (origin, *origin.parents):
             if any(_is_marker(folder / name) for name in MARKERS):
@@ -50,18 +50,18 @@ def load_env_file(root: Path | None = None, expected: Sequence[str] = EXPECTED_K
     """Load `.env` of the project's root into `os.environ`; a variable that is set and not empty already stays.
 
     Args:
-        root: the folder that holds `.env`; None finds it (`find_root`).
+        root: the folder that contains `.env`; None finds it (`find_root`).
         expected: names to report as found, empty or missing.
     Raises:
         SetupError: `root` is no folder, or the file cannot be read as UTF-8 text.
     """
     if root is not None and not Path(root).is_dir():
-        raise SetupError(f"root={str(root)!r} is not a folder: give the folder that holds .env, or leave root out")
+        raise SetupError(f"root={str(root)!r} is not a folder: give the folder that contains .env, or leave root out")
     root = find_root() if root is None else Path(root).resolve()
     path = root / ".env" if root is not None else None
     report = EnvFile(root, path if path is not None and path.is_file() else None)
     values = _read(report.path) if report.path is not None else {}
-    if None in values.values():  # not by name: a token pasted on a line of its own lands here
+    if None in values.values():  # not by name: a token pasted on a separate line ends up here
         report.notes.append(f"{report.path}: a line without '=' is ignored; write NAME=value")
     before = {name for name, value in os.environ.items() if value}
     for name, value in values.items():

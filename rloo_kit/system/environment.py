@@ -39,7 +39,7 @@ PRECISIONS = {  # name: (torch's dtype, ACCELERATE_MIXED_PRECISION)
 
 @dataclass(repr=False)
 class Environment:
-    """What set-up found and chose; prints as a table. It holds names of keys, never their values.
+    """What set-up found and chose; prints as a table. It contains names of keys, never their values.
 
     `gpu` is the NVIDIA GPU of this process (None: see `gpu_reason`), `precision` one of bf16, fp16, fp32.
     """
@@ -140,7 +140,7 @@ def choose_backend(requested: str, gpu: Gpu | None, gpu_reason: str) -> tuple[st
     variable = os.environ.get(BACKEND_VARIABLE, "").strip().lower() or "auto"
     choice, source = (requested, "backend=") if requested != "auto" else (variable, f"{BACKEND_VARIABLE}=")
     if choice not in ("auto", *BACKENDS):
-        raise ConfigError(f"{source}{choice!r} is no backend: use {', '.join(('auto', *BACKENDS))}")
+        raise ConfigError(f"{source}{choice!r} is not a backend: use {', '.join(('auto', *BACKENDS))}")
     if choice == "transformers":
         return "transformers", f"requested by {source}transformers"
     imported = sys.modules.get("unsloth") is not None
@@ -163,7 +163,7 @@ def choose_backend(requested: str, gpu: Gpu | None, gpu_reason: str) -> tuple[st
     missing = "Unsloth is not installed" if gpu is not None or not installed else gpu_reason
     if choice == "unsloth":
         fix = "pip install -e '.[gpu]'" if not installed else "run rloo-kit doctor on the machine with the GPU"
-        raise SetupError(f"{source}unsloth: {missing}. {fix}; or go without it: {BACKEND_VARIABLE}=transformers")
+        raise SetupError(f"{source}unsloth: {missing}. {fix}; or do without it: {BACKEND_VARIABLE}=transformers")
     return "transformers", missing if gpu is not None else gpu_reason
 
 
@@ -173,7 +173,7 @@ def many_processes() -> str:
 
 
 def cache_folder() -> Path:
-    """The kit's cache: RLOO_KIT_CACHE, else `rloo-kit` in XDG_CACHE_HOME or `~/.cache`; where the home is read-only, a
+    """The kit's cache: RLOO_KIT_CACHE, else `rloo-kit` in XDG_CACHE_HOME or `~/.cache`; if the home is read-only, a
     folder in the temporary directory."""
     if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen).expanduser()
@@ -185,13 +185,13 @@ def cache_folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"rloo-kit-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:  # it holds code
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:  # it contains code
         raise SetupError(f"{folder} is not a folder of this user alone; set {CACHE_VARIABLE} to one that is")
     return folder
 
 
 def _switch_telemetry_off() -> str:
-    """Have the libraries report nothing to their makers, unless the user has HF_HUB_DISABLE_TELEMETRY=0; in words."""
+    """Turn the libraries' telemetry off unless HF_HUB_DISABLE_TELEMETRY=0. Returns: the outcome in words."""
     chosen = os.environ.get(TELEMETRY, "").strip().lower()
     if chosen in ("0", "false", "no", "off"):
         return f"as the libraries have it ({TELEMETRY}={chosen})"
@@ -204,8 +204,8 @@ def _switch_telemetry_off() -> str:
 
 
 def prepare_standby(engine: str, backend: str) -> None:
-    """Before Unsloth is imported: its vLLM can sleep while the model is trained, where a run may come to use it
-    (`rollout.engine` and `model.backend`). What is set already, "0" too, stays."""
+    """Before Unsloth is imported: if the run may use vLLM (`rollout.engine` and `model.backend`), let Unsloth's vLLM
+    sleep while the model is trained. A value that is already set, including "0", stays."""
     is_possible = engine == "vllm" or (engine == "auto" and is_importable("vllm") and not is_cpu_torch())
     if is_possible and backend != "transformers" and "unsloth" not in sys.modules:
         os.environ.setdefault(STANDBY_VARIABLE, "1")

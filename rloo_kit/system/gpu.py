@@ -30,7 +30,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds memory of a GPU. Its name is the program alone: command lines can hold secrets."""
+    """A process that uses memory of a GPU. Its name is the program alone: command lines can contain secrets."""
 
     pid: int
     name: str
@@ -106,7 +106,7 @@ def _own(handles: list[Any]) -> Any:
 
 def _read_gpu(nvml: Any, handle: Any) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    with suppress(nvml.NVMLError):  # a MIG slice has memory of its own; its other properties are its GPU's
+    with suppress(nvml.NVMLError):  # a MIG slice has its own memory; its other properties are its GPU's
         handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     return Gpu(
@@ -134,7 +134,7 @@ def find_gpus() -> Gpus:
 
 
 def find_holders(gpu: Gpu) -> list[Holder]:
-    """The processes that hold memory of `gpu`, the largest first; empty where the driver does not answer."""
+    """The processes that use memory of `gpu`, the largest first; empty if the driver does not answer."""
     try:
         with _driver() as nvml:
             handle = nvml.nvmlDeviceGetHandleByIndex(gpu.index)
@@ -150,8 +150,8 @@ def find_holders(gpu: Gpu) -> list[Holder]:
 
 
 def read_energy() -> float | None:
-    """Joules that this process's GPU has used since its driver was loaded, by all programs; None where NVML does not
-    tell (GPUs before Volta, MIG slices, no GPU)."""
+    """Joules that this process's GPU has used since its driver was loaded, by all programs; None if NVML does not
+    report it (GPUs before Volta, MIG slices, no GPU)."""
     try:
         with _driver() as nvml:
             handles = _visible_handles(nvml)

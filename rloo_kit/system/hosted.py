@@ -17,7 +17,7 @@ PREINSTALLED_STAYS = ("torch", "torchvision", "torchaudio", "triton")  # one bui
 
 @dataclass(frozen=True)
 class Place:
-    """A service or system with habits of its own: its name and what follows for a run, a line each."""
+    """A hosted service or WSL: its name and what follows for a run, one line each."""
 
     name: str
     follows: tuple[str, ...]

@@ -23,7 +23,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class TooManyNodes(ConfigError):
-    """A YAML text that stands for more values than any reader could hold."""
+    """A YAML text that expands to more values than a reader can hold in memory."""
 
 
 class Constructor(SafeConstructor):
@@ -165,13 +165,13 @@ def _compose(yaml: YAML, text: str) -> Node | None:
     try:
         return yaml.compose(text)
     except ValueError:
-        raise YAMLError(r"an escape (\U...) stands for no character") from None
+        raise YAMLError(r"an escape (\U...) is not a character") from None
     except AssertionError:
         raise YAMLError("%YAML names a version that is not known; leave the line out") from None
 
 
 def _count_nodes(node: Node, counted: dict[int, int]) -> int:
-    """The nodes at and below `node`, repeated ones each time. Raises RecursionError where a node holds itself,
+    """The nodes at and below `node`, repeated ones each time. Raises RecursionError if a node contains itself,
     ConstructorError for a key that is no scalar."""
     number = counted.get(id(node))
     if number is not None:

@@ -22,7 +22,7 @@ def describe_machine() -> str:
 
 
 def _cpu_name() -> str:
-    """As Linux tells it; empty elsewhere."""
+    """As Linux reports it; empty elsewhere."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):

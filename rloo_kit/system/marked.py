@@ -37,7 +37,7 @@ def end_marked(wanted: Callable[[Mapping[str, str]], bool]) -> list[int]:
 
 def end_tree(pid: int) -> None:
     """Kill a process and its descendants, whatever session they moved to. They are stopped first: one that still runs
-    can start another after the look for its children. Returns when all have ended, or after END_TIMEOUT_S."""
+    can start another after its children were listed. Returns when all have ended, or after END_TIMEOUT_S."""
     until = time.monotonic() + END_TIMEOUT_S
     tree: list[psutil.Process] = []
     with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""RAM of this process: what it holds, what it may still take, returning it, and errors of running out."""
+"""RAM of this process: how much it uses, how much it may still take, returning it, and out-of-memory errors."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ LARGE_BLOCK = 2**22  # bytes; smaller ones cost more time in page faults than th
 
 
 def resident_gib() -> float | None:
-    """Resident memory of this process in GiB; None where there is no /proc."""
+    """Resident memory of this process in GiB; None without /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
@@ -45,8 +45,8 @@ def trim_heap() -> None:
 
 
 class ResidentPeak:
-    """The peak of this process's resident memory since it was made: the kernel's own where it can be reset, else looked
-    at every 2 ms. Raises BackendError where there is no /proc."""
+    """The peak of this process's resident memory since it was made: the kernel's own if it can be reset, else sampled
+    every 2 ms. Raises BackendError without /proc."""
 
     def __init__(self) -> None:
         resident = resident_gib()
@@ -103,7 +103,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def available_gib() -> float:
-    """RAM in GiB that this process can hold: what it holds now and what the machine or its container has free."""
+    """RAM in GiB that this process can use: what it uses now plus what the machine or its container has free."""
     import psutil
 
     held = int(psutil.Process().memory_info().rss)

@@ -27,17 +27,17 @@ _REPEATED = ("Sending process", "failed (exitcode", "Received", "Closing process
 
 
 def count_processes() -> int:
-    """Processes of a distributed run (WORLD_SIZE), 1 without a launcher; ConfigError where it is no whole number above
+    """Processes of a distributed run (WORLD_SIZE), 1 without a launcher; ConfigError if it is not a whole number above
     0."""
     return _read(WORLD_SIZE, 1, least=1)
 
 
 def process_index() -> int:
-    """The rank of this process in the run (RANK), 0 without a launcher; ConfigError where it is not a rank of
+    """The rank of this process in the run (RANK), 0 without a launcher; ConfigError if it is not a rank of
     WORLD_SIZE."""
     index, count = _read(RANK, 0), count_processes()
     if index >= count:
-        raise ConfigError(f"the environment's {RANK} is {index} and {WORLD_SIZE} {count}; a rank lies below the number")
+        raise ConfigError(f"the environment's {RANK} is {index} and {WORLD_SIZE} {count}; a rank is below the number")
     return index
 
 
@@ -53,7 +53,7 @@ def is_main_process() -> bool:
 
 
 def is_distributed() -> bool:
-    """Whether there are further processes."""
+    """Whether the run has more than one process."""
     return count_processes() > 1
 
 
@@ -113,7 +113,7 @@ def resume_words() -> list[str]:
 
 
 def read_launch_file(file: Path, processes: int | None = None) -> dict[str, Any]:
-    """The settings of a launch file of accelerate, with `processes` in place of its own number.
+    """The settings of a launch file of accelerate, with `processes` in place of the file's number.
 
     Raises:
         ConfigError: it cannot be read, is no launch file, starts no run of several processes, or a launcher started
@@ -128,12 +128,12 @@ def read_launch_file(file: Path, processes: int | None = None) -> dict[str, Any]
         settings, _ = parse_yaml(read_text(file), f"--launch {file}", version=(1, 1))  # accelerate reads it so
     except FileNotFoundError:
         near = get_close_matches(file.name, [path.name for path in file.parent.glob("*.yaml")], 1)
-        meant = f"did you mean {file.parent / near[0]}?" if near else "the kit's own lie in configs/accelerate"
+        meant = f"did you mean {file.parent / near[0]}?" if near else "the kit's own are in configs/accelerate"
         raise ConfigError(f"--launch {file}: there is no such file; {meant}") from None
     if not isinstance(settings, dict) or "distributed_type" not in settings:
         raise ConfigError(
-            f"--launch {file}: no launch file of accelerate (it has no distributed_type); see configs/accelerate, or "
-            "write one with: accelerate config --config_file NAME.yaml"
+            f"--launch {file}: not a launch file of accelerate (it has no distributed_type); see configs/accelerate, "
+            "or write one with: accelerate config --config_file NAME.yaml"
         )
     if settings["distributed_type"] == "MULTI_CPU" and not settings.get("mpirun_config"):
         raise ConfigError(

@@ -58,7 +58,7 @@ def interrupt(number: signal.Signals) -> None:
 
 
 def _let_output_go() -> None:
-    """Send standard output and error nowhere where they are a terminal, or a pipe: its reader had the same terminal."""
+    """Discard standard output and error if they are a terminal, or a pipe: its reader had the same terminal."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             number = stream.fileno()

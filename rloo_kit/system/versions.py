@@ -41,15 +41,15 @@ def installed_version(name: str) -> str | None:
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Python's version and that of every library in the tested ranges (None: not installed); vLLM's where it is
-    there."""
+    """Python's version and that of every library in the tested ranges (None: not installed); vLLM's if it is
+    installed."""
     python = ".".join(str(part) for part in sys.version_info[:3])
     vllm = {name: version for name in VLLM_RANGES if (version := installed_version(name)) is not None}
     return {"python": python} | {name: installed_version(name) for name in (TESTED | TESTED_EXTRAS)} | vllm
 
 
 def in_range(version: str, tested: str) -> bool:
-    """Whether a version lies in a range.
+    """Whether a version is in a range.
 
     >>> in_range("2.13.0+cpu", ">=2.11,<2.14"), in_range("2.14.0", ">=2.11,<2.14")
     (True, False)
@@ -92,13 +92,13 @@ def is_importable(module: str) -> bool:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse a tracker whose library is missing, with the command that installs it, before a model is loaded in
-    vain."""
+    """Refuse a tracker whose library is missing, with the command that installs it, before a model is
+    loaded."""
     for name in names:
         if name in TRACKERS and not any(is_importable(module) for module in TRACKERS[name]):
             raise ConfigError(
                 f"rloo.report_to names {name}, which is not installed: run pip install {name}, or leave it out "
-                "(metrics.jsonl is written in any case)"
+                "(metrics.jsonl is always written)"
             )
 
 

@@ -96,7 +96,7 @@ def test_a_byte_order_mark_does_not_hide_the_first_key(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     """A `.env` of another user was passed over, and a typo in `root` must not fall back to another project's keys.
     UnicodeDecodeError carries the whole file, and a logged traceback would carry it on."""
-    with pytest.raises(SetupError, match="is not a folder: give the folder that holds .env"):
+    with pytest.raises(SetupError, match="is not a folder: give the folder that contains .env"):
         load_env_file(tmp_path / "missing")
     (tmp_path / ".env").write_bytes(f"HF_TOKEN={SECRET}ÿ".encode("utf-16"))
     with pytest.raises(SetupError, match=r"\.env is not UTF-8 text: save it as UTF-8") as caught:

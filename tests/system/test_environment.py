@@ -62,8 +62,8 @@ def test_a_cpu_build_of_torch_leaves_the_gpu_alone(run_fresh: Run, tmp_path: Pat
 @pytest.mark.parametrize(
     ("argument", "variable", "message"),
     [
-        ("auto", "unslot", "'unslot' is no backend: use auto, unsloth, transformers"),  # fell through to the default
-        ("unslot", "", "'unslot' is no backend: use auto, unsloth, transformers"),
+        ("auto", "unslot", "'unslot' is not a backend: use auto, unsloth, transformers"),  # fell through to the default
+        ("unslot", "", "'unslot' is not a backend: use auto, unsloth, transformers"),
         ("auto", "unsloth", r"Unsloth is not installed. pip install -e '.\[gpu\]'.*RLOO_KIT_BACKEND=transformers"),
     ],
 )

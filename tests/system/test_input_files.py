@@ -86,7 +86,7 @@ def test_aliases_work() -> None:
         ("a: " + "9" * 5000, "a.yaml:2"),
         ('a: "\\ud83d"', "half a character (\\ud83d)"),
         ('a: "\\0"', "a NUL character"),
-        ('a: "\\U00110000"', "stands for no character"),
+        ('a: "\\U00110000"', "is not a character"),
         ("%YAML 1.0\n---\na: 1", "%YAML"),
         ("? [a]\n: b", "a list or a mapping as a key"),
         ("a: {? {b: c} : d}", "a list or a mapping as a key"),

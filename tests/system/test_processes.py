@@ -294,8 +294,8 @@ def test_the_cpu_file_hides_every_gpu(run_fresh):
         ("{distributed_type: MULTI_GPU, num_processes: two}", "num_processes is 'two'; it takes a whole number"),
         ("{distributed_type: MULTI_GPU, num_machines: 0.5}", "num_machines is 0.5; it takes a whole number"),
         ("a: &a [*a]", "nested too deeply, or an alias"),
-        ("- a list", "no launch file of accelerate.*distributed_type"),
-        ("model: {name: x}", "no launch file of accelerate.*distributed_type"),
+        ("- a list", "launch file of accelerate.*distributed_type"),
+        ("model: {name: x}", "launch file of accelerate.*distributed_type"),
         ("{distributed_type: MULTI_CPU, use_cpu: true, num_processes: 2}", "MULTI_CPU.*cpu_two.yaml"),  # starts one
     ],
 )
