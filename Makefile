@@ -1,4 +1,5 @@
 # Every command of the project. `make` lists them; each makes the environment it needs itself.
+# All install the locked versions, except make canary: the newest TRL and Unsloth, in .venv-canary.
 #
 # Variables: PYTHON=python3.12   the interpreter that makes the environments (3.11 or 3.12)
 #            NO_GPU=1            leave the gpu extra out although a GPU is there (in a fresh .venv)

@@ -208,3 +208,14 @@ def test_set_up_that_refuses_is_a_finding(run_fresh: RunFresh, tmp_path: Path, t
     found = findings(done)
     assert done.returncode == 1 and found["set-up"]["status"] == "fail" and message in found["set-up"]["todo"]
     assert found["trl"]["status"] == "ok"
+
+
+def test_a_t4_on_colab_is_named_with_its_precision(run_fresh: RunFresh, tmp_path: Path) -> None:
+    """Recipes written for bf16 fail on a T4; the doctor says fp16 before a model is loaded."""
+    fake_bitsandbytes(tmp_path, "S(compiled_with_cuda=True, _lib=S(_name='/x/libbitsandbytes_cuda130.so'))")
+    t4 = {"name": "Tesla T4", "capability": [7, 5], "total": 15 * GIB, "used": 0, "uuid": "GPU-t4"}
+    code = "import os\nos.environ['COLAB_RELEASE_TAG'] = 'x'\n" + AS_JSON
+    report = json.loads(run_fresh(code, [t4]).stdout)
+    lines = [check["found"] for check in report["checks"] if check["name"] == "Colab"]
+    assert report["environment"]["precision"] == "fp16"
+    assert any("Drive" in line for line in lines) and any("Tesla T4" in line and "fp16" in line for line in lines)
