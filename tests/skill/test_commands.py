@@ -136,3 +136,23 @@ def test_every_command_of_the_kit_is_in_the_skill() -> None:
     assert {"doctor", "train", "batch"} <= found, listed
     text = (ROOT / "SKILL.md").read_text(encoding="utf-8")
     assert not {name for name in found if f"rloo-kit {name}" not in text}
+
+
+def test_training_in_the_background_gives_the_shell_back(tmp_path: Path) -> None:
+    """`mkdir ... && nohup ... &` kept the caller's pipes open: an agent's shell waited for the whole run."""
+    text = (ROOT / "SKILL.md").read_text(encoding="utf-8")
+    code = next(block.code for block in find_shell("SKILL.md", text) if "nohup" in block.code)
+    program = tmp_path / "rloo-kit"
+    program.write_text("#!/bin/sh\nexec sleep 20\n")
+    program.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", f"{code}\necho pid $!"],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        cwd=tmp_path,
+        env=environment,
+    )
+    os.kill(int(done.stdout.split("pid ")[1]), 15)
+    assert done.returncode == 0 and (tmp_path / "outputs" / "my_run.log").is_file()
