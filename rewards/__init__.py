@@ -1,15 +1,15 @@
 """Reward functions that decide by token ids. Standard library only.
 
 Each follows TRL's calling convention, `reward(prompts, completions, completion_ids, **columns) -> list[float | None]`,
-and works as it is in any TRL trainer: `reward_funcs=[thinking_reward]`. Parameters are bound with `with_`:
+and works unchanged in any TRL trainer: `reward_funcs=[thinking_reward]`. Parameters are bound with `with_`:
 
 >>> from rewards import thinking_reward
 >>> strict = thinking_reward.with_(min_tokens=50, full_tokens=200)
 >>> strict(completions=["a b</think>c"], completion_ids=[[64, 65, 151668, 66]])
 [0.3]
 
-None: the reward does not apply to the sample. docs/rewarding.md has the table of exact values. What needs a
-library, a checkpoint or a process of its own lives in `rloo_kit.rewarding`.
+None means that the reward does not apply to the sample. docs/rewarding.md lists the exact values. Rewards that need
+a library, a checkpoint or a separate process are in `rloo_kit.rewarding`.
 """
 
 from ._binding import Reward, Sample

@@ -23,15 +23,15 @@ class Sample:
 
     @property
     def token_ids(self) -> list[int]:
-        """The ids; empty where the reward did not ask for them."""
+        """The ids; empty if the reward did not ask for them."""
         return self.ids or []
 
 
 class Reward:
-    """Base of the rewards: reads a batch, asks `score` for each completion.
+    """Base class: reads a batch and calls `score` for each completion.
 
-    `needs` names what the reward reads. An argument that is missing altogether is an error; a sample whose own value
-    is None is one that the reward does not apply to, and gets None.
+    `needs` names the arguments that the reward reads. A missing argument is an error. A sample whose value is None gets
+    None: the reward does not apply to it.
     """
 
     __name__: ClassVar[str] = "reward"
@@ -59,7 +59,7 @@ class Reward:
                 `thinking_forced` among them where the run has a thinking budget.
 
         Raises:
-            ValueError: something that the reward needs was not passed, or two arguments differ in length.
+            ValueError: a required argument was not passed, or two arguments differ in length.
         """
         given = {"completions": completions, "completion_ids": completion_ids, "answer": columns.get("answer")}
         needed = [self._require(name, given[name], columns) for name in self.needs]

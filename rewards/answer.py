@@ -12,16 +12,16 @@ from typing import Any, ClassVar
 from ._binding import Reward, Sample, check_bool, check_int
 from .text import THINK_END_ID, Decode, answer_text
 
-LONGEST_NUMBER = 64  # characters; what is longer is no answer, and exact arithmetic on it would take its time
-LARGEST_EXPONENT = 400  # a "1e999999999" would fill the memory as a fraction
+LONGEST_NUMBER = 64  # characters; anything longer is not an answer, and exact arithmetic on it is slow
+LARGEST_EXPONENT = 400  # "1e999999999" as a fraction would exhaust memory
 WRAPPERS = " \t\r\n*`$"  # markup around a number
 FINDERS = ("whole", "boxed", "last_number")
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number that `text` is, exactly; None if it is not one.
+    """`text` as an exact fraction; None if it is not a number.
 
-    Takes signs, decimals, exponents, thousands separators, a/b, and ignores markup around it and a full stop behind it.
+    Accepts signs, decimals, exponents, thousands separators and a/b; ignores surrounding markup and a final full stop.
 
     >>> parse_number(" **1,234.50** "), parse_number("-3/4"), parse_number("42 apples")
     (Fraction(2469, 2), Fraction(-3, 4), None)
@@ -54,7 +54,7 @@ def _parse_decimal(text: str) -> Fraction | None:
 
 
 def answers_agree(given: str, expected: str) -> bool:
-    """Whether two answers are the same text, but for whitespace around it, or the same number.
+    """Whether two answers are the same number, or the same text up to surrounding whitespace.
 
     >>> answers_agree("Paris", " Paris\\n"), answers_agree("42.0", "42"), answers_agree("42", "43")
     (True, True, False)
@@ -66,7 +66,7 @@ def answers_agree(given: str, expected: str) -> bool:
 
 
 def find_boxed(text: str) -> str:
-    """What the last `\\boxed{...}` holds, braces balanced; empty if there is none.
+    """The content of the last `\\boxed{...}`, braces balanced; empty if there is none.
 
     >>> find_boxed(r"so \\boxed{\\frac{1}{2}}.")
     '\\\\frac{1}{2}'
@@ -95,11 +95,11 @@ def find_last_number(text: str) -> str:
 
 @dataclass(frozen=True)
 class AnswerReward(Reward):
-    """1.0 for the right answer, 0.0 for a wrong one, for none, and for thinking that was never closed.
+    """1.0 for the right answer; 0.0 for a wrong or missing one, or if the thinking was never closed.
 
     An answer after a close that the thinking budget forced counts like any other.
 
-    None where the sample has no answer to compare with: None, blank, or not a number (NaN) in a numeric column.
+    None if the sample has no reference answer: None, blank, or not a number (NaN) in a numeric column.
 
     Args:
         think_end_id: id of `</think>`; what follows its last occurrence is the answer.

@@ -8,7 +8,7 @@ from ._binding import Reward, Sample, check_int, check_positive
 
 @dataclass(frozen=True)
 class LengthReward(Reward):
-    """Is the whole completion, thinking included, of a readable length, and does it end like a sentence.
+    """Rewards a completion (thinking included) of readable length that ends with a full stop.
 
     From `min_words` to `max_words` words, both included: 1.0. Fewer: -0.5. More: 0.0. A stripped text that ends with a
     full stop gains 0.5. Words are what whitespace separates. Range -0.5 to 1.5.
@@ -37,9 +37,9 @@ class LengthReward(Reward):
 
 @dataclass(frozen=True)
 class SoftOverlongPenalty(Reward):
-    """A penalty that grows over the last stretch before the limit, in place of a cliff at it.
+    """A penalty that ramps up over the last tokens before the limit, instead of a cliff at it.
 
-    With L tokens: 0.0 up to `max_completion_length - cache_tokens`, then down in a straight line to -1.0 at
+    With L tokens: 0.0 up to `max_completion_length - cache_tokens`, then linearly down to -1.0 at
     `max_completion_length`, and -1.0 beyond. Range -1.0 to 0.0. Source: DAPO, equation 13 (arXiv 2503.14476); the
     defaults are that paper's.
 
@@ -76,7 +76,7 @@ class SoftOverlongPenalty(Reward):
 
 @dataclass(frozen=True)
 class RepetitionPenalty(Reward):
-    """A penalty for saying the same again: the share of n-grams of token ids that occurred before, times `penalty`.
+    """A repetition penalty: the share of token-id n-grams that occurred before, times `penalty`.
 
     0.0 where no n-gram repeats or there are too few tokens for one; towards `-penalty` where everything repeats.
     Source: appendix C.2 of "Demystifying Long Chain-of-Thought Reasoning" (arXiv 2502.03373).

@@ -86,7 +86,7 @@ def split_at_tag(
 def answer_text(
     text: str, ids: list[int], think_end_id: int, *, thinking: bool, decode: Decode | None = None
 ) -> str | None:
-    """What the model gave as its answer, stripped: the text after the last closing tag, None where it never closed.
+    """The model's answer, stripped: the text after the last closing tag; None if the thinking never closed.
 
     With `thinking` False (a model that never thinks) the whole completion is the answer.
     """

@@ -14,10 +14,10 @@ from .text import THINK_END_ID, Decode, split_at_tag
 
 @dataclass(frozen=True)
 class ThinkingReward(Reward):
-    """Did the model think, and for how long.
+    """Rewards thinking that was closed, by its length in tokens.
 
     No closing tag, or one that the budget forced: -1.0. Fewer than `min_tokens` tokens before it: 0.3. Fewer than
-    `full_tokens`: 0.7. Otherwise: 1.0. The two upper bands gain 0.1 where the thinking holds a question mark.
+    `full_tokens`: 0.7. Otherwise: 1.0. The two upper bands gain 0.1 if the thinking contains a question mark.
     Range -1.0 to 1.1.
 
     Args:
@@ -62,9 +62,9 @@ class ThinkingReward(Reward):
 
 @dataclass(frozen=True)
 class ThinkingBudgetReward(Reward):
-    """Did the thinking end within a target band of tokens.
+    """Rewards thinking whose length is within a target band of tokens.
 
-    From `min_tokens` to `max_tokens`, both included: 1.0. Outside it falls in a straight line to 0.0 over
+    From `min_tokens` to `max_tokens`, both included: 1.0. Outside, it falls linearly to 0.0 over
     `margin_tokens` (0: at once). Thinking that was never closed, or that the budget closed: 0.0. Range 0.0 to 1.0.
 
     >>> thinking_budget_reward.with_(min_tokens=4, max_tokens=8, margin_tokens=4)(completion_ids=[[7] * 9 + [151668]])

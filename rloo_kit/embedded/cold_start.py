@@ -73,7 +73,7 @@ def train(
 ) -> Any:
     """A `Qwen3ForCausalLM` (float32, CPU) with `ROWS[vocabulary]` rows, taught to imitate the demonstrations of `kind`.
 
-    Seeds torch's global generator; meant for a process of its own (`model.build`).
+    Seeds torch's global generator; meant for a separate process (`model.build`).
 
     Args:
         tokenizer: of `build_tokenizer(kind, vocabulary)`. family: of the problems that it learns.

@@ -1,6 +1,6 @@
 """The embedded model: a tiny `Qwen3ForCausalLM` that thinks, built offline on the CPU and cached.
 
-The cold start runs in a process of its own, so the weights depend on the seed and not on what the caller imported,
+The cold start runs in a separate process, so the weights depend on the seed and not on what the caller imported,
 seeded or patched. The cache is keyed by the model's name and its entry in `RECIPES`, the version of what builds it.
 """
 

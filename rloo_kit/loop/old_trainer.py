@@ -19,7 +19,7 @@ def translate_trainer_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Today's keywords for `RLOOTrainer`, with one warning for each old one.
 
     Args:
-        given: keywords, old or new; an old one that is None is left out in silence.
+        given: keywords, old or new; an old one that is None is silently left out.
 
     Raises:
         ConfigError: an old and a new name are both given, no reward or model is given, the arguments came in the old

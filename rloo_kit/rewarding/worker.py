@@ -1,4 +1,4 @@
-"""A reward function in a process of its own (`worker_main`), with a real time limit: a thread cannot be stopped.
+"""A reward function in a separate process (`worker_main`), with a real time limit: a thread cannot be stopped.
 
 Started with `-c`: a fork would copy locks and CUDA contexts, multiprocessing's spawn would run the caller's script
 again. Requests are pickled, replies are JSON: what runs in the worker cannot make this process run anything.
