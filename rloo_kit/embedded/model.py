@@ -78,7 +78,7 @@ def build(
             "be written"
         ) from error
     try:
-        say(f"building embedded/{name} on one CPU core, once, to be kept in {target}")
+        say(f"building embedded/{name}, once; kept in {target.parent}")
         _run_cold_start(recipe, workspace, lambda line: say(f"building embedded/{name}: {line}"))
         _move_into_place(workspace, target)
     finally:
