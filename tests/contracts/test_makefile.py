@@ -160,7 +160,8 @@ def test_a_machine_without_a_compiler_runs_the_tests(clone: Path) -> None:
 def test_pip_works_behind_one_line(clone: Path) -> None:
     """A first `make demo` began with 482 lines of pip, in which nobody found the demo. A failure shows pip's end."""
     (clone / ".venv" / "bin").mkdir(parents=True)
-    pip = "for i in 1 2 3; do echo Collecting $i; echo WARNING: x; done; echo Successfully installed a b c; echo ERROR: no space >&2; exit $CODE"
+    pip = "for i in 1 2 3; do echo Collecting $i; echo WARNING: x; done; echo Successfully installed a b c; "
+    pip += "echo ERROR: no space >&2; exit $CODE"
     script(clone / ".venv" / "bin", "python", pip)
     done = run_make(clone, "setup", "HAS_GPU=", "CODE=0")
     assert done.returncode == 0 and re.search(r"^  3 packages in \d+ s; log: .venv/install.log$", done.stdout, re.M)
