@@ -1,7 +1,7 @@
 # Every command of the project. `make` lists them; each makes the environment it needs itself.
 # All install the locked versions, except make canary: the newest TRL and Unsloth, in .venv-canary.
 #
-# Variables: PYTHON=python3.12   the interpreter that makes the environments (3.11 or 3.12)
+# Variables: PYTHON=python3.12   the interpreter that makes the environments (3.11 to 3.13)
 #            NO_GPU=1            leave the gpu extra out although a GPU is there (in a fresh .venv)
 #            TORCH_INDEX=URL     install torch from that package index first (CPU builds, another CUDA version)
 #            JOBS=2              test processes side by side
@@ -12,7 +12,7 @@
 #                                BUNDLE_PYTHON=3.12 and BUNDLE_CUDA=130 are that machine's, DEST=.gpu-bundle the folder
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup reasoning-gym demo lint format test test-slow test-all fuzz test-unsloth test-vllm canary test-gpu gpu-report check notebooks bench gpu-bundle clean
+.PHONY: help setup reasoning-gym demo lint format test test-slow test-all test-readme test-pythons fuzz test-unsloth test-vllm canary test-gpu gpu-report check notebooks bench gpu-bundle clean
 
 VENV := .venv
 VENV_UNSLOTH := .venv-unsloth
@@ -23,8 +23,9 @@ JOBS ?= 2
 CASES ?= 10000
 BENCHMARKS ?= rewards startup rloo_step demo_phase demo_learning
 REQUIRED := pyproject.toml constraints.txt
-PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
+PYTHONS := 3.11 3.12 3.13
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { echo $$p; break; }; done)
 VLLM_PYTHON := 3.11
 PYTHON_VLLM ?= $(shell for p in $(PYTHON) python$(VLLM_PYTHON); do \
 	test "$$($$p -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = $(VLLM_PYTHON) && { echo $$p; break; }; done)
@@ -76,6 +77,13 @@ test-slow: $(STAMP_DEV)
 
 test-all: test test-slow ## the core tests and the slow ones
 
+test-readme: ## the README's commands in order, in a fresh clone of the last commit and a plain shell (four minutes)
+	.ci/readme
+
+test-pythons: ## the core tests with each supported Python that is installed, in environments of their own (weekly)
+	@for version in $(PYTHONS); do command -v python$$version > /dev/null || { echo "python$$version: not installed"; continue; }; \
+		echo "== python$$version"; $(MAKE) --no-print-directory PYTHON=python$$version VENV=.venv-$$version test || exit 1; done
+
 fuzz: $(STAMP_DEV) ## bad input on every surface: cases, refusals in words, tracebacks (CASES=1000: a tenth of the time)
 	$(BIN)/python tests/fuzz/run.py --cases $(CASES)
 
@@ -118,10 +126,10 @@ clean: ## remove caches and build products (environments and outputs stay)
 
 # $(1): the folder of the environment, $(2): the interpreter
 define make_venv
-	@test -n "$(2)" || { echo "rloo-kit needs Python 3.11 or 3.12 and found none as python3, python3.12 \
-	or python3.11. Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	@$(2) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || { echo "rloo-kit needs \
-	Python 3.11 or 3.12; $(2) is $$($(2) -V 2>&1). Name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -n "$(2)" || { echo "rloo-kit needs Python 3.11 to 3.13 and found none as python3 or python3.11 \
+	to python3.13. Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(2) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { echo "rloo-kit needs \
+	Python 3.11 to 3.13; $(2) is $$($(2) -V 2>&1). Name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(2) -m venv $(1) || { rm -rf $(1); echo "$(2) -m venv failed: install the venv module of this \
 	Python (Debian, Ubuntu: python3-venv)" >&2; exit 1; }
 endef

@@ -41,11 +41,10 @@ def count(revision: str | None = None) -> dict[str, int]:
 def main() -> None:
     revisions: list[str | None] = [*sys.argv[1:]] or [None]
     columns = [count(revision) for revision in revisions]
+    heads = [(revision or "now")[:9] for revision in revisions]
     for row in ("", *columns[0]):
-        cells = [
-            f"{column[row] if row else (revision or 'now')[:9]:>10}" for revision, column in zip(revisions, columns)
-        ]
-        print(f"{row:<22}" + "".join(cells))
+        cells = [column[row] for column in columns] if row else heads
+        print(f"{row:<22}" + "".join(f"{cell:>10}" for cell in cells))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ NEEDED = (
     "rloo_kit/__init__.py",
     "scripts/check_setup.py",
 )
-OLDEST, TOO_NEW = (3, 11), (3, 13)
-PYTHONS = ("python3", "python3.12", "python3.11")
+OLDEST, TOO_NEW = (3, 11), (3, 14)
+PYTHONS = ("python3", "python3.13", "python3.12", "python3.11")
 ENVIRONMENTS = (".venv-rloo", ".venv")
 
 
@@ -59,7 +59,7 @@ def check(skill: Path, project: Path) -> tuple[dict, int]:
         problems.append((3, describe_missing(skill)))
     python, command = find_python(), find_command(skill, project)
     if python is None and command is None:
-        problems.append((4, f"install Python 3.11 or 3.12: none was found as {', '.join(PYTHONS)}"))
+        problems.append((4, f"install Python 3.11 to 3.13: none was found as {', '.join(PYTHONS)}"))
     wanted, found = read_version(skill), ask_version(command)
     if found is None:
         problems.append((5, f"install rloo-kit: {install_command(skill, python)}"))

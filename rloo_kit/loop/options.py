@@ -63,8 +63,9 @@ def _describe(entry: Option) -> str:
 def _add_fields(cls: type) -> type:
     """Add a field for each of the kit's options, with its line in the docstring, and one for each old name, which is
     None unless given; `HfArgumentParser` makes flags of both."""
-    lines = [f"        {name}: {_describe(entry)}. Default: {entry.default!r}." for name, entry in _OWN.items()]
-    cls.__doc__ = (cls.__doc__ or "").replace("        (the options)", "\n".join(lines))
+    lines = [f"{name}: {_describe(entry)}. Default: {entry.default!r}." for name, entry in _OWN.items()]
+    text = inspect.cleandoc(cls.__doc__ or "")  # as Python 3.13 has it already
+    cls.__doc__ = text.replace("(the options)", "\n    ".join(lines))
     for name, entry in _OWN.items():
         kind: Any = entry.type
         metadata: dict[str, Any] = {"help": _describe(entry)}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rloo_kit.errors import ConfigError
 
-TESTED_PYTHON = ">=3.11,<3.13"
+TESTED_PYTHON = ">=3.11,<3.14"
 
 # name of the distribution: tested range, as in a requirement
 TESTED = {

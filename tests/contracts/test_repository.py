@@ -116,7 +116,7 @@ def test_the_wheel_holds_one_package() -> None:
     assert settings["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["rloo_kit"]
     assert (ROOT / "rloo_kit" / "rewards").resolve() == ROOT / "rewards", "the link by which the wheel has the rewards"
     assert settings["project"]["scripts"] == {"rloo-kit": "rloo_kit.cli:main"}
-    assert settings["project"]["requires-python"] == ">=3.11,<3.13"
+    assert settings["project"]["requires-python"] == ">=3.11,<3.14"
 
 
 def test_no_package_shadows_a_library() -> None:

@@ -204,7 +204,7 @@ def with_method(head: str, result: str) -> str:
     [
         ("FAMILY = Backward()", "", r"no FAMILY that is a rloo_kit.data.tasks.Family"),
         ("FAMILY = Backward()", "FAMILY = Backward", r"no FAMILY that is a rloo_kit.data.tasks.Family"),
-        ("    def draw(self, rng)", "    def drow(self, rng)", r"TypeError: .*abstract.* draw"),
+        ("    def draw(self, rng)", "    def drow(self, rng)", r"TypeError: .*abstract.* '?draw"),
         ('xyz>"', 'xyz"', r"add \['>'\] to alphabet"),
         ('alphabet = "', 'letters = "', "alphabet has to be a text"),
         ("problem[::-1]", 'problem[::-1] if rng.random() < 0.5 else "a"', r"has to come to one answer"),

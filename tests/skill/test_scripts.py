@@ -125,4 +125,4 @@ def test_check_setup_tells_an_old_python(tmp_path: Path) -> None:
         command, capture_output=True, text=True, timeout=60, check=False, env=environment, cwd=tmp_path
     )
     found = json.loads(done.stdout)
-    assert done.returncode == 4 and found["python"] is None and "install Python 3.11 or 3.12" in found["error"]
+    assert done.returncode == 4 and found["python"] is None and "install Python 3.11 to 3.13" in found["error"]
