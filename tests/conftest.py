@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 
+# As in an activated environment: elsewhere commands end with a line that says how to activate it.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 # Peaks that runs keep for the next plan: a test must neither write the user's nor plan by them.
 os.environ["RLOO_KIT_MEMORY"] = f"{tempfile.gettempdir()}/rloo-kit-tests-{os.getpid()}/memory.json"
 
