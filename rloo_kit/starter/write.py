@@ -35,7 +35,8 @@ class Starter:
     def commands(self) -> list[str]:
         """What to call next, from the folder where the files were written from."""
         pytest = "pytest" if is_importable("pytest") else "pip install pytest && pytest"
-        return [shlex.join(["rloo-kit", "train", str(self.config)]), f"{pytest} {shlex.quote(str(self.test))}"]
+        steps = (shlex.join(["rloo-kit", step, str(self.config)]) for step in ("preflight", "train"))
+        return [f"{pytest} {shlex.quote(str(self.test))}", *steps]
 
     def __str__(self) -> str:
         plan = self.plan
