@@ -1,6 +1,6 @@
-"""The names that TRL's RLOO had in releases 0.9.6 to 0.26.2, and today's: one table for files, keywords and flags.
+"""Old names of TRL's RLOO (releases 0.9.6 to 0.26.2) and today's: one table for files, keywords and flags.
 
-Each is renamed, converted, dropped with a warning (it never had an effect) or refused with today's equivalent.
+Each is renamed, converted, dropped with a warning (no effect) or refused with today's equivalent.
 """
 
 import math
@@ -96,12 +96,12 @@ def _read_non_eos_penalty(values: dict[str, Any], processes: int) -> dict[str, A
 
 
 _SIZES = (
-    "was computed by the old trainer, which overwrote what was passed; today the generation batch is "
+    "the old trainer computed it and overwrote what was passed; today the generation batch is "
     "per_device_train_batch_size x processes x steps_per_generation"
 )
-_PPO = "belonged to PPO's value function and RLOO never read it"
+_PPO = "part of PPO's value function; RLOO never read it"
 _TAKES = "of the trainer takes a name or folder"
-_SCRIPT = "only the old example scripts read it; it stays readable on the config, and"
+_SCRIPT = "only the old example scripts read it; it stays readable on the config;"
 
 CONFIG_NAMES: dict[str, OldName] = {
     # renamed
@@ -134,22 +134,24 @@ CONFIG_NAMES: dict[str, OldName] = {
     "token_level_kl": OldName(
         bool,
         None,
-        "both of its forms summed the KL over the completion before the baseline. What people expect from it is "
+        "both of its forms summed the KL over the completion before the baseline. For a KL per token set "
         "kl_form='per_token' (in a run's file rloo.kl_form: per_token)",
     ),
     "whiten_rewards": OldName(
-        bool, None, "RLOO never whitened anything; today's way to do so is normalize_rewards=True (or 'running')"
+        bool, None, "RLOO never whitened anything; to do so, set normalize_rewards=True (or 'running')"
     ),
     "stop_token": OldName(str, None, "completions always end at the tokenizer's end token", read=_read_stop_token),
-    "non_eos_penalty": OldName(bool, None, "false is how it is: see missing_eos_penalty", read=_read_non_eos_penalty),
-    "penalty_reward_value": OldName(float, None, "it only counted with non_eos_penalty; see missing_eos_penalty"),
+    "non_eos_penalty": OldName(
+        bool, None, "false is today's behaviour; see missing_eos_penalty", read=_read_non_eos_penalty
+    ),
+    "penalty_reward_value": OldName(float, None, "it only had an effect with non_eos_penalty; see missing_eos_penalty"),
     "local_rollout_forward_batch_size": OldName(
-        int, None, "scoring goes by tokens, not by completions: tokens_per_pass is the bound"
+        int, None, "scoring is batched by tokens, not completions: set tokens_per_pass"
     ),
     "num_sample_generations": OldName(int, None, "log_completions=True prints completions every logging_steps"),
     "dataset_num_proc": OldName(int, None, "RLOO never read it"),
     "max_prompt_length": OldName(
-        int, None, "prompts are not cut any more; drop longer ones first (in a run's file: data.max_prompt_length)"
+        int, None, "prompts are no longer truncated; drop longer ones first (in a run's file: data.max_prompt_length)"
     ),
     "sanity_check": OldName(bool, None, _SCRIPT + " max_steps makes a short run"),
     **{name: OldName(float, None, _PPO) for name in ("vf_coef", "cliprange_value", "gamma", "lam")},
@@ -169,7 +171,7 @@ TRAINER_NAMES: dict[str, OldName] = {
     "tokenizer": OldName(object, "processing_class"),
     "reward_model": OldName(object, "reward_funcs"),
     "ref_policy": OldName(
-        object, None, "the reference is the policy as it stands when training starts; leave it out (reference='start')"
+        object, None, "the reference is the policy at the start of training; leave it out (reference='start')"
     ),
     "data_collator": OldName(object, None, "prompts are tokenized in the loop; leave it out"),
 }
@@ -200,7 +202,7 @@ def translate_config(
         given: keywords of `RLOOConfig`, old or new.
         processes: processes of the run, which total_episodes needs.
         prefix: of a name in messages, "rloo." for a file.
-        usual: defaults that sizes are computed with where they are not TRL's.
+        usual: defaults to compute sizes with, if they differ from TRL's.
 
     Raises:
         ConfigError: an old name has no equivalent, or an old and a new name disagree.
@@ -234,9 +236,7 @@ def _set_once(values: dict[str, Any], name: str, value: Any, old: str, new: str)
     """Set `name`; `old` and `new` are both full names for the message."""
     found = values.get(name)
     if found is not None and found != value:
-        raise ConfigError(
-            f"{old} stands for {new}={value}, and {new}={found} is given too; keep {new} and remove {old}"
-        )
+        raise ConfigError(f"{old} means {new}={value}, but {new}={found} is given too; keep {new} and remove {old}")
     values[name] = value
 
 
@@ -263,7 +263,7 @@ def _pair_clip_range(values: dict[str, Any], given: Mapping[str, Any], messages:
         values["reward_clip_range"] = None
         messages.append(
             f"{key} was one number in old TRL and had no effect without normalize_reward; it is left out. "
-            f"Today's is a pair that always counts: {key}={pair}"
+            f"Today it is a pair that always takes effect: {key}={pair}"
         )
 
 

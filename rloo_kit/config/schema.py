@@ -1,8 +1,7 @@
-"""The sections of a run's configuration: strict pydantic models with every key's type, default, bounds and description.
+"""The sections of a run's configuration: strict pydantic models, each key with type, default, bounds and description.
 
-A key is declared here and nowhere else. Those that the loop reads are arguments of `RLOOConfig` too (`OPTIONS`): its
-fields, their defaults, bounds and help come from here. A test compares the defaults with TRL's. What a default follows
-is computed in `config/derived.py`.
+A key is declared only here; `RLOOConfig` gets fields, defaults, bounds and help of the loop's keys (`OPTIONS`) from here. A test compares the defaults with TRL's. `config/derived.py` computes defaults that
+follow other keys.
 """
 
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ OnFinding = Literal["warn", "stop", "off"]
 
 
 class RunSection(Section):
-    """Where a run's files go, what it prints, and when it stops itself."""
+    """Where a run's files go, what it prints, and when it stops."""
 
     prefix: ClassVar[str] = "run."
     model_config = ConfigDict(coerce_numbers_to_str=True)
@@ -39,29 +38,29 @@ class RunSection(Section):
     output_dir: str = key("outputs", "the run's folder is output_dir/name", min_length=1)
     seed: int = key(
         0, "seed of sampling, shuffling and new adapters", ge=0, lt=2**32, argument="seed",
-        trl=TrlDefault(42, "every seed of a file is 0 unless it is set"),
+        trl=TrlDefault(42, "every seed of a file defaults to 0"),
     )  # fmt: skip
-    preflight: bool = key(False, "measure the loaded run for about a minute before training; NO-GO trains nothing")
+    preflight: bool = key(False, "measure the loaded run for about a minute before training; NO-GO stops it")
     evaluate: bool = key(True, "measure held-out accuracy before and after training")
     report: bool = key(True, "write report.html at the end")
-    progress_every_s: float = key(5.0, "seconds between two progress lines", ge=0.0)
-    sample_every_steps: int = key(25, "steps between two tables of sample completions; 0 for none", ge=0)
+    progress_every_s: float = key(5.0, "seconds between progress lines", ge=0.0)
+    sample_every_steps: int = key(25, "steps between tables of sample completions; 0 for none", ge=0)
     num_samples: int = key(2, "completions in such a table", ge=0)
     rollouts_gib: float | None = key(
-        None, "GiB on disk for the run's completions, above which the oldest are deleted; null keeps all", ge=0.01
+        None, "disk limit in GiB for the run's completions; the oldest are deleted first; null keeps all", ge=0.01
     )
     save_every_minutes: float | None = key(
-        15.0, "minutes after which a checkpoint is saved, whatever rloo.save_steps says; null for never", gt=0.0
+        15.0, "also save a checkpoint after so many minutes, whatever rloo.save_steps is; null for never", gt=0.0
     )
     max_reward_failure_share: Share = key(
         0.5, "share of samples with a failed reward above which a step counts as failed",
         argument="max_reward_failure_share",
     )  # fmt: skip
     reward_failure_steps: Count = key(
-        3, "failed steps in a row after which the run saves and stops", argument="reward_failure_steps"
+        3, "consecutive failed steps after which the run saves and stops", argument="reward_failure_steps"
     )
     max_skipped_steps: Count = key(
-        3, "steps in a row skipped for NaN or infinity, after which the run saves and stops",
+        3, "consecutive steps skipped for NaN or infinity after which the run saves and stops",
         argument="max_skipped_steps",
     )  # fmt: skip
 
@@ -78,7 +77,7 @@ class LoraSection(Section):
     prefix: ClassVar[str] = "model.lora."
     r: Count = key(16, "rank")
     alpha: float = key(16, "scale; the update is multiplied by alpha / r", gt=0)
-    dropout: float = key(0.0, "dropout on the adapter's input; 0 keeps logps exact", ge=0.0, lt=1.0)
+    dropout: float = key(0.0, "dropout on the adapter's input; 0 keeps log-probs exact", ge=0.0, lt=1.0)
     target_modules: list[str] = key(
         PROJECTIONS, "layers that get an adapter; default: the seven projections", min_length=1
     )
@@ -96,13 +95,13 @@ class ModelSection(Section):
     family: Literal["auto", "thinking", "hybrid", "instruct", "plain"] = key(
         "auto", "how its chat template treats thinking; auto reads the template"
     )
-    enable_thinking: bool | None = key(None, "hybrid models only: think or not; null leaves the template's own")
-    backend: Literal["auto", "unsloth", "transformers"] = key("auto", "auto: Unsloth where it is usable")
+    enable_thinking: bool | None = key(None, "hybrid models only: think or not; null keeps the template's default")
+    backend: Literal["auto", "unsloth", "transformers"] = key("auto", "auto: Unsloth if it is usable")
     load_in_4bit: bool = key(False, "4-bit weights (bitsandbytes NF4)")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = key("auto", "auto: by the machine's precision")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = key("auto", "auto: the machine's precision")
     max_seq_length: int = key(
         2048, "tokens of prompt and completion together", ge=16,
-        follows="6144 for a Thinking model, 160 for an embedded one; more where lengths that are set need it",
+        follows="6144 for a Thinking model, 160 for an embedded one; more if the lengths you set need it",
     )  # fmt: skip
     adapter: str | None = key(None, "folder of an adapter to continue")
     gradient_checkpointing: bool | Literal["unsloth"] = key(
@@ -155,7 +154,7 @@ class SourceSection(Section):
 
 
 def _reading_keys(section: Section) -> dict[str, Any]:
-    """The keys that say how a file or a hub id is read, where they are not at their defaults."""
+    """The keys that control how a file or a hub id is read, if they are not at their defaults."""
     names = "subset", "split", "prompt_column", "answer_column", "answer_after"
     found = {name: getattr(section, name) for name in names}
     return {name: value for name, value in found.items() if value != type(section).model_fields[name].default}
@@ -171,39 +170,40 @@ class DataSection(Section):
         "path, or a folder of save_to_disk",
         min_length=1,
     )
-    sources: list[SourceSection] | None = key(None, "instead of source: several, mixed; see below", min_length=1)
+    sources: list[SourceSection] | None = key(None, "instead of source: a mix of several; see below", min_length=1)
     subset: str | None = key(None, "hub sources only: the configuration's name, 'main' for gsm8k")
-    split: str = key("train", "hub ids and save_to_disk folders: the split that is read")
+    split: str = key("train", "hub ids and save_to_disk folders: the split to read")
     test_source: str | None = key(
-        None, "where the held-out prompts come from, as source; null: from source itself", min_length=1
+        None, "source of the held-out prompts, same forms as source; null: source itself", min_length=1
     )
     test_split: str | None = key(
-        None, "hub ids and save_to_disk folders: the split that is held out; null: test, where test_source is set",
+        None, "hub ids and save_to_disk folders: the held-out split; null: test if test_source is set",
         min_length=1,
     )  # fmt: skip
     prompt_column: str = key("prompt", "column with the prompt, text or messages", min_length=1)
     answer_column: str = key("answer", "column with the gold answer", min_length=1)
     answer_after: str | None = key(
-        None, "the gold answer is what follows the last such marker, '####' for gsm8k", min_length=1
+        None, "the gold answer is the text after the last such marker, '####' for gsm8k", min_length=1
     )
     options: dict[str, Any] | None = key(
         None, "reasoning_gym/... only: the task's own options, such as {min_terms: 2, max_terms: 4}"
     )
     curriculum_level: int | None = key(
-        None, "reasoning_gym/... only: a level of the task's curriculum, 0 the easiest; null: the library's defaults",
+        None, "reasoning_gym/... only: level of the task's curriculum, 0 is the easiest; null: the library's defaults",
         ge=0,
     )  # fmt: skip
     system_prompt: str | None = key(None, "system message put before every prompt")
     num_prompts: Count | None = key(
-        None, "read at most so many prompts, test included (not those of test_source or test_split); null for all"
+        None,
+        "most prompts to read, held-out ones included (except those of test_source or test_split); null: all",
     )
     test_size: int | float = key(
-        0.1, "held-out prompts: a number, or a share below 1; of test_source or test_split a number, below 1 all", ge=0
+        0.1, "held-out prompts: a count, or a share below 1; with test_source or test_split a count, below 1 all", ge=0
     )
     max_prompt_length: Count = key(
         512, "tokens of a prompt, template included", follows="a quarter of model.max_seq_length"
     )
-    too_long: Literal["drop", "refuse"] = key("drop", "what happens to longer prompts")
+    too_long: Literal["drop", "refuse"] = key("drop", "drop longer prompts, or refuse them with an error")
     seed: int = key(0, "seed of the split", ge=0, lt=2**32)
 
     @property
@@ -213,7 +213,7 @@ class DataSection(Section):
 
     @property
     def separate_test(self) -> bool:
-        """Whether the held-out prompts are read on their own, and not split off."""
+        """Whether the held-out prompts are read separately rather than split off."""
         return self.test_source is not None or self.test_split is not None
 
     @model_validator(mode="after")
@@ -243,7 +243,7 @@ class DataSection(Section):
 
 def _check_variable(name: str) -> str:
     if not name.isascii() or not name.isidentifier():
-        raise ValueError("holds the names of environment variables, which are letters, digits and _: OPENAI_API_KEY")
+        raise ValueError("takes names of environment variables, made of letters, digits and _: OPENAI_API_KEY")
     return name
 
 
@@ -252,45 +252,45 @@ class RewardSection(Section):
 
     prefix: ClassVar[str] = "rewards.N."
     name: str = Field(
-        min_length=1, description="a registered reward, or of your own module:function or file.py:function"
+        min_length=1, description="a registered reward, or your own as module:function or file.py:function"
     )
-    weight: float = key(1.0, "factor of this reward in the sum")
+    weight: float = key(1.0, "weight of this reward in the sum")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
     timeout_s: float = key(30.0, "module:function only: seconds before a call counts as failed", gt=0)
     env: list[Annotated[str, AfterValidator(_check_variable)]] = key(
-        [], "module:function only: names of further environment variables that its worker gets"
+        [], "module:function only: names of extra environment variables passed to its worker"
     )
 
 
 def _read_report_to(value: Any) -> Any:
-    """A list of what TRL takes as 'none', a name or a list."""
+    """TRL's forms ('none', a name or a list) as a list."""
     if value is None or value == "none":
         return []
     return [value] if isinstance(value, str) else value
 
 
 class RLOOSection(Section):
-    """The loop, passed to `RLOOConfig` under the same names: TRL's own, and the kit's where TRL has none."""
+    """The loop, passed to `RLOOConfig` under the same names: TRL's, plus the kit's own."""
 
     prefix: ClassVar[str] = "rloo."
     all_are_arguments: ClassVar[bool] = True
     max_steps: Count | None = key(
-        None, "optimizer steps; wins over num_train_epochs", trl=TrlDefault(-1, "null is how a file says: not set")
+        None, "optimizer steps; wins over num_train_epochs", trl=TrlDefault(-1, "null means not set in a file")
     )
     num_train_epochs: float | None = key(
         None, "passes over the prompts, when max_steps is null", gt=0,
-        trl=TrlDefault(3.0, "a file says how long it trains"),
+        trl=TrlDefault(3.0, "a file states how long it trains"),
     )  # fmt: skip
     learning_rate: float = key(
         LORA_LEARNING_RATE, "peak learning rate", ge=0, follows=f"{FULL_LEARNING_RATE:g} with model.lora: null",
-        trl=TrlDefault(1e-6, "that is for full fine-tuning; an adapter wants ten times as much and more"),
+        trl=TrlDefault(1e-6, "TRL's is for full fine-tuning; an adapter needs at least ten times as much"),
     )  # fmt: skip
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"] = key(
         "linear", "shape of the learning rate over the run"
     )
     warmup_steps: float = key(0, "optimizer steps of warm-up; below 1, a share of the run", ge=0)
     weight_decay: float = key(0.0, "decoupled weight decay", ge=0)
-    max_grad_norm: float = key(1.0, "gradients are scaled down to this norm; 0 leaves them", ge=0)
+    max_grad_norm: float = key(1.0, "gradients are clipped to this norm; 0 turns clipping off", ge=0)
     optim: Literal[
         "adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor", "sgd"
     ] = key("adamw_torch_fused", "optimizer; the 8-bit ones need a GPU")
@@ -299,99 +299,105 @@ class RLOOSection(Section):
     adam_epsilon: float = key(1e-8, "term that keeps Adam's division finite", gt=0)
     per_device_train_batch_size: Count = key(
         GENERATIONS * PROMPTS, "completions of one micro-step", follows=f"{PROMPTS} x num_generations",
-        trl=TrlDefault(8, "a step on one prompt's completions is noise; this is four prompts"),
+        trl=TrlDefault(8, "a step on the completions of one prompt is noise; this is four prompts"),
     )  # fmt: skip
     gradient_accumulation_steps: Count = key(1, "micro-steps of one optimizer step")
     steps_per_generation: Count | None = key(None, "micro-steps fed by one rollout; null: gradient_accumulation_steps")
     memory: Literal["fast", "balanced", "low"] = key(
-        "fast", "graphs kept group by group, log-probs first, or one sequence at a time"
+        "fast", "fast keeps the graph of each group; balanced computes log-probs first; low runs one sequence at a time"
     )
-    tokens_per_pass: Count | None = key(None, "tokens in one forward and backward pass; null: by the machine")
+    tokens_per_pass: Count | None = key(None, "tokens in one forward and backward pass; null: set by the machine")
     num_generations: int = key(
-        GENERATIONS, "completions of each prompt, K; the baseline needs siblings", ge=2, lt=2**31,
-        trl=TrlDefault(2, "with a single sibling most groups tie, and its reward is a rough baseline"),
+        GENERATIONS, "completions per prompt, K; the baseline needs siblings", ge=2, lt=2**31,
+        trl=TrlDefault(2, "with one sibling most groups tie, and its reward is a noisy baseline"),
     )  # fmt: skip
-    num_iterations: Count = key(1, "times each rollout is used; above 1 the ratio is clipped")
+    num_iterations: Count = key(1, "times each rollout is used; above 1 the clip range takes effect")
     beta: float = key(
-        0.0, "KL coefficient; 0 loads and runs no reference", ge=0,
-        trl=TrlDefault(0.05, "the penalty pays for thinking less, and the reference costs a pass"),
+        0.0, "KL coefficient; 0 needs no reference model", ge=0,
+        trl=TrlDefault(0.05, "the penalty rewards shorter thinking, and the reference costs a pass"),
     )  # fmt: skip
     kl_form: Literal["sum", "length_normalized", "per_token"] = key(
-        "length_normalized", "KL in the reward: sum over the completion, its mean a token, or per token",
-        trl=TrlDefault("sum", "the sum grows with the length: with a beta, short thoughts win"),
+        "length_normalized", "KL in the reward: summed over the completion, its mean per token, or token by token",
+        trl=TrlDefault("sum", "the sum grows with length: with beta above 0, short thoughts win"),
     )  # fmt: skip
     reference: Literal["start", "base"] = key("start", "KL against the start of training or the base model")
     ratio_form: Literal["sum", "length_normalized", "per_token"] | None = key(
-        None, "ratio of a completion, of its mean token (GSPO) or of each; null: as kl_form and token_mean need"
+        None,
+        "ratio per completion, its mean over tokens (GSPO), or per token; null: as kl_form and token_mean need",
     )
     token_mean: Literal["none", "completion", "batch"] = key(
-        "none", "the loss of a token is averaged over its completion (GRPO) or the step's tokens (DAPO); none: summed"
+        "none", "average token losses over the completion (GRPO) or the step's tokens (DAPO); none: sum them"
     )
-    epsilon: float = key(0.2, "ratio is clipped below 1 - epsilon", gt=0, lt=1)
+    epsilon: float = key(0.2, "the ratio is clipped below 1 - epsilon", gt=0, lt=1)
     epsilon_high: float | None = key(None, "and above 1 + epsilon_high; null: epsilon", gt=0)
-    delta: float | None = key(None, "bound on the ratio where the advantage is negative; null: none, as in TRL", gt=1)
+    delta: float | None = key(
+        None, "upper bound on the ratio if the advantage is negative; null: none, as in TRL", gt=1
+    )
     baseline: Literal["leave_one_out", "group_mean", "none"] = key(
-        "leave_one_out", "what a reward is compared with: its siblings, its whole group, nothing"
+        "leave_one_out", "what a reward is compared with: its siblings, its whole group, or nothing"
     )
     scale_rewards: Literal["none", "group"] = key(
-        "none", "advantages over the deviation of their group's rewards (GRPO); the batch's: normalize_advantages"
+        "none",
+        "group: divide advantages by the deviation of their group's rewards (GRPO)",
     )
     baseline_includes_masked: bool = key(
-        True, "false: what mask_truncated_completions masks leaves the siblings' baseline too"
+        True, "false: completions masked by mask_truncated_completions are left out of the baseline too"
     )
     sampler_correction: Literal["auto", "none", "sequence", "token", "sequence_mask", "token_mask"] = key(
-        "auto", "weigh completions or tokens by the trainer's over the sampler's probability, cut off at the cap or, "
-        "with _mask, 0 above it; auto: token where vLLM samples or a filter is accepted, else none",
+        "auto", "weight completions or tokens by the ratio of trainer to sampler probability, truncated at the cap or, "
+        "with _mask, 0 above it; auto: token if vLLM samples or a filter is accepted, else none",
     )  # fmt: skip
     sampler_correction_cap: float = key(2.0, "largest such weight", ge=1)
-    sampler_correction_floor: float = key(0.0, "with _mask, the weight is 0 below it too; 0: no such bound", ge=0, lt=1)
-    temperature: float = key(1.0, "of sampling and of scoring alike", gt=0)
-    accept_truncated_sampling: bool = key(
-        False, "true: the four filters below are followed, and what they bias is corrected in part and logged"
+    sampler_correction_floor: float = key(
+        0.0, "with _mask, the weight is also 0 below this; 0: no lower bound", ge=0, lt=1
     )
-    top_p: float = key(1.0, "only 1: a filter is not part of what is scored; see accept_truncated_sampling", gt=0, le=1)
+    temperature: float = key(1.0, "temperature of sampling and scoring", gt=0)
+    accept_truncated_sampling: bool = key(
+        False, "true: apply the four filters below; their bias is partly corrected, and logged"
+    )
+    top_p: float = key(1.0, "only 1: scoring ignores filters; see accept_truncated_sampling", gt=0, le=1)
     top_k: int = key(0, "only 0, for the same reason", ge=0)
     min_p: float | None = key(None, "only null or 0, for the same reason", ge=0, le=1)
     repetition_penalty: float = key(1.0, "only 1, for the same reason", gt=0)
     max_completion_length: Count = key(
         1536, "tokens of a completion, thinking included", follows="what the prompt leaves of model.max_seq_length",
-        trl=TrlDefault(512, "thoughts that are cut off all earn the same"),
+        trl=TrlDefault(512, "truncated thoughts all get the same reward"),
     )  # fmt: skip
     thinking_budget: Count | None = key(
-        None, "tokens of thinking after which it is closed by force; null: never",
-        follows="for a Thinking model what leaves a quarter of the completion, at most 512 tokens, to the answer",
+        None, "tokens after which thinking is closed by force; null: never",
+        follows="for a Thinking model, the completion minus a quarter (at most 512 tokens) for the answer",
     )  # fmt: skip
-    answer_budget: Count | None = key(None, "tokens for the answer after a forced close; null: what is left")
+    answer_budget: Count | None = key(None, "tokens for the answer after a forced close; null: the rest")
     thinking_close: Literal["tag", "sentence"] = key(
         "tag", "what closes it: </think> alone, or a closing sentence before it"
     )
-    mask_truncated_completions: bool = key(False, "truncated completions are left out of the loss")
+    mask_truncated_completions: bool = key(False, "leave truncated completions out of the loss")
     missing_eos_penalty: float | None = key(None, "subtracted from a truncated completion's reward", gt=0)
-    reward_clip_range: tuple[float, float] | None = key(None, "[lowest, highest] summed reward")
+    reward_clip_range: tuple[float, float] | None = key(None, "[lowest, highest]: clip the summed reward")
     normalize_rewards: bool | Literal["running"] = key(
-        False, "rewards to mean 0 and deviation 1, of their rollout or of all so far"
+        False, "normalise rewards to mean 0 and deviation 1 over their rollout, or over all so far (running)"
     )
-    normalize_advantages: bool = key(False, "advantages of a generation batch likewise")
+    normalize_advantages: bool = key(False, "the same for the advantages of a generation batch")
     disable_dropout: bool = key(
-        True, "dropout off in the policy; false is refused",
-        trl=TrlDefault(False, "reference and policy must score the same tokens alike"),
+        True, "turn dropout off in the policy; false is refused",
+        trl=TrlDefault(False, "reference and policy must score tokens the same way"),
     )  # fmt: skip
     shuffle_dataset: bool = key(True, "draw the prompts in random order")
     bf16: bool | None = key(None, "null: decided by the machine")
     fp16: bool | None = key(
-        None, "null: decided by the machine", trl=TrlDefault(False, "TRL asks the machine about bf16 alone")
+        None, "null: decided by the machine", trl=TrlDefault(False, "TRL checks the machine only for bf16")
     )
     logging_steps: Count = key(
-        1, "optimizer steps between two rows of metrics.jsonl", trl=TrlDefault(10, "the health rules read every step")
+        1, "optimizer steps between rows of metrics.jsonl", trl=TrlDefault(10, "the health rules read every step")
     )
-    save_steps: Count = key(500, "optimizer steps between two checkpoints")
+    save_steps: Count = key(500, "optimizer steps between checkpoints")
     save_total_limit: Count | None = key(
-        3, "checkpoints kept, the newest; null keeps all",
-        trl=TrlDefault(None, "with one every 15 minutes a night would fill the disk"),
+        3, "newest checkpoints to keep; null keeps all",
+        trl=TrlDefault(None, "one every 15 minutes would fill the disk overnight"),
     )  # fmt: skip
     report_to: Annotated[list[Tracker], BeforeValidator(_read_report_to)] = key(
-        [], "trackers besides metrics.jsonl: tensorboard, trackio, wandb",
-        trl=TrlDefault("none", "with a list, adding a tracker is adding an item"),
+        [], "trackers in addition to metrics.jsonl: tensorboard, trackio, wandb",
+        trl=TrlDefault("none", "a list, so that you add a tracker by adding an item"),
     )  # fmt: skip
 
     @property
@@ -406,17 +412,17 @@ class RLOOSection(Section):
         return self.generation_batch_size // self.num_generations
 
     def to_arguments(self) -> dict[str, Any]:
-        """As every section's; no tracker is "none" in TRL."""
+        """Like every section's; an empty `report_to` is "none" in TRL."""
         return super().to_arguments() | {"report_to": self.report_to or "none"}
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "RLOOSection":
         if self.max_steps is None and self.num_train_epochs is None:
-            raise ValueError("the length of training is open; set rloo.max_steps or rloo.num_train_epochs")
+            raise ValueError("the length of training is not set; set rloo.max_steps or rloo.num_train_epochs")
         if not self.disable_dropout:
             raise ValueError(
-                "disable_dropout is false, but dropout is always off while completions are scored: with it the ratio "
-                "would compare two random parts of the policy. Set rloo.disable_dropout=true"
+                "disable_dropout is false, but dropout is always off while completions are scored; otherwise the "
+                "ratio would compare two random subnetworks. Set rloo.disable_dropout=true"
             )
         if self.bf16 and self.fp16:
             raise ValueError("bf16 and fp16 are both true; set one of them to null or false")
@@ -442,44 +448,46 @@ def _refuse_removed_engine(value: Any) -> Any:
 
 
 class HealthSection(Section):
-    """What the run does when a rule of its health finds something (`health/rules.py`)."""
+    """What the run does when a health rule (`health/rules.py`) finds something."""
 
     prefix: ClassVar[str] = "health."
     no_signal_steps: Count = key(
-        5, "steps in a row after which no_signal, truncation, all_none, cold_start, zero_gradient, kl_outweighs count"
+        5, "consecutive steps before no_signal, truncation, all_none, cold_start, zero_gradient, kl_outweighs report"
     )
-    broken_policy: OnFinding = key("warn", "the reward falls far, and entropy, KL or form of the completions leave")
+    broken_policy: OnFinding = key(
+        "warn", "the reward falls far, and entropy, KL or form of the completions leave their range"
+    )
     all_none: OnFinding = key("warn", "no completion is scored: every reward returns None")
     reward_failures: OnFinding = key("warn", "a reward fails on a fifth of the samples or more")
     truncation: OnFinding = key("warn", "over 80 % of the completions are cut off")
-    cold_start: OnFinding = key("warn", "practically no completion is right from the first step on")
-    no_signal: OnFinding = key("warn", "every group of completions earns one and the same reward")
-    zero_gradient: OnFinding = key("warn", "the gradient is zero though rewards differ")
+    cold_start: OnFinding = key("warn", "almost no completion is right from the first step on")
+    no_signal: OnFinding = key("warn", "within every group all completions get the same reward")
+    zero_gradient: OnFinding = key("warn", "the gradient is zero although rewards differ")
     gradient_spike: OnFinding = key("warn", "a gradient norm of ten times its median, and above rloo.max_grad_norm")
-    kl_explosion: OnFinding = key("warn", "a KL above 2 nats a token")
-    kl_outweighs: OnFinding = key("warn", "the KL penalty differs more within a group than the reward")
-    entropy_collapse: OnFinding = key("warn", "an entropy under 0.01 in an unsolved task, or one answer to all")
+    kl_explosion: OnFinding = key("warn", "KL above 2 nats per token")
+    kl_outweighs: OnFinding = key("warn", "the KL penalty varies more within a group than the reward")
+    entropy_collapse: OnFinding = key("warn", "entropy under 0.01 on an unsolved task, or one answer to every prompt")
     entropy_explosion: OnFinding = key("warn", "the entropy doubles while the reward does not rise")
     length_explosion: OnFinding = key("warn", "completions grow into the limit, or without more right answers")
     length_collapse: OnFinding = key("warn", "completions or thoughts shrink without more right answers")
     repetition: OnFinding = key("warn", "completions repeat themselves")
-    never_closed: OnFinding = key("warn", "thinking is not closed, though there is room")
+    never_closed: OnFinding = key("warn", "thinking is not closed although there is room")
     reward_hacking: OnFinding = key("warn", "accuracy falls while the reward, or a part of it, rises")
     no_movement: OnFinding = key("warn", "the trained weights do not move")
-    nothing_learnt: OnFinding = key("warn", "half of the steps are gone and the reward has not left its noise")
-    sampler_gap: OnFinding = key("warn", "sampler and trainer differ by over 0.1 nats a token")
+    nothing_learnt: OnFinding = key("warn", "half of the steps are done and the reward has not left its noise")
+    sampler_gap: OnFinding = key("warn", "sampler and trainer differ by over 0.1 nats per token")
     ratio: OnFinding = key("warn", "the ratio is not 1 on-policy")
 
 
 class VllmSection(Section):
-    """vLLM in the process of the trainer (`rollout.engine: vllm`); what is null is planned by the memory."""
+    """vLLM in the trainer's process (`rollout.engine: vllm`); the memory plan fills in nulls."""
 
     prefix: ClassVar[str] = "rollout.vllm."
     gpu_memory_utilization: float | None = key(
-        None, "share of the GPU that it takes while it samples, weights included", gt=0, lt=1
+        None, "share of GPU memory that vLLM takes while it samples, weights included", gt=0, lt=1
     )
-    float8_kv_cache: bool = key(False, "keys and values in 8 bits; needs a GPU of compute capability 8.0 or later")
-    max_num_seqs: Count | None = key(None, "completions at once; rollout.rows says the same for every engine")
+    float8_kv_cache: bool = key(False, "8-bit KV cache; needs a GPU of compute capability 8.0 or later")
+    max_num_seqs: Count | None = key(None, "completions at once; rollout.rows sets the same for every engine")
     enforce_eager: bool = key(False, "no CUDA graphs: slower, and about a GiB less")
 
 
@@ -489,29 +497,30 @@ class RolloutSection(Section):
     prefix: ClassVar[str] = "rollout."
     engine: Annotated[
         Literal["auto", "native", "generate", "vllm", "server"], BeforeValidator(_refuse_removed_engine)
-    ] = key("auto", "what samples; auto: the fastest that the backend and the machine offer", argument="rollout_engine")
+    ] = key("auto", "sampling engine; auto: the fastest that backend and machine support", argument="rollout_engine")
     rows: Count | None = key(
-        None, "completions generated at once; null: planned by the memory", argument="rollout_rows"
+        None, "completions generated at once; null: set by the memory plan", argument="rollout_rows"
     )
     server_url: str | None = key(
-        None, "http://host:port of a vLLM server, for the engine server", argument="rollout_server_url"
+        None, "http://host:port of a vLLM server, with engine: server", argument="rollout_server_url"
     )
     server_adapters: str | None = key(
-        None, "folder that trainer and server both see, for the engine server; null: one in the run's folder",
+        None, "folder that trainer and server both see, with engine: server; null: one in the run's folder",
         argument="rollout_server_adapters",
     )  # fmt: skip
     cache: Literal["plain", "int8", "offloaded"] = key(
-        "plain", "keys and values of a rollout: as the model's, in 8 bits, or in host memory", argument="rollout_cache"
+        "plain", "KV cache of a rollout: the model's dtype, 8 bits, or in host memory", argument="rollout_cache"
     )
     vllm: VllmSection = Field(default_factory=lambda: VllmSection(), description="vLLM in the trainer's process")
     resample_rounds: int = key(
-        0, "times a rollout's groups without signal get fresh prompts; 0: never", ge=0, argument="resample_rounds"
+        0,
+        "rounds in which a rollout's groups without signal get fresh prompts; 0: none",
+        ge=0,
+        argument="resample_rounds",
     )
-    difficulty_samples: int = key(
-        0, "completions of each prompt that measure its pass rate before training; 0: none", ge=0
-    )
-    min_pass_rate: Share = key(0.0, "prompts with a pass rate of at most this are skipped")
-    max_pass_rate: Share = key(1.0, "and those with one of at least this")
+    difficulty_samples: int = key(0, "completions per prompt that measure its pass rate before training; 0: none", ge=0)
+    min_pass_rate: Share = key(0.0, "skip prompts with a pass rate of at most this")
+    max_pass_rate: Share = key(1.0, "skip prompts with a pass rate of at least this")
 
     @model_validator(mode="after")
     def _check_server(self) -> "RolloutSection":
@@ -522,12 +531,12 @@ class RolloutSection(Section):
         return self
 
     def find_vllm_problems(self, engine: str) -> list[str]:
-        """Keys that vLLM cannot follow where `engine`, "vllm" or "server", samples; for another engine none."""
+        """Keys that vLLM cannot follow if `engine` is "vllm" or "server"; none for another engine."""
         problems = []
         if self.cache != "plain" and engine in ("vllm", "server"):
             own = "rollout.vllm.float8_kv_cache=true" if engine == "vllm" else "vllm serve --kv-cache-dtype fp8"
             problems.append(
-                f"rollout.cache is {self.cache}, but vLLM (rollout.engine) has a pool of keys and values of its own; "
+                f"rollout.cache is {self.cache}, but vLLM (rollout.engine) manages its own KV cache; "
                 f"set rollout.cache=plain, and for 8 bits {own}"
             )
         if engine != "vllm":
@@ -553,7 +562,7 @@ class RolloutSection(Section):
             )
         if self.difficulty_samples == 0 and (self.min_pass_rate, self.max_pass_rate) != (0.0, 1.0):
             raise ValueError(
-                f"min_pass_rate ({self.min_pass_rate}) and max_pass_rate ({self.max_pass_rate}) choose prompts by a "
+                f"min_pass_rate ({self.min_pass_rate}) and max_pass_rate ({self.max_pass_rate}) select prompts by a "
                 "pass rate that is not measured; set rollout.difficulty_samples=8"
             )
         return self
@@ -563,24 +572,26 @@ class EvalSection(Section):
     """What is measured on the held-out prompts."""
 
     prefix: ClassVar[str] = "eval."
-    num_prompts: Count | None = key(None, "held-out prompts that are used; null for all")
-    num_samples: Count = key(1, "completions of each prompt")
+    num_prompts: Count | None = key(None, "held-out prompts to use; null for all")
+    num_samples: Count = key(1, "completions per prompt")
     temperature: float = key(1.0, "sampling temperature; 0 is greedy", ge=0)
     greedy: bool = key(True, "also measure greedy accuracy")
     pass_at_k: list[Count] = key([], "report pass@k for these k")
-    max_completion_length: Count | None = key(None, "tokens of a completion; null: rloo's")
+    max_completion_length: Count | None = key(None, "tokens of a completion; null: rloo.max_completion_length")
     batch_size: Count = key(128, "completions generated at once")
-    thinking_budgets: list[Count] = key([], "also measure accuracy with thinking closed at these tokens")
+    thinking_budgets: list[Count] = key([], "also measure accuracy with thinking closed after so many tokens")
     answer_budget: Count = key(32, "tokens left for the answer after a forced close")
     num_completions: int = key(10, "completions that tables and notebooks show; the report keeps more (0: none)", ge=0)
-    every_steps: int = key(0, "optimizer steps between two evaluations during training; 0: none", ge=0)
-    every_prompts: Count = key(64, "held-out prompts of such an evaluation, the same each time")
+    every_steps: int = key(0, "optimizer steps between evaluations during training; 0: none", ge=0)
+    every_prompts: Count = key(64, "held-out prompts of an evaluation during training, the same each time")
     measure: str = key(
-        "auto", "what decides there: accuracy, reward (the weighted sum) or a reward's name; auto: accuracy if answers",
+        "auto", "what decides the best: accuracy, reward (weighted sum) or a reward's name; auto: accuracy if answers",
         min_length=1,
     )  # fmt: skip
-    save_best: bool = key(True, "keep the best such evaluation's weights: best/, and adapter/ at the end")
-    patience: Count | None = key(None, "such evaluations in a row without a new best that stop the run; null: never")
+    save_best: bool = key(
+        True, "keep the weights of the best evaluation during training: best/, and adapter/ at the end"
+    )
+    patience: Count | None = key(None, "stop after so many consecutive evaluations without a new best; null: never")
 
     @model_validator(mode="after")
     def _check_patience(self) -> "EvalSection":
@@ -620,12 +631,12 @@ class Option:
 
     @property
     def default(self) -> Any:
-        """What `RLOOConfig` has unless it is given: TRL's default where that is not the kit's."""
+        """The default in `RLOOConfig`: TRL's, if it differs from the kit's."""
         trl = declared(self.field, "trl")
         return self.field.default if trl is None else trl.value
 
 
-# By its name in `RLOOConfig`.
+# Keyed by the name in `RLOOConfig`.
 OPTIONS = {
     name: Option(section, key)
     for section in (RLOOSection, RolloutSection, RunSection)

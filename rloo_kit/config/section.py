@@ -1,4 +1,4 @@
-"""What a section of a run's configuration is made of: a strict pydantic model, and keys that know their argument."""
+"""Building blocks of a run's configuration: a strict pydantic model, and keys that map to `RLOOConfig` arguments."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -10,7 +10,7 @@ from rloo_kit.errors import ConfigError
 
 
 class TrlDefault(NamedTuple):
-    """TRL's default where it is not the kit's, and why; `RLOOConfig` keeps it, because it is a drop-in."""
+    """TRL's default if it differs from the kit's, and why. `RLOOConfig`, a drop-in, keeps TRL's."""
 
     value: Any
     reason: str
@@ -29,8 +29,8 @@ def key(
 
     Args:
         argument: its name in `RLOOConfig`; a key of `rloo:` has its own name there.
-        trl: the default in `RLOOConfig` where that is another one.
-        follows: what the default is in a run, where other keys decide it (`config/derived.py`), in words.
+        trl: the default in `RLOOConfig`, if it differs.
+        follows: the default in words, if other keys decide it (`config/derived.py`).
         bounds: those of pydantic's `Field`.
     """
     extra: dict[str, Any] = {"argument": argument, "trl": trl, "follows": follows}
@@ -38,12 +38,12 @@ def key(
 
 
 def declared(field: FieldInfo, name: str) -> Any:
-    """`argument`, `trl` or `follows` of a key; None where it has none."""
+    """`argument`, `trl` or `follows` of a key; None if it has none."""
     return field.json_schema_extra.get(name) if isinstance(field.json_schema_extra, dict) else None
 
 
 class Section(BaseModel):
-    """A strict group of keys: unknown keys, true where a number belongs, NaN and infinity are refused."""
+    """A strict group of keys: unknown keys, booleans for numbers, NaN and infinity are refused."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=())
     prefix: ClassVar[str] = ""  # of its keys, for the errors of an assignment
@@ -56,7 +56,7 @@ class Section(BaseModel):
         return {name or key: key for key, name in named.items() if name or cls.all_are_arguments}
 
     def to_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `RLOOConfig` from the keys that are set, of this section and of those in it."""
+        """Keyword arguments for `RLOOConfig` from the keys that are set in this section and its subsections."""
         found = {name: value for name, key in self.arguments().items() if (value := getattr(self, key)) is not None}
         for _, value in self:
             found |= value.to_arguments() if isinstance(value, Section) else {}

@@ -233,7 +233,7 @@ def test_flags_of_the_options(tmp_path, capsys):
     (config,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), *flags])
     found = config.ratio_form, config.rollout_rows, config.baseline_includes_masked, config.delta
     assert found == ("per_token", 5, False, 4.0)
-    assert "completions generated at once; None: planned by the memory" in " ".join(parser.format_help().split())
+    assert "completions generated at once; None: set by the memory plan" in " ".join(parser.format_help().split())
     with pytest.raises(SystemExit):
         parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--ratio_form", "token"])
     assert "per_token" in capsys.readouterr().err
