@@ -1,7 +1,7 @@
 """The sections of a run's configuration: strict pydantic models, each key with type, default, bounds and description.
 
-A key is declared only here; `RLOOConfig` gets fields, defaults, bounds and help of the loop's keys (`OPTIONS`) from here. A test compares the defaults with TRL's. `config/derived.py` computes defaults that
-follow other keys.
+A key is declared only here. `RLOOConfig` gets the fields, defaults, bounds and help of the loop's keys (`OPTIONS`) from
+this module. A test compares the defaults with TRL's. `config/derived.py` computes defaults that follow other keys.
 """
 
 from dataclasses import dataclass
