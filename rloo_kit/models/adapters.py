@@ -1,4 +1,4 @@
-"""LoRA adapters around TRL's trainer: wrapped as the backend needs, kept in their precision, compared, written out."""
+"""LoRA adapters around TRL's trainer: wrapping for the backend, precision, the KL's reference, saving and loading."""
 
 import copy
 from collections.abc import Iterator
@@ -13,51 +13,51 @@ from safetensors.torch import load_file
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import ConfigError
 
-# What PEFT's `save_pretrained` writes: TRL's copy "ref" stays behind, and the embedding, which is never resized ("auto"
-# would ask the hub whether it was).
+# What PEFT's `save_pretrained` writes: neither TRL's copy "ref" nor the embedding, which is never resized ("auto" would
+# ask the hub whether it was).
 ADAPTER_ALONE: dict[str, Any] = {"selected_adapters": ["default"], "save_embedding_layers": False}
 NO_ADAPTER = (
-    "rollout.engine is server or vllm, which is handed an adapter, but every parameter is trained here: train an "
+    "rollout.engine is server or vllm, which samples from an adapter, but this run trains every parameter: train an "
     "adapter (model.lora, or peft_config), or set rollout.engine=generate"
 )
-PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")  # of an adapter, which leave its base as it was
+PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")  # initialisations that leave the base unchanged
 
 
 def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The trainer that Unsloth generates takes `peft_config` and ignores it, so the adapter is made here."""
+    """Create the adapter here, because the trainer that Unsloth generates accepts `peft_config` and ignores it."""
     if load_stack().unsloth is None or arguments.get("peft_config") is None:
         return arguments
     rest = {name: value for name, value in arguments.items() if name != "peft_config"}
     if is_peft_model(rest["model"]):
-        raise ConfigError("peft_config was given with a model that has an adapter already: leave one of them out")
+        raise ConfigError("peft_config was given, but the model already has an adapter: drop one of them")
     return rest | {"model": load_stack().peft.get_peft_model(rest["model"], arguments["peft_config"])}
 
 
 def check_reference(arguments: dict[str, Any]) -> None:
-    """Without an adapter TRL reads the reference from the checkpoint that the config names; ConfigError where it names
-    none."""
+    """Raise ConfigError if the KL's reference cannot be loaded: without an adapter TRL reads it from the checkpoint
+    that the model's config names."""
     model: Any = arguments.get("model")
     beta = arguments["args"].beta
     if not beta or isinstance(model, str) or is_peft_model(model) or arguments.get("peft_config") is not None:
         return
     if not model.config.name_or_path:
         raise ConfigError(
-            f"beta is {beta} and every parameter is trained, so the reference is a second model, read from the "
-            "checkpoint that model.config names, and it names none: save the model and load it from there, train an "
-            "adapter (peft_config), or set beta=0.0"
+            f"beta is {beta} and every parameter is trained, so the reference is a second model, loaded from the "
+            "checkpoint that model.config names, but model.config names none: save the model and load it from there, "
+            "train an adapter (peft_config), or set beta=0.0"
         )
 
 
 def trainable_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """What is trained, by name, as it is before TRL has seen it; nothing for the name of a checkpoint."""
+    """The trained tensors by name, before TRL changes them; empty if `model` is the name of a checkpoint."""
     if not isinstance(model, torch.nn.Module):
         return {}
     return {name: parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def restore_precision(model: torch.nn.Module, masters: dict[str, torch.Tensor]) -> None:
-    """Undo TRL's cast of a quantised model's adapter to bfloat16: back to `masters` (from `trainable_tensors`), and an
-    adapter that TRL made itself to float32."""
+    """Undo TRL's cast of a quantised model's adapter to bfloat16: restore `masters` (from `trainable_tensors`), and
+    cast an adapter that TRL created to float32."""
     is_quantised = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
     for name, parameter in model.named_parameters():
         master = masters.get(name)
@@ -68,8 +68,8 @@ def restore_precision(model: torch.nn.Module, masters: dict[str, torch.Tensor]) 
 
 
 def is_identity(model: torch.nn.Module) -> bool:
-    """Whether the "default" LoRA adapter changes nothing yet: of each pair of matrices one is zero. That is B of a
-    linear layer, and A of an embedding."""
+    """Whether the "default" LoRA adapter changes nothing yet: one matrix of each pair is zero (B of a linear layer, A
+    of an embedding)."""
     named = dict(model.named_parameters())
     endings = ("lora_B.default", "lora_embedding_B.default")
     of_b = [name for name in named if any(ending in name for ending in endings)]  # matrices, and biases without an A
@@ -83,8 +83,8 @@ def is_identity(model: torch.nn.Module) -> bool:
 
 @contextmanager
 def keep_base(model: Any) -> Iterator[None]:
-    """Around TRL's constructor, which adds a second adapter like the one of `model`: PiSSA, OLoRA and their kind take
-    what they start with out of the base's weights, and would do so twice."""
+    """Protect the base while TRL's constructor adds a second adapter with the configuration of the first. PiSSA, OLoRA
+    and similar initialisations subtract their start from the base's weights, and would do so twice."""
     config: Any = getattr(model, "peft_config", {}).get("default")
     init = getattr(config, "init_lora_weights", None)
     if not isinstance(init, str):
@@ -98,10 +98,13 @@ def keep_base(model: Any) -> Iterator[None]:
 
 
 def copy_as_reference(model: Any) -> None:
-    """Keep the adapter as it is now in the frozen copy "ref", the reference of the KL.
+    """Copy the current adapter into the frozen adapter "ref", the reference of the KL.
 
-    TRL makes one where the model came with its adapter, but does not copy the matrices of embeddings. Where TRL made
-    the adapter itself there is none; then one is added, of a LoRA adapter only.
+    TRL creates "ref" if the model came with an adapter, but does not copy the matrices of embeddings. If TRL created
+    the adapter, "ref" is missing and is added here, for LoRA adapters only.
+
+    Raises:
+        ConfigError: PEFT cannot add the copy (LoRA with `bias`).
     """
     if "ref" not in model.peft_config:
         config = model.peft_config["default"]
@@ -125,7 +128,7 @@ def copy_as_reference(model: Any) -> None:
 
 
 def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
-    """Whether the policy's adapter is still, tensor by tensor, the `reference` of the KL: "start" (the copy "ref") or
+    """Whether the policy's adapter still equals the KL's `reference`, tensor by tensor: "start" (the copy "ref") or
     "base"."""
     if not is_peft_model(model):
         return False
@@ -137,36 +140,39 @@ def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
 
 
 def is_switched_off(model: Any) -> bool:
-    """Whether this is inside a block of PEFT's `disable_adapter`, in which the model is its base."""
+    """Whether PEFT's `disable_adapter` is active, so that the model computes as its base."""
     return any(getattr(module, "_disable_adapters", False) for module in model.modules())
 
 
 def find_handover_problem(model: Any) -> str | None:
-    """Why another program that holds the base cannot be handed the adapter of `model`; None if it can."""
+    """Why a vLLM with the base cannot load the adapter of `model`; None if it can."""
     if not is_peft_model(model):
         return NO_ADAPTER
     config: Any = model.peft_config["default"]
     found, fix = "", "set rollout.engine=generate"
     if config.peft_type != "LORA":
-        found, fix = f"is of the type {config.peft_type.value}", "train a LoRA adapter, or set rollout.engine=generate"
+        found, fix = f"has the type {config.peft_type.value}", "train a LoRA adapter, or set rollout.engine=generate"
     elif getattr(config, "use_dora", False):
         found, fix = "uses DoRA, which vLLM has no kernel for", "set use_dora=False or rollout.engine=generate"
     elif config.bias != "none" or getattr(config, "lora_bias", False) or config.modules_to_save:
         found = "trains biases or whole modules (modules_to_save) too"
     elif config.rank_pattern or config.alpha_pattern:
-        found = "scales layers apart (rank_pattern, alpha_pattern), which vLLM before 0.32 overlooks"
-        fix = "leave the patterns out, or set rollout.engine=generate"
+        found = "scales layers differently (rank_pattern, alpha_pattern), which vLLM before 0.32 ignores"
+        fix = "remove the patterns, or set rollout.engine=generate"
     elif isinstance(config.init_lora_weights, str) and config.init_lora_weights.lower() not in PLAIN_STARTS:
         name = config.init_lora_weights
-        found = f"starts by {name}, which changes the base"
+        found = f"is initialised by {name}, which changes the base"
         fix = "set init_lora_weights=True or rollout.engine=generate"
-    return f"vLLM is handed a LoRA alone, and this adapter {found}: {fix}" if found else None
+    return f"vLLM loads plain LoRA adapters, but this adapter {found}: {fix}" if found else None
 
 
 def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> None:
     """Write the adapter of `model`, wrapped or not, into the new or empty `folder` as PEFT does.
 
-    ConfigError where it has none. Called by every process; the main one makes and fills the folder.
+    Every process calls it; the main one creates and fills the folder.
+
+    Raises:
+        ConfigError: the model has no adapter.
     """
     policy = accelerator.unwrap_model(model)
     if not is_peft_model(policy):
@@ -180,15 +186,15 @@ def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> Non
 
 
 def follow_umask(folder: Path) -> None:
-    """Give the weights in a folder its permissions: safetensors makes files that only their owner can read, whatever
-    the umask, and a group that shares its runs, or a server under another user, could not."""
+    """Give the weights in a folder the folder's permissions. safetensors creates files that only their owner can read,
+    whatever the umask; a group that shares runs, or a server under another user, needs to read them."""
     for file in folder.glob("*.safetensors"):
-        with suppress(OSError):  # a disk without permissions
+        with suppress(OSError):  # a file system without permissions
             file.chmod(folder.stat().st_mode & 0o666)
 
 
 def gather_adapter(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch.Tensor] | None:
-    """The adapter's tensors by name where processes hold parts of them; None where this one holds all."""
+    """The adapter's tensors by name if they are sharded over processes; None if this process has them all."""
     trained = {name: value for name, value in policy.named_parameters() if value.requires_grad}
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         import deepspeed
@@ -201,8 +207,8 @@ def gather_adapter(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch
 
 
 def load_shards(accelerator: Any, policy: torch.nn.Module, folder: Path) -> None:
-    """Put what `save_adapter` wrote into `folder` back into a model of which each process holds a share; the reverse of
-    `gather_adapter`. Every process reads the folder."""
+    """Load what `save_adapter` wrote into `folder` into a sharded model; the reverse of `gather_adapter`. Every process
+    reads the folder."""
     saved: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         saved |= load_file(file)
@@ -224,7 +230,7 @@ def load_shards(accelerator: Any, policy: torch.nn.Module, folder: Path) -> None
 
 
 def _names_in_file(policy: Any, names: list[str]) -> dict[str, str]:
-    """Parameters by the names that `save_pretrained` gives them: PEFT leaves the adapter's name out."""
+    """Each parameter's name in the files of `save_pretrained`: PEFT leaves out the adapter's name."""
     if not is_peft_model(policy):
         return {name: name for name in names}
     numbered = {name: torch.tensor(number) for number, name in enumerate(names)}
@@ -234,5 +240,5 @@ def _names_in_file(policy: Any, names: list[str]) -> dict[str, str]:
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    """A tensor that FSDP 2 sharded; the outermost module's stay whole between two passes."""
+    """The full tensor of one that FSDP 2 sharded; those of the outermost module stay whole between two passes."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -1,4 +1,4 @@
-"""Where a run's model and adapter are, whether they belong together, and the tokenizer's padding."""
+"""Find a run's model and adapter, check that they match, and set the tokenizer's padding."""
 
 import json
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _QUANTISED_ENDINGS = ("-unsloth-bnb-4bit", "-bnb-4bit")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What to load: a folder or a hub id, and the folder of an adapter to continue (None: a new one)."""
+    """What to load: a folder or a hub id, and an adapter's folder to continue from (None: a new adapter)."""
 
     base: str
     adapter: str | None = None
@@ -35,8 +35,11 @@ class ModelSource:
 
 
 def find_source(run: RunConfig) -> ModelSource:
-    """Resolve `model.name` and `model.adapter`, building the embedded model if need be; raises BackendError where a
-    folder is missing or no checkpoint, or the adapter belongs to another model."""
+    """Resolve `model.name` and `model.adapter`; builds the embedded model if it is not cached.
+
+    Raises:
+        BackendError: a folder is missing or not a checkpoint, or the adapter belongs to another model.
+    """
     model = run.model
     if model.is_embedded:
         from rloo_kit.embedded.model import build
@@ -47,14 +50,14 @@ def find_source(run: RunConfig) -> ModelSource:
         source = _from_name(model.name, model.adapter)
     if source.is_folder and not (Path(source.base) / MODEL_CONFIG).is_file():
         raise BackendError(
-            f"{source.base} has no {MODEL_CONFIG}, so it is no checkpoint; model.name takes a hub id, a folder written "
-            "by save_pretrained, or the folder of an adapter"
+            f"{source.base} has no {MODEL_CONFIG}, so it is not a checkpoint; model.name takes a hub id, a folder "
+            "written by save_pretrained, or the folder of an adapter"
         )
     if source.adapter is not None:
         if model.lora is None:
             raise BackendError(
                 f"model.lora is null (train every parameter), but there is an adapter to continue, {source.adapter}: "
-                "set model.lora={} or leave model.adapter out"
+                "set model.lora={} or remove model.adapter"
             )
         _check_base(source)
     return source
@@ -64,14 +67,14 @@ def _from_name(name: str, adapter: str | None) -> ModelSource:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise BackendError(f"model.name is {name}, and there is no such folder")
+            raise BackendError(f"model.name is {name}, but there is no such folder")
         return ModelSource(name, adapter)
     if not (folder / ADAPTER_CONFIG).is_file() or (folder / MODEL_CONFIG).is_file():
         return ModelSource(str(folder), adapter)
     if adapter is not None and Path(adapter).expanduser().resolve() != folder.resolve():
         raise BackendError(
-            f"model.name is the folder of an adapter, {folder}, and model.adapter names another, {adapter}: "
-            "set model.name to their base model"
+            f"model.name is the adapter folder {folder}, but model.adapter names another, {adapter}: set model.name to "
+            "the base model"
         )
     base = _recorded_base(folder)
     if not base:
@@ -85,19 +88,19 @@ def _from_name(name: str, adapter: str | None) -> ModelSource:
         if rebuilt is not None:
             return ModelSource(str(rebuilt), str(folder))
         raise BackendError(
-            f"{folder} is an adapter of {base}, which is no longer there: set model.name to where that model is now "
+            f"{folder} is an adapter of {base}, which no longer exists: set model.name to that model's new location "
             f"and model.adapter={folder}"
         )
     return ModelSource(base, str(folder))
 
 
 def _recorded_base(adapter: Path) -> str:
-    """The base model that an adapter was trained on, as PEFT wrote it down; "" if it did not."""
+    """The base model that PEFT recorded for an adapter; "" if it recorded none."""
     try:
         return json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
     except (OSError, ValueError, AttributeError) as error:
         raise BackendError(
-            f"{adapter} is no folder of an adapter ({ADAPTER_CONFIG}: {error}); see model.adapter"
+            f"{adapter} is not an adapter folder ({ADAPTER_CONFIG}: {error}); check model.adapter"
         ) from None
 
 
@@ -112,7 +115,7 @@ def _check_base(source: ModelSource) -> None:
 
 
 def _short_name(model: str) -> str:
-    """The model's name without owner, folder and the marks of its 4-bit copies, which share one adapter."""
+    """The model's name without owner, folder and the endings of its 4-bit copies, which share adapters."""
     name = Path(model.rstrip("/")).name.lower()
     for ending in _QUANTISED_ENDINGS:
         name = name.removesuffix(ending)
@@ -120,8 +123,8 @@ def _short_name(model: str) -> str:
 
 
 def bind_padding(model: Any, tokenizer: Any) -> None:
-    """Left padding, and a pad token that is not the end token (which would make every padded completion look ended)
-    unless the vocabulary has nothing better, in the tokenizer and in the model's settings."""
+    """Set left padding, and a pad token other than the end token if the vocabulary has one, in the tokenizer and the
+    model's settings. Padding with the end token would make every padded completion look ended."""
     vocab = tokenizer.get_vocab()
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         rows = model.get_input_embeddings().weight.shape[0]
@@ -134,8 +137,11 @@ def bind_padding(model: Any, tokenizer: Any) -> None:
 
 
 def usable_length(run: RunConfig, config: Any) -> int:
-    """`model.max_seq_length`, or the model's positions where that is less, in tokens; raises BackendError where a
-    prompt and its completion may be longer than the model was made for."""
+    """The smaller of `model.max_seq_length` and the model's positions, in tokens.
+
+    Raises:
+        BackendError: a prompt and its completion may be longer than the model's positions.
+    """
     limit = getattr(config, "max_position_embeddings", None) or run.model.max_seq_length
     wanted = run.data.max_prompt_length + run.rloo.max_completion_length
     if wanted > limit:

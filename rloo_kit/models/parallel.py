@@ -1,8 +1,8 @@
-"""How several processes make one gradient, and how each of them gets whole weights to sample from.
+"""How several processes compute one gradient, and how each gets the whole weights for sampling.
 
-Replicas (DDP): each makes its own passes on the bare model; gradients are averaged once, after the step's last pass.
-Shards (FSDP2, ZeRO-3): all make equally many passes (`equalize`); the library averages pass by pass, and DeepSpeed
-steps with the last backward pass, so a step with a NaN is counted there and not dropped.
+Replicas (DDP): each runs its own passes on the bare model; gradients are averaged once, after the step's last pass.
+Shards (FSDP2, ZeRO-3): all run equally many passes (`equalize`) and the library averages after each. DeepSpeed steps
+in the last backward pass, so a step with a NaN is counted there, not dropped.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,14 @@ from trl.models.utils import unwrap_model_for_generation
 
 from rloo_kit.errors import ConfigError
 
-BUCKET_ELEMENTS = 2**24  # averaged at once: 64 MiB of float32
+BUCKET_ELEMENTS = 2**24  # per all-reduce: 64 MiB of float32
 
 
 class Parallel:
     """The processes of a run as the trainer's steps see them; `kind` is "single", "replicas" or "shards".
 
-    Raises: ConfigError for FSDP of the first version.
+    Raises:
+        ConfigError: the launch file asks for FSDP 1.
     """
 
     def __init__(self, accelerator: Any):
@@ -37,26 +38,26 @@ class Parallel:
             self.kind = "shards"
 
     def describe(self) -> str:
-        """One line: how many processes, and what each of them holds."""
+        """One line: how many processes, and what each has."""
         count = self.accelerator.num_processes
         if self.kind == "single":
             return "one process"
         if self.kind == "replicas":
-            return f"{count} with a copy of the model each; gradients are averaged once a step"
+            return f"{count} with a copy of the model each; gradients are averaged once per step"
         how = "DeepSpeed ZeRO" if self._uses_deepspeed else "FSDP 2"
-        return f"{count} with a share of the model each ({how}); whole weights are gathered to sample"
+        return f"{count} with a shard of the model each ({how}); whole weights are gathered for sampling"
 
     def rows(self, count: int) -> slice:
-        """Where this process's rows lie among those of all, if each process has `count`."""
+        """This process's rows among those of all, if each process has `count`."""
         first = self.accelerator.process_index * count
         return slice(first, first + count)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """(B, ...) of this process -> (A, ...) of all, in their order; called by all of them at once."""
+        """(B, ...) of this process -> (A, ...) of all, in process order; all processes call it together."""
         return gather(values)
 
     def gather_list(self, values: list[Any]) -> list[Any]:
-        """The same for a list of anything that pickles."""
+        """`gather` for a list of picklable objects."""
         return gather_object(values)
 
     def any(self, flag: bool) -> bool:
@@ -66,20 +67,20 @@ class Parallel:
         return bool(self.gather(torch.tensor([flag], device=self.accelerator.device)).any())
 
     def model_of_passes(self, model: torch.nn.Module) -> torch.nn.Module:
-        """What the passes call: the bare model of a replica, the wrapped one of a shard."""
+        """The model that a pass calls: the bare one for replicas, the wrapped one for shards."""
         if self.kind == "shards":
             return model
         return self.accelerator.unwrap_model(model, keep_torch_compile=True)
 
     def equalize(self, passes: int) -> int:
-        """Passes that every process has to make: of shards the largest number of any, else its own."""
+        """Passes that this process must run: for shards the maximum over all processes, else `passes`."""
         if self.kind != "shards":
             return passes
         most = torch.tensor([passes], device=self.accelerator.device)
         return int(self.accelerator.gather(most).max())
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Of a pass that is not the step's last one; `loss` is scaled as the trainer's own."""
+        """Backward of a pass other than the step's last; `loss` is scaled like the trainer's."""
         if not self._uses_deepspeed:
             self.accelerator.backward(loss)
             return
@@ -88,7 +89,7 @@ class Parallel:
         engine.backward(loss, scale_wrt_gas=False)
 
     def average_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        """The mean over the processes into every `grad`, before gradients are clipped; a missing one counts as 0."""
+        """Average every `grad` over the processes, before gradients are clipped; a missing one counts as 0."""
         if self.kind != "replicas":
             return
         for parameter in parameters:
@@ -104,15 +105,15 @@ class Parallel:
 
     @contextmanager
     def whole_weights(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        """The bare model with all its weights in this process, for sampling at its own pace; nothing is trained in it.
-        Shards are gathered for the time of the block: a GPU has to hold the whole model then."""
+        """The bare model with all its weights in this process, for sampling without the others; no training inside.
+        Shards are gathered during the block, so each GPU needs room for the whole model."""
         if self.kind != "shards":
             yield self.accelerator.unwrap_model(model)
         elif self._uses_deepspeed:
             with unwrap_model_for_generation(model, self.accelerator) as whole:
                 yield whole
         else:
-            if not self._began:  # FSDP finds its root in the first call, which has to be one of the whole model
+            if not self._began:  # FSDP determines its root in the first call, which must be on the whole model
                 self._began = True
                 with torch.no_grad():
                     model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.accelerator.device))
@@ -121,12 +122,12 @@ class Parallel:
 
 
 def local_parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What this process holds of each tensor: a part of a sharded one, any other as it is."""
+    """This process's part of each tensor: the local shard of a sharded one, any other unchanged."""
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
 def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one type and device, up to BUCKET_ELEMENTS together; the same cut in every process."""
+    """Consecutive gradients of one dtype and device, up to BUCKET_ELEMENTS; split identically in every process."""
     bucket: list[torch.Tensor] = []
     size = 0
     for gradient in gradients:
@@ -145,7 +146,7 @@ def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def _unsharded(model: torch.nn.Module, reshard_layers: bool) -> Iterator[None]:
-    """All weights of an FSDP 2 model gathered, and left so by its forward passes."""
+    """Gather all weights of an FSDP 2 model; its forward passes leave them gathered."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     layers = [module for module in sharded if module is not model and any(True for _ in module.children())]
     for module in sharded:
@@ -156,5 +157,5 @@ def _unsharded(model: torch.nn.Module, reshard_layers: bool) -> Iterator[None]:
     finally:
         for module in sharded:
             module.reshard()
-        for module in layers:  # root, embedding and head are kept between the two passes of a step anyway
+        for module in layers:  # root, embedding and head stay gathered between the two passes of a step anyway
             module.set_reshard_after_forward(bool(reshard_layers), recurse=False)

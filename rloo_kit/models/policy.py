@@ -1,4 +1,4 @@
-"""The policy: one model with its tokenizer, loaded by Unsloth or by transformers and PEFT behind one protocol.
+"""The policy: a model with its tokenizer, loaded by one of two backends, Unsloth or transformers + PEFT.
 
 A backend is a module with three functions: `load`, `inference_mode` and `config_arguments`.
 """
@@ -38,28 +38,28 @@ _loaded: set[str] = set()
 
 
 class Sharding(Protocol):
-    """Weights of which every process holds a share; both are for all processes together."""
+    """Weights sharded over the processes; all processes call both methods together."""
 
     def whole_weights(self) -> AbstractContextManager[Any]:
-        """A block in which each process has all of them."""
+        """A block in which each process has all weights."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All of them in the main process; what the others get is not to be used."""
+        """All weights in the main process; do not use what the others get."""
 
 
 @dataclass
 class Policy:
-    """A model that is trained and sampled from.
+    """A model to train and sample from.
 
     Attributes:
-        model: a PeftModel, or the plain causal language model where every parameter is trained.
+        model: a PeftModel, or the plain causal language model if every parameter is trained.
         tokenizer: pads on the left, has a pad token.
-        backend: "unsloth" or "transformers". reason: why that one, for people.
+        backend: "unsloth" or "transformers". reason: why that one, in readable text.
         tags: ids of `<think>` and `</think>`.
         family: "thinking", "hybrid", "instruct" or "plain".
         config_arguments: keywords that `RLOOConfig` needs for this model (gradient checkpointing).
-        rollout: `run.rollout` of the run that it was loaded for; None for one that was put together by hand.
-        sharding: gathers whole weights after training with FSDP or DeepSpeed; None where each process has them.
+        rollout: `run.rollout` of the run that it was loaded for; None for one built by hand.
+        sharding: gathers whole weights after training with FSDP or DeepSpeed; None if each process has them.
     """
 
     model: Any
@@ -73,15 +73,15 @@ class Policy:
     sharding: Sharding | None = None
 
     def whole_weights(self) -> AbstractContextManager[Any]:
-        """A block in which this process has all weights and may sample at its own pace; entered by all together."""
+        """A block in which this process has all weights and may sample without the others; all enter it together."""
         return nullcontext() if self.sharding is None else self.sharding.whole_weights()
 
     def inference_mode(self) -> AbstractContextManager[None]:
-        """Evaluation mode without gradients, for generation; the mode before it is back afterwards."""
+        """Evaluation mode without gradients, for generation; the previous mode is restored afterwards."""
         return inference_mode_of(self.backend)(self.model)
 
     def describe(self) -> str:
-        """One line: model, size, what is trained, where it lies, which backend and why."""
+        """One line: model, size, trained parameters, device, backend and why it was chosen."""
         sizes = [(_num_weights(parameter), parameter.requires_grad) for parameter in self.model.parameters()]
         total = sum(size for size, _ in sizes)
         trained = sum(size for size, is_trained in sizes if is_trained)
@@ -97,14 +97,14 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
     """Load the model of `run.model` with an adapter to train, and its tokenizer.
 
     Args:
-        run: a `RunConfig`. `run.model.backend` forces a backend; an adapter that exists (`run.model.adapter`, or a
+        run: a `RunConfig`. `run.model.backend` forces a backend; an existing adapter (`run.model.adapter`, or a
             `run.model.name` that is an adapter's folder) is continued.
-        check: look for faults of the whole run first (`preflight.find_faults`); False where rows or rewards are made
-            in Python, so that the run's own `data` and `rewards` are not used.
+        check: check the whole run for faults first (`preflight.find_faults`); pass False if rows or rewards are made in
+            Python, so that the run's `data` and `rewards` are not used.
 
     Raises:
-        PreflightError: the run has faults that show without its weights; all of them, each with its key.
-        BackendError: the model, its adapter or the backend cannot be used; the text names the key to change.
+        PreflightError: the run has faults that can be found without its weights; lists all, each with its key.
+        BackendError: the model, its adapter or the backend cannot be used; the message names the key to change.
     """
     if check:
         refuse_faults(run)
@@ -140,8 +140,8 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
 
 
 def _check_with_stack(run: RunConfig, base: str) -> None:
-    """The faults that need a tokenizer which is not on this machine yet, or a source that only the stack reads; a
-    tokenizer that cannot be had is left to the loading of the model."""
+    """Check for the faults that need a tokenizer not yet on this machine, or a source that only the stack reads. If the
+    tokenizer cannot be loaded, loading the model reports it."""
     try:
         tokenizer = load_stack().transformers.AutoTokenizer.from_pretrained(base)
     except (OSError, ValueError):
@@ -150,12 +150,12 @@ def _check_with_stack(run: RunConfig, base: str) -> None:
 
 
 def inference_mode_of(backend: str) -> Callable[[Any], AbstractContextManager[None]]:
-    """What takes a model that `backend` loaded into evaluation mode, without gradients, and back afterwards."""
+    """The context manager of `backend` that puts a model into evaluation mode without gradients."""
     return _module(backend).inference_mode
 
 
 def find_vllm(model: Any) -> InProcessVllm | None:
-    """The vLLM that was started with `model`, by `load_policy` or by Unsloth; None if it was loaded without."""
+    """The vLLM that `load_policy` or Unsloth started with `model`; None if there is none."""
     found = vllm_of(model)
     if found is None and getattr(model, "vllm_engine", None) is not None:
         found = _module("unsloth").adopt_engine(model)
@@ -163,7 +163,7 @@ def find_vllm(model: Any) -> InProcessVllm | None:
 
 
 def start_engine(run: RunConfig, policy: Policy) -> None:
-    """Start vLLM as `run.rollout` asks for it, where the policy was loaded without; BackendError where it cannot be."""
+    """Start vLLM if `run.rollout` asks for it and the policy has none; raises BackendError if it cannot start."""
     if run.rollout.engine != "vllm" or find_vllm(policy.model) is not None:
         return
     vllm, _ = _plan_vllm(run, policy.backend)
@@ -173,12 +173,12 @@ def start_engine(run: RunConfig, policy: Policy) -> None:
 
 
 def save_adapter(policy: Policy, folder: str | Path) -> Path:
-    """Write what was trained (the adapter, or the whole model where there is none) and the tokenizer into `folder`.
+    """Write what was trained (the adapter, or the whole model if there is none) and the tokenizer into `folder`.
 
-    With several processes all of them call it, and the main one writes.
+    With several processes, all call it and the main one writes.
 
     Returns:
-        the folder; as `model.adapter` of a run, or as `model.name`, it is trained further.
+        the folder; a run with it as `model.adapter` or `model.name` trains it further.
     """
     folder = Path(folder)
     weights = {} if policy.sharding is None else {"state_dict": policy.sharding.state_dict()}
@@ -198,8 +198,8 @@ def save_adapter(policy: Policy, folder: str | Path) -> Path:
 
 @contextmanager
 def keep_settings(arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Around the constructor of the trainer, which gets `arguments`: what a backend's version of it changes in the
-    config and the tokenizer on its own is restored, and listed in one line together with what `keep_values` found."""
+    """Wrap the trainer's constructor, which gets `arguments`: restore what a backend's version changes in the config
+    and the tokenizer, and print it in one line together with what `keep_values` found."""
     args, model = arguments.get("args"), arguments.get("model")
     tokenizer: Any = arguments.get("processing_class")
     guard = _module("unsloth").keep_arguments(args, model) if _unsloth_is_there() else nullcontext([])
@@ -211,29 +211,29 @@ def keep_settings(arguments: Mapping[str, Any]) -> Iterator[None]:
         changes.append(f"padding_side {side} (Unsloth: {tokenizer.padding_side})")
         tokenizer.padding_side = side
     if changes and is_main_process():
-        print(f"kept, where Unsloth would change it: {', '.join(map(str, changes))}", flush=True)
+        print(f"kept settings that Unsloth would change: {', '.join(map(str, changes))}", flush=True)
 
 
 def keep_values(config: Any, stock: type, values: dict[str, Any], given: Iterable[str]) -> None:
-    """After the constructor of the config: what a backend's version of it changes on its own is restored.
+    """After the config's constructor: restore what a backend's version of it changes.
 
-    Args: config, the kit's; stock, TRL's own class; values, the keywords given to it; given, those that the run set
-    itself.
+    Args:
+        config: the kit's. stock: TRL's class. values: the keywords given to it. given: those that the run set.
     """
     if _unsloth_is_there():
         config._changes = _module("unsloth").set_back(config, stock, values, given)  # printed by keep_settings
 
 
 def packed_keywords(model: Any) -> Any:
-    """For a causal language model with Unsloth's layers: `function(laid, layout)`, the keywords with which they take a
-    packed row; None for any other model. `Scorer` checks that they do."""
+    """`function(laid, layout)`, which returns the keywords for a packed row, if the model has Unsloth's layers; None
+    for any other model. `Scorer` checks that the layers accept them."""
     if not type(model.base_model).forward.__module__.startswith("unsloth."):
         return None
     return _module("unsloth").packed_keywords
 
 
 def _choose(run: RunConfig, stack: Any) -> tuple[str, str]:
-    """Name of the backend and the reason for it."""
+    """The backend's name, and why it was chosen."""
     wanted = run.model.backend
     if is_distributed():
         _refuse_sharded_4bit(run)
@@ -253,15 +253,15 @@ def _choose(run: RunConfig, stack: Any) -> tuple[str, str]:
         return "unsloth", environment.current().backend_reason
     if "unsloth" in _loaded:
         raise BackendError(
-            "a model was loaded through Unsloth in this process, and Unsloth replaces parts of transformers and PEFT "
-            "for good, so the transformers backend would run them too: start a new process (restart the kernel) for "
+            "a model was loaded through Unsloth in this process, which replaces parts of transformers and PEFT for "
+            "good, so the transformers backend would run them too: start a new process (restart the kernel) for "
             "model.backend=transformers"
         )
     return "transformers", "model.backend asks for it" if wanted == "transformers" else str(obstacle).partition(";")[0]
 
 
 def _plan_vllm(run: RunConfig, backend: str) -> tuple[VllmPlan | None, str]:
-    """How vLLM shares the GPU with training, where the run samples through it; and why this engine was chosen."""
+    """How vLLM shares the GPU with training (None if the run does not sample through it), and why this engine."""
     asked = run.rollout.engine == "vllm"
     if not asked and run.rollout.engine != "auto":
         return None, "rollout.engine asks for it"
@@ -269,7 +269,7 @@ def _plan_vllm(run: RunConfig, backend: str) -> tuple[VllmPlan | None, str]:
         choice, plan = choose_engine(run), plan_vllm(run)
     except ConfigError as error:  # a model whose memory cannot be computed
         if asked:
-            raise BackendError(f"rollout.engine is vllm, and its memory cannot be planned: {error}") from error
+            raise BackendError(f"rollout.engine is vllm, but its memory cannot be planned: {error}") from error
         return None, f"not vLLM, whose memory cannot be planned: {error}"
     if choice.name != "vllm":
         return None, choice.reason
@@ -280,7 +280,7 @@ def _plan_vllm(run: RunConfig, backend: str) -> tuple[VllmPlan | None, str]:
 
 
 def _announce(plan: VllmPlan, model: Any) -> None:
-    """One line: which vLLM samples, and what was planned for it."""
+    """Print one line: which vLLM samples, and its planned memory."""
     share = f"{plan.gpu_memory_utilization:.2f} of the GPU, {plan.pool_gib:.2f} GiB for keys and values"
     print(f"vLLM: {find_vllm(model)}{f'; {share}' if model.device.type == 'cuda' else ''}", flush=True)
 
@@ -290,13 +290,13 @@ def _refuse_sharded_4bit(run: RunConfig) -> None:
     used = [name for variable, name in libraries.items() if os.environ.get(variable, "").lower() == "true"]
     if used and run.model.load_in_4bit:
         raise BackendError(
-            f"model.load_in_4bit is true, and {used[0]} does not share out 4-bit weights: use the launch file "
+            f"model.load_in_4bit is true, but {used[0]} cannot shard 4-bit weights: use the launch file "
             "configs/accelerate/ddp.yaml, or set model.load_in_4bit=false"
         )
 
 
 def _refuse_mixed_gpus(run: RunConfig) -> None:
-    """One dtype and one precision in all processes: gradients of two kinds do not add up."""
+    """Require one dtype and one precision in all processes, because their gradients are averaged."""
     settled = environment.current()
     dtype = settled.dtype_name if run.model.dtype == "auto" else run.model.dtype
     open_precision = run.rloo.bf16 is None and run.rloo.fp16 is None
@@ -304,22 +304,22 @@ def _refuse_mixed_gpus(run: RunConfig) -> None:
     if len(set(found)) > 1:
         gpus = ", ".join(f"process {index} {dtype}/{precision}" for index, (dtype, precision) in enumerate(found))
         raise BackendError(
-            f"the GPUs of this run differ in what they compute in ({gpus}), and all have to use the same: set "
-            "model.dtype=float16 rloo.fp16=true rloo.bf16=false, which every GPU has"
+            f"the GPUs of this run differ in dtype or precision ({gpus}), but all must use the same: set "
+            "model.dtype=float16 rloo.fp16=true rloo.bf16=false, which every GPU supports"
         )
 
 
 def _spare_threads(run: RunConfig, model: Any) -> None:
-    """One thread for a model as small as the embedded one on the CPU, unless OMP_NUM_THREADS is set: its matrices are
-    so small that a second one mostly waits (one is a fifth faster on two idle cores, seven times on busy ones,
-    measured)."""
+    """Use one thread for a model as small as the embedded one on the CPU, unless OMP_NUM_THREADS is set. Its matrices
+    are so small that a second thread mostly waits (measured: one thread is 20 % faster on two idle cores, seven times
+    on busy ones)."""
     is_small = run.model.is_embedded or sum(value.numel() for value in model.parameters()) < SMALL_MODEL
     if is_small and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
 
 def _unsloth_is_there() -> bool:
-    """Whether it has been imported, whatever loaded the model: TRL's trainer is Unsloth's then."""
+    """Whether Unsloth was imported, whatever loaded the model: TRL's trainer is then Unsloth's."""
     return sys.modules.get("unsloth") is not None
 
 
@@ -328,5 +328,5 @@ def _module(name: str) -> Any:
 
 
 def _num_weights(parameter: Any) -> int:
-    """Weights in a parameter; bitsandbytes packs two into each byte."""
+    """Weights in a parameter; bitsandbytes packs two per byte."""
     return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)

@@ -1,4 +1,4 @@
-"""The policy that a run has trained, loaded again as the run loaded it."""
+"""Loads the policy that a run has trained, in the way the run loaded it."""
 
 import shlex
 from pathlib import Path
@@ -15,22 +15,23 @@ from rloo_kit.system import environment
 
 
 def trained_run(source: str | Path, *overrides: str) -> RunConfig:
-    """The configuration with which `load_policy` loads what a run has trained: its `adapter/`, on its base.
+    """The configuration for `load_policy` to load what a run has trained: its `adapter/` on its base.
 
     Args:
         source: the run's folder, or its YAML file; or a folder of weights, see `origin_of`.
-        overrides: KEY=VALUE, `rollout.engine=native` for one.
+        overrides: KEY=VALUE, for example `rollout.engine=native`.
 
     Raises:
-        RunNotFoundError: no such run, or it has not saved an adapter yet. ConfigError: as `load_config`; a GGUF file.
+        RunNotFoundError: no such run, or it has not saved an adapter yet.
+        ConfigError: as `load_config` raises it, or a GGUF file.
     """
     if (file := find_gguf(Path(source))) is not None:
-        raise ConfigError(f"{file} is for llama.cpp, which is asked by: rloo-kit ask {shlex.quote(str(file))}")
+        raise ConfigError(f"{file} is for llama.cpp: ask it with rloo-kit ask {shlex.quote(str(file))}")
     run = origin_of(source, *overrides)
     saved = Path(source) if is_export(Path(source)) else run.folder / "adapter"
     if not saved.is_dir():
         raise RunNotFoundError(
-            f"{run.folder} has no adapter/, so nothing is trained there yet: rloo-kit train {source} makes it"
+            f"{run.folder} has no adapter/, so nothing is trained there yet: run rloo-kit train {source}"
         )
     key, weights = weights_of(saved)
     changed: dict[str, Any] = {"adapter": None, "name": run.model.name}
@@ -38,31 +39,32 @@ def trained_run(source: str | Path, *overrides: str) -> RunConfig:
     if (named / ADAPTER_CONFIG).is_file() and named.resolve() != saved.resolve():
         changed["name"] = find_source(run).base  # the run continued another adapter, which is part of this one
     if key == "name" and run.model.lora is not None and not _is_quantised(weights):
-        # merged: no base is left in it to switch to, and it is no longer in 4-bit
+        # merged: it has no separate base, and it is no longer in 4-bit
         dtype = environment.current().dtype_name if run.model.dtype == "auto" else run.model.dtype
-        backend = "auto" if run.model.backend == "unsloth" else run.model.backend  # Unsloth's loader wants an adapter
+        backend = "auto" if run.model.backend == "unsloth" else run.model.backend  # Unsloth's loader needs an adapter
         changed |= {"lora": None, "load_in_4bit": False, "dtype": dtype, "backend": backend}
     run.model = run.model.model_copy(update=changed | {key: str(weights)})
     return run
 
 
 def _is_quantised(folder: Path) -> bool:
-    """Whether a checkpoint's own weights are; it takes an adapter to load those."""
+    """Whether a checkpoint has quantised weights; those load only with an adapter."""
     return read_object(folder / MODEL_CONFIG).get("quantization_config") is not None
 
 
 def load_trained(source: str | Path, *overrides: str) -> tuple[RunConfig, Policy]:
-    """`trained_run`, and its policy; raises as that and `load_policy` do."""
+    """`trained_run` and its policy; raises what `trained_run` and `load_policy` raise."""
     run = trained_run(source, *overrides)
     return run, load_policy(run, check=False)
 
 
 def load_base(source: str | Path, *overrides: str) -> Policy | None:
-    """The model that a run began with, where what it trained holds all weights; None where that is an adapter, without
-    which the policy of `load_trained` is the base. Arguments and errors are those of `load_trained`.
+    """The model that a run started from, if the run's result has all weights; None if the result is an adapter, since
+    the policy of `load_trained` with its adapter disabled is the base. Arguments and errors are those of
+    `load_trained`.
 
     Raises:
-        ConfigError: a merged model that does not say what it was made of.
+        ConfigError: a merged model that does not record its base.
     """
     trained = trained_run(source, *overrides)
     if trained.model.adapter is not None:
@@ -70,7 +72,7 @@ def load_base(source: str | Path, *overrides: str) -> Policy | None:
     run = origin_of(source, *overrides)
     if Path(run.model.name).resolve() == Path(trained.model.name).resolve():
         raise ConfigError(
-            f"{source} holds whole weights, and does not say of which base (no {RUN_FILE} that names it): ask the base "
-            "by itself, rloo-kit ask FOLDER"
+            f"{source} has whole weights and does not record their base (no {RUN_FILE} that names it): ask the base "
+            "directly, rloo-kit ask FOLDER"
         )
     return load_policy(run, check=False)

@@ -1,6 +1,6 @@
-"""transformers + PEFT: the backend that runs everywhere, plain or in 4-bit, on the CPU too.
+"""transformers + PEFT: the backend that runs everywhere, CPUs included, plain or in 4-bit.
 
-Trained weights are in float32 whatever the base is in: an update of 1e-6 on a weight of 0.01 is lost in bfloat16.
+Trained weights are in float32, whatever the base is in: bfloat16 loses an update of 1e-6 on a weight of 0.01.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,11 @@ NON_REENTRANT = {"use_reentrant": False}
 
 
 def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None) -> tuple[Any, Any]:
-    """The model with its adapter in place, and its tokenizer; with `vllm`, vLLM with a copy of the base. Raises
-    BackendError where the checkpoint cannot be read or the settings contradict each other."""
+    """The model with its adapter, and its tokenizer; with `vllm`, also starts vLLM with a copy of the base.
+
+    Raises:
+        BackendError: the checkpoint cannot be read, or the settings contradict each other.
+    """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
         config = AutoConfig.from_pretrained(source.base)
@@ -46,14 +49,14 @@ def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None)
     if run.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=NON_REENTRANT)
         model.enable_input_require_grads()
-    model.eval()  # PEFT's wrapper calls itself training around a base that is not
+    model.eval()  # PEFT's wrapper is in training mode even if its base is not
     if vllm is not None:
         start_engine(run, model, vllm)
     return model, tokenizer
 
 
 def start_engine(run: RunConfig, model: Any, vllm: VllmPlan) -> None:
-    """Start vLLM with a copy of the base, as it was planned; BackendError where it does not start."""
+    """Start vLLM with a copy of the base and the planned memory; raises BackendError if it does not start."""
     settings, on_cuda = run.rollout.vllm, model.device.type == "cuda"
     start_vllm(
         model,
@@ -89,7 +92,7 @@ def config_arguments(run: RunConfig) -> dict[str, Any]:
 
 
 def _check_quantised(run: RunConfig, config: Any) -> None:
-    """4-bit needs bitsandbytes, and quantised weights, the checkpoint's own too, need an adapter to be trained."""
+    """Check that 4-bit has bitsandbytes, and that quantised weights (the checkpoint's too) have an adapter."""
     if run.model.load_in_4bit and find_spec("bitsandbytes") is None:
         raise BackendError(
             "model.load_in_4bit is true, but bitsandbytes is not installed: pip install bitsandbytes, or set "
@@ -97,22 +100,22 @@ def _check_quantised(run: RunConfig, config: Any) -> None:
         )
     is_quantised = getattr(config, "quantization_config", None) is not None
     if (run.model.load_in_4bit or is_quantised) and run.model.lora is None:
-        cure = "name a checkpoint that is not quantised" if is_quantised else "model.load_in_4bit=false"
+        fix = "name a checkpoint that is not quantised" if is_quantised else "model.load_in_4bit=false"
         raise BackendError(
             f"{run.model.name} is loaded with quantised weights and model.lora is null, but quantised weights cannot "
-            f"be trained: set model.lora={{}} or {cure}"
+            f"be trained: set model.lora={{}} or {fix}"
         )
 
 
 def _dtype(run: RunConfig) -> torch.dtype:
-    """The base's dtype; `auto` follows the machine, and is float32 where every parameter is trained."""
+    """The base's dtype; `auto` follows the machine, or is float32 if every parameter is trained."""
     if run.model.dtype != "auto":
         return getattr(torch, run.model.dtype)
     return torch.float32 if run.model.lora is None else getattr(torch, environment.current().dtype_name)
 
 
 def _quantization(run: RunConfig, config: Any) -> Any:
-    """NF4 with double quantisation; None for a plain model, and for a checkpoint that is quantised already."""
+    """NF4 with double quantisation; None for a plain model or a checkpoint that is already quantised."""
     if not run.model.load_in_4bit or getattr(config, "quantization_config", None) is not None:
         return None
     return BitsAndBytesConfig(
@@ -124,15 +127,15 @@ def _quantization(run: RunConfig, config: Any) -> Any:
 
 
 def keep_4bit_weights(model: Any) -> None:
-    """Keep generation from changing the policy: on CPUs with AVX512-BF16 bitsandbytes 0.50 repacks a layer in place at
-    its first call in eval mode, rounds its scales to bf16 and fails on widths off its block size."""
+    """Keep generation from changing the policy: on CPUs with AVX512-BF16, bitsandbytes 0.50 repacks a layer in place at
+    its first call in eval mode, rounds its scales to bf16 and fails on widths below its block size."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
 
 def _with_adapter(model: Any, lora: LoraSection, seed: int, source: ModelSource, stack: Any) -> Any:
-    """A new LoRA adapter, or the one that exists, trainable and in float32."""
+    """A new LoRA adapter, or the existing one, trainable and in float32."""
     peft = stack.peft
     for parameter in model.parameters():
         parameter.requires_grad = False

@@ -1,6 +1,6 @@
 """Unsloth's FastLanguageModel: the backend for a CUDA GPU. Only this file and `_stack` name Unsloth.
 
-What it changes on its own is restored here: settings of the config, mixed precision, the mask of left-padded rows.
+Restores what Unsloth changes by itself: settings of the config, mixed precision, the mask of left-padded rows.
 """
 
 import copy
@@ -34,23 +34,23 @@ from rloo_kit.models.vllm import (
 from rloo_kit.plan.result import VllmPlan
 from rloo_kit.system import environment
 
-ENGINE = "vllm_engine"  # the attribute of a model under which Unsloth keeps vLLM
+ENGINE = "vllm_engine"  # the model's attribute in which Unsloth keeps vLLM
 MERGED_VARIABLE = "UNSLOTH_VLLM_MERGED_ROLLOUT"
 MOST_OF_FREE = 0.98
-SHARE_VARIABLE = "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE"  # else it puts a share of its own for the one that was planned
+SHARE_VARIABLE = "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE"  # else Unsloth replaces the planned share by its own
 PRECISION_VARIABLE = "UNSLOTH_MIXED_PRECISION"
-OFFLOAD_VARIABLE = "UNSLOTH_OFFLOAD_FP32"  # without it checkpoints of float32 lie in the host's memory as bfloat16
-# What the constructor of the generated trainer assigns in its config; held by tests/with_unsloth/test_fingerprints.py.
+OFFLOAD_VARIABLE = "UNSLOTH_OFFLOAD_FP32"  # without it, float32 checkpoints are stored in host memory as bfloat16
+# What the generated trainer's constructor assigns in its config; checked by tests/with_unsloth/test_fingerprints.py.
 CONSTRUCTOR_CHANGES = (
     "bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "eval_strategy", "eval_steps", "eval_accumulation_steps",
     "per_device_eval_batch_size",
 )  # fmt: skip
-ITS_OWN = ("gradient_checkpointing_kwargs",)  # its checkpoints are reentrant; only who asks for another form gets it
+ITS_OWN = ("gradient_checkpointing_kwargs",)  # Unsloth's checkpoints are reentrant unless you ask for another form
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that Unsloth changes on its own: its name, the run's value, which is kept, and Unsloth's."""
+    """A setting that Unsloth changes by itself: its name, the run's value, which is kept, and Unsloth's."""
 
     name: str
     ours: Any
@@ -62,18 +62,21 @@ class Change:
 
 
 def unusable(run: RunConfig, stack: Any) -> str | None:
-    """Why Unsloth cannot be used for this run ("what is the case; what to do"); None if it can."""
+    """Why Unsloth cannot be used for this run ("what is wrong; what to do"); None if it can."""
     if stack.unsloth is None:
-        cure = "pip install -e '.[gpu]'" if find_spec("unsloth") is None else "see `rloo-kit doctor`"
-        return f"{environment.current().backend_reason}; {cure}"
+        fix = "pip install -e '.[gpu]'" if find_spec("unsloth") is None else "see `rloo-kit doctor`"
+        return f"{environment.current().backend_reason}; {fix}"
     if run.model.lora is None:
-        return "Unsloth trains adapters and model.lora is null; set model.lora={}"
+        return "Unsloth trains adapters, but model.lora is null; set model.lora={}"
     return None
 
 
 def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None) -> tuple[Any, Any]:
-    """The model with its adapter in place, and its tokenizer; with `vllm`, vLLM on the model's own weights. Raises
-    BackendError where the checkpoint cannot be read or the adapter does not fit it."""
+    """The model with its adapter, and its tokenizer; with `vllm`, also vLLM on the model's weights.
+
+    Raises:
+        BackendError: the checkpoint cannot be read, or the adapter does not fit it.
+    """
     fast = stack.unsloth.FastLanguageModel
     os.environ.setdefault(OFFLOAD_VARIABLE, "exact")
     dtype_name = environment.current().dtype_name if run.model.dtype == "auto" else run.model.dtype
@@ -94,15 +97,15 @@ def load(run: RunConfig, source: ModelSource, stack: Any, vllm: VllmPlan | None)
         raise BackendError(f"Unsloth cannot load model.name = {run.model.name}{without}: {error}") from error
     model = _with_adapter(model, run, source, stack)
     if changes := _find_changes(model, run, dtype_name, source.adapter is None):
-        print(f"Unsloth loaded the model otherwise than asked: {', '.join(map(str, changes))}", flush=True)
+        print(f"Unsloth loaded the model differently than requested: {', '.join(map(str, changes))}", flush=True)
     _keep_padding_mask(model)
-    # Unsloth keeps hold of its tokenizer, and turns it to the right whenever the model goes to training mode.
+    # Unsloth keeps a reference to its tokenizer, and pads right whenever the model enters training mode.
     return model, copy.deepcopy(tokenizer)
 
 
 @contextmanager
 def inference_mode(model: Any) -> Iterator[None]:
-    """Unsloth's fast generation without gradients; training mode with its checkpointing is back afterwards."""
+    """Unsloth's fast generation without gradients; restores training mode and its checkpointing afterwards."""
     was_training = model.training
     model.for_inference()
     try:
@@ -115,26 +118,26 @@ def inference_mode(model: Any) -> Iterator[None]:
 
 
 def free_caches(model: Any) -> None:
-    """Free the buffers that its fast decoding keeps on each layer until that layer's next full forward."""
+    """Free the buffers that Unsloth's fast decoding keeps on each layer until that layer's next full forward."""
     for module in model.modules():
         for name in ("paged_attention", "paged_attention_K", "paged_attention_V"):
             vars(module).pop(name, None)
 
 
 def config_arguments(run: RunConfig) -> dict[str, Any]:
-    """The model carries Unsloth's own checkpointing; TRL's would be laid over it."""
+    """Switch off TRL's gradient checkpointing: the model already has Unsloth's."""
     return {"gradient_checkpointing": False}
 
 
 def set_back(config: Any, stock: type, values: dict[str, Any], given: Iterable[str]) -> list[Change]:
-    """After the constructor of a config that Unsloth generated: its fields become what TRL's own class makes of them.
+    """After the constructor of a config that Unsloth generated: set its fields to what TRL's class makes of them.
 
     Args:
-        config: what was made; changed in place. stock: TRL's own class. values: the keywords that `config` was made
-            from. given: the names that the run set itself; all others have TRL's defaults, and Unsloth's are listed.
+        config: the generated object; changed in place. stock: TRL's class. values: the keywords that `config` was made
+            from. given: the names that the run set; all others get TRL's defaults, and Unsloth's are listed.
 
     Returns:
-        what Unsloth changed, or would have.
+        what Unsloth changed, or would have changed.
     """
     meant = stock(**values)
     unsloths = {name: value for name, value in _generated_defaults(config).items() if name not in given}
@@ -151,9 +154,9 @@ def set_back(config: Any, stock: type, values: dict[str, Any], given: Iterable[s
 
 @contextmanager
 def keep_arguments(args: Any, model: Any) -> Iterator[list[Change]]:
-    """Around the generated trainer's constructor: what it changes in `args` is restored and listed, and float32 stays
-    float32 (it turns mixed precision on unless its variable says that the model's own precision is meant). A vLLM on
-    the model is out of its sight: it would sample, and be handed merged weights, by TRL's own code."""
+    """Wrap the generated trainer's constructor: restore and list what it changes in `args`, keep float32 (it turns on
+    mixed precision unless its variable asks for the model's precision), and hide a vLLM on the model, which TRL's code
+    would otherwise sample from with merged weights."""
     changes: list[Change] = []
     before = {name: getattr(args, name) for name in CONSTRUCTOR_CHANGES if hasattr(args, name)}
     is_plain = args is not None and not (args.bf16 or args.fp16)
@@ -178,15 +181,15 @@ def keep_arguments(args: Any, model: Any) -> Iterator[list[Change]]:
 
 
 def _wrappings(model: Any) -> list[Any]:
-    """The modules around and in a model on which Unsloth keeps vLLM."""
+    """The modules of a model; Unsloth keeps vLLM on some of them."""
     return list(model.modules()) if isinstance(model, torch.nn.Module) else []
 
 
 def adopt_engine(model: Any) -> InProcessVllm:
-    """The vLLM that Unsloth loaded the model's weights into, for the kit's engine `vllm`."""
+    """Wrap the vLLM that Unsloth loaded with the model's weights, for the kit's engine `vllm`."""
     llm = model.vllm_engine
     folder = tempfile.TemporaryDirectory(prefix="rloo-kit-")  # Unsloth writes the adapter's configuration there, once
-    shares = "Unsloth's, which shares the policy's weights; the adapter is handed over in memory"
+    shares = "Unsloth's, which shares the policy's weights; the adapter is passed in memory"
     return adopt_vllm(model, InProcessVllm(llm, partial(_hand_over, folder), shares))
 
 
@@ -194,21 +197,21 @@ def _hand_over(folder: "tempfile.TemporaryDirectory[str]", model: Any) -> Any:
     request = model.load_lora(folder.name, load_tensors=True)
     if not hasattr(request, "lora_int_id"):
         raise ValueError(f"{MERGED_VARIABLE} is set, which merges the adapter into the base for each rollout: unset it")
-    # vLLM scales one matrix of each pair in place, and in its own precision these are the parameters themselves
+    # vLLM scales one matrix of each pair in place; if the precisions match, these are the parameters themselves
     request.lora_tensors = {name: value.detach().clone() for name, value in request.lora_tensors.items()}
     return request
 
 
 def _generated_defaults(config: Any) -> dict[str, Any]:
-    """Those of the class in the config's ancestry that Unsloth wrote: it has fields that TRL's has not."""
+    """The defaults of the Unsloth class among the config's ancestors, recognised by a field that TRL's lacks."""
     generated = [cls for cls in type(config).__mro__ if "unsloth_num_chunks" in vars(cls)]
-    if not generated:  # without a GPU it leaves TRL's classes alone
+    if not generated:  # without a GPU Unsloth leaves TRL's classes unchanged
         return {}
     return {name: parameter.default for name, parameter in inspect.signature(generated[0]).parameters.items()}
 
 
 def _plain(value: Any) -> Any:
-    """A default as it compares: what is {} or False there and None or "no" in TRL says the same."""
+    """A default in comparable form: {} and False in Unsloth mean None and "no" in TRL."""
     return None if value is False or value in ({}, "no") else getattr(value, "value", value)
 
 
@@ -219,19 +222,19 @@ def _lora_of(run: RunConfig) -> LoraSection:
 
 
 def find_sleep_problem() -> str | None:
-    """Why vLLM could not give back its memory while the model is trained, or could never; None if it can."""
+    """Why vLLM could not free its memory while the model is trained; None if it can."""
     if is_running():
-        return "a model of this process has one, whose weights it shares: restart the kernel, and load this one alone"
+        return "another model of this process has a vLLM on its weights: restart the kernel and load only this model"
     if environment.STANDBY_VARIABLE in os.environ:
         return None
     return (
-        "Unsloth was imported before the run's file was read, and vLLM would keep its memory while the model is "
-        "trained: restart the kernel, and call load_config before anything loads Unsloth"
+        "Unsloth was imported before the run's file was read, so vLLM would keep its memory while the model is "
+        "trained: restart the kernel and call load_config before anything imports Unsloth"
     )
 
 
 def _vllm_arguments(run: RunConfig, vllm: VllmPlan) -> dict[str, Any]:
-    """Arguments that load vLLM on the model's own weights; BackendError where it cannot be."""
+    """Arguments that load vLLM on the model's weights; raises BackendError if that is impossible."""
     if problem := find_vllm_problem() or find_sleep_problem():
         raise BackendError(f"rollout.engine is vllm, but {problem}")
     prepare_variables()
@@ -248,7 +251,7 @@ def _vllm_arguments(run: RunConfig, vllm: VllmPlan) -> dict[str, Any]:
 
 
 def _share_of_free(share: float) -> float:
-    """A share of the whole GPU as Unsloth takes it, of what is free when vLLM is loaded."""
+    """Convert a share of the whole GPU to Unsloth's, a share of what is free when vLLM is loaded."""
     if not torch.cuda.is_available():
         return share
     free, total = torch.cuda.mem_get_info()
@@ -256,7 +259,7 @@ def _share_of_free(share: float) -> float:
 
 
 def _with_adapter(model: Any, run: RunConfig, source: ModelSource, stack: Any) -> Any:
-    """A new LoRA adapter, or the one that exists, with Unsloth's kernels on it."""
+    """A new LoRA adapter, or the existing one, with Unsloth's kernels."""
     fast, lora = stack.unsloth.FastLanguageModel, _lora_of(run)
     if source.adapter is None:
         return fast.get_peft_model(
@@ -277,7 +280,7 @@ def _with_adapter(model: Any, run: RunConfig, source: ModelSource, stack: Any) -
 
 
 def _find_changes(model: Any, run: RunConfig, dtype_name: str, is_new: bool) -> list[Change]:
-    """Where the model is not what `run.model` says: a GPU without bfloat16, weights that cannot be quantised there."""
+    """Where the model differs from `run.model`: a GPU without bfloat16, weights that cannot be quantised."""
     base, settings = model.get_base_model(), model.peft_config["default"]
     dtype = str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")
     pairs = {
@@ -296,13 +299,13 @@ def _find_changes(model: Any, run: RunConfig, dtype_name: str, is_new: bool) -> 
 
 
 def _keep_padding_mask(model: Any) -> None:
-    """In training mode the backbone drops a padding mask unless the last call of the whole model had no labels."""
+    """Keep the padding mask, which the backbone drops in training mode unless the last full call had no labels."""
     model.get_base_model().model._unsloth_keep_padding_mask = True
 
 
 def packed_keywords(laid: Any, layout: str) -> dict[str, Any]:
-    """What Unsloth's forward takes besides the ids of a packed row: lengths, or a table of segments for a shared
-    prompt, whose compiled attention needs a GPU for its backward pass; `Scorer` checks it first."""
+    """The keywords that Unsloth's forward needs in addition to the ids of a packed row: lengths, or for a shared prompt
+    a table of segments. Its compiled attention needs a GPU for the backward pass; `Scorer` checks that first."""
     if layout == "shared":
         grouper = import_module("unsloth.utils.prefix_grouper_kernel")
         table, _ = grouper.build_seg_info_multigroup(laid.groups, laid.input_ids.device)

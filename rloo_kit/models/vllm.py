@@ -1,7 +1,7 @@
 """vLLM in this process: Unsloth's, which shares the policy's weights, or one with a copy of the base.
 
-The policy's adapter is handed over in memory as a LoRA before each rollout. It is never merged into the base: merging
-into 4-bit weights and unmerging re-quantises them each time. While the policy is trained vLLM sleeps, on a GPU.
+Before each rollout vLLM gets the policy's adapter in memory, as a LoRA. It is never merged into the base: merging into
+4-bit weights and unmerging re-quantises them each time. On a GPU vLLM sleeps while the policy is trained.
 """
 
 import gc
@@ -27,25 +27,25 @@ from rloo_kit.system.random_numbers import keep_random_numbers
 from rloo_kit.system.signals import hold_signals
 from rloo_kit.system.versions import VLLM_INSTALL, is_importable
 
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM reserves room for
-PREFILL_TOKENS = 8192  # of one forward pass; as plan/vllm_memory.py counts
-CPU_POOL_GIB = "1"  # for keys and values on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks that vLLM offers
+PREFILL_TOKENS = 8192  # per forward pass; as plan/vllm_memory.py counts
+CPU_POOL_GIB = "1"  # KV cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE is set
 
-_numbers = count(1)  # of adapters in this process; a name that is used twice would find the other's cached prefixes
+_numbers = count(1)  # of adapters in this process; reusing a name would reuse the other's cached prefixes
 _loaded: "WeakKeyDictionary[torch.nn.Module, InProcessVllm]" = WeakKeyDictionary()  # by the base model
 _absent: "WeakKeyDictionary[torch.nn.Module, str]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """What vLLM is started with.
+    """vLLM's start-up settings.
 
     Attributes:
-        max_tokens: of a prompt and its completion together.
-        gpu_memory_utilization: share of the GPU for weights, buffers, keys and values. None: vLLM's default.
+        max_tokens: prompt and completion together.
+        gpu_memory_utilization: share of the GPU for weights, buffers and KV cache. None: vLLM's default.
         max_num_seqs: completions at once. None: vLLM's default.
-        float8_kv_cache: keys and values in 8 bits. enforce_eager: no CUDA graphs.
-        four_bit: the base is loaded in 4 bits.
+        float8_kv_cache: KV cache in 8 bits. enforce_eager: no CUDA graphs.
+        four_bit: load the base in 4 bits.
     """
 
     max_tokens: int
@@ -57,17 +57,17 @@ class VllmSettings:
 
 
 class InProcessVllm:
-    """vLLM with the means to hand it an adapter.
+    """A vLLM of this process, and how it gets an adapter.
 
     Args:
         llm: a `vllm.LLM` of this process.
-        hand_over: takes the PeftModel and returns the `LoRARequest` with which requests ask for its adapter.
-        reason: one line for people.
+        hand_over: loads the adapter of a PeftModel; returns the `LoRARequest` that selects it.
+        reason: why this vLLM, in one readable line.
     """
 
     def __init__(self, llm: Any, hand_over: Callable[[Any], Any], reason: str) -> None:
         self.reason = reason
-        self.engine: Any = llm.llm_engine  # None once it was stopped, as the next two
+        self.engine: Any = llm.llm_engine  # None once stopped, like the next two
         self._llm: Any = llm
         self._hand_over: Any = hand_over
         settings = self.engine.vllm_config
@@ -77,22 +77,22 @@ class InProcessVllm:
         self.rest()
 
     def __str__(self) -> str:
-        sleeps = "asleep while the model is trained" if self._sleeps else "awake all the time"
+        sleeps = "asleep while the model is trained" if self._sleeps else "always awake"
         return f"{self.reason}; {self.max_tokens} tokens, {self.max_num_seqs} completions at once; {sleeps}"
 
     def stop(self) -> None:
-        """End it, and give back all of its memory."""
+        """Shut it down and free all its memory."""
         engine, self.engine, self._llm, self._hand_over = self.engine, None, None, None
         if engine is not None:
             engine.engine_core.shutdown()
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """A block in which it has its memory; afterwards training has. BackendError once it was stopped."""
+        """A block in which vLLM has its memory; training has it afterwards. Raises BackendError once stopped."""
         if self.engine is None:
             raise BackendError(
-                "this model's vLLM was stopped when another was started (a process has room for one): load the model "
-                "again, or set rollout.engine=generate"
+                "this model's vLLM was stopped when another was started (one per process): load the model again, or "
+                "set rollout.engine=generate"
             )
         if self._sleeps and self.engine.is_sleeping():
             torch.cuda.empty_cache()
@@ -104,16 +104,16 @@ class InProcessVllm:
             self.rest()
 
     def rest(self) -> None:
-        """Give back the memory of keys and values, and of its own weights, where it can."""
+        """Free the memory of the KV cache and of its own weights, if it can sleep."""
         if self._sleeps and self.engine is not None and not self.engine.is_sleeping():
             with hold_signals():
                 self._llm.sleep(1)
 
     def take_adapter(self, model: Any) -> Any:
-        """Have it sample from the adapter of `model` as it is now; awake only.
+        """Load the current adapter of `model` for sampling; call only while awake.
 
         Returns:
-            the `LoRARequest` of this adapter; None, which is the base alone, where it is switched off.
+            the `LoRARequest` of this adapter; None (the base alone) if it is disabled.
 
         Raises:
             BackendError: an adapter that vLLM cannot represent.
@@ -127,33 +127,33 @@ class InProcessVllm:
                 request = self._hand_over(model)
                 self._llm.reset_prefix_cache()
         except (ValueError, NotImplementedError) as error:
-            raise BackendError(f"vLLM does not take the adapter: {error}; or set rollout.engine=generate") from error
+            raise BackendError(f"vLLM cannot load the adapter: {error}; or set rollout.engine=generate") from error
         return request
 
 
 def vllm_of(model: Any) -> InProcessVllm | None:
-    """What was started for this model; None if nothing was."""
+    """The vLLM of this model; None if none was started."""
     return _loaded.get(_base_of(model))
 
 
 def is_running() -> bool:
     """Whether a model of this process has a vLLM."""
-    gc.collect()  # models are kept alive by cycles
+    gc.collect()  # reference cycles keep models alive
     return bool(_loaded)
 
 
 def remember_absence(model: Any, reason: str) -> None:
-    """Keep why `load_policy` loaded this model without vLLM."""
+    """Record why `load_policy` loaded this model without vLLM."""
     _absent[_base_of(model)] = reason
 
 
 def why_without(model: Any) -> str | None:
-    """What `remember_absence` kept."""
+    """What `remember_absence` recorded."""
     return _absent.get(_base_of(model))
 
 
 def adopt_vllm(model: Any, vllm: InProcessVllm) -> InProcessVllm:
-    """Keep `vllm` as the model's, for as long as the model lives; a first adapter shows whether it takes them."""
+    """Attach `vllm` to the model while the model lives; loading a first adapter checks that it can."""
     with vllm.awake():
         vllm.take_adapter(model)
     _loaded[_base_of(model)] = vllm
@@ -163,12 +163,12 @@ def adopt_vllm(model: Any, vllm: InProcessVllm) -> InProcessVllm:
 
 
 def start_vllm(model: Any, settings: VllmSettings) -> InProcessVllm:
-    """Start vLLM with a copy of the base of `model`, a PeftModel of transformers, and keep it as the model's.
+    """Start vLLM with a copy of the base of `model`, a PeftModel of transformers, and attach it to the model.
 
-    Another model's is stopped: vLLM's groups of processes are the whole process's, and the end of one would end both.
+    Stops another model's vLLM: process groups are global to the process, so ending one would end both.
 
     Raises:
-        BackendError: vLLM is missing or does not start, or `model` has no adapter that it can be handed.
+        BackendError: vLLM is missing or does not start, or it cannot load the adapter of `model`.
     """
     if problem := find_handover_problem(model):
         raise BackendError(problem)
@@ -178,7 +178,7 @@ def start_vllm(model: Any, settings: VllmSettings) -> InProcessVllm:
     name = base.config.name_or_path
     if not name:
         raise BackendError(
-            "vLLM reads the base from a checkpoint, and this model names none: save it and load it from there, or set "
+            "vLLM reads the base from a checkpoint, but this model names none: save it and load it from there, or set "
             "rollout.engine=generate"
         )
     prepare_variables()
@@ -196,40 +196,41 @@ def start_vllm(model: Any, settings: VllmSettings) -> InProcessVllm:
         raise BackendError(
             f"vLLM does not start with {name}: {error}. Set rollout.engine=generate, or see docs/rollout.md"
         ) from error
-    reason = "in this process, with a copy of the base; the adapter is handed over in memory"
+    reason = "in this process, with a copy of the base; the adapter is passed in memory"
     return adopt_vllm(model, InProcessVllm(llm, partial(_hand_over, llm), reason))
 
 
 def find_vllm_problem() -> str | None:
-    """Why vLLM cannot be started in this process ("what is the case: what to do"); None if it can."""
+    """Why vLLM cannot be started in this process ("what is wrong: what to do"); None if it can."""
     if not is_importable("vllm"):
         return f"vLLM is not installed: {VLLM_INSTALL}"
     if is_distributed():
         return (
-            f"the run has {count_processes()} processes, and vLLM in the trainer's process is for one: start a server "
-            "and set rollout.engine=server"
+            f"the run has {count_processes()} processes, but vLLM in the trainer's process supports one: start a "
+            "server and set rollout.engine=server"
         )
     return None
 
 
 def prepare_variables() -> None:
-    """Before vLLM is imported: its engine in this process, without its log and without its statistics."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors are handed over, not sent
+    """Before vLLM is imported: run its engine in this process, and log warnings only."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors are passed, not sent
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if not torch.cuda.is_available():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_POOL_GIB)
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else the trainer's thread is tied to one core
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else the trainer's thread is pinned to one core
 
 
 def _is_no_launch_hint(record: logging.LogRecord) -> bool:
-    """vLLM has a process group of one, for which transformers tells each run to use a launcher."""
+    """Filter transformers' advice to use a launcher, which vLLM's process group of one triggers."""
     return "launch your script with" not in record.getMessage()
 
 
 @contextmanager
 def _keep_process() -> Iterator[None]:
-    """Around vLLM's import and start, which seed all random numbers with 0, take `torch.set_num_threads` away on a CPU,
-    mark every error with "[rank0]", and hide what is alive from garbage collection for good."""
+    """Undo side effects of vLLM's import and start: they seed all random number generators with 0, replace
+    `torch.set_num_threads` on a CPU, prefix every error with "[rank0]", and freeze live objects for the garbage
+    collector."""
     set_threads, hook = torch.set_num_threads, sys.excepthook
     devices = list(range(torch.cuda.device_count()))
     try:
@@ -242,18 +243,18 @@ def _keep_process() -> Iterator[None]:
 
 
 def room_for_rank(rank: int) -> int:
-    """The smallest rank that vLLM reserves room for and that holds `rank`.
+    """The smallest maximum rank of vLLM that fits `rank`.
 
     >>> room_for_rank(4), room_for_rank(16), room_for_rank(17)
     (8, 16, 32)
     """
     if rank > RANKS[-1]:
-        raise BackendError(f"vLLM takes adapters of rank {RANKS[-1]} at most, and model.lora.r is {rank}: lower it")
+        raise BackendError(f"vLLM loads adapters up to rank {RANKS[-1]}, but model.lora.r is {rank}: lower it")
     return next(known for known in RANKS if known >= rank)
 
 
 def _arguments(base: Any, settings: VllmSettings) -> dict[str, Any]:
-    """Keywords of `vllm.LLM`; those that are None are left to it."""
+    """Keywords of `vllm.LLM`; settings that are None keep vLLM's default."""
     arguments: dict[str, Any] = {
         "dtype": str(base.get_input_embeddings().weight.dtype).removeprefix("torch."),
         "max_model_len": settings.max_tokens,
@@ -264,7 +265,7 @@ def _arguments(base: Any, settings: VllmSettings) -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": 1,
         "enable_prefix_caching": True,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "logprobs_mode": "processed_logprobs",  # of the sampling distribution
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "disable_log_stats": True,
@@ -272,14 +273,14 @@ def _arguments(base: Any, settings: VllmSettings) -> dict[str, Any]:
     if base.device.type == "cuda":
         arguments |= {"enable_sleep_mode": True, "max_num_batched_tokens": PREFILL_TOKENS}
         arguments |= {"quantization": "bitsandbytes"} if settings.four_bit else {}
-    else:  # where a request with a seed ends vLLM's engine if its prefill is split
+    else:  # on a CPU a seeded request crashes vLLM's engine if its prefill is split
         room = max(PREFILL_TOKENS, settings.max_tokens)
         arguments |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": room}
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _hand_over(llm: Any, model: Any) -> Any:
-    """Put the adapter of `model` into the `vllm.LLM` as a LoRA, in memory."""
+    """Load the adapter of `model` into the `vllm.LLM` as a LoRA, in memory."""
     from vllm.lora.request import LoRARequest
 
     number = next(_numbers)
@@ -288,14 +289,14 @@ def _hand_over(llm: Any, model: Any) -> Any:
     settings = model.peft_config["default"].to_dict()
     config = {key: list(value) if isinstance(value, set) else value for key, value in settings.items()}
     llm.collective_rpc(_take_tensors, args=(copies, config, number))
-    return LoRARequest(f"policy-{number}", number, "(handed over in memory)")
+    return LoRARequest(f"policy-{number}", number, "(passed in memory)")
 
 
 def _take_tensors(worker: Any, tensors: dict[str, torch.Tensor], config: dict[str, Any], number: int) -> None:
-    """In vLLM's worker: what it does with an adapter's folder, with tensors; the adapter before is dropped.
+    """In vLLM's worker: load an adapter from tensors instead of a folder; drops the previous adapter.
 
     Raises:
-        ValueError: an adapter that vLLM has no room or no kernel for.
+        ValueError: vLLM has no room or no kernel for the adapter.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
@@ -323,12 +324,12 @@ def _take_tensors(worker: Any, tensors: dict[str, torch.Tensor], config: dict[st
 
 
 def _parts_of(manager: Any, name: str) -> list[str]:
-    """The layers of transformers that vLLM joins into its layer `name` (q, k and v; gate and up)."""
+    """The transformers layers that vLLM fuses into its layer `name` (q, k and v; gate and up)."""
     return list(manager.packed_modules_mapping.get(name, ()))
 
 
 def _renames_of(model: Any) -> Any:
-    """vLLM's map from transformers' names to its own, without joining layers, whichever version has it; None if the
+    """vLLM's map from transformers' names to its own, without fusing layers, in whichever vLLM version; None if the
     model has none."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     for name in ("get_rename_mapper", "get_unstacked_mapper"):

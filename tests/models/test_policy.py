@@ -359,7 +359,7 @@ def test_unsloth_that_was_imported_too_early_is_found(make_run: Any, vllm_plan: 
     monkeypatch.setattr(unsloth, "find_vllm_problem", lambda: None)
     run = make_run("rollout.engine=vllm")  # built by hand: no file was read
     monkeypatch.delenv(STANDBY_VARIABLE, raising=False)
-    with pytest.raises(BackendError, match="restart the kernel, and call load_config before"):
+    with pytest.raises(BackendError, match="restart the kernel and call load_config before"):
         unsloth._vllm_arguments(run, vllm_plan)
 
 
@@ -378,7 +378,7 @@ def test_unsloth_loads_vllm_once(make_run: Any, vllm_plan: VllmPlan, monkeypatch
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=settings), reset_prefix_cache=lambda: None)
     policy = load(make_run())
     adopt_vllm(policy.model, InProcessVllm(llm, lambda model: "a request", "a test"))
-    with pytest.raises(BackendError, match="a model of this process has one, .* restart the kernel"):
+    with pytest.raises(BackendError, match="another model of this process has a vLLM .* restart the kernel"):
         unsloth._vllm_arguments(run, vllm_plan)
     del policy
     assert unsloth._vllm_arguments(run, vllm_plan)["fast_inference"]
@@ -436,7 +436,7 @@ def test_trainer_settings_are_put_back(monkeypatch: pytest.MonkeyPatch, capsys: 
     with keep_settings({"args": args, "processing_class": tokenizer}):
         tokenizer.padding_side = "right"
     assert tokenizer.padding_side == "left"
-    assert capsys.readouterr().out == "kept, where Unsloth would change it: padding_side left (Unsloth: right)\n"
+    assert capsys.readouterr().out == "kept settings that Unsloth would change: padding_side left (Unsloth: right)\n"
     monkeypatch.delenv(unsloth.PRECISION_VARIABLE, raising=False)
     with unsloth.keep_arguments(args, None) as changes:
         assert os.environ[unsloth.PRECISION_VARIABLE] == "bfloat16"

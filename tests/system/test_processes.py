@@ -210,8 +210,8 @@ def test_unsloth_with_several_processes_is_refused(how, be, monkeypatch):
     ("backend", "variable", "message"),
     [
         ("unsloth", None, "set model.backend=transformers"),  # in a notebook whose set-up did not name it
-        ("auto", "ACCELERATE_USE_FSDP", "FSDP does not share out 4-bit weights"),
-        ("auto", "ACCELERATE_USE_DEEPSPEED", "DeepSpeed does not share out 4-bit weights"),
+        ("auto", "ACCELERATE_USE_FSDP", "FSDP cannot shard 4-bit weights"),
+        ("auto", "ACCELERATE_USE_DEEPSPEED", "DeepSpeed cannot shard 4-bit weights"),
     ],
 )
 def test_a_config_that_several_processes_cannot_have_is_refused(backend, variable, message, be, monkeypatch):

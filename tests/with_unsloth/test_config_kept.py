@@ -79,7 +79,7 @@ def test_the_constructor_of_the_trainer(
     capsys.readouterr()
     assert build() == {}
     printed = capsys.readouterr().out
-    lines = [line for line in printed.splitlines() if line.startswith("kept, where Unsloth would change it: ")]
+    lines = [line for line in printed.splitlines() if line.startswith("kept settings that Unsloth would change: ")]
     assert len(lines) == 1
     for told in (
         "learning_rate 1e-06 (Unsloth: 5e-05)", "num_generations 2 (Unsloth: 8)", "seed 42 (Unsloth: 3407)",
@@ -116,10 +116,10 @@ def test_a_model_that_is_not_what_was_asked_for(load: Any, capsys: pytest.Captur
     """On a GPU without bfloat16 Unsloth loads float16, and what cannot be quantised it loads plain; both in a banner
     that nobody reads."""
     load()
-    assert "otherwise than asked" not in capsys.readouterr().out
+    assert "differently than requested" not in capsys.readouterr().out
     load("model.dtype=bfloat16", "model.load_in_4bit=true")
     expected = "model.dtype bfloat16 (Unsloth: float16), model.load_in_4bit True (Unsloth: False)"
-    assert f"Unsloth loaded the model otherwise than asked: {expected}\n" in capsys.readouterr().out
+    assert f"Unsloth loaded the model differently than requested: {expected}\n" in capsys.readouterr().out
 
 
 def make_trainer(policy: Any, args: Any) -> Any:

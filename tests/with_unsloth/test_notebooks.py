@@ -96,7 +96,7 @@ def check_print(printed: str) -> None:
     assert "backend unsloth" in printed
     assert re.search(r"^rollout: generate, .*Unsloth", printed, flags=re.M)
     assert re.search(r"^scoring: repeated rows agree with single sequences", printed, flags=re.M)
-    assert len(re.findall(r"^kept, where Unsloth would change it: .*padding_side left", printed, flags=re.M)) == 1
+    assert len(re.findall(r"^kept settings that Unsloth would change: .*padding_side left", printed, flags=re.M)) == 1
     assert re.search(r"^\(\d+ tokens.* tokens/s\)$", printed, flags=re.M)  # below the notebook's own question
     assert re.search(r"^accuracy [+-]\d", printed, flags=re.M) and re.search(r"^2 steps, \d+ s", printed, flags=re.M)
 

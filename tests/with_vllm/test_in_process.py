@@ -231,7 +231,7 @@ def test_a_temperature_that_vllm_raises_is_refused(policy):
         ({"r": 32}, "vLLM does not take the adapter.*rank"),
         ({"use_dora": True}, "uses DoRA.*use_dora=False"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save.*rollout.engine=generate"),
-        ({"init_lora_weights": "pissa"}, "starts by pissa.*init_lora_weights=True"),
+        ({"init_lora_weights": "pissa"}, "initialised by pissa.*init_lora_weights=True"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
