@@ -63,6 +63,14 @@ def test_installed_versions_are_the_locked_ones() -> None:
     assert not drifted, f"installed and locked versions differ: {drifted}; run `make setup` or renew constraints.txt"
 
 
+def test_the_locked_packages_accept_the_oldest_supported_python() -> None:
+    """A lock made with Python 3.11.7 had a soupsieve for 3.11.5 and newer: Debian 12 has 3.11.2, and pip gave up."""
+    (oldest,) = [one.version for one in SpecifierSet(PROJECT["requires-python"]) if one.operator == ">="]
+    found = {name: metadata.metadata(name)["Requires-Python"] for name in LOCKED if installed(name) is not None}
+    refused = {name: asked for name, asked in found.items() if not SpecifierSet(asked or "").contains(oldest)}
+    assert not refused, f"not for Python {oldest}: {refused}; lock an older version"
+
+
 @pytest.mark.parametrize("lock", LOCKS)
 def test_the_lock_holds_every_base_dependency_within_its_range(lock: str) -> None:
     """A dependency without a lock is whatever the registry offers on the day."""
