@@ -1,6 +1,6 @@
-"""A close that the thinking budget forced: what each reward makes of it, and no change without the column.
+"""A close that the thinking budget forced: what each reward returns for it, and no change without the column.
 
-The completions are those of docs/rewarding.md's table: the same ids once closed by the model, once by the budget.
+The completions have the same ids, closed once by the model and once by the budget.
 """
 
 from typing import Any
