@@ -1,8 +1,8 @@
-"""The supervised cold start of the embedded model: imitation of noisy demonstrations on one CPU thread, deterministic.
+"""The embedded model's supervised cold start: imitates noisy demonstrations, deterministic, on one CPU thread.
 
-Only the rows of the table whose tokens occur are trained one by one. The n others share one vector u with the joint
-logit u.h + ln n, so a softmax over the used rows and that one is the exact softmax over the whole table; at the end u
-is written into every unused row.
+Only the rows of the table whose tokens occur are trained individually. The n others share one vector u with the joint
+logit u.h + ln n, so the softmax over the used rows and u equals the softmax over the whole table. At the end u is
+written into every unused row.
 """
 
 import math
@@ -20,18 +20,18 @@ from rloo_kit.data.byte_tokens import ROWS, TURN_END, TURN_START
 from rloo_kit.data.families import addition
 from rloo_kit.data.tasks import NO_HABIT, Family, Habit, demonstration, draw_problem
 
-IGNORED = -100  # target of a position that carries no loss
+IGNORED = -100  # target of a position without loss
 SECONDS_BETWEEN_REPORTS = 10.0
 
 
 @dataclass(frozen=True)
 class ColdStart:
-    """Everything that the weights depend on besides the seed, the code and the libraries.
+    """Everything that determines the weights, apart from the seed, the code and the libraries.
 
-    steps and batch_size: optimizer steps and demonstrations in each; clean_share, easy_share: shares of the steps, from
-    the first, whose demonstrations have no mistakes and whose problems are easy (`addition.EASY`); habit: of the
-    demonstrations after the clean ones. head_dim is a power of two and hidden_size a multiple of 64, as the kernels of
-    Unsloth and bitsandbytes want them.
+    steps, batch_size: optimizer steps, and demonstrations per step. clean_share, easy_share: shares of the steps, from
+    the first, with demonstrations without mistakes and with easy problems (`addition.EASY`). habit: of the
+    demonstrations after the clean ones. The kernels of Unsloth and bitsandbytes require head_dim to be a power of two
+    and hidden_size a multiple of 64.
     """
 
     steps: int = 640
@@ -58,7 +58,7 @@ PLANS = {
 
 
 def find_plan(kind: str, family: Family) -> ColdStart:
-    """How the model of `kind` is built; what a thinking one learns besides the method is its family's habit."""
+    """The plan of a model of `kind`; a thinking model also learns its family's habit."""
     return replace(PLANS[kind], steps=family.steps, habit=family.habit) if kind == "thinking" else PLANS[kind]
 
 
@@ -71,14 +71,14 @@ def train(
     plan: ColdStart,
     report: Callable[[str], None] = print,
 ) -> Any:
-    """A `Qwen3ForCausalLM` (float32, CPU) with `ROWS[vocabulary]` rows, taught to imitate the demonstrations of `kind`.
+    """A `Qwen3ForCausalLM` (float32, CPU) with `ROWS[vocabulary]` rows, trained on the demonstrations of `kind`.
 
-    Seeds torch's global generator; meant for a separate process (`model.build`).
+    Seeds torch's global generator, so run it in a separate process (`model.build`).
 
     Args:
-        tokenizer: of `build_tokenizer(kind, vocabulary)`. family: of the problems that it learns.
-        seed: of the weights at the start and of the demonstrations.
-        report: gets one line every few seconds.
+        tokenizer: from `build_tokenizer(kind, vocabulary)`. family: of the problems to learn.
+        seed: of the initial weights and the demonstrations.
+        report: called with one line every `SECONDS_BETWEEN_REPORTS`.
     """
     torch.manual_seed(seed)
     rng = random.Random(f"cold-start-{seed}")
@@ -106,7 +106,7 @@ def train(
 
 
 def model_config(plan: ColdStart, num_rows: int, **token_ids: Any) -> Any:
-    """The `Qwen3Config` of the model with a table of `num_rows` rows."""
+    """The model's `Qwen3Config` with an embedding table of `num_rows` rows."""
     return Qwen3Config(
         vocab_size=num_rows,
         hidden_size=plan.hidden_size,
@@ -125,7 +125,7 @@ def model_config(plan: ColdStart, num_rows: int, **token_ids: Any) -> Any:
 
 
 def used_ids(tokenizer: Any, alphabet: str) -> list[int]:
-    """The ids that occur in prompts and completions made of the characters of `alphabet`, sorted."""
+    """The ids that occur in prompts and completions with characters of `alphabet`, sorted."""
     turns = [{"role": "user", "content": alphabet}, {"role": "assistant", "content": "\n</think>"}]
     text = tokenizer.apply_chat_template(turns, tokenize=False) + f"{TURN_START}assistant\n<think>\n</think>{TURN_END}"
     return sorted(set(tokenizer(text)["input_ids"]))
@@ -140,8 +140,8 @@ def demonstrate(
     habit: Habit,
     rng: random.Random,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A demonstration for each problem as a row of `slots`, padded on the right: tokens (B, T), and targets (B,
-    T - 1) of the completion's tokens (the prompt's and the padding's are IGNORED)."""
+    """One demonstration per problem as a row of `slots`, right-padded: tokens (B, T) and targets (B, T - 1). Prompt and
+    padding have the target IGNORED."""
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": family.question(problem)}], add_generation_prompt=True, tokenize=False
@@ -164,7 +164,7 @@ def _encode(tokenizer: Any, slots: dict[int, int], texts: Sequence[str]) -> list
 
 
 def _schedule(step: int, plan: ColdStart) -> float:
-    """Factor of the learning rate: a linear warm-up, a plateau, then linear down to nearly 0 over `decay_share`."""
+    """Learning rate factor: linear warm-up, plateau, then linear decay to nearly 0 over `decay_share`."""
     left = (plan.steps - step) / (plan.steps * plan.decay_share)
     return min(1.0, (step + 1) / plan.warmup_steps, max(0.02, left))
 
@@ -179,14 +179,14 @@ def imitation_loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor, num_
 
 
 def joint_logits(hidden: torch.Tensor, rows: torch.Tensor, shared: torch.Tensor, num_shared: int) -> torch.Tensor:
-    """Logits (N, U + 1) of hidden (N, H): the used rows (U, H) and, last, the joint logit of `num_shared` >= 1 further
-    rows that all equal `shared` (H,). Its log-softmax at a used row is that of the whole table."""
+    """Logits (N, U + 1) of hidden (N, H): the used rows (U, H), then the joint logit of `num_shared` >= 1 further rows
+    that all equal `shared` (H,). The log-softmax at a used row equals that of the whole table."""
     joint = hidden @ shared + math.log(num_shared)
     return torch.cat([hidden @ rows.T, joint[:, None]], dim=1)
 
 
 def with_full_table(model: Any, plan: ColdStart, used: list[int], num_rows: int, tokenizer: Any) -> Any:
-    """The same model with all its rows: the used ones at their ids, the shared vector everywhere else."""
+    """The model with the full table: the used rows at their ids, the shared vector elsewhere."""
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     full = type(model)(model_config(plan, num_rows, eos_token_id=end, pad_token_id=pad))
     weights = model.state_dict()
@@ -195,5 +195,5 @@ def with_full_table(model: Any, plan: ColdStart, used: list[int], num_rows: int,
     table[used] = small[:-1]
     full.load_state_dict({**weights, "model.embed_tokens.weight": table, "lm_head.weight": table})
     full.generation_config.update(eos_token_id=[end, pad], pad_token_id=pad, do_sample=True)
-    full.generation_config._from_model_config = False  # else loading derives it again, without the second end token
+    full.generation_config._from_model_config = False  # else loading rebuilds it with one end token only
     return full.eval()

@@ -1,7 +1,7 @@
 """The embedded model: a tiny `Qwen3ForCausalLM` that thinks, built offline on the CPU and cached.
 
-The cold start runs in a separate process, so the weights depend on the seed and not on what the caller imported,
-seeded or patched. The cache is keyed by the model's name and its entry in `RECIPES`, the version of what builds it.
+The cold start runs in a separate process, so the weights depend on the seed, not on what the caller imported, seeded or
+patched. The cache is keyed by the model's name and its recipe version in `RECIPES`.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ from rloo_kit.embedded.tokenizer import build_tokenizer
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 
-RECORD = "embedded.json"  # what was built, and the sign that the folder is complete
-# Raise a kind's with whatever changes its weights: plan, demonstrations, tokenizer, architecture.
-# A test holds a fingerprint of each recipe and fails when one changes under its number.
+RECORD = "embedded.json"  # what was built; its presence marks the folder as complete
+# Raise a kind's version with any change to its weights: plan, demonstrations, tokenizer, architecture.
+# A test fingerprints each recipe and fails if one changes under the same number.
 RECIPES = {"thinking": 2, "instruct": 1, "untaught": 1}
 _LIBRARIES = ("torch", "transformers", "tokenizers")
 _FOLDER_NAME = re.compile(
@@ -50,18 +50,19 @@ def build(
     config_file: Path | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Path:
-    """The folder of the embedded model, taken from the cache or built (about a minute on one core).
+    """The folder of the embedded model, from the cache or built on one core (thinking: about one minute, instruct:
+    about two and a half minutes).
 
     Args:
-        name: what follows `embedded/` in `model.name`: `thinking` (addition), `thinking@FAMILY` (of `data/tasks.py`),
+        name: the part of `model.name` after `embedded/`: `thinking` (addition), `thinking@FAMILY` (of `data/tasks.py`),
             `instruct` (addition, answers at once) or `untaught`.
         vocabulary: `compact` (320 rows: the bytes, then the chat tokens) or `qwen3` (151936 rows, Qwen3's own ids).
         seed: of the cold start; another seed is another model.
-        steps: of the cold start; None takes as many as the model needs, a few give a quick model that solves nothing.
-        config_file: of the run; see `find_family_file`.
-        report: gets a line of text every few seconds; None prints it.
+        steps: of the cold start; None: as many as the model needs. A few give a quick model that solves nothing.
+        config_file: the run's configuration file; see `find_family_file`.
+        report: called with a line of text every 10 seconds; None prints it.
     Raises:
-        ConfigError: no such model, family or vocabulary, or steps below 1.
+        ConfigError: unknown model, family or vocabulary, or steps below 1.
         SetupError: the cache cannot be written, or the cold start failed.
     """
     recipe = _recipe(name, vocabulary, seed, steps, config_file)
@@ -74,11 +75,11 @@ def build(
         workspace = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     except OSError as error:
         raise SetupError(
-            f"the embedded model cannot be kept in {target.parent}: {error}. Set {CACHE_VARIABLE} to a folder that can "
-            "be written"
+            f"the embedded model cannot be cached in {target.parent}: {error}. Set {CACHE_VARIABLE} to a "
+            "writable folder"
         ) from error
     try:
-        say(f"building embedded/{name}, once; kept in {target.parent}")
+        say(f"building embedded/{name}, once; cached in {target.parent}")
         _run_cold_start(recipe, workspace, lambda line: say(f"building embedded/{name}: {line}"))
         _move_into_place(workspace, target)
     finally:
@@ -87,8 +88,8 @@ def build(
 
 
 def name_built(folder: str) -> dict[str, Any] | None:
-    """The keys of `model` that `build` the model kept under the folder name `folder`; None for any other name, for one
-    with another number of steps and for one of a user's family."""
+    """The keys of the config's `model` section that rebuild the model cached under the folder name `folder`; None for
+    any other name, a different number of steps, or a user's family."""
     found = _FOLDER_NAME.fullmatch(folder)
     if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]) or found["steps"] is not None:
         return None
@@ -96,8 +97,8 @@ def name_built(folder: str) -> dict[str, Any] | None:
 
 
 def rebuild(name: str) -> Path | None:
-    """The model that `build` keeps under the folder name `name`, built here if need be; None for any other name. An
-    adapter names its base by the path on the machine that trained it, so the name alone identifies the model."""
+    """The model that `build` caches under the folder name `name`, built if missing; None for any other name. An adapter
+    records its base as a path on the machine that trained it, so only the name identifies the model."""
     found = _FOLDER_NAME.fullmatch(name)
     if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]):
         return None
@@ -106,7 +107,7 @@ def rebuild(name: str) -> Path | None:
 
 
 def _folder_name(recipe: dict[str, Any], steps: int | None) -> str:
-    """The cache's key: name, vocabulary, seed and recipe; a user's family by its file's name and content."""
+    """The cache key: name, vocabulary, seed and recipe; for a user's family also its file's name and content."""
     kind, family = recipe["kind"], recipe["family"]
     if is_family_file(family):
         digest = hashlib.sha256(Path(family).read_bytes()).hexdigest()[:8]
@@ -117,11 +118,11 @@ def _folder_name(recipe: dict[str, Any], steps: int | None) -> str:
 
 
 def _recipe(name: str, vocabulary: str, seed: int, steps: int | None, config_file: Path | None) -> dict[str, Any]:
-    """Everything that decides the weights, as JSON; refuses arguments that no model has."""
+    """Everything that determines the weights, as JSON; raises ConfigError for invalid arguments."""
     check_names(name, vocabulary)
     kind, family = split_model_name(name)
     if steps is not None and steps < 1:
-        raise ConfigError(f"steps={steps}: the cold start takes at least 1 step")
+        raise ConfigError(f"steps={steps}: the cold start needs at least 1 step")
     if is_family_file(family):
         family = str(find_family_file(family, config_file))
     plan = find_plan(kind, find_family(family))
@@ -133,12 +134,12 @@ def _recipe(name: str, vocabulary: str, seed: int, steps: int | None, config_fil
         "seed": seed,
         "recipe": RECIPES[kind],
         "plan": dataclasses.asdict(plan),
-        "versions": {library: version(library) for library in _LIBRARIES},  # for a reader; no part of the name
+        "versions": {library: version(library) for library in _LIBRARIES},  # for readers; not part of the name
     }
 
 
 def _run_cold_start(recipe: dict[str, Any], folder: Path, report: Callable[[str], None]) -> None:
-    """Build into `folder` in a fresh process: one thread, no accelerator, no network, no Unsloth."""
+    """Build into `folder` in a separate process: one thread, no accelerator, no network, no Unsloth."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
@@ -150,7 +151,7 @@ def _run_cold_start(recipe: dict[str, Any], folder: Path, report: Callable[[str]
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     program = "from rloo_kit.embedded.model import run_as_program; run_as_program()"
-    command = [sys.executable, "-P", "-c", program]  # -P: nothing is imported from the working directory
+    command = [sys.executable, "-P", "-c", program]  # -P: import nothing from the working directory
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
             [*command, json.dumps(recipe), str(folder)],
@@ -163,7 +164,7 @@ def _run_cold_start(recipe: dict[str, Any], folder: Path, report: Callable[[str]
             for line in child.stdout or ():
                 if line.startswith(_PROGRESS):
                     report(line.removeprefix(_PROGRESS).rstrip())
-        except BaseException:  # Ctrl-C above all: no cold start is left running
+        except BaseException:  # mostly Ctrl-C: leave no cold start running
             child.kill()
             raise
         finally:
@@ -173,15 +174,15 @@ def _run_cold_start(recipe: dict[str, Any], folder: Path, report: Callable[[str]
             tail = "\n".join(errors.read().splitlines()[-15:])
             family = recipe["family"]
             name = recipe["kind"] if family == DEFAULT_FAMILY else f"{recipe['kind']}@{family}"
-            first = f"see what draws and work in {family} do; " if is_family_file(family) else ""
+            first = f"check draw and work in {family}; " if is_family_file(family) else ""
             raise SetupError(
                 f"the cold start of embedded/{name} ended with exit code {child.returncode}; {first}"
-                f"`rloo-kit doctor` checks the installation. Its last words:\n{tail}"
+                f"`rloo-kit doctor` checks the installation. Its last output:\n{tail}"
             )
 
 
 def run_as_program() -> None:
-    """The process that `build` starts: arguments are the recipe as JSON and the folder to fill."""
+    """Entry point of the process that `build` starts: takes the recipe as JSON and the folder to fill."""
     recipe, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     plan = ColdStart(**recipe["plan"] | {"habit": Habit(**recipe["plan"]["habit"])})
     torch.set_num_threads(1)
@@ -202,7 +203,7 @@ def run_as_program() -> None:
 
 
 def _move_into_place(workspace: Path, target: Path) -> None:
-    """Rename, which is atomic; where another process was faster with the same content, its folder stays."""
+    """Rename atomically; if another process finished first with the same content, keep its folder."""
     workspace.chmod(0o755)
     try:
         workspace.rename(target)

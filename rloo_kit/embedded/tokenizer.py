@@ -1,4 +1,4 @@
-"""The embedded model's tokenizer; its vocabulary and templates are `data.byte_tokens`."""
+"""The embedded model's tokenizer; vocabulary and templates are in `data.byte_tokens`."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from rloo_kit.data.byte_tokens import (
 
 def build_tokenizer(name: str = "thinking", vocabulary: str = "compact") -> Any:
     """A `Qwen2Tokenizer` for the embedded model `name` (thinking, instruct, thinking@sorting) and `vocabulary` (compact
-    or qwen3); ConfigError for another.
+    or qwen3); raises ConfigError for any other.
 
     `<think>` and `</think>` are added tokens but not special, as in Qwen3: `skip_special_tokens=True` keeps them.
     """

@@ -1,4 +1,4 @@
-"""What a notebook shows of a run: curves, and completions side by side; in a terminal or a log the same as text."""
+"""A run's curves, and completions side by side, for a notebook; as text in a terminal or a log."""
 
 import base64
 import html
@@ -40,11 +40,11 @@ _Display = TypeVar("_Display")
 
 
 def _shown(display: _Display) -> _Display:
-    """The object itself; printed where no IPython would show it."""
+    """Return the object; print it if no IPython will display it."""
     ipython = sys.modules.get("IPython")
     if ipython is None or ipython.get_ipython() is None:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        print(str(display).encode(encoding, "replace").decode(encoding), flush=True)  # whatever the terminal lacks: ?
+        print(str(display).encode(encoding, "replace").decode(encoding), flush=True)  # missing characters: ?
     return display
 
 
@@ -53,12 +53,12 @@ def _shown(display: _Display) -> _Display:
 
 @dataclass(repr=False)
 class TrainingPlot:
-    """The curves of a run; shows itself in a notebook.
+    """The curves of a run; displays itself in a notebook.
 
     Attributes:
-        summary: one line: steps, and each metric at the start and at the end.
-        curves: what is drawn.
-        notes: what could not be drawn, and why.
+        summary: one line with the steps, and each metric at the start and the end.
+        curves: the curves drawn.
+        notes: what was not drawn, and why.
     """
 
     summary: str
@@ -68,7 +68,7 @@ class TrainingPlot:
 
     @property
     def png(self) -> bytes | None:
-        """The image, for a file of your own; None where there is nothing to draw."""
+        """The image, to save to a file; None if there is nothing to draw."""
         if self._png is None and self.curves:
             self._png = draw_curves(self.curves, "; ".join(self.notes))
         return self._png
@@ -89,21 +89,21 @@ class TrainingPlot:
 
 
 def plot_training(result: Any) -> TrainingPlot:
-    """Reward, KL, thinking length and the share that closes its thinking, over the steps of a run.
+    """Plot reward, KL, thinking length and the share that closes its thinking over the steps of a run.
 
-    A model that does not think has the length of its completions and the share truncated instead. Without a KL
-    (`rloo.beta` 0) the panel is left out, with a note. Evaluations during training (`eval.every_steps`) add the
-    held-out accuracy, or without answers the held-out reward. From 20 logged steps on a moving mean is drawn.
+    For a model that does not think: completion length and the share truncated instead. Without a KL (`rloo.beta` 0) its
+    panel is left out, with a note. Evaluations during training (`eval.every_steps`) add held-out accuracy, or held-out
+    reward if there are no answers. From 20 logged steps on, a moving mean is drawn.
 
     Args:
-        result: what `train` returned; only its `metrics` are read, also of an interrupted or resumed run.
+        result: what `train` returned, interrupted and resumed runs included; only `metrics` is read.
 
     Returns:
-        an object that shows itself: a PNG with transparent ground, and one line of text. A script prints that line.
-    """
-    by_step = {row["step"]: row for row in result.metrics if "step" in row}  # a step done again counts as done last
+        an object that displays itself: a PNG with a transparent background, and one line of text. A script prints the
+    line."""
+    by_step = {row["step"]: row for row in result.metrics if "step" in row}  # of a repeated step the last row counts
     rows = [by_step[step] for step in sorted(by_step)]
-    # Other models log it too, where a completion happens to hold a tag.
+    # Other models log it too, if a completion happens to contain a tag.
     thinks = sum("thinking/mean_length" in row for row in rows) > len(rows) / 2
     curves, parts, notes = [], [], []
     held_out = [panel for panel in _HELD_OUT if any(is_number(row.get(panel[0])) for row in rows)][:1]
@@ -131,7 +131,7 @@ def _summary(rows: list[dict[str, Any]], parts: list[str], notes: list[str]) -> 
 
 
 def _from_to(values: list[float], form: str) -> str:
-    """The start and the end of a curve as text, each a mean where the curve is smoothed."""
+    """The start and the end of a curve as text; means if the curve is smoothed."""
     if len(values) == 1:
         return format(values[0], form)
     window = mean_window(len(values)) if len(values) >= SMOOTH_FROM else 1
@@ -142,11 +142,11 @@ def _from_to(values: list[float], form: str) -> str:
 # ------------------------------------------------------------------------------------------------ completions
 
 # JupyterLab's sanitiser drops style sheets and scripts of untrusted notebooks; these inline properties survive it.
-MUTED, RIGHT, WRONG = "#797979", "#1a8a4a", "#c9510c"  # legible on light and on dark ground
-MAX_HTML, MAX_TEXT = 6000, 600  # characters shown of one part
+MUTED, RIGHT, WRONG = "#797979", "#1a8a4a", "#c9510c"  # legible on light and dark backgrounds
+MAX_HTML, MAX_TEXT = 6000, 600  # characters shown per part
 TEXT_WIDTH = 100  # columns
 _MARKS = {True: ("✓ right", RIGHT), False: ("✗ wrong", WRONG), None: ("not judged", MUTED)}
-_CARD = "border: 1px solid rgba(128, 128, 128, 0.4); border-radius: 6px; padding: 8px 12px; margin: 8px 0"
+_BOX = "border: 1px solid rgba(128, 128, 128, 0.4); border-radius: 6px; padding: 8px 12px; margin: 8px 0"
 _PAIR = "display: flex; flex-wrap: wrap; gap: 12px; margin: 6px 0 0"
 _SIDE = "flex: 1 1 280px; min-width: 0; border-left: 3px solid rgba(128, 128, 128, 0.4); padding: 0 0 0 10px"
 _PRE = (
@@ -158,7 +158,7 @@ _LABEL = f"color: {MUTED}; font-size: 12px; margin: 6px 0 0"
 
 @dataclass(repr=False)
 class CompletionPairs:
-    """Completions of the same prompts side by side, below a note of one line; shows itself in a notebook."""
+    """Completions of the same prompts side by side, under a one-line note; displays itself in a notebook."""
 
     note: str
     pairs: list[SamplePair]
@@ -171,15 +171,16 @@ class CompletionPairs:
 
 
 def show_completions(before: Evaluation, after: Evaluation | None = None, num: int = 4) -> CompletionPairs:
-    """Completions that evaluations kept, thinking and answer apart, right or wrong; two evaluations side by side.
+    """Show completions that evaluations kept, with thinking and answer separate, and right or wrong.
 
     Args:
-        before, after: from `evaluate`; one completion of each of the first `eval.num_completions` prompts is kept.
-        num: prompts shown, 1 or more.
+        before, after: from `evaluate`, shown side by side; each keeps one completion of the first
+            `eval.num_completions` prompts.
+        num: prompts to show, 1 or more.
 
     Returns:
-        an object that shows itself: HTML without scripts or style sheets, in the colours of the page, and text. A
-        script prints the text.
+        an object that displays itself: HTML without scripts or style sheets, in the page's colours, and text. A script
+        prints the text.
 
     Raises:
         ConfigError: `num` is below 1.
@@ -188,7 +189,7 @@ def show_completions(before: Evaluation, after: Evaluation | None = None, num: i
         raise ConfigError(f"num is {num!r}; it takes a whole number of prompts, 1 or more")
     evaluations = {before.label or "completion": before} if after is None else {"before": before, "after": after}
     pairs = pair_samples(**evaluations)
-    pairs.sort(key=lambda pair: -len(pair.samples))  # stable: prompts that only one side has come last
+    pairs.sort(key=lambda pair: -len(pair.samples))  # stable; prompts that only one side has come last
     if not pairs:
         return _shown(CompletionPairs("no completions were kept; set eval.num_completions above 0", []))
     shown = pairs[:num]
@@ -199,16 +200,16 @@ def show_completions(before: Evaluation, after: Evaluation | None = None, num: i
 
 
 def pairs_as_html(note: str, pairs: list[SamplePair]) -> str:
-    """A card for each prompt; its sides stand next to each other and fold where there is no room."""
-    cards = "".join(_card(number, pair) for number, pair in enumerate(pairs, 1))
-    return f'<div style="text-align: left"><div style="{_LABEL}">{_escape(note)}</div>{cards}</div>'
+    """One box per prompt; its sides are next to each other and wrap if there is no room."""
+    boxes = "".join(_box(number, pair) for number, pair in enumerate(pairs, 1))
+    return f'<div style="text-align: left"><div style="{_LABEL}">{_escape(note)}</div>{boxes}</div>'
 
 
-def _card(number: int, pair: SamplePair) -> str:
+def _box(number: int, pair: SamplePair) -> str:
     gold = "" if pair.gold is None else f" · right answer <code>{_escape(pair.gold)}</code>"
     sides = "".join(_side(title, sample) for title, sample in pair.samples.items())
     return (
-        f'<div style="{_CARD}"><div style="color: {MUTED}; font-size: 12px">{number}{gold}</div>'
+        f'<div style="{_BOX}"><div style="color: {MUTED}; font-size: 12px">{number}{gold}</div>'
         f'{_pre(plain_prompt(pair.prompt))}<div style="{_PAIR}">{sides}</div></div>'
     )
 
@@ -237,7 +238,7 @@ def _escape(value: Any) -> str:
 
 
 def pairs_as_text(note: str, pairs: list[SamplePair]) -> str:
-    """The same as lines of at most `TEXT_WIDTH` columns."""
+    """The pairs as lines of at most `TEXT_WIDTH` columns."""
     lines = [note]
     for number, pair in enumerate(pairs, 1):
         gold = "" if pair.gold is None else f"   (right answer: {pair.gold})"
@@ -250,7 +251,7 @@ def pairs_as_text(note: str, pairs: list[SamplePair]) -> str:
 
 
 def _wrap(head: str, text: str) -> list[str]:
-    """Text with `head` before its first line and an indent of its width before the others; line breaks are kept."""
+    """Text with `head` before its first line and an equal indent before the others; line breaks are kept."""
     lines: list[str] = []
     for line in picture_controls(_shorten(text, MAX_TEXT)).splitlines():
         lines += textwrap.wrap(line, TEXT_WIDTH - len(head)) or [""]
@@ -258,7 +259,7 @@ def _wrap(head: str, text: str) -> list[str]:
 
 
 def _shorten(text: str, limit: int) -> str:
-    """Long text without its middle."""
+    """Cut the middle out of long text."""
     if len(text) <= limit:
         return text
     half = limit // 2

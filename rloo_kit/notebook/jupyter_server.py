@@ -1,7 +1,7 @@
-"""The Jupyter servers of this user and machine: found in Jupyter's runtime folders, asked about a kernel.
+"""Find this user's Jupyter servers on this machine (in Jupyter's runtime folders) and query them about a kernel.
 
-What a server's file says is not believed: it may be old, or another user's. A token goes to this machine alone, or to
-the address that JupyterHub's own variables name.
+A server's file is not trusted: it may be stale, or another user's. A token is sent only to this machine, or to the
+address in JupyterHub's variables.
 """
 
 import http.client
@@ -22,18 +22,18 @@ import psutil
 
 from rloo_kit.system.console import picture_controls
 
-TIMEOUT_S = 10.0  # of a request
-MOST_BYTES = 2**20  # of an answer or a server's file
-CLOCK_S = 60.0  # by which the clocks of files and processes may differ
-EVERYWHERE = ("", "*", "0.0.0.0", "::")  # of a server that listens on all addresses
+TIMEOUT_S = 10.0  # per request
+MOST_BYTES = 2**20  # of a response or a server's file
+CLOCK_S = 60.0  # tolerated difference between the clocks of files and processes
+EVERYWHERE = ("", "*", "0.0.0.0", "::")  # hostnames of a server that listens on all addresses
 
 
 class ServerError(Exception):
-    """The Jupyter server cannot be reached, may not be asked, or refuses."""
+    """The Jupyter server cannot be reached, must not be queried, or refuses."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """urllib sends the token to wherever a redirect leads."""
+    """Follow no redirect, because urllib would send the token along."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -41,10 +41,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 @dataclass(frozen=True)
 class Server:
-    """A Jupyter server: `url` with base_url and a slash at the end, its process, its token (may be empty), why it may
-    not be asked (or "").
+    """A Jupyter server: `url` with base_url and a trailing slash, its process, its token (may be empty), and why it
+    must not be queried (or "").
 
-    A server restarts a kernel whose process merely ends; a kernel that it shut down itself stays down.
+    A server restarts a kernel whose process exits, but not one that it shut down itself.
     """
 
     url: str
@@ -53,17 +53,17 @@ class Server:
     refusal: str = ""
 
     def ask(self, method: str, kernel_id: str) -> dict[str, Any] | None:
-        """`GET` a kernel's model, whose `execution_state` is `idle`, `busy`, ..., or `DELETE` the kernel for good.
+        """`GET` a kernel's model, whose `execution_state` is `idle`, `busy`, ..., or `DELETE` the kernel permanently.
 
         Returns:
-            The answer; None where the server has no such kernel.
+            The response; None if the server has no such kernel.
         """
         if self.refusal:
             raise ServerError(self.refusal)
         if not self.token.isascii() or not self.token.isprintable():  # http.client would print it in its error
-            raise ServerError(f"the token of the server at {self.url} is none that a request can carry")
+            raise ServerError(f"the token of the server at {self.url} cannot be sent in a request")
         headers = {"Authorization": f"token {self.token}"} if self.token else {}
-        if not self.token and method != "GET":  # an open server wants its cross-site cookie, sent twice
+        if not self.token and method != "GET":  # an open server requires its cross-site cookie, sent twice
             secret = os.urandom(16).hex()
             headers |= {"Cookie": f"_xsrf={secret}", "X-XSRFToken": secret}
         try:
@@ -78,9 +78,9 @@ class Server:
                 f"the server at {self.url} answered {method} with {error.code} {_short(error.reason)}"
             ) from None
         except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
-            raise ServerError(f"the server at {self.url} cannot be asked: {_short(error)}") from None
+            raise ServerError(f"the server at {self.url} cannot be queried: {_short(error)}") from None
         if not isinstance(answer, dict):
-            raise ServerError(f"the server at {self.url} cannot be asked: it answers {method} with no JSON object")
+            raise ServerError(f"the server at {self.url} cannot be queried: {method} returned no JSON object")
         return answer
 
 
@@ -89,7 +89,7 @@ def _short(found: object) -> str:
 
 
 def _opener(url: str) -> urllib.request.OpenerDirector:
-    """Without a proxy and without redirects; on this machine any certificate will do."""
+    """No proxy, no redirects; any certificate is accepted on this machine."""
     context = ssl.create_default_context()
     if is_loopback(urlsplit(url).hostname or ""):
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -98,7 +98,7 @@ def _opener(url: str) -> urllib.request.OpenerDirector:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine's own.
+    """Whether a host is this machine's loopback.
 
     >>> [is_loopback(host) for host in ("localhost", "127.8.0.1", "::1", "10.0.0.1", "localhost.example.org")]
     [True, True, True, False, False]
@@ -110,9 +110,9 @@ def is_loopback(host: str) -> bool:
 
 
 def find_servers(folders: Iterable[Path]) -> list[Server]:
-    """This user's running servers whose address lies in one of `folders` (Jupyter's runtime folders). Read here, as a
-    kernel's environment often lacks `jupyter_server` and its `list_running_servers`."""
-    if os.name != "posix":  # elsewhere the owner of a file and of a process is not looked up
+    """This user's running servers with a file in one of `folders` (Jupyter's runtime folders). Reads the files itself,
+    because a kernel's environment often lacks `jupyter_server` and its `list_running_servers`."""
+    if os.name != "posix":  # the owners of files and processes are only looked up on POSIX
         return []
     files = (
         file for folder in folders for name in ("jp", "nb") for file in sorted(folder.glob(f"{name}server-*.json"))
@@ -121,9 +121,9 @@ def find_servers(folders: Iterable[Path]) -> list[Server]:
 
 
 def _read_server(file: Path) -> Server | None:
-    """The server of a file; None where the file is not this user's alone, says something else, or outlived it."""
+    """The server that a file describes; None if the file is not private to this user, is malformed, or is stale."""
     try:
-        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:  # a pipe of that name would wait
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:  # a pipe with that name would block
             status = os.fstat(stream.fileno())
             info = json.loads(stream.read(MOST_BYTES)) if _is_private(status) else None
         if not isinstance(info, dict) or not _is_running(info.get("pid"), status.st_mtime):
@@ -131,17 +131,17 @@ def _read_server(file: Path) -> Server | None:
         url, refusal = _address(info)
         token = info.get("token") or _hub_token(url)
         return Server(url, info["pid"], token, refusal) if isinstance(token, str) else None
-    except (OSError, ValueError, RecursionError):  # half written, of another program, or gone by now
+    except (OSError, ValueError, RecursionError):  # half written, from another program, or already gone
         return None
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """Whether a file is one that this user wrote and nobody else could have."""
+    """Whether only this user can have written a file."""
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _is_running(pid: Any, written_s: float) -> bool:
-    """Whether the process that wrote a file lives and is this user's; one that got its number later is another."""
+    """Whether the process that wrote a file is alive and this user's; a later process with its number is not."""
     if type(pid) is not int or pid <= 0:
         return False
     try:
@@ -152,7 +152,7 @@ def _is_running(pid: Any, written_s: float) -> bool:
 
 
 def _address(info: dict[str, Any]) -> tuple[str, str]:
-    """Where a server is asked, put together from parts that were looked at, and why it may not be (or "")."""
+    """The address to query, built from checked parts, and why it must not be queried (or "")."""
     url = info["url"] if isinstance(info.get("url"), str) else ""
     parts = urlsplit(url)
     scheme, host, port, path = parts.scheme, parts.hostname or "", parts.port, parts.path
@@ -172,17 +172,17 @@ def _address(info: dict[str, Any]) -> tuple[str, str]:
 
 
 def _hub_address() -> Any:
-    """Where JupyterHub has its single-user server listen (JUPYTERHUB_SERVICE_URL), in parts."""
+    """Where JupyterHub's single-user server listens (JUPYTERHUB_SERVICE_URL), split into parts."""
     try:
         parts = urlsplit(os.environ.get("JUPYTERHUB_SERVICE_URL", ""))
-        parts.port  # noqa: B018 (raises where it is none)
+        parts.port  # noqa: B018 (raises if it is invalid)
         return parts
     except ValueError:
         return urlsplit("")
 
 
 def _hub_token(url: str) -> str:
-    """JupyterHub's token, for the server that its variables describe; "" for every other one."""
+    """JupyterHub's token if the server is the one in its variables; "" for any other."""
     hub, found = _hub_address(), urlsplit(url)
     prefix = hub.path or os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "")
     is_same = bool(prefix) and prefix.strip("/") == found.path.strip("/") and hub.port in (None, 0, found.port)

@@ -1,4 +1,4 @@
-"""Releases memory in a living process, and ends a notebook's kernel without losing work or output. Never imports
+"""Frees memory in a running process, and shuts down a notebook's kernel without losing work or output. Never imports
 torch."""
 
 import gc
@@ -18,25 +18,25 @@ from rloo_kit.runs.run_dir import open_runs
 from rloo_kit.system.memory import GIB, clear_last_error, resident_gib, trim_heap
 
 POLL_S = 0.2
-SLOW_CLIENT_S = 60.0  # longest wait for a client to fetch large outputs, once the kernel is idle
+SLOW_CLIENT_S = 60.0  # longest wait for a client to fetch large outputs once the kernel is idle
 CLICK = "in JupyterLab: Kernel > Shut Down Kernel"
-# Services that restart a kernel whose process ends; only their menus end it.
+# Services that restart a kernel whose process exits; only their menus can stop it.
 HOSTED = {
-    "COLAB_RELEASE_TAG": "Colab restarts it at once; there: Runtime > Disconnect and delete runtime",
-    "KAGGLE_KERNEL_RUN_TYPE": "Kaggle restarts it at once; there: Run > Stop session",
+    "COLAB_RELEASE_TAG": "Colab would restart it; use Runtime > Disconnect and delete runtime",
+    "KAGGLE_KERNEL_RUN_TYPE": "Kaggle would restart it; use Run > Stop session",
 }
 OUTCOMES = {
-    "script": "This is a script: its process ends with it.",
-    "terminal": "This process is yours to end: exit",
+    "script": "This is a script: its process exits when the script does.",
+    "terminal": "To end this process, type exit",
     "batch": "The runner of this notebook ends the kernel after the last cell.",
-    "server": "The kernel ends when nothing is left to run, and stays ended.",
+    "server": "The kernel ends when nothing is left to run, and stays down.",
     "kernel": "The kernel ends when nothing is left to run.",
 }
 
 
 @dataclass(frozen=True)
 class Released:
-    """GiB held before and after: on the GPU (the allocator's cache included), or of RAM."""
+    """GiB in use before and after: on the GPU (allocator cache included), or in RAM."""
 
     before_gib: float
     after_gib: float
@@ -44,19 +44,19 @@ class Released:
 
 
 def release_memory(verbose: bool = True) -> Released | None:
-    """Release what the last error's traceback holds, garbage, and the allocators' caches.
+    """Free the objects that the last error's traceback keeps alive, garbage, and the allocators' caches.
 
-    Delete the names of your models first: what a name (or `Out[...]` of a notebook) refers to stays. Afterwards a
-    debugger no longer sees the local variables of the last error.
+    Delete the names of your models first: objects that a name (or a notebook's `Out[...]`) refers to stay. Afterwards a
+    debugger no longer sees the last error's local variables.
 
     Args:
-        verbose: print one line with the GiB held before and after.
+        verbose: print one line with the GiB in use before and after.
 
     Returns:
-        Memory of the GPU where torch has used one, else the process's resident memory; None on systems without /proc.
+        GPU memory if torch has used a GPU, else the process's resident memory; None on systems without /proc.
     """
     torch = sys.modules.get("torch")
-    cuda = torch.cuda if torch is not None and torch.cuda.is_initialized() else None  # asking further opens a context
+    cuda = torch.cuda if torch is not None and torch.cuda.is_initialized() else None  # more calls open a context
     before = _held_gib(cuda)
     clear_last_error()
     gc.collect()
@@ -78,35 +78,35 @@ def _held_gib(cuda: Any) -> float | None:
 
 
 def shutdown_kernel(force: bool = False, wait_s: float = 600.0, idle_s: float = 2.0) -> None:
-    """Release memory, print where the files are, and end the notebook's kernel where nothing else ends it.
+    """Free memory, print where the files are, and shut down the notebook's kernel unless its runner does.
 
-    Safe as the last cell, in the middle (later cells still run, then the kernel ends), and twice. It waits for running
-    saves and never ends a kernel that trains a run.
+    Safe as the last cell, in the middle (later cells still run, then the kernel ends), and twice. Waits for
+    running saves and never ends a kernel that is training.
 
     | run by | what happens |
     |---|---|
-    | a script, IPython in a terminal | memory is released; the process ends when you end it |
-    | papermill, nbclient, nbconvert, `jupyter execute` | memory is released; the runner ends the kernel |
-    | a Jupyter server (JupyterLab) | once the kernel is idle the server is asked to shut it down, and it stays down |
-    | another owner of a kernel (`jupyter_client`, VS Code, a console) | once idle, a shutdown request to the kernel |
+    | a script, IPython in a terminal | frees memory; the process ends when you end it |
+    | papermill, nbclient, nbconvert, `jupyter execute` | frees memory; the runner ends the kernel |
+    | a Jupyter server (JupyterLab) | once the kernel is idle, asks the server to shut it down for good |
+    | another owner of a kernel (`jupyter_client`, VS Code, a console) | once idle, sends a shutdown request |
 
     Args:
-        force: do not look at saves and runs.
+        force: skip the checks for saves and runs.
         wait_s: longest wait for running saves, in seconds.
         idle_s: seconds without a running cell before the kernel is ended.
 
     Raises:
-        SetupError: under a batch runner, which will end the kernel in any case, when work still goes on after `wait_s`.
+        SetupError: under a batch runner, which ends the kernel anyway, if work is unfinished after `wait_s`.
     """
     runner = find_runner()
     obstacle = None if force else _find_obstacle(runner, wait_s)
     if obstacle is not None and runner.kind == "batch":
         raise SetupError(
-            f"{obstacle}, and the runner of this notebook ends the kernel after the last cell: join the thread in a "
-            "cell before this one, or give shutdown_kernel a longer wait_s"
+            f"{obstacle}, but the runner of this notebook ends the kernel after the last cell: join the thread in a "
+            "cell before this one, or raise shutdown_kernel's wait_s"
         )
     if obstacle is not None:
-        print(f"Nothing is ended: {obstacle}. Call it again later; shutdown_kernel(force=True) does not wait.")
+        print(f"Kernel not shut down: {obstacle}. Call it again later; shutdown_kernel(force=True) does not wait.")
         return
     release_memory()
     _print_saved()
@@ -114,7 +114,7 @@ def shutdown_kernel(force: bool = False, wait_s: float = 600.0, idle_s: float = 
 
 
 def _find_obstacle(runner: "Runner", wait_s: float) -> str | None:
-    """The work that ending the kernel would lose. Waits for saves; for runs only where the kernel ends in any case."""
+    """Work that shutting down would lose. Waits for saves; for runs only if the runner ends the kernel anyway."""
     deadline = time.monotonic() + wait_s
     if running_saves():
         print(f"waiting until {_join(running_saves())} is saved", flush=True)
@@ -124,11 +124,11 @@ def _find_obstacle(runner: "Runner", wait_s: float) -> str | None:
         return None
     while runner.kind == "batch" and open_runs() and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    return f"the run in {_join(open_runs())} goes on" if open_runs() else None
+    return f"the run in {_join(open_runs())} is still training" if open_runs() else None
 
 
 def _print_saved() -> None:
-    """One line for each folder in which this process saved something that still exists."""
+    """Print one line per folder in which this process saved something that still exists."""
     folders: dict[Path, list[str]] = {}
     for path in filter(Path.exists, saved_paths()):
         folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
@@ -149,10 +149,10 @@ class Runner:
     """The program that runs this process.
 
     Attributes:
-        kind: `script`; `terminal`: IPython without a kernel; `batch`: papermill, nbclient, nbconvert, which end their
-            kernel themselves; `server`: a Jupyter server that answers; `kernel`: another owner of a kernel; `foreign`:
-            one that would restart the kernel and cannot be asked.
-        reason: of `foreign`: why the kernel cannot be ended from here, and what to click.
+        kind: `script`; `terminal`: IPython without a kernel; `batch`: papermill, nbclient, nbconvert, which end the
+            kernel themselves; `server`: a Jupyter server that responds; `kernel`: another owner of a kernel; `foreign`:
+            one that would restart the kernel and cannot be queried.
+        reason: for `foreign`: why the kernel cannot be shut down from here, and what to click.
     """
 
     kind: Literal["script", "terminal", "batch", "server", "kernel", "foreign"]
@@ -163,7 +163,7 @@ class Runner:
 
 
 def find_runner() -> Runner:
-    """The runner of this process; asks this user's Jupyter servers whose kernel it is."""
+    """The runner of this process; asks this user's Jupyter servers whether the kernel is theirs."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None:
@@ -172,7 +172,7 @@ def find_runner() -> Runner:
     if not hasattr(getattr(kernel, "parent", None), "get_connection_info"):  # none, or one inside another program
         return Runner("terminal", shell)
     request = kernel.get_parent("shell") or {}
-    if request.get("content", {}).get("allow_stdin", True) is False:  # nobody is there to answer input()
+    if request.get("content", {}).get("allow_stdin", True) is False:  # input() would get no answer
         return Runner("batch", shell)
 
     from jupyter_core.paths import jupyter_runtime_dir  # installed wherever ipykernel is
@@ -200,29 +200,29 @@ _ending: threading.Thread | None = None
 
 
 def _end_when_idle(runner: Runner, idle_s: float, force: bool) -> str:
-    """Start the thread that ends the kernel, where it has to be ended from here; returns what will happen."""
+    """Start the thread that ends the kernel, if that is our job; returns a sentence on what will happen."""
     global _ending
     if runner.kind == "foreign":
         return f"The kernel is not ended: {runner.reason}"
     if runner.kind in ("server", "kernel"):
         if _ending is not None and _ending.is_alive():
-            return "The kernel is about to end already, when nothing is left to run."
+            return "The kernel is already set to end when nothing is left to run."
         _ending = _Ending(runner, idle_s, force)
         _ending.start()
     return OUTCOMES[runner.kind]
 
 
 class _Ending(threading.Thread):
-    """Ends the kernel once no cell has run for `idle_s` seconds and no save or run goes on.
+    """Ends the kernel once no cell has run for `idle_s` seconds and no save or run is in progress.
 
-    A kernel that stops inside the cell that asks for it races with its own output: the reply and the last lines are
-    lost, and the runner reports it dead.
+    A kernel that stops inside its own cell races with its output: the reply and the last lines are lost, and the runner
+    reports a dead kernel.
     """
 
     def __init__(self, runner: Runner, idle_s: float, force: bool):
         super().__init__(name="rloo-kit-ends-the-kernel", daemon=True)
         self._runner, self._idle_s, self._force = runner, idle_s, force
-        self._executing = {threading.get_ident()}  # threads that run a cell: the caller's, and JupyterLab's subshells
+        self._executing = {threading.get_ident()}  # threads running a cell: the caller's, and JupyterLab's subshells
         self._last = time.monotonic()
         runner.shell.events.register("pre_execute", self._begin)
         runner.shell.events.register("post_execute", self._finish)
@@ -232,7 +232,7 @@ class _Ending(threading.Thread):
             while not self._may_end():
                 time.sleep(POLL_S)
             self._shut_down()
-        except (ServerError, OSError, RuntimeError) as error:  # raised in a thread, nobody would see it
+        except (ServerError, OSError, RuntimeError) as error:  # an exception in a thread would go unseen
             print(f"The kernel is not ended: {error}", flush=True)
         finally:
             self._runner.shell.events.unregister("pre_execute", self._begin)
@@ -247,7 +247,7 @@ class _Ending(threading.Thread):
 
     def _may_end(self) -> bool:
         idle_s = time.monotonic() - self._last
-        # Large messages that a client has not fetched yet: a kernel that ends now loses them, or crashes.
+        # Large messages that a client has not fetched: ending now would lose them, or crash.
         garbage = sys.modules.get("zmq.utils.garbage")
         unsent = garbage is not None and len(garbage.gc.refs) > 0
         if self._executing or idle_s < self._idle_s or (unsent and idle_s < SLOW_CLIENT_S):
@@ -262,7 +262,7 @@ class _Ending(threading.Thread):
         if self._runner.server is not None:
             self._runner.server.ask("DELETE", self._runner.kernel_id)
             return
-        # A shutdown request on the control channel, as any client sends: the kernel finishes its work and exits with 0.
+        # A shutdown request on the control channel, as any client sends it: the kernel finishes its work and exits 0.
         from jupyter_client.blocking import BlockingKernelClient  # installed wherever ipykernel is
 
         client = BlockingKernelClient()

@@ -1,6 +1,6 @@
-"""Reads a notebook's parameters from its variables, checks names and types, and turns them into overrides.
+"""Reads a notebook's parameters from its variables, checks names and types, and converts them to overrides.
 
-papermill only warns of unknown names and passes `true` and `1e-6` on as text: both are handled here.
+papermill only warns of unknown names and passes `true` and `1e-6` as text; both are handled here.
 """
 
 import ast
@@ -26,7 +26,7 @@ from rloo_kit.system.env_file import find_root
 from rloo_kit.system.input_files import expand_user, find_unwritable, is_file, read_text
 
 KIT_ROOT = Path(__file__).resolve().parents[2]
-# Each parameter with the key that it sets, or in parentheses what it does without one.
+# Each parameter with the key that it sets, or in parentheses what it does instead.
 KNOWN = {
     "config": "(the run's file)",
     "run_name": "run.name",
@@ -51,13 +51,13 @@ SECTIONS: dict[str, type[Section]] = {
 
 @dataclass
 class Parameters:
-    """What `read_parameters` found. Prints as a table.
+    """The result of `read_parameters`. Prints as a table.
 
     Attributes:
         config: the configuration's file, absolute.
         overrides: `section.key=value`, for `load_config`.
-        resume, overwrite: for `train`; False where the notebook does not declare them.
-        values: every parameter by its name, as understood; paths are absolute.
+        resume, overwrite: for `train`; False if the notebook does not declare them.
+        values: every parameter by name, converted; paths are absolute.
     """
 
     config: Path
@@ -78,20 +78,20 @@ class Parameters:
 
 
 def read_parameters(namespace: Mapping[str, Any]) -> Parameters:
-    """The parameters of the notebook whose variables these are: `read_parameters(globals())`, in the cell after them.
+    """A notebook's parameters from its variables: call `read_parameters(globals())` in the cell after them.
 
-    Which names are parameters is read from the executed cells that start with `# Parameters`, the notebook's own and
-    the one that papermill adds; in a script from its file. Without such a cell every known name counts, and unknown
-    ones go unnoticed. What a notebook does not declare is not overridden.
+    The parameter names come from the executed cells that start with `# Parameters` (the notebook's and papermill's), or
+    from a script's file. Without such a cell every known name counts, and unknown ones go unnoticed. A parameter that
+    the notebook does not declare overrides nothing.
 
     Args:
-        namespace: `globals()`. A relative `output_dir` lies in the project's folder (the nearest at or above the
-            working directory with a pyproject.toml, .git, configs/ or .env, else the kit's own). `config` is looked
-            for there, then in the working directory, then in the kit's own folder.
+        namespace: `globals()`. A relative `output_dir` is in the project's folder (the nearest at or above the
+            working directory with a pyproject.toml, .git, configs/ or .env, else the kit's own). `config` is
+            searched there, then in the working directory, then in the kit's own folder.
 
     Raises:
-        ConfigError: everything that is wrong, one line for each name: unknown (with the nearest known name), of the
-            wrong type, a file that does not exist (with the places), `overrides` that cannot be read.
+        ConfigError: all problems, one line per name: an unknown name (with the nearest known one), a wrong type, a
+            missing file (with the places searched), `overrides` that cannot be parsed.
     """
     assigned = assigned_names(namespace)
     problems = [_refuse(name, place) for name, place in (assigned or {}).items() if name not in KNOWN]
@@ -118,7 +118,7 @@ def read_parameters(namespace: Mapping[str, Any]) -> Parameters:
         if key in overrides:
             name = set_here[key][0]
             raise ConfigError(
-                f"overrides: has {item}, and the parameter {name} sets {overrides[key]}; set {name} instead"
+                f"overrides: has {item}, but the parameter {name} sets {overrides[key]}; set {name} instead"
             )
     switches = {name: values.get(name, False) for name in ("resume", "overwrite")}
     return Parameters(Path(values["config"]), [*overrides.values(), *extra], **switches, values=values)
@@ -128,7 +128,7 @@ def read_parameters(namespace: Mapping[str, Any]) -> Parameters:
 
 
 def _read(name: str, value: Any) -> Any:
-    """The value of a parameter, understood; a ValueError names what it takes."""
+    """A parameter's converted value; raises ValueError with what it takes."""
     if name == "overrides":
         return _split_overrides(value)
     if name in ("resume", "overwrite"):
@@ -157,7 +157,7 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _read_as_field(key: str, value: Any) -> Any:
-    """A value as the configuration's field reads it; numbers and null may be given as text."""
+    """A value as the configuration's field reads it; numbers and null may be text."""
     section, _, last = key.partition(".")
     model, info = SECTIONS[section], SECTIONS[section].model_fields[last]
     given = read_value("null" if value.lower() == "none" else value) if isinstance(value, str) else value
@@ -193,13 +193,13 @@ def _find_config(path: Path) -> str:
 
 
 def _show(value: Any) -> str:
-    """A value, short enough for a line; an object that a later cell put under the name by its type alone."""
+    """A value, short enough for a line; an object that a later cell assigned to the name only by its type."""
     plain = isinstance(value, str | numbers.Number | list | tuple | dict | os.PathLike) or value is None
     return excerpt(value, 80) if plain else f"a {type(value).__name__}"
 
 
 def _refuse(name: str, place: str) -> str:
-    """An unknown name with what it may have been meant for."""
+    """An unknown name, with what it may mean."""
     found = f"{name}: unknown parameter ({place})"
     keys = [key for model in SECTIONS.values() for key in model.model_fields]
     old = CONFIG_NAMES.get(name)
@@ -226,11 +226,11 @@ def _way_to(name: str) -> str:
 
 
 def assigned_names(namespace: Mapping[str, Any]) -> dict[str, str] | None:
-    """Each name that the parameter cells assign, with its place ("In[2]", a script's name); None without such a cell.
+    """Names that the parameter cells assign, with their place ("In[2]", a script's name); None without such a cell.
 
-    The tag of a cell does not reach the kernel, its text does: IPython's `In`, or the file of a script (`__file__`).
+    A cell's tag does not reach the kernel, but its text does: IPython's `In`, or a script's file (`__file__`).
     """
-    inputs = namespace.get("In")  # whatever the user put there, if it is not IPython's list
+    inputs = namespace.get("In")  # anything the user assigned, if it is not IPython's list
     cells = enumerate(inputs) if isinstance(inputs, list) else ()
     executed = [(f"In[{number}]", cell) for number, cell in cells if isinstance(cell, str)]
     current = _current_cells(executed) or _current_cells(_script_cells(namespace.get("__file__")))
@@ -243,15 +243,15 @@ def assigned_names(namespace: Mapping[str, Any]) -> dict[str, str] | None:
 
 
 def _current_cells(executed: list[tuple[str, str]]) -> list[tuple[str, ast.Module]]:
-    """The parameter cells that count, of all that have run.
+    """The parameter cells that count among all that have run.
 
-    A cell that ran again replaces what it was, so that a corrected cell takes effect without a new kernel: the
-    notebook's own counts as it last ran, and papermill's (its first line is bare) if it last ran after that one. Where
-    the notebook's own is bare too, the last cells that ran one after the other count.
+    A cell that runs again replaces its earlier run, so a corrected cell takes effect without a new kernel. The
+    notebook's cell counts as it last ran, and papermill's (its first line is bare) if it last ran after that. If the
+    notebook's is bare too, the last consecutive cells count.
     """
     found: list[tuple[str, ast.Module]] = []
     own = False  # whether `found` starts with a cell whose first line is longer than papermill's
-    before = -1  # the number of the parameter cell before
+    before = -1  # number of the previous parameter cell
     for number, (place, cell) in enumerate(executed):
         head = re.fullmatch(r"#\s*Parameters\s*(:.*)?", cell.strip().partition("\n")[0].strip())
         if head is None:
@@ -271,7 +271,7 @@ def _current_cells(executed: list[tuple[str, str]]) -> list[tuple[str, ast.Modul
 
 
 def _script_cells(file: Any) -> list[tuple[str, str]]:
-    """The cells of a script in the percent format; none where it cannot be read."""
+    """The cells of a script in percent format; none if it cannot be read."""
     if not isinstance(file, str) or not file.endswith(".py"):
         return []
     try:

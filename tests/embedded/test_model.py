@@ -265,7 +265,7 @@ def test_the_cache_knows_nothing_of_sources_and_machines(built, monkeypatch):
         ({"name": "instruct@sorting"}, "only embedded/thinking@sorting takes"),
         ({"name": "thinking@missing.py"}, "no file missing.py of a task family"),
         ({"vocabulary": "large"}, "model.vocabulary is 'large'; the embedded model has compact and qwen3"),
-        ({"steps": 0}, "steps=0: the cold start takes at least 1 step"),
+        ({"steps": 0}, "steps=0: the cold start needs at least 1 step"),
     ],
 )
 def test_what_cannot_be_built_is_refused(arguments, message):
@@ -286,7 +286,7 @@ def test_a_failed_cold_start_says_why_and_leaves_nothing(tmp_path, monkeypatch):
     """Half a model in the cache would be loaded by every later run."""
     monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("sys.executable", program(tmp_path, "touch $workspace/config.json; echo no memory >&2; exit 3"))
-    with pytest.raises(SetupError, match="(?s)exit code 3; `rloo-kit doctor`.*last words:\nno memory"):
+    with pytest.raises(SetupError, match="(?s)exit code 3; `rloo-kit doctor`.*last output:\nno memory"):
         build(report=lambda line: None)
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -298,7 +298,7 @@ def test_a_failed_cold_start_names_the_family(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.executable", program(tmp_path, "exit 3"))
     with pytest.raises(SetupError, match="cold start of embedded/thinking@sorting ended .*code 3; `rloo-kit doctor`"):
         build("thinking@sorting", report=lambda line: None)
-    with pytest.raises(SetupError, match=f"embedded/thinking@{file} ended .*code 3; .*draws and work in {file}"):
+    with pytest.raises(SetupError, match=f"embedded/thinking@{file} ended .*code 3; .*draw and work in {file}"):
         build(f"thinking@{file}", report=lambda line: None)
 
 
@@ -331,5 +331,5 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     """The user's home is read-only on some clusters; the message has to name the way out."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RLOO_KIT_CACHE", str(tmp_path / "file"))
-    with pytest.raises(SetupError, match="cannot be kept in .*Set RLOO_KIT_CACHE to a folder"):
+    with pytest.raises(SetupError, match="cannot be cached in .*Set RLOO_KIT_CACHE to a writable folder"):
         build()

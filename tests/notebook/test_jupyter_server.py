@@ -221,7 +221,7 @@ def test_a_malformed_answer_is_the_servers_error(recorders, answer):
     """A thread that waits for the end of the kernel died of it without a word."""
     recorder = recorders()
     recorder.body = answer
-    with pytest.raises(ServerError, match="cannot be asked"):
+    with pytest.raises(ServerError, match="cannot be queried"):
         Server(f"http://127.0.0.1:{recorder.port}/", os.getpid(), TOKEN).ask("GET", "an-id")
 
 
@@ -249,7 +249,7 @@ def test_what_is_no_http_is_the_servers_error():
             connection.close()
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(ServerError, match="cannot be asked") as caught:
+        with pytest.raises(ServerError, match="cannot be queried") as caught:
             Server(f"http://127.0.0.1:{listening.getsockname()[1]}/", os.getpid(), TOKEN).ask("GET", "an-id")
     assert "\x1b" not in str(caught.value)
     assert issubclass(http.client.BadStatusLine, http.client.HTTPException)

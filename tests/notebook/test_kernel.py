@@ -143,7 +143,7 @@ def test_a_server_that_refuses_is_only_an_obstacle_where_it_started_the_kernel(i
     monkeypatch.setenv("JPY_PARENT_PID", str(os.getpid()))
     found = find_runner()
     assert found.kind == "foreign"
-    assert found.reason.startswith("the server at http://127.0.0.1:9/ cannot be asked")
+    assert found.reason.startswith("the server at http://127.0.0.1:9/ cannot be queried")
     assert found.reason.endswith("in JupyterLab: Kernel > Shut Down Kernel")
 
 
@@ -170,8 +170,8 @@ def test_a_server_that_does_not_answer_says_why(server_of_something_else: str) -
     """Without a token (a password alone) there is no way in; the person has to click, and has to know it."""
     for url, reason in (
         (server_of_something_else, "501 Unsupported"),
-        ("http://127.0.0.1:9/", "cannot be asked"),
-        ("http+unix://%2Ftmp%2Fsocket/", "cannot be asked"),
+        ("http://127.0.0.1:9/", "cannot be queried"),
+        ("http+unix://%2Ftmp%2Fsocket/", "cannot be queried"),
     ):
         for method in ("GET", "DELETE"):
             with pytest.raises(ServerError, match=reason):
@@ -211,9 +211,9 @@ def test_a_save_that_takes_too_long_keeps_the_kernel(in_kernel: Any, capsys: Any
         in_kernel()
         kernel.shutdown_kernel(wait_s=0.05)
         printed = capsys.readouterr().out
-        assert f"Nothing is ended: {tmp_path / 'adapter'}" in printed and "shutdown_kernel(force=True)" in printed
+        assert f"Kernel not shut down: {tmp_path / 'adapter'}" in printed and "shutdown_kernel(force=True)" in printed
         in_kernel(allow_stdin=False)
-        with pytest.raises(SetupError, match=r"adapter .* after 0.05 s.* longer wait_s"):
+        with pytest.raises(SetupError, match=r"adapter .* after 0.05 s.* raise shutdown_kernel's wait_s"):
             kernel.shutdown_kernel(wait_s=0.05)
         kernel.shutdown_kernel(force=True)
     assert kernel.OUTCOMES["batch"] in capsys.readouterr().out

@@ -157,7 +157,7 @@ opened.wait(30)
     wait = "import time; time.sleep(3); print('still here')"
     ended = run("jupyter_client", [START, train, SHUT_DOWN, wait, "done.set(); thread.join()", SHUT_DOWN], tmp_path)
     assert ended.exit_code == "0" and all_gone(ended.mark)
-    refusal = f"Nothing is ended: the run in {Path('run')} goes on."
+    refusal = f"Kernel not shut down: the run in {Path('run')} is still training."
     assert refusal in ended.text and ended.text.index(refusal) < ended.text.index("still here")
     assert ended.text.endswith("The kernel ends when nothing is left to run.\n")
 
