@@ -43,7 +43,7 @@ def short_plan() -> Any:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of two steps, built as a user's is: in a process of its own, into an empty cache."""
+    """A model of two steps, built as for a user: in a separate process, into an empty cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLOO_KIT_CACHE", str(tmp_path_factory.mktemp("cache")))
         return build(steps=2, report=lambda line: None)

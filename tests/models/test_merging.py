@@ -1,4 +1,4 @@
-"""Why an adapter is handed over and never merged: what a merge and its undoing do to a 4-bit base."""
+"""Why vLLM gets the adapter and never a merged base: what merging and unmerging do to a 4-bit base."""
 
 from importlib.util import find_spec
 

@@ -147,7 +147,7 @@ def test_an_adapter_is_continued_and_not_wrapped_twice(make_run: Any, tmp_path: 
 
 
 def test_saving_leaves_the_reference_copy_behind(make_run: Any, tmp_path: Path) -> None:
-    """TRL adds a second adapter "ref"; PEFT's plain save wrote it beside the first, and a merge took the wrong one."""
+    """TRL adds a second adapter "ref"; PEFT's plain save wrote it next to the first, and a merge took the wrong one."""
     policy = load(make_run())
     policy.model.add_adapter("ref", policy.model.peft_config["default"])
     names = {path.name for path in save_adapter(policy, tmp_path / "adapter").iterdir()}
@@ -237,7 +237,7 @@ def test_what_cannot_be_loaded_is_refused_with_its_key(make_run: Any, tmp_path: 
 
 
 def test_adapter_of_the_embedded_model_from_another_machine(make_run: Any, tmp_path: Path) -> None:
-    """The base was looked for under the home of whoever trained the adapter, and the adapter was refused."""
+    """The base was looked up under the home folder of the adapter's author, and the adapter was refused."""
     base = embedded_model.build(steps=1, report=lambda line: None)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"/nowhere/{base.name}"}))
     source = find_source(make_run(name=tmp_path))
@@ -337,7 +337,7 @@ def vllm_plan() -> VllmPlan:
 def test_unsloth_loads_vllm_on_the_shares_that_were_planned(
     make_run: Any, vllm_plan: VllmPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unsloth puts a share of its own in the place of the one it was given as soon as vLLM is to sleep."""
+    """Unsloth replaces the given share by its own as soon as vLLM is set to sleep."""
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", unsloth.SHARE_VARIABLE):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv(STANDBY_VARIABLE, "1")
@@ -364,8 +364,8 @@ def test_unsloth_that_was_imported_too_early_is_found(make_run: Any, vllm_plan: 
 
 
 def test_unsloth_loads_vllm_once(make_run: Any, vllm_plan: VllmPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's groups of processes are the whole process's, and the first one holds the first model's weights: it cannot
-    be stopped for a second, as the transformers backend's is. Once its model is gone, another is not refused."""
+    """vLLM's process groups are global to the process, and the first vLLM has the first model's weights: it cannot be
+    stopped for a second, unlike the transformers backend's. Once its model is gone, another is accepted."""
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", unsloth.SHARE_VARIABLE):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv(STANDBY_VARIABLE, "1")

@@ -205,7 +205,7 @@ def test_completions_side_by_side() -> None:
 
 
 def test_completions_as_text() -> None:
-    """What `papermill --log-output` and a terminal show; an object's address helped nobody."""
+    """What `papermill --log-output` and a terminal show; an object's address is no help."""
     one = make_sample("12+34=", correct=False, thinking="2+4=6\n1+3=4", ended=False, forced=True)
     shown = show_completions(make_evaluation(one), make_evaluation(make_sample("12+34=")), num=9)
     assert repr(shown) == shown._repr_mimebundle_()["text/plain"]

@@ -1,4 +1,4 @@
-"""What a Jupyter server's file says is not believed, and a token goes to nobody else: against real sockets."""
+"""A Jupyter server's file is not trusted, and a token goes to no other host: tested against real sockets."""
 
 import http.client
 import json

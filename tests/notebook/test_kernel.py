@@ -63,7 +63,7 @@ def test_the_figures_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_a_process_without_a_cuda_context_opens_none(monkeypatch: Any, capsys: Any) -> None:
-    """Asking CUDA for its memory opens a context, which holds a few hundred MiB: worse than nothing."""
+    """Asking CUDA for its memory opens a context, which takes a few hundred MiB: worse than nothing."""
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False)))  # type: ignore[arg-type]
     released = kernel.release_memory()
     assert released is not None and released.device == "cpu"

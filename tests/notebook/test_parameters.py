@@ -65,7 +65,7 @@ SIXTY = ["rloo.max_steps=60"]
         pytest.param(
             [OWN, "# Parameters\nmax_steps = 2\nPAPERMILL_INPUT_PATH = 'a'\nPAPERMILL_OUTPUT_PATH = 'b'"],
             ["rloo.max_steps=2"],
-            id="papermill --inject-paths was refused for two names that nobody had misspelt",
+            id="papermill --inject-paths was refused for two names that were not misspelt",
         ),
         pytest.param(
             [OWN, "seed = 'abc'; beta = object(); steps = 3", "x = 1  # Parameters", "# Parameters of a model\nn = 3"],
@@ -224,13 +224,13 @@ def test_without_cells_known_names_count(extra: dict[str, Any]) -> None:
 
 
 def test_one_key_is_not_given_twice() -> None:
-    """`overrides` won over the parameter beside it, and the printed table said something else than the run did."""
+    """`overrides` won over a parameter in the same cell, and the printed table differed from the run."""
     assert refusal(OWN + "overrides = '--rloo.max_steps=5'\n").endswith("rloo.max_steps=60; set max_steps instead")
     assert read(OWN + "run_name = ''\noverrides = ['run.name=x']\n").overrides == ["rloo.max_steps=60", "run.name=x"]
 
 
 def test_paths_from_a_folder_below_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """JupyterLab runs a notebook in its own folder, and `configs/x.yaml` is beside that folder."""
+    """JupyterLab runs a notebook in its own folder, and `configs/x.yaml` is next to that folder."""
     project = tmp_path / "project"
     (project / "notebooks").mkdir(parents=True)
     (project / "configs").mkdir()

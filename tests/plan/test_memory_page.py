@@ -149,5 +149,5 @@ def test_the_table_of_32b_on_several_gpus(repository: Path) -> None:
         columns.append((weights / gpus, trained / gpus, layers, passes, sums[0], gathered, cache, sums[1]))
     table = [[f"{size / GIB:.1f}" if size else "0" for size in row] for row in zip(*columns, strict=True)]
     text = (repository / "docs" / "several-gpus.md").read_text(encoding="utf-8")
-    rows = [line.strip("| ").split(" | ")[1:] for line in text.partition("| a GPU holds |")[2].splitlines()[2:]]
+    rows = [line.strip("| ").split(" | ")[1:] for line in text.partition("| GiB per GPU |")[2].splitlines()[2:]]
     assert rows[: len(table)] == table
