@@ -12,7 +12,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206
 
 
 def excerpt(value: Any, longest: int = 120) -> str:
-    """`repr(value)` for a message, cut at `longest` characters; by its type where it has no repr.
+    """`repr(value)` for a message, cut at `longest` characters; names the type if repr fails.
 
     >>> excerpt("a" * 99, 20), excerpt(10**5000)
     ("'aaaaaaaaaaaaaaaa...", 'a value of type int')
@@ -25,7 +25,7 @@ def excerpt(value: Any, longest: int = 120) -> str:
 
 
 def shorten(text: str, longest: int = 2000, tail: int = 0) -> str:
-    """A text of at most `longest` characters: the first ones, how many there were, and the last `tail`.
+    """At most `longest` characters of `text`: the first ones, the original length, and the last `tail`.
 
     >>> shorten("found, the limit and the fix", 28), shorten("found, the limit and the fix", 27, tail=3)
     ('found, the limit and the fix', 'fou ... (28 characters) fix')
@@ -37,7 +37,7 @@ def shorten(text: str, longest: int = 2000, tail: int = 0) -> str:
 
 
 class RlooKitError(Exception):
-    """Root of the kit's own errors. Its text holds what a user gave, so it is cut and escaped: it can be printed."""
+    """Root of the kit's errors. The text may contain user input, so it is cut and escaped before printing."""
 
     def __str__(self) -> str:
         lines = super().__str__().split("\n")
@@ -47,7 +47,7 @@ class RlooKitError(Exception):
 
 
 class ConfigError(RlooKitError, ValueError):
-    """A configuration file, an override or an argument cannot be used as it stands."""
+    """A configuration file, an override or an argument cannot be used as is."""
 
 
 class QuestionTooLongError(ConfigError):
@@ -59,19 +59,19 @@ class ImportOrderError(RlooKitError, ImportError):
 
 
 class SetupError(RlooKitError, RuntimeError):
-    """The machine or the installation cannot do what was asked of it."""
+    """The machine or the installation cannot do what was requested."""
 
 
 class BackendError(RlooKitError, RuntimeError):
-    """A model could not be loaded, saved or continued by the backend that was chosen."""
+    """A model could not be loaded, saved or continued by the chosen backend."""
 
 
 class ExportError(RlooKitError, RuntimeError):
-    """A trained model could not be exported, or what was exported is not what was trained."""
+    """A trained model could not be exported, or the export differs from the trained model."""
 
 
 class RolloutServerError(RlooKitError, ConnectionError):
-    """A server of rollouts cannot be reached, or cannot do what the run asks of it."""
+    """A rollout server cannot be reached, or cannot do what the run needs."""
 
 
 class TokenizerError(RlooKitError, ValueError):
@@ -83,7 +83,7 @@ class DataError(RlooKitError, ValueError):
 
 
 class RewardError(RlooKitError, RuntimeError):
-    """Reward functions failed too often to go on, or a reward cannot be built."""
+    """Reward functions failed too often to continue, or a reward cannot be built."""
 
 
 class WholeBatchError(RewardError):
@@ -91,15 +91,15 @@ class WholeBatchError(RewardError):
 
 
 class RunExistsError(RlooKitError, FileExistsError):
-    """A run's folder holds a run already."""
+    """A run's folder already contains a run."""
 
 
 class RunNotFoundError(RlooKitError, FileNotFoundError):
-    """A run's folder, or something in it that was asked for, is not there."""
+    """A run's folder, or a requested file in it, does not exist."""
 
 
 class HealthError(RlooKitError, RuntimeError):
-    """Training was stopped by a rule of the run's health, as `health:` asked for."""
+    """Training was stopped by a health rule, as set in `health:`."""
 
 
 class NoSignalError(HealthError):
@@ -107,4 +107,4 @@ class NoSignalError(HealthError):
 
 
 class NonFiniteError(RlooKitError, FloatingPointError):
-    """Training was stopped because NaN or infinity came up in too many steps in a row."""
+    """Training was stopped because too many consecutive steps had NaN or infinity."""

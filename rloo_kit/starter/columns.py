@@ -1,4 +1,4 @@
-"""The columns of a file before anything is read of it: their names, and which look like prompt and answer."""
+"""The columns of a data file: their names, and which look like prompt and answer."""
 
 import csv
 import json
@@ -12,7 +12,7 @@ ANSWER_NAMES = ("answer", "solution", "target", "label", "output", "response", "
 
 
 def read_columns(path: Path) -> list[str]:
-    """The names of the columns, by the header, the first row or the schema; raises DataError where there are none."""
+    """Column names from the header, first row or schema; raises DataError if there are none."""
     try:
         names = _read_parquet(path) if path.suffix.lower() == ".parquet" else _read_first(path)
     except UnicodeDecodeError as error:
@@ -20,7 +20,7 @@ def read_columns(path: Path) -> list[str]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
     if not names:
-        raise DataError(f"{path} has no rows; a file of prompts has a column for the prompt and one for the answer")
+        raise DataError(f"{path} has no rows; it needs a column of prompts and one of answers")
     return names
 
 
@@ -35,25 +35,25 @@ def _read_first(path: Path) -> list[str]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}, line 1: broken JSON: {error}. JSONL has one object a line") from None
+        raise DataError(f"{path}, line 1: broken JSON: {error}. JSONL has one object per line") from None
     if not isinstance(row, dict):
-        raise DataError(f"{path}, line 1: a JSON {type(row).__name__}; each line has to be an object")
+        raise DataError(f"{path}, line 1: a JSON {type(row).__name__}; each line must be an object")
     return list(row)
 
 
 def _read_parquet(path: Path) -> list[str]:
-    _stack.load_stack()  # pyarrow comes after the libraries that bring their own
+    _stack.load_stack()  # before pyarrow: these libraries ship their own
     import pyarrow
     import pyarrow.parquet
 
     try:
         return list(pyarrow.parquet.read_schema(path).names)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path} is not a Parquet file that can be read: {error}") from None
+        raise DataError(f"{path} is not a readable Parquet file: {error}") from None
 
 
 def guess_columns(names: list[str]) -> tuple[str, str | None]:
-    """The columns of prompt and answer by their names; else the first, and the last of the others (None without one).
+    """Prompt and answer columns by name; else the first column, and the last of the others (None without one).
 
     >>> guess_columns(["id", "Question", "answer"]), guess_columns(["sum", "value"]), guess_columns(["text"])
     (('Question', 'answer'), ('sum', 'value'), ('text', None))

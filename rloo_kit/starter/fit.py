@@ -1,4 +1,4 @@
-"""Which model and which lengths fit a machine, by the memory plan: the settings of a first run."""
+"""Picks the model and the lengths of a first run that fit a machine, by the memory plan."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ from rloo_kit.starter.table import Table
 from rloo_kit.starter.texts import Settings, make_body, make_header
 
 EMBEDDED = "embedded/thinking"
-# Those of configs/, the largest first; on a CPU the smallest in 16 bit, which needs no kernels for 4 bit.
+# The models of configs/, largest first; on a CPU the smallest, in 16 bit, which needs no 4-bit kernels.
 FOR_GPU = tuple(
     f"unsloth/Qwen3-{size}-unsloth{BNB_ENDING}" for size in ("4B-Thinking-2507", "1.7B", "0.6B")
 )  # fmt: skip
 FOR_CPU = ("Qwen/Qwen3-0.6B",)
-# (tokens of a completion, completions at once that they are worth), the first that fits.
+# (tokens of a completion, completions that must fit at once); the first that fits is taken.
 LENGTHS = {
     True: ((12288, 8), (8192, 8), (6144, 8), (4096, 4), (4096, 1), (2048, 1)),
     False: ((2048, 8), (1024, 4), (1024, 1), (512, 1)),
 }
-LEAST_TO_THINK = 4096  # a model that thinks is proposed where its completions can have so many
-ANSWER, CLOSING = 512, 32  # tokens of a forced answer, and of the sentence in front of it, with some to spare
+LEAST_TO_THINK = 4096  # a thinking model is proposed only if its completions can have so many tokens
+ANSWER, CLOSING = 512, 32  # tokens of a forced answer and of the closing sentence before it, with a margin
 EMBEDDED_TEMPLATE = 28  # tokens of the embedded model's template around a prompt; a byte is a token there
 
 
@@ -46,8 +46,8 @@ class Fitted:
 
 
 def suggest_model(table: Table, gpu_gib: float | None = None) -> str:
-    """The model that is proposed: on a GPU the largest of the shipped configs' that fits, else the embedded one where
-    the prompts are additions, which is all that it knows."""
+    """The model to propose: on a GPU the largest of the shipped configs that fits; on a CPU the embedded one if the
+    prompts are additions, all that it knows."""
     machine = find_machine(gpu_gib)
     if not machine.on_cuda:
         return EMBEDDED if table.not_an_addition is None else FOR_CPU[0]
@@ -59,23 +59,23 @@ def suggest_model(table: Table, gpu_gib: float | None = None) -> str:
 
 
 def fit(model: str, file: Path, module: str, table: Table, gpu_gib: float | None = None) -> Fitted:
-    """The longest completions of which enough fit at once.
+    """Settings with the longest completions of which enough fit at once.
 
     Args:
-        file: of the run. module: of its reward. gpu_gib: memory of another GPU to fit; None: this machine.
+        file: the run's config. module: the reward's module. gpu_gib: memory of another GPU; None: this machine.
 
     Raises:
-        ConfigError: nothing fits, with a model that does; the model's shape is not known; too few rows; an embedded
-            model and prompts that are no additions.
+        ConfigError: nothing fits (the message names a model that does); the model's shape is unknown; too few rows;
+            an embedded model with prompts that are not additions.
     """
     if table.num_rows < PROMPTS + 1:
         raise ConfigError(
-            f"{table.source} has {table.num_rows} rows; a step needs {PROMPTS} prompts and the evaluation one that is "
-            f"held out: at least {PROMPTS + 1}"
+            f"{table.source} has {table.num_rows} rows; a step needs {PROMPTS} prompts and the evaluation one held-out "
+            f"prompt: at least {PROMPTS + 1}"
         )
     if model.startswith("embedded/") and table.not_an_addition is not None:
         raise ConfigError(
-            f"--model {model} knows only additions like '12+34=', and {table.not_an_addition} is none; take "
+            f"--model {model} knows only additions like '12+34=', and {table.not_an_addition} is not one; use "
             f"--model {FOR_CPU[0]}, or --model {FOR_GPU[0]} on a GPU"
         )
     fitted = _first_that_fits(model, file, module, table, gpu_gib)
@@ -86,11 +86,11 @@ def fit(model: str, file: Path, module: str, table: Table, gpu_gib: float | None
     machine = find_machine(gpu_gib)
     known = FOR_GPU if machine.on_cuda else FOR_CPU
     other = next((one for one in known if one != model and _first_that_fits(one, file, module, table, gpu_gib)), None)
-    instead = f"--model {other} fits" if other else f"--model {EMBEDDED} fits any machine, and knows additions"
+    instead = f"--model {other} fits" if other else f"--model {EMBEDDED} fits any machine but knows only additions"
     raise ConfigError(
         f"--model {model} takes {plan.peak_gib:.1f} GiB with completions of {length} tokens, one at a time, "
-        f"more than the {machine.usable_gib:.1f} of {machine.name}; {instead}, or --gpu-gib 24 writes the "
-        "file for a GPU with 24 GiB"
+        f"more than the {machine.usable_gib:.1f} GiB of {machine.name}; {instead}, or use --gpu-gib 24 to "
+        "write the file for a GPU with 24 GiB"
     )
 
 
@@ -104,7 +104,7 @@ def _first_that_fits(model: str, file: Path, module: str, table: Table, gpu_gib:
 def _candidates(
     model: str, file: Path, module: str, table: Table, gpu_gib: float | None
 ) -> Iterator[tuple[Fitted, int]]:
-    """What may be written, best first, each with the completions at once that it is worth."""
+    """Candidate settings, best first, each with the completions that must fit at once."""
     embedded, on_cuda = model.startswith("embedded/"), find_machine(gpu_gib).on_cuda
     thinking = thinks_by_keys({"name": model})
     prompt = _prompt_length(table, embedded)
@@ -137,12 +137,12 @@ def _candidates(
 def _check(values: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
-    except ValidationError as error:  # a model's name, say
+    except ValidationError as error:  # for example the model's name
         raise ConfigError("\n".join(explain_error(entry, RunConfig) for entry in error.errors())) from None
 
 
 def _prompt_length(table: Table, embedded: bool) -> int:
-    """Tokens that hold the longest prompt: about half its bytes, which is generous, and the template."""
+    """Tokens for the longest prompt: half its bytes (a generous estimate), plus the template."""
     if embedded:
         return max(64, table.longest_bytes + EMBEDDED_TEMPLATE)
     tokens = table.longest_bytes // 2 + 96

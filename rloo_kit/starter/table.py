@@ -1,4 +1,4 @@
-"""What a run's file has to know of the rows: how many there are, how long the prompts, what the answers look like."""
+"""What `init` needs to know about the rows: their number, the length of the prompts, the form of the answers."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.rewards.answer import parse_number
 from rloo_kit.starter.columns import read_columns
 
-MARKER = "####"  # in front of the answer in GSM8K and what is written like it
+MARKER = "####"  # before the answer in GSM8K and datasets in its format
 ADDITION = re.compile(r"\d+\+\d+=")
 
 
@@ -21,10 +21,10 @@ class Table:
     """A file with prompts and answers.
 
     Attributes:
-        source: the file, as it was named. prompt_column, answer_column: their names.
+        source: the file, as given. prompt_column, answer_column: their names.
         num_rows: rows. longest_bytes: of a prompt, in UTF-8. gold: the answer of the first row that has one.
         answer_after: the marker in front of every answer. are_numbers: every answer is a number.
-        not_an_addition: the first prompt that is none, with its place; None where all are like `12+34=`.
+        not_an_addition: the first prompt that is not one, with its place; None if all look like `12+34=`.
         are_texts: every prompt is text, not a list of messages.
     """
 
@@ -41,36 +41,36 @@ class Table:
 
 
 def find_data(source: str) -> Path:
-    """The file that `--data` names; raises DataError or ConfigError where it is none."""
+    """The file given as `--data`; raises DataError or ConfigError if it is not one."""
     found = find_file(source)
     if found is None:
         raise ConfigError(
-            f"--data {source}: there is no such file; a .csv, .jsonl or .parquet file is read here. For a data set "
-            "from the hub copy a file of configs/ and set data.source"
+            f"--data {source}: there is no such file; init reads a .csv, .jsonl or .parquet file. For a dataset "
+            "from the hub, copy a file of configs/ and set data.source"
         )
     return found
 
 
 def check_column(name: str, flag: str, names: list[str]) -> str:
-    """`name`, if the file has it; raises ConfigError with the nearest of `names` where not."""
+    """`name`, if the file has it; else raises ConfigError with the nearest of `names`."""
     if name not in names:
         raise ConfigError(f"{flag} {name}: there is no such column{suggest(name, names)}")
     return name
 
 
 def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
-    """Read the whole file once; raises DataError, with its line, for a row that training would refuse."""
+    """Read the whole file once; raises DataError with the line of a row that training would refuse."""
     path = find_data(source)
     names = read_columns(path)
     check_column(prompt_column, "--prompt-column", names)
     check_column(answer_column, "--answer-column", names)
     if prompt_column == answer_column:
-        raise ConfigError(f"--prompt-column and --answer-column are both {prompt_column}; name two columns")
+        raise ConfigError(f"--prompt-column and --answer-column are both {prompt_column}; name two different columns")
     rows = read_file(path, Columns(prompt_column, answer_column, answer_required=True))
     golds = [str(one).strip() for one in rows.answers or [] if one is not None and str(one).strip()]
     if not golds:
         raise ConfigError(
-            f"--answer-column {answer_column}: {path} has no answer in it; name the column of the answers"
+            f"--answer-column {answer_column}: {path} has no answer in this column; name the column with the answers"
         )
     marked = all(MARKER in gold for gold in golds)
     golds = [gold.rpartition(MARKER)[2].strip() for gold in golds] if marked else golds
@@ -94,7 +94,7 @@ def _is_addition(prompt: Any) -> bool:
 
 
 def _text(prompt: Any) -> str:
-    """A prompt's text; of messages what they say."""
+    """A prompt's text; for messages, their contents."""
     if isinstance(prompt, list):
         return "\n".join(str(one.get("content", "")) if isinstance(one, dict) else str(one) for one in prompt)
     return str(prompt)

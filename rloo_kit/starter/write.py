@@ -1,4 +1,4 @@
-"""`rloo-kit init`: a run's file that fits this machine, a reward and the reward's test, written where nothing is."""
+"""`rloo-kit init`: writes a config that fits this machine, a reward and its test; replaces nothing unless asked to."""
 
 import re
 import shlex
@@ -18,10 +18,10 @@ ENDINGS = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class Starter:
-    """What `write_starter` wrote. Prints with the commands that come next.
+    """What `write_starter` wrote. Prints as a summary with the next commands.
 
     Attributes:
-        config, reward, test: the files. plan: the memory of the run. is_embedded: the model is the kit's own.
+        config, reward, test: the files. plan: the memory plan. is_embedded: the model is embedded.
     """
 
     config: Path
@@ -33,7 +33,7 @@ class Starter:
 
     @property
     def commands(self) -> list[str]:
-        """What to call next, from the folder where the files were written from."""
+        """The next commands, to run from the current folder."""
         pytest = "pytest" if is_importable("pytest") else "pip install pytest && pytest"
         steps = (shlex.join(["rloo-kit", step, str(self.config)]) for step in ("preflight", "train"))
         return [f"{pytest} {shlex.quote(str(self.test))}", *steps]
@@ -55,33 +55,33 @@ class Starter:
 
     def _notes(self) -> Iterator[str]:
         if not self.plan.machine.on_cuda and not self.is_embedded:
-            yield "without a GPU a step takes hours; --gpu-gib 8 writes the file for a machine with one"
+            yield "without a GPU a step takes hours; --gpu-gib 8 writes the file for a GPU with 8 GiB"
 
 
 def name_output(output: Path | None, source: str) -> Path:
-    """Where the run's file goes: `output`, a file or a folder; by default NAME.yaml here, after the data's file."""
+    """Path of the config: `output`, a file or a folder; by default NAME.yaml here, named after the data file."""
     name = f"{_as_module(Path(source).stem)}.yaml"
     if output is None:
         return Path(name)
     if output.is_dir():
         return output / name
     if output.suffix not in ENDINGS:
-        raise ConfigError(f"--output {output}: a run's file ends in .yaml: --output {output}.yaml")
+        raise ConfigError(f"--output {output}: a config file must end in .yaml; use --output {output}.yaml")
     return output
 
 
 def write_starter(
     model: str, table: Table, output: Path | None = None, gpu_gib: float | None = None, overwrite: bool = False
 ) -> Starter:
-    """Write a run's file, its reward and the reward's test.
+    """Write the config of a run, its reward and the reward's test.
 
     Args:
-        model: hub id, folder or embedded model. table: of the data (`read_table`).
-        output: the run's file, or a folder for it. gpu_gib: memory of another GPU to fit; None: this machine.
-        overwrite: replace what is there.
+        model: hub id, folder or embedded model. table: the data (`read_table`).
+        output: the config, or a folder for it. gpu_gib: memory of another GPU; None: this machine.
+        overwrite: replace existing files.
 
     Raises:
-        ConfigError: one of the files is there already; see also `fit`.
+        ConfigError: one of the files exists already; see also `fit`.
     """
     config = name_output(output, table.source)
     module = f"{_as_module(config.stem)}_rewards"
@@ -100,7 +100,7 @@ def write_starter(
 
 
 def _as_module(stem: str) -> str:
-    """A stem as a name that Python can import.
+    """A file's stem as an importable module name.
 
     >>> _as_module("my data-2"), _as_module("2024")
     ('my_data_2', 'data_2024')
