@@ -81,7 +81,7 @@ class Reward:
         if name == "answer":
             found = ", ".join(sorted(columns)) or "none"
             raise ValueError(
-                f"{self.__name__} needs a column 'answer' beside the prompts (data.answer_column names its source); "
+                f"{self.__name__} needs a column 'answer' next to the prompts (data.answer_column names its source); "
                 f"columns found: {found}"
             )
         raise ValueError(f"{self.__name__} needs {name}, one per completion, as TRL's trainers pass them; none came")
@@ -125,7 +125,7 @@ def check_positive(name: str, value: Any) -> None:
 
 
 def check_ids(name: str, values: Any) -> None:
-    """Raise ValueError unless `values` holds at least one token id and nothing else."""
+    """Raise ValueError unless `values` is a list of token ids, at least one."""
     is_group = isinstance(values, (list, tuple, set, frozenset)) and len(values) > 0
     if not is_group or any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
         raise ValueError(f"{name} is {values!r}; it must be a list of token ids, at least one")

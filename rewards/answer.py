@@ -104,7 +104,7 @@ class AnswerReward(Reward):
     Args:
         think_end_id: id of `</think>`; what follows its last occurrence is the answer.
         thinking: False for a model that never thinks: the whole completion is the answer.
-        find: `whole` (all that follows the tag is the answer), `boxed` (what its last \\boxed{} holds), `last_number`.
+        find: `whole` (everything after the tag), `boxed` (the content of its last \\boxed{}), `last_number`.
         decode: a tokenizer's `decode`, used only where the text alone cannot tell which tag is the real one.
 
     >>> answer_reward(completions=["2+2</think>4"], completion_ids=[[17, 10, 17, 151668, 19]], answer=["4.0"])
@@ -141,7 +141,7 @@ class AnswerReward(Reward):
 
 
 def has_no_answer(answer: Any) -> bool:
-    """Whether the `answer` column holds nothing to compare with: None, blank text, or NaN."""
+    """Whether the `answer` column has nothing to compare with: None, blank text, or NaN."""
     return answer is None or answer != answer or (isinstance(answer, str) and not answer.strip())
 
 

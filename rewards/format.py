@@ -1,4 +1,4 @@
-"""Rewards for form: thinking closed once, an answer after it, an end token."""
+"""Rewards for format: thinking closed exactly once, an answer after it, an end token."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -9,9 +9,9 @@ from .text import EOS_TOKEN_IDS, THINK_END, THINK_END_ID, Decode, split_at_tag
 
 @dataclass(frozen=True)
 class ThinkFormatReward(Reward):
-    """1.0 where the completion is whole, 0.0 otherwise.
+    """1.0 for a well-formed completion, 0.0 otherwise.
 
-    Whole means: the closing tag occurs exactly once in the ids, the model wrote it itself (with
+    Well-formed: the closing tag occurs exactly once in the ids, the model wrote it itself (with
     `forced_counts_as_closed` the thinking budget may have), something other than end tokens and whitespace follows it,
     and the last id is an end token (the completion was not cut off).
 
@@ -47,10 +47,10 @@ class ThinkFormatReward(Reward):
 
 @dataclass(frozen=True)
 class MissingEosPenalty(Reward):
-    """`-penalty` where the last id is no end token (the completion was cut off, or is empty), 0.0 otherwise.
+    """`-penalty` if the last id is not an end token (the completion was cut off, or is empty), 0.0 otherwise.
 
-    The same as a reward as `rloo.missing_eos_penalty` is in the loop; a run uses one of the two. A completion whose
-    thinking the budget closed is judged by its answer's end like any other.
+    `rloo.missing_eos_penalty` does the same in the loop; use one of the two. A completion whose thinking the budget
+    closed is judged by its last id like any other.
 
     >>> missing_eos_penalty(completion_ids=[[7, 151645], [7, 8]])
     [0.0, -1.0]

@@ -63,7 +63,7 @@ def _message_text(message: dict[str, Any]) -> str:
 def split_at_tag(
     text: str, ids: list[int], think_end_id: int, *, last: bool, decode: Decode | None = None
 ) -> tuple[str, str] | None:
-    """The text before and after the first (or `last`) closing tag; None where the ids hold no closing tag.
+    """The text before and after the first (or `last`) closing tag; None if the ids contain no closing tag.
 
     A text without the spelling (the tag was dropped when decoding) cannot be cut: it is returned as both parts,
     unless `decode` is there to make the parts from the ids.

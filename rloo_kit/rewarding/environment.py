@@ -1,4 +1,4 @@
-"""The environment of a worker: an allow-list, so that a reward sees none of the secrets that `.env` was loaded for."""
+"""The environment of a worker: an allow-list, so that a reward sees none of the secrets in `.env`."""
 
 import os
 import re
@@ -18,8 +18,8 @@ SECRET = re.compile("TOKEN(?!IZERS)|KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH|
 
 
 def worker_environment(further: Iterable[str] = ()) -> dict[str, str]:
-    """The variables of this process that a worker gets: those of the list that do not look like a secret, and `further`
-    by name, whatever they hold."""
+    """The variables of this process that a worker gets: listed ones that do not look like a secret, and those named in
+    `further`, whatever their value."""
     return {name: value for name, value in os.environ.items() if name in set(further) or _is_passed(name)}
 
 

@@ -1,6 +1,6 @@
-"""A guard around each reward: a failure becomes an unscored sample with a message, not noise and not a crash.
+"""A guard around each reward: a failure becomes an unscored sample with a message, not noise or a crash.
 
-After a failed batch each sample is scored alone. The worker process imports this module: no torch here.
+After a failed batch, each sample is scored alone. The worker process imports this module, so no torch here.
 """
 
 import functools
@@ -26,14 +26,14 @@ UNDISTURBED = Undisturbed()
 
 
 def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
-    """`reward` behind a guard; unchanged if it has one, or if TRL loads and calls it itself (ids, `nn.Module`s).
+    """`reward` wrapped in a guard; unchanged if it has one, or if TRL loads and calls it itself (ids, `nn.Module`s).
 
     A guarded reward is called with the arguments that its signature accepts. An object with
-    `get_rewards(prompts, completions)` is wrapped as a reward. TRL decides by inspection whether a reward is async, so
-    an async reward gets an async guard.
+    `get_rewards(prompts, completions)` is wrapped as a reward. TRL inspects whether a reward is async, so an async
+    reward gets an async guard.
 
     Args:
-        columns: the data set's columns, with `thinking_forced` where the run has a thinking budget; None: not known.
+        columns: the data set's columns, with `thinking_forced` if the run has a thinking budget; None: not known.
 
     Raises:
         RewardError: `reward` cannot be called, or not with TRL's arguments and these columns.
@@ -58,7 +58,7 @@ def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
 
 
 def check_no_class(reward: Any, name: str | None = None) -> None:
-    """Raise RewardError for a class in place of an object of it; calling it would make an object, not rewards."""
+    """Raise RewardError for a class instead of an instance; calling it would create an object, not rewards."""
     if isinstance(reward, type):
         raise RewardError(
             f"{name or reward.__name__} is a class; a reward is a function or an object: {reward.__name__}(...)"
@@ -80,8 +80,8 @@ def reward_name(reward: Any) -> str:
 
 
 def log_names(names: Sequence[str], rewards: Sequence[Any]) -> list[str]:
-    """Names to log rewards under, none empty and no two alike: TRL has no name for a model that was built in memory,
-    and rewards of one name share a column.
+    """Unique, non-empty names to log rewards under: TRL has no name for a model that was built in memory, and rewards
+    with the same name share a column.
 
     >>> log_names(["length", "length"], [len, len])
     ['length', 'length_2']
@@ -104,8 +104,8 @@ def _model_name(model: Any) -> str:
 class RewardsObject:
     """An object with `get_rewards(prompts, completions)` as a reward; prompts and completions are passed unchanged.
 
-    They are passed by position, so any names will do; a method that names `completions` or `completion_ids` gets all
-    that it names.
+    They are passed by position, so the parameters may have any names. A method that names `completions` or
+    `completion_ids` gets everything it names.
 
     Raises:
         RewardError: the method takes neither.
@@ -131,7 +131,7 @@ class RewardsObject:
 
 
 class NamedReward:
-    """A reward of a run: TRL's calling convention, the name it is logged under, its weight in the sum."""
+    """A reward of a run: TRL's calling convention, its log name, its weight in the sum."""
 
     def __init__(self, reward: Callable[..., Any], name: str, weight: float) -> None:
         self.reward = reward
@@ -151,13 +151,13 @@ class NamedReward:
 
 
 class GuardedReward:
-    """A reward that returns None for a sample that it failed on, and records why.
+    """A reward that returns None for a sample it failed on, and records why.
 
     Attributes:
-        signature: what the reward accepts; it is handed nothing else.
+        signature: what the reward accepts; it gets nothing else.
         weight: factor of this reward in the sum.
         failed: whether the last call failed, per sample.
-        problems: why, per sample; None where it did not fail.
+        problems: why, per sample; None if it did not fail.
         failures: one message per failure of the last call, with the reward's name and the sample's excerpt.
     """
 
@@ -183,7 +183,7 @@ class GuardedReward:
         return self._judge(outcome, batch)
 
     def _arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What the reward is called with; its columns may not have been known when it was built."""
+        """The arguments of the call, checked again: the columns may not have been known when the reward was built."""
         if batch.keys() != self._passed:
             problem = find_problem(self.signature, batch)
             if problem is not None:
@@ -251,12 +251,12 @@ def _is_module(reward: Any) -> bool:
 
 
 def read_call(args: tuple[Any, ...], columns: dict[str, Any]) -> dict[str, Any]:
-    """A call in TRL's convention as keywords."""
+    """A call in TRL's convention, as keywords."""
     return dict(zip(CONVENTION, args, strict=False)) | columns
 
 
 def batch_size(batch: dict[str, Any]) -> int:
-    """Completions of a call."""
+    """The number of completions in a call."""
     given = next((batch[key] for key in ("completions", "completion_ids", "prompts") if batch.get(key) is not None), ())
     return len(given)
 
@@ -276,7 +276,7 @@ def _singles(batch: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _copy(value: Any) -> Any:
-    """A column's own list for each reward: one that sorts or pops would change what the others and the step see."""
+    """A copy of a list column for each reward: one that sorts or pops would change what the others and the step see."""
     return [list(item) if type(item) is list else item for item in value] if type(value) is list else value
 
 

@@ -1,4 +1,4 @@
-"""The reward for tasks of the library reasoning-gym: the task's own verifier, in a `Worker` with a time limit."""
+"""The reward for reasoning-gym tasks: the task's own verifier, in a `Worker` with a time limit."""
 
 import json
 import math
@@ -26,18 +26,18 @@ WARM_UP = (json.dumps({"task": "chain_sum", "options": {}, "level": None, "entry
 
 @dataclass
 class ReasoningGymScore:
-    """What the task's verifier gives the answer, 0.0 to 1.0; None for a row that is of no task of reasoning-gym.
+    """The verifier's score of the answer, 0.0 to 1.0; None for a row that is not from reasoning-gym.
 
-    0.0 for thinking that was never closed, for no answer, for an answer on which the verifier raises, and for one that
-    takes it longer than `answer_timeout_s`. The sample counts as failed (NaN, which the guard reports) if the process
-    dies, the batch has taken `timeout_s`, or the verifier cannot be made: of a task that is refused, for example.
+    0.0 if the thinking was never closed, there is no answer, the verifier raises on it, or it takes longer than
+    `answer_timeout_s`. The sample counts as failed (NaN, which the guard reports) if the process dies, the batch has
+    taken `timeout_s`, or the verifier cannot be built (for a refused task, for example).
 
     Args:
         think_end_id, thinking, decode: as for `rewards.AnswerReward`.
-        threshold: above 0, at most 1; 1.0 where the score reaches it, else 0.0. None: the score itself, partial
-            credit included.
-        find: `whole` (all that follows the tag is the answer), `boxed` (what its last \\boxed{} holds), `answer_tag`
-            (what stands in its last <answer></answer>, as the library's own prompts ask for it).
+        threshold: above 0, at most 1; 1.0 if the score reaches it, else 0.0. None: the score itself, partial credit
+            included.
+        find: `whole` (everything after the tag), `boxed` (the content of its last \\boxed{}),
+            `answer_tag` (the content of its last <answer></answer>, as the library's own prompts ask for it).
         answer_timeout_s: limit for one answer, in seconds. timeout_s: limit for a batch.
 
     Raises:
@@ -65,7 +65,7 @@ class ReasoningGymScore:
 
     @cached_property
     def worker(self) -> Worker:
-        """The process that the verifiers run in."""
+        """The process the verifiers run in."""
         return Worker("rloo_kit.data.gym_library:score", timeout_s=self.answer_timeout_s)
 
     def __call__(
@@ -117,8 +117,9 @@ class ReasoningGymScore:
         return given.strip()
 
     def _make(self, row: str) -> bool:
-        """Have the row's verifier made before a time limit counts, also after an answer that took too long; False where
-        it cannot be made, which is tried and reported once."""
+        """Build the row's verifier before a time limit counts, also after an answer that took too long.
+
+        False if it cannot be built, which is attempted and reported once."""
         self._start()
         settings = row.partition(', "entry": ')[0]  # one verifier scores all rows of these
         if settings not in self._made:
@@ -132,7 +133,7 @@ class ReasoningGymScore:
         return self._made[settings]
 
     def _start(self) -> None:
-        """Have the library loaded."""
+        """Load the library in the worker."""
         if self.worker.running:
             return
         self._made = {settings: False for settings, works in self._made.items() if not works}

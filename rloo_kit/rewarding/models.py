@@ -1,6 +1,6 @@
 """Rewards that need a library or a checkpoint: math-verify and trained reward models.
 
-math-verify can hang on a completion and returns 0 outside the main thread, so it runs in a `Worker` with a time limit.
+math-verify can hang on a completion and returns 0 outside the main thread, so it runs in a `Worker` with a timeout.
 """
 
 import logging
@@ -24,7 +24,7 @@ WARM_UP = ("$\\frac{1}{2}$", "0.5")  # equal: shows that the worker works, and l
 
 @dataclass
 class MathAnswerReward:
-    """1.0 where math-verify finds the answer equal to the `answer` column, 0.0 where not; None without an answer.
+    """1.0 if math-verify finds the answer equal to the `answer` column, else 0.0; None without a reference answer.
 
     The answer is the text after the last closing tag, as for `answer_reward`. If math-verify takes longer than
     `answer_timeout_s`, the answer counts as wrong. If its process dies, or the batch has taken `timeout_s`, the sample
@@ -101,7 +101,7 @@ class MathAnswerReward:
 
 
 def verify_answer(expected: str, given: str) -> bool | None:
-    """Whether math-verify finds `given` equal to `expected`; None where it cannot parse `expected`.
+    """Whether math-verify finds `given` equal to `expected`; None if it cannot parse `expected`.
 
     Runs in the worker. math-verify's own time limits are off: they need the main thread and miss hangs in C code.
     """
@@ -121,7 +121,7 @@ class RewardModel:
     Args:
         model: hub id or folder of the checkpoint.
         batch_size: texts scored at a time.
-        max_length: tokens; a longer text is not scored (None), it is never cut.
+        max_length: tokens; a longer text is not scored (None), never cut.
         device: "cuda", "cpu", ...; by default a GPU if there is one.
         dtype: the weights' precision by torch's name, "auto" for the checkpoint's own.
     """
@@ -150,8 +150,8 @@ class RewardModel:
 
     @cached_property
     def loaded(self) -> tuple[Any, Any]:
-        """The model, in evaluation mode, and its tokenizer; raises BackendError where it cannot be loaded or has
-        several outputs."""
+        """The model, in evaluation mode, and its tokenizer; raises BackendError if it cannot be loaded or has several
+        outputs."""
         stack = load_stack()
         try:
             tokenizer = stack.transformers.AutoTokenizer.from_pretrained(self.model)

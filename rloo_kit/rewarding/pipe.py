@@ -1,7 +1,7 @@
-"""Messages between a run and a worker: framed by their length, sent and received with a deadline.
+"""Messages between a run and a worker: length-prefixed, sent and received with a deadline.
 
-The trainer's end reads file descriptors with `poll`: a detached child may hold the pipe open for ever, a worker may
-never read, write garbage, or print without end. The worker's end (`read_frame`, `write_frame`) blocks.
+The trainer's end reads file descriptors with `poll`: a detached child may keep the pipe open forever, and a worker
+may never read, write garbage, or print without end. The worker's end (`read_frame`, `write_frame`) blocks.
 """
 
 import os
@@ -16,15 +16,15 @@ HEADER = struct.Struct(">Q")  # bytes of the message that follows
 MAX_REPLY_BYTES = 16 * 2**20
 MAX_OUTPUT_BYTES = 64 * 2**10  # of what a reward prints in one call; the rest is counted
 CHUNK = 64 * 2**10
-POLL_S = 0.05  # between two looks whether the process lives: its end may not close the pipe
+POLL_S = 0.05  # between two checks that the process is alive: its end may not close the pipe
 
 
 class MalformedReply(ValueError):
-    """What came is no reply."""
+    """The received bytes are not a reply."""
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next message; None where the other side is gone."""
+    """The next message; None if the other side is gone."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
@@ -62,7 +62,7 @@ class Pipe:
 
         Raises:
             TimeoutError: not done within `limit_s`. EOFError: the other end is closed or its process gone.
-            MalformedReply: a reply that is too large, one too many, or bytes that are none.
+            MalformedReply: a reply that is too large, an extra one, or bytes that are not a reply.
         """
         deadline = time.monotonic() + limit_s
         self._printed = 0
@@ -100,7 +100,7 @@ class Pipe:
         return bytes(received)
 
     def _wait(self, descriptor: int, event: int, deadline: float) -> None:
-        """Until `descriptor` is ready; what the reward prints meanwhile is passed on."""
+        """Wait until `descriptor` is ready; forward what the reward prints meanwhile."""
         while True:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -142,7 +142,7 @@ class Pipe:
         _print(kept)
 
     def _forward_rest(self) -> None:
-        """What is in the pipe, but for a process that prints faster than it is read."""
+        """Forward what is left in the pipe, but not endlessly for a process that prints faster than it is read."""
         until = self._printed + 2**20
         while self._output_open and self._printed < until and self._is_ready(self.output):
             self._forward()

@@ -1,5 +1,4 @@
-"""From a config's `rewards:` to reward functions: names, parameters, weights, and what the run binds (the tokenizer's
-ids)."""
+"""Builds reward functions from a config's `rewards:`: names, parameters, weights, and the tokenizer's ids."""
 
 import functools
 import inspect
@@ -49,7 +48,7 @@ def build_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
 
     Raises:
         ConfigError: no reward, an unknown name or parameter, a value out of range, a module without the function, a
-            function that cannot be called as rewards are.
+            function that cannot be called as a reward.
         TokenizerError: a reward decides by `</think>` and the tokenizer has none, or at another id.
     """
     built = make_rewards(run, tokenizer)
@@ -58,7 +57,7 @@ def build_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
 
 
 def make_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
-    """`build_rewards` without its line."""
+    """`build_rewards` without the printed line."""
     if not run.rewards:
         raise ConfigError("rewards is empty; a run needs at least one, for example - {name: answer_reward}")
     made = [build_reward(run, tokenizer, entry, f"rewards.{index}") for index, entry in enumerate(run.rewards)]
@@ -68,8 +67,9 @@ def make_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
 
 
 def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str = "rewards") -> Any:
-    """One reward (an item of `run.rewards`, or one made for a purpose) with this tokenizer's ids bound, without its
-    weight; `key` is its name in errors, which are those of `build_rewards`."""
+    """One reward (an item of `run.rewards`, or another entry) with this tokenizer's ids bound, without its weight.
+
+    `key` is its name in errors; raises as `build_rewards`."""
     if ":" in entry.name:
         return _build_worker(key, entry, run)
     check_reward_name(key, entry.name)
@@ -90,7 +90,7 @@ def _check_params(key: str, entry: RewardSection, takes: list[str]) -> None:
 
 
 def check_reward_name(key: str, name: str) -> None:
-    """Refuse a name that no reward has, with the nearest and all known ones; `key` is the entry's."""
+    """Refuse an unknown reward name; the error lists the nearest and all known names. `key` is the entry's."""
     if name not in REGISTRY:
         raise ConfigError(
             f"{key}.name: there is no reward '{name}'{nearest(name, REGISTRY) or '.'} Known: {', '.join(REGISTRY)}; a "

@@ -1,6 +1,6 @@
-"""What a worker replies, as JSON: numbers, texts and lists, never an object that runs code where it is read.
+"""A worker's replies as JSON: numbers, texts and lists, never an object that runs code when it is read.
 
-Numbers are exact (`repr`), NaN and infinity allowed. Both sides import this module: no torch here.
+Numbers are exact (`repr`), NaN and infinity allowed. Both sides import this module, so no torch here.
 """
 
 import json
@@ -26,14 +26,14 @@ class Rewards:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there are no rewards; `whole_batch` where it is no use to score the samples one by one."""
+    """Why there are no rewards; `whole_batch` if scoring the samples one by one would not help."""
 
     text: str
     whole_batch: bool = False
 
 
 def write_reply(call: int, content: Signature | Rewards | Failure | Any) -> bytes:
-    """The reply to the request of that number; what cannot be sent is a `Failure` that says why."""
+    """The reply to request number `call`; content that cannot be sent becomes a `Failure` that says why."""
     kind, body = "value", content
     if isinstance(content, (Signature, Rewards, Failure)):
         kind, body = type(content).__name__, vars(content)
@@ -48,13 +48,13 @@ def write_reply(call: int, content: Signature | Rewards | Failure | Any) -> byte
 
 
 def read_reply(payload: bytes, call: int) -> Signature | Rewards | Failure | Any:
-    """The content of a reply to the request of that number; raises MalformedReply for anything else."""
+    """The content of a reply to request number `call`; raises MalformedReply for anything else."""
     try:
         reply = json.loads(payload.decode())
     except (ValueError, RecursionError) as error:
         raise MalformedReply(f"it is not JSON ({describe_error(error)})") from None
     if not isinstance(reply, dict) or set(reply) != {"call", "kind", "content"} or reply["call"] != call:
-        raise MalformedReply("it is no reply to this call")
+        raise MalformedReply("it is not a reply to this call")
     content = reply["content"]
     try:
         if reply["kind"] == "Signature":
@@ -67,7 +67,7 @@ def read_reply(payload: bytes, call: int) -> Signature | Rewards | Failure | Any
         _check(reply["kind"] == "value" and (content is None or isinstance(content, (*NUMBERS, str))))
         return content
     except (KeyError, TypeError, ValueError):
-        raise MalformedReply("its parts are not those of a reply") from None
+        raise MalformedReply("its fields are not those of a reply") from None
 
 
 def _check(holds: bool) -> None:

@@ -1,6 +1,6 @@
 """What a reward accepts: it is called with these names only, and refused if the call can never work.
 
-The worker process imports this module: neither torch nor pydantic here.
+The worker process imports this module, so neither torch nor pydantic here.
 """
 
 import difflib
@@ -15,7 +15,7 @@ CONVENTION = ("prompts", "completions", "completion_ids")  # in the order of TRL
 PASSED = (*CONVENTION, "trainer_state", "log_extra", "log_metric")
 NOT_PASSED = ("prompt", "completion")  # columns of a data set that TRL does not pass on
 
-# Names of other loops' arguments and habits, by what they are called here.
+# Argument names common in other training loops, and what they are called here.
 MEANT = {
     **dict.fromkeys(("text", "texts", "response", "responses", "output", "outputs", "generations"), "completions"),
     **dict.fromkeys(("query", "queries", "question", "questions"), "prompts"),
@@ -45,14 +45,14 @@ class Signature:
         return self.required + self.optional
 
     def select(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What of `batch` the reward accepts."""
+        """The part of `batch` that the reward accepts."""
         return batch if self.anything else {name: value for name, value in batch.items() if name in self.names}
 
 
 def read_signature(reward: Any) -> Signature:
     """The signature of a function, method, partial or callable object; an object of the kit may declare its own.
 
-    A decorator that takes `*args, **kwargs` is seen through where it uses `functools.wraps`.
+    A decorator that takes `*args, **kwargs` is seen through if it uses `functools.wraps`.
     """
     declared = getattr(reward, "signature", None)
     if isinstance(declared, Signature):
@@ -80,7 +80,7 @@ def _parameters(function: Any, *, follow_wrapped: bool) -> list[inspect.Paramete
 
 
 def takes_two(function: Callable[..., Any]) -> bool:
-    """Whether `function` can be called with two positional arguments; True where Python cannot inspect it."""
+    """Whether `function` can be called with two positional arguments; True if Python cannot inspect it."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -104,7 +104,7 @@ def check_signature(name: str, signature: Signature, columns: Iterable[str] | No
 
 
 def find_problem(signature: Signature, columns: Collection[str] | None) -> str | None:
-    """Why a call cannot work, in words; None where it can. `columns` may hold TRL's names too; None: not known."""
+    """Why a call cannot work, in words; None if it can. `columns` may include TRL's names; None: not known."""
     if signature.by_position:
         return (
             f"it takes '{signature.by_position[0]}' by position only, and rewards are called with keywords "
@@ -156,6 +156,6 @@ def _describe_columns(further: list[str] | None) -> str:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """`; did you mean '...'?` with the known name most like `name`; empty where none is."""
+    """`; did you mean '...'?` with the known name closest to `name`; empty if none is close."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean '{found[0]}'?" if found else ""

@@ -1,4 +1,4 @@
-"""What a reward in the run's own process must leave as it was. The worker imports this module: no torch of its own."""
+"""State that a reward in the run's process must not change. The worker imports this module, so it imports no torch."""
 
 import os
 import sys
@@ -7,10 +7,12 @@ from typing import Any
 
 
 class Undisturbed:
-    """A context manager around rewards: torch's random numbers, which rollouts are drawn from, and the working folder,
-    which a run's paths may be relative to, are afterwards what they were. A child that a reward has forked ends here.
+    """A context manager around rewards that restores what the run depends on.
 
-    Async rewards overlap, so the first that begins saves and the last that ends restores.
+    That is torch's random state, which rollouts are drawn from, and the working directory, which a run's paths may be
+    relative to. A child that a reward has forked ends here.
+
+    Async rewards overlap, so the first to start saves and the last to end restores.
     """
 
     def __init__(self) -> None:
@@ -43,8 +45,7 @@ class Undisturbed:
 
 
 def _generators() -> list[Any]:
-    """The modules of torch's generators in use, of the CPU and of this process's GPU; none where torch is not
-    loaded."""
+    """The modules with torch's generators in use, for the CPU and this process's GPU; none if torch is not loaded."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "get_rng_state"):
         return []

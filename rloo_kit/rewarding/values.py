@@ -1,5 +1,6 @@
-"""What a reward returned or raised, read: one number or None per completion, within float32; errors as short texts. The
-worker imports this module."""
+"""Reads what a reward returned or raised: one number or None per completion, within float32; errors as short texts.
+
+The worker imports this module."""
 
 import inspect
 from collections.abc import Mapping, Sequence, Set
@@ -15,7 +16,7 @@ LONGEST_ERROR = 2000  # characters of an error's text
 
 
 def read_result(result: Any, size: int) -> tuple[list[Any], str | None]:
-    """The values that a reward returned for `size` completions, and the problem if they are no list of as many."""
+    """The values a reward returned for `size` completions, and the problem if they are not a list of that length."""
     wanted = f"it must return a list of {size} rewards, one per completion"
     if isinstance(result, TEXTS):
         return [], f"it returned the text {show(result)}; {wanted}"
@@ -35,8 +36,8 @@ def read_result(result: Any, size: int) -> tuple[list[Any], str | None]:
 
 
 def read_number(value: Any) -> tuple[float | None, str | None]:
-    """A reward as a float, or None, and the problem if there is one. A tensor or an array of one element is a number, a
-    text never is."""
+    """A reward as a float or None, and the problem if there is one. A tensor or an array of one element is a number, a
+    string never is."""
     beyond = f"it returned {show(value)}, which is {BEYOND}; a reward is finite, or None where it does not apply"
     try:
         number = _as_float(value)
@@ -60,13 +61,14 @@ def _as_float(value: Any) -> float | None:
     item = getattr(value, "item", None)
     plain = item() if callable(item) else value
     if isinstance(plain, TEXTS):
-        raise TypeError("a text is no number")
+        raise TypeError("a text is not a number")
     return None if plain is None else float(plain)
 
 
 def make_sendable(values: Sequence[Any]) -> list[float | str | None]:
-    """`values` in built-in types, for the process that judges them: it can load none of the classes of the reward's
-    module. Numbers become floats, what is none of them a short text."""
+    """`values` in built-in types, because the run cannot load the classes of the reward's module.
+
+    Numbers become floats, anything else a short text."""
     return [_make_value_sendable(value) for value in values]
 
 
@@ -82,7 +84,7 @@ def _make_value_sendable(value: Any) -> float | str | None:
 def overflowing(
     rewards_per_func: Sequence[Sequence[float]], weights: Sequence[float], names: Sequence[str]
 ) -> list[str]:
-    """A message for each sample whose weighted sum is beyond float32, with the rewards and weights in it.
+    """A message for each sample whose weighted sum is beyond float32, with its rewards and weights.
 
     Args:
         rewards_per_func: (samples, rewards), NaN where a reward does not apply. weights, names: (rewards,).
@@ -102,12 +104,12 @@ def overflowing(
 
 
 def show(value: Any) -> str:
-    """The first characters of a value as Python writes it; of one that cannot be written, its class."""
+    """The first characters of a value's repr; if it has none, its class."""
     return excerpt(value, EXCERPT)
 
 
 def describe_error(error: BaseException, where: str = "") -> str:
-    """An error's class and text, then `where`; a text that is too long is cut, one that cannot be made left out."""
+    """An error's class and text, then `where`. A long text is cut; one that cannot be built is left out."""
     try:
         text = str(error)
     except Exception:
@@ -116,5 +118,5 @@ def describe_error(error: BaseException, where: str = "") -> str:
 
 
 def printable(text: str, longest: int = LONGEST_ERROR) -> str:
-    """`text`, shortened, as UTF-8 can hold it."""
+    """`text`, shortened and encodable as UTF-8."""
     return shorten(text, longest).encode("utf-8", "replace").decode()

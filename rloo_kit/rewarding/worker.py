@@ -1,7 +1,7 @@
-"""A reward function in a separate process (`worker_main`), with a real time limit: a thread cannot be stopped.
+"""A reward function in a separate process (`worker_main`) with a real time limit, since a thread cannot be stopped.
 
-Started with `-c`: a fork would copy locks and CUDA contexts, multiprocessing's spawn would run the caller's script
-again. Requests are pickled, replies are JSON: what runs in the worker cannot make this process run anything.
+The process starts with `-c`: a fork would copy locks and CUDA contexts, and multiprocessing's spawn would run the
+caller's script again. Requests are pickled and replies are JSON, so the worker cannot make this process run code.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from rloo_kit.system.marked import Watchdog, end_marked, end_tree, module_path, 
 from rloo_kit.system.processes import say
 
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the module, which may import torch
-GRACE_S = 5.0  # a worker that has closed its pipe has so long to leave an exit code
-MAX_GROWTH_GIB = 4.0  # a worker that grows by more after its first call leaks, and gives place to a fresh one
+GRACE_S = 5.0  # for a worker that has closed its pipe to leave an exit code
+MAX_GROWTH_GIB = 4.0  # a worker that grows by more after its first call leaks and is replaced
 NOT_SENT = ("trainer_state", *LOGS)  # calls of the last two come back and are made in this process
 RUN_MARK, WORKER_MARK = "RLOO_KIT_REWARDS", "RLOO_KIT_REWARD_WORKER"  # of this process; of one worker
 
@@ -50,7 +50,7 @@ class Worker:
         env: further variables of this process's environment that the worker gets (`worker_environment`).
 
     Attributes:
-        signature: what the function accepts, once the process is up; None for a function of the kit.
+        signature: what the function accepts, once the process runs; None for a function of the kit.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Worker:
 
     @property
     def running(self) -> bool:
-        """Whether a process is up."""
+        """Whether a process is running."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the process and import the module, unless one is up; raises WholeBatchError where either fails."""
+        """Start the process and import the module, unless one is running; raises WholeBatchError if either fails."""
         if self.running:
             return
         self.close()
@@ -101,13 +101,13 @@ class Worker:
         self.signature = content if isinstance(content, Signature) else None
 
     def call(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """What the function returns for these arguments, within `timeout_s` (by default the worker's).
+        """The function's result for these arguments, within `timeout_s` (by default the worker's).
 
-        A reward's is a `Rewards`; a function of the kit returns a number, a text or None.
+        A reward's result is a `Rewards`; a function of the kit returns a number, a text or None.
 
         Raises:
-            WholeBatchError: the call took too long, the process died or its reply is none, and the next call starts
-                another process; or the function returned no list of as many rewards as there are completions.
+            WholeBatchError: the call took too long, the process died or its reply is malformed (the next call starts
+                another process); or the function did not return a list with one reward per completion.
             RewardError: the function raised, or its result cannot be sent.
         """
         self.start()
@@ -120,7 +120,7 @@ class Worker:
         return content
 
     def close(self) -> None:
-        """End the process and all that it started, hung or not."""
+        """End the process and everything it started, hung or not."""
         if self._finalizer is not None:
             self._finalizer()
         self._process = self._pipe = None
@@ -156,13 +156,13 @@ class Worker:
 
 
 def end_workers() -> None:
-    """End the workers of this process and all that they started; a reward that is called again starts another."""
+    """End the workers of this process and everything they started; a reward that is called again starts another."""
     for worker in list(_WORKERS):
         worker.close()
 
 
 def close_worker(reward: Any) -> None:
-    """End a reward's process, if it has one; called again the reward starts another."""
+    """End a reward's process, if it has one; a later call starts another."""
     worker = vars(reward).get("worker") if hasattr(reward, "__dict__") else None  # the property would start one
     if worker is not None:
         worker.close()
@@ -193,7 +193,7 @@ class WorkerReward:
 
     @property
     def signature(self) -> Signature:
-        """What the function accepts besides `params`; starts the process, which alone imports its module."""
+        """What the function accepts in addition to `params`; starts the process, because only it imports the module."""
         if self.worker.signature is None:
             self.worker.start()
         found = self.worker.signature or Signature(anything=True)
@@ -213,7 +213,7 @@ class WorkerReward:
         found = self.worker.call(sent, logged, batch_size(called))
         if not isinstance(found, Rewards):
             self.worker.close()
-            raise WholeBatchError(f"'{self.worker.target}' sent a reply that cannot be read: it holds no rewards")
+            raise WholeBatchError(f"'{self.worker.target}' sent a reply that cannot be read: it contains no rewards")
         for key, name, value in found.records:
             batch[key](name, value)
         return found.values
@@ -221,7 +221,7 @@ class WorkerReward:
 
 @functools.cache
 def _watch_over(pid: int) -> Watchdog:
-    """Ends the workers of this process, and what they have started, when it is killed; one for all of them."""
+    """The watchdog that ends this process's workers, and what they started, when the process is killed."""
     watchdog = Watchdog(RUN_MARK, uuid.uuid4().hex, worker_environment())
     watchdog.__enter__()
     weakref.finalize(watchdog, watchdog.__exit__)
@@ -235,7 +235,7 @@ def _cause(process: "subprocess.Popen[bytes]") -> str:
     if code is None:
         return "closed the pipe of its replies"
     if code == -signal.SIGKILL:
-        return "was killed with SIGKILL (by the system, where its memory has run out)"
+        return "was killed with SIGKILL (by the system, if memory ran out)"
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"crashed with {signal.Signals(-code).name}"
@@ -243,8 +243,10 @@ def _cause(process: "subprocess.Popen[bytes]") -> str:
 
 
 def _end(process: "subprocess.Popen[bytes]", mark: str, owner: int) -> None:
-    """Kill the process, its descendants and its group, then whatever carries its mark: a detached child has left all
-    but that behind. The group keeps its id until the process has been waited for. A fork of the owner ends nothing."""
+    """Kill the process, its descendants and its group, then everything with its mark.
+
+    The mark is all that a detached child keeps. The group keeps its id until the process has been waited for. A fork of
+    the owner ends nothing."""
     if os.getpid() != owner:
         return
     if process.returncode is None:

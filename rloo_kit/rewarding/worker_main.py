@@ -1,7 +1,7 @@
 """The worker's side of `worker`: runs in the process of a `module:function` reward. Never imports torch itself.
 
-Pickled requests on standard input, JSON replies on the original standard output; the reward's own output goes to
-standard error, which the run reads too.
+It reads pickled requests on standard input and writes JSON replies on the original standard output. The reward's own
+output goes to standard error, which the run reads too.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from rloo_kit.rewarding.values import describe_error, make_sendable, read_result
 
 
 def serve() -> None:
-    """Answer requests until standard input closes: first the target and its folders, then one request a call."""
+    """Answer requests until standard input closes: first the target and its folders, then one request per call."""
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -72,7 +72,7 @@ def _load(target: str, folders: list[str]) -> Callable[..., Any]:
 
 
 def _offer_to_be_killed() -> None:
-    """Where memory runs out, Linux ends this process and its children before the run."""
+    """If memory runs out, Linux kills this process and its children before the run."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
@@ -112,7 +112,7 @@ def resolve(target: str) -> Callable[..., Any]:
 
 
 def _import_file(path: str) -> ModuleType:
-    """The module in a file, under a name that no other has: a types.py of the user's is not Python's."""
+    """The module in a file, under a unique name: the user's types.py must not replace Python's."""
     name = f"_reward_file_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the name ends in .py
@@ -122,8 +122,8 @@ def _import_file(path: str) -> ModuleType:
 
 
 class _Reward:
-    """A reward for a worker's request: `sent` are its arguments, `logged` the log functions that it is handed, `size`
-    the number of completions."""
+    """A reward for a worker's request: `sent` are its arguments, `logged` the log functions that it gets, `size` the
+    number of completions."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -151,8 +151,8 @@ async def _await(result: Any) -> Any:
 
 
 def _describe(error: BaseException) -> str:
-    """An error with the file and the line of the user's code that it comes from; of a file that Python cannot read,
-    that file's own line, which is in no frame."""
+    """An error with the file and line of the user's code that raised it; for a file with a syntax error, that file's
+    line, which is in no frame."""
     if isinstance(error, SyntaxError):  # its text ends with the file and the line
         return describe_error(error, f": {error.text.strip()}" if error.text else "")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
