@@ -1,4 +1,4 @@
-"""The steps at full length of a preflight: their memory, their gradient, and whether the learning rate moves the
+"""The optimizer steps at full length of a preflight: memory, gradient, and whether the learning rate changes the
 weights in their number format."""
 
 import gc
@@ -25,22 +25,22 @@ from rloo_kit.preflight.result import Measures
 from rloo_kit.rollout.types import FOREIGN
 from rloo_kit.system.memory import is_out_of_memory
 
-MOVED_LEAST, MOVED_MOST = 0.05, 0.5  # of the numbers with a gradient: fewer is an error, a warning
-DECODED = 16  # tokens behind full caches
-STEPS, STEPS_FP16 = 2, 12  # float16 scales its loss down at first, and skips those steps
-SAMPLED = 2**20  # numbers of a tensor that say at what rate it would move
-SMALLER = 0.8  # of the computed peak, which what is proposed after an out-of-memory error has to reach
+MOVED_LEAST, MOVED_MOST = 0.05, 0.5  # share of weights with a gradient: below is an error, a warning
+DECODED = 16  # tokens after full caches
+STEPS, STEPS_FP16 = 2, 12  # in float16 the first steps are skipped while the loss scale falls
+SAMPLED = 2**20  # values per tensor, to find the rate at which it would move
+SMALLER = 0.8  # share of the computed peak that a fix after an out-of-memory error has to reach
 
 
 class FirstSteps(TrainerCallback):
-    """Looks at the first optimizer steps.
+    """Records gradient, weight change and time of the first optimizer steps.
 
     Args:
-        weights: what is trained, by name, before them.
+        weights: the trained weights by name, before these steps.
 
     Attributes:
-        grad_norm: the first step's, before it is clipped; None until there is one. moved: share of the numbers with a
-            gradient that the first step that moved any changed. needed: a learning rate that would change half of them.
+        grad_norm: of the first step, before clipping; None until there is one. moved: share of the weights with a
+            gradient that changed in the first step that changed any. needed: a learning rate that would change half.
         step_s: seconds of the last step.
     """
 
@@ -75,8 +75,8 @@ class FirstSteps(TrainerCallback):
             self.grad_norm = float(logs["grad_norm"])
 
     def _look(self, now: dict[str, Any]) -> None:
-        """How many of the numbers with a gradient are not what they were, and what would change half of them: a rate
-        of half the distance between two neighbours of the format, which Adam's first step is as long as."""
+        """The share of weights with a gradient that changed, and the rate that would change half of them: half the
+        spacing of the number format, since Adam's first step changes each weight by the learning rate."""
         moved, count, sizes = 0, 0, []
         for name, has_gradient in self._has_gradient.items():
             before = self._before[name]
@@ -91,8 +91,8 @@ class FirstSteps(TrainerCallback):
 
 @dataclass
 class StepsFound:
-    """What `try_steps` found: peaks of the rollout and of training (None where there was no room), the callback, the
-    rows of the rollout and how many of their tokens were decoded, and the tokens of the gradient."""
+    """Results of `try_steps`: the callback, peaks of rollout and training (None if out of memory), rows and decoded
+    tokens of the rollout, and trained tokens."""
 
     looked: FirstSteps
     rollout: Peak | None = None
@@ -104,7 +104,7 @@ class StepsFound:
 
 
 def try_steps(run: RunConfig, policy: Policy, weights: dict[str, torch.Tensor], measures: Measures) -> StepsFound:
-    """Take the run's optimizer steps at full length, behind the end of a full rollout where the engine is local.
+    """Take the run's optimizer steps at full length, after the end of a full rollout if the engine is local.
 
     Raises:
         ConfigError: the model's memory cannot be planned.
@@ -113,10 +113,8 @@ def try_steps(run: RunConfig, policy: Policy, weights: dict[str, torch.Tensor], 
     plan = plan_vram(run, config=policy.model.config.to_dict(), engine=engine)
     measures.usable_gib = plan.machine.usable_gib
     found = StepsFound(FirstSteps(weights))
-    if not plan.machine.on_cuda and plan.headroom_gib < 0:  # without a GPU that refuses it would end other programs
-        found.faults.append(
-            Fault("memory", f"{_too_much(plan)}; the step was not tried. {_changes(run, plan, policy)}")
-        )
+    if not plan.machine.on_cuda and plan.headroom_gib < 0:  # a CPU does not refuse: other programs would be killed
+        found.faults.append(Fault("memory", f"{_too_much(plan)}; the step was not run. {_changes(run, plan, policy)}"))
         return found
     found.rows = 0 if engine in FOREIGN else plan.rows
     completions, row_tokens = size_of_steps(policy, run)
@@ -130,7 +128,7 @@ def try_steps(run: RunConfig, policy: Policy, weights: dict[str, torch.Tensor], 
     peaks = measure(found.rows)
     if peaks is None and found.rows:
         text = f"{found.rows} full completions do not fit: fewer are sampled at once, which takes longer. Set "
-        text += f"rollout.rows={max(found.rows // 2, 1)}, or what makes room: {_changes(run, plan, policy)}"
+        text += f"rollout.rows={max(found.rows // 2, 1)}, or free memory: {_changes(run, plan, policy)}"
         found.rows, peaks = 0, measure(0)
         if peaks is not None:
             found.faults.append(Fault("memory", text, "warning"))
@@ -147,7 +145,7 @@ def try_steps(run: RunConfig, policy: Policy, weights: dict[str, torch.Tensor], 
 
 
 def _unless_full(call: Callable[[], tuple[Peak, Peak]]) -> tuple[Peak, Peak] | None:
-    """What the call returns; None where it ran out of memory, which is then free again."""
+    """The result of the call; None if it ran out of memory, which is freed."""
     try:
         return call()
     except RuntimeError as error:
@@ -166,7 +164,7 @@ def _too_much(plan: VramPlan) -> str:
 
 
 def _changes(run: RunConfig, plan: VramPlan, policy: Policy) -> str:
-    """Keys of the memory plan, each on top of those before it; those that lower its peak where it says that it fits."""
+    """Changes from the memory plan, cumulative; if the plan says that the run fits, those that lower its peak."""
     changes = plan.changes
     if not changes:
         load = read_load(run, plan.machine, policy.model.config.to_dict(), plan.engine.name)
@@ -177,13 +175,13 @@ def _changes(run: RunConfig, plan: VramPlan, policy: Policy) -> str:
 
 
 def find_step_faults(run: RunConfig, looked: FirstSteps) -> list[Fault]:
-    """What the gradient and the movement of the weights say against the run."""
+    """Faults shown by the gradient and by how the weights changed."""
     rate = run.rloo.learning_rate
     if looked.grad_norm is None or not math.isfinite(looked.grad_norm):
         text = "the gradient of a step at full length is not finite: set model.dtype=float32"
         return [Fault("gradient", text + (" or model.dtype=bfloat16" if run.model.dtype == "float16" else ""))]
     if looked.grad_norm == 0.0:
-        text = "the gradient of completions with unequal rewards is 0, so nothing of the model is trained by them: see "
+        text = "the gradient of completions with unequal rewards is 0, so nothing is trained: check "
         return [Fault("gradient", f"{text}model.lora.target_modules, or set model.lora=null")]
     if rate == 0.0:
         usual = RLOOSection.model_fields["learning_rate"].default
@@ -193,13 +191,13 @@ def find_step_faults(run: RunConfig, looked: FirstSteps) -> list[Fault]:
     name = str(looked.dtype).removeprefix("torch.")
     fix = f" or rloo.learning_rate={_round_up(looked.needed)}" if "adam" in run.rloo.optim else ""
     fix = f"set model.dtype=float32{fix}" if looked.dtype != torch.float32 else fix.removeprefix(" or ")
-    text = f"rloo.learning_rate={rate:g} moves {looked.moved:.1%} of the weights, which are {name}: around the others "
-    text += f"two neighbouring numbers are farther apart than that. {fix[:1].upper()}{fix[1:]}"
+    text = f"rloo.learning_rate={rate:g} changes {looked.moved:.1%} of the weights; it is below the {name} spacing of "
+    text += f"the others. {fix[:1].upper()}{fix[1:]}"
     return [Fault("gradient", text, "error" if looked.moved < MOVED_LEAST else "warning")]
 
 
 def _round_up(number: float) -> str:
-    """With one digit, upwards.
+    """Rounded up to one digit.
 
     >>> _round_up(2.1e-05), _round_up(0.00096)
     ('3e-05', '1e-03')

@@ -1,7 +1,7 @@
-"""What a run's rollout and training pass take on the machine at hand, next to what `plan_vram` computed.
+"""Measured memory of a run's rollout and training pass on this machine, to compare with `plan_vram`.
 
-A checkpoint of the run's true shape with random weights goes through the run's own code at its longest: 64 tokens of
-decoding behind full caches, and two optimizer steps (the optimizer's state is there from the second on). On a GPU the
+A checkpoint of the run's true shape with random weights goes through the run's own code at full length: 64 tokens of
+decoding after full caches, and two optimizer steps (the optimizer's state exists from the second on). On a GPU the
 figure is torch's peak, without CUDA's context and the allocator's reserve; elsewhere resident memory.
 """
 
@@ -35,17 +35,17 @@ from rloo_kit.system.memory import GIB, ResidentPeak, resident_gib, trim_heap
 DECODED_TOKENS = 64
 LOCAL_ENGINES = ("auto", "native", "generate")
 NOT_HERE = {
-    "vllm": "vLLM takes its share of the GPU (rollout.vllm.gpu_memory_utilization) when it starts, and keeps to it",
-    "server": "the server's GPUs hold its keys and values",
+    "vllm": "vLLM takes a fixed share of the GPU (rollout.vllm.gpu_memory_utilization) when it starts",
+    "server": "the KV cache is on the server's GPUs",
 }
 
 
 class Peak:
-    """The most memory held inside the `with` block in GiB, torch's on a GPU, else resident; `reserved_gib` is what
-    torch's allocator held, 0 elsewhere; `seconds` is how long the block took.
+    """Peak memory of a `with` block in GiB: torch's allocation on a GPU, else resident memory. `reserved_gib` is what
+    torch's allocator reserved, 0 without a GPU; `seconds` is the time of the block.
 
     Args:
-        settled: garbage and the allocator's cache are freed first; False leaves them as a run does.
+        settled: free garbage and the allocator's cache first; False keeps them, as in a run.
     """
 
     gib = reserved_gib = seconds = 0.0
@@ -66,7 +66,7 @@ class Peak:
         else:
             if self._settled:
                 trim_heap()
-            if self._settled or resident_gib() is not None:  # a figure that was asked for is refused without /proc
+            if self._settled or resident_gib() is not None:  # without /proc a requested figure raises
                 self._watch = ResidentPeak()
         self._started = time.monotonic()
         return self
@@ -87,19 +87,19 @@ class Peak:
 def measure_rollout(
     policy: Policy, run: RunConfig, rows: int, tokens: int, cache: str | None = None, decoded: int = DECODED_TOKENS
 ) -> Peak:
-    """Decode the last tokens of `rows` completions that are `tokens` long with their prompts.
+    """Decode the last tokens of `rows` completions of `tokens` tokens each, prompt included.
 
     Args:
-        run: engine, cache and temperature are its own. rows: completions at once. tokens: more than `decoded`.
-        cache: in place of `run.rollout.cache`. decoded: tokens that are decoded behind full caches, 1 or more.
+        run: gives engine, cache and temperature. rows: completions at once. tokens: more than `decoded`.
+        cache: overrides `run.rollout.cache`. decoded: tokens to decode after full caches, 1 or more.
 
     Raises:
-        ConfigError, BackendError: the engine cannot be used here, or cannot keep this cache. Out of memory is raised as
-            torch does: rows are not halved.
+        ConfigError, BackendError: the engine cannot be used here, or does not support this cache. torch's
+            out-of-memory error is not caught: rows are not halved.
     """
     positions = getattr(policy.model.config, "max_position_embeddings", None)
     if positions is not None and tokens > positions:
-        raise BackendError(f"rows of {tokens} tokens were asked for, and the model has {positions} positions")
+        raise BackendError(f"rows of {tokens} tokens were requested, and the model has {positions} positions")
     engine = _full_engine(policy, run, rows, cache)
     with Peak() as peak, _autocast(run, policy):
         _decode_ends(engine, rows, tokens, decoded)
@@ -107,7 +107,7 @@ def measure_rollout(
 
 
 def _full_engine(policy: Policy, run: RunConfig, rows: int, cache: str | None = None) -> Any:
-    """The run's engine with its prefill replaced by a cache that is full already, and without the halving of rows."""
+    """The run's engine with its prefill replaced by a full cache, and without halving rows."""
     vocabulary = policy.model.get_input_embeddings().weight.shape[0]
     engine: Any = build_engine(
         policy.model,
@@ -129,17 +129,17 @@ def _full_engine(policy: Policy, run: RunConfig, rows: int, cache: str | None = 
 
 
 def _decode_ends(engine: Any, rows: int, tokens: int, decoded: int) -> None:
-    """The last `decoded` tokens of `rows` rows, behind full caches."""
+    """Decode the last `decoded` tokens of `rows` rows, after full caches."""
     if tokens <= decoded:
-        raise BackendError(f"rows of {tokens} tokens were asked for; take more than the {decoded} decoded")
+        raise BackendError(f"rows of {tokens} tokens were requested; set more than the {decoded} that are decoded")
     prompts = [[row % 200 + 1] * (tokens - decoded) for row in range(rows)]  # unlike, as those of groups are not
     lengths = {len(ids) for ids in engine.sample(prompts, Limits(decoded)).completion_ids}
     if lengths != {decoded}:
-        raise BackendError(f"rows of {sorted(lengths)} tokens came back where {decoded} were to be decoded")
+        raise BackendError(f"rows of {sorted(lengths)} tokens came back instead of {decoded}")
 
 
 def _autocast(run: RunConfig, policy: Policy) -> AbstractContextManager[Any]:
-    """Mixed precision as the trainer samples in it."""
+    """The mixed precision in which the trainer samples."""
     chosen = mixed_precision(run)
     if not any(chosen.values()):
         return nullcontext()
@@ -151,7 +151,7 @@ def engine_to_measure(run: RunConfig) -> str:
     if run.rollout.engine not in LOCAL_ENGINES:
         raise BackendError(
             f"the rollout of rollout.engine={run.rollout.engine} has no peak to measure: "
-            f"{NOT_HERE[run.rollout.engine]}. Measure another engine's with rollout.engine=native or generate"
+            f"{NOT_HERE[run.rollout.engine]}. Measure another engine with rollout.engine=native or generate"
         )
     return str(run.rollout.engine)
 
@@ -164,8 +164,8 @@ def _out_of_rows(tried: int, _left: int) -> None:
 
 
 def measure_training(policy: Policy, run: RunConfig) -> Peak:
-    """Take two optimizer steps on completions of full length, in passes as large as the run's largest; spoils the
-    policy. Raises ConfigError where the run's keys contradict each other; out of memory as torch does."""
+    """Peak of two optimizer steps on completions of full length, in passes as large as the run's largest. Changes the
+    policy's weights. Raises ConfigError if the run's keys contradict each other, and torch's out-of-memory error."""
     load = load_of(run, policy)
     with Peak() as peak:
         _take_steps(policy, run, load, _FullRows(load.row_tokens))
@@ -180,14 +180,14 @@ def measure_steps(
     callbacks: Sequence[TrainerCallback] = (),
     steps: int = 2,
 ) -> tuple[Peak, Peak]:
-    """The steps of `measure_training` as a run takes them: each begins with the last `decoded` tokens of a rollout
-    of `rows` full rows by the run's engine (0: no rollout), with optimizer and whatever else a run holds in place.
+    """The steps of `measure_training`, each after the last `decoded` tokens of a rollout of `rows` full rows by the
+    run's engine (0: no rollout), with the optimizer and everything else of a run in memory.
 
     Args:
-        callbacks: of the trainer, which look at the steps. steps: the optimizer's state is there from the second on.
+        callbacks: for the trainer. steps: number of steps; the optimizer's state exists from the second on.
 
     Returns:
-        the larger peak of the rollouts and of what lies around them; their seconds are those of the last step.
+        (peak of the rollouts, peak of the rest); their seconds are those of the last step.
     """
     load = load_of(run, policy)
     if not rows:
@@ -201,7 +201,7 @@ def measure_steps(
 
 
 def size_of_steps(policy: Policy, run: RunConfig) -> tuple[int, int]:
-    """(completions, tokens of each with its prompt) of a step of `measure_steps`."""
+    """(completions, tokens of each with its prompt) of one step of `measure_steps`."""
     load = load_of(run, policy)
     return rows_of_a_pass(load)[1], load.row_tokens
 
@@ -214,8 +214,8 @@ def _take_steps(
     callbacks: Sequence[TrainerCallback] = (),
     steps: int = 2,
 ) -> None:
-    """Optimizer steps on what the engine gives; the policy is left with another adapter and nothing else. What would
-    leave made-up completions without a gradient (a warm-up, masks, the sampler's correction) is off."""
+    """Optimizer steps on the engine's completions; they change nothing but the trained weights. Warm-up, masks and the
+    sampler's correction are off: under them made-up completions would get no gradient."""
     generations, rows = rows_of_a_pass(load)
     prompts = load_stack().datasets.Dataset.from_list(
         [{"prompt": "0" * load.prompt_tokens}] * (2 * rows // generations)
@@ -242,14 +242,14 @@ def make_trainer(
     callbacks: Sequence[TrainerCallback] = (),
     changed: Mapping[str, Any] | None = None,
 ) -> Iterator[RLOOTrainer]:
-    """A trainer as `train` makes it, in a folder that is deleted; the adapter "ref" and the gradients go with it.
+    """A trainer as in `train`, in a temporary folder; the adapter "ref" and the gradients are deleted at the end.
 
     Args:
-        changed: arguments of `RLOOConfig` that are not the run's.
+        changed: overrides of the run's `RLOOConfig` arguments.
     """
     was_training = policy.model.training
     with tempfile.TemporaryDirectory(prefix="rloo-kit-measure-") as folder:
-        Path(folder).chmod(0o755)  # a server that is handed the adapter there may run as another user
+        Path(folder).chmod(0o755)  # a server that loads the adapter from here may run as another user
         arguments = training_arguments(run, policy, Path(folder))
         arguments |= {"resample_rounds": 0, "save_strategy": "no", "report_to": "none", **(changed or {})}
         trainer = None
@@ -266,7 +266,7 @@ def make_trainer(
             yield trainer
         finally:
             close = getattr(trainer and trainer.rloo.sampler.engine, "close", None)
-            if close is not None:  # a server gives the adapter up
+            if close is not None:  # a server unloads the adapter
                 close()
             policy.model.zero_grad(set_to_none=True)
             if "ref" in getattr(policy.model, "peft_config", {}):
@@ -276,24 +276,24 @@ def make_trainer(
 
 
 def rows_of_a_pass(load: Load) -> tuple[int, int]:
-    """(K, completions) of the smallest batch with a pass as large as the largest of the run; with two where all weights
-    are trained."""
+    """(K, completions) of the smallest batch with a pass as large as the run's largest; two passes if all weights are
+    trained."""
     needed = -(-load.pass_tokens // load.row_tokens)
     generations = load.num_generations if load.whole_groups else min(load.num_generations, max(2, needed))
     groups = -(-min(needed, load.completions) // generations)
-    if load.lora_rank is None:  # a second pass finds the gradients of the first, as large as the model
+    if load.lora_rank is None:  # a second pass runs with the gradients of the first in memory, as large as the model
         groups = max(groups, min(2 * groups, load.completions // generations))
     return generations, generations * groups
 
 
 def alternate(completions: Any, **_columns: Any) -> list[float]:
-    """A reward under which every completion has an advantage: 0, 1, 0, 1, ..."""
+    """A reward that gives every completion an advantage: 0, 1, 0, 1, ..."""
     return [float(row % 2) for row in range(len(completions))]
 
 
 class _FullRows:
-    """In the place of an engine: made-up completions that fill every row to `tokens`, behind the end of a rollout of
-    `rows` rows by a real engine where one is given."""
+    """Stands in for an engine: made-up completions that fill every row to `tokens`, after the end of a rollout of
+    `rows` rows if a real engine is given."""
 
     name, reason = "synthetic", "to measure memory"
     rows: int | None = None
@@ -314,7 +314,7 @@ class _FullRows:
 
     @contextmanager
     def _watch(self, part: str) -> Iterator[None]:
-        """Add what a block takes to the peak of its part."""
+        """Update the peak of a part with that of the block."""
         total: Peak = getattr(self, part)
         with Peak(settled=False) as peak:
             yield
@@ -323,7 +323,7 @@ class _FullRows:
 
 
 def load_of(run: RunConfig, policy: Policy) -> Load:
-    """What the arithmetic reads of the run, with the pass that `train` would plan for it on this machine."""
+    """The inputs of the arithmetic, with the training pass that `train` would plan on this machine."""
     config = policy.model.config.to_dict()
     plan = plan_vram(run, config=config, engine=loaded_engine(run, policy))
     return replace(read_load(run, plan.machine, config, plan.engine.name), tokens_per_pass=plan.tokens_per_pass)

@@ -1,4 +1,4 @@
-"""A whole memory plan measured: each cache that the run's engine keeps, and training, next to what was computed."""
+"""Measure a memory plan: each cache that the run's engine supports, and training, next to the computed figures."""
 
 import tempfile
 import time
@@ -34,13 +34,13 @@ from rloo_kit.system.memory import GIB, is_out_of_memory
 
 @dataclass(frozen=True)
 class Measured:
-    """One measurement and what was computed for it, in GiB.
+    """One measurement and its computed figure, in GiB.
 
     Attributes:
         what: "rollout" or "training". cache: of a rollout. rows: completions at once, of a rollout or of a training
             batch. tokens: of each, prompt included.
-        computed_gib: on a GPU without CUDA's context, which torch does not count. measured_gib: None where it failed.
-        reserved_gib: what torch's allocator held, on a GPU. seconds: it took.
+        computed_gib: on a GPU without CUDA's context, which torch does not count. measured_gib: None if it failed.
+        reserved_gib: reserved by torch's allocator, on a GPU. seconds: of the measurement.
         error: why there is no figure.
     """
 
@@ -60,26 +60,26 @@ class Measured:
 
 
 def measure_plan(run: RunConfig, plan: VramPlan, say: Callable[[str], None] = print) -> list[Measured]:
-    """Measure what `plan` computed, with random weights of the run's shape; `setup_environment` has been called.
+    """Measure what `plan` computed, with random weights of the run's shape, after `setup_environment`.
 
     Args:
-        run: the `RunConfig` that was planned. plan: of `plan_vram`; its rows are the ones that are measured.
-        say: gets a line before each measurement.
+        run: the planned `RunConfig`. plan: from `plan_vram`; its rows are measured.
+        say: called with a line before and after each measurement.
 
     Returns:
-        the rollout with each cache that the run's engine keeps, and training; training alone, with vLLM not loaded,
-            where vLLM or a server samples.
+        The rollout with each cache that the run's engine supports, and training; only training, without vLLM loaded,
+            if vLLM or a server samples.
 
     Raises:
-        BackendError: the run does not fit this machine's memory by far and there is no GPU to refuse it.
+        BackendError: the plan is for another machine, or the run does not fit and there is no GPU to refuse it.
         ConfigError: see `load_policy`.
     """
     if plan.machine.on_cuda != torch.cuda.is_available():
-        raise BackendError(f"the plan is for {plan.machine.name}, which is not here: measure without --gpu-gib")
+        raise BackendError(f"the plan is for {plan.machine.name}, not for this machine: measure without --gpu-gib")
     if not torch.cuda.is_available() and plan.headroom_gib < 0:
         raise BackendError(
-            f"the run takes {plan.peak_gib:.1f} GiB and this machine has {plan.machine.usable_gib:.1f}: without a GPU "
-            "that refuses, measuring it would stop other programs. Make it smaller, as `rloo-kit plan` says"
+            f"the run takes {plan.peak_gib:.1f} GiB and this machine has {plan.machine.usable_gib:.1f}: without a GPU, "
+            "measuring it would get other programs killed. Apply the changes that `rloo-kit plan` lists"
         )
     with tempfile.TemporaryDirectory(prefix="rloo-kit-measure-") as folder:
         run = _with_random_weights(run, folder, say)
@@ -91,7 +91,7 @@ def measure_plan(run: RunConfig, plan: VramPlan, say: Callable[[str], None] = pr
 
 
 def _with_random_weights(run: RunConfig, folder: str, say: Callable[[str], None]) -> RunConfig:
-    """The run with a random checkpoint of its shape in the place of its model; an embedded model is itself."""
+    """The run with a random checkpoint of its shape as its model; an embedded model is kept."""
     if run.model.is_embedded:
         return run
     say(f"measure: random weights of the shape of {run.model.name}")
@@ -103,7 +103,7 @@ def _with_random_weights(run: RunConfig, folder: str, say: Callable[[str], None]
 
 
 def _measure_all(run: RunConfig, plan: VramPlan, say: Callable[[str], None]) -> Iterator[Measured]:
-    policy = load_policy(run, check=False)  # its data and rewards are not used
+    policy = load_policy(run, check=False)  # data and rewards are not used
     load = load_of(run, policy)
     load = replace(load, tokens_per_pass=plan.tokens_per_pass)
     outside = context_bytes(load) / GIB if load.on_cuda else 0.0
@@ -132,7 +132,7 @@ def _measure_all(run: RunConfig, plan: VramPlan, say: Callable[[str], None]) -> 
 
 
 def _caches_of(run: RunConfig, policy: Policy) -> Iterator[str]:
-    """The kinds of cache that the run's engine keeps here, the run's own first."""
+    """The caches that the run's engine supports here, the run's own first."""
     name, _ = choose_engine(engine_to_measure(run), policy.backend, policy.model)
     on_cuda = policy.model.device.type == "cuda"
     for cache in sorted(CACHES, key=lambda kind: kind != run.rollout.cache):
@@ -146,8 +146,8 @@ def _caches_of(run: RunConfig, policy: Policy) -> Iterator[str]:
 
 
 def format_measured(found: list[Measured]) -> str:
-    """A table for people: computed next to measured."""
-    table = Table(title="Memory, GiB: computed and measured", title_justify="left")
+    """A table of computed and measured memory."""
+    table = Table(title="Memory, GiB: computed vs. measured", title_justify="left")
     table.add_column("part", no_wrap=True)
     for name in ("rows x tokens", "computed", "measured", "seconds"):
         table.add_column(name, no_wrap=True, justify="right")

@@ -1,6 +1,6 @@
-"""The whole preflight: what can be found without the model, then a probe rollout and a step at full length with it.
+"""The whole preflight: the checks without the model, then a probe rollout and optimizer steps at full length with it.
 
-Nothing of the run is changed: `train` afterwards gives the weights that it would have given without.
+It changes nothing in the run: `train` afterwards gives the same weights as without a preflight.
 """
 
 import io
@@ -41,23 +41,23 @@ from rloo_kit.preflight.rewards import find_given_faults as find_reward_faults
 from rloo_kit.results.result import TrainResult
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.runs.run_dir import RunDir
+from rloo_kit.system.console import fill_text
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.processes import is_distributed, is_main_process, say
 from rloo_kit.system.random_numbers import keep_random_numbers
 
 
 def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> Preflight:
-    """Whether a run can learn as it is configured, in about a minute: GO or NO-GO with every problem.
+    """Check in about a minute whether a run can learn as configured: GO, or NO-GO with every problem.
 
-    A few groups of training prompts are sampled and judged as the run does it, and an optimizer step is taken at full
-    length; weights, random numbers and files are afterwards what they were. With several processes only what needs no
-    model is checked.
+    Samples and judges a few groups of training prompts as the run does and takes optimizer steps at full length. Then
+    restores weights, random numbers and files. With several processes, only the checks that need no model run.
 
     Args:
         run: a `RunConfig`. policy: from `load_policy`. data: from `load_data`. reward_funcs: from `build_rewards`.
 
     Returns:
-        the result; it prints as a table with the verdict.
+        The result, which prints as a table with the verdict.
     """
     started = time.monotonic()
     found = share(find_given_faults(run, policy, data.train, reward_funcs) if is_main_process() else None)
@@ -66,15 +66,22 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
         found = [*found, Fault("rollout", text, "warning")]
         return Preflight(run.run.name or "", tuple(found), None, time.monotonic() - started)
     faults, measures = list(found), Measures()
-    groups = len(draw_rows(run, data.train)) // run.rloo.num_generations
-    say(f"preflight: {groups} prompts x {run.rloo.num_generations} completions, then a step at full length")
+    say(fill_text(_announce(run, data)))
     with redirect_stdout(io.StringIO()), leave_untouched(policy) as weights:
         _measure(_under_another_name(run), policy, data, reward_funcs, weights, faults, measures)
     return Preflight(run.run.name or "", tuple(faults), measures, time.monotonic() - started)
 
 
+def _announce(run: RunConfig, data: Data) -> str:
+    """What is about to be sampled: few groups with a signal make the probe draw again (`is_unsure`)."""
+    generations = run.rloo.num_generations
+    first, most = (len(draw_rows(run, data.train, times)) // generations for times in (1, WIDER))
+    wider = f" ({most} prompts if few groups have a signal)" if most > first else ""
+    return f"preflight: {first} prompts x {generations} completions{wider}, then steps at full length"
+
+
 def find_given_faults(run: RunConfig, policy: Policy, prompts: Any, reward_funcs: list[Any]) -> list[Fault]:
-    """What needs no model, of the data and the rewards as they are: they may not be the run's own."""
+    """Faults that need no model, in the given data and rewards, which may differ from those that the run names."""
     row = prompts[0] if len(prompts) else None
     thinking = thinks(policy.family, run.model.enable_thinking)
     rewards = find_reward_faults(run, policy.tokenizer, thinking, row, reward_funcs) if row else []
@@ -90,7 +97,7 @@ def _measure(
     faults: list[Fault],
     measures: Measures,
 ) -> None:
-    """Enter what was measured, and the faults that follow from it."""
+    """Fill `measures` with what was measured, and `faults` with what follows from it."""
     known, probe = len(faults), None
     with catching("data", faults):
         check_prompts(run, len(data.train))
@@ -104,7 +111,7 @@ def _measure(
     faults += [fault for fault in found if fault.stage != "rewards" or "rewards" not in _stages(faults[:known])]
     try:
         steps = try_steps(run, policy, weights, measures)
-    except RlooKitError as error:  # a model whose memory cannot be planned is trained all the same
+    except RlooKitError as error:  # a model whose memory cannot be planned can still be trained
         faults.append(Fault("memory", str(error), "warning"))
         return
     faults += [fault for fault in steps.faults if fault.stage != "memory" or "memory" not in _stages(faults[:known])]
@@ -119,7 +126,7 @@ def _stages(faults: list[Fault]) -> set[str]:
 def _probe(
     run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], faults: list[Fault], measures: Measures
 ) -> Probe | None:
-    """The probe rollout; None where there was no memory for it."""
+    """The probe rollout; None if it ran out of memory."""
     try:
         with make_trainer(policy, run, reward_funcs, data.train) as trainer:
             probe = roll_out(trainer, draw_rows(run, data.train))
@@ -142,7 +149,7 @@ def _probe(
 
 
 def _under_another_name(run: RunConfig) -> RunConfig:
-    """The run with a name of its own: a server's adapters lie in a folder by the run's name, and are deleted."""
+    """The run under another name: a server's adapters are in a folder with the run's name, which is deleted."""
     changed = run.model_copy(deep=True)
     changed.run.name = f"{run.run.name}-preflight"
     return changed
@@ -150,7 +157,7 @@ def _under_another_name(run: RunConfig) -> RunConfig:
 
 @contextmanager
 def leave_untouched(policy: Policy) -> Iterator[dict[str, torch.Tensor]]:
-    """A block after which policy and random numbers are what they were; gives what is trained, by name, on the CPU."""
+    """Restores policy and random numbers after the block; yields the trained weights by name, on the CPU."""
     model = policy.model
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     weights = {name: value.detach().to("cpu", copy=True) for name, value in trained.items()}
@@ -175,8 +182,8 @@ def leave_untouched(policy: Policy) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _estimate(run: RunConfig, data: Data, probe: Probe, steps: StepsFound, measures: Measures) -> None:
-    """Enter seconds a step and hours for the run. Each part is scaled from what was measured: rollouts by completions,
-    or by tokens of full rows where that is less; judging by completions; the gradient by tokens."""
+    """Estimate seconds per step and hours for the run. Each part is scaled from its measurement: rollouts by
+    completions, or by tokens of full rows if that is less; judging by completions; the gradient by tokens."""
     batch, each = probe.batch, step_completions(run)
     sampled = each / run.rloo.num_iterations
     tokens = (sum(batch.lengths) + sum(map(len, batch.prompts))) / len(batch)
@@ -196,12 +203,12 @@ def _estimate(run: RunConfig, data: Data, probe: Probe, steps: StepsFound, measu
 
 
 def _sampling_s(probe: Probe, steps: StepsFound, completions: float, at_once: float) -> float:
-    """Seconds of so many completions, the smaller of two upper bounds."""
+    """Seconds to sample `completions`: the smaller of two upper bounds."""
     by_completions = probe.sample_s * completions / len(probe.batch)
     if steps.rollout is None:
         return by_completions
     rows = min(at_once, steps.rows)
-    token_s = steps.rollout.seconds / steps.decoded  # of all rows, behind full caches
+    token_s = steps.rollout.seconds / steps.decoded  # of all rows, with full caches
     return min(by_completions, math.ceil(completions / rows) * max(probe.batch.lengths) * token_s)
 
 
@@ -209,7 +216,7 @@ def _sampling_s(probe: Probe, steps: StepsFound, completions: float, at_once: fl
 
 
 def require_go(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> None:
-    """The whole preflight where `run.preflight` asks for it, printed; raises PreflightError at a NO-GO."""
+    """Run and print the whole preflight if `run.preflight` is set; raises PreflightError on a NO-GO."""
     if not run.run.preflight:
         return
     found = check_preflight(run, policy, data, reward_funcs)
@@ -228,11 +235,10 @@ def train(
     overwrite: bool = False,
     run_dir: RunDir | None = None,
 ) -> TrainResult:
-    """`rloo_kit.loop.run.train`, which see, behind the whole preflight where `run.preflight` asks for it; a resumed run
-    has had its own.
+    """`rloo_kit.loop.run.train`, after the whole preflight if `run.preflight` is set; a resumed run skips it.
 
     Raises:
-        PreflightError: the preflight says NO-GO; no folder was made and nothing trained.
+        PreflightError: the preflight's verdict is NO-GO; no folder was made and nothing trained.
     """
     if not (resume or (run_dir is not None and run_dir.resumed)):
         require_go(run, policy, data, reward_funcs)

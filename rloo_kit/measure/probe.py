@@ -1,5 +1,5 @@
-"""The probe rollout of a preflight: some groups sampled and judged as the run does it, scored by the trainer, and what
-keeps the run from learning from such completions."""
+"""The probe rollout of a preflight: a few groups, sampled and judged as in the run and scored by the trainer, and the
+faults that would keep the run from learning."""
 
 import math
 import random
@@ -22,21 +22,21 @@ from rloo_kit.preflight.result import Measures, RewardFound, Spread
 from rloo_kit.results.intervals import clustered, wilson
 from rloo_kit.rollout.types import FOREIGN, Limits
 
-LEAST_GROUPS, LEAST_COMPLETIONS = 4, 32  # of a probe; with fewer prompts than that nothing is refused
-WIDER = 4  # times as many where few carry a signal: 32 wrong answers are no rarity for a run that learns
-TRUNCATED, CLOSED = 0.95, 0.05  # cut off at least, closed at most: the thought does not fit
-LONG_TOKENS = 4096  # at most in the search for a length that the thoughts fit into
-ROOM = 1.25  # over the longest of a few completions
-# Nats a token between sampler and trainer in the mean. Rounding makes about 1e-6 in float32, 0.002 in float16 and 0.01
-# in bfloat16 and 4 bit (docs/metrics.md); ten times that and more is another policy. The KL of equal weights likewise.
+LEAST_GROUPS, LEAST_COMPLETIONS = 4, 32  # of a probe; with fewer, nothing is refused
+WIDER = 4  # times as many if few groups have a signal: 32 wrong answers are not rare in a run that learns
+TRUNCATED, CLOSED = 0.95, 0.05  # least share cut off, largest share closed: the thinking does not fit
+LONG_TOKENS = 4096  # limit of the search for a length that the thinking fits into
+ROOM = 1.25  # factor on the longest of a few completions
+# Mean gap between sampler and trainer, nats per token. Rounding alone gives about 1e-6 in float32, 0.002 in float16 and
+# 0.01 in bfloat16 and 4 bit (docs/metrics.md); ten times that or more is another policy. Also for the KL at the start.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
-FEW, MANY = 0.25, 0.3  # groups with a signal, completions cut off: a warning
+FEW, MANY = 0.25, 0.3  # warning: at most this share of groups with a signal, above this share cut off
 NEVER, ALWAYS = 0.05, 0.95  # pass rates near 0 and near 1
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A probe rollout: `batch` of whole groups; seconds of sampling and of judging; messages of failed rewards."""
+    """A probe rollout: a `batch` of whole groups, seconds of sampling and judging, messages of failed rewards."""
 
     batch: RolloutBatch
     sample_s: float
@@ -46,8 +46,8 @@ class Probe:
 
 
 def draw_rows(run: RunConfig, dataset: Any, times: int = 1) -> list[dict[str, Any]]:
-    """Rows of the training set for the probe, each as often as a group is large; the same for the same seed. `times` as
-    many as the least."""
+    """Rows of the training set for the probe, each repeated K times; the same for the same seed. `times` multiplies the
+    minimum number of groups."""
     generations = run.rloo.num_generations
     groups = min(times * max(LEAST_GROUPS, -(-LEAST_COMPLETIONS // generations)), len(dataset))
     places = random.Random(f"preflight-{run.run.seed}").sample(range(len(dataset)), groups)
@@ -55,7 +55,7 @@ def draw_rows(run: RunConfig, dataset: Any, times: int = 1) -> list[dict[str, An
 
 
 def roll_out(trainer: RLOOTrainer, rows: list[dict[str, Any]]) -> Probe:
-    """Sample completions by the run's engine and judge them by its rewards."""
+    """Sample completions with the run's engine and judge them with its rewards."""
     step = trainer.rloo
     trainer.model.train()
     started = time.monotonic()
@@ -74,7 +74,7 @@ def roll_out(trainer: RLOOTrainer, rows: list[dict[str, Any]]) -> Probe:
 
 
 def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -> None:
-    """Enter what the probe found: lengths, thinking, rewards, signal, pass rate."""
+    """Fill `measures` from the probe: lengths, thinking, rewards, signal, pass rate."""
     batch, judged = probe.batch, probe.batch.judged
     found, size = judged.completions, probe.batch.group_size
     measures.generations, measures.prompts = size, len(batch) // size
@@ -100,14 +100,14 @@ def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -
 
 
 def is_unsure(probe: Probe, measures: Measures) -> bool:
-    """Whether few groups carry a signal although completions were scored and not cut off: chance can do that too."""
+    """Whether few groups have a signal although completions were scored and not cut off, which may be chance."""
     assert measures.signal is not None and measures.prompts is not None
     few = measures.signal <= FEW * measures.prompts
     return few and not is_short(measures) and not bool(probe.batch.scores.isnan().all())
 
 
 def is_short(measures: Measures) -> bool:
-    """Whether the model's thoughts do not fit into a completion."""
+    """Whether the model's thinking does not fit into a completion."""
     assert measures.truncated is not None
     return measures.closed is not None and measures.truncated >= TRUNCATED and measures.closed <= CLOSED
 
@@ -118,8 +118,8 @@ def is_short(measures: Measures) -> bool:
 def find_rollout_faults(
     run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: Probe, measures: Measures
 ) -> Iterator[Fault]:
-    """What the completions and their rewards say against the run. Errors are for what holds beyond the chance of few
-    completions: no group of the second, wider draw (`is_unsure`) has a signal, or the thoughts do not fit."""
+    """Faults shown by the completions and their rewards. Errors only for what few completions cannot show by chance: no
+    group of the second, wider draw (`is_unsure`) has a signal, or the thinking does not fit."""
     failed = probe.batch.judged.failed.float().mean().item()
     if failed:
         limit = run.run.max_reward_failure_share
@@ -149,14 +149,14 @@ def find_rollout_faults(
         rate = "" if measures.pass_rate is None else f" (pass rate {measures.pass_rate:.2f})"
         yield Fault(
             "rollout",
-            f"{measures.signal} of {measures.prompts} groups carry a signal, the completions of the others earn one "
-            f"and the same reward{rate}. {cure}",
+            f"{measures.signal} of {measures.prompts} groups have a signal; in the others all completions earn the "
+            f"same reward{rate}. {cure}",
             "warning",
         )
 
 
 def _advise(rate: float | None) -> str:
-    """What to change where next to nothing, or next to everything, is solved; empty in between.
+    """What to change if almost nothing or almost everything is solved; empty in between.
 
     >>> _advise(1.0), _advise(0.3)
     ('Take harder prompts (data.source)', '')
@@ -166,38 +166,38 @@ def _advise(rate: float | None) -> str:
     if rate >= ALWAYS:
         return "Take harder prompts (data.source)"
     return (
-        "Take easier prompts (data.source), train on worked answers first (rloo-kit sft), or add a "
-        "graded reward to rewards"
+        "Take easier prompts (data.source), train on worked solutions first (rloo-kit sft), or add "
+        "a graded reward to rewards"
     )
 
 
 def _level(probe: Probe, measures: Measures) -> Literal["error", "warning"]:
-    """What a probe without a signal is: with few completions it may be chance."""
+    """The level of a fault in a probe without a signal: a warning if too few completions rule out chance."""
     is_sure = (measures.prompts or 0) >= LEAST_GROUPS and len(probe.batch) >= LEAST_COMPLETIONS
     return "error" if is_sure else "warning"
 
 
 def _find_silence(probe: Probe, measures: Measures) -> Fault:
-    """Why no group carries a signal."""
+    """Why no group has a signal."""
     count, rate = len(probe.batch), measures.pass_rate
     stage, bound = "rollout", wilson(0.0, count).high
     if probe.batch.scores.isnan().all():
-        stage, why = "rewards", f"no reward scored any of {count} completions. Correct rewards"
+        stage, why = "rewards", f"no reward scored any of {count} completions. Fix rewards"
     elif rate == 0.0:
-        why = f"0 of {count} answers are right, a pass rate below {bound:.0%}. {_advise(rate)}"
+        why = f"0 of {count} answers are correct, a pass rate below {bound:.0%}. {_advise(rate)}"
     elif rate == 1.0:
-        why = f"all of {count} answers are right, a pass rate above {1 - bound:.0%}. {_advise(rate)}"
+        why = f"all of {count} answers are correct, a pass rate above {1 - bound:.0%}. {_advise(rate)}"
     else:
         means = ", ".join(f"{name} {found.mean:.3g}" for name, found in measures.rewards.items())
         masked = ", or all of its tokens are masked (rloo.mask_truncated_completions)" if measures.truncated else ""
-        why = f"the completions of each earn one and the same reward{masked} (means: {means}). Raise rloo.temperature, "
+        why = f"all completions of a group earn the same reward{masked} (means: {means}). Raise rloo.temperature, "
         why += "add a graded reward to rewards, or take other prompts (data.source)"
-    silence = f"none of {measures.prompts} groups of {measures.generations} carries a signal, so all advantages are "
+    silence = f"none of {measures.prompts} groups of {measures.generations} has a signal, so all advantages are "
     return Fault(stage, f"{silence}zero and the run trains nothing: {why}", _level(probe, measures))
 
 
 def _explain_short(run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: Probe, measures: Measures) -> str:
-    """The published recipe's fault, with a length that the thoughts of this model fit into."""
+    """The published recipe's fault, with a length that this model's thinking fits into."""
     limit, batch = run.rloo.max_completion_length, probe.batch
     earned, cut = batch.judged.raw_scores.nanmedian().item(), sum(batch.judged.completions.truncated)
     nearly = "nearly " if measures.signal else ""
@@ -218,8 +218,8 @@ def _explain_short(run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: 
 
 
 def measure_long(run: RunConfig, policy: Policy, trainer: RLOOTrainer, batch: RolloutBatch) -> tuple[list[int], int]:
-    """The lengths of completions that end by themselves, one a prompt, and the limit that they were given: the model's
-    own, up to `LONG_TOKENS`. No lengths where fewer than half end."""
+    """(lengths of completions that end by themselves, one per prompt; the limit they were sampled with: the model's
+    own, up to `LONG_TOKENS`). No lengths if fewer than half end."""
     sampler, first = trainer.rloo.sampler, batch.judged.completions.rows[:: batch.group_size]
     prompt = max(map(len, batch.prompts))
     positions = _positions(policy)
@@ -239,7 +239,7 @@ def _positions(policy: Policy) -> int:
 
 
 def _longer(run: RunConfig, value: int) -> str:
-    """Keys that make room for completions of `value` tokens."""
+    """Keys that allow completions of `value` tokens."""
     needed = run.data.max_prompt_length + value
     more = f" model.max_seq_length={needed}" if needed > run.model.max_seq_length else ""
     return f"rloo.max_completion_length={value}{more}"
@@ -254,8 +254,8 @@ def _round_up(tokens: int) -> int:
 
 
 def compare_logps(trainer: RLOOTrainer, probe: Probe, measures: Measures) -> bool:
-    """Enter the gap between sampler and trainer and the KL from the reference; returns whether the reference is the
-    policy as it starts, so that the KL has to be 0."""
+    """Measure the gap between sampler and trainer and the KL from the reference. Returns whether the reference is the
+    policy at the start, so that the KL has to be 0."""
     step, batch = trainer.rloo, probe.batch
     scorer, model = step.scorer, trainer.model
     has_kl = scorer.beta != 0.0
@@ -282,7 +282,7 @@ def compare_logps(trainer: RLOOTrainer, probe: Probe, measures: Measures) -> boo
 
 
 def find_logp_faults(trainer: RLOOTrainer, measures: Measures, starts_there: bool) -> Iterator[Fault]:
-    """Sampler and trainer, policy and reference: each pair is one policy when a run begins."""
+    """Faults if sampler and trainer, or policy and reference, differ when a run begins."""
     dtype, gap, settings = _computes_in(trainer), measures.logp_gap, trainer.rloo.settings
     limit = TOLERANCES[dtype]
     name = str(dtype).removeprefix("torch.")
@@ -290,12 +290,13 @@ def find_logp_faults(trainer: RLOOTrainer, measures: Measures, starts_there: boo
         engine = trainer.rloo.sampler.engine.name
         fix = "set rloo.sampler_correction=token, or rollout.engine=generate"
         if settings.sampler_correction != "none":
-            fix = f"rloo.sampler_correction={settings.sampler_correction} weighs it; rollout.engine=generate ends it"
+            fix = f"rloo.sampler_correction={settings.sampler_correction} corrects for it; rollout.engine=generate "
+            fix += "avoids it"
         if math.isnan(gap):
             fix = "set model.dtype=float32"
         yield Fault(
             "log-probs",
-            f"what the engine {engine} sampled and what the trainer scores are {gap:.2g} nats a token apart, above "
+            f"the log-probs of the engine {engine} and of the trainer differ by {gap:.2g} nats per token, above "
             f"{limit:g} for {name}: two policies. {fix}",
             "error" if settings.sampler_correction == "none" or math.isnan(gap) else "warning",
         )
@@ -303,13 +304,13 @@ def find_logp_faults(trainer: RLOOTrainer, measures: Measures, starts_there: boo
     if starts_there and kl is not None and not abs(kl) <= limit:
         yield Fault(
             "kl",
-            f"the policy is {kl:.2g} nats a token from its reference before the first step, above {limit:g} for "
-            f"{name}, and the two have the same weights: set model.dtype=float32, or rloo.beta=0.0",
+            f"the KL of policy and reference is {kl:.2g} nats per token before the first step, above {limit:g} for "
+            f"{name}, although their weights are equal: set model.dtype=float32, or rloo.beta=0.0",
         )
 
 
 def _computes_in(trainer: RLOOTrainer) -> torch.dtype:
-    """The coarsest of the number formats that the policy is computed in; 4 bit counts as bfloat16."""
+    """The coarsest number format that the policy computes in; 4 bit counts as bfloat16."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.args.bf16 or model.dtype == torch.bfloat16 or getattr(model, "is_loaded_in_4bit", False):
         return torch.bfloat16

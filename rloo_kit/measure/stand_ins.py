@@ -1,4 +1,4 @@
-"""What a measurement of memory uses in place of the real thing: random weights, and caches that are full already."""
+"""Stand-ins for measuring memory: checkpoints with random weights, and full caches."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from rloo_kit.plan.shapes import ModelShape, find_shape
 from rloo_kit.rollout.generate import HQQ_CONFIG
 
 SHARD_BYTES = 2**31
-BLOCK = 2**20  # random numbers that are made; tensors repeat them
+BLOCK = 2**20  # random numbers that are drawn; tensors repeat them
 POSITIONS = 40960  # of Qwen3
 
 
@@ -29,13 +29,13 @@ def save_random_checkpoint(run: RunConfig, folder: str | Path) -> Path:
     """Write config, bf16 weights and a tokenizer of single bytes into `folder`.
 
     Args:
-        run: its model's shape is found as `plan_vram` finds it, without a network.
+        run: its model's shape is found as in `plan_vram`, without a network.
 
     Returns:
-        the folder, to be a `model.name`.
+        The folder, for `model.name`.
 
     Raises:
-        ConfigError: the shape is not known. BackendError: the disk has no room for the weights.
+        ConfigError: the shape is unknown. BackendError: the weights do not fit the disk.
     """
     kind = "instruct" if "instruct" in run.model.name.lower() else "thinking"
     return save_random_model(find_shape(run), folder, kind, max(POSITIONS, run.model.max_seq_length))
@@ -44,7 +44,7 @@ def save_random_checkpoint(run: RunConfig, folder: str | Path) -> Path:
 def save_random_model(
     shape: ModelShape, folder: str | Path, kind: str = "thinking", positions: int = POSITIONS, **values: Any
 ) -> Path:
-    """The same for a shape; `kind` is the tokenizer's, and `values` are more of the config's."""
+    """The same for a shape; `kind` of tokenizer, further `values` of the config."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     needed, free = 2 * shape.num_weights, shutil.disk_usage(folder).free
@@ -61,8 +61,8 @@ def save_random_model(
 
 
 def make_config(shape: ModelShape, positions: int = POSITIONS, **values: Any) -> Any:
-    """The config of transformers for a shape (Qwen3, Qwen2 or Llama, as its norms and biases say) with `positions`
-    tokens and further `values`; no token ends a text otherwise."""
+    """transformers' config for a shape (Qwen3, Qwen2 or Llama, by its norms and biases) with `positions` tokens and
+    further `values`; without them there are no special tokens."""
     kind = Qwen3Config if shape.qk_norm else Qwen2Config if shape.qkv_bias else LlamaConfig
     return kind(
         vocab_size=shape.vocab_size,
@@ -80,8 +80,8 @@ def make_config(shape: ModelShape, positions: int = POSITIONS, **values: Any) ->
 
 
 def _save_weights(config: Any, folder: Path) -> None:
-    """Shards of at most SHARD_BYTES (or one tensor), and the index that says where each tensor is; named as
-    transformers names them, since merging writes them again under their names."""
+    """Write shards of at most SHARD_BYTES (or one tensor) and the index. Tensors have transformers' names, since
+    merging writes them under the same names."""
     draw = _random_numbers(config)
     places: dict[str, str] = {}
     total = 0
@@ -102,7 +102,7 @@ def _save_weights(config: Any, folder: Path) -> None:
 
 
 def _random_numbers(config: Any) -> Callable[[int], torch.Tensor]:
-    """Normal numbers of the config's deviation: drawn on a GPU, else those of a block again and again."""
+    """Normal numbers with the config's standard deviation: drawn on a GPU, else one block repeated."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
     options = {"generator": generator, "device": device, "dtype": torch.float32}
@@ -113,7 +113,7 @@ def _random_numbers(config: Any) -> Callable[[int], torch.Tensor]:
 
 
 def _list_tensors(config: Any) -> list[tuple[str, Any]]:
-    """Names and sizes of what a checkpoint of this config holds."""
+    """Names and sizes of the tensors in a checkpoint of this config."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     left_out = "lm_head.weight" if config.tie_word_embeddings else None
@@ -136,7 +136,7 @@ def _cut(tensors: list[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
 
 
 def fill_slots(decoder: Any, cache: Any, rows: list[Any], first: int) -> None:
-    """Slots of the native engine, with one token's keys and values in every place."""
+    """Fill slots of the native engine with one token's keys and values at every position."""
     one = _Inserted()
     decoder.prefill([[0]], one, [(0, 1)])
     for layer, (keys, values) in one.states.items():
@@ -146,7 +146,7 @@ def fill_slots(decoder: Any, cache: Any, rows: list[Any], first: int) -> None:
 
 
 class _Inserted:
-    """In the place of a cache: keeps what a prefill puts into it, (G, 1, D) by layer."""
+    """Stands in for a cache: keeps what a prefill inserts, (G, 1, D) by layer."""
 
     def __init__(self) -> None:
         self.states: dict[int, tuple[Any, Any]] = {}
@@ -156,8 +156,8 @@ class _Inserted:
 
 
 def fill_cache(engine: Any, rows: int, width: int) -> Any:
-    """The cache of transformers for (B, P) prefixes without their last token: views of one token's keys and values,
-    which the first step makes real, layer by layer."""
+    """transformers' cache for (B, P) prefixes without their last token: views of one token's keys and values, which the
+    first step materialises layer by layer."""
     model = engine._model
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
     one = model(input_ids=ids, use_cache=True).past_key_values

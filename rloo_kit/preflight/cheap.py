@@ -1,7 +1,7 @@
-"""What can be wrong with a run, found in seconds and before its model is loaded: all of it at once.
+"""Checks of a run that take seconds and need no model; all problems are reported at once.
 
-Without torch, transformers or datasets, where no reward of the user's own imports them. What only they can read (a
-Parquet file, a hub id, a tokenizer that is not on this machine) is looked at when the caller hands it over.
+They use no torch, transformers or datasets, unless a user's own reward imports them. What only these libraries can read
+(a Parquet file, a hub id, a tokenizer that is not on this machine) is checked once the caller passes a tokenizer.
 """
 
 import shutil
@@ -33,22 +33,22 @@ from rloo_kit.system.versions import check_trackers
 
 @dataclass(frozen=True)
 class FolderUse:
-    """How the run's folder is about to be opened; see `RunDir.create`."""
+    """How the run's folder will be opened; see `RunDir.create`."""
 
     resume: bool = False
     overwrite: bool = False
 
 
 def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse | None = None) -> list[Fault]:
-    """Every fault of a run that shows without its weights.
+    """Every fault of a run that can be found without its weights.
 
     Args:
-        tokenizer: the policy's, where it is loaded; None looks for its files on this machine, and leaves out what
-            needs it where there are none. With it, sources are read that need the stack.
-        folder: None does not ask whether the run's folder is free, for callers that only look.
+        tokenizer: the policy's, if it is loaded. None looks for its files on this machine and skips what needs it if
+            there are none. With a tokenizer, sources that need the stack are read too.
+        folder: None skips the check that the run's folder is free.
 
     Returns:
-        the faults in the order of `STAGES`; errors keep the run from starting, warnings do not.
+        The faults in the order of `STAGES`; errors keep the run from starting, warnings do not.
     """
     faults = find_machine_faults(run)
     loaded = tokenizer is not None
@@ -67,7 +67,7 @@ def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse 
 
 
 def find_machine_faults(run: RunConfig) -> list[Fault]:
-    """The first of `find_faults`: the model's folders, and the model against the machine."""
+    """The first part of `find_faults`: the model's folders, and whether the model fits the machine."""
     faults: list[Fault] = []
     with catching("machine", faults):
         _check_folders(run)
@@ -78,7 +78,7 @@ def find_machine_faults(run: RunConfig) -> list[Fault]:
 
 
 def find_place_faults(run: RunConfig, folder: FolderUse | None = None) -> list[Fault]:
-    """The last of `find_faults`: the run's folder, its disk, the trackers."""
+    """The last part of `find_faults`: the run's folder, its disk, the trackers."""
     faults: list[Fault] = []
     with catching("folder", faults):
         RunDir.check(run, resume=bool(folder and folder.resume), overwrite=folder is None or folder.overwrite)
@@ -89,13 +89,13 @@ def find_place_faults(run: RunConfig, folder: FolderUse | None = None) -> list[F
 
 
 def is_complete(run: RunConfig) -> bool:
-    """Whether `find_faults` sees all of it without the stack and without a download."""
+    """Whether `find_faults` can check everything without the stack and without a download."""
     return not needs_stack(run) and find_tokenizer(run) is not None
 
 
 def refuse_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse | None = None) -> None:
-    """Raise PreflightError where `find_faults` has an error; warnings are printed. Of several processes the main one
-    looks; a run that has passed, and is still the same, is not looked at twice."""
+    """Raise PreflightError if `find_faults` finds an error; print warnings. With several processes only the main one
+    checks. An unchanged run that has passed is not checked again."""
     state = f"{tokenizer is not None} {run.model_dump_json()}"
     if run._checked == state or not is_main_process():
         return
@@ -105,7 +105,7 @@ def refuse_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUs
 
 
 def raise_errors(faults: Sequence[Fault]) -> None:
-    """Raise PreflightError where one of the faults is an error; else print them, which are warnings."""
+    """Raise PreflightError if one of the faults is an error; else print the warnings."""
     if any(fault.level == "error" for fault in faults):
         raise PreflightError(faults)
     for fault in faults:
@@ -113,7 +113,7 @@ def raise_errors(faults: Sequence[Fault]) -> None:
 
 
 def _check_folders(run: RunConfig) -> None:
-    """Folders that the model is to be loaded from, and the task family that an embedded one is built for."""
+    """Check the folders of model and adapter, and the task family of an embedded model."""
     name, adapter = run.model.name, run.model.adapter
     if run.model.is_embedded:
         try:
@@ -130,7 +130,7 @@ def _check_folders(run: RunConfig) -> None:
 
 
 def _find_measure_faults(run: RunConfig, own_rewards: bool) -> list[Fault]:
-    """Whether a reward has the name in `eval.measure`; a warning where `own_rewards` may be made in Python."""
+    """Whether a reward has the name in `eval.measure`; only a warning if `own_rewards` may be made in Python."""
     names = [name for entry in run.rewards for name in dict.fromkeys((entry.name, entry.name.rpartition(":")[2]))]
     known = ["auto", "accuracy", "reward", *names]
     if not run.eval.every_steps or run.eval.measure in known:
@@ -140,7 +140,7 @@ def _find_measure_faults(run: RunConfig, own_rewards: bool) -> list[Fault]:
 
 
 def _prepare(run: RunConfig, tokenizer: Any, faults: list[Fault], loaded: bool) -> Prepared | None:
-    """The rows as they will be trained on; None where they cannot be read, or not yet."""
+    """The rows as they will be trained on; None if they cannot be read (yet)."""
     if needs_stack(run) and not loaded:
         return None
     prepared = None
@@ -153,20 +153,22 @@ def _prepare(run: RunConfig, tokenizer: Any, faults: list[Fault], loaded: bool) 
 
 
 def _find_disk_faults(run: RunConfig) -> list[Fault]:
-    """Whether the checkpoints fit the disk that they go to."""
+    """Whether the checkpoints fit on their disk."""
     place = Path(run.folder).absolute()
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
     try:
         needed = checkpoint_bytes(run)
-    except ConfigError:  # a model whose shape nothing here knows
+    except ConfigError:  # unknown shape
         return []
     kept = run.rloo.save_total_limit
-    total = needed * ((kept or 1) + 1) + needed  # one is written before the oldest goes; adapter/ is smaller than one
+    total = (
+        needed * ((kept or 1) + 1) + needed
+    )  # one is written before the oldest is deleted; adapter/ is smaller than one
     if total <= free:
         return []
-    what = f"{kept} checkpoints and the next one" if kept else "two checkpoints of many"
+    what = f"{kept} checkpoints and the next one" if kept else "two checkpoints"
     fewer = "rloo.save_total_limit=1, " if kept is None or kept > 1 else ""
     return [
         Fault(
@@ -178,7 +180,7 @@ def _find_disk_faults(run: RunConfig) -> list[Fault]:
 
 
 def checkpoint_bytes(run: RunConfig) -> int:
-    """Size of one checkpoint: what is trained in float32, and the optimizer's state; computed."""
+    """Computed size of one checkpoint: the trained weights in float32, and the optimizer's state."""
     load = read_load(run, find_machine(None))
     weights = own_bytes(load) or parts.FLOAT * parts.trained_weights(load)
     return weights + parts.optimizer_bytes(load)

@@ -1,4 +1,4 @@
-"""A fault of a run, where it was looked for, and the error that lists all of them."""
+"""A fault of a run with its stage, and the error that lists all faults."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rloo_kit.errors import RlooKitError
 
-# In the order in which they are looked for: the first line without the stack, the second with the model.
+# In the order of the checks: the first line without the stack, the second with the model.
 STAGES = (
     "config", "machine", "data", "row", "rewards", "folder", "disk", "trackers",
     "rollout", "memory", "gradient", "log-probs", "kl", "speed",
@@ -31,7 +31,7 @@ class Fault:
 
     @property
     def key(self) -> str:
-        """The first key of the configuration that the message names; empty where the fault is outside of it.
+        """The first configuration key that the message names; empty if it names none.
 
         >>> Fault("data", "mine.csv has no column 'anser': set data.answer_column=answer").key
         'data.answer_column'
@@ -48,8 +48,8 @@ class Fault:
 
 
 class PreflightError(RlooKitError, ValueError):
-    """A run has faults that keep it from starting; `faults` has them, warnings included. `found` says by what they were
-    found, if not before any weights were loaded."""
+    """A run has faults that keep it from starting, listed in `faults`, warnings included. `found` completes the
+    sentence "N problems, found ..."; the default is "before any weights were loaded"."""
 
     def __init__(self, faults: Sequence[Fault], found: str = ""):
         self.faults = tuple(faults)
@@ -63,7 +63,7 @@ class PreflightError(RlooKitError, ValueError):
 
 @contextmanager
 def catching(stage: str, faults: list[Fault]) -> Iterator[None]:
-    """A block whose error, one of the kit's, becomes a fault of `stage`."""
+    """Turn an RlooKitError raised in the block into a fault of `stage`."""
     try:
         yield
     except RlooKitError as error:

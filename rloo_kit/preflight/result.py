@@ -1,4 +1,4 @@
-"""The result of a preflight: GO or NO-GO with every problem, and what was measured, as an object, text and JSON."""
+"""The result of a preflight: GO or NO-GO with every problem, and the measurements, as an object, text and JSON."""
 
 import textwrap
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ WIDTH = 80  # columns of a terminal
 
 
 class Spread(NamedTuple):
-    """Some numbers of tokens: the median, the 90th percentile and the largest."""
+    """Token counts: the median, the 90th percentile and the largest."""
 
     median: int
     p90: int
@@ -33,11 +33,11 @@ class Spread(NamedTuple):
         return cls(*(ordered[-(-share * len(ordered) // 100) - 1] for share in (50, 90, 100)))
 
     def __str__(self) -> str:
-        return f"median {self.median}, 90 % up to {self.p90}, longest {self.most}"
+        return f"median {self.median}, p90 {self.p90}, longest {self.most}"
 
 
 class RewardFound(NamedTuple):
-    """What one reward gave: its mean, in how many groups it differed, and for how many completions it failed."""
+    """One reward: its mean, in how many groups it differed, and for how many completions it failed."""
 
     mean: float
     differs: int
@@ -46,17 +46,17 @@ class RewardFound(NamedTuple):
 
 @dataclass
 class Measures:
-    """What was measured on the loaded model; None where it was not. Shares are in [0, 1], GiB the most that was held.
+    """Measurements on the loaded model; None if not measured. Shares are in [0, 1], GiB are peaks.
 
     Attributes:
         prompts, generations: of the probe rollout; a prompt's completions are a group.
         completion_tokens: of its completions. truncated: share that the limit cut off.
-        thinking_tokens: before the first `</think>`; thinking that is not closed counts whole.
-        closed: share of completions that close their thinking themselves. forced: that the thinking budget closed.
+        thinking_tokens: before the first `</think>`; unclosed thinking counts in full.
+        closed: share of completions that close their thinking themselves. forced: share that the budget closed.
         think_end_id: of `</think>`. rewards: by name. signal: groups that can move the policy.
-        pass_rate: share of right answers, with its 95 % interval pass_low to pass_high.
-        logp_gap: mean size of the trainer's log-probability less the sampler's, nats a token. kl: mean log-ratio of
-            policy and reference, nats a token.
+        pass_rate: share of correct answers, with its 95 % interval pass_low to pass_high.
+        logp_gap: mean absolute difference of the trainer's and the sampler's log-probability, nats per token. kl: mean
+            log-ratio of policy and reference, nats per token.
         grad_norm: of a step at full length. moved: share of the numbers with a gradient that the step changed.
         rollout_gib, training_gib: of a step at full length. usable_gib: of the machine.
         step_s: seconds of an optimizer step. steps: of the run. hours: of the run with its evaluations. Estimates.
@@ -95,14 +95,14 @@ class Measures:
         return plain
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """What was measured in words: (name, value)."""
+        """The measurements as text: (name, value)."""
         yield from self._probe_lines()
         if self.logp_gap is not None:
-            yield "sampler, trainer", f"{self.logp_gap:.1e} nats a token apart"
+            yield "sampler, trainer", f"log-probs differ by {self.logp_gap:.1e} nats per token"
         if self.kl is not None:
-            yield "KL at step one", f"{self.kl:.1e} nats a token"
+            yield "KL at step one", f"{self.kl:.1e} nats per token"
         if self.grad_norm is not None:
-            yield "gradient", f"norm {self.grad_norm:.3g} of a step at full length"
+            yield "gradient", f"norm {self.grad_norm:.3g}, of a step at full length"
         if self.moved is not None:
             yield "weights moved", f"{self.moved:.1%} of those with a gradient"
         if self.training_gib:
@@ -110,7 +110,7 @@ class Measures:
             yield "memory", f"{rollout}training {self.training_gib:.2f} GiB of {self.usable_gib:.2f}"
         if self.step_s is not None and self.hours is not None:
             whole = f"{self.hours:.1f} h" if self.hours >= 1 else f"{60 * self.hours:.1f} minutes"
-            yield "speed, estimated", f"{self.step_s:.2g} s a step; {self.steps} steps and evaluations {whole}"
+            yield "speed, estimated", f"{self.step_s:.2g} s per step; {self.steps} steps and evaluations {whole}"
 
     def _probe_lines(self) -> Iterator[tuple[str, str]]:
         if self.prompts is None or self.generations is None:
@@ -119,8 +119,8 @@ class Measures:
         yield "probe rollout", count
         yield "tokens", f"{self.completion_tokens}; {self.truncated:.0%} cut off"
         if self.thinking_tokens is not None:
-            forced = f", {self.forced:.0%} by the budget" if self.forced else ""
-            closed = f"closed at {self.think_end_id} by {self.closed:.0%}{forced}"
+            forced = f", {self.forced:.0%} closed by the budget" if self.forced else ""
+            closed = f"{self.closed:.0%} close it (token {self.think_end_id}){forced}"
             yield "thinking", f"{self.thinking_tokens}; {closed}"
         for name, found in self.rewards.items():
             failed = f"; failed for {found.failed}" if found.failed else ""
@@ -135,8 +135,8 @@ class Preflight:
     """GO or NO-GO of a run.
 
     Attributes:
-        run: its name. faults: errors, which keep it from starting, and warnings. measures: None where no model was
-            loaded. seconds: it took.
+        run: its name. faults: errors, which keep it from starting, and warnings. measures: None if no model was
+            loaded. seconds: wall-clock time.
     """
 
     run: str
@@ -151,12 +151,12 @@ class Preflight:
 
     @property
     def errors(self) -> list[Fault]:
-        """What keeps it from starting."""
+        """Faults that keep it from starting."""
         return [fault for fault in self.faults if fault.level == "error"]
 
     @property
     def warnings(self) -> list[Fault]:
-        """What does not."""
+        """Faults that do not."""
         return [fault for fault in self.faults if fault.level != "error"]
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class Preflight:
         for title, faults in (("problem", self.errors), ("warning", self.warnings)):
             parts += [_wrapped(f"{title} {number}: ", str(fault)) for number, fault in enumerate(faults, 1)]
         count = f"{len(self.errors)} {'problem' if len(self.errors) == 1 else 'problems'}"
-        verdict = "GO" if self.go else f"NO-GO: {count}, each with what to change above"
+        verdict = "GO" if self.go else f"NO-GO: {count}, each with its fix above"
         if self.measures is None:
             verdict += "; the model was not loaded" if not self.go else "; nothing was measured"
         return "\n".join([*parts, verdict])
@@ -193,7 +193,7 @@ class Preflight:
 
 
 def _wrapped(title: str, text: str) -> str:
-    """A fault in lines of `WIDTH` columns; keys with their values stay whole."""
+    """A fault wrapped at `WIDTH` columns, without breaking keys and values."""
     lines = text.split("\n")
     options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "  "}
     first = textwrap.fill(title + lines[0], WIDTH, **options)

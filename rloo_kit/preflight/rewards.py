@@ -1,4 +1,4 @@
-"""The rewards of a run, called before its model is loaded: on made-up completions of a row of its data."""
+"""Call the rewards of a run before its model is loaded, on made-up completions of a row of its data."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,13 +17,13 @@ from rloo_kit.system.versions import is_importable
 from rloo_kit.think_tags import THINK_END
 
 THOUGHT = "Let me think.\n"
-# What a model may write that no one expects: tags twice, brackets that never close, other scripts, a huge number.
+# Unexpected output that a model may write: tags twice, brackets that never close, other scripts, a huge number.
 HOSTILE = f"{THINK_END}{THINK_END}\\boxed{{{{\\frac{{1}}{{0}}${'9' * 400}\x00\ufffd <b>None</b> NaN 🙂 ﷽ %s {{}} \\"
 
 
 @dataclass(frozen=True)
 class MadeUp:
-    """A completion that no model wrote: what it stands for, its text without special tokens, and its ids, (C,)."""
+    """A made-up completion: what it stands for, its text without special tokens, and its ids, (C,)."""
 
     kind: str
     text: str
@@ -34,7 +34,7 @@ def make_completions(tokenizer: Any, thinking: bool, answer: str | None) -> list
     """Completions of one prompt, as the loop would pass them.
 
     Args:
-        thinking: whether the model closes a thought first. answer: the gold answer, None without one.
+        thinking: whether the model thinks before it answers. answer: the gold answer, None without one.
     """
     opening = f"{THOUGHT}{THINK_END}\n\n" if thinking else ""
     ending = tokenizer.eos_token or ""
@@ -56,7 +56,7 @@ def make_completions(tokenizer: Any, thinking: bool, answer: str | None) -> list
 
 @dataclass
 class _Scores:
-    """Weighted sums by completion, over the rewards that were called; `whole` while none was left out."""
+    """Weighted sums per completion over the called rewards; `whole` while no reward was skipped."""
 
     sums: dict[str, float] = field(default_factory=dict)
     whole: bool = True
@@ -70,11 +70,11 @@ class _Scores:
 def find_reward_faults(
     run: RunConfig, tokenizer: Any | None, thinking: bool, row: dict[str, Any] | None
 ) -> Iterator[Fault]:
-    """Faults of `run.rewards`, each built, called and ended.
+    """Faults of `run.rewards`: builds, calls and closes each reward.
 
     Args:
-        tokenizer: None where it is not here yet: then names are checked and own functions imported.
-        row: a row of the training data with `prompt` (rendered), `answer` and the other columns; None where the data
+        tokenizer: None if it is not on this machine yet: then names are checked and own functions imported.
+        row: a row of the training data with `prompt` (rendered), `answer` and the other columns; None if the data
             cannot be read: then nothing is called.
     """
     made = [] if row is None or tokenizer is None else make_completions(tokenizer, thinking, row.get("answer"))
@@ -105,7 +105,7 @@ def find_reward_faults(
 def find_given_faults(
     run: RunConfig, tokenizer: Any, thinking: bool, row: dict[str, Any], reward_funcs: list[Any]
 ) -> Iterator[Fault]:
-    """Likewise of rewards that are built already, or made in Python."""
+    """The same for rewards that are already built, or made in Python."""
     made = make_completions(tokenizer, thinking, row.get("answer"))
     scores = _Scores()
     for index, reward in enumerate(reward_funcs):
@@ -117,10 +117,10 @@ def find_given_faults(
 def _try_reward(
     run: RunConfig, reward: Any, name: str, weight: float, made: list[MadeUp], row: dict[str, Any], scores: _Scores
 ) -> Iterator[Fault]:
-    """Call a reward on all completions; enters its values into `scores`."""
+    """Call a reward on all completions and add its values to `scores`."""
     inner = getattr(reward, "reward", reward)
     if isinstance(inner, RewardModel) or not callable(inner) or hasattr(inner, "forward") or is_async(inner):
-        scores.whole = False  # weights that the first call loads; what only a trainer can await
+        scores.whole = False  # the first call would load weights, or only a trainer can await it
         return
     columns = {column: [value] * len(made) for column, value in row.items() if column != "prompt"}
     if run.rloo.thinking_budget is not None:
@@ -153,7 +153,7 @@ def _try_reward(
 
 
 def _find_no_signal(scores: _Scores, listed: str, count: int) -> Iterator[Fault]:
-    """Rewards that tell nothing apart; a warning, because the row may belong to no reward's task."""
+    """Rewards that do not distinguish completions: a warning, because this row may belong to no reward's task."""
     if not scores.whole:
         return
     if not scores.sums:

@@ -1,4 +1,4 @@
-"""The tokenizer of a run's model where it lies on this machine, without transformers."""
+"""The tokenizer of a run's model from files on this machine, without transformers."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from rloo_kit.plan.shapes import find_in_cache, read_adapter
 
 
 def find_tokenizer(run: RunConfig) -> LightTokenizer | None:
-    """Of the embedded model, of a folder or of the Hugging Face cache; None where only transformers can load it, or
-    it has to be downloaded. Raises ConfigError where there is no such embedded model."""
+    """From the embedded model, a folder or the Hugging Face cache; None if only transformers can load it, or if it has
+    to be downloaded. Raises ConfigError if there is no such embedded model."""
     if run.model.is_embedded:
         return embedded_tokenizer(run.model.name.removeprefix("embedded/"), run.model.vocabulary)
     return _find(run.model.name)

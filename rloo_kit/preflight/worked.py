@@ -1,4 +1,4 @@
-"""What can be wrong with worked answers, found before the model is loaded; the rest of a run is `cheap`'s."""
+"""Faults of worked solutions, found before the model is loaded; `cheap` checks the rest of a run."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from rloo_kit.system.processes import say
 
 
 def refuse_worked_faults(run: RunConfig) -> None:
-    """Raise PreflightError where the run, or its worked answers, have faults that show without its weights; warnings,
-    and what is left out, are printed.
+    """Raise PreflightError if the run or its worked solutions have faults that can be found without the weights. Prints
+    warnings and what is left out.
 
-    What only the stack can read (Parquet, a hub id, a tokenizer that is not here) is left to `fine_tune`.
+    What only the stack can read (Parquet, a hub id, a tokenizer that is not on this machine) is left to `fine_tune`.
     """
     faults = find_faults(run, folder=FolderUse(overwrite=True))
     tokenizer = None
-    with catching("row", []):  # `find_faults` has it
+    with catching("row", []):  # `find_faults` reports it
         tokenizer = find_tokenizer(run)
     if tokenizer is not None and not any(fault.stage == "data" for fault in faults):
         faults += _find(run, tokenizer)

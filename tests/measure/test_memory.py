@@ -115,7 +115,7 @@ def test_rows_are_decoded_at_their_end(run, policy, calls, monkeypatch, engine):
         assert held[-64:] == list(range(35, 99))
     else:
         assert calls[-64:] == [(3, 1)] * 64
-    with pytest.raises(BackendError, match="take more than the 64 decoded"):
+    with pytest.raises(BackendError, match="more than the 64"):
         measure_rollout(policy, run, rows=3, tokens=64)
     with pytest.raises(BackendError, match="and the model has"):
         measure_rollout(policy, run, rows=3, tokens=10**6)
@@ -218,7 +218,7 @@ def test_what_is_not_here_is_not_measured(run):
     """A plan for a GPU, measured on a CPU, would be a figure for nothing; without a GPU to refuse them, gigabytes
     too many are the end of other programs."""
     plan = plan_vram(run)
-    with pytest.raises(BackendError, match="which is not here: measure without --gpu-gib"):
+    with pytest.raises(BackendError, match="measure without --gpu-gib"):
         measure_plan(run, plan_vram(run, gpu_gib=24))
     small = replace(plan, machine=Machine("the CPU", 0.5, 0.3, False))
     with pytest.raises(BackendError, match="GiB and this machine has 0.2"):

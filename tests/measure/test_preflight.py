@@ -161,13 +161,14 @@ def is_easy(prompt: str) -> bool:
     return len(first) == 2 and first[0] > second[0] and first[1] >= second[1]
 
 
-def test_a_run_that_begins_low_is_not_refused_by_chance(prepare):
+def test_a_run_that_begins_low_is_not_refused_by_chance(prepare, capsys):
     """32 wrong answers of 32 refused arithmetic_instruct with two seeds of four, which begins at 8 % and learns."""
     run, policy, data, rewards = prepare(DEMO)
     drawn = {row["prompt"] for row in draw_rows(run, data.train)}
     data.train = data.train.map(lambda row: {"answer": "never" if row["prompt"] in drawn else row["answer"]})
     found = kit.check_preflight(run, policy, data, rewards)
     assert found.go and found.measures.prompts == 16 and found.measures.signal > 0, found
+    assert "4 prompts x 8 completions (16 prompts if" in capsys.readouterr().out, "both draws are announced"
 
 
 def test_few_completions_refuse_nothing(prepare):
@@ -274,7 +275,7 @@ def test_what_a_cpu_cannot_hold_is_not_tried(prepare, monkeypatch):
     monkeypatch.setattr("rloo_kit.plan.load.available_gib", lambda: 0.5)
     monkeypatch.setattr("rloo_kit.measure.first_steps.measure_steps", None)
     (fault,) = kit.check_preflight(run, policy, data, rewards).errors
-    assert fault.stage == "memory" and "was not tried" in fault.message and fault.key
+    assert fault.stage == "memory" and "was not run" in fault.message and fault.key
 
 
 # ------------------------------------------------------------------------------------------------ log-probabilities
