@@ -1,4 +1,4 @@
-"""What `RLOOTrainer` is given, as TRL's constructor takes it: old names, rewards behind guards, weights, vLLM."""
+"""Prepares the arguments of `RLOOTrainer` for TRL's constructor: old names, guarded rewards, weights, vLLM."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from rloo_kit.loop.options import RLOOConfig, option
 from rloo_kit.models.adapters import check_reference, wrap_for_unsloth
 from rloo_kit.rewarding.guard import guard
 
-# TRL's arguments behind eval_dataset, in its order, for code that gives them by position
+# TRL's arguments after eval_dataset, in its order, for code that passes them by position
 FURTHER_ARGUMENTS = (
     "processing_class", "reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config",
 )  # fmt: skip
 
 
 def prepare_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """Keywords for TRL's constructor; what cannot work is refused here, in plain words."""
+    """Keywords for TRL's constructor; raises ConfigError for arguments that cannot work."""
     arguments = translate_trainer_arguments(given)
     rewards = arguments.get("reward_funcs")
     rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
@@ -39,8 +39,8 @@ def _take_vllm(args: Any) -> None:
         return
     if args.vllm_structured_outputs_regex is not None:
         raise ConfigError(
-            f"vllm_structured_outputs_regex is {args.vllm_structured_outputs_regex!r}, which cuts the distribution "
-            "that is sampled from, and the trainer scores the whole one: leave it out, and reward the format"
+            f"vllm_structured_outputs_regex is {args.vllm_structured_outputs_regex!r}, which restricts the "
+            "sampled distribution, while the trainer scores the whole one: leave it out, and reward the format"
         )
     if args.vllm_mode != "server" and args.vllm_tensor_parallel_size != 1:
         raise ConfigError(
@@ -55,7 +55,7 @@ def _take_vllm(args: Any) -> None:
 
 
 def _columns(dataset: Any, args: Any) -> list[str] | None:
-    """What rewards get of the data set by name; None where it does not say."""
+    """The data set's columns that rewards get by name; None if it does not declare them."""
     names = getattr(dataset, "column_names", None)
     if names is None:
         return None
@@ -63,13 +63,13 @@ def _columns(dataset: Any, args: Any) -> list[str] | None:
 
 
 def _default_config(model: Any) -> RLOOConfig:
-    """What TRL makes where no `args` are given, as the kit's own: TRL's refuses to run without an accelerator."""
+    """TRL's default `args`, as the kit's own class: TRL's refuses to run without an accelerator."""
     name = model if isinstance(model, str) else model.config.name_or_path
     return RLOOConfig(output_dir=f"{name.rstrip('/').split('/')[-1]}-RLOO")
 
 
 def _with_reward_weights(args: Any, rewards: list[Any]) -> Any:
-    """Rewards that `build_rewards` made carry their weights; `reward_weights` of the config goes before them."""
+    """Rewards from `build_rewards` carry their weights; the config's `reward_weights` overrides them."""
     weights = [getattr(reward, "weight", 1.0) for reward in rewards]
     if args.reward_weights is None:
         args.reward_weights = [float(weight) if isinstance(weight, (int, float)) else 1.0 for weight in weights]

@@ -1,4 +1,4 @@
-"""The parts of a trainer's step, chosen from its arguments, its model and its backend when it is built."""
+"""Assembles a trainer's step from its arguments, its model and its backend."""
 
 import socket
 from dataclasses import fields
@@ -31,7 +31,7 @@ from rloo_kit.rollout.types import FOREIGN, Engine, Filters
 from rloo_kit.runs.watch import FailureWatch, FiniteWatch
 from rloo_kit.think_tags import ThinkTags
 
-PROMPT_TOKENS = 2048  # for which vLLM has room unless vllm_max_model_length says otherwise
+PROMPT_TOKENS = 2048  # room for the prompt in vLLM, unless vllm_max_model_length says otherwise
 
 Settings = TypeVar("Settings")
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def build_step(trainer: "StockTrainer", tags: ThinkTags) -> RLOOStep:
-    """The step of a trainer that TRL has built; ConfigError or BackendError for options that cannot work here."""
+    """The step of a trainer that TRL has built; raises ConfigError or BackendError for options that cannot work."""
     args = trainer.args
     parallel = Parallel(trainer.accelerator)
     sampler = build_sampler(trainer, tags, parallel)
@@ -74,7 +74,7 @@ def build_step(trainer: "StockTrainer", tags: ThinkTags) -> RLOOStep:
 
 
 def describe(step: RLOOStep) -> str:
-    """A line each: what samples, how completions are scored, how the gradient is made, and why; the processes."""
+    """One line each for the engine, the scoring, the memory mode (each with its reason) and the processes."""
     engine, settings = step.sampler.engine, step.settings
     memory = settings.memory
     if memory == "fast" and settings.advantage.beta and settings.scores_first is not None:
@@ -92,7 +92,7 @@ def describe(step: RLOOStep) -> str:
 
 
 def choose_settings(trainer: "StockTrainer", parallel: Parallel, sampler: Sampler) -> StepSettings:
-    """What the step reads of the trainer's arguments, and how it may go about it."""
+    """The step's settings from the trainer's arguments, and what follows from them."""
     args = trainer.args
     on_policy = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
     is_cpu = trainer.accelerator.device.type == "cpu"
@@ -115,14 +115,14 @@ def choose_settings(trainer: "StockTrainer", parallel: Parallel, sampler: Sample
 
 
 def _read(settings: type[Settings], args: Any, **chosen: Any) -> Settings:
-    """A dataclass of options, each read from the arguments under its field's name, but those that are `chosen`."""
+    """A dataclass of options, each read from the arguments under its field's name, except those in `chosen`."""
     names = [one.name for one in fields(settings) if one.name not in chosen]  # type: ignore[arg-type]
     return settings(**{name: option(args, name) for name in names}, **chosen)
 
 
 def _choose_correction(args: Any, sampler: Sampler) -> str:
-    """The form of `sampler_correction`: auto corrects each token where another program than the trainer's
-    samples, or one that samples from a part of the distribution."""
+    """The form of `sampler_correction`: auto corrects each token if another program than the trainer samples, or if the
+    sampled distribution is truncated."""
     form = str(option(args, "sampler_correction"))
     if form != "auto":
         return form
@@ -130,7 +130,7 @@ def _choose_correction(args: Any, sampler: Sampler) -> str:
 
 
 def read_filters(args: Any) -> Filters:
-    """What `RLOOConfig` cuts from the sampled distribution; -1 and None stand for nothing, as in vLLM and TRL."""
+    """The sampling filters of an `RLOOConfig`; -1 and None mean none, as in vLLM and TRL."""
     penalty = 1.0 if args.repetition_penalty is None else args.repetition_penalty
     top_p = 1.0 if args.top_p is None else args.top_p
     return Filters(top_p, max(args.top_k or 0, 0), args.min_p or 0.0, penalty)
@@ -147,7 +147,7 @@ def _why_scores_first(trainer: "StockTrainer", on_policy: bool) -> str | None:
         return "normalize_advantages needs the advantages of the whole rollout first"
     rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
     if rows % trainer.num_generations:
-        return f"a process holds {rows} completions, which are no whole groups of {trainer.num_generations}"
+        return f"a process has {rows} completions, which do not divide into groups of {trainer.num_generations}"
     return None if memory == "fast" else f"rloo.memory is {memory}"
 
 
@@ -184,7 +184,7 @@ def _build_engine(trainer: "StockTrainer") -> Engine:
 
 
 def _vllm_settings(trainer: "StockTrainer") -> VllmSettings:
-    """What vLLM is started with where the model was not loaded with it."""
+    """Settings to start vLLM with if the model was not loaded with it."""
     args, config = trainer.args, trainer.accelerator.unwrap_model(trainer.model).config.get_text_config()
     longest = args.vllm_max_model_length or trainer.max_completion_length + PROMPT_TOKENS
     return VllmSettings(
@@ -212,7 +212,7 @@ def _server_settings(trainer: "StockTrainer") -> "ServerSettings":
 
 
 def build_scorer(trainer: "StockTrainer", parallel: Parallel) -> PolicyScorer:
-    """What scores the policy and its reference."""
+    """The scorer of the policy and its reference."""
     args, policy = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     return PolicyScorer(
         policy,
@@ -226,8 +226,9 @@ def build_scorer(trainer: "StockTrainer", parallel: Parallel) -> PolicyScorer:
 
 
 def settle_reference(trainer: "StockTrainer") -> None:
-    """A copy "ref" of an adapter that starts anywhere but at the base, where the KL is measured from the start. A copy
-    of one that is the identity, or that is not wanted, is only memory and time."""
+    """Copy an adapter that does not start at the base as "ref", if the KL is measured from the start.
+
+    A copy of an identity adapter, or an unused copy, is deleted: it would cost only memory and time."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not is_peft_model(model):
         return
@@ -239,7 +240,8 @@ def settle_reference(trainer: "StockTrainer") -> None:
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """TRL's own knows modules only; most attentions keep their share as a number (`attention_dropout`)."""
+    """Turn dropout off. TRL's function covers modules only; most attentions store it as a number
+    (`attention_dropout`)."""
     disable_dropout_in_model(model)
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -248,5 +250,5 @@ def disable_dropout(model: torch.nn.Module) -> None:
 
 
 def backend_name() -> str:
-    """The backend whose model a trainer of this process gets."""
+    """The backend of this process."""
     return "transformers" if load_stack().unsloth is None else "unsloth"

@@ -1,6 +1,6 @@
-"""What a run prints and writes while it trains: trainer callbacks, and one listener for its rollouts.
+"""What a run prints and writes during training: trainer callbacks, and a listener for its rollouts.
 
-With several processes the main one prints and writes, and what stops one of them stops all after the same step.
+With several processes the main one prints and writes, and a stop in one stops all after the same step.
 """
 
 import math
@@ -30,12 +30,12 @@ SECONDS_OF_ONE_SIGNAL = 1.0  # a terminal and a launcher may both pass the same 
 
 
 def is_step_row(logs: dict[str, Any] | None) -> bool:
-    """Whether logs are those of a training step; the trainer also logs a summary at the end."""
+    """Whether logs belong to a training step; the trainer also logs a summary at the end."""
     return logs is not None and "loss" in logs
 
 
 def use_text_progress(trainer: Any) -> None:
-    """Replace a trainer's HTML table in a notebook by a terminal's bar, unless it is off or `TQDM_NOTEBOOK=true`."""
+    """Replace a trainer's HTML table in a notebook with a text bar, unless it is off or `TQDM_NOTEBOOK=true`."""
     notebook = sys.modules.get("transformers.utils.notebook")  # the trainer has loaded it if it took this for one
     if notebook is None or os.environ.get(VARIABLE) == "true":
         return
@@ -46,8 +46,8 @@ def use_text_progress(trainer: Any) -> None:
 class RolloutLog:
     """A rollout listener: writes every completion to `rollouts.jsonl`, keeps the last batch and counts tokens.
 
-    The trainer numbers a rollout by the optimizer steps done before it; here a row carries the step that it trains, so
-    that it joins `metrics.jsonl`.
+    The trainer numbers a rollout by the optimizer steps done before it. Here a row carries the step it trains, so that
+    it joins with `metrics.jsonl`.
 
     Args:
         keep_gib: `run.rollouts_gib`.
@@ -72,11 +72,11 @@ class RolloutLog:
 
 
 class MetricsWriter(TrainerCallback):
-    """One line of `metrics.jsonl` a logged step, with the run's id, and `status.json` after every step.
+    """Writes a line of `metrics.jsonl` per logged step, with the run's id, and `status.json` after every step.
 
     Attributes:
         rows: the lines of the whole run, those from before a resume included.
-        seconds: of training so far, in all processes that the run has had.
+        seconds: of training so far, including those before a resume.
     """
 
     def __init__(self, run_dir: RunDir):
@@ -129,8 +129,8 @@ class MetricsWriter(TrainerCallback):
 
 
 class TimedSaves(TrainerCallback):
-    """A checkpoint whenever `minutes` (None: never) have passed since the last one, and at once where the run's folder
-    was removed; `rloo.save_steps` holds as well."""
+    """Saves a checkpoint when `minutes` (None: never) have passed since the last one, and at once if the run's folder
+    was removed; `rloo.save_steps` applies too."""
 
     def __init__(self, run_dir: RunDir, minutes: float | None):
         self.run_dir = run_dir
@@ -153,11 +153,10 @@ class TimedSaves(TrainerCallback):
 
 
 class ProgressLine(TrainerCallback):
-    """One flushed line of text about where the run is, at most every `every_s` seconds, and at the first and the last
-    step.
+    """Prints one flushed progress line, at most every `every_s` seconds, and at the first and last step.
 
     Attributes:
-        evaluations: those during training, whose time counts for the time left, and not for the tokens a second; None
+        evaluations: those during training; their time counts towards the time left, but not the tokens per second. None
             without any.
     """
 
@@ -230,15 +229,14 @@ def progress_line(
 
 
 class Interrupts(TrainerCallback):
-    """Ctrl-C (SIGINT), SIGTERM and SIGHUP end the run after the step it is in, with what is `saved` then; a second
-    signal ends it at once.
+    """Ctrl-C (SIGINT), SIGTERM and SIGHUP end the run after the current step and save `saved`; a second one at once.
 
-    A context manager that holds the signals while it is entered, in the main thread; elsewhere it leaves them alone.
-    A signal to one of several processes stops all of them after the same step.
+    A context manager that handles the signals inside its block, in the main thread only. A signal to one of several
+    processes stops all of them after the same step.
 
     Attributes:
         requested: whether a signal came.
-        between_steps: whether weights, optimizer and step counter belong together, so that they can be saved.
+        between_steps: whether weights, optimizer and step counter are consistent, so that they can be saved.
     """
 
     def __init__(self, saved: str = "a checkpoint") -> None:
@@ -274,17 +272,17 @@ class Interrupts(TrainerCallback):
         return control
 
     def stop_if_requested(self, control: Any) -> None:
-        """Ask the trainer to save and stop, in all processes, if a signal has come to one of them."""
+        """Ask the trainer to save and stop in all processes if one of them has received a signal."""
         if any_of(self.requested):
             self.requested = True
             control.should_save = control.should_training_stop = control.should_log = True
 
 
 class SampleTable(TrainerCallback):
-    """A table of sample completions after the first step and every `every_steps`, thinking and answer apart.
+    """Prints a table of sample completions after the first step and every `every_steps`, thinking and answer separated.
 
     Args:
-        rollouts: has the last batch. tokenizer, tags, family: how a completion is split and decoded.
+        rollouts: keeps the last batch. tokenizer, tags, family: how a completion is split and decoded.
         every_steps: 0 for never. num_samples: rows of the table.
     """
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the trainer: transformers' files and the loop's own state, sealed and published in one piece."""
+"""Checkpoints of the trainer: transformers' files and the loop's own state, sealed and published atomically."""
 
 import shutil
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class StreamPlace:
     """Where a run is in a training set without a length, at the end of an optimizer step.
 
     Attributes:
-        passes: over the stream, that are over. batches: of the current pass. micro_steps: of all passes.
+        passes: completed passes over the stream. batches: of the current pass. micro_steps: of all passes.
     """
 
     passes: int
@@ -32,18 +32,18 @@ class StreamPlace:
     micro_steps: int
 
     def move(self, micro_steps: int, is_over: bool) -> "StreamPlace":
-        """The place after so many micro-steps in all; `is_over`: the pass has ended with them."""
+        """The place after `micro_steps` in total; `is_over`: the pass has ended with them."""
         if is_over:
             return StreamPlace(self.passes + 1, 0, micro_steps)
         return StreamPlace(self.passes, self.batches + micro_steps - self.micro_steps, micro_steps)
 
 
 def save_checkpoint(trainer: Any, folder: Path, write: Callable[[Path], None]) -> None:
-    """Save `trainer` as `folder/checkpoint-N`, N its step, and delete what `save_total_limit` leaves no room for.
+    """Save `trainer` as `folder/checkpoint-N`, N its step, and delete checkpoints beyond `save_total_limit`.
 
     Args:
         trainer: an `RLOOTrainer`; all processes call this at once.
-        write: saves transformers' part into the folder that it is given, in `checkpoint-N`.
+        write: saves transformers' part into the given folder, in `checkpoint-N`.
     """
     step, record = trainer.state.global_step, trainer.checkpoint_record
     target, staged = folder / f"{STEM}{step}", folder / UNFINISHED / f"{STEM}{step}"
@@ -77,8 +77,8 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[Path], None]) -
 
 
 def _place_best(state: Any, folder: Path) -> None:
-    """The best checkpoint (`load_best_model_at_end`) by the name it is published under; transformers looked for it
-    where this one is being written."""
+    """Point to the best checkpoint (`load_best_model_at_end`) by its published name; transformers looked for it in the
+    staging folder."""
     best = folder / f"{STEM}{state.best_global_step}"
     if state.best_global_step and (state.best_global_step == state.global_step or best.is_dir()):
         state.best_model_checkpoint = str(best)
@@ -92,14 +92,14 @@ def _describe(rloo: RLOOStep, place: StreamPlace | None) -> dict[str, Any]:
 
 
 def read_place(folder: str | None) -> StreamPlace | None:
-    """Where the run of a checkpoint was in its stream; None without a checkpoint, or in one that does not say."""
+    """Where a checkpoint's run was in its stream; None without a checkpoint, or if it does not say."""
     found = read_object(Path(folder) / LOOP_STATE).get("stream") if folder else None
     return StreamPlace(**found) if found else None
 
 
 def load_weights(trainer: Any, folder: Path) -> None:
-    """Put the weights that `save_adapter` wrote into `folder` into the policy that `trainer` trains; all processes call
-    this at once."""
+    """Load the weights that `save_adapter` wrote to `folder` into the policy of `trainer`; all processes call this at
+    once."""
     if trainer.rloo.parallel.kind == "shards":
         load_shards(trainer.accelerator, trainer.accelerator.unwrap_model(trainer.model), folder)
     else:
@@ -107,7 +107,7 @@ def load_weights(trainer: Any, folder: Path) -> None:
 
 
 def load_loop_state(rloo: RLOOStep, folder: Path) -> None:
-    """The loop's state from a checkpoint; one of TRL's trainer has none."""
+    """Load the loop's state from a checkpoint; a checkpoint of TRL's trainer has none."""
     state = read_object(folder / LOOP_STATE)
     if not state:
         return

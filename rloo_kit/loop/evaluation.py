@@ -1,6 +1,6 @@
-"""Evaluation during training: every few steps, on the same held-out prompts; the best weights kept, an early stop.
+"""Evaluation during training: every few steps on the same held-out prompts, with best weights and early stopping.
 
-It changes nothing of the training: random numbers and the model's mode are what they were.
+It does not affect training: random state and the model's mode are restored.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ def draw_prompts(run: RunConfig, test: Any) -> Any:
 
 
 def settings_during_training(run: RunConfig) -> RunConfig:
-    """The run with an `eval` that measures the sampled completions and nothing else."""
+    """The run with an `eval` that only measures sampled completions."""
     alone: dict[str, Any] = {
         "num_prompts": None,
         "greedy": False,
@@ -92,8 +92,8 @@ class Evaluations(TrainerCallback):
 
     Attributes:
         history: the evaluations so far, and the best of them.
-        seconds: that they have taken in this process.
-        stopped: why patience is used up, in words; None while it is not.
+        seconds: their total time in this process.
+        stopped: why patience ran out, in words; None if it has not.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Evaluations(TrainerCallback):
         self._publish(state.global_step)
 
     def seconds_left(self, step: int, max_steps: int) -> float:
-        """What the evaluations after `step` will take, by those so far."""
+        """Estimated time of the evaluations after `step`, from those so far."""
         every = self.run.eval.every_steps
         left = max_steps // every - step // every + (max_steps % every != 0 and step < max_steps)
         return left * self.seconds / max(self._count, 1)
@@ -193,15 +193,15 @@ class Evaluations(TrainerCallback):
         self.run_dir.replace_jsonl(EVALUATIONS, self.rows)  # few rows; and all of them again if the folder was removed
 
     def _await(self, coroutine: Any) -> Any:
-        """An async reward's result by the loop that its calls in training are made on."""
+        """An async reward's result, on the event loop that its calls in training use."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.trainer.async_loop).result()
 
     # ------------------------------------------------------------------------------------------------ the best weights
 
     def settle(self, step: int) -> None:
-        """With the weights of `step` in the policy: `best/` holds those of the best evaluation, or there is none.
+        """Make `best/` match the best evaluation, or forget that one; the policy has the weights of `step`.
 
-        A run that was killed between a checkpoint and `best/` has the weights of that step still.
+        A run that was killed between a checkpoint and `best/` still has the weights of that step.
         """
         best = self.history.best
         if best is None or best.step == 0 or not self.run.eval.save_best:
@@ -218,7 +218,7 @@ class Evaluations(TrainerCallback):
         self._publish(step)
 
     def load_best(self) -> int | None:
-        """Put the best weights into the policy; returns their step, None where the last ones stay."""
+        """Load the best weights into the policy; returns their step, or None if the last ones stay."""
         if not self.run.eval.save_best:
             return None
         last = self.run_dir.last_checkpoint()
@@ -239,7 +239,7 @@ class Evaluations(TrainerCallback):
         return best.step
 
     def _stage(self, found: HeldOut) -> None:
-        """Write the weights next to where they belong; `_publish` puts them there once their checkpoint is whole."""
+        """Write the weights to a staging folder; `_publish` moves them into place once their checkpoint is complete."""
         staged = self._staging
         if is_main_process():
             shutil.rmtree(staged, ignore_errors=True)
@@ -252,7 +252,7 @@ class Evaluations(TrainerCallback):
         self._staged = found.step
 
     def _publish(self, saved: int) -> None:
-        """Put staged weights in place if the run resumes at their step or a later one: `saved`, its last checkpoint."""
+        """Publish staged weights if the run's last checkpoint, `saved`, is at their step or later."""
         if self._staged is None or self._staged > saved:
             return
         target = self.run_dir / BEST
@@ -269,7 +269,7 @@ class Evaluations(TrainerCallback):
         return read_best_step(self.run_dir.folder, self.run_dir.id)
 
     def _restore(self) -> None:
-        """Take the evaluations of the run so far that were made as this one's are."""
+        """Restore the run's earlier evaluations that have the same settings."""
         digest, mine = digest_prompts(self.prompts), self.run.eval
         limit = mine.max_completion_length or self.run.rloo.max_completion_length
         now = (digest, mine.num_samples, mine.temperature, limit)

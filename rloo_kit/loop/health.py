@@ -1,7 +1,4 @@
-"""Health of a run while it trains: the callback that watches the rules, and how far the weights have moved.
-
-The rules are in the package `health`.
-"""
+"""Health of a run during training: the callback that checks the rules of package `health`, and weight movement."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -23,15 +20,16 @@ SAMPLED = 2**16  # trained numbers that are followed
 
 
 class HealthGuard(TrainerCallback):
-    """Prints what the rules find, once, and keeps it in `health.jsonl` and `status.json`; where `health:` wants it,
-    saves and stops.
+    """Prints each finding of the rules once and writes it to `health.jsonl` and `status.json`.
+
+    Saves and stops if `health:` says so.
 
     Args:
-        rows: the lines of `metrics.jsonl`, to which others add while the run goes on; those that are there belong to an
-            earlier part of the run, and what they show is not printed again.
+        rows: the lines of `metrics.jsonl`, to which others append during the run. Existing ones belong to an earlier
+            part of the run, and their findings are not printed again.
 
     Attributes:
-        findings: the causes so far, of the whole run. stopped_by: the rule that stopped it; None if none did.
+        findings: the causes found so far in the whole run. stopped_by: the rule that stopped it; None if none did.
     """
 
     def __init__(self, run: RunConfig, run_dir: RunDir, rows: list[dict[str, Any]]):
@@ -82,7 +80,7 @@ class HealthGuard(TrainerCallback):
         self.run_dir.set_status("running", health=brief)
 
     def make_error(self, where: str) -> HealthError:
-        """What a run that was stopped ends with; `where`: "at step 3 of 20"."""
+        """The error of a run that a rule stopped; `where`: "at step 3 of 20"."""
         kind = NoSignalError if self.stopped_by == "no_signal" else HealthError
         return kind(f"stopped {where} (health.{self.stopped_by}=stop): {self._cause}")
 
@@ -92,18 +90,18 @@ def _found_at(finding: Finding) -> int:
 
 
 def say_findings(findings: Iterable[Finding], steps: int) -> None:
-    """The findings of a run at its end, after `steps` steps; nothing where there are none."""
+    """Print a run's findings at its end, after `steps` steps; nothing if there are none."""
     for finding in findings:
         over = f" (it was over after step {finding.last})" if finding.last < steps else ""
         say(f"health: {finding}{over}")
 
 
 class Movement(TrainerCallback):
-    """Logs `policy/moved`: how far the trained weights are from those that the trainer was made with, before it loads a
-    checkpoint: a resumed run logs what it would have logged.
+    """Logs `policy/moved`: how far the trained weights are from the initial ones.
 
-    The norm of the difference over the norm of the beginning, on a sample of about SAMPLED numbers of all trained
-    tensors. Nothing is logged where processes hold shares of the weights.
+    Initial means before the trainer loads a checkpoint, so a resumed run logs the same values. It is the norm of the
+    difference over the initial norm, on a sample of about SAMPLED numbers of all trained tensors. Nothing is logged
+    for sharded weights.
     """
 
     def __init__(self, trainer: Any):

@@ -1,4 +1,4 @@
-"""The peak of a run's memory next to the planned one: a line, `memory.json`, and an entry for the next plan."""
+"""Peak memory of a run vs. the plan: a printed line, `memory.json`, and an entry for the next plan."""
 
 import gc
 from dataclasses import replace
@@ -21,17 +21,17 @@ from rloo_kit.system.console import fill_text
 from rloo_kit.system.memory import GIB, ResidentPeak, trim_heap
 from rloo_kit.system.processes import is_main_process, say
 
-LEAST_SHARE = 0.5  # of a CPU's peak that has to be the run's, not Python's, for it to correct a plan
+LEAST_SHARE = 0.5  # of a CPU's peak that must be the run's, not Python's, to correct a plan
 
 
 class MemoryWatch:
-    """Measures this process from `start` to `report`; a rollout listener that notes the longest rows in between.
+    """Measures this process from `start` to `report`; a rollout listener that records the longest rows in between.
 
-    On a GPU torch's peaks count; elsewhere by how much resident memory grew, so that what else a notebook holds does
-    not.
+    On a GPU it reads torch's peaks; elsewhere the growth of resident memory, which excludes what else a notebook has
+    loaded.
 
     Args:
-        load, machine: as they were planned. rows: completions at once.
+        load, machine: from the plan. rows: completions at once.
     """
 
     def __init__(self, load: Load, machine: Machine, rows: int) -> None:
@@ -45,7 +45,7 @@ class MemoryWatch:
             self._completion = max(self._completion, row["completion_tokens"])
 
     def start(self) -> None:
-        """Forget what was held before."""
+        """Reset the peaks."""
         gc.collect()
         if self.machine.on_cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -57,7 +57,7 @@ class MemoryWatch:
             self._resident = None
 
     def report(self, run_dir: RunDir) -> None:
-        """Print and keep what was measured, the largest of all processes; all of them call it."""
+        """Print and store the largest measurement of all processes; all of them call it."""
         found = [past for past in gather_objects(self._measure()) if past is not None]
         if not found or not is_main_process():
             return
@@ -73,7 +73,7 @@ class MemoryWatch:
             keep_run(self.machine, largest.load, self.rows, largest.measured_gib, largest.spare_gib)
 
     def _measure(self) -> PastRun | None:
-        """Of this process; None where no completion was sampled, or memory cannot be measured."""
+        """This process's measurement; None if no completion was sampled or memory cannot be measured."""
         if not self._completion:
             return None
         load, spare = self.load, 0.0
@@ -101,8 +101,8 @@ def describe(past: PastRun, planned_gib: float) -> dict[str, Any]:
 
 
 def watch_memory(run: RunConfig, config: dict[str, Any], engine: str, args: Any) -> MemoryWatch | None:
-    """The watch of a training with the rows and passes of its arguments; None for a model that cannot be planned, and
-    where vLLM samples, whose pool torch does not count."""
+    """The watch of a run, with the rows and passes of its arguments; None for a model that cannot be planned, and with
+    vLLM, whose pool torch does not count."""
     machine = find_machine()
     try:
         load = read_load(run, machine, config, engine)

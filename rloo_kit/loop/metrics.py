@@ -1,4 +1,4 @@
-"""Metrics of a rollout and of a step by name, the rows of `rollouts.jsonl`, and what records them.
+"""Metrics of a rollout and of a step by name, the rows of `rollouts.jsonl`, and the recorder that logs them.
 
 Names are TRL's where TRL has one (`kl`, `entropy`, `clip_ratio/*`), those of its older trainer for `objective/*`,
 `policy/*`, `val/*`, `eps`, `lr` and `episode`, and the kit's own for `thinking/*`; docs/metrics.md explains each.
@@ -23,7 +23,7 @@ COLUMNS = (
     "tokens", "eos_tokens", "thinks", "closed", "thinking_tokens", "forced", "repeated", "print", "kl", "kl_tokens",
     "penalty",
 )  # fmt: skip
-REPEATED_TOKENS = 8  # of a run of tokens that is looked for again in the same completion
+REPEATED_TOKENS = 8  # length of the token runs that are counted as repeated within a completion
 
 
 def mean(values: torch.Tensor) -> float:
@@ -42,9 +42,9 @@ def std(values: torch.Tensor) -> float:
 def sample_statistics(batch: RolloutBatch, tags: ThinkTags, end_ids: set[int], kl_form: str) -> torch.Tensor:
     """One row of numbers per completion, (B, len(COLUMNS)) float32, ready to be gathered across processes.
 
-    `thinking_tokens` are those before the first `</think>`; a completion that never closes has spent all of its tokens
-    on thinking, so that truncation does not make thoughts look short. `thinks` is 0 for a model that was not asked to.
-    `penalty` is what the whole completion is charged, before beta; `print` is equal for equal completions.
+    `thinking_tokens` are those before the first `</think>`, or all tokens of a completion that never closes, so that
+    truncation does not make thoughts look short. `thinks` is 0 for a model that was not asked to think. `penalty` is
+    the KL charge of the whole completion, before beta; `print` is equal for equal completions.
     """
     found = batch.judged.completions
     columns = []
@@ -54,7 +54,7 @@ def sample_statistics(batch: RolloutBatch, tags: ThinkTags, end_ids: set[int], k
         thinks = closed or (tags.end_id is not None and (asked or (tags.start_id is not None and tags.start_id in ids)))
         thinking = ids.index(tags.end_id) if tags.end_id is not None and closed else len(ids)
         ends = sum(token in end_ids for token in ids)
-        fingerprint = hash(tuple(ids)) % 2**24  # a float32 holds it; of ids the same in every process
+        fingerprint = hash(tuple(ids)) % 2**24  # exact in float32; the same in every process
         columns.append([len(ids), ends, thinks, closed, thinking, span is not None, repeated_share(ids), fingerprint])
     rows = torch.tensor(columns, dtype=torch.float32, device=batch.scores.device)
     if batch.kl is None:
@@ -65,7 +65,7 @@ def sample_statistics(batch: RolloutBatch, tags: ThinkTags, end_ids: set[int], k
 
 
 def repeated_share(ids: Sequence[int]) -> float:
-    """Share of a completion's runs of REPEATED_TOKENS tokens that stand in it a second time; 0 for a shorter one.
+    """Share of a completion's runs of REPEATED_TOKENS tokens that occurred in it before; 0 for a shorter one.
 
     >>> repeated_share(range(50)), repeated_share([1, 2] * 25)
     (0.0, 0.9534883720930233)
@@ -108,12 +108,12 @@ def rollout_metrics(
         "val/num_eos_tokens": column["eos_tokens"].sum().item(),
         "completions/repeated_ratio": column["repeated"].mean().item(),
     }
-    if len(statistics) > batch.group_size:  # of one prompt a solved one has one completion
+    if len(statistics) > batch.group_size:  # with one prompt, a solved one has one completion
         most = column["print"].unique(return_counts=True)[1].max().item()
         metrics["completions/most_common_ratio"] = most / len(statistics)
     if (beta := settings.beta) != 0.0:
         scores = batch.scores
-        if settings.scale_rewards == "group":  # what the penalty is weighed against
+        if settings.scale_rewards == "group":  # the scale the penalty is compared with
             scores = scale_by_group(scores, scores, batch.group_size)
         metrics["kl"] = (column["kl"].sum() / column["kl_tokens"].sum().clamp(min=1)).item()
         metrics["objective/kl"] = column["kl"].mean().item()
@@ -136,10 +136,10 @@ def step_metrics(
         rows: (A, 5), `StepStats.per_row` of each completion; NaN for one that was not computed (its advantage is 0).
         sums: (11,), the loss, and sum and number of the entropies, the squared log-ratios, the gaps to the sampler, the
             importance weights and the auxiliary losses. largest_gap: of one token.
-        on_policy: a ratio that was not computed is 1 then, by definition.
+        on_policy: then a ratio that was not computed is 1 by definition.
 
     Returns:
-        metrics by name; what nothing was computed for is left out.
+        metrics by name, without those that nothing was computed for.
     """
     loss, entropy, tokens, approx_kl, compared, gap, gap_tokens, weight, weight_tokens, aux, balanced = sums.tolist()
     computed = rows[~rows[:, 0].isnan()]
@@ -187,7 +187,7 @@ def rollout_rows(
     """One plain dict per completion of this process, in the order of the rollout; unscored values are None.
 
     `group` numbers the prompts of the step, from 1; `answer_start` and `forced_chars` (where `forced`) are
-    offsets into the text, found by the ids, so that whoever reads the row needs no tokenizer.
+    offsets into the text, found by the ids, so that a reader of the row needs no tokenizer.
 
     Args:
         statistics: of this process, (B, len(COLUMNS)). names: of the F reward functions.
@@ -225,7 +225,7 @@ def rollout_rows(
 
 
 def _plain(text: Any) -> str:
-    """A completion's text, which TRL has as a message where the prompt is one."""
+    """A completion's text; TRL stores it as a message if the prompt is one."""
     return text if isinstance(text, str) else str(text[-1]["content"])
 
 
@@ -281,7 +281,7 @@ def kl_spread_ratio(penalty: torch.Tensor, scores: torch.Tensor, beta: float, nu
 
 
 def find_answer_column(rewards_per_func: torch.Tensor, names: list[str]) -> torch.Tensor | None:
-    """The answer reward's values, (A,), or None where the run has no such reward; a verifier's where there are both.
+    """The answer reward's values, (A,), or None if the run has no such reward; the verifier's if it has both.
 
     Args:
         rewards_per_func: (A, F), unweighted, NaN where a reward does not apply. names: of the F reward functions.
@@ -295,7 +295,7 @@ def find_answer_column(rewards_per_func: torch.Tensor, names: list[str]) -> torc
 
 
 def thinking_metrics(forced: torch.Tensor, answers: torch.Tensor | None) -> dict[str, float]:
-    """`thinking/forced_ratio`, and `thinking/forced_accuracy` and `thinking/unforced_accuracy` where there are answers.
+    """`thinking/forced_ratio`; with answers also `thinking/forced_accuracy` and `thinking/unforced_accuracy`.
 
     Args:
         forced: (A,) bool, whether the budget closed the completion's thinking.
@@ -317,10 +317,10 @@ def thinking_metrics(forced: torch.Tensor, answers: torch.Tensor | None) -> dict
 
 
 class Recorder:
-    """Writes what a step did into the log of TRL's trainer, which averages it, and tells the listeners.
+    """Writes a step's metrics to the log of TRL's trainer, which averages them, and calls the listeners.
 
     Args:
-        trainer: TRL's, with the books that its `log` reads. tags: of the model's thinking. end_ids: of a completion.
+        trainer: TRL's, with the records that its `log` reads. tags: of the model's thinking. end_ids: of a completion.
         settings: of the penalty. has_budget: whether thinking may be closed by force.
 
     Attributes:
@@ -341,7 +341,7 @@ class Recorder:
         self.tags, self.end_ids, self.has_budget = tags, end_ids, has_budget
         self.listeners: list[Callable[[list[dict[str, Any]]], None]] = []
         self.episodes = 0
-        self._begun: tuple[float, int] | None = None  # when, and episodes by then (of a run that was resumed)
+        self._begun: tuple[float, int] | None = None  # when, and the episodes so far (of a resumed run)
 
     @property
     def _is_training(self) -> bool:
@@ -352,12 +352,12 @@ class Recorder:
         return self.trainer._metrics["train" if self._is_training else "eval"]
 
     def begin(self) -> None:
-        """The first rollout begins: from here completions a second count."""
+        """Start the clock of completions per second at the first rollout."""
         if self._begun is None:
             self._begun = time.monotonic(), self.episodes
 
     def leave_out(self, seconds: float) -> None:
-        """So many seconds, that just passed, were none of training: they do not count for completions a second."""
+        """Exclude the last `seconds`, which were not training, from completions per second."""
         if self._begun is not None:
             self._begun = self._begun[0] + seconds, self._begun[1]
 
@@ -389,7 +389,7 @@ class Recorder:
                     listener(rows)
 
     def _table(self, batch: RolloutBatch, advantages: Advantages) -> None:
-        """Fill TRL's table of completions and flush what rewards logged themselves, in one order on all processes."""
+        """Fill TRL's table of completions and flush what rewards logged, in the same order on all processes."""
         trainer, found, gather_list = self.trainer, batch.judged.completions, self.parallel.gather_list
         logs = trainer._logs
         logs["prompt"].extend(gather_list(found.prompts))
@@ -417,8 +417,9 @@ class Recorder:
             self._metrics[name].append(value)
 
     def log(self, logs: dict[str, float]) -> dict[str, float]:
-        """What TRL is about to log, with episodes and episodes a second, and the names of the older trainer; a gradient
-        norm that is not finite is left out (the step was skipped)."""
+        """TRL's logs plus episodes, episodes per second and the names of the older trainer.
+
+        A non-finite gradient norm is left out (the step was skipped)."""
         if self._is_training and self._begun is not None and self._metrics:
             elapsed = max(time.monotonic() - self._begun[0], 1e-9)
             self._metrics["eps"] = [(self.episodes - self._begun[1]) / elapsed]

@@ -1,6 +1,6 @@
-"""The arguments and the data sets that TRL's RLOOTrainer took up to 0.21, translated for today's trainer.
+"""Translates the arguments and data sets of TRL's RLOOTrainer up to 0.21 for the current trainer.
 
-`old_names.TRAINER_NAMES` has what each argument became; here is what needs more than a new name.
+`old_names.TRAINER_NAMES` maps each argument; this module handles those that need more than a new name.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from rloo_kit.rewarding.signature import CONVENTION
 
 
 def translate_trainer_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Today's keywords for `RLOOTrainer`, with one warning for each old one.
+    """Current keywords for `RLOOTrainer`, with one warning for each old one.
 
     Args:
         given: keywords, old or new; an old one that is None is silently left out.
@@ -27,7 +27,7 @@ def translate_trainer_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if _is_config(given.get("model")):
         raise ConfigError(
-            "RLOOTrainer's first argument is a config, as it was in old TRL; today the order is model, reward_funcs, "
+            "RLOOTrainer's first argument is a config, as it was in old TRL; the order is now model, reward_funcs, "
             "args. Name the arguments: RLOOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...)"
         )
     values = {name: value for name, value in given.items() if name not in TRAINER_NAMES}
@@ -58,8 +58,9 @@ def _is_config(value: Any) -> bool:
 
 
 def _refuse_other_reference(policy: Any, reference: Any) -> None:
-    """Refuse a reference with other weights than the policy's, which would change the result. Weights under other names
-    (an adapter around the policy) are not compared."""
+    """Refuse a reference whose weights differ from the policy's, because that would change the result.
+
+    Weights under other names (an adapter around the policy) are not compared."""
     if isinstance(policy, str) or isinstance(reference, str):
         same = policy == reference
     else:
@@ -71,15 +72,16 @@ def _refuse_other_reference(policy: Any, reference: Any) -> None:
         )
     if not same:
         raise ConfigError(
-            "ref_policy has other weights than policy. Today's reference is the policy as it stands when training "
-            "starts (reference='start'), or its base model without the adapter (reference='base'). Load the weights of "
+            "ref_policy has other weights than policy. The reference is now the policy at the start of training "
+            "(reference='start'), or its base model without the adapter (reference='base'). Load the weights of "
             "ref_policy as the model and train an adapter on it, or leave ref_policy out"
         )
 
 
 def _adapt_reward_model(values: dict[str, Any]) -> None:
-    """Make what old code passed as reward_model= a list of today's rewards: a checkpoint scores with the policy's
-    tokenizer, a function of texts gets those of prompt and completion together."""
+    """Turn an old reward_model= into a list of current rewards.
+
+    A checkpoint scores with the policy's tokenizer, a function of texts gets prompt and completion joined."""
     rewards = values["reward_funcs"]
     rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
     tokenizer = values.get("processing_class")
@@ -96,14 +98,14 @@ def _is_module(value: Any) -> bool:
 
 
 def _column_names(dataset: Any) -> set[str]:
-    """Of a data set or a dict of them; empty where they are not known."""
+    """Columns of a data set or a dict of them; empty if not known."""
     if isinstance(dataset, dict):
         return set().union(*map(_column_names, dataset.values()))
     return set(getattr(dataset, "column_names", None) or ())
 
 
 def _wants_texts(reward: Any, columns: set[str]) -> bool:
-    """True for a function with one argument to be given, which is neither one of today's names nor a column."""
+    """True for a function with one required argument that is neither one of TRL's current names nor a column."""
     if _is_module(reward) or isinstance(reward, type) or not callable(reward):
         return False
     try:
@@ -118,7 +120,7 @@ def _wants_texts(reward: Any, columns: set[str]) -> bool:
 
 
 def _take_texts(reward: Callable[[list[str]], Any], tokenizer: Any) -> Callable[..., Any]:
-    """Today's convention around a function of texts, which had no special tokens in them."""
+    """Wrap a function of texts in the current convention; its texts have no special tokens."""
 
     def score(prompts: list[Any], completions: list[Any], **columns: Any) -> Any:
         plain = [
@@ -140,10 +142,10 @@ def _text_of(part: Any, tokenizer: Any) -> str:
 
 
 def prepare_old_dataset(dataset: Any, tokenizer: Any) -> Any:
-    """A data set with `input_ids` and no `prompt` gets a `prompt` column of decoded text, with a warning.
+    """Add a `prompt` column of decoded text to a data set with `input_ids` and no `prompt`, with a warning.
 
     Args:
-        dataset: a `datasets.Dataset`, or a dict of them; one with a `prompt` column comes back as it is.
+        dataset: a `datasets.Dataset`, or a dict of them; one with a `prompt` column is returned unchanged.
         tokenizer: what the ids were made with.
 
     Raises:
@@ -160,8 +162,8 @@ def prepare_old_dataset(dataset: Any, tokenizer: Any) -> Any:
             "tokenizer that made them), or give it a data set with a prompt column"
         )
     warnings.warn(
-        "the data set holds input_ids and no prompt, as old TRL wanted it; they are decoded. Today's data sets have a "
-        "column prompt with the text, and the trainer tokenizes it",
+        "the data set holds input_ids and no prompt, as old TRL wanted it; they are decoded. Current TRL wants a "
+        "column prompt with the text, which the trainer tokenizes",
         FutureWarning,
         stacklevel=3,
     )

@@ -1,8 +1,8 @@
-"""`RLOOConfig`: TRL's, whatever it is today, with the kit's own options and with the old names understood.
+"""`RLOOConfig`: the installed TRL's config plus the kit's options and the old names.
 
-The kit's options are declared in `config/schema.py`; their fields are made from there. Where Unsloth generated the
-class, its own defaults are overruled by TRL's. The old names are dataclass fields, because `HfArgumentParser` makes its
-flags from them; they stay None and are left out of `to_dict()`.
+The kit's options are declared in `config/schema.py`, and their fields are generated from there. If Unsloth generated
+the class, TRL's defaults override Unsloth's. Old names are dataclass fields, because `HfArgumentParser` makes its flags
+from them; they stay None and are left out of `to_dict()`.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def _default_of(f: "dataclasses.Field[Any]") -> Any:
     return f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
 
 
-# The options that TRL's class lacks, by their names, and a model that checks their values as it checks a file's.
+# The options that TRL's class lacks, by name, and a model that checks their values as it checks a file's.
 _OWN = {name: OPTIONS[name] for name in OPTIONS if name not in {f.name for f in dataclasses.fields(trl.RLOOConfig)}}
 _OWN_DEFAULTS = {name: entry.default for name, entry in _OWN.items()}
 _fields: dict[str, Any] = {name: (entry.field.annotation, entry.field) for name, entry in _OWN.items()}
@@ -51,7 +51,7 @@ _OwnOptions = create_model("_OwnOptions", __base__=Section, **_fields)
 
 
 def option(args: Any, name: str) -> Any:
-    """The kit's option `name` of `args`, an `RLOOConfig`; its default where that is TRL's own class."""
+    """The kit's option `name` of `args`, an `RLOOConfig`; its default if `args` is TRL's own class."""
     return getattr(args, name, OPTIONS[name].default)
 
 
@@ -61,8 +61,9 @@ def _describe(entry: Option) -> str:
 
 
 def _add_fields(cls: type) -> type:
-    """Add a field for each of the kit's options, with its line in the docstring, and one for each old name, which is
-    None unless given; `HfArgumentParser` makes flags of both."""
+    """Add a field and a docstring line for each of the kit's options, and a field for each old name.
+
+    An old name is None unless given; `HfArgumentParser` makes flags of both."""
     lines = [f"{name}: {_describe(entry)}. Default: {entry.default!r}." for name, entry in _OWN.items()]
     text = inspect.cleandoc(cls.__doc__ or "")  # as Python 3.13 has it already
     cls.__doc__ = text.replace("(the options)", "\n    ".join(lines))
@@ -152,13 +153,13 @@ def _refuse_unknown(given: dict[str, Any]) -> None:
 
 
 def _drop_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """What is not the default: a parser passes every field, and only what was typed can contradict an old name."""
+    """Values that are not the default: a parser passes every field, and only typed ones can contradict an old name."""
     defaults = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()} | _OWN_DEFAULTS
     return {name: value for name, value in given.items() if name not in defaults or defaults[name] != value}
 
 
 def _choose_device(values: dict[str, Any]) -> dict[str, Any]:
-    """The CPU, which TRL has to be given by name, where there is nothing else; else the precision that set-up chose."""
+    """Without an accelerator the CPU, which TRL needs by name; else the precision that set-up chose."""
     if any(values.get(name) is not None for name in ("bf16", "fp16", "use_cpu")):
         return values
     if not torch.accelerator.is_available():
@@ -168,7 +169,7 @@ def _choose_device(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_batch(given: dict[str, Any]) -> None:
-    """Before TRL does, in plain words; and before Unsloth quietly changes the batch."""
+    """Check the batch before TRL does, with a clearer message, and before Unsloth silently changes it."""
     values = {name: _default_of(f) for name, f in _STOCK_FIELDS.items()} | given
     per_device, generations = values["per_device_train_batch_size"], values["num_generations"]
     if generations < 2:
@@ -187,15 +188,16 @@ def _check_batch(given: dict[str, Any]) -> None:
 
 
 def refuse_sampling_filters(args: Any) -> None:
-    """Refuse an `RLOOConfig` (the kit's or TRL's) that samples from another distribution than the one that is scored;
-    the ConfigError names each setting and what to set instead."""
+    """Refuse an `RLOOConfig` (the kit's or TRL's) whose sampled distribution differs from the scored one.
+
+    The ConfigError names each setting and what to set instead."""
     problems = find_sampling_problems(vars(args))
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def check_stream(dataset: Any, args: Any) -> None:
-    """Refuse options that ask for the length of a training set, or for its rows by number, where it is a stream."""
+    """Refuse options that need a training set's length or rows by index if it is a stream."""
     if not isinstance(dataset, IterableDataset):
         return
     problems = []

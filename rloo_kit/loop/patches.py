@@ -1,8 +1,8 @@
-"""What the kit replaces in the libraries that it stands on."""
+"""The attributes of libraries that the kit replaces."""
 
 # Every attribute of a library's class, module or model that the kit replaces, by the place that does it, with the
-# reason; tests/contracts/test_patched_attributes.py holds the list whole. Settings that a library documents as such
-# (`padding_side`, `requires_grad`, `should_save`, ...) are no patches.
+# reason; tests/contracts/test_patched_attributes.py keeps the list complete. Settings that a library documents
+# (`padding_side`, `requires_grad`, `should_save`, ...) are not patches.
 PATCHED_ATTRIBUTES = {
     "batch/papermill.py: papermill_engines.register": "papermill's registry: an engine that chooses the kernel's ports",
     "embedded/cold_start.py: full.generation_config._from_model_config": "else loading drops the second end token",

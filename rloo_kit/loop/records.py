@@ -1,6 +1,6 @@
-"""What is handed from stage to stage of a step: completions, what they earned, the batch for the gradient, its record.
+"""The records passed between the stages of a step: completions, their rewards, the batch for the gradient, its stats.
 
-Nothing is padded: what belongs to tokens is one tensor for each completion, (C_i,), or all of them end to end, (N,).
+Nothing is padded: per-token data is one tensor per completion, (C_i,), or all of them end to end, (N,).
 
 Shapes: B completions of this process, A of all processes, P_i and C_i tokens of one, N of all, F reward functions.
 """
@@ -25,7 +25,7 @@ class Completions:
         rows: the data set's rows. prompts: their prompts, as TRL has them. texts: completions as rewards get them.
         prompt_ids, completion_ids: token ids, the end token included if there is one.
         truncated: whether it was cut off. forced: (start, end) of the tokens that closed its thinking, None for none.
-        sampler_logps: of each token when it was drawn, in nats, NaN if forced; None where what sampled does not say.
+        sampler_logps: of each token when it was sampled, in nats, NaN if forced; None if the engine reports none.
     """
 
     rows: list[dict[str, Any]]
@@ -45,12 +45,12 @@ class Completions:
 
 @dataclass(frozen=True)
 class Judged:
-    """Completions of this process, and what those of all processes earned.
+    """Completions of this process, and the rewards of all processes.
 
     Attributes:
-        rewards_per_func: (A, F), NaN where a reward does not apply, or where any of the sample's failed.
+        rewards_per_func: (A, F), NaN where a reward does not apply, or any of the sample's rewards failed.
         failed: (A,) bool, whether any did. raw_scores: (A,), the weighted sum; NaN where a completion is not scored.
-        scores: (A,), the same less the penalty for a missing end.
+        scores: (A,), the same minus the penalty for a missing end.
     """
 
     completions: Completions
@@ -67,14 +67,14 @@ class RolloutBatch:
     Attributes:
         judged: completions and rewards. group_size: K. first: where this process's rows begin among all (A).
         prompts, completions: token ids on the device, B times (P_i,) and (C_i,).
-        mask: B times (C_i,) bool, the tokens that are trained: not those of a forced close, nor masked completions.
-        scores: (A,), what is compared with siblings: after normalising and clipping, before the KL penalty; NaN where a
-            completion is not scored.
-        sampler_logps: B times (C_i,), log-probabilities under what sampled; None where unknown.
-        old_logps: the same under the policy before it moved; None on-policy, where each pass is its own.
+        mask: B times (C_i,) bool, the trained tokens: without forced closes and masked completions.
+        scores: (A,), compared with siblings: after normalising and clipping, before the KL penalty; NaN for a
+            completion that is not scored.
+        sampler_logps: B times (C_i,), log-probabilities under the sampler; None if unknown.
+        old_logps: the same under the policy before it moved; None on-policy, where each pass uses its own.
         kl: B times (C_i,), log-ratio of policy and reference, 0 where masked; None without a penalty. While advantages
             are open, the passes fill it.
-        advantages: None until they are made: at once, or by the passes that score the policy (`memory: fast`).
+        advantages: None until computed: at once, or by the passes that score the policy (`memory: fast`).
     """
 
     judged: Judged
@@ -98,7 +98,7 @@ class RolloutBatch:
         return [len(ids) for ids in self.completions]
 
     def zeros(self) -> list[torch.Tensor]:
-        """B times (C_i,) float32, for what passes find out."""
+        """B times (C_i,) float32, for passes to fill."""
         return [torch.zeros_like(mask, dtype=torch.float32) for mask in self.mask]
 
     def by_group(self, rows: Iterable[int]) -> list[list[int]]:
@@ -123,7 +123,7 @@ class RolloutBatch:
         """The rows of each pass: groups together up to `limit` tokens, and a group that exceeds it row by row.
 
         Args:
-            tokens: what a pass over some groups computes. limit: below the tokens of any row, each row is a pass.
+            tokens: tokens that a pass over some groups computes. limit: if below those of a row, that row is a pass.
             whole_groups: a group is never cut.
         """
         found: list[list[int]] = []
@@ -137,7 +137,7 @@ class RolloutBatch:
         return found
 
     def with_signal(self, rows: list[int]) -> list[int]:
-        """Those of the rows that can move the policy: an advantage that is not 0 and a token that is trained."""
+        """The rows that can move the policy: with a non-zero advantage and a trained token."""
         assert self.advantages is not None
         moving = self.advantages.trained != 0
         if not self.advantages.per_token:
@@ -147,10 +147,10 @@ class RolloutBatch:
 
 
 class StepStats:
-    """What the passes of one optimizer step found.
+    """Statistics of the passes of one optimizer step.
 
     Attributes:
-        loss: sum over the rows. rows: those of the step, whose gradient was due.
+        loss: sum over the rows. rows: those of the step.
         policy_loss: the same without the auxiliary loss. aux_loss: (2,), its sum over micro-steps, and their number.
         per_row: (B, 5), of each completion the `RATIO_STATISTICS` (of each token's ratio, the mean) and minus its
             log-probability, in nats; NaN where it was not computed.
@@ -170,20 +170,20 @@ class StepStats:
         self.is_finite = True
 
     def add(self, rows: list[int], mask: torch.Tensor, scores: Scores, old: torch.Tensor, parts: LossParts) -> None:
-        """What one pass over some rows found; `mask`, `scores` and `old` are of its tokens, (N,)."""
+        """Add one pass over some rows; `mask`, `scores` and `old` are of its tokens, (N,)."""
         now = scores.logps.detach()
         self.is_finite &= all_finite(now, mask=mask)
         self.approx_kl += torch.stack([((now - old) * mask).square().sum() / 2, mask.sum()])
         self.per_row[rows, :-1] = torch.stack([getattr(parts, name).float() for name in RATIO_STATISTICS], dim=1)
 
     def add_entropy(self, rows: list[int], lengths: list[int], mask: torch.Tensor, scores: Scores) -> None:
-        """How uncertain the policy was about the tokens that the mask keeps, (N,)."""
+        """Add the policy's entropy on the tokens that the mask keeps, (N,)."""
         assert scores.entropies is not None
         self.entropy += torch.stack([(scores.entropies * mask).sum(), mask.sum()])
         self.per_row[rows, -1] = -sum_rows(scores.logps.detach() * mask, lengths).float()
 
     def add_gap(self, logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> None:
-        """How far the trainer's log-probabilities are from the sampler's, (N,), NaN where it drew nothing."""
+        """Add the gap between the trainer's and the sampler's log-probabilities, (N,), NaN where it drew nothing."""
         known = mask & ~sampled.isnan()
         gap = (logps - sampled).abs().where(known, 0.0)
         self.gap[:2] += torch.stack([gap.sum(), known.sum()])

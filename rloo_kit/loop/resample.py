@@ -1,6 +1,6 @@
-"""Dynamic sampling: groups whose scores are all equal are replaced by completions of fresh prompts (DAPO, section 3.2).
+"""Dynamic sampling: groups whose scores are all equal are replaced by groups of fresh prompts (DAPO, section 3.2).
 
-What is still tied after `rollout.resample_rounds` rounds stays in the batch, which therefore keeps its size.
+Groups that are still tied after `rollout.resample_rounds` rounds stay, so the batch keeps its size.
 
 Shapes: A completions = prompts x K, group by group, of all processes.
 """
@@ -19,10 +19,10 @@ Batch = TypeVar("Batch")
 
 
 def find_tied_groups(scores: torch.Tensor, num_generations: int) -> list[int]:
-    """Numbers of the groups without a learning signal: all scores equal, or fewer than two of them there.
+    """Indices of the groups without a learning signal: all scores equal, or fewer than two scored.
 
     Args:
-        scores: (A,), group by group, before the KL penalty (which alone keeps a group from being equal); NaN where a
+        scores: (A,), group by group, before the KL penalty (which alone keeps a group from being equal); NaN if a
             completion is not scored. num_generations: K.
 
     >>> find_tied_groups(torch.tensor([1.0, 1.0, 0.0, 1.0, float("nan"), 1.0]), 2)
@@ -52,7 +52,7 @@ def replace_tied_groups(
         num_generations: K. scores: the name of the field with the scores, (A,).
 
     Returns:
-        A new batch of the same size (neither of the two is changed), and the numbers of the groups that were replaced.
+        A new batch of the same size (neither input is changed), and the indices of the replaced groups.
     """
     tied = find_tied_groups(getattr(batch, scores), num_generations)
     useless = set(find_tied_groups(getattr(fresh, scores), num_generations))
@@ -68,7 +68,7 @@ def replace_tied_groups(
 
 @dataclasses.dataclass(frozen=True)
 class _Exchange:
-    """Rows `out` of values of `old_size` rows are replaced by rows `into` of values of `new_size` rows."""
+    """Replaces rows `out` of values with `old_size` rows by rows `into` of values with `new_size` rows."""
 
     out: list[int]
     into: list[int]
@@ -99,13 +99,13 @@ class _Exchange:
 
 
 class PromptReservoir:
-    """Training prompts in a shuffled order of its own, for the groups that are drawn again.
+    """Training prompts in a separate shuffled order, for the groups that are replaced.
 
-    Each pass over the data set is in another order, fixed by the seed; a prompt that is in the batch at that moment is
-    passed over. The trainer's own sampler is not touched: what is drawn here comes in addition.
+    Each pass over the data set has another order, fixed by the seed; prompts that are currently in the batch are
+    skipped. The trainer's own sampler is not affected: these prompts come in addition.
 
     Args:
-        dataset: with a length and rows by number (`datasets.Dataset`); a row is a dict with `prompt`.
+        dataset: with a length and rows by index (`datasets.Dataset`); a row is a dict with `prompt`.
         seed: of the order.
     """
 
@@ -120,7 +120,7 @@ class PromptReservoir:
         """At most `count` rows with different prompts, none of which is in `batch`; fewer if there are no more."""
         taken = {_key(row) for row in batch}
         drawn: list[dict[str, Any]] = []
-        for _ in range(len(self._order)):  # one look at each row, so that a small data set comes to an end
+        for _ in range(len(self._order)):  # each row once, so that the loop ends on a small data set
             if len(drawn) == count:
                 break
             row = self._next()
@@ -130,14 +130,14 @@ class PromptReservoir:
         return drawn
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is, as JSON takes it; a resumed run continues from it with `load_state_dict`."""
+        """Its position, JSON-serialisable; a resumed run continues from it with `load_state_dict`."""
         return {"seed": self.seed, "passes": self.passes, "position": self.position, "size": len(self.dataset)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where a checkpoint was; raises DataError where its state is of a data set of another size."""
+        """Continue from a checkpoint's state; raises DataError if that is of a data set of another size."""
         if state["size"] != len(self.dataset):
             raise DataError(
-                f"the checkpoint's reservoir of prompts is of {state['size']} training prompts, and there are "
+                f"the checkpoint's reservoir has {state['size']} training prompts, and there are "
                 f"{len(self.dataset)} now: resume with the data of the run (data.*), or start over"
             )
         self.seed, self.passes, self.position = state["seed"], state["passes"], state["position"]

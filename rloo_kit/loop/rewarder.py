@@ -1,4 +1,4 @@
-"""What completions earn: rewards, their weighted sum, what is subtracted and normalised, and rewards that fail.
+"""Scores of completions: rewards, their weighted sum, penalties, normalisation, and failing rewards.
 
 Shapes: B completions of this process, A of all processes, F reward functions.
 """
@@ -23,11 +23,11 @@ class Rewarder:
     """Scores completions.
 
     Args:
-        trainer: TRL's, with its reward functions behind guards, their names and weights. Its `_calculate_rewards` calls
-            them, models and async ones too.
+        trainer: TRL's, with guarded reward functions, their names and weights. Its `_calculate_rewards` calls them,
+            including models and async ones.
         failures: counts rollouts with failed rewards.
-        missing_eos_penalty: subtracted from the score of a truncated completion; None for none.
-        normalize: True by the deviation of the rollout, "running" of all so far. clip: (lowest, highest) score or None.
+        missing_eos_penalty: subtracted from the score of a truncated completion; None for no penalty.
+        normalize: True by the rollout's deviation, "running" by that of all so far. clip: (lowest, highest) or None.
         tells_forced: whether rewards get the column `thinking_forced`.
     """
 
@@ -49,7 +49,7 @@ class Rewarder:
         self._messages: list[str] = []
 
     def judge(self, found: Completions) -> Judged:
-        """Rewards and scores; a sample for which any reward failed is not scored."""
+        """Rewards and scores; a sample with any failed reward is not scored."""
         rows = found.rows
         if self.tells_forced:
             rows = [row | {"thinking_forced": span is not None} for row, span in zip(rows, found.forced, strict=True)]
@@ -85,10 +85,10 @@ class Rewarder:
         return scores.clamp(*self.clip) if self.clip else scores
 
     def watch(self, share: float) -> None:
-        """Report rewards that failed in a rollout of training.
+        """Report rewards that failed in a training rollout.
 
         Args:
-            share: of the samples of all processes for which one failed, 0 to 1.
+            share: of all processes' samples with a failed reward, 0 to 1.
 
         Raises:
             RewardError: too many failed in too many rollouts in a row; a checkpoint is saved first.
@@ -110,7 +110,7 @@ class Rewarder:
 @contextmanager
 def _mute(beginning: str) -> Iterator[None]:
     """Drop TRL's warning about unscored samples, which prints a whole completion each rollout; `rewards/unscored_ratio`
-    counts them, and failures have a line of their own."""
+    counts them, and failures have their own line."""
     logger = logging.getLogger(trl.RLOOTrainer._calculate_rewards.__module__)
 
     def keep(record: logging.LogRecord) -> bool:

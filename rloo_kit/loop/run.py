@@ -1,6 +1,6 @@
-"""Training one run: the trainer, its folder, what it prints, and how it stops and resumes.
+"""Trains one run: the trainer, its folder, what it prints, and how it stops and resumes.
 
-However `train` ends, `status.json` has the state, and the checkpoint to resume from is there.
+However `train` ends, `status.json` has the state and the checkpoint to resume from exists.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -57,21 +57,21 @@ def train(
     overwrite: bool = False,
     run_dir: RunDir | None = None,
 ) -> TrainResult:
-    """Train `policy`, in place, and write everything of the run into its folder.
+    """Train `policy` in place and write everything to the run's folder.
 
     Args:
         run: a `RunConfig`. policy: from `load_policy`. data: from `load_data`. reward_funcs: from `build_rewards`.
         resume: continue from the last checkpoint in the folder.
-        overwrite: delete the run that lies in the folder.
-        run_dir: the folder where it is open already; `resume` and `overwrite` were settled when it was opened.
+        overwrite: delete the run that is in the folder.
+        run_dir: the folder, if already open; then `resume` and `overwrite` were applied when it was opened.
 
     Returns:
         `TrainResult`. Ctrl-C does not raise: it saves, prints how to resume, and `stopped` is "interrupted". With
         `eval.save_best` the policy then has the weights of the best evaluation (`eval.every_steps`).
 
     Raises:
-        RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create` and `check_sampling`; or there are fewer
-            prompts than a rollout needs, or no `eval.measure`.
+        RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create` and `check_sampling`; ConfigError also if
+            there are fewer prompts than a rollout needs, or `eval.measure` cannot be measured.
         PreflightError: the disk is too small for the checkpoints, or a tracker's library is missing.
         RewardError: rewards failed too often (`run.max_reward_failure_share`); the state is saved.
     """
@@ -84,13 +84,13 @@ def train(
     opened = _open_together(run, resume, overwrite) if run_dir is None else run_dir
     with opened if owned else nullcontext():
         result = _Training(run, policy, data, reward_funcs, opened).run_to_end()
-        if owned:  # else whoever opened the folder closes with them
+        if owned:  # else the caller that opened the folder prints them
             say_findings(result.findings, result.steps)
         return result
 
 
 def _open_together(run: RunConfig, resume: bool, overwrite: bool) -> RunDir:
-    """`RunDir.create` in all processes; what it refuses the main one is raised in each."""
+    """`RunDir.create` in all processes; an error in the main one is raised in each."""
     run_dir, refusal = None, None
     if is_main_process():
         try:
@@ -106,7 +106,7 @@ def _open_together(run: RunConfig, resume: bool, overwrite: bool) -> RunDir:
 
 
 def _check_shared_folder(run_dir: RunDir) -> None:
-    """Checkpoints are read by every process, so every machine has to see the run's folder."""
+    """Raise ConfigError unless every process sees the run's folder, because every process reads checkpoints."""
     blind = [index for index, sees in enumerate(gather_objects(run_dir.folder.is_dir())) if not sees]
     if blind:
         raise ConfigError(
@@ -116,13 +116,13 @@ def _check_shared_folder(run_dir: RunDir) -> None:
 
 
 def check_measure(run: RunConfig, data: Data, reward_funcs: list[Any]) -> None:
-    """Refuse an `eval.measure` that the evaluations during training cannot have: ConfigError with the known ones."""
+    """Raise ConfigError, with the known ones, if evaluations during training cannot measure `eval.measure`."""
     if run.eval.every_steps:
         choose_measure(run, data.test, reward_funcs)
 
 
 def check_sampling(run: RunConfig, policy: Policy) -> None:
-    """Refuse rollouts that this model, backend or machine cannot do, before an evaluation that takes an hour.
+    """Refuse rollouts that this model, backend or machine cannot do, before a long evaluation starts.
 
     Raises ConfigError (a budget for a model that does not think, a missing adapter) or BackendError (an engine, a
     cache).
@@ -163,7 +163,7 @@ class _Training:
         callbacks = [self.writer, progress, SampleTable(self.rollouts, *shown), self.guard, self.interrupts]
         if self.evaluations is not None:
             progress.evaluations = self.evaluations
-            callbacks.append(self.evaluations)  # behind the interrupts, which put an evaluation off
+            callbacks.append(self.evaluations)  # after the interrupts, which postpone an evaluation
         callbacks.append(saves)
         trainer = RLOOTrainer(
             model=policy.model,
@@ -198,19 +198,19 @@ class _Training:
         finally:
             end_workers()
             self._drop_reference()
-            if not self.was_training:  # with checkpointing a model in training mode decodes without its cache: nonsense
+            if not self.was_training:  # checkpointed training mode decodes without a KV cache: nonsense
                 self.policy.model.eval()
         self._conclude(stopped, adapter_step)
         if self.memory is not None:
             self.memory.report(self.run_dir)
-        wait_for_all()  # a launcher ends the others as soon as one has left
+        wait_for_all()  # a launcher kills the others as soon as one has exited
         rows, findings, seconds = self.writer.rows, self.guard.findings, self.writer.seconds
         return share(
             TrainResult(self.run_dir.folder, adapter, steps, rows, seconds, stopped, adapter_step, findings=findings)
         )
 
     def _save_adapter(self) -> Path:
-        """The adapter in the run's folder, replaced in one piece."""
+        """Save the adapter to the run's folder, replaced atomically."""
         target, staged = self.run_dir / "adapter", self.run_dir / UNFINISHED / "adapter"
         with saving(target):
             save_adapter(self.policy, staged)
@@ -219,7 +219,7 @@ class _Training:
         return target
 
     def _is_done_already(self) -> bool:
-        """Whether the resumed run has nothing left to do; the trainer would go one step too far."""
+        """Whether the resumed run has nothing left to do; the trainer would take one step too many."""
         if self.checkpoint is None:
             return False
         if self.evaluations is not None and self.evaluations.stopped is not None:
@@ -255,13 +255,13 @@ class _Training:
                 place = str(self.checkpoint.folder) if self.checkpoint else None
                 self.trainer.train(resume_from_checkpoint=place)
             except KeyboardInterrupt:
-                if is_distributed():  # the processes are not at the same place: nothing that takes all of them
+                if is_distributed():  # the processes are at different places, so no collective operation
                     raise
                 self.interrupts.requested = True
                 self._save_what_is_whole()
 
     def _save_what_is_whole(self) -> None:
-        """A checkpoint after a hard stop, unless it came in the middle of an update of the weights."""
+        """Save a checkpoint after a hard stop, unless it came during a weight update."""
         step = self.trainer.state.global_step
         last = self.run_dir.last_checkpoint()
         if step > 0 and self.interrupts.between_steps and (last is None or last.step < step):
@@ -278,7 +278,7 @@ class _Training:
         return "interrupted" if self.interrupts.requested else None
 
     def _conclude(self, stopped: str | None, adapter_step: int) -> None:
-        """The last word in `status.json` and on the screen."""
+        """The final state, in `status.json` and on the screen."""
         state, folder = self.trainer.state, self.run_dir.folder
         progress = {"step": state.global_step, "max_steps": state.max_steps, "adapter_step": adapter_step}
         where = f"at step {state.global_step} of {state.max_steps}"
@@ -303,14 +303,14 @@ class _Training:
         say(f"{error}\nThe state is saved in {folder}.")
 
     def _drop_reference(self) -> None:
-        """The trainer's copy of the starting adapter goes with the trainer; a second `train` makes its own."""
+        """Delete the trainer's copy of the starting adapter; a second `train` makes its own."""
         model = self.policy.model
         if "ref" in getattr(model, "peft_config", {}):
             model.delete_adapter("ref")
 
 
 class _Sharding:
-    """The weights of a trainer's model, of which every process holds a share; see `models.policy.Sharding`."""
+    """The weights of a trainer's model, sharded across processes; see `models.policy.Sharding`."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -319,7 +319,7 @@ class _Sharding:
         return self.trainer.rloo.parallel.whole_weights(self.trainer.model_wrapped)
 
     def state_dict(self) -> dict[str, Any]:
-        """The adapter, or every parameter where there is none: 32B in bf16 are 61 GiB of the main process's memory."""
+        """The adapter, or every parameter if there is none: 32B in bf16 take 61 GiB of the main process's memory."""
         accelerator, model = self.trainer.accelerator, self.trainer.model
         if not hasattr(model, "peft_config"):
             return accelerator.get_state_dict(self.trainer.model_wrapped)
@@ -327,11 +327,12 @@ class _Sharding:
 
 
 def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir) -> bool:
-    """All of `rloo-kit train` in an open folder: evaluate, train, evaluate again, report; returns whether it was
-    interrupted. Raises HealthError where a rule of `health:` stopped the run (`no_signal`: NoSignalError), else as
-    `train`."""
+    """All of `rloo-kit train` in an open folder: evaluate, train, evaluate again, report.
+
+    Returns whether it was interrupted. Raises HealthError if a rule of `health:` stopped the run (`no_signal`:
+    NoSignalError), else as `train`."""
     check_sampling(run, policy)
-    check_prompts(run, len(data.train))  # before an evaluation that takes an hour
+    check_prompts(run, len(data.train))  # before a long evaluation
     check_measure(run, data, reward_funcs)
     before = after = None
     if run.run.evaluate:
@@ -350,7 +351,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
         raise error(f"{run_dir.status().get('error')}\nTo go on regardless: {run_dir.resume_command}")
     if before is not None:
         after = evaluate(run, policy, data.test, label="after", reward_funcs=reward_funcs)
-        end_workers()  # a reward that is called again starts its process again
+        end_workers()  # a later call restarts a reward's process
         run_dir.write_json("after.json", after.to_dict())
         say(fill_text(after.describe()))
     names = [result.adapter_folder.name, "metrics.jsonl", "rollouts.jsonl", "config.yaml"]
@@ -363,7 +364,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
 
 
 def _conclude(run: RunConfig, result: TrainResult, before: Evaluation | None, after: Evaluation | None) -> None:
-    """The last lines: what health found besides, and the verdict, which `status.json` keeps."""
+    """The last lines: other health findings, and the verdict, which `status.json` stores."""
     verdict = judge_run(run, result, before, after)
     say_findings((one for one in result.findings if one.rule != verdict.rule), result.steps)
     if is_main_process():

@@ -1,4 +1,4 @@
-"""What a run is to the trainer: the arguments of `RLOOConfig`, by the file, the machine, the backend and the plan."""
+"""The arguments of `RLOOConfig` for a run, from the config file, the machine, the backend and the memory plan."""
 
 import os
 from pathlib import Path
@@ -17,9 +17,9 @@ from rloo_kit.system.processes import say
 
 
 def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
-    """Keyword arguments of `RLOOConfig`: the file's, what machine and backend decide, and checkpoints in `folder`."""
+    """Keyword arguments of `RLOOConfig`: from the file, the machine and the backend, with checkpoints in `folder`."""
     on_cpu = policy.model.device.type == "cpu"
-    shared = run.rollout.server_adapters  # by several runs, and a run deletes what it left there: so it gets a folder
+    shared = run.rollout.server_adapters  # by several runs, and a run deletes what it left, so each gets a folder
     own_folder = {} if shared is None else {"rollout_server_adapters": str(Path(shared) / run.name)}
     return (
         {
@@ -37,14 +37,14 @@ def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str
 
 
 def planned_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
-    """`rollout_rows`, and `tokens_per_pass` where memory asks for fewer than usual: the file's, else the least that
-    `plan_vram` gives of all processes. A model that cannot be planned for is left to the out-of-memory handling."""
+    """`rollout_rows`, and `tokens_per_pass` if memory allows fewer than usual: the file's values, else the minimum of
+    `plan_vram` over all processes. A model that cannot be planned is left to the out-of-memory handling."""
     found = gather_objects(_own_limits(run, policy))
     return {name: min(limits[name] for limits in found if name in limits) for name in set().union(*found)}
 
 
 def loaded_engine(run: RunConfig, policy: Policy) -> str:
-    """The engine that samples; of auto the one that the policy was loaded with, whatever fits next to it by now."""
+    """The engine that samples; for auto, the one the policy was loaded with, whatever fits next to it now."""
     wanted = str(run.rollout.engine)
     return choose_engine(wanted, policy.backend, policy.model)[0] if wanted == "auto" else wanted
 
@@ -71,8 +71,9 @@ def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
 
 
 def mixed_precision(run: RunConfig) -> dict[str, bool]:
-    """`bf16` and `fp16`: the file's, else the machine's. ACCELERATE_MIXED_PRECISION, which beats `bf16=False`, is set
-    to agree."""
+    """`bf16` and `fp16`: the file's, else the machine's.
+
+    ACCELERATE_MIXED_PRECISION, which overrides `bf16=False`, is set to match."""
     chosen = environment.current().precision
     bf16, fp16 = run.rloo.bf16, run.rloo.fp16
     bf16 = (chosen == "bf16" and not fp16) if bf16 is None else bf16

@@ -1,4 +1,4 @@
-"""What samples a rollout: an engine, reached through TRL's own code around it."""
+"""Samples a rollout with an engine, through TRL's own code around generation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,17 +14,16 @@ class Sampler:
     """Completions of prompts.
 
     Args:
-        trainer: TRL's. Its `_generate` renders templates, decodes and counts, and comes back for the ids alone: to
-            `complete`.
-        engine: what samples. limits: of a completion's length.
-        parallel: gathers sharded weights to sample from. end_ids: of a completion; one without is truncated.
+        trainer: TRL's. Its `_generate` renders templates, decodes and counts, and calls back `complete` for the ids.
+        engine: samples. limits: of a completion's length.
+        parallel: gathers sharded weights for sampling. end_ids: a completion that ends in none of them is truncated.
     """
 
     def __init__(self, trainer: Any, engine: Engine, limits: Limits, parallel: Parallel, end_ids: set[int]):
         self.trainer, self.engine, self.limits = trainer, engine, limits
         self.parallel, self.end_ids = parallel, end_ids
         self._found: Rollout | None = None
-        self._lengths: dict[int, float] = {}  # of completions, by their prompt's hash: what is expected the next time
+        self._lengths: dict[int, float] = {}  # expected completion lengths, by the prompt's hash
 
     def sample(self, rows: list[dict[str, Any]]) -> Completions:
         """A completion for each row of the data set; neighbours with equal prompts are a group."""
@@ -45,8 +44,9 @@ class Sampler:
         )
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """Completion ids by the engine. Where not all rows fit at once, those of prompts that took long before start
-        first: the tail gets shorter."""
+        """Completion ids from the engine.
+
+        If not all rows fit at once, prompts with long completions so far start first, which shortens the tail."""
         waits = self.engine.rows is not None and self.engine.rows < len(prompt_ids)
         keys = [hash(tuple(ids)) for ids in prompt_ids]
         usual = sum(self._lengths.values()) / max(len(self._lengths), 1)
@@ -59,7 +59,7 @@ class Sampler:
 
     @contextmanager
     def _weights(self) -> Iterator[None]:
-        """The whole policy in the trainer's precision; a foreign engine has a base and a precision of its own."""
+        """The whole policy in the trainer's precision; a foreign engine has its own base and precision."""
         if self.engine.name in FOREIGN:
             yield
             return

@@ -1,7 +1,7 @@
-"""Supervised training on worked answers, for a model that solves nothing yet: then RLOO has no signal to learn from.
+"""Supervised training on demonstrations, for a model that solves nothing yet and so gives RLOO no signal.
 
-TRL's SFTTrainer (Unsloth's version of it where Unsloth loaded the model) with the loss computed by the kit's scorer:
-TRL's own needs Triton, and this one is the same on every machine.
+It uses TRL's SFTTrainer (Unsloth's version if Unsloth loaded the model) with the loss from the kit's scorer: TRL's loss
+needs Triton, and the scorer's is the same on every machine.
 """
 
 import time
@@ -44,8 +44,8 @@ class SftResult:
     """What `fine_tune` did.
 
     Attributes:
-        folder: of the run, outputs/NAME-sft. adapter_folder: the adapter in it, or the whole model where every
-            parameter was trained.
+        folder: of the run, outputs/NAME-sft. adapter_folder: the adapter in it, or the whole model if every parameter
+            was trained.
         steps: optimizer steps. metrics: the rows of `metrics.jsonl`. seconds: of training.
         stopped: "interrupted", or None.
     """
@@ -67,21 +67,21 @@ def fine_tune(
     overwrite: bool = False,
     run_dir: RunDir | None = None,
 ) -> SftResult:
-    """Train `policy`, in place, to write the worked answers of `run.sft`; everything of it goes to outputs/NAME-sft.
+    """Train `policy` in place on the demonstrations of `run.sft`; everything is written to outputs/NAME-sft.
 
     Args:
         run: reads `sft`, `data`, `model`, `run`, and the optimizer in `rloo`.
         policy: from `load_policy`. data: from `load_data`; rows with one of its held-out prompts are left out.
-        rows: worked answers in Python instead of `sft.source`, with the column names of `sft`.
+        rows: demonstrations in Python instead of `sft.source`, with the column names of `sft`.
         overwrite: delete what an earlier supervised training left in that folder.
-        run_dir: the folder where it is open already (`open_folder`).
+        run_dir: the folder, if already open (`open_folder`).
 
     Returns:
-        `SftResult`. Ctrl-C does not raise: what is trained so far is saved, and `stopped` is "interrupted".
+        `SftResult`. Ctrl-C does not raise: the current weights are saved, and `stopped` is "interrupted".
 
     Raises:
-        DataError: the worked answers cannot be used. ConfigError: several processes.
-        RunExistsError: the folder holds an earlier one, and `overwrite` is not given.
+        DataError: the demonstrations cannot be used. ConfigError: several processes.
+        RunExistsError: the folder has an earlier training, and `overwrite` is not set.
         NonFiniteError: the loss became NaN or infinite; nothing is saved.
     """
     if count_processes() > 1:
@@ -129,7 +129,7 @@ def _train(run: RunConfig, policy: Policy, worked: WorkedAnswers, run_dir: RunDi
 
 
 def build_trainer(run: RunConfig, policy: Policy, worked: WorkedAnswers, folder: Path) -> "SftTrainer":
-    """The trainer of `policy` on `worked`; `folder` is for what TRL may write, which is nothing."""
+    """The trainer of `policy` on `worked`; `folder` is TRL's output folder, which stays empty."""
     rows = [
         {
             "input_ids": example.prompt_ids + example.completion_ids,
@@ -155,7 +155,7 @@ def build_trainer(run: RunConfig, policy: Policy, worked: WorkedAnswers, folder:
 
 
 def _make_config(values: dict[str, Any]) -> Any:
-    """`SFTConfig` with TRL's defaults, whoever generated the class."""
+    """`SFTConfig` with TRL's defaults, even if Unsloth generated the class."""
     known = {field.name: field for field in fields(_STOCK) if field.init}
     missing = {name: field for name, field in known.items() if name not in values}
     whole = values | {
@@ -182,7 +182,7 @@ def _arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
         "max_grad_norm": run.rloo.max_grad_norm,
         "optim": run.rloo.optim,
         "seed": run.run.seed,
-        "max_length": None,  # longer rows are left out: a cut one would teach to stop nowhere
+        "max_length": None,  # longer rows are left out: a truncated one would teach the model not to stop
         "dataset_kwargs": {"skip_prepare_dataset": True},  # they are tokens already
         "logging_steps": 1,
         "save_strategy": "no",
@@ -196,8 +196,9 @@ def _arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
 
 
 class SftTrainer(trl.SFTTrainer):
-    """TRL's, with the mean cross-entropy of the completion tokens from the kit's scorer: rows end to end without
-    padding, and never a tensor of tokens x vocabulary.
+    """TRL's trainer, with the mean cross-entropy of the completion tokens from the kit's scorer.
+
+    Rows are end to end without padding, and no tokens x vocabulary tensor is built.
 
     Attributes:
         scorer: of the model's completions. tokens: trained on so far, prompts included.
@@ -213,8 +214,8 @@ class SftTrainer(trl.SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The sum over the completion tokens of this micro-step, over those of the optimizer step (or of the micro-step
-        where transformers does not count them)."""
+        """The sum over this micro-step's completion tokens, divided by the number of those in the optimizer step (or in
+        the micro-step if transformers does not count them)."""
         groups = [
             _group(*row) for row in zip(inputs["input_ids"], inputs["labels"], inputs["attention_mask"], strict=True)
         ]
@@ -231,7 +232,7 @@ class SftTrainer(trl.SFTTrainer):
         return (loss, scores) if return_outputs else loss
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """None: what is trained is saved once, at the end."""
+        """Save nothing here: the weights are saved once, at the end."""
 
 
 def _group(ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Group:
@@ -241,7 +242,7 @@ def _group(ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Group
 
 
 class _ProgressLine(TrainerCallback):
-    """One flushed line of text, at most every `every_s` seconds, and at the first and the last step."""
+    """Prints one flushed progress line, at most every `every_s` seconds, and at the first and last step."""
 
     def __init__(self, trainer: SftTrainer, every_s: float):
         self.trainer, self.every_s = trainer, every_s

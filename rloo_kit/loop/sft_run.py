@@ -1,4 +1,4 @@
-"""All of `rloo-kit sft` in an open folder: measure, train on worked answers, measure again, judge what RLOO can do."""
+"""All of `rloo-kit sft` in an open folder: evaluate, train on demonstrations, evaluate again, measure RLOO's signal."""
 
 import shlex
 from collections.abc import Sequence
@@ -22,8 +22,9 @@ WEIGHTS = ("model.adapter", "model.name")  # an adapter still needs the name of 
 
 
 def fine_tune_and_report(run: RunConfig, policy: Policy, data: Data, run_dir: RunDir) -> SftResult:
-    """Held-out accuracy before and after, the supervised training between them, and the signal that RLOO would have;
-    printed, and written as before.json and after.json. Raises as `fine_tune`."""
+    """Held-out accuracy before and after supervised training, and the signal that RLOO would have.
+
+    Printed, and written to before.json and after.json. Raises as `fine_tune`."""
     before = None
     if run.run.evaluate:
         before = evaluate(run, policy, data.test, label="before")
@@ -46,11 +47,11 @@ def fine_tune_and_report(run: RunConfig, policy: Policy, data: Data, run_dir: Ru
 
 
 def next_command(run: RunConfig, overrides: Sequence[str], result: SftResult) -> str:
-    """The command that trains on with RLOO, from the weights of `result`.
+    """The command that continues with RLOO from the weights of `result`.
 
     Args:
         run: read from a file, with `overrides` (KEY=VALUE), which are repeated. A key whose default follows the
-            model's name keeps its value where the name is now that of a folder.
+            model's name keeps its value if the name is now that of a folder.
     """
     adapter, source = _from_here(result.adapter_folder), run.source
     key = f"model.{weights_of(adapter)[0]}"
@@ -73,7 +74,7 @@ def next_command(run: RunConfig, overrides: Sequence[str], result: SftResult) ->
 
 
 def _from_here(folder: Path) -> Path:
-    """The folder as one types it in the working directory."""
+    """The folder, relative to the working directory if it is inside it."""
     try:
         return folder.resolve().relative_to(Path.cwd())
     except ValueError:

@@ -1,12 +1,12 @@
-"""One optimizer step of RLOO, top to bottom, with nothing of TRL in it.
+"""One optimizer step of RLOO, top to bottom, without TRL.
 
     sample -> judge -> replace tied groups -> lay out -> score -> advantages -> loss, pass by pass -> record
 
 `trainer` calls it: `roll_out` for prompts, `loss` for the gradient of rows that were rolled out, `close` before the
-optimizer's step. What samples, judges, scores and records are attributes; what they hand over is in `records`.
+optimizer's step. Sampler, rewarder, scorer and recorder are attributes; they exchange the types of `records`.
 
-On-policy the policy is scored once, with its graph: the log-ratio to the policy that sampled is 0, its gradient is not.
-With a KL penalty the advantages then follow from the same pass (`memory: fast`). Everything else is scored first.
+On-policy, the policy is scored once, with its graph: the log-ratio to the policy that sampled is 0, its gradient is
+not. With a KL penalty the advantages come from the same pass (`memory: fast`). In all other cases scoring comes first.
 
 Shapes: B completions of this process, A of all processes, K a group, R of a pass, N their tokens end to end.
 """
@@ -41,9 +41,9 @@ class StepSettings:
     Attributes:
         num_generations, num_generations_eval: K, in training and in evaluation.
         on_policy: every completion is used before the weights that sampled it change.
-        scores_first: why advantages cannot follow from the pass that trains, one line; None if they can.
-        aux_loss_coef: of a mixture of experts, weight of its auxiliary loss; 0: it has none.
-        filters: of the distribution that is sampled from.
+        scores_first: why advantages cannot come from the training pass, one line; None if they can.
+        aux_loss_coef: weight of a mixture of experts' auxiliary loss; 0 for none.
+        filters: of the sampled distribution.
     """
 
     num_generations: int
@@ -65,7 +65,7 @@ class StepSettings:
 
 
 class RLOOStep:
-    """The step. Its collaborators are typed attributes; `broken` says what was NaN or infinite in this step."""
+    """The step. Its collaborators are typed attributes; `broken` names what was NaN or infinite in this step."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class RLOOStep:
     # ------------------------------------------------------------------------------------------------ the rollout
 
     def roll_out(self, model: torch.nn.Module, rows: list[dict[str, Any]], leave_open: bool = False) -> RolloutBatch:
-        """Completions of prompts with their rewards and, unless they are left open, their advantages.
+        """Sample completions of prompts, with their rewards and, unless left open, their advantages.
 
         Args:
-            model: the policy; its mode says whether this is training. rows: B rows of the data set, K times each.
+            model: the policy; its mode says if this is training. rows: B rows of the data set, each prompt K times.
             leave_open: KL and advantages may wait for the pass that scores the policy, see `StepSettings.scores_first`.
         """
         self.recorder.begin()
@@ -109,11 +109,11 @@ class RLOOStep:
         return batch
 
     def judge(self, rows: list[dict[str, Any]]) -> Judged:
-        """Sample a completion for each row, and score them."""
+        """Sample a completion for each row and score it."""
         return self.rewarder.judge(self.sampler.sample(rows))
 
     def replace_tied(self, judged: Judged) -> Judged:
-        """Dynamic sampling: groups whose scores are equal, so without a signal, give way to groups of fresh prompts."""
+        """Dynamic sampling: replace groups with equal scores, which have no signal, by groups of fresh prompts."""
         size, replaced = self.settings.num_generations, 0
         mine = self.parallel.rows(len(judged.completions.rows))
         for _ in range(self.settings.resample_rounds):
@@ -132,7 +132,7 @@ class RLOOStep:
         return replace(judged, completions=judged.completions.map(self.parallel.gather_list))
 
     def _draw_fresh(self, groups: int, in_use: Completions) -> list[dict[str, Any]]:
-        """This process's share of fresh prompts for so many groups, K times each; every process draws the same."""
+        """This process's share of fresh prompts for `groups` groups, K times each; every process draws the same."""
         assert self.reservoir is not None  # there is one wherever there are rounds
         processes = self.parallel.accelerator.num_processes
         prompts = [{"prompt": prompt} for prompt in self.parallel.gather_list(in_use.prompts)]
@@ -141,7 +141,7 @@ class RLOOStep:
         return [row for row in drawn[mine] for _ in range(self.settings.num_generations)]
 
     def lay_out(self, judged: Judged, training: bool) -> RolloutBatch:
-        """Token ids and masks on the device, and the scores that are compared."""
+        """Token ids and masks on the device, and the scores to compare."""
         found, device = judged.completions, self.parallel.accelerator.device
 
         def ragged(rows: Iterable[list[Any]], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -173,7 +173,7 @@ class RLOOStep:
         )
 
     def score(self, model: torch.nn.Module, batch: RolloutBatch) -> None:
-        """Log-probabilities under the policy and, with a KL penalty, the reference, without a graph, where needed."""
+        """Log-probabilities under the policy and, with a KL penalty, the reference, without a graph, if needed."""
         stale = model.training and not self.settings.on_policy
         beta = self.settings.advantage.beta
         if not stale and not beta:
@@ -192,7 +192,7 @@ class RLOOStep:
         batch.kl = batch.kl if beta else None
 
     def settle(self, batch: RolloutBatch) -> None:
-        """The advantages of the whole batch and the rollout's record: what is trained is what is logged."""
+        """Compute the advantages of the whole batch and record the rollout, so the log has what is trained."""
         kl = None if batch.kl is None else pick(batch.kl)
         together = (self.parallel.gather, self.parallel.rows(len(batch)))
         settings = self.settings.advantage
@@ -206,16 +206,16 @@ class RLOOStep:
     def loss(
         self, model: torch.nn.Module, batch: RolloutBatch, rows: list[int], backward: Backward, micro_steps: float = 1
     ) -> torch.Tensor:
-        """Minus the objective, summed over the rows, with the graph of the last pass.
+        """The negative objective, summed over the rows, with the graph of the last pass.
 
-        Passes before the last one go through `backward` here, so that one graph is alive at a time.
+        Earlier passes go through `backward` here, so that only one graph is alive at a time.
 
         Args:
-            rows: of the batch, ascending; all of them where its advantages are open.
-            backward: takes a loss that is summed over rows to the gradients.
-            micro_steps: that the rows stand for.
+            rows: of the batch, ascending; all of them if its advantages are open.
+            backward: backpropagates a loss that is summed over rows.
+            micro_steps: the number of micro-steps that the rows represent.
         """
-        self.scorer.choose_layout(batch.groups(range(len(batch))))  # of the batch, so each of its steps has the same
+        self.scorer.choose_layout(batch.groups(range(len(batch))))  # one layout for all steps of the batch
         is_open = batch.advantages is None
         weight = self._weigh(batch, rows)
         stats = StepStats(len(batch), rows, self.parallel.accelerator.device)
@@ -224,7 +224,7 @@ class RLOOStep:
             passes = [rows[first : first + size] for first in range(0, len(rows), size)]
         else:
             passes = self.cut(batch, rows if is_open else batch.with_signal(rows), whole_groups=is_open)
-        count = self.parallel.equalize(len(passes))  # where weights are sharded, processes make equally many
+        count = self.parallel.equalize(len(passes))  # with sharded weights, processes make equally many
         for number, chosen in enumerate([*[[]] * (count - len(passes)), *passes], 1):
             part = self._pass(model, batch, chosen, stats, weight) if chosen else self._empty_pass(model, batch)
             if number < count and part.requires_grad:
@@ -235,14 +235,15 @@ class RLOOStep:
             self.settle(batch)
         if not self.parallel.any(count > 0):
             self._observe(model, batch, stats)
-        if model.training and not stats.is_finite:  # an evaluation's concerns no step
+        if model.training and not stats.is_finite:  # an evaluation affects no step
             self.broken = "the log-probabilities or the KL"
         self.recorder.step(stats, on_policy=self.settings.on_policy or not model.training)
         return stats.loss if stats.loss.requires_grad or not torch.is_grad_enabled() else stats.loss.requires_grad_()
 
     def _weigh(self, batch: RolloutBatch, rows: list[int]) -> float:
-        """What a row's loss is multiplied with, so that the mean over rows is that over the trained tokens of all
-        processes (`token_mean: batch`); else 1. Every row of the step counts, one without a signal too."""
+        """The factor of a row's loss that turns the mean over rows into one over the trained tokens of all processes.
+
+        1 unless `token_mean: batch`. Every row of the step counts, including rows without a signal."""
         if self.settings.objective.token_mean != "batch":
             return 1.0
         tokens = pick(batch.mask, rows).sum()
@@ -251,13 +252,13 @@ class RLOOStep:
         return completions / max(tokens_of_all, 1)
 
     def cut(self, batch: RolloutBatch, rows: Iterable[int], whole_groups: bool) -> list[list[int]]:
-        """The rows of each pass with a gradient: up to `tokens_per_pass` tokens, one sequence with `memory: low`."""
+        """The rows of each pass with a gradient: up to `tokens_per_pass` tokens; one sequence with `memory: low`."""
         limit = 0 if self.settings.memory == "low" else self.settings.tokens_per_pass
         return batch.passes(rows, self.scorer.tokens, limit, whole_groups)
 
     def _cut_without_graph(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[int]]:
-        """The rows of each pass without one: with `memory: low` as many tokens as the longest sequence has. Where
-        weights are sharded, the last pass is repeated until all processes have as many."""
+        """The rows of each pass without one; with `memory: low`, up to the tokens of the longest sequence. With sharded
+        weights the last pass is repeated until all processes have equally many."""
         limit = self.settings.tokens_per_pass
         if self.settings.memory == "low":
             limit = max(self.scorer.tokens(batch.groups([row])) for row in rows)
@@ -267,8 +268,9 @@ class RLOOStep:
     def _pass(
         self, model: torch.nn.Module, batch: RolloutBatch, rows: list[int], stats: StepStats, weight: float
     ) -> torch.Tensor:
-        """The loss of some rows times their weight from one scoring pass with its graph; advantages that are open are
-        made on the way."""
+        """The loss of some rows times their weight, from one scoring pass with its graph.
+
+        Open advantages are computed from the same pass."""
         lengths, mask, groups = [len(batch.mask[row]) for row in rows], pick(batch.mask, rows), batch.groups(rows)
         if batch.advantages is None:
             reference = self.scorer.reference(model, groups)  # before the graph takes its memory
@@ -298,7 +300,7 @@ class RLOOStep:
         return policy + self.settings.aux_loss_coef * scores.aux_loss * len(rows)
 
     def _empty_pass(self, model: torch.nn.Module, batch: RolloutBatch) -> torch.Tensor:
-        """A loss of 0 with a graph, computed as the other processes compute theirs."""
+        """A loss of 0 with a graph, computed like the other processes' losses."""
         groups = batch.groups([0])
         if batch.advantages is None:
             self.scorer.reference(model, groups)
@@ -307,14 +309,14 @@ class RLOOStep:
     def _log_ratio(
         self, batch: RolloutBatch, rows: list[int], logps: torch.Tensor, reference: torch.Tensor | None
     ) -> torch.Tensor:
-        """Log-ratio of policy and reference at each token, (N,), 0 where masked, or where the two are one."""
+        """Log-ratio of policy and reference at each token, (N,), 0 if masked or if the two are the same."""
         ratio = torch.zeros_like(logps) if reference is None else logps - reference
         return ratio.where(pick(batch.mask, rows), 0.0)
 
     def _correct(
         self, batch: RolloutBatch, rows: list[int], old: torch.Tensor, mask: torch.Tensor, stats: StepStats
     ) -> torch.Tensor | None:
-        """Importance weights of the trainer over the sampler, (N,), where they are asked for; the gap is recorded."""
+        """Importance weights of the trainer over the sampler, (N,), or None if not enabled; records the gap."""
         if batch.sampler_logps is None:
             return None
         sampled = pick(batch.sampler_logps, rows)
@@ -329,7 +331,7 @@ class RLOOStep:
         return weights
 
     def _observe(self, model: torch.nn.Module, batch: RolloutBatch, stats: StepStats) -> None:
-        """The entropy of a step without any learning signal: it says whether the policy has collapsed. And its gap."""
+        """Record entropy, which shows a collapsed policy, and sampler gap of a step without a learning signal."""
         with torch.no_grad():
             for rows in self._cut_without_graph(batch, stats.rows):
                 lengths, mask = [len(batch.mask[row]) for row in rows], pick(batch.mask, rows)
@@ -341,15 +343,15 @@ class RLOOStep:
     # ------------------------------------------------------------------------------------------------ its end
 
     def close(self, parameters: list[torch.nn.Parameter], number: int) -> None:
-        """Before the optimizer's step: drop the gradients of a step with a NaN or an infinity in it, and count it.
+        """Before the optimizer's step: drop the gradients of a step with a NaN or an infinity, and count it.
 
         A step without a learning signal has gradients of 0, not none, as in TRL: Adam's momentum still moves.
 
         Args:
-            parameters: those that are trained. number: of the optimizer step, from 1.
+            parameters: the trained ones. number: of the optimizer step, from 1.
         """
         gradients = local_parts([parameter.grad for parameter in parameters if parameter.grad is not None])
-        scales_itself = self.parallel.accelerator.scaler is not None  # float16: skips steps of its own, and goes on
+        scales_itself = self.parallel.accelerator.scaler is not None  # float16: the scaler skips steps itself
         if gradients and not scales_itself and not all_finite(*torch._foreach_norm(gradients)):
             self.broken = self.broken or "the gradient"
         is_broken = self.parallel.any(self.broken is not None)

@@ -1,7 +1,7 @@
 """The patched RLOO loop: a subclass of whatever `trl.RLOOTrainer` is once Unsloth has been imported.
 
-Here is what TRL calls; what a step does is in `step`, and what it is made of is chosen in `build`.
-`tests/contracts/test_upstream.py` fingerprints what it replaces.
+It has the hooks that TRL calls; the step is in `step`, and `build` assembles it. `tests/contracts/test_upstream.py`
+fingerprints the methods it replaces.
 
 Shapes: B completions of this process, P prompt, C completion tokens.
 """
@@ -36,21 +36,21 @@ from rloo_kit.rewarding.guard import log_names
 from rloo_kit.runs.files import saving
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
 
-# Steps of TRL that this loop has its own for: what a subclass makes of them is not called.
+# Methods of TRL that this loop replaces: a subclass's override of them is not called.
 BYPASSED = ("_generate_and_score_completions", "_get_per_token_logps_and_entropies")
 
 
 class RLOOTrainer(trl.RLOOTrainer):
-    """Drop-in for `trl.RLOOTrainer`: the same arguments, and the keywords of TRL's older trainer with a warning.
+    """Drop-in for `trl.RLOOTrainer`: the same arguments; keywords of TRL's older trainer work with a warning.
 
     Args:
         model: a causal language model, a PeftModel, or the name or folder of a checkpoint.
         reward_funcs: one reward or a list; each is called as
-            `reward(prompts, completions, completion_ids, **columns) -> list[float | None]`, with those of the
-            arguments that it accepts.
-        args: an `RLOOConfig` of the kit, or TRL's own (the kit's options then have their defaults).
+            `reward(prompts, completions, completion_ids, **columns) -> list[float | None]`, with the arguments that
+            its signature accepts.
+        args: the kit's `RLOOConfig`, or TRL's (the kit's options then have their defaults).
         train_dataset: a `datasets.Dataset` with a column `prompt`, or a stream (`datasets.IterableDataset`) of such
-            rows, which takes `max_steps`.
+            rows, which requires `max_steps`.
 
     Attributes:
         rloo: the step, with its collaborators: sampler, rewarder, scorer, recorder, parallel.
@@ -58,8 +58,8 @@ class RLOOTrainer(trl.RLOOTrainer):
         checkpoint_record: what the manifest of each checkpoint says about the run.
 
     Raises:
-        ConfigError: an argument has no meaning today, or names something that the loop does not do.
-        RewardError: a reward that cannot be called; or, from `train()`, rewards failed for more than
+        ConfigError: an argument has no meaning any more, or names something the loop does not do.
+        RewardError: a reward cannot be called; or, from `train()`, rewards failed for more than
             `max_reward_failure_share` of the samples in `reward_failure_steps` generation batches in a row; a
             checkpoint is saved first.
         NonFiniteError: from `train()`, when `max_skipped_steps` steps in a row had to be skipped because of a NaN or
@@ -102,7 +102,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         self.rloo = build_step(self, self.think_tags)
         self._window: RolloutBatch | None = None  # the rollout in use
         self._order: list[int] = []  # in which its rows are taken
-        self._due: list[int] = []  # rows whose gradient this step still has to make
+        self._due: list[int] = []  # rows whose gradient this step still has to compute
         self._drawn: Any = None  # the sampler of the training prompts
         self.add_callback(_LoopCallback(self))
         use_text_progress(self)
@@ -111,11 +111,11 @@ class RLOOTrainer(trl.RLOOTrainer):
 
     @property
     def rollout_listeners(self) -> list[Any]:
-        """Called once a generation batch with one dict for each completion of this process."""
+        """Called once per generation batch with one dict for each completion of this process."""
         return self.rloo.recorder.listeners
 
     def describe(self) -> str:
-        """A line each: what samples, how completions are scored, how the gradient is made, and why; the processes."""
+        """One line each for the engine, the scoring, the memory mode (each with its reason) and the processes."""
         bypassed = [name for name in BYPASSED if getattr(type(self), name) is not getattr(RLOOTrainer, name)]
         lines = [
             f"WARNING: {type(self).__name__}.{name} is not called in training here: override _generate_single_turn "
@@ -127,8 +127,9 @@ class RLOOTrainer(trl.RLOOTrainer):
     # ------------------------------------------------------------------------------------------------ a step
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """Sample at a window's first micro-step; hand out the rows of an optimizer step at its last one, else nothing.
-        TRL hands out one micro-batch at a time; here the gradient of all rows is made at once."""
+        """Sample at a window's first micro-step; return the rows of an optimizer step at its last one, else nothing.
+
+        TRL returns one micro-batch at a time; here the gradient of all rows is computed at once."""
         if not self.model.training:
             return {"rollout": self.rloo.roll_out(self.model, generation_batch)}
         passes = self.args.steps_per_generation
@@ -145,7 +146,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         return {"rollout": self._window, "rows": rows, "micro_steps": len(rows) / size}
 
     def _shuffle_rows(self, rows: int) -> list[int]:
-        """The order in which off-policy steps take the rows: random, by whole groups where they fit a step."""
+        """The order in which off-policy steps take the rows: random, by whole groups if they fit a step."""
         if self.rloo.settings.on_policy:
             return list(range(rows))
         step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
@@ -167,15 +168,15 @@ class RLOOTrainer(trl.RLOOTrainer):
         return padded
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any) -> Any:
-        """Completions by the engine."""
+        """Completions from the engine."""
         check_prompts(prompt_ids)
         return self.rloo.sampler.complete(prompt_ids)
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        """Clipped policy-gradient loss, a mean over completions, times the micro-steps that it stands for.
+        """Clipped policy-gradient loss, a mean over completions, times the micro-steps that it represents.
 
-        All passes but the last are backpropagated here; the value that is returned carries the last one's graph. An
-        empty batch (a micro-step before the last one) is a loss of 0.
+        All passes but the last are backpropagated here; the returned value has the last one's graph. An empty batch (a
+        micro-step before the last one) gives a loss of 0.
         """
         if not inputs:
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
@@ -191,7 +192,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         return self.rloo.loss(parallel.model_of_passes(model), batch, rows, backward, micro_steps) * share
 
     def training_step(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        """TRL's; after a step's last pass the gradients of all processes become one, before they are clipped."""
+        """TRL's; after a step's last pass, gradients are averaged over processes, before clipping."""
         loss = super().training_step(*arguments, **keywords)
         if self.accelerator.sync_gradients:
             self.rloo.parallel.average_gradients(self._trained_parameters())
@@ -201,7 +202,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _close_step(self) -> None:
-        """Before the optimizer's step; too many broken ones in a row end the run, behind a checkpoint."""
+        """Before the optimizer's step; too many broken steps in a row end the run after a checkpoint."""
         finite = self.rloo.finite
         self.rloo.close(self._trained_parameters(), self.state.global_step + 1)
         if finite.exceeded:
@@ -209,7 +210,7 @@ class RLOOTrainer(trl.RLOOTrainer):
             raise finite.make_error(self.args.output_dir)
 
     def _forget_window(self) -> None:
-        """Nothing of a rollout that was in use when training was cut; its gradients go with transformers' own reset."""
+        """Drop the rollout that was in use when training was interrupted; transformers resets its gradients."""
         self._window, self._due, self.rloo.broken = None, [], None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -219,12 +220,12 @@ class RLOOTrainer(trl.RLOOTrainer):
     # ------------------------------------------------------------------------------------------------ the data sets
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """TRL's; it looks at the batch only where evaluations are part of training."""
+        """TRL's, with a check of the batch size; TRL checks it only if evaluations are part of training."""
         check_eval_batch(self.args.per_device_eval_batch_size, self.num_generations_eval)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_train_dataloader(self) -> Any:
-        """TRL's; of a stream only as many rows are read as a rollout needs."""
+        """TRL's, with a check of the prompt count; of a stream it reads only as many rows as a rollout needs."""
         if isinstance(self.train_dataset, IterableDataset):
             needed = self.args.generation_batch_size // self.num_generations
             self._check_prompt_count(sum(1 for _ in self.train_dataset.take(needed)))
@@ -247,7 +248,7 @@ class RLOOTrainer(trl.RLOOTrainer):
     def _init_training_state(
         self, max_steps: int, steps_a_pass: int, passes: int, resume_from_checkpoint: str | None, trial: Any
     ) -> tuple[int, int]:
-        """transformers'; the pass and the batches of it that are over. It takes a stream for one that never ends."""
+        """transformers': the pass and its completed batches; corrected for streams, which it assumes never end."""
         found = super()._init_training_state(max_steps, steps_a_pass, passes, resume_from_checkpoint, trial)
         if not isinstance(self.train_dataset, IterableDataset):
             return found
@@ -257,8 +258,9 @@ class RLOOTrainer(trl.RLOOTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the adapter and its reference as they were.
 
-        transformers loads the adapters in a checkpoint's subfolders or the one above them, not both; and a run that
-        is resumed in the process it was cut in has a trained adapter, which TRL has just copied as the reference.
+        transformers loads the adapters in a checkpoint's subfolders or the one above them, not both. A run that is
+        resumed in the process where it was interrupted has a trained adapter, which TRL has just copied as the
+        reference.
         """
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_loop_state(self.rloo, Path(resume_from_checkpoint))
@@ -287,7 +289,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         return str(self._staging or super()._get_output_dir(trial))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """TRL's; whoever ends the process waits for it (`rloo_kit.runs.files`)."""
+        """TRL's; a process that ends waits for it (`rloo_kit.runs.files`)."""
         with saving(output_dir or self.args.output_dir) if self._staging is None else nullcontext():
             super().save_model(output_dir, _internal_call)
             if self.args.should_save:
@@ -295,8 +297,10 @@ class RLOOTrainer(trl.RLOOTrainer):
 
 
 class _LoopCallback(TrainerCallback):
-    """What the loop does at points of transformers' training loop: TRL restarts its micro-steps and its sampler's order
-    in every process, so a resumed run restores both and drops what the interrupted process left over."""
+    """The loop's hooks into transformers' training loop.
+
+    TRL restarts its micro-steps and its sampler's order in every process, so a resumed run restores both and drops what
+    the interrupted process left over."""
 
     def __init__(self, trainer: RLOOTrainer):
         self.trainer = trainer
@@ -308,12 +312,12 @@ class _LoopCallback(TrainerCallback):
             return
         accumulation, steps = args.gradient_accumulation_steps, state.global_step
         pass_length = len(train_dataloader)  # micro-steps
-        steps_a_pass = max(math.ceil(pass_length / accumulation), 1)  # the last one may be of fewer micro-steps
+        steps_a_pass = max(math.ceil(pass_length / accumulation), 1)  # the last one may have fewer micro-steps
         passes, rest = divmod(steps, steps_a_pass)
         self.trainer._step = passes * pass_length + rest * accumulation
         sampler = self.trainer._drawn
         if sampler is not None and sampler.shuffle:
-            for _ in range(int(state.epoch or 0)):  # passes that are over
+            for _ in range(int(state.epoch or 0)):  # completed passes
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
@@ -326,12 +330,12 @@ class _LoopCallback(TrainerCallback):
         self._move_on(is_over=True)
 
     def _move_on(self, is_over: bool) -> None:
-        """In a stream; its pass may end in the middle of a step."""
+        """Advance the place in a stream; its pass may end in the middle of a step."""
         place, micro_steps = self.trainer._place, self.trainer._step
         if place is not None and place.micro_steps != micro_steps:
             self.trainer._place = place.move(micro_steps, is_over)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         close = getattr(self.trainer.rloo.sampler.engine, "close", None)
-        if close is not None:  # a server gives the adapter up
+        if close is not None:  # a server unloads the adapter
             close()
