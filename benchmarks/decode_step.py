@@ -5,7 +5,7 @@
 Two layers in the shape of Qwen3-4B's (32 query heads, 8 key-value heads of 128, hidden size 2560) with random weights
 in bfloat16, 8 rows behind full caches of random keys and values. Both sides take the same step in one process, in turn:
 the cache, the modules and the tokens are the same, and only what attends differs (`ModuleDecoder.groups_heads`). The
-first step of each is discarded; each pair gives a ratio, of which the median is reported, with the smallest and the
+first step of each is discarded; each pair gives a ratio; the median is reported, with the smallest and the
 largest. One thread; the seconds are the processor's. Rows of a rollout differ in length: here they fill half of the
 longest up to all of it (`unequal`), or all of it (`equal`, the K completions of a prompt before one ends).
 

@@ -4,14 +4,14 @@
     python benchmarks/demo_learning.py --families all --seeds 0 1 2 --jobs 2    # task families, by the same config
     python benchmarks/demo_learning.py --config arithmetic_instruct --seeds 0 1 2
 
-A seed decides everything that chance decides: the embedded model (weights and demonstrations), the problems and their
+A seed sets everything random: the embedded model (weights and demonstrations), the problems and their
 split, the adapter and the sampling. The bar for arithmetic_thinking, checked here for every seed, on at least 1,000
 held-out prompts: accuracy at temperature 1 at least 0.50 higher after than before, greedy accuracy at least 0.45, the
 95 % intervals apart for both, and more tokens of thinking. For another family the bar is that both accuracies rise,
-with the sampled one's intervals apart. Exit code 1 where a seed misses it.
+with the sampled one's intervals apart. Exit code 1 if a seed misses it.
 
-Times are wall-clock, on whatever else the machine is doing; the share of the processor that the command got is beside
-them. Left out: the installation that `make demo` begins with.
+Times are wall-clock on a possibly busy machine; the command's share of the processor is recorded with them. Left out:
+the installation that `make demo` begins with.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""The RLOO phase of the demo before and after, in turn; figures go to `results/demo_phase.json`.
+"""The demo's RLOO phase before and after a change, alternating; figures go to `results/demo_phase.json`.
 
     python benchmarks/demo_phase.py                       # against the revision before the loop was rewritten
     python benchmarks/demo_phase.py --before v0.3 --repeats 5 --at-most 1 --results FILE
 
-What is timed is `kit.train` of `configs/arithmetic_thinking.yaml` alone: no installation, no cold start (the embedded
+Times only `kit.train` of `configs/arithmetic_thinking.yaml`: no installation, no cold start (the embedded
 model is built once and shared through the cache), no evaluation. Each measurement is a fresh process, the revisions
 take turns, and a pair gives a ratio; the median is reported with the smallest and the largest, of the processor's time
-and of the wall clock. One thread each, as a demo on a busy laptop; `--threads` changes that. Exit code 1 where the
-phase takes more than `--at-most` (0.8) of its time before. What it learns is `demo_learning.py`'s to show; the rewards
-of the last ten steps stand beside the times. Left out: memory.
+and of the wall clock. One thread each, as a demo on a busy laptop; `--threads` changes that. Exit code 1 if the
+phase takes more than `--at-most` (0.8) of its time before. `demo_learning.py` measures what it learns; the rewards
+of the last ten steps are reported with the times. Left out: memory.
 """
 
 import argparse

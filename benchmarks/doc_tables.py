@@ -38,7 +38,7 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
     """A page's text with each `<!-- table: NAME -->` .. `<!-- end -->` filled from the results.
 
     Raises:
-        KeyError: a table that nobody makes.
+        KeyError: a table that no function makes.
     """
 
     def fill(match: "re.Match[str]") -> str:

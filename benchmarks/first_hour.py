@@ -8,8 +8,8 @@
     make gpu-report                                    # the results into README, docs, config headers, memory plan
 
 Each part is one command for a machine without a network: models have random weights of true shape and are made there.
-A part has one process a backend, ends by itself, and writes a line of JSON to OUT/partN.jsonl as soon as a figure is
-known; OUT/partN.tar.gz holds that and the logs. Where Unsloth does not work, transformers goes on. `--only NAME` runs
+A part has one process per backend, ends by itself, and writes a line of JSON to OUT/partN.jsonl as soon as a figure is
+known; OUT/partN.tar.gz holds that and the logs. If Unsloth does not work, transformers continues. `--only NAME` runs
 single checks and adds their lines to the part's, those outside the hour too (part 0).
 """
 
@@ -143,7 +143,7 @@ class PartRun:
     def _run_workers(self, log: Any, without_unsloth: str) -> None:
         maker = self._start("transformers", log, makes=True)
         stands_in = all(check.stand_in for name, check in self.checks.items() if check.backend == "transformers")
-        plain = None if stands_in else self._start("transformers", log)  # its imports run beside the other's work
+        plain = None if stands_in else self._start("transformers", log)  # its imports run during the other's work
         unsloth = None
         if without_unsloth:
             self._note(f"Unsloth is left out: {without_unsloth}")
@@ -389,7 +389,7 @@ def main() -> int:
 
 
 def print_figures(path: Path) -> None:
-    """The figures of a part beside what was expected, as a table of text."""
+    """The figures of a part next to the expected ones, as a text table."""
     from on_gpu.checks import read_part
     from on_gpu.expected import compare
 

@@ -5,7 +5,7 @@
     source .gpu-bundle/use.sh              on that machine, first in every shell
 
 Names come from pyproject.toml and the metadata of the wheels, versions from constraints.txt. Nothing is installed over
-the machine's torch: use.sh unpacks into a folder of its own and puts it on PYTHONPATH.
+the machine's torch: use.sh unpacks into a separate folder and puts it on PYTHONPATH.
 """
 
 import argparse

@@ -103,7 +103,7 @@ def _score(parts: Parts, check: str, layout: str) -> str:
 
 
 def expected_table(parts: Parts) -> list[str]:
-    """Each figure beside its expectation and its floor; the layouts' are in a table of their own."""
+    """Each figure next to its expectation and its floor; the layouts' are in a separate table."""
     low = _floors(parts)
     rows = []
     for one in EXPECTED:

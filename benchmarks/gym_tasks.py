@@ -4,9 +4,9 @@
 
 Of each of its tasks some rows are drawn as a run draws them, stored as JSON and read back, and scored: the stored
 answer has to score 1, every text of eleven kinds of nonsense 0, nothing may raise, and no answer may be run as Python.
-Nonsense never is or holds the stored answer: some verifiers give len(stored) / len(given) to a text that does. Each
-task has a process of its own. What is found is compared with `rloo_kit/data/gym_tasks.py`; --write-table writes it
-there and into docs/data.md.
+Nonsense never equals or contains the stored answer: some verifiers give len(stored) / len(given) to a text that does.
+Each task runs in a separate process. The findings are compared with `rloo_kit/data/gym_tasks.py`; --write-table writes
+them there and into docs/data.md.
 """
 
 import argparse
@@ -147,7 +147,7 @@ def why_refused(row: dict[str, Any]) -> str:
 
 
 def measure_apart(task: str, rows: int, most_drawn: int = DRAWN) -> dict[str, Any]:
-    """`measure` in a process of its own, which may hang."""
+    """`measure` in a separate process, which may hang."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 

@@ -3,7 +3,7 @@
     python benchmarks/plan_calibration.py                  # five settings, about a minute each on an idle core
     python benchmarks/plan_calibration.py --only 4-bit     # one of them; the others keep their figures
 
-Each setting is a process of its own: a checkpoint with random weights, the run's own rollout behind full caches and two
+Each setting is a separate process: a checkpoint with random weights, the run's own rollout behind full caches and two
 optimizer steps at full length (`measure_steps`), its resident memory. Models are so large that Python and its libraries
 are a third of a peak at most. Left out: GPUs, whose figures `first_hour.py` measures.
 """
@@ -86,7 +86,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def start(name: str) -> dict[str, Any]:
-    """One setting in a process of its own."""
+    """One setting in a separate process."""
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {"RLOO_KIT_CACHE": cache, "PYTHONPATH": str(reporting.ROOT)}
         command = [sys.executable, __file__, "--one", name]
@@ -125,7 +125,7 @@ def main() -> None:
     settings = {name: known[name] for name in SETTINGS if name in known}
     found = reporting.header("benchmarks/plan_calibration.py") | {"settings": settings}
     RESULT.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    import doc_tables  # the page's table is one of its own
+    import doc_tables  # the page has a separate table
 
     doc_tables.write_tables()
 

@@ -5,8 +5,8 @@
     python benchmarks/relatives.py --report-only               # picture and tables again, from the results file
 
 Each run is `rloo-kit train configs/arithmetic_thinking.yaml` with the keys of its arm (`config/methods.py`). Equal in
-all arms: 128 completions a step, steps, model, problems, learning rate and schedule. A seed decides all that chance
-decides (model, problems, adapter, sampling), so arms are compared seed by seed. With K completions a prompt a step has
+all arms: 128 completions a step, steps, model, problems, learning rate and schedule. A seed sets everything
+random (model, problems, adapter, sampling), so arms are compared seed by seed. With K completions a prompt a step has
 128 / K prompts: K is compared at equal samples. Evaluated: held-out accuracy at temperature 1, before and after.
 
 The learning rate is shared. A constant factor of all advantages (the (K - 1) / K of a group's mean) cancels in Adam,
@@ -19,8 +19,8 @@ On-policy every ratio is 1, so what differs in the ratio alone does not show: Dr
 does what. `rloo_again` is RLOO with another seed for sampling and adapter, on the same model and problems: what chance
 does.
 
-Runs that lie in the output folder with the same keys are not repeated; another set of keys has folders of its own.
-Exit code 0 whatever comes out: this measures, it has no bar. Left out: other tasks, other models, off-policy steps, a
+Runs already in the output folder with the same keys are not repeated; another set of keys has its own folders.
+Exit code 0 with any result: this measures and has no bar. Left out: other tasks, other models, off-policy steps, a
 rate for each method.
 """
 

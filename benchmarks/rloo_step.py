@@ -1,4 +1,4 @@
-"""Our step against stock TRL's, in one process, step by step in turn; figures go to `results/rloo_step.json`.
+"""Our step vs. stock TRL's, in one process, alternating step by step; figures go to `results/rloo_step.json`.
 
     python benchmarks/rloo_step.py                        # the rows that the project promises (about 20 minutes)
     python benchmarks/rloo_step.py --full                 # and every other K, vocabulary, checkpointing and beta
@@ -8,16 +8,16 @@
 Both sides get the same model, adapter, prompts, completions and rewards, and are driven through `trainer.train()` one
 optimizer step at a time. The first step of each is discarded; then they take turns, and each pair of steps gives a
 ratio: the median is reported, with the smallest and the largest. Everything runs on one thread, so the seconds are
-those of the processor: what the step takes on a core of its own, whoever else is on the machine (wall clock as well).
+processor time, which other load on the machine does not change (wall clock is recorded too).
 
-- training: a step with canned completions and a trivial reward, less the time of both; the gradient of ours is held
-  against stock's from the same first steps, in float32, as the relative error over all LoRA parameters.
+- training: a step with canned completions and a trivial reward, less the time of both; the gradient of ours is compared
+  with stock's from the same first steps, in float32, as the relative error over all LoRA parameters.
 - whole: real rollouts, with the lengths of the completions imposed on both sides in the same way; generation is the
   trainer's own `_generate_single_turn` within them.
 - memory: a fresh process for each side; the peak of the resident memory during a step (Linux's VmHWM) above what the
   process held before it, behind a short first step. malloc gives freed blocks back at once there.
 
-Stock TRL's head is a Triton kernel; here it gets the stand-in of `trl_head.py`. Exit code 1 where a row misses its "at
+Stock TRL's head is a Triton kernel; here it gets the stand-in of `trl_head.py`. Exit code 1 if a row misses its "at
 least". Left out: several processes, and a GPU (`first_hour.py`).
 """
 

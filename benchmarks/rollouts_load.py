@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A run's folder with many GiB of completions: peak memory and seconds of what opens it, each in a process of its own.
+"""A run's folder with many GiB of completions: peak memory and seconds to open it, each in a separate process.
 
     python benchmarks/rollouts_load.py --gib 5      both layouts: one plain rollouts.jsonl, and the parts the kit writes
     python benchmarks/rollouts_load.py --levels     compression: MB/s and ratio on the same rows, by gzip's level
@@ -149,7 +149,7 @@ def run_measured(command: list[str]) -> tuple[int, float, float]:
 
 
 def make_steps(tokens: int) -> Iterator[list[dict[str, Any]]]:
-    """Rows as the kit writes them, their text pieces of its own pages in random order."""
+    """Rows as the kit writes them; their text is pieces of the kit's pages in random order."""
     pages = " ".join(path.read_text(encoding="utf-8") for path in sorted((reporting.ROOT / "docs").glob("*.md")))
     words = re.findall(r"\s*\S{1,6}", pages)
     ids = {word: number for number, word in enumerate(dict.fromkeys(words))}

@@ -1,7 +1,7 @@
-"""A stand-in in plain torch for TRL's Triton head, so that stock TRL runs where there is no accelerator.
+"""A stand-in in plain torch for TRL's Triton head, so that stock TRL runs without an accelerator.
 
-It keeps what decides time and memory: the tile sizes of TRL 1.15 (read from TRL, and written beside every result), a
-projection by tiles with online-logsumexp statistics in the forward pass, the tile's logits made again in the backward
+It keeps what decides time and memory: the tile sizes of TRL 1.15 (read from TRL, and written with every result), a
+projection by tiles with online-logsumexp statistics in the forward pass, the tile's logits recomputed in the backward
 pass. Where the Triton kernel folds a tile in one sweep, one program a token, this folds it by blocks of rows that stay
 in the cache; a plain `log_softmax` of the whole tile would make stock slower and larger than it is. Left out: soft-
 capping, a gradient for the head, and the outputs that the RLOO trainer does not ask for.

@@ -86,7 +86,7 @@ def setup_environment(
 
 
 def load_stack() -> Stack:
-    """The heavy libraries, imported in the one right order; cached. Settles the environment if nobody has yet. Raises
+    """The heavy libraries, imported in the required order; cached. Sets up the environment first if needed. Raises
     as `setup_environment`: ImportOrderError, SetupError."""
     global _stack
     if _stack is None:

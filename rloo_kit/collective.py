@@ -30,7 +30,7 @@ def start_processes() -> None:
     gpus = torch.cuda.device_count()
     if gpus and local_index() >= gpus:
         raise SetupError(
-            f"process {local_index()} of this machine has no GPU of its own: {gpus} can be used, one per process; "
+            f"process {local_index()} of this machine has no GPU left: {gpus} available, one per process; "
             "start fewer processes (num_processes of the launch file, --nproc_per_node of torchrun)"
         )
     if not gpus:  # accelerate would name the device cpu:0, which torch.load refuses: no run could be resumed

@@ -46,6 +46,6 @@ def balance_loss(found: Any, config: Any, weights: torch.Tensor) -> torch.Tensor
     router_logits = getattr(found, "router_logits", None)
     if not router_logits:
         raise BackendError(
-            "the model returns no router logits, so its auxiliary loss cannot be made: set router_aux_loss_coef=0.0"
+            "the model returns no router logits, so its auxiliary loss cannot be computed: set router_aux_loss_coef=0.0"
         )
     return load_balancing_loss_func(router_logits, config.num_experts, config.num_experts_per_tok, weights)

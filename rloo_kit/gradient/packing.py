@@ -139,7 +139,7 @@ def _padded(groups: Sequence[Group], pad_id: int) -> Layout:
 @dataclass(frozen=True)
 class Bucket:
     """Sequences that attend together: `index` (S * L,) are their tokens' places in the row, row by row, L each. A
-    shorter one is filled up with its own last token, which nobody sees under a causal mask."""
+    shorter one is padded with its own last token, which a causal mask hides."""
 
     index: torch.Tensor
     rows: int
@@ -242,8 +242,8 @@ def install(model: torch.nn.Module) -> None:
 
 
 def keywords(laid: Layout, _layout: str) -> dict[str, Any]:
-    """What a model that went through `install` is to be called with besides a packed layout's ids. transformers hands a
-    mask of four dimensions on as it is; nobody reads this empty one, and without it the model builds T x T."""
+    """Keywords for a model patched by `install`, in addition to a packed layout's ids. transformers passes a
+    four-dimensional mask on unchanged; this empty one is never read, but without it the model builds T x T."""
     return {
         "position_ids": laid.position_ids,
         "attention_mask": torch.empty(1, 1, 1, 0, device=laid.input_ids.device),

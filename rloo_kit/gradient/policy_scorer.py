@@ -1,7 +1,7 @@
 """Log-probabilities under the policy and under the reference of its KL penalty.
 
-The reference is a model of its own, the adapter "ref", or the base without an adapter. While the policy is still its
-own reference (a fresh adapter, the first step), its pass is spared.
+The reference is a separate model, the adapter "ref", or the base without an adapter. While the policy is still its
+own reference (a fresh adapter, the first step), its pass is skipped.
 
 Shapes: N completion tokens of a pass, end to end.
 """
@@ -25,7 +25,7 @@ class PolicyScorer:
         policy: the bare model. scorer: of its completions. parallel: the run's processes.
         beta: of the KL penalty; 0: no reference.
         reference: "start" of training, or the "base" model without an adapter.
-        reference_model: where the reference is a model of its own, else None; it is scored by a scorer like the
+        reference_model: the reference if it is a separate model, else None; it is scored by a scorer like the
             policy's.
         checkpointing: keywords of gradient checkpointing, which is off in a reference pass.
     """

@@ -50,8 +50,8 @@ TOLERANCE, TOLERANCE_16_BITS = Tolerance(1e-3, 1e-3, 1e-3), Tolerance(0.05, 0.5,
 class Scores:
     """Of the N completion tokens, group by group, completion after completion: nats, float32.
 
-    `logps` carries a gradient where grad is enabled; `entropies` never does and is None where nobody asked. `aux_loss`
-    is the auxiliary loss of a mixture of experts, where it was asked for.
+    `logps` carries a gradient where grad is enabled; `entropies` never does and is None unless requested. `aux_loss`
+    is the auxiliary loss of a mixture of experts, if requested.
     """
 
     logps: torch.Tensor
@@ -235,8 +235,8 @@ def _tolerance(model: torch.nn.Module) -> Tolerance:
 
 
 def _compare_with_logits(model: torch.nn.Module, group: Group, logps: torch.Tensor, temperature: float) -> None:
-    """Whether the scoring call gives what the model's logits say, for the first completion. Raises BackendError where
-    the head is more than a matrix (an adapter of its own, scaled logits)."""
+    """Compare the scoring call with the model's logits on the first completion. Raises BackendError if the head is
+    more than a matrix (its own adapter, scaled logits)."""
     completion = group.completions[0][:CHECK_LOGITS]
     with _quiet(model, trains=False), torch.no_grad():
         row = torch.cat([group.prompt, completion])[None]
@@ -245,8 +245,8 @@ def _compare_with_logits(model: torch.nn.Module, group: Group, logps: torch.Tens
     worst = (expected - logps[: len(completion)].to(expected.device)).abs().max().item()
     if not worst <= _tolerance(model).largest:
         raise BackendError(
-            f"log-probabilities differ from the model's own logits by {worst:.2g} nats: its head is no plain matrix. "
-            "The kit scores plain heads only: leave lm_head out of the adapter's target_modules"
+            f"log-probabilities differ from the model's own logits by {worst:.2g} nats: its head is not a plain "
+            "matrix. The kit scores plain heads only: leave lm_head out of the adapter's target_modules"
         )
 
 

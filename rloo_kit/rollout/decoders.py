@@ -66,7 +66,7 @@ class ModuleDecoder:
             kind = self.model.dtype
             mask = torch.zeros(mask.shape, dtype=kind, device=self.device).masked_fill_(~mask, torch.finfo(kind).min)
         if self.groups_heads and cache.is_even:
-            mask = mask[..., :0]  # None would have the model make one of its own
+            mask = mask[..., :0]  # with None the model would build its own
         with _grouped_heads(self.model) if self.groups_heads else nullcontext():
             return self.model(
                 input_ids=tokens[:, None],
@@ -167,7 +167,7 @@ class FusedDecoder(ModuleDecoder):
     """Prefills like `ModuleDecoder`, decodes with its own copy of the weights: fewer kernel launches for few rows.
 
     The adapter is added and neighbours are joined (q, k and v; gate and up); norm weights are multiplied into the
-    projection behind them. Rotation is one complex product, for which each head's dimensions are stored in pairs.
+    projection behind them. Rotation is one complex product; each head's dimensions are stored in pairs for it.
     Raises NotPlainError for 4-bit and 16-bit weights (a merged copy would be rounded), adapters of more than two
     matrices, copies above 1 GiB and scaled logits.
     """

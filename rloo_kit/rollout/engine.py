@@ -83,7 +83,7 @@ def _native_obstacle(model: Any) -> str | None:
     if model.config.is_encoder_decoder:
         return f"{config.model_type} has an encoder"
     if config.model_type in ALIBI or getattr(config, "alibi", False):
-        return f"{config.model_type} reads positions off a mask of its own"
+        return f"{config.model_type} reads positions off its own mask"
     attention = model.config._attn_implementation
     if attention not in MASKED_ATTENTION:
         return f"its attention, {attention}, does not take a mask for each row's own length"
@@ -114,7 +114,7 @@ def check_cache(cache: str, engine: str, backend: str, on_cuda: bool) -> None:
 def _generate_obstacle(cache: str, backend: str, on_cuda: bool) -> str | None:
     if backend == "unsloth":
         return (
-            f"Unsloth decodes from 16-bit buffers of its own on the GPU: {_PLAIN}, or model.backend=transformers, "
+            f"Unsloth decodes from its own 16-bit buffers on the GPU: {_PLAIN}, or model.backend=transformers, "
             "whose native engine has this cache"
         )
     if cache == "int8" and find_spec("hqq") is None:

@@ -157,15 +157,15 @@ class GenerateEngine:
 
 
 def next_batch(order: list[int], lengths: list[int], rows: int) -> list[int]:
-    """The rows to sample next: of one prompt length, if the number of batches stays what it is without that.
+    """The rows to sample next: of one prompt length, if that does not increase the number of batches.
 
     A row that is padded needs a mask, and with a mask Unsloth copies keys and values for every query head, in each
     layer of each token. A further batch reads, and in 4-bit unpacks, all weights again, which may cost more.
 
     Args:
-        order: rows that wait, the longest first. lengths: of all prompts. rows: at most so many.
+        order: rows that wait, the longest first. lengths: of all prompts. rows: at most this many.
 
-    >>> next_batch([0, 1, 2, 3, 4, 5], [9, 7, 7, 7, 7, 5], rows=4)     # two batches, whoever is with whom
+    >>> next_batch([0, 1, 2, 3, 4, 5], [9, 7, 7, 7, 7, 5], rows=4)     # two batches with any grouping
     [1, 2, 3, 4]
     >>> next_batch([0, 1, 2], [9, 9, 7], rows=4)                       # one batch
     [0, 1, 2]

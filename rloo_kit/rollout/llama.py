@@ -1,6 +1,6 @@
 """Sampling from a GGUF file by llama.cpp in this process (`xllamacpp`): for questions, not for training.
 
-The library also listens on a free port of this machine, of which nothing here makes use.
+The library also listens on a free port of this machine; nothing here uses it.
 """
 
 import math

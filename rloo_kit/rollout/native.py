@@ -163,7 +163,7 @@ class NativeEngine:
         new, scores = torch.stack((drawn.double(), logps.double())).tolist()  # one transfer
         if math.isnan(sum(scores)):
             raise BackendError(
-                "the model's logits hold a NaN or an infinity: its weights are broken (a learning rate too high?); "
+                "the model's logits contain a NaN or an infinity: its weights are broken (a learning rate too high?); "
                 "resume from an earlier checkpoint with a lower rloo.learning_rate"
             )
         return take_tokens([row.state for row in live], new, scores)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-# Modules whose functions end in transformers' `generate`. A class of transformers.models with one of its own does not.
+# Modules whose functions end in transformers' `generate`. A class of transformers.models with its own does not.
 PLAIN = ("transformers.generation", "torch", "peft", "accelerate")
 
 

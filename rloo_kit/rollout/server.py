@@ -1,7 +1,7 @@
-"""Sampling on a vLLM server: the adapter is handed over as a folder before each rollout, tokens travel over HTTP.
+"""Sampling on a vLLM server: it loads the adapter from a folder before each rollout; tokens travel over HTTP.
 
 All processes write the adapter (`hand_over`), the main one has the server load it under a name never used before,
-because a server finds cached prefixes by that name; then each process sends its own completions.
+because a server looks up cached prefixes by that name; then each process sends its own completions.
 """
 
 import filecmp

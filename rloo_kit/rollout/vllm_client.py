@@ -34,7 +34,7 @@ from rloo_kit.rollout.vllm_answers import (
 START_S = 600.0  # a server that loads a large model needs minutes
 LOAD_S = 600.0  # of an adapter
 ANSWER_S = 3600.0  # of a completion, with its time in the server's queue
-RETRY_S = START_S  # for which a lost request is repeated: a server that is restarted loads its model again
+RETRY_S = START_S  # how long a lost request is repeated: a restarted server loads its model again
 MOST_BYTES = 2**28  # of an answer; a completion of 100,000 tokens takes a tenth of it
 KEY_VARIABLE = "VLLM_API_KEY"
 TRIED_AGAIN = (429, 502, 503, 504)  # busy, or a proxy in front of a server that restarts

@@ -42,7 +42,7 @@ def test_tensor_code_equals_the_oracle_with_unscored_samples():
 
 
 def test_tied_groups():
-    """A group whose scored rewards are equal teaches nothing, and neither does one that nobody scored."""
+    """A group whose scored rewards are equal teaches nothing, and neither does one without scores."""
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, NAN, 1.0, NAN, NAN])
     assert tied_groups(rewards, 2).tolist() == [True, False, True, True]
 

@@ -192,7 +192,7 @@ def test_a_kernel_that_fails_on_grouped_heads_gives_way_to_the_buckets(kernel, m
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attend(states, plan)
-        assert len(calls) == tried, "the kernel is tried once"
+        assert len(calls) == tried, "the kernel is tested once"
         attend(random_states(laid.input_ids.numel(), 4, 4), plan)
     assert calls[-1] == (4, 4), "heads that it takes still go through it"
 

@@ -291,7 +291,7 @@ def test_a_mean_over_tokens_counts_groups_that_are_skipped(step):
 
 @pytest.mark.parametrize("mean", ["completion", "batch"])
 def test_a_mean_over_tokens_is_that_of_each_step_of_a_rollout(mean, step):
-    """Two updates from one rollout, the second off-policy: each divides by the tokens of its own rows."""
+    """Two updates from one rollout, the second off-policy: each divides by its own rows' tokens."""
     options = GRPO | {"token_mean": mean, "steps_per_generation": 2, "per_device_train_batch_size": 4, "beta": 0.0}
     expected, trainer = step(steps=2, memory="balanced", learning_rate=0.0, **options)
     for memory in ("fast", "low"):

@@ -90,7 +90,7 @@ def test_an_adapter_scores_as_its_logits_say(layout, make_adapter, groups):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_recomputes_with_the_same_packing(use_reentrant, make_adapter, groups):
-    """The backward pass runs the layers again: without the plan they would attend across sequences, in silence."""
+    """The backward pass runs the layers again: without the plan they would silently attend across sequences."""
     policy = make_adapter().train()
     scorer = Scorer(policy, 1.0, pad_id=256)
     expected = gradients_of(policy, by_logits(policy, groups))

@@ -111,7 +111,7 @@ def tokens(*values: float):
 
 
 def test_masked_memory_is_finite():
-    """Fresh memory may hold NaNs, and weight 0 times NaN is NaN: whole rows were lost to words that nobody saw."""
+    """Fresh memory may hold NaNs, and weight 0 times NaN is NaN: whole rows were lost to masked tokens."""
     cache = SlotCache(slots=3, block_tokens=4)
     cache.begin([6, 0], torch.device("cpu"))
     keys, values = cache.write(0, tokens(1.0, 1.0), tokens(1.0, 1.0))
@@ -151,7 +151,7 @@ def test_sampling_from_8_bits_is_near_scoring(make_model, monkeypatch, variant):
 
 
 def test_rows_do_not_depend_on_their_slots(make_model, monkeypatch):
-    """Whatever row stands beside it, was dropped before it or let in after it, a row's completion is its own."""
+    """A row's completion does not depend on its neighbours, on rows dropped before it or on rows admitted after it."""
     monkeypatch.setattr("rloo_kit.rollout.kv_cache.BLOCK_TOKENS", 4)
     model = make_model()
     wanted = with_cache(model, "int8", 0.0, rows=1).sample(PROMPTS, Limits(24)).completion_ids
@@ -222,7 +222,7 @@ def test_a_cache_that_cannot_be_kept_is_refused(monkeypatch, case):
 
 
 def test_what_is_let_through(monkeypatch, make_model):
-    """`generate` gets the library's own names; a plain cache is asked of nobody."""
+    """`generate` gets the library's own names; for a plain cache it gets nothing."""
     monkeypatch.setattr("rloo_kit.rollout.engine.find_spec", lambda name: object())
     check_cache("int8", "generate", "transformers", on_cuda=True)
     check_cache("offloaded", "generate", "transformers", on_cuda=True)

@@ -89,7 +89,7 @@ def test_several_samples_come_prompt_by_prompt_and_progress_counts_them(make_pol
 
 
 def test_flags_are_told_by_ids(make_policy):
-    """A completion that writes the letters of `</think>`, or whose text hides the end token, is told apart by ids."""
+    """Ids distinguish a completion that writes the letters of `</think>`, or whose text hides the end token."""
     ended = generate_completions(make_policy(bias={TURN_END: 100}), ["a"], max_completion_length=5)[0]
     assert ended == Completion(0, [TURN_END], "", ended=True, thinking_tokens=None)
     other_end = generate_completions(make_policy(bias={END_OF_TEXT: 100}), ["a"], max_completion_length=5)[0]
@@ -125,7 +125,7 @@ def test_open_thinking_is_closed_at_the_budget(make_policy):
 
 
 def test_budget_of_zero_and_the_rest_of_the_limit(make_policy):
-    """A budget of nothing asks for the answer at once; without a budget of its own the answer gets what is left."""
+    """A budget of 0 asks for the answer at once; without its own budget the answer gets what is left."""
     policy = make_policy(bias={THINK_END: -100, TURN_END: -100, END_OF_TEXT: -100})
     at_once = generate_completions(policy, ["a"], max_completion_length=6, thinking_budget=0)[0]
     assert at_once.ids[0] == THINK_END and at_once.thinking_tokens == 0 and len(at_once.ids) == 6
@@ -162,7 +162,7 @@ def test_answer_after_a_forced_close_is_the_models_own(make_policy):
     ],
 )
 def test_values_out_of_range(make_policy, options, text):
-    """Beyond its positions a model writes noise and nobody is told."""
+    """Beyond its positions a model silently writes noise."""
     with pytest.raises(ConfigError) as caught:
         generate_completions(make_policy(), ["a"], **({"max_completion_length": 8} | options))
     assert text in str(caught.value)

@@ -36,7 +36,7 @@ OTHER_MAKES: dict[str, dict[str, Any]] = {
 
 
 class Results(TorchDispatchMode):
-    """Notes the elements of every result that an operation allocates anew: views of what was there are left out."""
+    """Notes the elements of every result that an operation newly allocates; views are left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_models_of_other_makes(name):
 
 
 def test_attention_that_is_more_than_a_mask_stays_transformers_own(make_model):
-    """A window, a sink or a cap belongs to the layer that asks for it, and grouping would leave it out in silence."""
+    """A window, a sink or a cap belongs to the layer that asks for it, and grouping would silently drop it."""
     import rloo_kit.rollout.decoders as decoders
 
     calls: list[Any] = []

@@ -295,7 +295,7 @@ def test_broken_weights_are_told(make_model):
     model = make_model(lora=False)
     with torch.no_grad():
         model.lm_head.bias[3] = torch.nan
-    with pytest.raises(BackendError, match="logits hold a NaN.*rloo.learning_rate"):
+    with pytest.raises(BackendError, match="logits contain a NaN.*rloo.learning_rate"):
         engine_for(model).sample(PROMPTS, Limits(3))
 
 

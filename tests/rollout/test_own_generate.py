@@ -1,4 +1,4 @@
-"""A `generate` that is not transformers' own: called, or said not to be."""
+"""A `generate` that is not transformers' own: called, or reported as not called."""
 
 import functools
 
@@ -63,7 +63,7 @@ PATCHES = [patch_instance, patch_below_an_adapter, patch_adapted, patch_everywhe
 @pytest.mark.parametrize("patch", PATCHES)
 def test_a_patched_generate_is_called(patch, make_tiny_model, monkeypatch):
     """Whoever patches `generate` (a constraint, a cache of completions, a trace) has TRL call it; the kit's own loop
-    never would, and no line said so."""
+    never would, and no line reported it."""
     calls = []
     model = patch(make_tiny_model(), calls, monkeypatch)
     engine = engine_for(model, "auto")
@@ -76,7 +76,7 @@ def test_a_patched_generate_is_called(patch, make_tiny_model, monkeypatch):
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_what_the_libraries_put_there_is_no_patch(adapter, make_tiny_model):
-    """PEFT has a `generate` of its own, and FSDP wraps the model's: both end in transformers'."""
+    """PEFT has its own `generate`, and FSDP wraps the model's: both end in transformers'."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     model = with_adapter(make_tiny_model()) if adapter else make_tiny_model()

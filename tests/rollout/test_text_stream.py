@@ -29,7 +29,7 @@ def model(make_tiny_model):
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("name", ["native", "generate"])
 def test_what_is_sampled_is_the_same_with_a_listener(model, tiny_tokenizer, name, temperature, budget):
-    """An answer on the screen that training would not have sampled shows a model that nobody trains."""
+    """An answer on the screen that training would not have sampled shows a different model from the trained one."""
     limits = Limits(24)
     if budget is not None:
         limits = make_limits(tiny_tokenizer, bind_think_tags(tiny_tokenizer), 24, budget, 8)
@@ -99,14 +99,14 @@ def test_the_parts_are_those_of_split_thinking(tiny_tokenizer, opened):
 
 
 def test_bytes_that_become_no_character_are_shown_in_the_end(tiny_tokenizer):
-    """Held back for ever they would leave an empty screen beside a random model that writes on."""
+    """Held back for ever they would leave an empty screen while a random model writes on."""
     lead = tiny_tokenizer("😀")["input_ids"][0]
     assert joined(stream(tiny_tokenizer, [15, lead], opened=False))[1].startswith("0\ufffd")
     assert len(joined(stream(tiny_tokenizer, [lead] * 40, opened=False))[1]) >= 10
 
 
 class GivenServer:
-    """In place of llama.cpp: gives ids one by one until it is told to stop."""
+    """In place of llama.cpp: gives ids one by one until it is stopped."""
 
     def __init__(self, *answers: list[int]) -> None:
         self.answers, self.prompts, self.given = list(answers), [], 0

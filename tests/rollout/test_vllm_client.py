@@ -114,7 +114,7 @@ def test_no_redirect_is_followed(scripted, client, call, status):
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["new", "kept"])
 def test_hang_up_ends_a_request_in_flight(scripted, client, is_kept):
-    """vLLM ends a completion when its connection closes; closing a socket that another thread reads wakes nobody."""
+    """vLLM ends a completion when its connection closes; closing a socket does not wake a thread that reads it."""
     stop, asked, closed = threading.Event(), threading.Event(), threading.Event()
     finished: list[BaseException] = []
 

@@ -1,7 +1,7 @@
 """A stand-in for a vLLM server: real sockets, a real tiny model, the adapter read from the folder that it is given.
 
 It answers as vLLM's sources do (status, place of the message), refuses what vLLM refuses, and writes down every request
-in order. It samples token by token without a cache, so an adapter that was not handed over, a prompt that was changed
+in order. It samples token by token without a cache, so an adapter that was not loaded, a prompt that was changed
 on the way or a temperature that was dropped shows in the log-probabilities.
 """
 
