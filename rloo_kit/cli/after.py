@@ -17,11 +17,11 @@ def evaluate(
     file: ConfigFile,
     overrides: Overrides = None,
     adapter: Annotated[
-        Path | None, typer.Option("--adapter", help="Folder of a trained adapter, or of its run.")
+        Path | None, typer.Option("--adapter", help="Folder of a trained adapter or of its run.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")] = False,
 ) -> None:
-    """Measure a run's model on its held-out prompts: as it starts, or with a trained adapter."""
+    """Evaluate a run's initial model, or a trained adapter, on its held-out prompts."""
     with exit_codes():
         from rloo_kit.config.yaml_files import write_value
         from rloo_kit.runs.find import weights_of
@@ -45,14 +45,14 @@ def evaluate(
 @app.command()
 def report(
     sources: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Runs: folders or YAML files; then KEY=VALUE.")
+        list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or their configs; then KEY=VALUE.")
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", help="Of several runs: the page, comparison.html beside the first."),
+        typer.Option("--output", metavar="FILE", help="With several runs: the page; default: comparison.html."),
     ] = None,
 ) -> None:
-    """Write a run's report.html again from what lies in its folder; of several runs a page that compares them."""
+    """Rebuild report.html from a run's folder, or write a page that compares several runs."""
     with exit_codes():
         runs = [Path(word) for word in sources if "=" not in word or Path(word).exists()]
         overrides = [word for word in sources if Path(word) not in runs]
@@ -60,7 +60,7 @@ def report(
             _compare(runs, overrides, output)
             return
         if not runs or output is not None:
-            raise ConfigError("--output names the page of several runs" if runs else "name a run: its folder or file")
+            raise ConfigError("--output needs several runs" if runs else "name a run: its folder or its config")
         run = find_run(runs[0], overrides)
         from rloo_kit.results.report import write_report
         from rloo_kit.results.result import load_evaluation, load_result
@@ -72,7 +72,7 @@ def report(
 
 def _compare(runs: list[Path], overrides: list[str], output: Path | None) -> None:
     if overrides:
-        raise ConfigError(f"{overrides[0]}: several runs are compared as they were, without overrides")
+        raise ConfigError(f"{overrides[0]}: a comparison of several runs takes no overrides")
     from rloo_kit.results.versus import compare_runs
     from rloo_kit.results.versus_page import write_comparison_page
 

@@ -1,4 +1,4 @@
-"""The command `ask`: questions to a trained model, or a dialogue with it."""
+"""The command `ask`: asks a trained model a question, or starts a dialogue."""
 
 import os
 import sys
@@ -19,35 +19,38 @@ from rloo_kit.errors import ConfigError
 @app.command()
 def ask(
     source: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run's folder or YAML file, or a folder of exported weights.")
+        Path, typer.Argument(metavar="RUN", help="A run's folder or config, or a folder of exported weights.")
     ],
     questions: Annotated[
-        list[str] | None, typer.Argument(metavar="[QUESTION]...", help="None: from a pipe, or a dialogue.")
+        list[str] | None, typer.Argument(metavar="[QUESTION]...", help="Questions. Without any: a pipe, or a dialogue.")
     ] = None,
-    base: Annotated[bool, typer.Option("--base", help="Ask the base model too, first.")] = False,
-    budget: Annotated[int | None, typer.Option("--budget", min=0, help="Close thinking at so many tokens.")] = None,
+    base: Annotated[bool, typer.Option("--base", help="Ask the base model first, for comparison.")] = False,
+    budget: Annotated[int | None, typer.Option("--budget", min=0, help="Close thinking after N tokens.")] = None,
     temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0, help="0: greedy; eval.temperature unless given.")
+        float | None, typer.Option("--temperature", min=0, help="0 is greedy; default: eval.temperature.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=1, help="Tokens of an answer; the run's limit unless given.")
+        int | None, typer.Option("--max-tokens", min=1, help="Maximum tokens per completion; default: the run's limit.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sampling.")] = 0,
-    system: Annotated[str | None, typer.Option("--system", help="In place of data.system_prompt.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Sampling seed.")] = 0,
+    system: Annotated[str | None, typer.Option("--system", help="System prompt; default: data.system_prompt.")] = None,
     history: Annotated[
         bool | None,
-        typer.Option("--history/--no-history", help="Dialogue: earlier turns in the prompt; not for embedded models."),
+        typer.Option(
+            "--history/--no-history",
+            help="Keep earlier turns of the dialogue in the prompt; default: yes, except for embedded models.",
+        ),
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override of the run, again for more.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Config override; repeat for more.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object a question, nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only one JSON object per question.")] = False,
 ) -> None:
-    """Ask a trained model: its thinking is printed dim, its answer plain. Without a question, a dialogue."""
+    """Ask a trained model: thinking is printed dim, the answer plain. Without a question, start a dialogue."""
     with exit_codes(), _stdout_for_answers(json) as out:
         asked = _piped(questions or [])
         if json and not asked:
-            raise ConfigError('--json answers questions: rloo-kit ask RUN "58+67=" --json')
+            raise ConfigError('--json needs a question: rloo-kit ask RUN "58+67=" --json')
         from rloo_kit import setup_environment
         from rloo_kit.runs.exported import origin_of
 
@@ -67,18 +70,18 @@ def ask(
 
 
 def _piped(questions: list[str]) -> list[str]:
-    """The questions; what is piped in where there are none."""
+    """The questions; if there are none, the piped input."""
     if questions or (sys.stdin is not None and sys.stdin.isatty()):
         return questions
     text = "" if sys.stdin is None else sys.stdin.read().strip()
     if not text:
-        raise ConfigError('there is no question: rloo-kit ask RUN "58+67=", or a pipe that is not empty')
+        raise ConfigError('there is no question: rloo-kit ask RUN "58+67=", or pipe one in')
     return [text]
 
 
 @contextmanager
 def _stdout_for_answers(json: bool) -> Iterator[TextIO]:
-    """What answers are printed to. For `--json` all else goes to stderr, also what libraries write in C."""
+    """The stream for answers. With `--json` all other output goes to stderr, including what C libraries write."""
     if not json:
         yield sys.stdout
         return

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # slow to import
 
 @app.command()
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Check everything about this machine that can be checked without a run."""
+    """Check this machine: GPU, libraries, cache, environment variables."""
     from rloo_kit.system.doctor import run_doctor
 
     with exit_codes():
@@ -28,21 +28,21 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
 
 @app.command()
 def init(
-    model: Annotated[str | None, typer.Option("--model", help="Hub id, folder or embedded/thinking.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Hub id, local folder or embedded/thinking.")] = None,
     data: Annotated[str | None, typer.Option("--data", metavar="FILE", help="A .csv, .jsonl or .parquet file.")] = None,
-    prompt_column: Annotated[str | None, typer.Option("--prompt-column", help="Its column with the prompts.")] = None,
-    answer_column: Annotated[str | None, typer.Option("--answer-column", help="And that with the answers.")] = None,
+    prompt_column: Annotated[str | None, typer.Option("--prompt-column", help="Column with the prompts.")] = None,
+    answer_column: Annotated[str | None, typer.Option("--answer-column", help="Column with the answers.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", help="The run's file, or a folder; ./DATA.yaml unless given."),
+        typer.Option("--output", metavar="FILE", help="Config file to write, or its folder; default: ./DATA.yaml."),
     ] = None,
     gpu_gib: Annotated[
-        float | None, typer.Option("--gpu-gib", help="Fit a GPU with so many GiB instead of this machine.")
+        float | None, typer.Option("--gpu-gib", help="Fit a GPU with this many GiB instead of this machine.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Take what is proposed where a flag is missing.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Accept the proposed value of every missing flag.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
-    """Write a run's file for your own data that fits this machine, and a reward with its test."""
+    """Write a config for your own data that fits this machine, and a reward with its test."""
     with exit_codes():
         from rloo_kit.starter.columns import guess_columns, read_columns
         from rloo_kit.starter.fit import suggest_model
@@ -64,12 +64,12 @@ def init(
 
 
 def _ask(flag: str, proposed: str | None, take_it: bool) -> str:
-    """The value of a missing flag: the proposed one with --yes, else the answer that is typed at the terminal."""
+    """The value of a missing flag: the proposed one with --yes, else typed at the terminal."""
     if take_it and proposed is not None:
         return proposed
     if take_it or not _can_ask():
-        there = f" ({flag} {proposed}, say), or --yes takes what is proposed" if proposed else ""
-        raise ConfigError(f"{flag} is missing, and nobody is there to be asked: give it{there}")
+        there = f" (for example {flag} {proposed}), or accept the proposed values with --yes" if proposed else ""
+        raise ConfigError(f"{flag} is missing, and there is no terminal to ask at: pass it{there}")
     answer: str = typer.prompt(flag.removeprefix("--").replace("-", " "), default=proposed)
     return answer
 
@@ -80,7 +80,7 @@ def _can_ask() -> bool:
 
 @app.command()
 def config(file: ConfigFile, overrides: Overrides = None) -> None:
-    """Print the resolved run, every key with its value; what keeps it from starting here, as warnings."""
+    """Print the resolved config with every key, and warnings for what would stop the run on this machine."""
     with exit_codes():
         run = read_config(file, overrides)
         print(run.to_yaml(), end="", flush=True)
@@ -96,14 +96,14 @@ def plan(
     overrides: Overrides = None,
     gpu_gib: Annotated[
         float | None,
-        typer.Option("--gpu-gib", "--card-gib", help="Plan for a GPU with so many GiB instead of this machine."),
+        typer.Option("--gpu-gib", "--card-gib", help="Plan for a GPU with this many GiB instead of this machine."),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Then measure it here, with random weights of the model's shape.")
+        bool, typer.Option("--measure", help="Also measure it here, with random weights of the model's shape.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compute the memory that a run takes; exit code 1 where it does not fit, with what to change."""
+    """Compute a run's memory from its config alone. Exit code 1 if it does not fit, with what to change."""
     with exit_codes():
         from rloo_kit.plan.planner import plan_vram
 
@@ -124,7 +124,7 @@ def preflight(
     overrides: Overrides = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON; everything else goes to stderr.")] = False,
 ) -> None:
-    """Find out in about a minute whether a run can learn: GO, or NO-GO with every problem; exit code 1 for NO-GO."""
+    """Check in about a minute whether a run can learn: GO, or NO-GO with every problem and exit code 1."""
     with exit_codes():
         run = read_config(file, overrides)
         with redirect_stdout(sys.stderr) if json else nullcontext():
@@ -134,7 +134,7 @@ def preflight(
 
 
 def _check_preflight(run: "RunConfig") -> "Preflight":
-    """The cheap half, and only behind a GO the whole with the model."""
+    """The checks without the model; if they find no error, the full preflight."""
     from rloo_kit.preflight.cheap import find_faults
     from rloo_kit.preflight.result import Preflight
 
@@ -148,7 +148,7 @@ def _check_preflight(run: "RunConfig") -> "Preflight":
 
 
 def _measure(run: "RunConfig", planned: "VramPlan", to_stderr: bool) -> list[Any]:
-    """What `plan --measure` finds; with `to_stderr` everything else that it prints goes there."""
+    """The measurements of `plan --measure`; with `to_stderr` all its output goes to stderr."""
     import rloo_kit as kit
 
     with redirect_stdout(sys.stderr) if to_stderr else nullcontext():

@@ -1,4 +1,4 @@
-"""What the commands share: the app, arguments, exit codes, reading a run's file, loading its policy and data."""
+"""Shared by the commands: the app, arguments, exit codes, reading a config file, loading policy and data."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # slow to import
     from rloo_kit.models.policy import Policy
 
 SECONDS_FOR_MAIN = 10.0
-OF_THE_DISK = (  # what a file or its disk refuses is no fault of the program
+OF_THE_DISK = (  # errors of a file or its disk, not of the program
     errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
     errno.EIO,
 )  # fmt: skip
@@ -35,25 +35,25 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="RLOO for Qwen3-Thinking models on one GPU, with a small model inside that learns on a laptop.",
+    help="RLOO for Qwen3-Thinking models on one GPU, with a built-in small model that trains on a laptop.",
 )
-ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A run's YAML file, for example configs/x.yaml.")]
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A run's config, for example configs/x.yaml.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example rloo.beta=0.0")
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example rloo.beta=0.0.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete what is there and start again.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete existing output and start over.")]
 
 
 @contextmanager
 def exit_codes(refused: int = REFUSED) -> Iterator[None]:
-    """Messages instead of tracebacks for the kit's own errors and for Ctrl-C; `batch` has a code for bugs too."""
+    """Messages instead of tracebacks for the kit's own errors and Ctrl-C; `batch` also has an exit code for bugs."""
     try:
         yield
     except RlooKitError as error:
         print(f"{_name_process()}: {error}", file=sys.stderr, flush=True)
         raise typer.Exit(refused) from None
     except KeyboardInterrupt:
-        exec("")  # Python ends itself by SIGINT if an interrupt has once passed through its last exec of a text
+        exec("")  # otherwise Python exits through SIGINT if an interrupt once passed through its last exec of a string
         if is_main_process():
             print("rloo-kit: interrupted", file=sys.stderr, flush=True)
         raise typer.Exit(INTERRUPTED) from None
@@ -69,8 +69,8 @@ def exit_codes(refused: int = REFUSED) -> Iterator[None]:
 
 
 def _name_process() -> str:
-    """The sender of an error. A process other than the main one waits first: where that leaves with the same error, the
-    launcher ends the others, and the error appears once."""
+    """The name in front of an error. Other processes than the main one wait first: if the main one exits with the same
+    error, the launcher ends the others, and the error is printed once."""
     if is_main_process():
         return "rloo-kit"
     time.sleep(SECONDS_FOR_MAIN)
@@ -93,15 +93,14 @@ def _options(
 
 
 def read_config(file: Path, overrides: list[str] | None) -> "RunConfig":
-    """`load_config`, with its warnings as lines of stderr."""
+    """`load_config`, with its warnings as lines on stderr."""
     from rloo_kit.config.run import load_config
 
     return with_warnings_as_lines(load_config, file, *(overrides or []))
 
 
 def with_warnings_as_lines(read: "Callable[..., RunConfig]", *arguments: Any) -> "RunConfig":
-    """What `read` returns, its warnings as lines of stderr; the command may read the same again without repeating
-    them."""
+    """Call `read` and print its warnings as lines on stderr. Later calls in the same command do not repeat them."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FutureWarning)
         try:
@@ -114,7 +113,7 @@ def with_warnings_as_lines(read: "Callable[..., RunConfig]", *arguments: Any) ->
 
 
 def find_run(source: Path, overrides: list[str] | None) -> "RunConfig":
-    """`read_config` of a run's file or of its folder, wherever that has been moved to."""
+    """`read_config` of a run's config file or of its folder, also after the folder was moved."""
     from rloo_kit.runs.find import config_file, place_run
 
     run = read_config(config_file(source), overrides)
@@ -124,7 +123,7 @@ def find_run(source: Path, overrides: list[str] | None) -> "RunConfig":
 
 
 def say_activation() -> None:
-    """After commands to type next: how this shell finds `rloo-kit`, where the environment is not activated."""
+    """Print how to activate the environment, after printed next commands, if the shell does not find `rloo-kit`."""
     script = Path(sys.prefix, "bin", "activate")
     if shutil.which("rloo-kit") is None and script.is_file():
         nearby = os.path.relpath(script)
@@ -132,7 +131,7 @@ def say_activation() -> None:
 
 
 def prepare(run: "RunConfig") -> "tuple[Policy, Data]":
-    """Set-up, policy and data, each with its line."""
+    """Set up, load policy and data, and print a line for each."""
     import rloo_kit as kit
 
     say(kit.setup_environment(run.model.backend).describe())

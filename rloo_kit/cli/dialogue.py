@@ -1,4 +1,4 @@
-"""The dialogue of `rloo-kit ask`: questions at a prompt, with the turns before them."""
+"""The dialogue of `rloo-kit ask`: questions at a prompt, with the earlier turns."""
 
 import sys
 from contextlib import suppress
@@ -11,17 +11,17 @@ if TYPE_CHECKING:  # slow to import
     from rloo_kit.evals.asked import Asked
 
 COMMANDS = (
-    "(/base asks the base model too, /budget N closes thinking at N tokens, /reset forgets the turns, /quit or Ctrl-D "
-    "ends; Ctrl-C stops an answer)"
+    "(/base toggles the base model, /budget N closes thinking after N tokens, /reset forgets earlier turns, /quit or "
+    "Ctrl-D ends; Ctrl-C stops an answer)"
 )
 
 
 class Dialogue:
-    """Turns with a model.
+    """A conversation with a model.
 
     Args:
         options: those of `evals.ask.ask`; the commands change them.
-        history: earlier turns are in the prompt, with their answers and without their thinking.
+        history: whether earlier turns are in the prompt, with their answers, without their thinking.
     """
 
     def __init__(self, asked: "Asked", options: dict[str, Any], history: bool) -> None:
@@ -29,7 +29,7 @@ class Dialogue:
         self._turns: list[dict[str, str]] = []  # question, answer, question, answer
 
     def take(self, line: str) -> bool:
-        """Answer a line, or do what a command says; False where it ends the dialogue."""
+        """Answer a line or run a command; False if it ends the dialogue."""
         command, _, value = line.partition(" ")
         if command in ("/quit", "/exit"):
             return False
@@ -37,7 +37,7 @@ class Dialogue:
             self._turns.clear()
         elif command == "/base":
             self._options["base"] = not self._options["base"]
-            print(f"(the base model is {'asked too' if self._options['base'] else 'not asked any more'})")
+            print(f"(the base model is {'asked too' if self._options['base'] else 'no longer asked'})")
         elif command == "/budget":
             self._set_budget(value.strip())
         elif line.startswith("/"):
@@ -48,9 +48,9 @@ class Dialogue:
 
     def _set_budget(self, value: str) -> None:
         if value and not value.isdecimal():
-            raise ConfigError(f"/budget takes a number of tokens, /budget 64 for one, and got {value!r}")
+            raise ConfigError(f"/budget takes a number of tokens, for example /budget 64; got {value!r}")
         self._options["budget"] = int(value) if value else None
-        print(f"(thinking {f'is closed at {value} tokens' if value else 'has no budget'})")
+        print(f"(thinking {f'is closed after {value} tokens' if value else 'has no budget'})")
 
     def _answer(self, question: str) -> None:
         asked = {"role": "user", "content": question}
@@ -62,7 +62,7 @@ class Dialogue:
                 if not self._turns:
                     raise
                 del self._turns[:2]
-                print("(the model has no room for all turns: the oldest is left out)")
+                print("(the turns exceed the model's context: the oldest is dropped)")
         self._options["seed"] += 1
         if self._history and answer.answer:  # a template takes no empty turn
             self._turns += [asked, {"role": "assistant", "content": answer.answer}]
@@ -72,13 +72,13 @@ def hold_dialogue(asked: "Asked", options: dict[str, Any], history: bool | None)
     """Read and answer lines until Ctrl-D or /quit; Ctrl-C stops an answer.
 
     Args:
-        history: None: kept, unless the model is none for it (`Asked.single`).
+        history: None: keep earlier turns, unless the model takes single questions only (`Asked.single`).
     """
     with suppress(ImportError):
-        import readline  # noqa: F401 - input() then has a line editor
+        import readline  # noqa: F401 - gives input() a line editor
     print(fill_text(COMMANDS))
     if history is None and asked.single:
-        print(fill_text(f"(each question stands alone: {asked.single}; --history keeps the turns)"))
+        print(fill_text(f"(each question is asked alone: {asked.single}; --history keeps earlier turns)"))
     dialogue = Dialogue(asked, options, not asked.single if history is None else history)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The command that hands a trained model to other programs: export."""
+"""The command that exports a trained model for other programs: export."""
 
 from json import dumps
 from pathlib import Path
@@ -12,26 +12,24 @@ from rloo_kit.system.processes import say
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its YAML file.")],
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its config.")],
     overrides: Overrides = None,
-    to: Annotated[str, typer.Option("--to", help="adapter, merged, gguf or vllm.")] = "merged",
+    to: Annotated[str, typer.Option("--to", help="Format: adapter, merged, gguf or vllm.")] = "merged",
     quantization: Annotated[
-        str | None, typer.Option("--quantization", help="Of a GGUF: f32, f16, bf16, q8_0 or q4_k_m; f16 unless given.")
+        str | None, typer.Option("--quantization", help="GGUF: f32, f16, bf16, q8_0 or q4_k_m; default: f16.")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Of merged weights: bfloat16, float16 or float32.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Merged weights: bfloat16, float16 or float32.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="DIR", help="The folder to make; RUN/export/TARGET unless given.")
+        Path | None, typer.Option("--output", metavar="DIR", help="Folder to create; default: RUN/export/TARGET.")
     ] = None,
-    prompts: Annotated[int, typer.Option("--prompts", help="Held-out prompts to compare on.")] = 20,
+    prompts: Annotated[int, typer.Option("--prompts", help="Held-out prompts for the check.")] = 20,
     push: Annotated[
-        str | None, typer.Option("--push", metavar="OWNER/NAME", help="Upload it to this repository of the hub.")
+        str | None, typer.Option("--push", metavar="OWNER/NAME", help="Upload to this hub repository.")
     ] = None,
     overwrite: Overwrite = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")] = False,
 ) -> None:
-    """Export a trained model as other programs load it, and check it against the policy in those programs."""
+    """Export a trained model for other programs, and compare it with the policy in those programs."""
     with exit_codes():
         run = find_run(source, overrides)
         import rloo_kit as kit

@@ -13,23 +13,23 @@ from rloo_kit.system.console import print_table
 
 @app.command()
 def show(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or their YAML files.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or their configs.")],
     completions: Annotated[
-        int | None, typer.Option("--completions", min=0, help="Show so many completions of one step.")
+        int | None, typer.Option("--completions", min=0, help="Show N completions of one step.")
     ] = None,
-    step: Annotated[int | None, typer.Option("--step", help="Of which step (the last one).")] = None,
-    order: Annotated[str, typer.Option("--order", help="Which ones: first, best, worst or longest.")] = "first",
-    max_chars: Annotated[int, typer.Option("--max-chars", min=10, help="Characters of a text.")] = 1500,
-    last: Annotated[int, typer.Option("--last", min=1, help="Logged steps that are averaged.")] = 10,
+    step: Annotated[int | None, typer.Option("--step", help="Step of the completions; default: the last.")] = None,
+    order: Annotated[str, typer.Option("--order", help="Which completions: first, best, worst or longest.")] = "first",
+    max_chars: Annotated[int, typer.Option("--max-chars", min=10, help="Maximum characters per text.")] = 1500,
+    last: Annotated[int, typer.Option("--last", min=1, help="Logged steps to average.")] = 10,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show how a run went, its completions, or several runs side by side; exit code 1 for one failed or alarming."""
+    """Show a run's outcome, its completions, or several runs. Exit code 1 if the run failed or is alarming."""
     with exit_codes():
         found: Any
         code = 0
         asks = completions is not None or step is not None
         if asks and len(runs) > 1:
-            raise ConfigError(f"--completions shows those of one run; {len(runs)} are named")
+            raise ConfigError(f"--completions and --step take one run; got {len(runs)}")
         if len(runs) > 1:
             from rloo_kit.results.versus import compare_runs
 

@@ -12,21 +12,23 @@ from rloo_kit.cli.common import ConfigFile, Overrides, Overwrite, app, exit_code
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.processes import INTERRUPTED, REFUSED, launch_run, resume_words, say
 
-BATCH_REFUSED, MOST_COUNTED = 125, 100  # of `batch`, whose small codes count runs
+BATCH_REFUSED, MOST_COUNTED = 125, 100  # `batch` uses the small exit codes to count runs
 
 
 @app.command()
 def train(
     file: ConfigFile,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest intact checkpoint.")] = False,
     overwrite: Overwrite = False,
     launch: Annotated[
         Path | None,
-        typer.Option("--launch", metavar="LAUNCH", help="Several processes: configs/accelerate/ddp.yaml and others."),
+        typer.Option(
+            "--launch", metavar="LAUNCH", help="Launch several processes, for example configs/accelerate/ddp.yaml."
+        ),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="With --launch: how many, if not as its file says.")
+        int | None, typer.Option("--processes", min=1, help="With --launch: number of processes; default: the file's.")
     ] = None,
 ) -> None:
     """Evaluate, train, evaluate again and write the report."""
@@ -35,7 +37,7 @@ def train(
             flags = [*(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])]
             raise typer.Exit(launch_run(launch, ["train", str(file), *(overrides or []), *flags], processes))
         if processes is not None:
-            raise ConfigError(f"--processes {processes} says how many --launch starts, which is not given")
+            raise ConfigError(f"--processes {processes} needs --launch FILE (configs/accelerate/ddp.yaml and others)")
         from rloo_kit.preflight.cheap import FolderUse, refuse_faults
         from rloo_kit.results.result import is_over, load_evaluation, load_result
         from rloo_kit.results.verdict import judge_run
@@ -81,7 +83,7 @@ class BatchCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
-        except Exception as error:  # a UsageError of click, of which typer may bring its own
+        except Exception as error:  # click's UsageError, or typer's own copy of it
             if getattr(error, "exit_code", None) == REFUSED:
                 vars(error)["exit_code"] = BATCH_REFUSED
             raise
@@ -89,22 +91,25 @@ class BatchCommand(TyperCommand):
 
 @app.command(cls=BatchCommand)
 def batch(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A batch's YAML file: configs/batch_arithmetic.yaml.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A batch's YAML file, for example configs/batch_arithmetic.yaml.")
+    ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example parameters.max_steps=20"),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example parameters.max_steps=20."),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Runs side by side; 1 unless the file says so.")
+        int | None, typer.Option("--jobs", min=1, help="Concurrent runs; default: the file's, else 1.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Do what is missing or failed, and nothing else.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Run only what is missing or failed.")] = False,
     overwrite: Overwrite = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON at the end, on one line.")] = False,
 ) -> None:
-    """Run a notebook with many parameters, each run in a process of its own, and compare the runs.
+    """Run a notebook with many parameters, each run in a separate process, and compare the runs.
 
-    Exit codes: 0 when every run is done, else the number of runs that are not (100 for 100 or more); 125 refused, or
-    an error of the batch itself; 130 interrupted (Ctrl-C, SIGTERM, hang-up).
+    Exit codes: 0 if every run is done, else the number of runs that are not
+    (100: 100 or more); 125 refused, or an error of the batch itself;
+    130 interrupted (Ctrl-C, SIGTERM, SIGHUP).
     """
     with exit_codes(BATCH_REFUSED):
         from rloo_kit.batch.file import load_batch

@@ -243,7 +243,7 @@ def test_the_oldest_turns_make_room(capsys):
         dialogue.take(f"question {number}")
     last = asked.seen[-1][0]
     assert last[-1]["content"] == "question 7" and 1 < len(last) < 15 and last[0]["role"] == "user"
-    assert "oldest is left out" in capsys.readouterr().out
+    assert "oldest is dropped" in capsys.readouterr().out
     with pytest.raises(QuestionTooLongError):
         dialogue.take("x" * 300)
 

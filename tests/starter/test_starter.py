@@ -131,7 +131,7 @@ def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatc
 BAD: dict[str, tuple[list[str], str]] = {
     "nothing": ([], "--data is missing"),
     "yes is no file": (["--yes"], "--data is missing"),
-    "nobody there": (["--data", "sums.csv"], "--prompt-column is missing.*--yes takes what is proposed"),
+    "no terminal": (["--data", "sums.csv"], "--prompt-column is missing.*accept the proposed values with --yes"),
     "no file": (["--data", "nowhere.csv", "--yes"], "no file nowhere.csv"),
     "a hub id": (["--data", "openai/gsm8k", "--yes"], "--data openai/gsm8k: there is no such file"),
     "a column": (["--data", "sums.csv", "--prompt-column", "promt"], "--prompt-column promt.*did you mean prompt"),
