@@ -56,7 +56,7 @@ def test_progress_line_says_where_the_run_is(rollouts, clock, capsys):
 
 
 def test_progress_is_throttled_but_never_misses_the_first_and_the_last(rollouts, clock, capsys):
-    """nbclient keeps every flush as an output of its own: a line a step makes a notebook of megabytes."""
+    """nbclient keeps every flush as a separate output: a line per step makes a notebook of megabytes."""
     line = begun(rollouts, every_s=5.0)
     for step in range(1, 21):
         clock.now += 1
@@ -113,7 +113,7 @@ def test_metrics_are_written_as_they_come(tmp_path, clock):
         ("", True, ("", "")),
     ],
 )
-def test_thinking_and_answer_are_parted_by_token_id(text, opened, expected, tiny_tokenizer):
+def test_thinking_and_answer_are_split_by_token_id(text, opened, expected, tiny_tokenizer):
     """A completion that is cut off inside its thinking has no answer, however much its last line looks like one."""
     ids = tiny_tokenizer(text)["input_ids"]
     assert split_thinking(ids, tiny_tokenizer, TAGS, opened) == expected
@@ -180,7 +180,7 @@ def test_it_stops_after_so_many_in_a_row(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "WARNING: step 1 is skipped: NaN or infinity in the KL (1 in a row; 3 stop the run)"
     assert [line.split()[2] for line in lines] == ["1", "2", "5", "6"], "the 1st, 2nd and 4th, and the one that stops"
-    error = watch.make_error("outputs/x")  # "loss is NaN" after a night tells nobody where to go on from
+    error = watch.make_error("outputs/x")  # "loss is NaN" after a night does not say where to resume
     assert isinstance(error, NonFiniteError) and isinstance(error, RlooKitError)
     assert isinstance(error, FloatingPointError)
     for words in ("NaN or infinity in the gradient", "max_skipped_steps = 3", "outputs/x", "learning_rate", "delta"):

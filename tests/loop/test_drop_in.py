@@ -21,7 +21,7 @@ def prompts():
 
 
 def test_todays_trl_code_runs_with_only_its_import_changed(make_tiny_model, tiny_tokenizer, prompts, tmp_path):
-    """A drop-in that asks for a keyword of its own is none."""
+    """A class that requires an extra keyword is not a drop-in."""
     from peft import LoraConfig
 
     training_args = RLOOConfig(
@@ -53,7 +53,7 @@ def test_arguments_are_taken_by_position_as_in_trl(tiny_folder, tiny_tokenizer, 
 
 
 def test_a_trainer_without_args_runs_on_the_cpu(tiny_folder, tiny_tokenizer, prompts, tmp_path, monkeypatch):
-    """TRL makes a config of its own then, which asks for bf16 and raises without an accelerator."""
+    """TRL then makes its own config, which asks for bf16 and raises without an accelerator."""
     monkeypatch.chdir(tmp_path)  # its folder is made where the process stands
     trainer = RLOOTrainer(str(tiny_folder), rewards.length_reward, train_dataset=prompts)
     assert isinstance(trainer.args, RLOOConfig)
@@ -63,7 +63,7 @@ def test_a_trainer_without_args_runs_on_the_cpu(tiny_folder, tiny_tokenizer, pro
 def test_a_subclass_hears_which_of_its_overrides_is_not_called(
     make_tiny_model, tiny_tokenizer, prompts, tmp_path, capsys
 ):
-    """Trainers are extended by overriding TRL's steps: one that the kit has its own for was left out in silence."""
+    """Trainers are extended by overriding TRL's methods; an override of one that the kit replaces was silently ignored."""
 
     class Mine(RLOOTrainer):
         asked = 0
@@ -85,8 +85,8 @@ def test_a_subclass_hears_which_of_its_overrides_is_not_called(
     assert trainer.asked == 4
 
 
-def test_weights_count_beside_a_reward_that_has_none(tiny_folder, tiny_tokenizer, prompts, tmp_path):
-    """One plain function in the list made the weights of all others 1, in silence."""
+def test_weights_count_next_to_a_reward_without_one(tiny_folder, tiny_tokenizer, prompts, tmp_path):
+    """One plain function in the list silently made the weights of all others 1."""
 
     def weighted(completions, **_):
         return [0.0] * len(completions)

@@ -95,7 +95,7 @@ def test_an_evaluation_changes_nothing_of_the_training(start):
 
 
 def test_every_evaluated_step_is_in_metrics_and_in_the_line(start, capsys):
-    """The held-out measure lay in a file of its own, where neither the progress line nor a tracker showed it."""
+    """The held-out measure was in a separate file, where neither the progress line nor a tracker showed it."""
     result = start(*EVERY_TWO, "eval.every_steps=4", "rloo.logging_steps=3", "eval.num_samples=2")
     assert [step for step, *_ in found_by(result.folder)] == [0, 4, 6], "the start and the last step too"
     assert {row["step"]: "eval/accuracy" in row for row in result.metrics} == {3: False, 4: True, 6: True}

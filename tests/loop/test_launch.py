@@ -42,7 +42,7 @@ rloo:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, tiny_folder):
-    """The file of a run on the tiny random model, outputs beside it."""
+    """The file of a run on the tiny random model, with its outputs next to it."""
     folder = tmp_path_factory.mktemp("launched")
     rows = [{"prompt": f"add {n}", "answer": str(n)} for n in range(21)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -269,7 +269,7 @@ def test_two_machines_meet_and_stop_together(config):
     status = json.loads((config.parent / "outputs" / "machines" / "status.json").read_text())
     assert status["state"] == "interrupted" and 2 <= status["step"] < STEPS, first.text
     assert f"interrupted at step {status['step']} of {STEPS}" in first.text
-    assert "step 2/30" not in second.text, "the second machine prints nothing of its own"
+    assert "step 2/30" not in second.text, "the second machine prints nothing itself"
 
 
 def test_a_script_gets_the_same_in_every_process(config):
@@ -282,7 +282,7 @@ def test_a_script_gets_the_same_in_every_process(config):
 
 
 def test_an_error_of_the_second_process_is_the_runs_error(config):
-    """The first process said "connection closed by peer", and nobody that the second GPU had been full."""
+    """The first process said "connection closed by peer", and no message said that the second GPU was full."""
     began = time.monotonic()
     _, printed = run_script(config, config.parent / "full", do="fail", fails=True, overrides=["run.name=full"])
     assert time.monotonic() - began < 200

@@ -27,7 +27,7 @@ MINIMAL: dict[str, Any] = {
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "nucleus": ({"top_p": 0.95}, "top_p is 0.95: tokens would be drawn from a filtered distribution"),
+    "nucleus": ({"top_p": 0.95}, "top_p is 0.95: tokens would be sampled from a filtered distribution"),
     "top k": ({"top_k": 50}, "Set top_k=0; .* lower temperature, .* or set accept_truncated_sampling=true"),
     "accepted, but hidden": (
         {"generation_kwargs": {"top_p": 0.9}, "accept_truncated_sampling": True},
@@ -57,7 +57,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "for vLLM alone": ({"generation_kwargs": {"priority": 1}, "rollout_engine": "vllm"}, "priority=1.*Remove it"),
     "of the server": ({"generation_kwargs": {"allowed_token_ids": [1]}, "use_vllm": True}, "filtered distribution"),
     "a form": ({"vllm_structured_outputs_regex": "a+", "use_vllm": True}, "filtered distribution.*Remove it"),
-    "a time": ({"generation_kwargs": {"max_time": 1.0}}, "max_time=1.0, which the sampling does not follow. Remove it"),
+    "a time": (
+        {"generation_kwargs": {"max_time": 1.0}},
+        "max_time=1.0, which the kit's engines do not read. Remove it",
+    ),
     "delta": ({"delta": 1.1}, "it must be above 1 \\+ epsilon = 1.2"),
     "ratio": ({"kl_form": "per_token", "ratio_form": "sum"}, "set ratio_form=per_token"),
     "scales": (

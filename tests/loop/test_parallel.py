@@ -99,7 +99,7 @@ def both(request: pytest.FixtureRequest) -> tuple[str, Found]:
 def test_two_processes_make_the_steps_of_one(case, single, both):
     """A baseline over one process's completions, a mean of means, a masked row counted twice: each still trains.
 
-    A process without signal makes no pass of its own: DDP's reducer and FSDP's gathers would wait for it forever.
+    A process without signal makes no pass itself: DDP's reducer and FSDP's gathers would wait for it forever.
     """
     kind, found = both
     expected, ours = single[case][0], found[case]
@@ -136,7 +136,7 @@ def test_every_process_logs_the_numbers_of_the_whole_rollout(case, single, both)
 
 
 def test_processes_sample_different_completions_and_agree_on_what_is_drawn_again(both):
-    """Two processes with one seed sample the same completions twice: half of the rollout is wasted, and nobody sees it.
+    """Two processes with one seed sample the same completions twice: half of the rollout is wasted, unnoticed.
 
     A thinking budget is kept with sharded weights too: TRL's own generation cannot, and would wait for a process that
     had finished earlier.

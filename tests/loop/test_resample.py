@@ -22,7 +22,7 @@ def test_every_prompt_comes_once_a_pass():
     first = [name for _ in range(5) for name in names(reservoir.draw(2, []))]
     second = [name for _ in range(5) for name in names(reservoir.draw(2, []))]
     assert sorted(first) == sorted(second) == [f"p{n}" for n in range(10)]
-    assert first != second, "each pass is shuffled anew"
+    assert first != second, "each pass is reshuffled"
     assert names(PromptReservoir(rows(10), seed=3).draw(10, [])) == first
     assert names(PromptReservoir(rows(10), seed=4).draw(10, [])) != first
 
@@ -45,5 +45,5 @@ def test_a_resumed_reservoir_goes_on_where_it_was():
     resumed.load_state_dict(cut.state_dict())
     for _ in range(4):
         assert resumed.draw(3, []) == whole.draw(3, [])
-    with pytest.raises(DataError, match=r"of 7 training prompts, and there are 6 now.*data\.\*"):
+    with pytest.raises(DataError, match=r"7 training prompts, and there are 6 now.*data\.\*"):
         PromptReservoir(rows(6), seed=1).load_state_dict(cut.state_dict())

@@ -56,7 +56,7 @@ def test_published_rewards_train(make_trainer: Callable[..., Any]) -> None:
 
 
 def test_old_and_odd_results_in_the_loop(make_trainer: Callable[..., Any]) -> None:
-    """A dict was trained on its keys; now nobody is scored, and the run says so."""
+    """A dict was trained on its keys; now no sample is scored, and the run says so."""
     seen: list[Any] = []
 
     def keyed(completion_ids):
@@ -72,7 +72,7 @@ def test_old_and_odd_results_in_the_loop(make_trainer: Callable[..., Any]) -> No
 
 
 def test_rewards_of_one_name_are_both_logged(make_trainer: Callable[..., Any]) -> None:
-    """Under one name the second reward's figures were those of the first, in the log and beside each completion."""
+    """Under one name the second reward's figures were those of the first, in the log and with each completion."""
     rewards = [functools.partial(scaled, 1.0), functools.partial(scaled, 3.0)]
     trainer = make_trainer(rewards, completions=COMPLETIONS, max_steps=1, per_device_train_batch_size=8)
     rows: list[dict[str, Any]] = []

@@ -28,7 +28,7 @@ def lines(result: Any, name: str = "rollouts.jsonl") -> list[dict[str, Any]]:
 
 def test_a_forced_close_is_seen_by_rewards_and_kept(start, capsys):
     """A random model never closes its thinking: without a budget each completion is a cut-off thought, with one each
-    has an answer that is scored, and nobody is paid for the close."""
+    has an answer that is scored, and the close earns nothing."""
     seen: list[list[bool]] = []
 
     def watch(completion_ids: Any, thinking_forced: Any, **columns: Any) -> list[float]:
@@ -77,7 +77,7 @@ def test_a_budget_needs_a_model_that_thinks(family, write_config, tmp_path):
     config = load_config(write_config(), "rloo.thinking_budget=3", "rloo.answer_budget=2")
     policy = load_policy(config)
     data = load_data(config, policy.tokenizer)
-    config.model.enable_thinking = False  # as a model of that family, told not to think, would arrive
+    config.model.enable_thinking = False  # as for a model of that family that is asked not to think
     with pytest.raises(
         ConfigError, match=rf"rloo.thinking_budget is 3, but .* \(family {family}.*thinking_budget=null"
     ):

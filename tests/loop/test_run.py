@@ -103,7 +103,7 @@ def test_fewer_prompts_than_a_rollout_needs_leave_no_run_behind(start, tmp_path)
 
 
 def test_every_metric_is_explained(start, repository):
-    """A number that nobody can read is not looked at on the day it would have warned."""
+    """A number that is hard to read is ignored on the day it would have warned."""
     page = (repository / "docs" / "metrics.md").read_text()
     row = start("rloo.max_steps=1", "rloo.beta=0.1").metrics[-1]
     assert {"kl", "thinking/mean_length", "eps", "val/ratio"} <= set(row)
@@ -285,7 +285,7 @@ def test_ctrl_c_saves_after_the_step_and_says_how_to_go_on(start, capsys):
 
 
 def test_a_second_ctrl_c_stops_at_once_and_still_saves(start):
-    """The step that is running may take minutes; whoever insists gets out, with the state of the last whole step."""
+    """The current step may take minutes; a second signal exits with the state of the last whole step."""
 
     def insisting(completion_ids, trainer_state, **_):
         if trainer_state.global_step == 2:
@@ -347,7 +347,7 @@ def test_the_published_recipe_says_that_it_learns_nothing(start, capsys, endless
 
 
 def test_no_signal_stops_the_run_where_it_is_to(start, capsys):
-    """On rented time a warning that nobody reads costs a night."""
+    """On rented time an unread warning costs a night."""
     result = start("health.no_signal=stop", "health.no_signal_steps=2", rewards=[all_equal])
     assert result.stopped == "no signal" and result.steps == 2
     assert (result.folder / "checkpoints/checkpoint-2/trainer_state.json").exists()
@@ -415,7 +415,7 @@ def test_precision_of_the_file_wins_over_the_environment(monkeypatch):
 
 
 def test_a_run_is_open_while_it_trains_and_its_saves_are_known(start):
-    """Whoever ends the kernel asks for both; a trainer that saved unnoticed would be cut in the middle of a file."""
+    """The code that ends the kernel checks both; an unnoticed save would be cut in the middle of a file."""
     seen = []
 
     def watching(completion_ids, **_):

@@ -28,7 +28,7 @@ SFT = ("sft.max_steps=2", "sft.learning_rate=0.05", "sft.gradient_accumulation_s
 
 @pytest.fixture
 def load(write_config, tmp_path):
-    """`load(*overrides)`: run, policy and data of the tiny model, its rows with ragged worked answers."""
+    """`load(*overrides)`: run, policy and data of the tiny model, its rows with demonstrations of several lengths."""
 
     def prepare(*overrides):
         file = write_config()
@@ -260,7 +260,7 @@ def test_a_model_under_another_name_keeps_its_lengths(tmp_path, tiny_folder):
 
 @pytest.mark.slow
 def test_an_adapter_on_the_embedded_model_is_continued(tmp_path, repository):
-    """The whole way by the commands as they are printed: an adapter of worked answers, and RLOO from it."""
+    """The whole path by the printed commands: an adapter from demonstrations, then RLOO from it."""
     import shlex
     import subprocess
     import sys

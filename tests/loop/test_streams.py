@@ -32,7 +32,7 @@ def test_a_stream_that_fills_no_rollout_is_refused(trl_train):
 
 @pytest.mark.parametrize("shuffled", [True, False], ids=["shuffled", "in order"])
 def test_a_stream_that_ends_starts_over(shuffled, trl_train):
-    """Every prompt once a pass; each pass in an order of its own, unless the order is to stay."""
+    """Every prompt once a pass; each pass in another order, unless shuffling is off."""
     run = trl_train(arguments={"train_dataset": stream(5)}, max_steps=10, shuffle_dataset=shuffled)
     prompts = [row["prompt"] for row in run.rows][::4]
     first, second, everything = prompts[:5], prompts[5:], [f"{n}+2=" for n in range(5)]

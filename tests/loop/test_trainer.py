@@ -83,7 +83,7 @@ def test_older_metric_names_have_the_values_of_their_formulas(make_trainer):
 
 
 def test_full_training_keeps_a_reference_model(make_trainer, tiny_folder):
-    """Without an adapter the reference is a model of its own, which has to be scored without Triton as well."""
+    """Without an adapter the reference is a separate model, which has to be scored without Triton as well."""
     trainer = make_trainer(model=str(tiny_folder), lora=False, beta=0.1)
     before = trainer.model.lm_head.weight.detach().clone()
     trainer.train()

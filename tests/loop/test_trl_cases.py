@@ -9,7 +9,7 @@ objective and batches: `test_trl_cases_loop.py`. Cases of that suite which other
 | a warning where every reward is None | `test_trainer.py`: unscored samples (muted, and counted instead) |
 | old arguments and options | `test_old_trainer.py`, `test_options.py`, `test_drop_in.py`: the published recipe |
 | temperature | `test_equality_with_stock.py`, `test_step.py`: sampler and trainer agree |
-| a reference of its own | `test_trainer.py`: full training |
+| a separate reference | `test_trainer.py`: full training |
 | each sampling filter | `test_options.py`: what the loop would get wrong |
 | scaled logits | `test_equality_with_stock.py`, `gradient/test_logprobs.py` (Gemma's soft cap is refused) |
 | experts and their auxiliary loss | `test_equality_with_stock.py`, `test_trl_cases_policy.py` |
@@ -80,7 +80,7 @@ def test_weighted_rewards_are_in_the_log_under_their_names(trl_train):
 
 
 def test_weights_of_another_number_of_rewards_are_refused(trl_train):
-    """Weights that are cut to fit would leave a reward out in silence."""
+    """Weights that are cut to fit would silently drop a reward."""
     with pytest.raises(ValueError, match=r"\(3\) must match number of reward functions \(2\)"):
         trl_train([by_ids, distinct], reward_weights=[1.0, 1.0, 1.0])
 
@@ -179,7 +179,7 @@ def test_columns_and_the_state_reach_a_reward_in_the_order_of_its_samples(trl_tr
 
 
 def test_unused_columns_are_removed_where_asked(trl_train):
-    """TRL keeps them by default because rewards need them; whoever asks for their removal has heavy ones."""
+    """TRL keeps them by default because rewards need them; a user who removes them has heavy ones."""
     seen = set()
 
     def reward(completion_ids, **columns):
@@ -210,7 +210,7 @@ def test_what_rewards_log_themselves(trl_train, capsys):
 
 
 def test_completions_are_printed_with_their_rewards(trl_train, capsys):
-    """A table with another completion's advantage sends whoever reads it after the wrong bug."""
+    """A table with another completion's advantage sends its reader after the wrong bug."""
     completions = [[ids, ids, EOS] for ids in (64, 65, 66, 67)]  # `a` is 64 in the byte alphabet
     run = trl_train(lambda completion_ids, **_: [0.0, 1.0, 2.0, 5.0], completions, log_completions=True, beta=0.0)
     lines = [line for line in capsys.readouterr().out.splitlines() if "0+1=" in line or "Advantage" in line]
@@ -244,7 +244,7 @@ def test_a_reward_model_scores_what_was_written(chat, trl_train, tiny_tokenizer)
         assert row["rewards"]["judge"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_reward_model_by_its_folder_beside_a_function(trl_train, tiny_tokenizer, tmp_path):
+def test_a_reward_model_by_its_folder_next_to_a_function(trl_train, tiny_tokenizer, tmp_path):
     """A folder's name in the list is a checkpoint, with the tokenizer that lies in it, and not a function's name."""
     classifier().save_pretrained(tmp_path / "judge")
     tiny_tokenizer.save_pretrained(tmp_path / "judge")

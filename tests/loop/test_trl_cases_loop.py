@@ -142,7 +142,7 @@ def test_neutral_generation_kwargs_are_taken(trl_train):
     "given", [{"max_new_tokens": 3}, {"eos_token_id": list(range(256))}], ids=lambda given: next(iter(given))
 )
 def test_generation_kwargs_act_or_are_refused(given, trl_train):
-    """TRL lets them override its own settings; ignored in silence, completions are longer than the script asks for."""
+    """TRL lets them override its own settings; silently ignored, completions are longer than the script asks for."""
     try:
         run = trl_train(generation_kwargs=given)
     except ConfigError as error:
@@ -198,20 +198,20 @@ def test_which_prompts_a_step_gets(trl_train):
     ids=str,
 )
 def test_batches_that_do_not_fit_are_refused(options, fix, trl_train):
-    """Half a group has a baseline of strangers; whoever meets the error needs the numbers that work."""
+    """Half a group has a baseline of strangers; the error must name the numbers that work."""
     with pytest.raises(ValueError, match=fix):
         trl_train(arguments={"eval_dataset": Dataset.from_dict({"prompt": ["1"]})}, **options)
 
 
 def test_an_evaluation_by_hand_of_half_groups_is_refused(trl_train):
-    """With `eval_strategy="no"` the batch of `evaluate()` is looked at by nobody before rewards are grouped."""
+    """With `eval_strategy="no"` nothing checks the batch of `evaluate()` before rewards are grouped."""
     run = trl_train(per_device_eval_batch_size=3)
     with pytest.raises(ValueError, match="per_device_eval_batch_size"):
         run.trainer.evaluate(Dataset.from_dict({"prompt": list("012")}))
 
 
 def test_an_optimizer_and_callbacks_of_ones_own(trl_train, make_tiny_model):
-    """An optimizer that is passed in and replaced by AdamW runs at a learning rate that nobody chose."""
+    """An optimizer that is passed in and replaced by AdamW runs at a learning rate that the user did not choose."""
     model, calls = make_tiny_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)

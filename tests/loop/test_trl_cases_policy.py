@@ -274,7 +274,7 @@ def test_a_resumed_run_has_the_reference_that_it_started_from(trl_train, make_ti
     assert found[0] and all(value.equal(found[1][name]) for name, value in found[0].items())
 
 
-def test_biases_beside_the_adapter(trl_train, make_tiny_model):
+def test_biases_next_to_the_adapter(trl_train, make_tiny_model):
     """`bias="lora_only"` trains parameters of the base model, which no adapter holds."""
     model = make_tiny_model(attention_bias=True)
     run = trl_train(arguments={"model": model, "peft_config": lora(bias="lora_only")}, beta=0.0)
@@ -297,7 +297,7 @@ def test_a_trained_adapter_is_continued_against_its_own_start(trl_train, make_ti
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("adapter", [True, False])
 def test_gradient_checkpointing_changes_no_gradient(adapter, reentrant, trl_train, make_tiny_model):
-    """Checkpointed embeddings without a gradient of their own left an adapter untrained, without an error."""
+    """Checkpointed embeddings without a gradient left an adapter untrained, without an error."""
     norms = []
     for kwargs in ({"use_reentrant": reentrant}, None):
         arguments = {"model": make_tiny_model()} | ({"peft_config": lora()} if adapter else {})
@@ -317,8 +317,8 @@ def test_an_adapter_on_the_head_is_refused(trl_train, make_tiny_model):
         trl_train(arguments=arguments)
 
 
-def test_a_config_beside_an_adapter_is_refused(trl_train, make_tiny_model):
-    """Two adapters of which one is trained are one too many."""
+def test_a_config_next_to_an_adapter_is_refused(trl_train, make_tiny_model):
+    """Two adapters with only one trained are one too many."""
     model = get_peft_model(make_tiny_model(), lora())
     with pytest.raises(ValueError, match="peft_config"):
         trl_train(arguments={"model": model, "peft_config": lora()})

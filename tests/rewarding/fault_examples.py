@@ -29,7 +29,7 @@ def harm(function):
 
 
 def fork_detached(then=lambda: time.sleep(600)):
-    """A grandchild in a session of its own, which keeps every file descriptor of the worker open."""
+    """A grandchild in its own session, which keeps every file descriptor of the worker open."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -78,7 +78,7 @@ def detached_and_goes_on(columns):
 
 @harm
 def clean_child_and_hangs(columns):
-    """A child with an empty environment and a session of its own: no mark finds it."""
+    """A child with an empty environment and its own session: no mark finds it."""
     subprocess.Popen([sys.executable, "-c", HOLDS_THE_PIPE], env={}, start_new_session=True)
     time.sleep(600)
 

@@ -1,6 +1,6 @@
 """Rewards of a user's own, good and bad, as a config names them: `reward_examples:function`.
 
-The tests copy this file beside a config or put its folder on the worker's path; it imports nothing but what it uses.
+The tests copy this file next to a config or put its folder on the worker's path; it imports nothing but what it uses.
 """
 
 import ctypes

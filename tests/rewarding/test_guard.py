@@ -251,7 +251,7 @@ def test_asking_again_passes_columns_and_logs_nothing_twice() -> None:
 
 
 def test_asking_again_keeps_each_samples_flag() -> None:
-    """Guards against a batch asked again one by one in which nobody's thinking, or everybody's, was closed by force."""
+    """Guards against a batch asked again one by one in which no thinking, or all of it, was closed by force."""
 
     def strict(completions: list[str], thinking_forced: list[bool], **batch: Any) -> list[float]:
         if len(completions) > 1:
@@ -342,7 +342,7 @@ def test_a_reward_changes_no_arguments_of_others() -> None:
 
 def test_seeds_and_the_working_folder_stay_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.manual_seed(0)` in a reward gave every rollout the same random numbers, and `os.chdir` sent a run's files
-    elsewhere. What a reward draws from Python and numpy is nobody else's, and goes on."""
+    elsewhere. What a reward draws from Python and numpy affects nothing else, and stays."""
     monkeypatch.chdir(tmp_path)
 
     def disturbing(completions: list[str]) -> list[float]:

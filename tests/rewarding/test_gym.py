@@ -176,7 +176,7 @@ def test_rows_of_a_file_may_name_any_task(score: ReasoningGymScore, capsys: Any)
 
 
 def test_what_a_batch_has_no_time_for_is_failed_not_wrong(score: ReasoningGymScore) -> None:
-    """Guards against calling answers wrong that nobody looked at."""
+    """Guards against calling answers wrong that were never checked."""
     hurried = ReasoningGymScore(timeout_s=1e-9)
     hurried.__dict__["worker"] = score.worker
     guarded = guard(hurried)

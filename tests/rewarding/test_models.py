@@ -59,7 +59,7 @@ def test_an_answer_that_hangs_counts_as_wrong_and_the_rest_are_judged(math_rewar
 
 
 def test_what_a_batch_has_no_time_for_is_failed_not_wrong(math_reward: MathAnswerReward) -> None:
-    """Guards against calling answers wrong that nobody looked at."""
+    """Guards against calling answers wrong that were never checked."""
     hurried = MathAnswerReward(answer_timeout_s=5.0, timeout_s=0.3)
     hurried.__dict__["worker"] = math_reward.worker
     guarded = guard(hurried)

@@ -126,7 +126,7 @@ def test_an_id_that_the_tokenizer_contradicts_is_refused(make_run: Make, tiny_to
 def test_what_a_config_gets_wrong_is_said_with_its_key(
     entry: dict, words: str, make_run: Make, tiny_tokenizer: Any
 ) -> None:
-    """Guards against a typing error that trains with defaults, or fails without naming the line to mend."""
+    """Guards against a typing error that trains with defaults, or fails without naming the line to fix."""
     with pytest.raises(ConfigError, match=words):
         build_rewards(make_run(entry), tiny_tokenizer)
 
@@ -148,18 +148,18 @@ def test_a_function_that_can_never_work_is_refused_when_it_is_built(
         build_rewards(make_run({"name": f"reward_examples:{function}", "params": params}), tiny_tokenizer)
 
 
-@pytest.mark.parametrize("beside_the_config", [True, False])
+@pytest.mark.parametrize("next_to_the_config", [True, False])
 def test_a_function_of_ones_own_is_found(
-    make_run: Make, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: Any, beside_the_config: bool
+    make_run: Make, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: Any, next_to_the_config: bool
 ) -> None:
     """Guards against a run that finds its rewards only when started from the right folder, and against shipped configs
     that could not use a reward of the folder one works in."""
     here = tmp_path / "elsewhere"
     here.mkdir()
     monkeypatch.chdir(here)
-    module = f"my_rewards_{beside_the_config}"
+    module = f"my_rewards_{next_to_the_config}"
     shutil.copy(
-        Path(__file__).with_name("reward_examples.py"), (tmp_path if beside_the_config else here) / f"{module}.py"
+        Path(__file__).with_name("reward_examples.py"), (tmp_path if next_to_the_config else here) / f"{module}.py"
     )
     entry = {"name": f"{module}:by_length", "weight": 2.0, "params": {"scale": 10}, "timeout_s": 3.0, "env": ["PATH"]}
     (reward,) = build_rewards(make_run(entry), tiny_tokenizer)

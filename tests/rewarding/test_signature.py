@@ -158,7 +158,7 @@ async def rewards_of_texts(prompts, completions):
 )
 def test_objects_with_get_rewards(get_rewards: Any, expected: list[float]) -> None:
     """`get_rewards(prompts, completions)` is called by position, whatever its names; one that names `completions` gets
-    what it names. An async one gave a coroutine that nobody awaited."""
+    what it names. An async one gave a coroutine that was never awaited."""
     guarded = guard(Sided(get_rewards), columns=["answer"])
     found = guarded(**BATCH)
     assert (asyncio.run(found) if asyncio.iscoroutine(found) else found) == expected
@@ -201,7 +201,7 @@ def test_what_can_never_work_is_refused_when_the_rewards_are_built(
 
 
 def test_what_may_be_a_column_is_not_refused() -> None:
-    """Guards against refusing a reward of a data set whose columns nobody knows before it is read."""
+    """Guards against refusing a reward of a data set whose columns are not known before it is read."""
     for reward in (by_answer, lambda answer: [], lambda texts: []):
         assert guard(reward).signature.required
     for forced in (lambda completions, thinking_forced: [], lambda completions, thinking_forced=None: []):

@@ -1,4 +1,4 @@
-"""A reward in a process of its own: what goes over, and what happens when it hangs, dies or raises."""
+"""A reward in a separate process: what is sent, and what happens when it hangs, dies or raises."""
 
 import pickle
 import subprocess
@@ -146,7 +146,7 @@ def test_a_hang_is_killed_after_the_limit_and_the_next_batch_is_served(reward: W
 
 @pytest.mark.parametrize("reward", ["hangs_with_a_child"], indirect=True)
 def test_children_of_a_hung_reward_die_with_it(reward: WorkerReward, tmp_path: Path) -> None:
-    """Guards against left-over processes: a reward that runs generated code hangs in a child of its own."""
+    """Guards against left-over processes: a reward that runs generated code hangs in its own child."""
     mark = str(tmp_path)
     with pytest.raises(WholeBatchError, match="took longer than 1 s"):
         reward(completions=["x"], completion_ids=[[1]], mark=mark)
