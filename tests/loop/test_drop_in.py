@@ -63,7 +63,7 @@ def test_a_trainer_without_args_runs_on_the_cpu(tiny_folder, tiny_tokenizer, pro
 def test_a_subclass_hears_which_of_its_overrides_is_not_called(
     make_tiny_model, tiny_tokenizer, prompts, tmp_path, capsys
 ):
-    """Trainers are extended by overriding TRL's methods; an override of one that the kit replaces was silently ignored."""
+    """Trainers are extended by overriding TRL's methods; overrides of those the kit replaces were silently ignored."""
 
     class Mine(RLOOTrainer):
         asked = 0
