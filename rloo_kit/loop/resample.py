@@ -117,7 +117,7 @@ class PromptReservoir:
         self._order = self._shuffled()
 
     def draw(self, count: int, batch: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """At most `count` rows with different prompts, none of which is in `batch`; fewer if there are no more."""
+        """At most `count` rows with different prompts, none in `batch`; fewer if none are left."""
         taken = {_key(row) for row in batch}
         drawn: list[dict[str, Any]] = []
         for _ in range(len(self._order)):  # each row once, so that the loop ends on a small data set
