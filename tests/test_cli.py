@@ -118,8 +118,8 @@ def test_plan_says_by_its_exit_code_whether_a_run_fits(config_file):
         (["report", "FILE"], "there is no run in"),
         (["report", "FOLDER"], "no config.yaml"),
         (["train", "nowhere.yaml"], "no configuration file at nowhere.yaml"),
-        (["show", "outputs/nowhere"], "outputs/nowhere: there is no such folder of a run"),
-        (["ask", "outputs/nowhere", "1+2="], "outputs/nowhere: there is no such folder of a run"),
+        (["show", "outputs/nowhere"], "outputs/nowhere: no such run folder"),
+        (["ask", "outputs/nowhere", "1+2="], "outputs/nowhere: no such run folder"),
     ],
 )
 def test_a_refusal_is_a_message_on_stderr_and_exit_code_2(words, message, config_file, tmp_path):

@@ -33,7 +33,7 @@ def test_to_the_end_and_on_with_rloo(file, tmp_path):
     code, out, err = call(*words[1:], "rloo.max_steps=1")
     assert code == 0, err
     code, _, err = call("sft", file, *WORDS)
-    assert code == 2 and "holds the supervised training of tiny already" in err and "--overwrite" in err
+    assert code == 2 and "already contains the supervised training of tiny" in err and "--overwrite" in err
 
 
 def test_faults_come_before_torch(file):

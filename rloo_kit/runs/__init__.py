@@ -1,1 +1,1 @@
-"""What a run keeps in its folder. Never torch."""
+"""A run's folder and its files. Never imports torch."""

@@ -1,6 +1,6 @@
-"""Checkpoints that can be trusted: published in one piece, with the size and hash of every file.
+"""Verified checkpoints: published atomically, with the size and hash of every file.
 
-A checkpoint is written into `UNFINISHED`, sealed with a manifest and renamed, so a folder `checkpoint-N` is complete or
+A checkpoint is written to `UNFINISHED`, sealed with a manifest and renamed. So a folder `checkpoint-N` is complete, or
 was damaged later, which its manifest shows.
 """
 
@@ -18,19 +18,19 @@ from typing import Any
 from rloo_kit.runs.files import is_count, read_object, write_json
 
 MANIFEST = "manifest.json"
-UNFINISHED = "unfinished"  # a folder that a save in progress, or one that was killed, lies in
-DAMAGED = "damaged"  # the start of the name under which a damaged checkpoint is kept
+UNFINISHED = "unfinished"  # folder of a save that is in progress or was killed
+DAMAGED = "damaged"  # name prefix of a damaged checkpoint
 STEM = "checkpoint-"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A sealed checkpoint as its manifest describes it; whether its files are still so is what `find_damage` says.
+    """A sealed checkpoint as its manifest describes it; `find_damage` checks its files.
 
     Attributes:
         folder: `checkpoints/checkpoint-N`. step: N, optimizer steps done. run: id of the run that wrote it; "" for a
             trainer without a run. config: the run's resolved configuration as YAML; "" without a run.
-        processes: that trained.
+        processes: number of training processes.
         files: size in bytes and SHA-256 of every file, by its path inside the folder.
     """
 
@@ -59,7 +59,7 @@ class Checkpoint:
 
 
 def seal(folder: Path, step: int, run: str = "", config: str = "", processes: int = 1) -> None:
-    """Bring the files in `folder` to the disk and write their manifest, last; arguments as in `Checkpoint`."""
+    """Sync the files in `folder` to disk, then write their manifest; arguments as in `Checkpoint`."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with open(path, "rb") as file:
@@ -70,8 +70,8 @@ def seal(folder: Path, step: int, run: str = "", config: str = "", processes: in
 
 
 def publish(folder: Path, target: Path) -> None:
-    """Rename `folder`, which is complete, to `target`; what was there goes once the new one is in place, and so does
-    the folder that `folder` was in."""
+    """Rename `folder`, which is complete, to `target`. An older `target`, and the parent of `folder`, are deleted once
+    the new one is in place."""
     replaced = folder.with_name(f"replaced-{target.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
@@ -82,14 +82,14 @@ def publish(folder: Path, target: Path) -> None:
 
 
 def list_checkpoints(folder: Path, run: str | None = None) -> list[Checkpoint]:
-    """The sealed checkpoints in `folder`, newest first; those of the run with the id `run` alone, if given."""
+    """The sealed checkpoints in `folder`, newest first; if `run` is given, only those of the run with that id."""
     found = [read_checkpoint(path) for path in folder.glob(f"{STEM}*")] if os.path.isdir(folder) else []
     mine = [one for one in found if one is not None and run in (None, one.run)]
     return sorted(mine, key=lambda one: -one.step)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint in `folder` by its manifest; None without one that can be read and belongs to the folder."""
+    """The checkpoint in `folder` by its manifest; None without a readable manifest that belongs to the folder."""
     manifest = read_object(folder / MANIFEST)
     if manifest.pop("sha256", None) != _digest_of(manifest):
         return None
@@ -110,8 +110,8 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def prune(folder: Path, keep: int | None, run: str, needed: Container[int | None]) -> None:
-    """Delete all but the newest `keep` checkpoints of a run, and nothing that is not its own; those of the steps
-    `needed` stay. None, or none to keep: all stay. Without a run the newest is the last one written: steps start again.
+    """Delete all but the newest `keep` checkpoints of a run, and nothing else; the steps in `needed` stay. With `keep`
+    None or 0 all stay. Without a run, the newest is the last one written, because step numbers start over.
     """
     mine = list_checkpoints(folder, run)
     if not run:
@@ -122,15 +122,15 @@ def prune(folder: Path, keep: int | None, run: str, needed: Container[int | None
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged `checkpoint-N` to `damaged-N`, so that step N can be saved again; returns where it is."""
+    """Rename a damaged `checkpoint-N` to `damaged-N`, so that step N can be saved again; returns the new path."""
     stem = f"{DAMAGED}-{folder.name.removeprefix(STEM)}"
     names = (f"{stem}-{number}" if number > 1 else stem for number in count(1))
     return folder.rename(next(place for name in names if not (place := folder.with_name(name)).exists()))
 
 
 def find_whole(folder: Path, run: str) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """The newest checkpoint of a run whose files are all as they were written, and what is wrong with each folder that
-    is newer, or named like a checkpoint and none of this run."""
+    """The newest intact checkpoint of a run, and the damage of each folder that is newer, or that has a checkpoint's
+    name but does not belong to this run."""
     mine = list_checkpoints(folder, run)
     named = {path for path in folder.glob(f"{STEM}*") if path.is_dir()} - {one.folder for one in mine}
     damaged = dict.fromkeys(sorted(named), f"it has no {MANIFEST} of this run")

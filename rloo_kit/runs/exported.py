@@ -1,4 +1,4 @@
-"""A folder of weights alone, as a run: an exported adapter or merged model, a checkpoint, or anybody's."""
+"""Reads a folder of weights as a run: an exported adapter, a merged model, a checkpoint, or any other model folder."""
 
 import json
 from pathlib import Path
@@ -14,15 +14,15 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, find_run
 
-NO_PROMPTS = "any.jsonl"  # of a configuration that has to name some, which nobody reads; any model takes a file
-RUN_FILE = "rloo_kit.yaml"  # in an export: what a question reads of the run that it is of
+NO_PROMPTS = "any.jsonl"  # a configuration has to name a data source; this one is never read
+RUN_FILE = "rloo_kit.yaml"  # in an export: the part of its run's configuration that `ask` reads
 
 
 def describe_origin(run: RunConfig, base: dict[str, Any]) -> str:
-    """The text of `RUN_FILE`: what a question reads of a run, and nothing that tells of a machine.
+    """The text of `RUN_FILE`: the part of a run's configuration that `ask` reads, without anything about the machine.
 
     Args:
-        base: keys of `model` by which the base is found where the export goes: `name`, and what else it takes.
+        base: keys of `model` that locate the base model on the target machine: `name`, and others if needed.
     """
     lengths = run.rloo.model_dump(mode="json", include={"max_completion_length", "thinking_close", "temperature"})
     values = {
@@ -37,27 +37,27 @@ def describe_origin(run: RunConfig, base: dict[str, Any]) -> str:
 
 
 def find_gguf(source: Path) -> Path | None:
-    """The GGUF file that a source is, or the one in a folder that is no run's; ConfigError where it has several."""
+    """The source itself if it is a GGUF file, or the one in a folder that is not a run's; ConfigError for several."""
     if source.suffix == ".gguf":
         return source
     found = sorted(source.glob("*.gguf")) if source.is_dir() and not (source / "config.yaml").is_file() else []
     if len(found) > 1:
-        raise ConfigError(f"{source} has several GGUF files, name one: {', '.join(file.name for file in found)}")
+        raise ConfigError(f"{source} has several GGUF files; name one: {', '.join(file.name for file in found)}")
     return found[0] if found else None
 
 
 def is_export(folder: Path) -> bool:
-    """Whether it holds weights and is not the folder of a run."""
+    """Whether the folder contains weights and is not a run's folder."""
     names = (ADAPTER_CONFIG, MODEL_CONFIG)
     return not (folder / "config.yaml").is_file() and any((folder / name).is_file() for name in names)
 
 
 def origin_of(source: str | Path, *overrides: str) -> RunConfig:
-    """The run that a source comes from, as it was trained: `find_run`, also of a folder of weights.
+    """The run that a source comes from, as it was trained: `find_run`, extended to folders of weights.
 
-    For that it is `RUN_FILE` in it, or the run in whose folder it lies (a checkpoint, an export), or else the folder as
-    the model of a run with defaults; an export in its run's folder finds its base where the run does, and elsewhere in
-    itself, if it is included. Arguments and errors are those of `find_run`.
+    For weights, the run is that of `RUN_FILE` in the folder; else the run whose folder contains it (a checkpoint, an
+    export); else a run with defaults whose model is the folder. An export inside its run's folder finds its base as the
+    run does, elsewhere in itself if it is included. Arguments and errors are those of `find_run`.
     """
     gguf = find_gguf(Path(source))
     folder = (Path(source) if gguf is None else gguf.parent).resolve()
@@ -74,13 +74,13 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
         return load_config(around, *overrides)
     if gguf is not None:
         raise ConfigError(
-            f"{gguf} does not say of which run it is, whose tokenizer and prompts it needs: leave it in the run's "
-            f"export/ folder, or put the run's config.yaml beside it as {RUN_FILE}"
+            f"{gguf} does not name its run, whose tokenizer and prompts it needs: leave it in the run's export/ "
+            f"folder, or put the run's config.yaml next to it as {RUN_FILE}"
         )
     values: dict[str, Any] = {
         "run": {"name": folder.name},
         "model": {"name": str(folder)},
-        # what a run has to have, and a question does not read
+        # required in a run, but not read by `ask`
         "data": {"source": NO_PROMPTS},
         "rewards": [{"name": "answer_reward"}],
         "rloo": {"max_steps": 1},
@@ -96,13 +96,13 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
 
 
 def _included_base(folder: Path) -> dict[str, str]:
-    """The base that an exported adapter has beside it, as a key of `model`."""
+    """The base model inside an exported adapter's folder, as a key of `model`; empty if it is not included."""
     base = folder / Path(str(read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))).name
     return {"name": str(base)} if (base / MODEL_CONFIG).is_file() else {}
 
 
 def _positions(folder: Path) -> int | None:
-    """Those that a model's own file says it has; None for an adapter."""
+    """`max_position_embeddings` of a model's config.json; None for an adapter."""
     try:
         found = json.loads((folder / MODEL_CONFIG).read_text(encoding="utf-8")).get("max_position_embeddings")
     except (OSError, ValueError, AttributeError):

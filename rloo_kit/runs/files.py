@@ -1,4 +1,4 @@
-"""Writing files safely: in one piece, under a lock, and with a record of the saves that are still running."""
+"""Safe file writes: atomic, under a lock, with a record of the saves that are still running."""
 
 import errno
 import json
@@ -23,9 +23,9 @@ _saved: dict[Path, None] = {}  # an ordered set
 
 @contextmanager
 def saving(path: str | Path) -> Iterator[None]:
-    """Mark `path`, a file or a folder, as being written; one that raises does not count as saved.
+    """Mark `path`, a file or a folder, as being written; a save that raises does not count.
 
-    The kit enters it around every save but those of `write_text`; your own saves may enter it too.
+    The kit uses it around every save except those of `write_text`; your own saves may use it too.
     """
     path = Path(path).absolute()
     with _changed:
@@ -33,7 +33,7 @@ def saving(path: str | Path) -> Iterator[None]:
     try:
         yield
         with _changed:
-            _saved.pop(path, None)  # what is saved again goes to the end
+            _saved.pop(path, None)  # a repeated save moves to the end
             _saved[path] = None
     finally:
         with _changed:
@@ -42,19 +42,19 @@ def saving(path: str | Path) -> Iterator[None]:
 
 
 def running_saves() -> list[Path]:
-    """What is being written now, by any thread; the longest-running first."""
+    """Paths being written now, by any thread; the longest-running first."""
     with _changed:
         return list(dict.fromkeys(_running))
 
 
 def saved_paths() -> list[Path]:
-    """What this process saved, once each, the last save at the end; it may have been deleted since."""
+    """Paths this process has saved, each once, the latest last; some may have been deleted since."""
     with _changed:
         return list(_saved)
 
 
 def wait_for_saves(timeout_s: float | None = None) -> bool:
-    """Wait until no save is running, for at most `timeout_s` seconds (None: without limit); whether none is."""
+    """Wait until no save is running, for at most `timeout_s` seconds (None: no limit). Returns whether none is."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     with _changed:
         while _running:
@@ -71,7 +71,7 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def write_bytes(path: Path, content: bytes) -> Path:
-    """Replace the file at `path` in one piece; its folder must exist."""
+    """Replace the file at `path` atomically; its folder must exist."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -90,12 +90,12 @@ def write_json(path: Path, value: Any) -> Path:
 
 
 def now() -> str:
-    """Local time with its zone, as status files have it."""
+    """Local time with its zone, in the format of status files."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file; None where there is none that can be read."""
+    """The value of a JSON file; None if it is missing or unreadable."""
     try:
         return json.loads(path.read_bytes()) if path.is_file() else None  # a pipe would block
     except (OSError, ValueError, RecursionError):
@@ -103,15 +103,15 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is none that can be read."""
+    """The JSON object in a file; empty if it is missing or unreadable."""
     value = read_json(path)
     return value if isinstance(value, dict) else {}
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, is a disk, a quota or a file size limit that is used up.
+    """Whether an error, or its cause, is an exhausted disk, quota or file size limit.
 
-    safetensors and torch raise errors of their own, torch without the reason.
+    safetensors and torch raise their own errors, torch without the reason.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -125,14 +125,14 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Whether a value of a file is a whole number, 0 or more."""
+    """Whether a value read from a file is an integer of 0 or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def lock_folder(folder: Path) -> IO[str] | None:
     """Lock the folder until the returned file is closed or the process ends, however it ends.
 
-    None on a system without such locks (Windows), where two writers are not noticed.
+    None on a system without such locks (Windows), where two writers go undetected.
 
     Raises:
         BlockingIOError: another process holds the lock.
@@ -152,7 +152,7 @@ def lock_folder(folder: Path) -> IO[str] | None:
 
 
 def _drop_locks() -> None:
-    """In a forked child, which would hold its parent's locks beyond the parent's end."""
+    """Close the locks in a forked child, which would otherwise hold them after its parent ended."""
     for lock in _locks:
         with suppress(OSError, ValueError):
             os.close(lock.fileno())
@@ -163,7 +163,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def finite(value: Any) -> Any:
-    """`value` as JSON takes it: NaN and infinities as None, keys and unknown objects as text."""
+    """`value` made valid for JSON: NaN and infinities as None, keys and unknown objects as text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -176,7 +176,7 @@ def finite(value: Any) -> Any:
 
 
 def git_revision(file: Path) -> dict[str, Any] | None:
-    """Revision of the checkout that tracks `file`, and whether anything in it changed since; None without one."""
+    """Revision of the checkout that tracks `file`, and whether it has uncommitted changes; None without a checkout."""
     command = ["git", "-C", str(file.parent)]
 
     def ask(*words: str) -> str | None:

@@ -1,4 +1,4 @@
-"""A run by its folder or its file, and the weights that it left."""
+"""Finds a run by its folder or config file, and its trained weights."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ def find_run(source: str | Path, *overrides: str) -> RunConfig:
     """The configuration of a run.
 
     Args:
-        source: its YAML file, or its folder, wherever that has been moved to. overrides: KEY=VALUE.
+        source: its YAML file, or its folder, also after a move. overrides: KEY=VALUE.
 
     Raises:
-        RunNotFoundError: a folder that is not a run's. ConfigError: as `load_config`.
+        RunNotFoundError: the folder is not a run's. ConfigError: as `load_config`.
     """
     source = Path(source)
     run = load_config(config_file(source), *overrides)
@@ -25,33 +25,32 @@ def find_run(source: str | Path, *overrides: str) -> RunConfig:
 
 
 def config_file(source: Path) -> Path:
-    """The file with the configuration: `source` itself, or the one in a run's folder."""
+    """The configuration file: `source` itself, or the one in a run's folder."""
     if not source.exists() and source.suffix not in (".yaml", ".yml"):
-        raise RunNotFoundError(f"{source}: there is no such folder of a run, and no such file")
+        raise RunNotFoundError(f"{source}: no such run folder or config file; a run writes outputs/NAME")
     if not source.is_dir():
         return source
     if not (source / "config.yaml").is_file():
-        raise RunNotFoundError(f"{source} has no config.yaml, so it is not the folder of a run")
+        raise RunNotFoundError(f"{source} has no config.yaml, so it is not a run's folder")
     return source / "config.yaml"
 
 
 def with_name(folder: Path) -> Path:
-    """The folder as it was written, or its absolute path where that ends without a name (`.`, `..`)."""
+    """The folder as given, or its absolute path if it ends without a name (`.`, `..`)."""
     return folder.resolve() if folder.name in ("", "..") else folder
 
 
 def place_run(run: RunConfig, folder: Path) -> None:
-    """Make `folder` the run's own, as it was named: it may have been moved since it was written down."""
+    """Set `folder` as the run's own, as given; the recorded one is out of date if the folder was moved."""
     folder = with_name(folder)
     run.run.output_dir, run.run.name = str(folder.parent), folder.name
 
 
 def weights_of(folder: Path, named: str = "") -> tuple[str, Path]:
-    """The key of `model:` that loads what was trained, and its value: "adapter", or "name" of a whole model where no
-    adapter was.
+    """The key of `model:` that loads the trained weights, and its value: "adapter", or "name" for a whole model.
 
     Args:
-        folder: of an adapter, of a model, or of a run. named: what named it, for the error.
+        folder: of an adapter, of a model, or of a run. named: the flag or key that gave it, for the error.
     """
     if not folder.is_dir():
         raise RunNotFoundError(f"{named} {folder}: there is no such folder; a run writes outputs/NAME/adapter".strip())

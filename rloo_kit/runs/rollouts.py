@@ -1,9 +1,10 @@
-"""A run's completions on disk: `rollouts.jsonl`, to which rows are added, and the older ones in compressed parts.
+"""A run's completions on disk: `rollouts.jsonl`, which is appended to, and older ones in compressed parts.
 
-Before a step is added to a `rollouts.jsonl` above `FILE_BYTES`, the file becomes `rollouts-<its last step>.jsonl.gz`:
-it is renamed to `rollouts-<its last step>.jsonl`, compressed under a temporary name, that is renamed, and the plain
-part is removed. So a step lies in one file, the steps in a part's name only grow, and whatever is killed in between
-leaves a part that is plain, or plain and compressed; then the plain one counts, and the next writer finishes it.
+Before a step is appended to a `rollouts.jsonl` above `FILE_BYTES`, the file becomes a part,
+`rollouts-<its last step>.jsonl.gz`: it is renamed to `rollouts-<its last step>.jsonl`, compressed under a temporary
+name, renamed, and the plain part is removed. So a step is always in one file, and part names only increase.
+A kill in between leaves a part that is plain, or plain and compressed; then the plain one counts, and the next writer
+finishes the work.
 """
 
 import gzip
@@ -35,14 +36,14 @@ HALF = re.compile(r"\.rollouts-\d{8,18}\.jsonl(\.gz)?\.tmp")
 
 
 class Part(NamedTuple):
-    """An older piece of the rollouts: its last step and its file, the plain one where both are there."""
+    """An older part of the rollouts: its last step and its file, the plain one if both exist."""
 
     last: int
     path: Path
 
 
 def is_rollouts(name: str) -> bool:
-    """Whether a file of this name belongs to a run's rollouts, halves of one included."""
+    """Whether a file of this name belongs to a run's rollouts, unfinished ones included."""
     return name == LIVE or bool(NAMES.fullmatch(name) or HALF.fullmatch(name))
 
 
@@ -58,7 +59,7 @@ def parts(folder: Path) -> list[Part]:
 
 
 def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
-    """Every completion of a run that is kept, oldest first, one in memory at a time; the run may go on meanwhile.
+    """Yield every stored completion of a run, oldest first, one in memory at a time. The run may still be writing.
 
     Args:
         folder: the run's.
@@ -67,8 +68,8 @@ def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def read_step(folder: str | Path, step: int | None = None) -> list[dict[str, Any]]:
-    """The completions of one step; without `step` of the last one. Only the file that has them is read, the last one's
-    from its end.
+    """The completions of one step, by default the last. Only the file with that step is read; for the last step, from
+    its end.
 
     Args:
         folder: the run's. step: as in `metrics.jsonl`, from 1.
@@ -107,8 +108,8 @@ def _last_step(folder: Path) -> list[dict[str, Any]]:
 def _read_from(folder: Path, step: int) -> Iterator[dict[str, Any]]:
     """The rows of the files that may have `step` or a later one.
 
-    A writer may rename the live file at any time. So it is opened before the parts are listed: with no part left to
-    read, what is open is what comes next, under whatever name.
+    A writer may rename the live file at any time, so it is opened before the parts are listed. When no part is left to
+    read, the open file comes next, whatever its name is by then.
     """
     done = step - 1
     while True:
@@ -124,13 +125,13 @@ def _read_from(folder: Path, step: int) -> Iterator[dict[str, Any]]:
 
 
 def _rows_of(part: Part) -> Iterator[dict[str, Any]]:
-    """The rows of a part, which a writer may have compressed by now."""
+    """The rows of a part, which a writer may have compressed in the meantime."""
     plain = part.path.with_name(part.path.name.removesuffix(".gz"))
     return _rows_and_close(_open_first(plain, plain.with_name(f"{plain.name}.gz")))
 
 
 def _open_first(*paths: Path) -> BinaryIO | None:
-    """The first file that is there and can be opened."""
+    """The first file that exists and can be opened."""
     for path in paths:
         with suppress(OSError):
             if path.is_file():
@@ -145,7 +146,7 @@ def _rows_and_close(file: BinaryIO | None) -> Iterator[dict[str, Any]]:
 
 
 class Rollouts:
-    """The writer of a run's completions; one process at a time, which holds the run's lock.
+    """Writes a run's completions. Only the process that holds the run's lock may use it.
 
     Args:
         folder: the run's.
@@ -161,7 +162,7 @@ class Rollouts:
         self._warned = False
 
     def append(self, rows: list[dict[str, Any]]) -> None:
-        """Add the rows of one step, whose number is no smaller than that of the rows before."""
+        """Append the rows of one step; its number must not be smaller than that of earlier rows."""
         if not rows:
             return
         step = row_step(rows[0])
@@ -173,7 +174,7 @@ class Rollouts:
         self._last = row_step(rows[-1])
 
     def cut(self, step: int) -> None:
-        """Drop every completion behind step `step`: newest first, so that a kill in between leaves a shorter run."""
+        """Drop every completion after step `step`, newest first, so that a kill in between leaves a shorter run."""
         self._last = None
         cut_rows(self.live, step)
         found = parts(self.folder)
@@ -181,7 +182,7 @@ class Rollouts:
             part = found[index]
             if part.last <= step:
                 break
-            if index and found[index - 1].last >= step:  # so its first step is a later one
+            if index and found[index - 1].last >= step:  # its first step is later than `step`
                 self.live.unlink(missing_ok=True)
                 self._remove(part.last)
             else:
@@ -197,7 +198,7 @@ class Rollouts:
             half.unlink()
         for part in parts(self.folder):
             if part.path.suffix != ".gz":
-                with suppress(OSError):  # a full disk: it stays plain, and is tried again with the next one
+                with suppress(OSError):  # a full disk: it stays plain; the next rotation retries
                     self._compress(part.path)
         self._keep_fewer()
 
@@ -211,7 +212,8 @@ class Rollouts:
         plain.unlink()
 
     def _make_live(self, part: Part) -> None:
-        """The reverse of `_start_new_file`, with the same names in between; of a damaged part what can be read."""
+        """The reverse of `_start_new_file`, with the same intermediate names. A damaged part keeps its readable
+        rows."""
         plain = self._plain(part.last)
         self.live.unlink(missing_ok=True)
         if part.path.suffix == ".gz":
@@ -223,7 +225,7 @@ class Rollouts:
 
     @contextmanager
     def _replacing(self, path: Path) -> Iterator[BinaryIO]:
-        """A file for writing that becomes `path` in one piece at the end, and is removed where that fails."""
+        """A file for writing that replaces `path` atomically at the end, and is removed on failure."""
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             with open(temporary, "wb") as file:
@@ -235,7 +237,7 @@ class Rollouts:
             temporary.unlink(missing_ok=True)
 
     def _keep_fewer(self) -> None:
-        """Delete the oldest parts until `keep_gib` leaves room for the file that begins now."""
+        """Delete the oldest parts until `keep_gib` leaves room for the new file."""
         if self.keep_bytes is None:
             return
         found = parts(self.folder)
@@ -253,7 +255,7 @@ class Rollouts:
 
     def _remove(self, last: int) -> None:
         self._gz(last).unlink(missing_ok=True)
-        self._plain(last).unlink(missing_ok=True)  # last: it is the one that counts
+        self._plain(last).unlink(missing_ok=True)  # last, because the plain part counts
 
     def _plain(self, last: int) -> Path:
         return self.folder / f"rollouts-{last:08}.jsonl"

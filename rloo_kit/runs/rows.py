@@ -1,7 +1,7 @@
-"""Rows of a run's JSONL files: read, added and cut line by line, as bytes, whatever a crash or an editor left in them.
+"""Rows of a run's JSONL files, read, appended and truncated as bytes, so that damage from a crash or an editor is safe.
 
-Only a line that is one JSON object is a row. Every other line (torn, also inside a character; `123`; NUL bytes; nested
-too deeply; longer than LONGEST_ROW) is passed over.
+Only a line with a single JSON object is a row. Any other line (cut off, also inside a character; `123`; NUL bytes;
+nested too deeply; longer than LONGEST_ROW) is skipped.
 """
 
 import gzip
@@ -20,9 +20,9 @@ UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a damaged .gz
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL file, one in memory at a time; compressed where its name ends in `.gz`.
+    """Yield the rows of a JSONL file, one in memory at a time; a name that ends in `.gz` is decompressed.
 
-    A file that is missing, no plain file or not readable has none; of a damaged one come those before the damage.
+    A missing, special or unreadable file has no rows; a damaged one has those before the damage.
     """
     try:
         if path.is_file():  # a FIFO would block
@@ -33,12 +33,12 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def open_rows(path: Path) -> BinaryIO:
-    """The file for reading bytes, decompressed where its name ends in `.gz`. Raises OSError."""
+    """Open a file for reading bytes, decompressed if its name ends in `.gz`. Raises OSError."""
     return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else open(path, "rb")
 
 
 def rows_in(file: BinaryIO) -> Iterator[dict[str, Any]]:
-    """The rows of an open file from where it stands."""
+    """The rows of an open file from its current position."""
     while line := file.readline(LONGEST_ROW + 1):
         if len(line) <= LONGEST_ROW:
             row = parse_row(line)
@@ -50,7 +50,7 @@ def rows_in(file: BinaryIO) -> Iterator[dict[str, Any]]:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """The row in a line; None where there is none. NaN and infinities become None, as `append_rows` writes them."""
+    """The row in a line, or None. NaN and infinities become None, as `append_rows` writes them."""
     if not line.lstrip().startswith(b"{"):
         return None
     try:
@@ -60,15 +60,15 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def row_step(row: dict[str, Any] | None) -> int | None:
-    """A row's `step`; None where it has no integer one."""
+    """A row's `step`; None if it is not an integer."""
     step = None if row is None else row.get("step")
     return step if type(step) is int else None
 
 
 def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Add one line a row, all in one write; behind a line that a crash cut off they begin on a new one.
+    """Append one line per row in a single write. After a line that a crash cut off, they start on a new line.
 
-    NaN and infinities become null. A lone surrogate, which UTF-8 cannot hold, is written as its JSON escape.
+    NaN and infinities become null. A lone surrogate, which UTF-8 cannot encode, is written as its JSON escape.
     """
     text = "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows)
     with open(path, "ab+") as file:
@@ -79,7 +79,7 @@ def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL file that is not compressed from the last to the first; none where `read_rows` has none."""
+    """The rows of an uncompressed JSONL file from last to first; none if `read_rows` has none."""
     try:
         if path.is_file():
             with open(path, "rb") as file:
@@ -92,12 +92,11 @@ def read_backwards(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def cut_rows(path: Path, step: int) -> None:
-    """Drop the rows behind step `step`, in place; a missing file is left missing.
+    """Drop the rows after step `step`, in place; a missing file stays missing.
 
-    It reads backwards, as far as the first row of `step` or an earlier one, so its cost is what it drops. The file is
-    cut where the first row of a later step begins: the steps of a file must never decrease, and then nothing of a
-    later step can stand before the cut. Lines that are no row, or have no integer step, stay where they are before it;
-    a torn last line goes.
+    Reads backwards to the first row of `step` or an earlier one, so its cost is proportional to what it drops. The file
+    is truncated where the first row of a later step begins; steps in a file must never decrease, so no later step is
+    before that. Lines before it that are not rows, or have no integer step, stay; a last line that was cut off goes.
     """
     if not path.exists():
         return
@@ -108,7 +107,7 @@ def cut_rows(path: Path, step: int) -> None:
             found = row_step(row)
             if found is not None and found <= step:
                 break
-            if found is not None or (number == 0 and row is None):  # the first one has no newline behind it
+            if found is not None or (number == 0 and row is None):  # the first one has no newline after it
                 cut = offset
         if cut < size:
             file.truncate(cut)
@@ -117,12 +116,12 @@ def cut_rows(path: Path, step: int) -> None:
 
 
 def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Offset and bytes of each line from the last one, without its newline; that of one above LONGEST_ROW is empty.
+    """Offset and bytes of each line, from the last, without its newline; a line above LONGEST_ROW comes empty.
 
-    The first is what stands behind the last newline: empty in a file that ends with one.
+    The first item is whatever follows the last newline: empty in a file that ends with one.
     """
     position = file.seek(0, os.SEEK_END)
-    rest, too_long = b"", False  # of the line whose start is still to come
+    rest, too_long = b"", False  # of the line whose start is not read yet
     while position:
         start = max(position - BLOCK, 0)
         file.seek(start)

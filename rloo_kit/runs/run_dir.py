@@ -1,7 +1,6 @@
-"""A run's folder `outputs/<name>/`: its files, who may write them, and how an interrupted run resumes.
+"""A run's folder `outputs/<name>/`: its files, its lock, and how an interrupted run resumes.
 
-`status.json` alone decides whether a run is done. The main process holds a lock and writes; in others a `RunDir` does
-not.
+`status.json` alone decides whether a run is done. Only the main process holds the lock and writes.
 """
 
 import json
@@ -48,30 +47,30 @@ FILES = (
     "evaluations.jsonl", "prompts.json", "before.json", "after.json", "memory.json", "report.html",
 )  # fmt: skip
 ID_LINE = b"# rloo-kit run "  # the start of config.yaml's first line; the run's id follows
-SECONDS_FOR_MAIN = 3.0  # that another process waits with an error: the main one may raise the same
+SECONDS_FOR_MAIN = 3.0  # another process waits this long with an error, because the main one may raise the same
 STATES = ("running", "finished", "interrupted", "failed")
 
-_COUNTS = ("step", "max_steps", "saved", "pid", "adapter_step")  # fields of status.json that are whole numbers
-_COMMANDS = ("command", "resume")  # what a terminal may show whole, overrides with passwords in addresses too
+_COUNTS = ("step", "max_steps", "saved", "pid", "adapter_step")  # fields of status.json that are integers
+_COMMANDS = ("command", "resume")  # may have overrides with passwords in addresses, which are hidden
 _ID = re.compile(rb"[0-9a-f]{12}")
 _OF_A_FAILURE = ("error", "resume", "stopped_by")
-_OF_ITS_END = (*_OF_A_FAILURE, "stopped_early", "adapter_step", "verdict")  # not true of a run that trains on
-_OWN_TRACES = re.compile(r"\.lock|\..*\.tmp")  # of a process that was killed before it had written anything
+_OF_ITS_END = (*_OF_A_FAILURE, "stopped_early", "adapter_step", "verdict")  # invalid for a run that trains on
+_OWN_TRACES = re.compile(r"\.lock|\..*\.tmp")  # left by a process that was killed before it wrote anything
 
-_open: "WeakKeyDictionary[RunDir, threading.Thread]" = WeakKeyDictionary()  # each with the thread that opened it
+_open: "WeakKeyDictionary[RunDir, threading.Thread]" = WeakKeyDictionary()  # with the thread that opened each
 
 
 class RunDir:
-    """The open folder of one run; a context manager that releases it at the end and records how the run ended. SIGTERM
-    and SIGHUP end it like Ctrl-C.
+    """The open folder of one run. As a context manager it releases the folder at the end and records how the run ended;
+    SIGTERM and SIGHUP end it like Ctrl-C.
 
     Attributes:
-        id: of the run that the folder holds, carried by its files; "" before there is one.
-        writes: whether this process writes; the main one does.
-        resumed: whether it holds an earlier part of the run, which is continued.
-        resumes_from: the checkpoint that it is continued from; None for the start.
-        restored: how often the folder was removed under the run and made again.
-        resume_command: how to resume the run, for people; the command line sets its own.
+        id: the run's id, which its files carry; "" before there is one.
+        writes: whether this process writes; only the main one does.
+        resumed: whether this run continues an earlier part of itself.
+        resumes_from: the checkpoint to continue from; None for the start.
+        restored: how often the folder was removed during the run and created again.
+        resume_command: how to resume the run, for the user; the command line sets its own.
     """
 
     def __init__(self, folder: Path):
@@ -83,7 +82,7 @@ class RunDir:
         self.restored = 0
         self.resume_command = "train(run, policy, data, reward_funcs, resume=True)"
         self._config = ""
-        self._families: dict[str, bytes] = {}  # the files of the user's task families
+        self._families: dict[str, bytes] = {}  # files of the user's task families
         self._lock: IO[str] | None = None
         self._signals = ExitStack()
 
@@ -92,18 +91,18 @@ class RunDir:
         """Open the folder of `run` for writing, and record its configuration and versions.
 
         Args:
-            resume: continue the run in it, from its newest checkpoint that is whole.
-            overwrite: delete the files of the run in it, and nothing else, and start again.
+            resume: continue the run in it from the newest intact checkpoint.
+            overwrite: delete the run's files, and nothing else, and start over.
 
         Raises:
-            RunExistsError: it holds a run and neither flag is given, another process is writing it, or it holds
-                something else than a run of this kit. A run that failed before its first step does not count.
-            RunNotFoundError: `resume`, and there is no run, or none of its checkpoints is whole.
-            ConfigError: both flags; or `resume` with a configuration that would train something else.
-            SetupError: the folder cannot be made or written.
+            RunExistsError: the folder contains a run and neither flag is given, another process is writing it, or it
+                contains something other than a run of this kit. A run that failed before its first step does not count.
+            RunNotFoundError: `resume`, and there is no run, or none of its checkpoints is intact.
+            ConfigError: both flags; or `resume` with a configuration that would train differently.
+            SetupError: the folder cannot be created or written.
         """
         self = cls(Path(run.folder))
-        if not self.writes:  # what the folder refuses, it refuses the main process
+        if not self.writes:  # the main process does the checks
             self.resumed = resume
             return self
         try:
@@ -121,7 +120,7 @@ class RunDir:
 
     @classmethod
     def check(cls, run: RunConfig, *, resume: bool = False, overwrite: bool = False) -> None:
-        """Refuse what `create` would refuse, without touching anything; a lock, and checkpoints, are left to it."""
+        """Refuse what `create` would refuse, without touching anything; the lock and checkpoints are not checked."""
         self = cls(Path(run.folder))
         self._check(resume, overwrite)
         place = self.folder.absolute()
@@ -140,7 +139,7 @@ class RunDir:
             self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         self.id = read_run_id(self.folder)
-        self._check(resume, overwrite)  # again: until now another process may have written
+        self._check(resume, overwrite)  # again: another process may have written before the lock
         self._refuse_odd_files()
         self.resumed = resume
         if resume:
@@ -156,12 +155,12 @@ class RunDir:
         for path in (self.folder / name for name in ("adapter", "best")):
             if path.is_symlink():  # it is replaced as a whole
                 raise SetupError(
-                    f"{path} is a link: put a folder in its place. checkpoints/ may be a link to a larger disk, and "
+                    f"{path} is a link: replace it with a folder. checkpoints/ may be a link to a larger disk, and "
                     "run.output_dir moves everything"
                 )
         for path in (self.folder / name for name in FILES):
             if path.exists() and not path.is_file():
-                raise SetupError(f"{path} is no regular file, and the run writes one of this name: move it away")
+                raise SetupError(f"{path} is not a regular file, and the run writes a file of this name: move it away")
 
     def _describe_run(self) -> None:
         self.write_text("config.yaml", f"{ID_LINE.decode()}{self.id}: what it trains with\n{self._config}")
@@ -183,45 +182,45 @@ class RunDir:
         there = sorted(path.name for path in self.folder.glob("*") if not _OWN_TRACES.fullmatch(path.name))
         carriers = "config.yaml, versions.json, status.json or a checkpoint's manifest"
         if resume and not self.id:
-            unknown = f": nothing in it carries a run's id ({carriers})" if there else ""
-            raise RunNotFoundError(f"there is no run to resume in {self.folder}{unknown}; start it without --resume")
+            unknown = f": none of its files carries a run's id ({carriers})" if there else ""
+            raise RunNotFoundError(f"no run to resume in {self.folder}{unknown}; start it without --resume")
         if resume or not there:
             return
         if not self.id:
             raise RunExistsError(
                 f"{self.folder} is not empty ({', '.join(there[:3])}) and not the folder of a run of this kit (none of "
-                f"{carriers} carries an id), so nothing in it is touched: choose another place with run.name=... or "
+                f"{carriers} carries an id), so nothing in it is touched: choose another folder with run.name=... or "
                 "run.output_dir=..."
             )
         if not overwrite and not self._never_began():
             status = self.status()
             step = f" at step {status['step']}" if status.get("step") else ""
             raise RunExistsError(
-                f"{self.folder} holds a run already ({status.get('state')}{step}): go on with it with --resume "
-                "(resume=True in Python), delete it and start again with --overwrite (overwrite=True), or give this "
-                "one another name with run.name=..."
+                f"{self.folder} already contains a run ({status.get('state')}{step}): continue it with --resume "
+                "(resume=True in Python), delete it and start over with --overwrite (overwrite=True), or choose "
+                "another name with run.name=..."
             )
 
     def _find_place(self) -> None:
-        """Choose the checkpoint to go on from and refuse what it does not fit; damaged ones are set aside."""
+        """Choose the checkpoint to continue from, refuse a configuration that differs, and set damaged ones aside."""
         folder = self.folder / "checkpoints"
         self.resumes_from, damaged = find_whole(folder, self.id)
         step = self.resumes_from.step if self.resumes_from else 0
         if self.resumes_from is None and damaged:
             reasons = "".join(f"\n  {path.name}: {damage}" for path, damage in damaged.items())
             raise RunNotFoundError(
-                f"none of the checkpoints in {folder} is whole:{reasons}\nput one back from a copy, or start again: "
+                f"none of the checkpoints in {folder} is intact:{reasons}\nrestore one from a copy, or start over with "
                 "--overwrite or run.name=..."
             )
         if self.resumes_from is None and self._has_saved():
             raise RunNotFoundError(
-                f"the run in {self.folder} has trained and saved, but there is no checkpoint in {folder}: put them "
-                "back (is a disk not mounted?), or start again: --overwrite or run.name=..."
+                f"the run in {self.folder} has saved checkpoints, but there is no checkpoint in {folder}: restore them "
+                "(is a disk not mounted?), or start over with --overwrite or run.name=..."
             )
         self._refuse_changes()
         for path, damage in damaged.items():
             number = path.name.rpartition("-")[2]
-            if number.isdecimal() and int(number) > step:  # else the run does not come to it again
+            if number.isdecimal() and int(number) > step:  # else the run does not reach that step again
                 say(f"WARNING: {path} is not used: {damage}. It is kept as {set_aside(path).name}")
 
     def _has_saved(self) -> bool:
@@ -230,14 +229,14 @@ class RunDir:
         return bool(status.get("saved") or (trained and (self.folder / "adapter").exists()))
 
     def _refuse_changes(self) -> None:
-        """The configuration and the number of processes are those that trained, as the checkpoint has them, and so are
-        task families, as the folder has them."""
+        """Refuse a configuration or a number of processes that differs from the checkpoint's, or task families that
+        differ from the folder's."""
         for name, content in self._families.items():
             kept = self.folder / KEPT_FAMILIES / name
             if kept.is_file() and kept.read_bytes() != content:
                 raise ConfigError(
-                    f"{name} is not what the run in {self.folder} began with, which is {kept}: put that back, or start "
-                    "again: --overwrite or run.name=..."
+                    f"{name} is not what the run in {self.folder} started with, which is {kept}: put that back, or "
+                    "start over with --overwrite or run.name=..."
                 )
         saved, now = self.resumes_from, count_processes()
         if saved is None:  # nothing is trained yet
@@ -245,17 +244,17 @@ class RunDir:
                 refuse_changes((self.folder / "config.yaml").read_text(encoding="utf-8"), self._config, self.folder)
             return
         refuse_changes(saved.config, self._config, self.folder)
-        if saved.processes != now:  # rollouts of another size: the place in the data would not be the same
+        if saved.processes != now:  # rollouts would have another size, and the position in the data would differ
             before = saved.processes
             how = "without --launch" if before == 1 else f"with as many (--launch FILE --processes {before})"
             raise ConfigError(
-                f"the run in {self.folder} was trained in {before} process{'es' if before > 1 else ''} and would go on "
-                f"in {now}: start it {how}, or start again: --overwrite or run.name=..."
+                f"the run in {self.folder} was trained in {before} process{'es' if before > 1 else ''} and would "
+                f"continue in {now}: start it {how}, or start over with --overwrite or run.name=..."
             )
 
     @property
     def checkpoint_record(self) -> dict[str, Any]:
-        """What the manifest of a checkpoint says about the run; see `checkpoints.seal`."""
+        """The run's entries in a checkpoint's manifest; see `checkpoints.seal`."""
         return {"run": self.id, "config": self._config, "processes": count_processes()}
 
     def _take_lock(self) -> None:
@@ -264,20 +263,20 @@ class RunDir:
         except BlockingIOError:
             raise RunExistsError(
                 f"{self.folder} is being written by another process ({self.status().get('pid', 'unknown')}): wait for "
-                "it, stop it, or give this run another name with run.name=..."
+                "it, stop it, or choose another name with run.name=..."
             ) from None
 
     def _delete_run(self) -> None:
-        """Delete the old run's files. Its configuration, with the id, stays until the new one replaces it, so that a
-        deletion that was cut off can be repeated."""
+        """Delete the old run's files. Its configuration, with the id, stays until the new one replaces it, so that an
+        interrupted deletion can be repeated."""
         checkpoints = self.folder / "checkpoints"
         mine = [one.folder for one in list_checkpoints(checkpoints, self.id)] if self.id else []
         made = ["adapter", "best", "export", UNFINISHED]
-        made += [] if self._families else [KEPT_FAMILIES]  # else they are replaced: there may be no other copy
+        made += [] if self._families else [KEPT_FAMILIES]  # else they are replaced; there may be no other copy
         for path in (*mine, checkpoints / UNFINISHED, *(self.folder / name for name in made)):
             if path.is_dir():
                 shutil.rmtree(path)
-        with suppress(OSError):  # it holds something else
+        with suppress(OSError):  # it contains something else
             checkpoints.rmdir()
         for name in FILES:
             if name != "config.yaml":
@@ -301,7 +300,7 @@ class RunDir:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         try:
             if error is not None:
-                with suppress(OSError):  # of a full disk; the error itself matters more
+                with suppress(OSError):  # a full disk; the original error matters more
                     self._record_error(error)
         finally:
             self.close()
@@ -311,18 +310,18 @@ class RunDir:
             raise SetupError(self._explain_full_disk(error)) from error
         if isinstance(error, OSError) and str(error.filename).startswith(f"{self.folder}{os.sep}"):
             why = f"{error.filename}: {error.strerror or error}"
-            raise SetupError(f"a file of the run cannot be used ({why}); move it away, then: {self.resume_command}")
+            raise SetupError(f"a file of the run is unusable ({why}); move it away, then resume: {self.resume_command}")
 
     def _explain_full_disk(self, error: BaseException) -> str:
         last = self.last_checkpoint()
         kept = f"the checkpoint of step {last.step}" if last else "no checkpoint yet"
         return (
             f"the disk is full, or a quota is used up ({type(error).__name__}: {shorten(str(error))}). {self.folder} "
-            f"has {kept}; make room, then go on: {self.resume_command}"
+            f"has {kept}; free some space, then resume: {self.resume_command}"
         )
 
     def _record_error(self, error: BaseException) -> None:
-        """Record how the run ended; a process that failed alone does so if the main one, which hangs then, has not."""
+        """Record how the run ended. If only another process failed, the main one hangs, so that process records it."""
         interrupted = isinstance(error, KeyboardInterrupt)
         if not self.writes:
             if interrupted:
@@ -336,18 +335,18 @@ class RunDir:
     # ------------------------------------------------------------------------------------------------ its files
 
     def keep_folder(self) -> None:
-        """Make the folder again if it was removed since it was opened, and count it in `restored`.
+        """Create the folder again if it was removed since it was opened, and count it in `restored`.
 
-        Raises RunExistsError where another process has taken its place.
+        Raises RunExistsError if another run has taken its place.
         """
         if not self.writes or not self._config:  # not opened
             return
-        there = (self.folder / "config.yaml").is_file()  # a removal of the folder takes it for good
+        there = (self.folder / "config.yaml").is_file()  # removing the folder removes this file too
         found = read_run_id(self.folder)
         if there and found == self.id and self._has_lock():
             return
         if found not in ("", self.id):
-            raise RunExistsError(f"{self.folder} holds another run ({found}) by now, so this one ({self.id}) stops")
+            raise RunExistsError(f"{self.folder} now holds another run ({found}), so this one ({self.id}) stops")
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._has_lock():
             if self._lock is not None:
@@ -355,11 +354,11 @@ class RunDir:
             self._take_lock()
         if not there:
             self.restored += 1
-            say(f"WARNING: {self.folder} was removed while the run goes on: what can be is written again")
+            say(f"WARNING: {self.folder} was removed during the run; it is created again without the lost files")
             self._describe_run()
 
     def _has_lock(self) -> bool:
-        """Whether the file that this process has locked still lies in the folder; true on a system without locks."""
+        """Whether the file that this process has locked is still in the folder; true on a system without locks."""
         if self._lock is None:
             return True
         with suppress(OSError):
@@ -370,7 +369,7 @@ class RunDir:
         return self.folder / name
 
     def write_text(self, name: str, text: str) -> Path:
-        """Replace a file in one piece: a reader sees the old text or the new one, even after a crash."""
+        """Replace a file atomically: a reader sees the old text or the new one, even after a crash."""
         return write_text(self.folder / name, text) if self.writes else self.folder / name
 
     def write_json(self, name: str, value: Any) -> Path:
@@ -378,18 +377,18 @@ class RunDir:
         return write_json(self.folder / name, value) if self.writes else self.folder / name
 
     def append_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
-        """Add one line a row, all in one write, so that a crash loses none of them."""
+        """Append one line per row in a single write, so that a crash loses none of them."""
         if not self.writes:
             return
         self.keep_folder()
         append_rows(self.folder / name, rows)
 
     def replace_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
-        """Write a JSONL file again with these rows alone, in one piece."""
+        """Replace a JSONL file atomically with these rows."""
         self.write_text(name, "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The rows of `metrics.jsonl` that this run wrote, in the order of their steps: `step`, and numbers or None."""
+        """The rows of `metrics.jsonl` that this run wrote, in step order: `step`, and numbers or None."""
         rows = [row for row in self.read_jsonl("metrics.jsonl") if is_count(row.get("step"))]
         mine = [
             {key: value for key, value in row.items() if key == "run" or value is None or is_number(value)}
@@ -403,8 +402,8 @@ class RunDir:
         return list(read_rows(self.folder / name))
 
     def status(self) -> dict[str, Any]:
-        """`status.json`; empty where there is no run. Where the file is lost or damaged, what the newest checkpoint
-        says: "interrupted", and its step."""
+        """`status.json`; empty without a run. If the file is lost or damaged, the state is "interrupted" at the step of
+        the newest checkpoint."""
         found = self._read_status()
         if found or not self.id:
             return found
@@ -418,11 +417,11 @@ class RunDir:
         return {name: value for name, value in found.items() if name not in _COUNTS or is_count(value)}
 
     def set_status(self, state: str, **fields: Any) -> None:
-        """Write `status.json`: the state (one of STATES), the process, the time, and `fields` over the ones it had.
+        """Write `status.json`: the state (one of STATES), the process, the time, and `fields`, which update old ones.
 
         Fields are `step`, `max_steps`, `error`, `command` (that made the run), `resume` (that resumes it),
-        `adapter_step` (whose weights `adapter/` holds), `stopped_early` (why), `stopped_by` (a rule of `health:`),
-        `method` ("sft" where it is not RLOO), `energy_wh` and `verdict`.
+        `adapter_step` (the step of the weights in `adapter/`), `stopped_early` (why), `stopped_by` (a rule of
+        `health:`), `method` ("sft" if it is not RLOO), `energy_wh` and `verdict`.
         """
         if state not in STATES:
             raise ValueError(f"a run's state is one of {', '.join(STATES)}; got {state!r}")
@@ -439,17 +438,17 @@ class RunDir:
         write_json(self.folder / "status.json", status)
 
     def last_checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint of this run; its files are checked where the run is resumed."""
+        """The newest checkpoint of this run; its files are checked on a resume."""
         return next(iter(list_checkpoints(self.folder / "checkpoints", self.id)), None) if self.id else None
 
     def drop_results(self) -> None:
-        """Delete what an earlier end of the run left that is not true of one that trains on."""
+        """Delete results of an earlier end of the run, which are out of date once it trains on."""
         if self.writes:
             for name in ("after.json", "report.html"):
                 (self.folder / name).unlink(missing_ok=True)
 
     def rewind(self, step: int) -> None:
-        """Drop what came after `step` from the logs, and `best/` if it is of a later one: a resumed run repeats it."""
+        """Drop all rows after `step` from the logs, and `best/` if its step is later; a resumed run repeats them."""
         if self.writes:
             cut_rows(self.folder / "evaluations.jsonl", step)
             best = read_object(self.folder / "best" / "evaluation.json").get("step")
@@ -461,17 +460,19 @@ class RunDir:
 
 
 def _read_families(run: RunConfig) -> dict[str, bytes]:
-    """The user's task families by the file names under which the folder keeps them."""
+    """The user's task families by their file names in the run's folder."""
     found: dict[str, bytes] = {}
     for file in run.family_files:
         content = file.read_bytes()
         if found.setdefault(file.name, content) != content:
-            raise ConfigError(f"two different task families of the run are called {file.name}, as {file}: rename one")
+            raise ConfigError(
+                f"two different task families of the run are called {file.name} (one is {file}): rename one"
+            )
     return found
 
 
 def open_runs() -> list[Path]:
-    """Folders of the runs that this process is training; one that is over, or whose thread has ended, is not."""
+    """Folders of the runs that this process is training; finished ones, and those whose thread has ended, excluded."""
     return [
         run_dir.folder
         for run_dir, thread in list(_open.items())
@@ -480,14 +481,14 @@ def open_runs() -> list[Path]:
 
 
 def describe_versions() -> dict[str, Any]:
-    """Versions of Python and the libraries, git revision of the kit's checkout (None without one), the machine, the
-    number of processes."""
+    """Versions of Python and the libraries, the git revision of the kit's checkout (None without one), the machine and
+    the number of processes."""
     found = {"versions": installed_versions(), "git": git_revision(Path(__file__)), "processes": count_processes()}
     return found | {"machine": describe_machine(), "written": now()}
 
 
 def read_run_id(folder: Path) -> str:
-    """The id of the run in a folder, from the first of its files that carries one; "" if none does."""
+    """The id of the run in a folder, from the first file that has one; "" if none has."""
     path = folder / "config.yaml"
     with suppress(OSError):
         line = b""

@@ -1,4 +1,4 @@
-"""The folder of a run's supervised part: outputs/NAME-sft, beside that of the run itself."""
+"""The folder of a run's supervised part: outputs/NAME-sft, next to the run's own."""
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import RunExistsError
@@ -6,14 +6,14 @@ from rloo_kit.runs.run_dir import RunDir
 
 
 def sft_run(run: RunConfig) -> RunConfig:
-    """`run` under the name of its supervised part, NAME-sft, which is also that of its folder."""
+    """`run` with the name of its supervised part, NAME-sft, which is also its folder's name."""
     changed = run.model_copy(deep=True)
     changed.run.name = f"{run.name}-sft"
     return changed
 
 
 def check_folder(run: RunConfig, overwrite: bool = False) -> None:
-    """Refuse, with RunExistsError, a folder that `open_folder` would not write over."""
+    """Refuse, with RunExistsError, a folder that `open_folder` would not overwrite."""
     changed = sft_run(run)
     try:
         RunDir.check(changed, overwrite=overwrite)
@@ -21,8 +21,8 @@ def check_folder(run: RunConfig, overwrite: bool = False) -> None:
         if not (changed.folder / "status.json").is_file():  # not a folder of ours
             raise
         raise RunExistsError(
-            f"{changed.folder} holds the supervised training of {run.name} already: delete it and start again with "
-            "--overwrite (overwrite=True), or give this run another name with run.name=..."
+            f"{changed.folder} already contains the supervised training of {run.name}: delete it and start over with "
+            "--overwrite (overwrite=True), or choose another name with run.name=..."
         ) from error
 
 

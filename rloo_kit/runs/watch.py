@@ -1,4 +1,4 @@
-"""Steps that fail: NaN or infinity, and failed rewards. One is skipped or reported; too many in a row end the run."""
+"""Watches for failed steps (NaN or infinity) and failed rewards. Too many in a row end the run."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,14 @@ from rloo_kit.system.processes import say
 
 
 class FiniteWatch:
-    """Counts optimizer steps that were skipped for NaN or infinity; reports the 1st, 2nd, 4th, 8th ... of them.
+    """Counts optimizer steps that are skipped because of NaN or infinity; reports the 1st, 2nd, 4th, 8th ... one.
 
     Args:
         patience: skipped steps in a row after which the run has to stop (`max_skipped_steps`), 1 or more.
 
     Attributes:
-        skipped: steps that were skipped in all. in_a_row: those since the last step that was taken.
-        reason: what was not finite the last time.
+        skipped: all skipped steps. in_a_row: skipped steps since the last one that was taken.
+        reason: what was not finite most recently.
 
     >>> watch = FiniteWatch(patience=2)
     >>> watch.observe(7, "the gradient")
@@ -39,8 +39,8 @@ class FiniteWatch:
         """Count optimizer step `step`.
 
         Args:
-            broken: what was NaN or infinite in it ("the log-probabilities", "the KL", "the gradient") in any process;
-                None for a step that was taken.
+            broken: what was NaN or infinite in any process ("the log-probabilities", "the KL", "the gradient"); None
+                for a step that was taken.
         """
         if broken is None:
             self.in_a_row = 0
@@ -61,13 +61,13 @@ class FiniteWatch:
         return NonFiniteError(
             f"NaN or infinity in {self.reason}, {self.in_a_row} steps in a row (max_skipped_steps = {self.patience}), "
             f"so training stopped; none of them moved a weight. The state is saved in {saved_in}. Lower learning_rate, "
-            "raise beta, set delta where num_iterations is above 1, and prefer bf16 to fp16; then start from an "
-            "earlier checkpoint"
+            "raise beta, set delta if num_iterations is above 1, and prefer bf16 to fp16; then start from an earlier "
+            "checkpoint"
         )
 
 
 class FailureWatch:
-    """Counts generation batches with failed rewards; reports the 1st, 2nd, 4th, 8th ... of them.
+    """Counts generation batches with failed rewards; reports the 1st, 2nd, 4th, 8th ... one.
 
     Args:
         limit: share of failed samples, 0 to 1, above which a batch counts as failed (`max_reward_failure_share`).
@@ -96,8 +96,8 @@ class FailureWatch:
         """Count one generation batch.
 
         Args:
-            share: of its samples, over all processes, that a reward failed for, 0 to 1.
-            messages: one for each reward of this process that failed.
+            share: of its samples, over all processes, on which a reward failed, 0 to 1.
+            messages: one for each reward that failed in this process.
         """
         self._over_limit_in_a_row = self._over_limit_in_a_row + 1 if share > self.limit else 0
         if share == 0.0:

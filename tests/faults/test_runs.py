@@ -206,7 +206,7 @@ def test_a_full_disk_ends_in_one_line(place, reference, record, tmp_path):
         ).returncode
     assert code == 2, place.printed()[-3000:]
     line = place.errors()[-1]
-    assert "disk is full" in line and "make room" in line and "--resume" in line
+    assert "disk is full" in line and "free some space" in line and "--resume" in line
     assert "Traceback" not in place.printed()
     status = json.loads((kept / "tiny" / "status.json").read_text())
     assert status["state"] == "failed" and "resume" in status

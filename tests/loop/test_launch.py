@@ -234,7 +234,7 @@ def test_a_refusal_ends_all_processes_with_one_message(how, expected, launched, 
     started = Started(command_of(how, config, "run.name=whole"), config.parent)
     assert started.end(120) == expected, started.text
     assert time.monotonic() - began < 100
-    assert started.text.count("holds a run already (finished at step 30)") == 1
+    assert started.text.count("already contains a run (finished at step 30)") == 1
     assert ("Traceback" in started.text) == (how == "accelerate"), "accelerate's own, around a process that refused"
 
 

@@ -146,7 +146,7 @@ def test_a_folder_like_a_runs(load, capsys):
     assert len(found) == len(trained(policy.model)) == len(trained(again.model))
     for name, value in trained(policy.model).items():
         assert torch.equal(value, trained(again.model)[name])
-    with pytest.raises(RunExistsError, match=r"tiny-sft holds the supervised training of tiny.*--overwrite"):
+    with pytest.raises(RunExistsError, match=r"tiny-sft already contains the supervised training of tiny.*--overwrite"):
         fine_tune(run, policy, data)
     assert fine_tune(run, policy, data, overwrite=True).steps == 2
 

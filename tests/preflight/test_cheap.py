@@ -111,7 +111,7 @@ def test_a_run_is_resumed_over_its_own_folder(place: Path) -> None:
     folder = place / "outputs" / "run"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("# rloo-kit run 0123456789ab: x\n")
-    assert any("holds a run already" in str(fault) for fault in find_faults(run, folder=FolderUse()))
+    assert any("already contains a run" in str(fault) for fault in find_faults(run, folder=FolderUse()))
     assert find_faults(run, folder=FolderUse(resume=True)) == []
     assert find_faults(run, folder=FolderUse(overwrite=True)) == []
     assert find_faults(run) == [], "who only looks does not ask whether the folder is free"

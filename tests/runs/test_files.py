@@ -36,7 +36,7 @@ def test_what_is_saved_again_is_named_once_and_last(tmp_path: Path, monkeypatch:
 
 
 def test_a_run_whose_thread_died_is_not_open(tmp_path: Path) -> None:
-    """Nobody trains it any more, and it kept the kernel."""
+    """It is no longer trained, and it kept the kernel."""
     kept = []
     thread = threading.Thread(target=lambda: kept.append(RunDir.create(Run(tmp_path / "two"))))
     thread.start()

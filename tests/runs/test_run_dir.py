@@ -297,7 +297,7 @@ def test_files_that_the_run_could_not_write_are_refused(run):
     """A link for adapter/ was replaced by a folder, and the link's target kept old weights; a pipe hung."""
     begin(run, step=2)
     os.mkfifo(run.folder / "rollouts.jsonl")
-    with pytest.raises(SetupError, match="rollouts.jsonl is no regular file"):
+    with pytest.raises(SetupError, match="rollouts.jsonl is not a regular file"):
         RunDir.create(run, resume=True)
     (run.folder / "rollouts.jsonl").unlink()
     (run.folder / "status.json").unlink()
@@ -378,7 +378,7 @@ def test_a_full_disk_is_said_in_a_line(run):
     """It was a traceback, and the status stayed "running". The limit on a file's size is one that a test can set."""
     begin(run, step=3)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with pytest.raises(SetupError, match="disk is full.*checkpoint of step 3.*make room.*resume=True"):
+    with pytest.raises(SetupError, match="disk is full.*checkpoint of step 3.*free some space.*resume=True"):
         try:
             with RunDir.create(run, resume=True) as run_dir:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
