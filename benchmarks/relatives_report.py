@@ -153,14 +153,14 @@ def arms_table(result: dict[str, Any]) -> list[str]:
 
 
 def differences_table(result: dict[str, Any]) -> list[str]:
-    """relatives.json: every arm less RLOO with K = 8, seed by seed."""
+    """relatives.json: every arm minus RLOO with K = 8, seed by seed."""
     rows = []
     for row in result["differences"]:
         p_values = ["" if row[name] is None else f"{row[name]:.3f}" for name in ("p", "p_holm")]
         seeds = ", ".join(f"{value:+.3f}" for value in row["by_seed"])
         difference = _cell(row, "{:+.3f}")
         rows.append([LABELS[row["arm"]], MEASURES[row["measure"]], difference, seeds, *p_values, _judge(row)])
-    head = ["arm less RLOO, K = 8", "measure", "difference (95 %)", "seed by seed", "p", "p, Holm", ""]
+    head = ["arm minus RLOO, K = 8", "measure", "difference (95 %)", "seed by seed", "p", "p, Holm", ""]
     return table(head, rows)
 
 
@@ -170,8 +170,8 @@ def _judge(row: dict[str, Any]) -> str:
         return "chance alone" if row["arm"] == CONTROL else "one seed: no test" if any(row["by_seed"]) else "identical"
     if row["is_significant"]:
         return "**significant**"
-    beside = row["low"] > 0 or row["high"] < 0
-    return "not after correction" if beside else "not significant"
+    excludes_zero = row["low"] > 0 or row["high"] < 0
+    return "not after correction" if excludes_zero else "not significant"
 
 
 def setting_line(result: dict[str, Any]) -> list[str]:

@@ -123,7 +123,7 @@ def tiny_folder(
 
 @pytest.fixture
 def run_fresh(tmp_path: Path, repository: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`run_fresh(code, gpus=None, hide_unsloth=True, **variables)` runs code in a process of its own.
+    """`run_fresh(code, gpus=None, hide_unsloth=True, **variables)` runs code in a separate process.
 
     Its working folder `tmp_path/work` is an empty project, its home `tmp_path/home`, and `tmp_path/site` comes first
     on the path: torch is a CUDA build there, and a test may add modules. `gpus` go to the faked driver; an installed

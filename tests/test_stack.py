@@ -67,7 +67,7 @@ def test_a_real_trl_that_came_first_is_an_error(with_unsloth: RunFresh) -> None:
     ],
 )
 def test_each_library_that_is_patched_is_named(with_unsloth: RunFresh, site: Path, code: str, named: str) -> None:
-    """What was loaded before Unsloth stays unpatched, whichever library it is and whoever imports Unsloth."""
+    """What was loaded before Unsloth stays unpatched, whichever library it is and whatever imports Unsloth."""
     for module in ("transformers", "peft", "trl"):
         (site / f"{module}.py").write_text("")
     assert f"ImportOrderError: {named} imported before Unsloth." in refusal(with_unsloth(code))

@@ -119,8 +119,8 @@ def scores_bf16(bench: Bench) -> None:
 
 
 def compare_layouts(bench: Bench, policy: Any) -> None:
-    """Every layout against single sequences. Stock's left-padded rows are beside them: Unsloth's training forward may
-    drop their mask, silently."""
+    """Every layout against single sequences. Stock's left-padded rows are reported alongside: Unsloth's training
+    forward may drop their mask, silently."""
     import torch
 
     from rloo_kit.gradient import packing
@@ -199,7 +199,7 @@ def make_groups(bench: Bench, device: Any) -> list[Any]:
 
 
 def one_by_one(groups: Iterable[Any]) -> list[Any]:
-    """Each completion in a group of its own."""
+    """Each completion in its own group."""
     from rloo_kit.gradient.packing import Group
 
     return [Group(group.prompt, [one]) for group in groups for one in group.completions]

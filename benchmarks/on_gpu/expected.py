@@ -38,7 +38,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Row:
-    """An expectation beside what was found."""
+    """An expectation and what was found."""
 
     what: str
     expected: str

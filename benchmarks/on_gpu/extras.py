@@ -1,4 +1,4 @@
-"""Checks outside the hour (part 0), run by `first_hour.py --only NAME`: float32 beside 16 bits, the embedded model's
+"""Checks outside the hour (part 0), run by `first_hour.py --only NAME`: float32 vs. 16 bits, the embedded model's
 run, the claim in fp16, longer completions, and where the time goes by kind of kernel.
 """
 
@@ -19,7 +19,7 @@ from on_gpu.claim import train_on
 from on_gpu.correctness import Scored, is_close, make_groups, move_adapter, one_by_one, synchronize
 from on_gpu.figures import ENGINES, built_side, make_workload, measure_stock, measure_training, measure_whole
 
-LAYOUTS = ("padded", "repeated")  # beside the one that the scorer chooses
+LAYOUTS = ("padded", "repeated")  # besides the one that the scorer chooses
 FP16 = ("rloo.fp16=true", "rloo.bf16=false", "model.dtype=float16")
 FLOAT32 = "16 bits are float32 there: it is trains_on_8gb"
 SMALL = (

@@ -232,7 +232,7 @@ def built_side(bench: Bench, name: str, workload: Workload, layout: str = "") ->
 
 
 def forget_steps(model: Any) -> None:
-    """Make the adapter the identity again: to a trainer one that has learned is a reference of its own."""
+    """Make the adapter the identity again: to a trainer one that has learned is its own reference."""
     import torch
 
     with torch.no_grad():

@@ -329,7 +329,7 @@ def test_a_folder_in_use_or_of_something_else_is_refused(folder: Path) -> None:
 
 
 def test_overwrite_deletes_what_a_batch_wrote_and_nothing_else(folder: Path) -> None:
-    """--overwrite must not be `rm -rf`: notes that somebody keeps beside the runs stay."""
+    """--overwrite must not be `rm -rf`: notes that somebody keeps next to the runs stay."""
     batch = load(folder, grid={"seed": [1, 2]})
     leave_batch(batch, "done", "failed")
     place = batch.folder
@@ -423,7 +423,7 @@ def test_the_page_is_safe_and_whole(compared: BatchDir) -> None:
 
 
 def test_a_batch_without_figures_is_compared_by_state_and_time(folder: Path) -> None:
-    """A notebook that trains nothing has a comparison too, and so has a batch of which nothing ran."""
+    """A notebook that trains nothing has a comparison too, and so has a batch in which nothing ran."""
     with BatchDir.create(load(folder, grid={"seed": [1, 2]})) as place:
         html = write_comparison(place)[0].read_text(encoding="utf-8")
         assert "<svg" not in html and "2 runs: 2 waiting" in html

@@ -57,7 +57,7 @@ def test_rewards_need_no_installed_package(repository: Path) -> None:
 
 
 def test_a_rewards_module_of_the_user_does_not_break_the_kit(tmp_path: Path, repository: Path) -> None:
-    """`rewards.py` beside a script is the first name anybody gives to rewards of their own, and it shadowed the kit's
+    """`rewards.py` next to a script is the first name anybody gives to rewards of their own, and it shadowed the kit's
     package: "No module named 'rewards.text'; 'rewards' is not a package"."""
     (tmp_path / "rewards.py").write_text(
         "def brevity(completions, **columns):\n    return [0.5 for _ in completions]\n"

@@ -158,7 +158,7 @@ def test_a_machine_without_a_compiler_runs_the_tests(clone: Path) -> None:
 
 
 def test_pip_works_behind_one_line(clone: Path) -> None:
-    """A first `make demo` began with 482 lines of pip, in which nobody found the demo. A failure shows pip's end."""
+    """A first `make demo` began with 482 lines of pip, which buried the demo. A failure shows pip's end."""
     (clone / ".venv" / "bin").mkdir(parents=True)
     pip = "for i in 1 2 3; do echo Collecting $i; echo WARNING: x; done; echo Successfully installed a b c; "
     pip += "echo ERROR: no space >&2; exit $CODE"

@@ -107,7 +107,7 @@ def test_renamed_keywords_keep_their_meaning(config_class: type, tmp_path: Path,
 
 @pytest.mark.parametrize("old", WITHOUT_EFFECT)
 def test_keywords_without_effect_say_so(config_class: type, tmp_path: Path, old: str) -> None:
-    """An argument that is swallowed in silence is believed to work; the warning names what does today."""
+    """An argument that is silently swallowed is believed to work; the warning names what does today."""
     value, equivalent = WITHOUT_EFFECT[old]
     config, messages = build(config_class, tmp_path, **{old: value})
     assert len(messages) == 1 and old in messages[0] and "no effect" in messages[0] and equivalent in messages[0]

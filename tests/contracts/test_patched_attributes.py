@@ -87,8 +87,8 @@ def patches_of(tree: ast.AST, own: set[str]) -> Iterator[str]:
 
 
 def test_the_list_is_whole() -> None:
-    """CONTRIBUTING said that no library attribute is patched while four were: whoever debugs a library's behaviour in a
-    run has to find in one place what of it is not the library's own."""
+    """CONTRIBUTING said that no library attribute is patched while four were: anyone who debugs a library's behaviour
+    in a run has to find in one place what of it is not the library's own."""
     from rloo_kit.loop.patches import PATCHED_ATTRIBUTES
 
     trees = {path.relative_to(KIT).as_posix(): ast.parse(path.read_text("utf-8")) for path in KIT.rglob("*.py")}

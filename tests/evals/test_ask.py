@@ -158,7 +158,7 @@ def test_control_characters_of_a_model_stay_symbols(trained, capsys, monkeypatch
 
 
 def test_folders_of_weights_are_asked_like_their_run(run_folder, trained, tmp_path):
-    """`ask` works on what `export` writes: an adapter, and a merged model, with the run's configuration beside them,
+    """`ask` works on what `export` writes: an adapter, and a merged model, with the run's configuration with them,
     found above them, or without."""
     run, policy = trained
     wanted = ask(run, policy, "1+2=", temperature=0, stream=False)
@@ -292,7 +292,7 @@ def test_a_question_comes_through_a_pipe(run_folder):
 
 
 class Terminal:
-    """A process at a terminal of its own."""
+    """A process at its own terminal."""
 
     def __init__(self, words, columns=80):
         import fcntl

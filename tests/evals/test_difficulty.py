@@ -119,7 +119,7 @@ def test_pass_rates_are_the_runs_own_right_answers(policy):
     assert cached == 0 and rates[4] == 0.0 and 0 < sum(rates[:3]) < 3
     for row, wanted in ((0, SEVEN), (1, SEVEN), (3, EIGHT)):
         prompt = dataset[row]["prompt"]
-        seed = difficulty._seed(0, prompt)  # one row at a time: each prompt is a chunk of its own
+        seed = difficulty._seed(0, prompt)  # one row at a time: each prompt is its own chunk
         found = generate_completions(policy, [prompt], max_completion_length=4, num_samples=8, batch_size=1, seed=seed)
         closed = [one.ids for one in found if THINK_END in one.ids]
         answers = [ids[len(ids) - ids[::-1].index(THINK_END) :] for ids in closed]

@@ -1,4 +1,4 @@
-"""Held-out accuracy: what counts as right, what is measured beside it, and how two evaluations compare."""
+"""Held-out accuracy: what counts as right, what is measured alongside, and how two evaluations compare."""
 
 import copy
 import json
@@ -308,7 +308,7 @@ def test_long_evaluation_says_how_far_it_is(make_run, make_policy, capsys):
     run = make_run(batch_size=1, num_samples=16, thinking_budgets=[2])
     run.run.progress_every_s = 0.0
     evaluate(run, policy, make_dataset(), "before")
-    assert "evaluation before: " in capsys.readouterr().out  # at most ten lines a second: of which part, chance says
+    assert "evaluation before: " in capsys.readouterr().out  # at most ten lines a second: the parts vary
 
 
 def test_temperature_zero_is_greedy_already(make_run, make_policy):
@@ -346,7 +346,7 @@ REWARDS = [{"name": "length_reward", "weight": 0.5}, {"name": "thinking_reward",
 
 
 def test_held_out_reward_is_that_of_training(make_run, make_policy):
-    """A run with rewards of its own had "no accuracy to compare". The same numbers by hand: weighted sum and each
+    """A run with custom rewards had "no accuracy to compare". The same numbers by hand: weighted sum and each
     reward, a mean over prompts; accuracy is left out without answers."""
     run, policy = make_run(REWARDS, num_samples=4), digits_policy(make_policy)
     found = evaluate(run, policy, make_dataset())

@@ -1,4 +1,4 @@
-"""What was exported answers as what was trained does, also where the run is not beside it."""
+"""What was exported answers as what was trained does, also where the run is not next to it."""
 
 import re
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_an_export_that_has_moved_answers_alike(embedded_run: Path, tmp_path: Pa
 def test_a_run_of_a_users_family_is_asked_and_exported_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only `train` found the family: `ask` and `export` looked for it beside the run's own config.yaml."""
+    """Only `train` found the family: `ask` and `export` looked for it next to the run's own config.yaml."""
     root = Path(__file__).resolve().parents[2]
     page = (root / "docs" / "embedded.md").read_text(encoding="utf-8")
     code = next(block for block in re.findall(r"```python\n(.*?)```", page, flags=re.S) if "FAMILY" in block)

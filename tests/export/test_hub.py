@@ -1,4 +1,4 @@
-"""`--push`: the hub's own client against a hub on this machine, in a process of its own (it reads HF_ENDPOINT once)."""
+"""`--push`: the hub's own client against a hub on this machine, in a separate process (it reads HF_ENDPOINT once)."""
 
 import os
 import subprocess

@@ -75,7 +75,7 @@ def test_a_checkpoint_that_is_quantised_itself_keeps_its_adapter(tmp_path: Path)
 def test_in_the_runs_folder_the_base_is_where_the_run_has_it(
     tmp_path: Path, make_export: Callable[..., Path], target: str
 ) -> None:
-    """An export tells no path of a machine, so beside its run too it was sent to the hub for "mymodel"."""
+    """An export names no path of a machine, so even next to its run it was sent to the hub for "mymodel"."""
     base = write_model(tmp_path / "models" / "mymodel")
     run = write_run(tmp_path / "outputs" / "sums", base)
     made = make_export(tmp_path / "outputs" / "sums" / "export" / target, run, base, target)
@@ -101,7 +101,7 @@ def test_an_embedded_base_is_called_by_its_name(tmp_path: Path, make_export: Cal
 def test_the_base_of_a_users_family_is_the_included_one(
     tmp_path: Path, make_export: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The export has the base and not the family's file, for which `ask` looked: "no file backward.py"."""
+    """The export has the base and not the family's file that `ask` looked for: "no file backward.py"."""
     monkeypatch.chdir(tmp_path)
     name, model = "thinking@backward.0123abcd-compact-0-r2", "embedded/thinking@fam/backward.py"
     base = write_model(tmp_path / "cache" / name)

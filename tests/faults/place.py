@@ -46,7 +46,7 @@ def by_text(completion_ids, **_):
 
 
 class Place:
-    """`folder` with a config, prompts and a reward module of its own; `start` and `run` call `rloo-kit` there."""
+    """`folder` with a config, prompts and its own reward module; `start` and `run` call `rloo-kit` there."""
 
     def __init__(self, folder: Path, model: Path, evaluate: bool = False, output: Path | None = None):
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ class Place:
         return self.output / "tiny"
 
     def start(self, *words: str, command: str = "train", **options) -> subprocess.Popen:
-        """`rloo-kit train tiny.yaml WORDS` in a process of its own, its output in the log."""
+        """`rloo-kit train tiny.yaml WORDS` in a separate process, its output in the log."""
         self.log.write_bytes(b"")
         with open(self.log, "ab") as log:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT} | options

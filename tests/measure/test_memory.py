@@ -242,7 +242,7 @@ def test_training_is_measured_where_something_else_samples(run, tiny_folder, wor
 @pytest.mark.slow
 def test_the_command(tiny_folder):
     """One command for the GPU at hand: random weights of the shape, every cache that the engine keeps, training; what
-    was computed beside it, and JSON that is nothing but JSON."""
+    was computed alongside, and JSON that is nothing but JSON."""
     words = [*WORDS, f"model.name={tiny_folder}", "model.family=auto"]
     command = [sys.executable, "-m", "rloo_kit.cli", "plan", str(CONFIGS / "arithmetic_thinking.yaml"), *words]
     done = subprocess.run([*command, "--measure", "--json"], capture_output=True, text=True, timeout=300, check=False)

@@ -69,7 +69,7 @@ def write_batch(folder: Path, runs: list[dict[str, Any]], **values: Any) -> Path
 
 
 def start_batch(*words: Any, **environment: str) -> subprocess.Popen[str]:
-    """`rloo-kit batch words` in a process group of its own, with SIGHUP heard even where the tests run under nohup."""
+    """`rloo-kit batch words` in its own process group, with SIGHUP heard even where the tests run under nohup."""
     return subprocess.Popen(
         [sys.executable, "-m", "rloo_kit.cli", "batch", *map(str, words)],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Starting the real runners, each in a process group and a home of its own, and finding what they leave behind."""
+"""Starting the real runners, each with its own process group and home, and finding what they leave behind."""
 
 import io
 import json
@@ -114,7 +114,7 @@ def _run_terminal(cells: list[str], folder: Path) -> Ended:
 
 @contextmanager
 def environment(folder: Path) -> Iterator[tuple[dict[str, str], str]]:
-    """Variables of a process with a home of its own, and the mark by which all that it starts are found.
+    """Variables of a process with its own home, and the mark by which all that it starts are found.
 
     Nothing with this mark lives on after the block has been left with an error.
     """

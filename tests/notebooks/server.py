@@ -138,7 +138,7 @@ def jupyter_lab(folder: Path, *arguments: str, token: str = "", runtime: Path | 
 
 
 def own_certificate(folder: Path) -> list[str]:
-    """Arguments for https with a certificate that nobody has signed; empty where there is no openssl to make one."""
+    """Arguments for https with a self-signed certificate; empty where there is no openssl to make one."""
     if shutil.which("openssl") is None:
         return []
     key, certificate = folder / "key.pem", folder / "certificate.pem"

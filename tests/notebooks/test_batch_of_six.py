@@ -1,4 +1,4 @@
-"""A batch of six runs of the real notebook, of which one fails by design and one is killed, resumed to the end."""
+"""A batch of six runs of the real notebook: one fails by design, one is killed, resumed to the end."""
 
 import csv
 import json

@@ -52,7 +52,7 @@ def test_failing_and_killed_runs_are_not_done_and_resume_does_nothing_else(tmp_p
     assert "the kernel died" in found["kernel"]["error"]
     folder = tmp_path / "out" / "b"
     assert "fail: failed after " in printed and f"log: {folder / 'fail' / 'log.txt'}" in printed
-    assert processes_of(tmp_path) == [], "also not what a notebook has started in a session of its own"
+    assert processes_of(tmp_path) == [], "also not what a notebook has started in its own session"
 
     done_at = {mode: (folder / mode / "notebook.ipynb").stat().st_mtime_ns for mode in ("ok", "child")}
     (tmp_path / "fixed").touch()
@@ -73,7 +73,7 @@ def test_failing_and_killed_runs_are_not_done_and_resume_does_nothing_else(tmp_p
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_batch_and_everything_it_started(tmp_path, number):
-    """A kernel is in a session of its own: after Ctrl-C it went on, and held the GPU's memory until the morning."""
+    """A kernel has its own session: after Ctrl-C it went on, and held the GPU's memory until the morning."""
     file = write_batch(tmp_path, [run_of("sleep"), run_of("ok")])
     batch = start_batch(file)
     try:
@@ -95,7 +95,7 @@ def test_a_signal_ends_the_batch_and_everything_it_started(tmp_path, number):
 
 @pytest.mark.parametrize("guarded", [True, False], ids=["watchdog", "watchdog-killed-too"])
 def test_a_killed_batch_leaves_no_process_and_is_resumed(tmp_path, guarded):
-    """After SIGKILL (the system out of memory) nobody is left to end the kernels, which trained on for hours beside the
+    """After SIGKILL (the system out of memory) nothing is left to end the kernels, which trained on for hours with the
     batch that was started next."""
     file = write_batch(tmp_path, [run_of("ok"), run_of("sleep"), run_of("fail", 5)], jobs=2)
     batch = start_batch(file)
@@ -115,10 +115,10 @@ def test_a_killed_batch_leaves_no_process_and_is_resumed(tmp_path, guarded):
             psutil.wait_procs(watchdogs, timeout=10)
             assert not watchdogs[0].is_running(), "and then itself"
         else:
-            assert processes_of(tmp_path), "nobody is there to end them"
+            assert processes_of(tmp_path), "nothing is there to end them"
     finally:
         stop(batch)
-    assert read_status(tmp_path, "sleep")["state"] == "running", "nobody was left to write anything else"
+    assert read_status(tmp_path, "sleep")["state"] == "running", "nothing was left to write anything else"
     (tmp_path / "fixed").touch()
     code, printed = call_batch(file, "--resume")
     assert code == 0, printed

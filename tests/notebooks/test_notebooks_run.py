@@ -50,7 +50,7 @@ def embedded_models() -> None:
 @pytest.fixture
 def start(tmp_path: Path, embedded_models: None) -> Iterator[Start]:
     """`start(*command)` runs a command in an empty folder. What it leaves running is found by a mark in its
-    environment: a kernel is a session of its own, so that no process group holds it."""
+    environment: a kernel has its own session, so that no process group holds it."""
     mark = uuid.uuid4().hex
     env = {key: text for key, text in os.environ.items() if not key.startswith(("JPY_", "PYTEST_"))} | {MARK: mark}
     work = tmp_path / "elsewhere"
@@ -142,7 +142,7 @@ def check_group(table: str) -> None:
 
 
 def test_a_run_goes_on_with_resume(start: Start, tmp_path: Path) -> None:
-    """`overwrite` is True in the small notebooks: beside `resume` it was refused, or deleted what was to go on."""
+    """`overwrite` is True in the small notebooks: with `resume` it was refused, or deleted what was to go on."""
     common = SMALL | {"output_dir": tmp_path / "runs", "overrides": OVERRIDES}
     first = papermill(start, "arithmetic_thinking", tmp_path / "first.ipynb", **common)
     assert first.returncode == 0, first.stderr[-4000:]

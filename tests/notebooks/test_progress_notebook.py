@@ -119,10 +119,10 @@ def test_lines_are_whole_and_nothing_is_redrawn(ran: tuple[Any, str]) -> None:
 def test_training_says_where_it_is(ran: tuple[Any, str]) -> None:
     """The one thing that people look for, in the notebook and in the log: steps, then samples as a table."""
     notebook, log = ran
-    told = printed(notebook, TRAIN)
-    steps = [line for line in told if re.fullmatch(r"step \d/3 \| reward .* \| \d+ tok/s \| eta 0:\d\d", line)]
+    shown = printed(notebook, TRAIN)
+    steps = [line for line in shown if re.fullmatch(r"step \d/3 \| reward .* \| \d+ tok/s \| eta 0:\d\d", line)]
     assert steps[0].startswith("step 1/3") and steps[-1].startswith("step 3/3") and set(steps) <= set(log.splitlines())
-    assert [line for line in told if "Completions" in line] == ["Completions of step 1", "Completions of step 2"]
+    assert [line for line in shown if "Completions" in line] == ["Completions of step 1", "Completions of step 2"]
     assert "Completions of step 2" in log
     assert any(line.startswith("embedded/thinking: step 30/30") for line in printed(notebook, BUILD))
     assert any(line.startswith("│ accuracy, temperature 1") for line in printed(notebook, BEFORE))
@@ -138,17 +138,17 @@ def test_training_says_where_it_is(ran: tuple[Any, str]) -> None:
     ],
 )
 def test_lines_come_now_and_then(ran: tuple[Any, str], cell: int, line: str, every_s: float) -> None:
-    """nbclient keeps every flush as an output of its own: a line for each step makes a notebook of megabytes. A
+    """nbclient keeps every flush as a separate output: a line for each step makes a notebook of megabytes. A
     download of gigabytes that says nothing is as bad: the hub's bar is switched off outside a terminal."""
     notebook, log = ran
-    told = [text for text in printed(notebook, cell) if re.fullmatch(line, text)]
-    assert 2 <= len(told) <= seconds(notebook, cell) / every_s + 3, told
-    assert set(told) <= set(log.splitlines())
+    shown = [text for text in printed(notebook, cell) if re.fullmatch(line, text)]
+    assert 2 <= len(shown) <= seconds(notebook, cell) / every_s + 3, shown
+    assert set(shown) <= set(log.splitlines())
     if cell in (MAP, DOWNLOAD):
-        assert "100%" in told[-1] and "took" in told[-1] and told == printed(notebook, cell)
+        assert "100%" in shown[-1] and "took" in shown[-1] and shown == printed(notebook, cell)
 
 
 def test_trls_trainer_prints_text_too(ran: tuple[Any, str]) -> None:
     """Used without `train`, the trainer showed an HTML table of the loss, which for RLOO says nothing."""
-    told = printed(ran[0], TRAINER)
-    assert any(line.startswith("{'loss'") and "'reward'" in line for line in told), told
+    shown = printed(ran[0], TRAINER)
+    assert any(line.startswith("{'loss'") and "'reward'" in line for line in shown), shown

@@ -63,7 +63,7 @@ def test_a_runner(runner: str, tmp_path: Path) -> None:
 def test_jupyter_servers(tmp_path: Path) -> None:
     """Under a server a kernel that ended itself came back within three seconds, with its memory.
 
-    Two servers of one user run side by side: one with a token, a base_url and a certificate of its own, one open.
+    Two servers of one user run side by side: one with a token, a base_url and its own certificate, one open.
     """
     runtime = tmp_path / "runtime"
     runtime.mkdir()

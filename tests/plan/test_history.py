@@ -23,7 +23,7 @@ HERE = Machine("RTX 3060", 11.2, 0.8, True)
 
 @pytest.fixture(autouse=True)
 def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A GPU of this machine, and a file of its own."""
+    """A GPU of this machine, and its own file."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("RLOO_KIT_MEMORY", str(tmp_path / "kept" / "memory.json"))
     monkeypatch.setattr(plan_load, "is_cpu_torch", lambda: False)

@@ -166,7 +166,7 @@ def count_saved_bytes(layers: int, half: bool) -> float:
 
 @pytest.mark.parametrize("half", [False, True])
 def test_what_a_layer_saves_is_what_torch_saves(half: bool) -> None:
-    """An estimate that nobody checks drifts from the code: a cast more in the adapter, and a pass no longer fits."""
+    """An unchecked estimate drifts from the code: a cast more in the adapter, and a pass no longer fits."""
     pytest.importorskip("rloo_kit.gradient.scorer")
     one_layer = count_saved_bytes(2, half) - count_saved_bytes(1, half)
     shape = shape_of_config(make_model().config.to_dict())
@@ -216,7 +216,7 @@ def measure_peak(checkpointing: bool) -> tuple[float, Any, int]:
 
 @pytest.mark.parametrize(("checkpointing", "most"), [(False, 1.2), (True, 1.6)])
 def test_the_peak_of_a_pass_is_not_above_the_plan(checkpointing: bool, most: float) -> None:
-    """What a pass holds beside what is saved (gradients on their way, the head's tiles) is an estimate: from above."""
+    """What a pass holds besides what is saved (gradients on their way, the head's tiles) is an estimate: from above."""
     peak, config, length = measure_peak(checkpointing)
     load = load_of(
         shape_of_config(config), four_bit=False, weight_bytes=4, compute_bytes=4, fused=False, on_cuda=False,

@@ -27,7 +27,7 @@ def rows(steps: int, **values: Any) -> list[dict[str, Any]]:
 
 
 def test_moving_mean_is_the_naive_one() -> None:
-    """It was computed anew for each of 50,000 rows: 179 s for a report."""
+    """It was computed again for each of 50,000 rows: 179 s for a report."""
     source = random.Random(0)
     for size, window in ((1, 5), (7, 5), (60, 6), (300, 30)):
         values = [source.uniform(-1, 1) * 10 ** source.randint(-6, 6) for _ in range(size)]
@@ -56,7 +56,7 @@ def test_a_long_run_is_drawn_with_few_points() -> None:
 
 
 def test_panels_that_say_nothing_are_named_instead() -> None:
-    """A healthy report had nine panels of which four were flat lines, and the reward twice."""
+    """A healthy report had nine panels, four of them flat lines, and the reward twice."""
     values = {"reward": lambda step: step / 10, "rewards__answer_reward__mean": lambda step: step / 10}
     metrics = rows(9, **values, kl=0.0, thinking__closed_ratio=lambda step: 0.99 + step / 1000, entropy=0.25)
     html = draw_curves_of(metrics, [])
@@ -117,7 +117,7 @@ def test_held_out_points_are_before_during_and_after() -> None:
 
 
 def test_accuracy_against_the_thinking_budget() -> None:
-    """Budgets were rows of a table, from which nobody sees a curve."""
+    """Budgets were rows of a table, which shows no curve."""
     entry = {"low": 0.1, "high": 0.4, "forced_share": 0.5}
     one = Evaluation("", 100, 1, 1.0, 64, accuracy=0.9, low=0.8, high=1.0)
     one.budgets = [{"budget": 2048, "accuracy": 0.5, **entry}, {"budget": 512, "accuracy": 0.2, **entry}]

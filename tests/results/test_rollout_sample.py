@@ -142,7 +142,7 @@ def make_sides(old: list[float], new: list[float], samples: int) -> tuple[Evalua
 
 
 def test_changes_are_counted_over_all_prompts_and_regressions_come_first() -> None:
-    """Ten samples of a thousand prompts told nothing of the five that broke."""
+    """Ten samples of a thousand prompts showed none of the five that broke."""
     found = find_changes(*make_sides([1, 0, 0, 1, 1, 0], [1, 1, 0, 0, 1, 1], samples=4))
     assert found.counts["temperature 1"] == {"broken": 1, "still wrong": 1, "fixed": 2, "still right": 2}
     assert found.counts["greedy"] == found.counts["temperature 1"] and found.total == 6

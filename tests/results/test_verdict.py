@@ -61,7 +61,7 @@ def test_a_run_that_learnt_says_by_how_much(run: RunConfig) -> None:
 
 
 def test_a_rise_is_shown_with_greedy_accuracy_and_thinking(run: RunConfig) -> None:
-    """Sampled accuracy alone also rises where the sampler only got colder: "from 24 % to 94 %" convinced nobody."""
+    """Sampled accuracy alone also rises where the sampler only got colder: "from 24 % to 94 %" was no evidence."""
 
     def side(right: int, greedy: int, thinking: float) -> Evaluation:
         shares = [1.0] * greedy + [0.0] * (COUNT - greedy)
@@ -125,7 +125,7 @@ def test_a_last_step_that_was_not_logged_ends_no_finding(run: RunConfig) -> None
 
 
 def test_a_run_that_still_trains_is_not_judged_as_ended(run: RunConfig) -> None:
-    """It was told to go on with --resume, and after one step with tied groups that it had no signal."""
+    """The advice was to go on with --resume, and after one step with tied groups that it had no signal."""
     tied = [{"step": 1, "frac_score_zero_std": 1.0}]
     for changes in ({"steps": 0}, {"steps": 1, "metrics": tied}):
         verdict = judge_run(run, result(run, stopped="running", **changes), evaluation(88))

@@ -41,7 +41,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_runs_side_by_side(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    """Without the links a comparison is a dead end, and a curve without a name is nobody's."""
+    """Without the links a comparison is a dead end, and a curve without a name belongs to no run."""
     runs = [make_run("first", 40), make_run("<b>other</b>".replace("/", "_"), 80, 30, "rloo.learning_rate=0.01")]
     (runs[1] / "report.html").write_text("a report")
     page = write_comparison_page(compare_runs(runs), tmp_path / "pages" / "comparison.html")

@@ -62,7 +62,7 @@ PATCHES = [patch_instance, patch_below_an_adapter, patch_adapted, patch_everywhe
 
 @pytest.mark.parametrize("patch", PATCHES)
 def test_a_patched_generate_is_called(patch, make_tiny_model, monkeypatch):
-    """Whoever patches `generate` (a constraint, a cache of completions, a trace) has TRL call it; the kit's own loop
+    """A user who patches `generate` (a constraint, a cache of completions, a trace) has TRL call it; the kit's own loop
     never would, and no line reported it."""
     calls = []
     model = patch(make_tiny_model(), calls, monkeypatch)

@@ -332,7 +332,7 @@ def test_what_the_server_refuses_is_named_with_the_switch(server, make_policy, m
 
 
 def test_a_folder_that_the_server_does_not_see(server, make_policy, make_engine):
-    """The usual mistake with two machines: each has an /outputs of its own."""
+    """The usual mistake with two machines: each has its own /outputs."""
     elsewhere = server.load
 
     server.load = lambda body: elsewhere(body | {"lora_path": "/not/mounted/here"})
@@ -341,7 +341,7 @@ def test_a_folder_that_the_server_does_not_see(server, make_policy, make_engine)
 
 
 def test_a_server_that_is_not_there(server, make_policy, make_engine):
-    """The trainer that hangs on a server that nobody started costs a night."""
+    """The trainer that hangs on a server that was never started costs a night."""
     server.stop()
     engine = make_engine(make_policy(), start_s=1.0)
     with pytest.raises(RolloutServerError, match=r"no vLLM server answers at .*waited 1 s.*rollout.server_url"):
@@ -350,7 +350,7 @@ def test_a_server_that_is_not_there(server, make_policy, make_engine):
 
 
 def test_a_server_that_comes_late_is_waited_for(make_base, make_policy, make_engine):
-    """A server loads for minutes; the trainer is started beside it."""
+    """A server loads for minutes; the trainer is started alongside."""
     early = StandIn(make_base)
     port = early.server.server_address[1]
     early.stop()
@@ -550,7 +550,7 @@ def test_a_server_that_is_slow_is_asked_once(server, make_policy, make_engine, m
 
 
 def test_a_server_that_stays_dead_ends_the_run(server, make_policy, make_engine):
-    """Without an end to the waiting a night passes on a server that nobody restarts."""
+    """Without an end to the waiting a night passes on a server that is never restarted."""
     answer = server.answer
 
     def die(path: str, body: dict[str, Any] | None) -> Any:
@@ -674,7 +674,7 @@ def test_the_key_comes_from_the_environment(server, make_policy, make_engine, mo
 
 
 def test_an_error_does_not_wait_for_the_others(server, make_policy, make_engine):
-    """Requests in flight may take an hour; the run that fails beside them should end at once."""
+    """Requests in flight may take an hour; the run that fails meanwhile should end at once."""
     release = threading.Event()
     complete = server.complete
 
@@ -695,7 +695,7 @@ def test_an_error_does_not_wait_for_the_others(server, make_policy, make_engine)
 
 
 def test_outside_the_trainer_it_is_refused(make_policy):
-    """There is nobody who hands the adapter over."""
+    """No process passes the adapter on."""
     with pytest.raises(BackendError, match="rollout.engine is server, but no server was named.*rollout.server_url"):
         build_engine(make_policy(), "server", temperature=1.0, end_ids=[TURN_END], pad_id=PAD)
 
@@ -815,7 +815,7 @@ def run_processes(count: int, settings: dict[str, Any]) -> list[subprocess.Compl
 @pytest.mark.parametrize("sharding", [False, True], ids=["replicas", "FSDP 2"])
 def test_two_processes_share_one_adapter(sharding, tiny_folder, tmp_path):
     """One process loads the adapter and both ask for it; where weights are sharded its file has to hold whole
-    matrices. Each process sends its own half, with seeds of its own; the gap is none in either step."""
+    matrices. Each process sends its own half, with its own seeds; the gap is none in either step."""
     stand_in = StandIn(lambda: AutoModelForCausalLM.from_pretrained(tiny_folder), name=str(tiny_folder))
     options = {"rollout_server_url": stand_in.url, "rollout_server_adapters": str(tmp_path / "adapters")}
     settings = {"folder": str(tiny_folder), "out": str(tmp_path / "found"), "sharding": sharding, "options": options}
@@ -840,7 +840,7 @@ def test_two_processes_share_one_adapter(sharding, tiny_folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_refusal_ends_both_processes(tiny_folder, tmp_path):
-    """The main process alone talks to the server about the adapter: what it is told has to reach the other one, which
+    """The main process alone talks to the server about the adapter: the answer has to reach the other one, which
     would wait for completions forever."""
     stand_in = StandIn(lambda: None)
     stand_in.allows_updates = False

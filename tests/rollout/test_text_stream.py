@@ -20,7 +20,7 @@ THINK_START = 259
 
 @pytest.fixture
 def model(make_tiny_model):
-    """Random weights large enough that every prompt gets its own answer, some of which end and close early."""
+    """Random weights large enough that every prompt gets its own answer, and some end and close early."""
     model = make_tiny_model(tie_word_embeddings=False, initializer_range=0.3)
     return adapted(lean(model, {END_OF_TEXT: 2.0, TURN_END: 2.0, THINK_END: 2.0}))
 
@@ -44,10 +44,10 @@ def test_what_is_sampled_is_the_same_with_a_listener(model, tiny_tokenizer, name
     assert heard.completion_ids == plain.completion_ids and heard.forced == plain.forced
     assert str(heard.sampler_logps) == str(plain.sampler_logps)  # NaN where forced
     assert any(plain.forced) == (budget is not None)
-    for number, told in seen.items():
+    for number, shown in seen.items():
         whole = plain.completion_ids[number]
-        assert [len(ids) for ids in told] == list(range(1, len(whole) + 1)), "once a token"
-        assert all(whole[: len(ids)] == ids for ids in told)
+        assert [len(ids) for ids in shown] == list(range(1, len(whole) + 1)), "once a token"
+        assert all(whole[: len(ids)] == ids for ids in shown)
 
 
 def stream(tokenizer, ids, opened, step=1):
@@ -129,10 +129,10 @@ def test_llama_cpp_stops_where_thinking_is_closed(tiny_tokenizer):
     """llama.cpp knows no stop by id: the budget is kept by its callback, and the answer is a second request."""
     limits = make_limits(tiny_tokenizer, bind_think_tags(tiny_tokenizer), 24, 3, 8)
     server, engine = llama([1, 2, 3, 4, 5], [6, TURN_END, 7])
-    told: list[int] = []
-    found = engine.sample([[9]], limits, on_tokens=lambda _, ids: told.append(len(ids)))
+    shown: list[int] = []
+    found = engine.sample([[9]], limits, on_tokens=lambda _, ids: shown.append(len(ids)))
     assert found.completion_ids == [[1, 2, 3, THINK_END, 6, TURN_END]] and found.forced == [(3, 4)]
-    assert server.prompts == [[9], [9, 1, 2, 3, THINK_END]] and server.given == 5 and told == [1, 2, 3, 5, 6]
+    assert server.prompts == [[9], [9, 1, 2, 3, THINK_END]] and server.given == 5 and shown == [1, 2, 3, 5, 6]
     server, engine = llama([1, 2])  # ended by a token that only the file calls an end
     assert engine.sample([[9]], Limits(8)).completion_ids == [[1, 2]]
 

@@ -28,7 +28,7 @@ def package_index(workplace: Path) -> None:
 
 @pytest.fixture(scope="session")
 def modern_node(workplace: Path, request: pytest.FixtureRequest) -> Node:
-    """Node 22.20 or newer: the machine's, or one of its own from a Python package."""
+    """Node 22.20 or newer: the machine's, or a separate one from a Python package."""
     node = installer.machine_node()
     if node is None or node.version < installer.OWN_NODE:
         request.getfixturevalue("package_index")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Looks like an address people type; git is told that it is the bare clone. `.example` belongs to no one.
+# Looks like an address people type; git maps it to the bare clone. `.example` belongs to no one.
 ADDRESS = "https://rloo-kit.example/rloo-kit.git"
 SKILL = Path(".claude", "skills", "rloo")  # below the project or the home folder
 OWN_NODE = (22, 20, 0)  # from the package below, where the machine's is older
@@ -163,7 +163,7 @@ def home_environment(node: Node, home: Path) -> dict[str, str]:
 
 @functools.cache
 def _npm_global_config() -> Path | None:
-    """The machine-wide npmrc: an npm of its own would look for one beside itself."""
+    """The machine-wide npmrc: a separate npm would look for one next to itself."""
     npm = shutil.which("npm")
     if npm is None:
         return None
@@ -183,7 +183,7 @@ def tracked() -> list[str]:
 def bare_clone(folder: Path, source: Path = ROOT, names: Sequence[str] | None = None) -> Path:
     """A bare clone of one commit that holds the files `names` (default: the tracked ones) as they are now.
 
-    It is made anew rather than cloned from the checkout: that one may be shallow, or hold changes not committed yet.
+    It is made from scratch rather than cloned from the checkout: that one may be shallow, or hold uncommitted changes.
     """
     work, bare = folder / "work", folder / "rloo-kit.git"
     for name in tracked() if names is None else names:

@@ -17,7 +17,7 @@ from tests.skill.installer import SKILL, Finished, Person, Tree, run
 
 
 def _make_venv(folder: Path) -> Path:
-    """An environment of its own that also sees the packages of this one, so that no torch is downloaded."""
+    """A separate environment that also sees the packages of this one, so that no torch is downloaded."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
     here, there = (

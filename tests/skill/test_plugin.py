@@ -39,7 +39,7 @@ def test_the_marketplace_offers_the_plugin_from_its_own_root() -> None:
 
 
 def test_nothing_but_known_keys() -> None:
-    """A key with a slip of the finger is ignored in silence, or the whole plugin is refused, by version."""
+    """A mistyped key is silently ignored, or the whole plugin is refused, by version."""
     assert set(read(PLUGIN)) <= {
         "name", "version", "description", "author", "license", "keywords", "skills", "homepage", "repository"
     }  # fmt: skip

@@ -13,7 +13,7 @@ from tests.skill import installer
 from tests.skill.installer import ADDRESS, ROOT, Finished, Person, Tree
 
 PACKAGE = "@anthropic-ai/claude-code@2.1.197"
-# Of its own accord it would look for updates and send figures; every address but the disk's leads nowhere.
+# By default it would look for updates and send figures; every address but the disk's leads nowhere.
 QUIET = {
     "DISABLE_AUTOUPDATER": "1",
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",

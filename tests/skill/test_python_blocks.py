@@ -121,7 +121,7 @@ def test_the_example_reward_is_right(own_reward: ModuleType) -> None:
 
 
 def test_the_example_reward_works_as_the_config_names_it(own_reward: ModuleType, tiny_tokenizer: Any) -> None:
-    """The YAML beside it has to find the module in the config's folder and give it the tag's id."""
+    """The YAML next to it has to find the module in the config's folder and give it the tag's id."""
     from rloo_kit import build_rewards
 
     assert own_reward.__file__ is not None

@@ -76,7 +76,7 @@ def bare_environment(tmp_path: Path, **programs: str) -> dict[str, str]:
 
 
 def check_elsewhere(tmp_path: Path, environment: dict[str, str]) -> tuple[int, Any]:
-    """check_setup.py on a copy of the skill, by a link to this Python that has no rloo-kit beside it."""
+    """check_setup.py on a copy of the skill, by a link to this Python that has no rloo-kit next to it."""
     skill, python = tmp_path / "skill", tmp_path / "only-python" / "python3"
     python.parent.mkdir()
     python.symlink_to(Path(sys.executable).resolve())
@@ -95,9 +95,9 @@ def test_check_setup_tells_how_to_install(tmp_path: Path) -> None:
     """Exit code 5 with the command to copy: this Python, the skill's constraints, the skill's folder."""
     code, found = check_elsewhere(tmp_path, bare_environment(tmp_path))
     assert code == 5 and found["command"] is None and found["skill"]["missing"] == []
-    told = found["todo"][0]
-    assert f"-m venv .venv-rloo && .venv-rloo/bin/python -m pip install -c {tmp_path}/skill/constraints.txt" in told
-    assert f"-e '{tmp_path}/skill[notebook]'" in told and "[notebook,gpu]" in told
+    said = found["todo"][0]
+    assert f"-m venv .venv-rloo && .venv-rloo/bin/python -m pip install -c {tmp_path}/skill/constraints.txt" in said
+    assert f"-e '{tmp_path}/skill[notebook]'" in said and "[notebook,gpu]" in said
 
 
 def test_check_setup_tells_another_version(tmp_path: Path) -> None:

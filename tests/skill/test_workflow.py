@@ -1,4 +1,4 @@
-"""The commands of SKILL.md, run to their end in a project folder with the skill beside it, as an agent runs them.
+"""The commands of SKILL.md, run to their end in a project folder with the skill next to it, as an agent runs them.
 
 Only sizes are changed: six training steps instead of sixty, fifty held-out prompts instead of a thousand.
 """
@@ -42,7 +42,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shell(project: Path) -> Iterator[Callable[[str], subprocess.CompletedProcess[str]]]:
-    """`shell(code)`: the code in a shell of its own in the project, with the two lines that SKILL.md puts first."""
+    """`shell(code)`: the code in a separate shell in the project, with the two lines that SKILL.md puts first."""
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "RLOO": str(project / ".claude" / "skills" / "rloo"),

@@ -120,9 +120,9 @@ def test_bars_that_are_open_together_share_the_line(run_fresh: Run) -> None:
         "print(file=sys.stderr)\n"
         "os._exit(0)\n"
     )
-    told = lines(run_fresh(code))[:-1]
-    assert 20 <= len(told) <= 30, "150 seconds"
-    assert {line.split(":")[0] for line in told} == {f"file{number}" for number in range(8)}
+    shown = lines(run_fresh(code))[:-1]
+    assert 20 <= len(shown) <= 30, "150 seconds"
+    assert {line.split(":")[0] for line in shown} == {f"file{number}" for number in range(8)}
 
 
 def test_sizes_unknown_totals_and_formats_of_the_caller(run_fresh: Run) -> None:
@@ -134,8 +134,8 @@ def test_sizes_unknown_totals_and_formats_of_the_caller(run_fresh: Run) -> None:
         "for _ in trange(2, bar_format='{n_fmt} of {total_fmt}'): work(5)\n"
         "for _ in trange(2, ncols=20, desc='a long name of a bar', leave=False, position=3): work(5)"
     )
-    told = lines(run_fresh(code))
-    assert [told[0].split(" | eta")[0], *told[1:]] == [
+    shown = lines(run_fresh(code))
+    assert [shown[0].split(" | eta")[0], *shown[1:]] == [
         "model.safetensors: 50% | 4.00G/8.00G | 500MB/s",
         "model.safetensors: 100% | 8.00G/8.00G | 500MB/s | took 00:16",
         "Stream: 3 rows | 2.00s/rows | after 00:06",
@@ -175,7 +175,7 @@ def test_everything_that_a_bar_can_do_still_works(run_fresh: Run) -> None:
 
 
 def test_the_libraries_bars_are_these_and_their_switches_hold(run_fresh: Run) -> None:
-    """Each library wraps `tqdm.auto` in a class of its own; a switch of theirs that is set is a user's wish."""
+    """Each library wraps `tqdm.auto` in its own class; a switch of theirs that is set is a user's wish."""
     code = SET_UP + (
         "from datasets.utils.tqdm import tqdm as of_datasets\n"
         "from huggingface_hub.utils import tqdm as of_hub, disable_progress_bars\n"
@@ -187,11 +187,11 @@ def test_the_libraries_bars_are_these_and_their_switches_hold(run_fresh: Run) ->
         "disable_progress_bars(); logging.disable_progress_bar()\n"
         "loops('off')\n"
     )
-    told = lines(run_fresh(code))
-    assert len(told) == 8, told
+    shown = lines(run_fresh(code))
+    assert len(shown) == 8, shown
     for name in ("type datasets.utils.tqdm", "type huggingface_hub.utils.tqdm", "_tqdm_cls transformers"):
-        assert [line.split("|")[1].strip() for line in told if line.startswith(f"on {name}")] == ["1/2", "2/2"]
-    assert [line.split(":")[0] for line in told[6:]] == ["off type datasets.utils.tqdm"] * 2
+        assert [line.split("|")[1].strip() for line in shown if line.startswith(f"on {name}")] == ["1/2", "2/2"]
+    assert [line.split(":")[0] for line in shown[6:]] == ["off type datasets.utils.tqdm"] * 2
     assert len(lines(run_fresh(code, HF_DATASETS_DISABLE_PROGRESS_BARS="1"))) == 4
 
 

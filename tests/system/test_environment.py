@@ -45,7 +45,7 @@ def test_precision_follows_the_gpus_hardware(run_fresh: Run, gpus: list, variabl
 
 
 def test_a_precision_that_had_to_be_changed_is_noted(run_fresh: Run) -> None:
-    """Overruling the user's own variable in silence would be as confusing as obeying it."""
+    """Overruling the user's own variable silently would be as confusing as obeying it."""
     done = run_fresh("print(rloo_kit.setup_environment().notes)", ACCELERATE_MIXED_PRECISION="bf16")
     assert "ACCELERATE_MIXED_PRECISION was 'bf16'; set to 'no' to agree with the precision" in printed(done)
 

@@ -64,7 +64,7 @@ def test_the_first_gpu_is_read() -> None:
     + [(hidden, []) for hidden in ("", "-1", "NoDevFiles", "GPU-cccc", "MIG-other")],
 )
 def test_cuda_visible_devices_is_obeyed(monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]) -> None:
-    """NVML ignores the variable: a run told to use the A10 was given fp16 because GPU 0 is a T4."""
+    """NVML ignores the variable: a run set to use the A10 was given fp16 because GPU 0 is a T4."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = gpu.find_gpus()
     assert (found.gpu.name if found.gpu else None) == (names[0] if names else None)
@@ -75,7 +75,7 @@ def test_cuda_visible_devices_is_obeyed(monkeypatch: pytest.MonkeyPatch, visible
 
 @pytest.mark.usefixtures("gpus")
 def test_a_mig_slice_has_its_own_memory_and_its_gpus_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slice of 5 GiB on a GPU of 24: the whole GPU's memory would be a promise that nobody keeps."""
+    """A slice of 5 GiB on a GPU of 24: the whole GPU's memory would be a promise that is not kept."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-slice")
     found = gpu.find_gpus().gpu
     assert found is not None and (found.name, found.memory_gib, found.capability) == ("A10", 5.0, (8, 6))

@@ -229,7 +229,7 @@ def test_a_config_that_several_processes_cannot_have_is_refused(backend, variabl
 
 
 def test_gpus_that_compute_in_different_types_are_refused(be, monkeypatch):
-    """A bf16 GPU beside an fp16 GPU: each process would load and train in a type of its own."""
+    """A bf16 GPU next to an fp16 GPU: each process would load and train in its own type."""
     from rloo_kit.models import policy as backends
 
     run = SimpleNamespace(model=SimpleNamespace(dtype="auto"), rloo=SimpleNamespace(bf16=None, fp16=None))

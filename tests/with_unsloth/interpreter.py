@@ -6,7 +6,7 @@
 What is real: the models, the kernels (interpreted one program at a time, so minutes where a GPU takes milliseconds),
 LoRA, generation, checkpointing, saving, and the RLOO trainer and config that Unsloth writes. What is faked is the edge
 to the driver, in three places: what torch.cuda says about the GPU, the handle of the stream that kernels are launched
-on, and the device under which Unsloth files tensors of its own. Not covered: 4-bit weights (they load as plain layers
+on, and the device under which Unsloth files its own tensors. Not covered: 4-bit weights (they load as plain layers
 here), bfloat16, flash attention, checkpoints moved to the host's memory (from 512 tokens on), compiled graphs, vLLM.
 
 It is written for the versions in `requirements-no-deps.txt`, for Triton from 3.6 on, and for an environment without

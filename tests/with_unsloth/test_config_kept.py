@@ -114,7 +114,7 @@ def test_vllm_on_the_model_is_out_of_the_constructors_sight(
 
 def test_a_model_that_is_not_what_was_asked_for(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """On a GPU without bfloat16 Unsloth loads float16, and what cannot be quantised it loads plain; both in a banner
-    that nobody reads."""
+    that is not read."""
     load()
     assert "differently than requested" not in capsys.readouterr().out
     load("model.dtype=bfloat16", "model.load_in_4bit=true")

@@ -8,7 +8,7 @@ import pytest
 def test_rows_are_decoded_at_their_end_from_unsloths_buffers(
     load: Any, make_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unsloth copies the cache that it is given into buffers of its own at the first step. A prefill of whole rows
+    """Unsloth copies the cache that it is given into its own buffers at the first step. A prefill of whole rows
     would be measured in their place, and a cache that it did not take would leave the buffers short."""
     from rloo_kit.errors import BackendError
     from rloo_kit.measure.memory import measure_rollout

@@ -92,7 +92,7 @@ def check_folder(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_print(printed: str) -> None:
-    """What the reader is told: the backend, how rows are sampled and scored, what Unsloth's settings were, once."""
+    """What the reader sees: the backend, how rows are sampled and scored, what Unsloth's settings were, once."""
     assert "backend unsloth" in printed
     assert re.search(r"^rollout: generate, .*Unsloth", printed, flags=re.M)
     assert re.search(r"^scoring: repeated rows agree with single sequences", printed, flags=re.M)

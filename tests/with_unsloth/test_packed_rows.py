@@ -106,7 +106,7 @@ def test_the_scorer_chooses_what_this_machine_can_differentiate(policy: Any) -> 
 
 
 def test_the_checkpoints_for_long_rows_recompute_packed_rows(load: Any, groups: Any) -> None:
-    """From 512 tokens on Unsloth puts a checkpoint function of its own in the place of torch's, for all models.
+    """From 512 tokens on Unsloth puts its own checkpoint function in the place of torch's, for all models.
 
     It moves what is large to the host's memory, which takes a GPU; small rows stay, and go through its recompute.
     float32 would lie there as bfloat16, so that a recompute starts from rounded states, unless its variable says no.

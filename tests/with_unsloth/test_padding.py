@@ -1,6 +1,6 @@
 """Ragged rows through Unsloth: padded on the left, on the right, packed, and one by one, in training and evaluation.
 
-Beside the kit's answers stand those of the stock path: FastLanguageModel as the published recipes call it, and the
+The kit's answers vs. those of the stock path: FastLanguageModel as the published recipes call it, and the
 scoring of the RLOO trainer that Unsloth writes. `pytest -s` prints the table; docs/models.md has its figures.
 """
 

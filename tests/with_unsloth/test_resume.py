@@ -35,7 +35,7 @@ def start(make_run: Any, load: Any, tmp_path: Path) -> Callable[..., tuple[Any, 
 
 def test_resume_is_the_run_that_was_never_cut(start: Any) -> None:
     """A resume that forgets the optimizer, the order of the prompts or the sampler's state trains on, and is another
-    run: on a GPU nobody would see it."""
+    run: on a GPU it would go unnoticed."""
     import torch
 
     whole, expected = start("whole")

@@ -11,7 +11,7 @@ from tests.with_unsloth import interpreter, programs
 def test_two_steps_are_those_of_the_transformers_backend(
     load: Any, model_folder: Path, in_transformers: Any, tmp_path: Path
 ) -> None:
-    """Unsloth's version flattens a batch on its own, has a loss of its own and counts micro-steps in its own way: each
+    """Unsloth's version flattens a batch on its own, has its own loss and counts micro-steps in its own way: each
     of them could change what is learnt, and the loss would still fall."""
     from rloo_kit import save_adapter
 

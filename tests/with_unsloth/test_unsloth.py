@@ -50,11 +50,11 @@ def make_trainer(policy: Any, folder: Path) -> Any:
 
 
 def test_load_gives_unsloths_model_with_one_adapter(load: Any) -> None:
-    """Loaded through transformers by mistake, all else works and the GPU is half as fast: nobody would notice."""
+    """Loaded through transformers by mistake, all else works and the GPU is half as fast, unnoticed."""
     policy = load()
     model = policy.model
     assert type(model.get_base_model().model).forward.__module__.startswith("unsloth.")
-    assert model._unsloth_gradient_checkpointing is True  # below 512 tokens Unsloth takes the plain form of its own
+    assert model._unsloth_gradient_checkpointing is True  # below 512 tokens Unsloth takes its own plain form
     assert policy.config_arguments == {"gradient_checkpointing": False}
     settings = model.peft_config["default"]
     assert list(model.peft_config) == ["default"] and (settings.r, settings.lora_alpha) == (16, 16)
@@ -130,7 +130,7 @@ def test_inference_mode_gives_training_back(load: Any) -> None:
 def test_the_trainer_stands_on_the_one_that_unsloth_writes(load: Any, tmp_path: Path) -> None:
     """Unsloth replaces `trl.RLOOTrainer` by a rewritten copy with other defaults; ours must build on it and undo those.
 
-    Its constructor pads to the right and switches mixed precision on, float32 or not, if nobody holds on to them.
+    Its constructor pads to the right and switches mixed precision on, float32 or not, unless they are kept.
     """
     import os
 

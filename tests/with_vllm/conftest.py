@@ -142,7 +142,7 @@ class VllmServer:
         self._process.terminate()
 
     def detach(self) -> "VllmServer":
-        """The process as a server of its own, so that another one can be started on the same port."""
+        """The process as a separate server, so that another one can be started on the same port."""
         other = copy.copy(self)
         self._process = None
         return other
@@ -156,7 +156,7 @@ class VllmServer:
         except psutil.NoSuchProcess:
             children = []
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: also those whose parent is gone
+            os.killpg(self._process.pid, signal.SIGKILL)  # its own session: also those whose parent is gone
         for child in children:
             with suppress(psutil.NoSuchProcess):
                 child.kill()

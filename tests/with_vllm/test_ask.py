@@ -50,8 +50,8 @@ def test_vllm_streams_what_it_samples_without_a_listener(in_process: tuple[Any, 
         # A stream cannot wait for the last </think>, where the answer begins: a model may go on after a forced one.
         first, _, rest = f"{heard.thinking}</think>{heard.answer}".partition("</think>")
         for part, text in (("thinking", first), ("answer", rest)):
-            told = "".join(piece for found, piece in pieces if found == part)
-            assert "".join(told.split()) == "".join(text.split()), part
+            said = "".join(piece for found, piece in pieces if found == part)
+            assert "".join(said.split()) == "".join(text.split()), part
         assert len(pieces) > 4, "token by token"
         assert heard.forced == (budget is not None and heard.thinking_tokens == budget)
 

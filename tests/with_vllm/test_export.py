@@ -1,4 +1,4 @@
-"""The target vllm: exported, loaded by real vLLM in a process of its own, and compared with the policy; then served."""
+"""The target vllm: exported, loaded by real vLLM in a separate process, and compared with the policy; then served."""
 
 import json
 from collections.abc import Callable

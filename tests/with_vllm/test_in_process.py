@@ -162,11 +162,11 @@ def test_equal_seeds_draw_equal_completions(policy, data):
         drawn.append(engine.sample(prompts, limits(policy)).completion_ids)
     assert drawn[0] == drawn[1] != drawn[2]
     siblings = drawn[0][:4]
-    assert len({tuple(ids) for ids in siblings}) > 1, "each completion has a seed of its own"
+    assert len({tuple(ids) for ids in siblings}) > 1, "each completion has its own seed"
 
 
 def test_filters_reach_vllm(policy, data):
-    """`top_k` that is accepted and not followed is a distribution that nobody asked for."""
+    """`top_k` that is accepted and not followed is a distribution that was not requested."""
     from rloo_kit.rollout.types import Filters
 
     prompts = prompts_of(policy, data)

@@ -271,7 +271,7 @@ def test_refusals_name_the_switch(strict_server, make_policy, make_engine, promp
 
 
 def test_a_folder_that_the_server_does_not_see(strict_server, key):
-    """The usual mistake with two machines: each has an /outputs of its own."""
+    """The usual mistake with two machines: each has its own /outputs."""
     from rloo_kit.errors import RolloutServerError
     from rloo_kit.rollout.vllm_client import VllmClient
 
@@ -303,7 +303,7 @@ def test_vllm_takes_no_temperature_above_2(strict_server, key):
 
 
 class Run:
-    """`rloo-kit train` on the embedded model in a process of its own, which may be looked at while it goes on."""
+    """`rloo-kit train` on the embedded model in a separate process, which may be looked at while it goes on."""
 
     def __init__(self, folder: Path, name: str, *words: str, steps: int, **variables: str) -> None:
         self.folder = folder / "outputs" / name

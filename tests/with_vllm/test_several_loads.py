@@ -1,4 +1,4 @@
-"""vLLM in the process, started more than once, and what its start leaves of the process. A process of its own each."""
+"""vLLM in the process, started more than once, and what its start leaves of the process. A separate process each."""
 
 import os
 import subprocess
