@@ -142,7 +142,7 @@ def test_a_refusal_is_a_message_on_stderr_and_exit_code_2(words, message, config
         (["config", "{file}", "rewards.²=1"], "rewards is a list of 1"),
         (["train", "{file}", "--launch", "{folder}/bomb.yaml"], "more than 100,000 values"),
         (["train", "{file}", "--launch", "{folder}/pipe"], "is a pipe"),
-        (["train", "{file}", "data.source={folder}/pipe"], "no regular file"),
+        (["train", "{file}", "data.source={folder}/pipe"], "a pipe or a device, not a regular file"),
         (["train", "{file}", "data.source={folder}/" + "x" * 300], "File name too long"),
         (["batch", "{folder}/bomb.yaml"], "more than 100,000 values"),
     ],

@@ -1,4 +1,4 @@
-"""Numbers of a rollout's batch that must agree: completions, groups, prompts. Each fault names numbers that work."""
+"""Checks that completions, groups and prompts of a rollout agree. Each error names numbers that work."""
 
 import math
 from typing import TYPE_CHECKING
@@ -9,12 +9,12 @@ from rloo_kit.system.processes import count_processes
 if TYPE_CHECKING:
     from rloo_kit.config.run import RunConfig
 
-GENERATIONS, PROMPTS = 8, 4  # of a step, where a file is silent
+GENERATIONS, PROMPTS = 8, 4  # of a step, by default
 _SEARCHED = 10_000  # group sizes on either side of the wanted one
 
 
 def usual_batch(num_generations: int | None) -> int:
-    """Completions of a step where a file is silent: `PROMPTS` whole groups; None is `GENERATIONS`.
+    """Default completions of a step: `PROMPTS` whole groups; None means `GENERATIONS`.
 
     >>> usual_batch(None), usual_batch(6)
     (32, 24)
@@ -25,7 +25,7 @@ def usual_batch(num_generations: int | None) -> int:
 def check_generation_batch(
     per_device: int, passes: int, num_generations: int, passes_key: str = "steps_per_generation"
 ) -> None:
-    """Refuse a rollout that does not hold whole groups, and name the nearest numbers that work.
+    """Refuse a rollout that does not consist of whole groups, and name the nearest numbers that work.
 
     >>> check_generation_batch(8, 1, 4)
 
@@ -48,7 +48,7 @@ def check_generation_batch(
 
 
 def check_generation_batch_size(size: int, per_device: int, num_generations: int) -> None:
-    """Refuse a `generation_batch_size` that is no whole number of micro-batches or of groups.
+    """Refuse a `generation_batch_size` that is not a whole number of micro-batches and of groups.
 
     >>> check_generation_batch_size(16, 8, 4)
 
@@ -68,7 +68,7 @@ def check_generation_batch_size(size: int, per_device: int, num_generations: int
 
 
 def check_eval_batch(per_device: int, num_generations: int) -> None:
-    """Refuse an evaluation batch that does not hold whole groups.
+    """Refuse an evaluation batch that does not consist of whole groups.
 
     >>> check_eval_batch(8, 4)
 
@@ -91,12 +91,12 @@ def check_eval_batch(per_device: int, num_generations: int) -> None:
 def check_prompt_count(
     prompts: int, per_device: int, passes: int, num_generations: int, passes_key: str = "gradient_accumulation_steps"
 ) -> None:
-    """Refuse a training set that does not fill one rollout: no step would be made.
+    """Refuse a training set that does not fill one rollout: no step could run.
 
     >>> check_prompt_count(2, 8, 1, 4)
 
     Args:
-        prompts: of the training set. The others make a rollout of whole groups, see `check_generation_batch`.
+        prompts: size of the training set. The others: see `check_generation_batch`.
 
     Raises:
         ConfigError: a rollout needs more prompts than there are.
@@ -126,7 +126,7 @@ def check_prompt_count(
 
 
 def check_prompts(run: "RunConfig", prompts: int | None = None) -> None:
-    """`check_prompt_count` for a run; without `prompts`, before they are read, for the most that there can be."""
+    """`check_prompt_count` for a run; without `prompts` (not read yet), for the largest possible number."""
     if prompts is None:
         if run.data.num_prompts is None:
             return
@@ -160,6 +160,6 @@ def _nearest_divisors(total: int, wanted: int) -> list[int]:
 
 
 def _nearest_multiples(unit: int, group: int, wanted: int) -> list[int]:
-    """Values next to `wanted` for which value x unit is a multiple of `group`."""
+    """Values next to `wanted` such that value x unit is a multiple of `group`."""
     step = group // math.gcd(unit, group)
     return [value for value in (wanted // step * step, (wanted // step + 1) * step) if value >= 1]

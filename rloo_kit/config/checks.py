@@ -1,4 +1,4 @@
-"""Checks between the keys of the loop, shared by a run's file and `RLOOConfig`; each fault names the key to change."""
+"""Checks across the keys of the loop, shared by a run's file and `RLOOConfig`; each error names the key to change."""
 
 import json
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from urllib.parse import urlsplit
 
 from rloo_kit.errors import excerpt
 
-# Values that leave the sampled distribution as the model gives it; -1 is how vLLM writes "all tokens".
+# Values that leave the model's distribution unchanged; -1 is how vLLM writes "all tokens".
 SAMPLING_FILTERS: dict[str, tuple[Any, ...]] = {
     "top_p": (1.0, None),
     "top_k": (0, -1, None),
     "min_p": (None, 0.0),
     "repetition_penalty": (1.0, None),
 }
-# The same for the other arguments of `generate`, which `generation_kwargs` may hold.
+# The same for other arguments of `generate` that `generation_kwargs` may contain.
 _OTHER_FILTERS: dict[str, tuple[Any, ...]] = {
     "top_h penalty_alpha exponential_decay_length_penalty watermarking_config": (None,),
     "typical_p encoder_repetition_penalty guidance_scale": (1.0, None),
@@ -30,13 +30,13 @@ _OTHER_FILTERS: dict[str, tuple[Any, ...]] = {
     "logits_processors": (None, []),
 }
 HIDDEN_FILTERS = SAMPLING_FILTERS | {name: _OTHER_FILTERS[names] for names in _OTHER_FILTERS for name in names.split()}
-# Arguments of `generate` that change neither what is sampled nor where it ends, as the kit samples.
+# Arguments of `generate` that change neither the sampled tokens nor where a completion ends.
 _HARMLESS = frozenset({
     "use_cache", "disable_compile", "compile_config", "low_memory", "return_dict_in_generate", "output_scores",
     "output_logits", "output_attentions", "output_hidden_states", "pad_token_id", "bos_token_id",
     "renormalize_logits", "length_penalty", "early_stopping",
 })  # fmt: skip
-# What to set in place of an argument that is not followed.
+# What to set instead of an argument that the engines ignore.
 _INSTEAD = {
     "max_new_tokens max_tokens": "Set max_completion_length={value} instead",
     "max_length": "Set max_completion_length instead, which does not count the prompt",
@@ -46,37 +46,37 @@ _INSTEAD = {
     "cache_implementation": "Set rollout_cache instead",
 }
 _ADVICE = {name: _INSTEAD[names] for names in _INSTEAD for name in names.split()}
-# Tokens that close a thought in Qwen3's vocabulary: the tag; or the sentence of its report, the tag, a blank line.
+# Tokens that close a thought in Qwen3's vocabulary: the tag; or the sentence of Qwen3's report, the tag, a blank line.
 CLOSE_TOKENS = {"tag": 1, "sentence": 24}
 
 FILE_KINDS = (".jsonl", ".csv", ".parquet")  # of rows of data
 GYM_PREFIX = "reasoning_gym/"  # of a source: a task of the library reasoning-gym
 
 VLLM_TEMPERATURE = 2.0  # the highest that vLLM takes
-VLLM_LEAST_TEMPERATURE = 0.01  # above 0; vLLM samples at this one where a lower one is asked for
+VLLM_LEAST_TEMPERATURE = 0.01  # above 0; vLLM raises lower values to this one
 
 _WHY_REFUSED = (
-    "tokens would be drawn from a filtered distribution, but scored under the whole one, so the gradient would be that "
-    "of another policy"
+    "tokens would be sampled from a filtered distribution but scored under the full one, so the gradient would be "
+    "that of another policy"
 )
 
 
 def find_sampling_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Settings that sample from another distribution than the scored one; `temperature` is part of both.
+    """Settings that sample from a distribution other than the scored one; `temperature` is part of both.
 
     >>> find_sampling_problems({"top_p": 0.9}, "rloo.")[0].split(",")[0]
-    'rloo.top_p is 0.9: tokens would be drawn from a filtered distribution'
+    'rloo.top_p is 0.9: tokens would be sampled from a filtered distribution but scored under the full one'
     >>> find_sampling_problems({"top_p": 1.0, "temperature": 0.7})
     []
 
     Args:
-        values: the keys of the loop by name, `generation_kwargs` included. prefix: of a key in messages.
+        values: the keys of the loop by name, `generation_kwargs` included. prefix: put before a key in messages.
     """
     accepted = values.get("accept_truncated_sampling", False)
     problems = [
-        f"{prefix}{name} is {values[name]}: {_WHY_REFUSED}. Set {prefix}{name}={_written(neutral[0])}; to sample more "
-        f"sharply lower {prefix}temperature, which is scored too; or set {prefix}accept_truncated_sampling=true, which "
-        "corrects for it in part"
+        f"{prefix}{name} is {values[name]}: {_WHY_REFUSED}. Set {prefix}{name}={_written(neutral[0])}; to sharpen "
+        f"sampling, lower {prefix}temperature, which is scored too; or set {prefix}accept_truncated_sampling=true, "
+        "which corrects for it in part"
         for name, neutral in SAMPLING_FILTERS.items()
         if name in values and values[name] not in neutral and not accepted
     ]
@@ -86,7 +86,7 @@ def find_sampling_problems(values: Mapping[str, Any], prefix: str = "") -> list[
 
 
 def _find_hidden_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
-    """Keys of `generation_kwargs` that filter the distribution, and those that would be dropped without a word."""
+    """Keys of `generation_kwargs` that filter the distribution, and those that would be ignored silently."""
     hidden = values.get("generation_kwargs")
     problems = []
     for name, value in hidden.items() if isinstance(hidden, Mapping) else ():
@@ -105,15 +105,15 @@ def _find_hidden_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
                 problems.append(f"{found}: {_WHY_REFUSED}. {advice}")
         elif not _is_followed(name, value, values):
             advice = _ADVICE.get(name, "Remove it").format(value=value)
-            problems.append(f"{found}, which the sampling does not follow. {advice}")
+            problems.append(f"{found}, which the kit's engines do not read. {advice}")
     return problems
 
 
 def _is_followed(name: str, value: Any, values: Mapping[str, Any]) -> bool:
-    """Whether an argument of `generate` that filters nothing is followed, or says what holds anyway."""
+    """Whether an argument of `generate` that filters nothing is respected, or states what is true anyway."""
     if value is None or name in _HARMLESS:
         return True
-    if name in ("n", "num_return_sequences"):  # more would not fit: a prompt is repeated for each of its completions
+    if name in ("n", "num_return_sequences"):  # prompts are already repeated, one per completion
         return bool(value == 1)
     return name in ("max_new_tokens", "max_tokens") and value == values.get("max_completion_length")
 
@@ -134,7 +134,7 @@ def find_loop_problems(values: Mapping[str, Any], prefix: str = "") -> list[str]
 
 
 def find_resample_problems(rounds: int, baseline: str, rounds_key: str, baseline_key: str) -> list[str]:
-    """Fresh prompts in place of groups whose scores are equal, where such a group is trained on like any other.
+    """Resampling of groups with equal scores, although `baseline` none trains on them like any other group.
 
     >>> find_resample_problems(2, "leave_one_out", "resample_rounds", "baseline")
     []
@@ -142,13 +142,13 @@ def find_resample_problems(rounds: int, baseline: str, rounds_key: str, baseline
     if not rounds or baseline != "none":
         return []
     return [
-        f"{rounds_key} is {rounds}, which replaces groups whose scores are equal, but {baseline_key} is none, which "
+        f"{rounds_key} is {rounds}, which replaces groups with equal scores, but {baseline_key} is none, which "
         f"trains on them too; set {rounds_key}=0, or {baseline_key}=group_mean"
     ]
 
 
 def find_server_problems(engine: str, url: str | None, engine_key: str, url_key: str) -> list[str]:
-    """Faults of a rollout server's address; `engine_key` and `url_key` are the names of both in messages.
+    """Problems with a rollout server's address; `engine_key` and `url_key` are the keys' names in messages.
 
     >>> find_server_problems("server", None, "engine", "url")
     ['engine is server, but url is null; set url=http://host:port, where vllm serve listens']
@@ -159,9 +159,9 @@ def find_server_problems(engine: str, url: str | None, engine_key: str, url_key:
         return [
             f"{engine_key} is server, but {url_key} is null; set {url_key}=http://host:port, where vllm serve listens"
         ]
-    if set("@?#") & set(url):  # not printed: it holds a password, or a token
+    if set("@?#") & set(url):  # not printed: it may contain a password or a token
         return [
-            f"{url_key} holds more than a host and a port; set VLLM_API_KEY for a key, and {url_key}=http://host:port"
+            f"{url_key} has more than a host and a port; set VLLM_API_KEY for an API key, and {url_key}=http://host:port"
         ]
     try:
         parts = urlsplit(url)
@@ -174,7 +174,7 @@ def find_server_problems(engine: str, url: str | None, engine_key: str, url_key:
 
 
 def find_temperature_problems(engine: str, temperatures: Mapping[str, float], engine_key: str) -> list[str]:
-    """Temperatures, by their keys, that the engine does not sample at; `engine_key` is its name in messages.
+    """Temperatures, by key, outside the engine's range; `engine_key` is the engine's key in messages.
 
     >>> find_temperature_problems("server", {"temperature": 2.5}, "engine")
     ['temperature is 2.5, and vLLM samples at 0.01 to 2; set temperature=2 or lower, or engine=auto']
@@ -191,7 +191,7 @@ def find_temperature_problems(engine: str, temperatures: Mapping[str, float], en
 
 
 def find_test_problem(source: str | None, test_source: str | None, split: str, test_split: str | None) -> str | None:
-    """Why the held-out prompts cannot be read from where `data` says; `source` is None for a mix.
+    """Why the held-out prompts cannot be read as `data` says; None if they can. `source` is None for a mix.
 
     >>> find_test_problem("rows.csv", None, "train", "test")
     "test_split is 'test', but rows.csv is a file and has no splits; set data.test_source to the file of the test set"
@@ -203,13 +203,13 @@ def find_test_problem(source: str | None, test_source: str | None, split: str, t
         return "test_split names a split of data.source, and data.sources is a mix; set data.test_source too"
     if read.startswith("embedded/"):
         name = "test_split" if test_source is None else "test_source"
-        return f"{name} is set, but {read} has no test set of its own; remove data.{name}, and data.test_size splits"
+        return f"{name} is set, but {read} has no separate test set; remove data.{name} and use data.test_size"
     if read.startswith(GYM_PREFIX):
         if test_split is not None:
             return (
                 f"test_split is {test_split!r}, but {read} draws its prompts and has no splits; remove data.test_split"
             )
-        return None  # its test prompts are drawn by seeds of their own
+        return None  # its test prompts are drawn from separate seeds
     if read.lower().endswith(FILE_KINDS):
         if test_source is None:
             return (
@@ -223,8 +223,8 @@ def find_test_problem(source: str | None, test_source: str | None, split: str, t
         same = read == source and split == (test_split or "test")
     if same:
         return (
-            f"the held-out prompts are to come from {read}, which is what is trained on; remove data.test_source and "
-            "data.test_split, and data.test_size splits, or name another split"
+            f"the held-out prompts would come from {read}, the training data; name another split, or remove "
+            "data.test_source and data.test_split so that data.test_size splits prompts off"
         )
     return None
 
@@ -232,23 +232,23 @@ def find_test_problem(source: str | None, test_source: str | None, split: str, t
 def find_gym_problems(
     sources: list[str], options: Any, level: int | None, prefix: str, columns: Mapping[str, Any]
 ) -> list[str]:
-    """Options of tasks without a task that takes them, values that no option has, and keys that no task reads.
+    """Task options without a task, option values that cannot be valid, and keys that no task reads.
 
     >>> find_gym_problems(["rows.csv"], {"min_terms": 2}, None, "data.", {})
-    ['data.options is set, but rows.csv is no task of reasoning_gym/...; remove it']
+    ['data.options is set, but rows.csv is not a reasoning_gym/... task; remove it']
 
     Args:
-        prefix: of the keys. columns: those that say how a file or a hub id is read, as far as they are set.
+        prefix: put before keys. columns: the keys that are set and control how a file or a hub id is read.
     """
     written = [name for name, value in (("options", options), ("curriculum_level", level)) if value is not None]
     are_tasks = [source.startswith(GYM_PREFIX) for source in sources]
     if written and not any(are_tasks):
-        return [f"{prefix}{written[0]} is set, but {', '.join(sources)} is no task of {GYM_PREFIX}...; remove it"]
+        return [f"{prefix}{written[0]} is set, but {', '.join(sources)} is not a {GYM_PREFIX}... task; remove it"]
     problems = []
     if columns and all(are_tasks):
         listed = ", ".join(f"{prefix}{name}={value}" for name, value in columns.items())
         problems.append(
-            f"{listed}: {', '.join(sources)} draws its rows and has neither splits nor columns; remove "
+            f"{listed}: {', '.join(sources)} generates its rows and has neither splits nor columns; remove "
             f"{'them' if len(columns) > 1 else 'it'}"
         )
     for name, value in (options or {}).items():
@@ -256,7 +256,7 @@ def find_gym_problems(
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError):
             problems.append(
-                f"{prefix}options.{name} is {excerpt(value)}; an option is a finite number, a text, true, false, null, "
+                f"{prefix}options.{name} is {excerpt(value)}; an option is a finite number, text, true, false, null, "
                 "or a list or mapping of these"
             )
     return problems
@@ -282,8 +282,8 @@ def _find_ratio_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
 
 
 def _find_mean_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
-    """Two scales at once; a mean over tokens where a completion has one ratio, or where a step's tokens are not known
-    when the first of its rollouts is trained."""
+    """Two scales at once; a mean over tokens although a completion has one ratio, or although a step's token count is
+    not known when its first rollout is trained."""
     problems = []
     if values.get("scale_rewards") == "group" and values.get("normalize_advantages"):
         problems.append(
@@ -299,7 +299,7 @@ def _find_mean_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
     steps, passes = values.get("gradient_accumulation_steps", 1), values.get("steps_per_generation")
     if mean == "batch" and passes and passes % steps:
         problems.append(
-            f"{prefix}token_mean is batch, but {prefix}steps_per_generation ({passes}) is no multiple of "
+            f"{prefix}token_mean is batch, but {prefix}steps_per_generation ({passes}) is not a multiple of "
             f"{prefix}gradient_accumulation_steps ({steps}): the tokens of a step come from several rollouts, and the "
             f"first is trained before they can be counted; set {prefix}steps_per_generation=null or "
             f"{prefix}token_mean=completion"
@@ -324,8 +324,8 @@ def _find_thinking_problems(values: Mapping[str, Any], prefix: str) -> list[str]
         if answer is None:
             return []
         return [
-            f"{prefix}answer_budget is {answer}, but {prefix}thinking_budget is null, so no thought is closed by force "
-            f"and there is nothing to answer after; set {prefix}thinking_budget or {prefix}answer_budget=null"
+            f"{prefix}answer_budget is {answer}, but {prefix}thinking_budget is null, so thinking is never closed "
+            f"by force; set {prefix}thinking_budget or {prefix}answer_budget=null"
         ]
     closing = CLOSE_TOKENS.get(values.get("thinking_close", "tag"), 1)
     needed = thinking + closing + (answer or 1)
@@ -341,5 +341,5 @@ def _find_thinking_problems(values: Mapping[str, Any], prefix: str) -> list[str]
 
 
 def _written(value: Any) -> str:
-    """A value as a file writes it."""
+    """A value in YAML."""
     return "null" if value is None else str(value)

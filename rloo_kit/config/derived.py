@@ -1,7 +1,7 @@
 """Defaults of a run that follow other keys: lengths, a thinking budget, the batch, the learning rate.
 
-Only keys that the file does not have are filled in, before it is checked; the resolved file shows them as numbers. That
-they follow something is declared in `config/schema.py`.
+Only keys missing from the file are filled in, before it is checked; the resolved file shows them as numbers.
+`config/schema.py` declares what they follow.
 """
 
 import re
@@ -13,20 +13,20 @@ from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.schema import FULL_LEARNING_RATE, EvalSection, ModelSection
 from rloo_kit.config.sft import FULL_SFT_RATE
 
-Keys = dict[str, Any]  # of a section, as the file gives them
+Keys = dict[str, Any]  # keys of a section, as in the file
 
-PROMPT_SHARE = 4  # a prompt has one of so many parts of model.max_seq_length
+PROMPT_SHARE = 4  # a prompt gets 1 / PROMPT_SHARE of model.max_seq_length
 LEAST_TO_THINK = 64  # tokens of a completion below which no thinking budget is proposed
-ANSWER_SHARE, ANSWER = 4, 512  # a forced answer has one of so many parts of a completion, and at most so many tokens
+ANSWER_SHARE, ANSWER = 4, 512  # a forced answer gets 1 / ANSWER_SHARE of a completion, at most ANSWER tokens
 THINKING_LENGTH, EMBEDDED_LENGTH = 6144, 160  # model.max_seq_length by kind of model
-_THINKS = re.compile(r"thinking|^qwen3-\d(?!.*(instruct|base))", re.I)  # Qwen3's hybrid models think unless told not to
+_THINKS = re.compile(r"thinking|^qwen3-\d(?!.*(instruct|base))", re.I)  # Qwen3's hybrid models think by default
 
 
 def fill_defaults(values: Any) -> Any:
-    """A run's values, with the keys that follow others and are not there.
+    """A run's values with the missing keys that follow others filled in.
 
-    A section that is an object already has all of its keys: then nothing is filled in. Where a value is none that the
-    checks take, what follows it stays at its own default.
+    A section that is an object already has all its keys, so nothing is filled in. If a value is invalid, the keys that
+    follow it keep their own defaults.
     """
     if not isinstance(values, dict) or not all(
         isinstance(values.get(name), dict) for name in ("model", "data", "rloo")
@@ -45,7 +45,7 @@ def fill_defaults(values: Any) -> Any:
 
 
 def _try(fill: Callable[[], Any]) -> None:
-    """`fill`, unless a number that it needs is none; that is then refused by the key's own check."""
+    """Call `fill`; ignore an invalid number, which the key's own check refuses later."""
     try:
         fill()
     except (ValueError, TypeError, OverflowError):
@@ -53,7 +53,7 @@ def _try(fill: Callable[[], Any]) -> None:
 
 
 def _number(keys: Mapping[str, Any], name: str) -> int | None:
-    """A whole number that is given; raises ValueError, TypeError or OverflowError where it is no such number."""
+    """A whole number of at least 1, or None if not set; raises ValueError, TypeError or OverflowError otherwise."""
     value = keys.get(name)
     if value is None:
         return None
@@ -80,19 +80,19 @@ def _fill_lengths(model: Keys, data: Keys, rloo: Keys, evaluated: int) -> None:
         rloo.setdefault("max_completion_length", completion)
     answer = _number(rloo, "answer_budget") or min(completion // ANSWER_SHARE, ANSWER)
     budget = completion - answer - _closing(rloo)
-    short = _is_embedded(model) or completion < LEAST_TO_THINK  # thoughts, or what there is of them
+    short = _is_embedded(model) or completion < LEAST_TO_THINK  # no room to cut thinking short
     if thinks_by_keys(model) and not short and budget > 0:
         rloo.setdefault("thinking_budget", budget)
 
 
 def _least_completion(rloo: Keys) -> int:
-    """Tokens of a completion that the budgets which are given take."""
+    """Tokens of a completion that the given budgets need."""
     thinking = _number(rloo, "thinking_budget")
     return (thinking + _closing(rloo) if thinking else 0) + (_number(rloo, "answer_budget") or 1)
 
 
 def _evaluated_length(evaluated: Keys, rloo: Keys) -> int:
-    """Tokens of the longest completion that the evaluation asks for by itself; 0 where it takes training's."""
+    """Tokens of the longest completion set for the evaluation; 0 if it uses training's length."""
     budgets = evaluated.get("thinking_budgets") or [0]
     answer = _number(evaluated, "answer_budget") or int(EvalSection.model_fields["answer_budget"].default)
     budget = max(int(one) for one in budgets)
@@ -114,7 +114,7 @@ def _usual_length(model: Keys) -> int:
 
 
 def thinks_by_keys(model: Mapping[str, Any]) -> bool:
-    """Whether the keys of `model:` say that it thinks: by its family, else by its name.
+    """Whether the model thinks according to the keys of `model:`: by its family, else by its name.
 
     >>> thinks_by_keys({"name": "Qwen/Qwen3-0.6B"}), thinks_by_keys({"name": "Qwen/Qwen3-4B-Instruct-2507"})
     (True, False)

@@ -1,21 +1,21 @@
 """Names of the embedded models and of their task families: `embedded/thinking@sorting`, `embedded/sorting`.
 
-A user's family is the path of its file. The folder of a run keeps a copy under the same file name.
+A user's family is named by the path of its file. The run's folder keeps a copy under the same file name.
 """
 
 from pathlib import Path
 
 from rloo_kit.errors import ConfigError, excerpt
 
-KINDS = ("thinking", "instruct", "untaught")  # the last is a thinking model with random weights
+KINDS = ("thinking", "instruct", "untaught")  # untaught: a thinking model with random weights
 FAMILIES = ("addition", "subtraction", "comparison", "sorting", "counting", "chain")  # modules of data/families
 DEFAULT_FAMILY = "addition"
 EMBEDDED_PREFIX = "embedded/"
-KEPT_FAMILIES = "task_families"  # in the folder of a run: the files of the user's families that it began with
+KEPT_FAMILIES = "task_families"  # in the run's folder: copies of the user's family files
 
 
 def split_model_name(name: str) -> tuple[str, str]:
-    """Kind and family of an embedded model, whose name may have its prefix.
+    """Kind and family of an embedded model; the prefix is optional.
 
     >>> split_model_name("embedded/thinking@sorting"), split_model_name("instruct")
     (('thinking', 'sorting'), ('instruct', 'addition'))
@@ -30,11 +30,11 @@ def is_family_file(family: str) -> bool:
 
 
 def find_embedded_problem(name: str) -> str | None:
-    """Why there is no embedded model of that name, prefix or not; None where there is one. Files are not looked for.
+    """Why no embedded model has that name (prefix optional); None if one does. Files are not looked up.
 
     >>> find_embedded_problem("embedded/thinking@sortin")
     "there is no task family 'sortin': take addition, subtraction, comparison, sorting, counting, chain, or the path \
-of a .py file of your own"
+of your own .py file"
     """
     kind, _, family = name.removeprefix(EMBEDDED_PREFIX).partition("@")
     if kind not in KINDS:
@@ -48,15 +48,15 @@ of a .py file of your own"
 
 
 def find_family_problem(family: str) -> str | None:
-    """Why there is no task family of that name; None where there is one. Files are not looked for."""
+    """Why no task family has that name; None if one does. Files are not looked up."""
     if is_family_file(family) or family in FAMILIES:
         return None
-    return f"there is no task family '{family}': take {', '.join(FAMILIES)}, or the path of a .py file of your own"
+    return f"there is no task family '{family}': take {', '.join(FAMILIES)}, or the path of your own .py file"
 
 
 def find_family_file(name: str, config_file: Path | None = None) -> Path:
-    """The file of a user's family, absolute: the copy that is kept where `config_file` is that of a run's folder, else
-    from the working directory, then from the folder of `config_file`. ConfigError where there is none."""
+    """Absolute path of a user's family file: the run's copy if `config_file` is in a run's folder, else relative to the
+    working directory, then to the folder of `config_file`. Raises ConfigError if there is none."""
     try:
         path = Path(name).expanduser()
         places = [Path.cwd() / path]
@@ -65,20 +65,18 @@ def find_family_file(name: str, config_file: Path | None = None) -> Path:
             places = [*kept, *places, config_file.parent / path]
         looked = list(dict.fromkeys(place.resolve() for place in places))
         found = next((file for file in looked if file.is_file()), None)
-    except (OSError, RuntimeError, ValueError) as error:  # too long a name, another's home, a NUL
-        raise ConfigError(f"the file {excerpt(name)} of a task family cannot be looked up: {error}") from None
+    except (OSError, RuntimeError, ValueError) as error:  # name too long, unknown home folder, NUL
+        raise ConfigError(f"the task family file {excerpt(name)} cannot be looked up: {error}") from None
     if found is None:
-        raise ConfigError(
-            f"there is no file {name} of a task family, looked for as {' and as '.join(map(str, looked))}"
-        )
+        raise ConfigError(f"there is no file {name} of a task family; looked for {' and '.join(map(str, looked))}")
     return found
 
 
 def is_same_family(first: str, second: str, config_file: Path | None = None) -> bool:
-    """Whether two names are those of one family; a file that is not there may be any file's."""
+    """Whether two names mean the same family; True if a file is missing."""
     if first == second or not (is_family_file(first) and is_family_file(second)):
         return first == second
     try:
         return find_family_file(first, config_file) == find_family_file(second, config_file)
-    except ConfigError:  # whoever reads it says so
+    except ConfigError:  # the reader raises the error
         return True

@@ -1,4 +1,4 @@
-"""Faults of a configuration in words: the dotted key, what was found, the limit, and the nearest known key."""
+"""Error messages of a configuration: the dotted key, what was found, the limit, the nearest known key."""
 
 import difflib
 from pathlib import Path
@@ -15,7 +15,7 @@ from rloo_kit.system.console import hide_secrets
 
 
 def accepts_bool(annotation: Any) -> bool:
-    """True if a field so annotated may hold true or false."""
+    """True if a field with this annotation accepts true or false."""
     if annotation is bool or annotation is Any:
         return True
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -27,7 +27,7 @@ def accepts_bool(annotation: Any) -> bool:
 
 
 def suggest(word: str, known: list[str], above: str = "") -> str:
-    """`; did you mean ...?` with the known name nearest to `word`, else all of them unless they are many.
+    """`; did you mean ...?` with the nearest known name, else a list of all, if there are at most 60.
 
     >>> suggest("bta", ["beta", "top_p"], "rloo.")
     '; did you mean rloo.beta?'
@@ -73,11 +73,11 @@ def describe_field(field: FieldInfo) -> str:
 
 
 def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:
-    """One of pydantic's errors (an item of `ValidationError.errors()` of `model`) in words: dotted key, found, limit.
-    `prefix` is the dotted path of that model in the file, with a trailing dot."""
+    """One of pydantic's errors (an item of `ValidationError.errors()` of `model`) as a message: key, found, limit.
+    `prefix` is the dotted path of `model` in the file, with a trailing dot."""
     path = [part for part in entry["loc"] if not (isinstance(part, str) and part.startswith(("function-", "literal[")))]
     kind, found = entry["type"], entry.get("input")
-    if kind == "missing" and isinstance(path[-1], int):  # an item of a list of fixed length: the list is at fault
+    if kind == "missing" and isinstance(path[-1], int):  # an item of a fixed-length list: report the list
         path.pop()
     known, annotation = _follow(path, model)
     key = (prefix + ".".join(map(str, known))).rstrip(".")
@@ -89,7 +89,7 @@ def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:
                 parent = _model_below(parent.model_fields[str(part)].annotation) or parent
         return f"{key}: unknown key{_suggest_key(str(known[-1]), key, parent, model)}"
     if kind == "missing" and isinstance(entry["loc"][-1], str):
-        return f"{key}: required, and not there; add it to the file, or to the command line as {key}=..."
+        return f"{key}: required but missing; add it to the file, or to the command line as {key}=..."
     if kind == "value_error":
         return f"{key}: {context['error']}" if key else str(context["error"])
     limits = {
@@ -110,9 +110,9 @@ def explain_error(entry: Any, model: type[BaseModel], prefix: str = "") -> str:
 def explain_errors(
     error: ValidationError, model: type[BaseModel], path: Path, lines: Lines, changed: dict[Key, str]
 ) -> str:
-    """All faults of a file, one a line, each with its place; `changed` has the keys that an override set, with its
-    text."""
-    messages: dict[str, None] = {}  # a dict, because a union reports the same fault once for each of its branches
+    """All errors of a file, one per line, each with its place; `changed` maps the keys set by overrides to the
+    overrides."""
+    messages: dict[str, None] = {}  # a dict, because a union reports the same error once per branch
     for entry in error.errors():
         place = _place(tuple(entry["loc"]), path, lines, changed)
         messages |= {f"{place}: {message}": None for message in explain_error(entry, model).split("\n")}
@@ -120,7 +120,7 @@ def explain_errors(
 
 
 def _place(where: Key, path: Path, lines: Lines, changed: dict[Key, str]) -> str:
-    """The override or the line of a fault; for a whole section, its line and the overrides in it."""
+    """The override or the line of an error; for a whole section, its line and the overrides in it."""
     for key, override in changed.items():
         if where[: len(key)] == key:
             return f"override {override}"
@@ -159,7 +159,7 @@ def _follow(path: list[str | int], model: type[BaseModel]) -> tuple[list[str | i
 
 
 def _item_of(annotation: Any, index: int) -> Any:
-    """The annotation of a list's item: of `list[int]` or `tuple[float, float]`, alone or with null."""
+    """The annotation of a list's item (`list[int]`, `tuple[float, float]`), alone or in a union with null."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is list:
         return arguments[0]
@@ -172,7 +172,7 @@ def _item_of(annotation: Any, index: int) -> Any:
 
 
 def _suggest_key(name: str, key: str, parent: type[BaseModel], root: type[BaseModel]) -> str:
-    """The same name (or that of an old name) in another section, else the nearest one in this section; dotted."""
+    """The same name (or today's for an old one) in another section, else the nearest in this section; dotted."""
     above, dot, _ = key.rpartition(".")
     old = CONFIG_NAMES.get(name)
     new = (old and old.new) or name
@@ -183,7 +183,7 @@ def _suggest_key(name: str, key: str, parent: type[BaseModel], root: type[BaseMo
 
 
 def _model_below(annotation: Any) -> type[BaseModel] | None:
-    """The section in a field's annotation, alone, in a list or with null."""
+    """The section class in a field's annotation, alone, in a list or in a union with null."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for part in get_args(annotation) if (model := _model_below(part)) is not None), None)

@@ -1,9 +1,9 @@
-"""RLOO's relatives by name: the keys of `rloo:` that make each of them, and the name of what some keys make."""
+"""RLOO's relatives by name: the `rloo:` keys of each, and the name that belongs to given keys."""
 
 from collections.abc import Mapping
 from typing import Any
 
-# What a method is, apart from its penalty, its bounds and its learning rate. Defaults are RLOO's.
+# The keys that define a method, apart from penalty, clip range and learning rate. Defaults are RLOO's.
 DEFAULTS: dict[str, Any] = {
     "baseline": "leave_one_out",
     "scale_rewards": "none",
@@ -27,9 +27,9 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def name_method(rloo: Mapping[str, Any]) -> str | None:
-    """The method that the keys of `rloo:` make, whatever its penalty and its bounds are; None for one without a name.
+    """The method of the `rloo:` keys, regardless of penalty and clip range; None if it has no name.
 
-    `ratio_form` decides between two names where both fit (group mean alone: Dr. GRPO only with a ratio for each token).
+    `ratio_form` decides if two names fit (group mean alone: Dr. GRPO only with a ratio for each token).
 
     >>> name_method({"baseline": "group_mean", "scale_rewards": "group", "token_mean": "completion"})
     'GRPO'
@@ -43,7 +43,7 @@ def name_method(rloo: Mapping[str, Any]) -> str | None:
         found["ratio_form"] = "per_token"
     for method, keys in METHODS.items():
         wanted = {name: keys.get(name, default) for name, default in DEFAULTS.items()}
-        if wanted["ratio_form"] is None:  # a ratio of any form, unless the method is known by its own
+        if wanted["ratio_form"] is None:  # any ratio form, unless the method requires one
             wanted["ratio_form"] = found["ratio_form"]
         if found == wanted:
             return method
@@ -51,17 +51,17 @@ def name_method(rloo: Mapping[str, Any]) -> str | None:
 
 
 def describe_method(rloo: Mapping[str, Any]) -> str:
-    """The method in words: its name where it has one, else what its advantage is made of.
+    """The method in words: its name, if it has one, and how its advantage is computed.
 
     >>> describe_method({})
-    'RLOO (reward less the mean reward of the other completions of the prompt)'
+    'RLOO (reward minus the mean reward of the other completions of the prompt)'
     >>> describe_method({"scale_rewards": "group"})[:23]
     'a policy gradient (rewa'
     """
     found = {name: rloo.get(name, default) for name, default in DEFAULTS.items()}
     words = ["reward" + {
-        "leave_one_out": " less the mean reward of the other completions of the prompt",
-        "group_mean": " less the mean reward of the prompt's completions",
+        "leave_one_out": " minus the mean reward of the other completions of the prompt",
+        "group_mean": " minus the mean reward of the prompt's completions",
         "none": " without a baseline",
     }[found["baseline"]]]  # fmt: skip
     if found["scale_rewards"] == "group":
@@ -70,5 +70,5 @@ def describe_method(rloo: Mapping[str, Any]) -> str:
         words.append("standardized over the batch")
     if found["token_mean"] != "none":
         whose = {"completion": "each completion's tokens", "batch": "all tokens of a step"}[found["token_mean"]]
-        words.append(f"the loss a mean over {whose}")
+        words.append(f"loss a mean over {whose}")
     return f"{name_method(rloo) or 'a policy gradient'} ({', '.join(words)})"

@@ -311,7 +311,7 @@ def _move_no_signal(values: dict[str, Any]) -> list[str]:
 
 
 def forget_overruled(section: dict[str, Any], changed: set[str]) -> None:
-    """Drop today's name from the file's `rloo:` where an override gives its old name, so that the override wins."""
+    """Drop today's name from the file's `rloo:` if an override uses its old name, so that the override wins."""
     for old in changed & set(CONFIG_NAMES):
         new = CONFIG_NAMES[old].new
         if new is not None and new not in changed:

@@ -1,4 +1,4 @@
-"""Which keys of a configuration may differ when a run is resumed; all others are refused."""
+"""Keys of a configuration that may differ when a run is resumed; changes to others are refused."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +11,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.errors import ConfigError
 
-# What is written, and how and where the same gradient is computed.
+# Keys that change only what is written, or how and where the same gradient is computed.
 FREE_ON_RESUME = (
     "rloo.logging_steps", "rloo.save_steps", "rloo.save_total_limit", "rloo.report_to", "rloo.memory",
     "rloo.tokens_per_pass", "rollout.engine", "rollout.rows",
@@ -34,8 +34,7 @@ def changed_keys(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[
 
 
 def refuse_changes(trained: str, resolved: str, folder: Path) -> None:
-    """Refuse, with a ConfigError that lists both values, to resume the run in `folder`, which trained with one
-    configuration, with another that would train differently.
+    """Raise ConfigError, listing old and new values, if resuming the run in `folder` would train differently.
 
     `run.*` and `eval.*` may differ, and so may the keys in FREE_ON_RESUME; those in MAY_GROW_ON_RESUME only upwards.
     """
@@ -46,14 +45,14 @@ def refuse_changes(trained: str, resolved: str, folder: Path) -> None:
     if refused:
         lines = [f"  {key}: {old!r} then, {new!r} now" for key, (old, new) in refused.items()]
         raise ConfigError(
-            f"the run in {folder} cannot be resumed with another configuration. These keys differ:\n"
+            f"the run in {folder} cannot be resumed with a different configuration. These keys differ:\n"
             + "\n".join(lines)
-            + "\nput them back (rloo.max_steps may grow, run.* may change), or start again: --overwrite or run.name=..."
+            + "\nrestore them (rloo.max_steps may grow, run.* may change), or start over: --overwrite or run.name=..."
         )
 
 
 def _fill_in(saved: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both with keys newer than the saved run at their defaults; unchanged if one is not a valid run."""
+    """Both with defaults for keys newer than the saved run; unchanged if either is not a valid run."""
     try:
         for values in (saved, now):
             translate_file(values)

@@ -40,7 +40,7 @@ VLLM_MOST_RANK = 512
 
 
 class RunConfig(Section):
-    """The whole configuration of a run; two are equal when their keys are, from whichever file."""
+    """The whole configuration of a run; equality compares keys, not files."""
 
     run: RunSection = Field(default_factory=lambda: RunSection(), description="files, printing, stopping")
     model: ModelSection = Field(description="the policy")
@@ -63,7 +63,7 @@ class RunConfig(Section):
     def name(self) -> str:
         """The run's name, also of its folder."""
         if self.run.name is None:
-            raise ConfigError("the run has no name; set run.name (a config file gives its stem)")
+            raise ConfigError("the run has no name; set run.name (a config file's stem is its default)")
         return self.run.name
 
     @property
@@ -73,8 +73,8 @@ class RunConfig(Section):
 
     @property
     def family_files(self) -> list[Path]:
-        """The files of the user's task families that the model and its prompts are of; ConfigError where one is not
-        there."""
+        """Files of the user's task families that the model and its prompts use; raises ConfigError if one is
+        missing."""
         sources = [*self.data.all_sources, *([self.sft.source] if self.sft.source else [])]
         names = [name.removeprefix(EMBEDDED_PREFIX) for name in sources if name.startswith(EMBEDDED_PREFIX)]
         if self.model.is_embedded:
@@ -82,7 +82,7 @@ class RunConfig(Section):
         return list(dict.fromkeys(find_family_file(name, self.source) for name in names if is_family_file(name)))
 
     def check(self) -> None:
-        """Check between sections, which an assignment does not; raises ConfigError where they contradict each other."""
+        """Check across sections, which an assignment does not; raises ConfigError on contradictions."""
         try:
             type(self).model_validate(self.model_dump(), context=self._source)
         except ValidationError as error:
@@ -131,7 +131,7 @@ class RunConfig(Section):
             return []
         known = f"{EMBEDDED_PREFIX}{family}"
 
-        def may_fit(source: str) -> bool:  # a file or folder of the user's may well hold such problems
+        def may_fit(source: str) -> bool:  # a user's file or folder may contain such problems
             if source.startswith(EMBEDDED_PREFIX):
                 return is_same_family(family, source.removeprefix(EMBEDDED_PREFIX), self._source)
             is_own = source.lower().endswith(FILE_KINDS) or source.startswith((".", "/", "~"))
@@ -146,7 +146,7 @@ class RunConfig(Section):
         given += [("sft.source", "sft.source is", self.sft.source)] if self.sft.source else []
         return [
             f"model.name is {self.model.name}, which knows only {family}, but {said} {name}; set {key}={known}, a file "
-            f"or folder (./name) of such problems of your own, or another model.name{builds(name)}"
+            f"or folder (./name) with such problems, or set another model.name{builds(name)}"
             for key, said, name in given
             if not may_fit(name)
         ]
@@ -217,7 +217,7 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     Unsloth reads when it is imported.
 
     Raises:
-        ConfigError: every fault, each with its dotted key and, where it has one, its line.
+        ConfigError: all errors, each with its dotted key and, if known, its line.
     """
     path = Path(path)
     values, lines = read_file(path)

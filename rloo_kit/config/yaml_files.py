@@ -52,7 +52,7 @@ def read_yaml(text: str, source: str = "the configuration") -> tuple[dict[str, A
     values = {} if node is None else values
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{source}: holds a {type(values).__name__}; a mapping of sections (model:, rloo:, ...) is needed"
+            f"{source}: contains a {type(values).__name__}; it needs a mapping of sections (model:, rloo:, ...)"
         )
     return values, collect_lines(node)
 
@@ -89,7 +89,7 @@ def write_value(value: Any) -> str:
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], Lines]:
-    """`read_yaml` of the file at `path`. Raises ConfigError where it is missing, not UTF-8, no regular
+    """`read_yaml` of the file at `path`. Raises ConfigError if it is missing, not UTF-8, not a regular
     file or not a YAML mapping."""
     try:
         text = read_text(path)
@@ -106,7 +106,7 @@ def apply_override(values: dict[str, Any], override: str) -> Key:
     key, equals, text = override.partition("=")
     parts: list[str | int] = [int(p) if _is_index(p) else p for p in key.strip().lstrip("-").split(".")]
     if problem := find_unwritable(override):
-        raise ConfigError(f"the override '{override}' holds {problem}")
+        raise ConfigError(f"the override '{override}' contains {problem}")
     if not equals or "" in parts:
         raise ConfigError(f"the override '{override}' is not of the form section.key=value, for example rloo.beta=0.0")
     place: Any = values
@@ -122,19 +122,19 @@ def apply_override(values: dict[str, Any], override: str) -> Key:
             place[part] = read_value(text.strip())
         elif isinstance(place, dict) and place.get(part) is None:
             if isinstance(parts[depth + 1], int):
-                raise ConfigError(f"{start}there is no {here} to take an item of; set {here}=[...]")
+                raise ConfigError(f"{start}{here} is not a list in the file; set {here}=[...]")
             place[part] = {}
         place = place[part]
     return tuple(parts)
 
 
 def _is_index(part: str) -> bool:
-    """Digits of ASCII (`²` and `٣` are some elsewhere), as many as an index can have."""
+    """ASCII digits (unlike `²` and `٣`), at most 9."""
     return part.isascii() and part.isdecimal() and len(part) <= 9
 
 
 def merge(values: dict[str, Any], section: str, changes: Any) -> None:
-    """Lay keyword sections of `load_config` over the file's: mappings by key, everything else replaces."""
+    """Merge keyword sections of `load_config` into the file's: mappings by key, other values replace."""
     if isinstance(changes, dict) and isinstance(values.get(section), dict):
         for key, value in changes.items():
             merge(values[section], key, value)

@@ -47,13 +47,13 @@ def is_missing(answer: Any) -> bool:
 
 
 def with_answers(run: RunConfig, source: DataSource, after: str | None, column: str) -> DataSource:
-    """The source with its answers as text, None for a row without one where a reward scores such rows.
+    """The source with its answers as text, None for a row without one if a reward scores such rows.
 
     Args:
         after: the marker that an answer follows. column: key and name of the column, for errors.
 
     Raises:
-        DataError: an answer that is no text or number, or lacks the marker; a row that needs one and has none.
+        DataError: an answer that is not text or a number, or lacks the marker; a row without an answer it needs.
     """
     if source.answers is None:
         return source
@@ -69,7 +69,7 @@ def with_answers(run: RunConfig, source: DataSource, after: str | None, column: 
 
 
 def require_one_answer(run: RunConfig, source: DataSource) -> None:
-    """Raise DataError where a reward compares with answers, and no row has one."""
+    """Raise DataError if a reward compares with answers but no row has one."""
     if compares_with_answers(run) and source.answers is not None and all(map(is_missing, source.answers)):
         raise DataError(
             f"{source.name}: no row has an answer, and a reward compares with one. Name the right column in "
@@ -102,7 +102,7 @@ def _answer(run: RunConfig, value: Any, after: str | None, where: str, column: s
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not isinstance(value, str) and not (number and (isinstance(value, int) or math.isfinite(value))):
         what = f"the answer is {value}" if number else f"an answer of type {type(value).__name__}"
-        raise DataError(f"{where}: {what}; it has to be a text or a number ({column})")
+        raise DataError(f"{where}: {what}; it must be text or a number ({column})")
     try:
         text = str(value).strip()
     except ValueError:  # Python writes no number of more than 4300 digits

@@ -23,7 +23,7 @@ _TURNS = (
     "{{- '<|im_start|>assistant\\n' }}"
 )
 TEMPLATES = {
-    "thinking": _TURNS + "{{- '<think>\\n' }}{%- endif %}",  # the completion holds only </think>, as with Thinking-2507
+    "thinking": _TURNS + "{{- '<think>\\n' }}{%- endif %}",  # the completion has only </think>, as with Thinking-2507
     "instruct": _TURNS + "{%- endif %}",
 }
 TEMPLATES["untaught"] = TEMPLATES["thinking"]
@@ -36,7 +36,7 @@ def byte_symbols() -> list[str]:
 
 
 def check_names(name: str, vocabulary: str) -> None:
-    """Raises ConfigError where there is no such embedded model (`thinking`, `thinking@sorting`) or vocabulary."""
+    """Raises ConfigError if there is no such embedded model (`thinking`, `thinking@sorting`) or vocabulary."""
     if problem := find_embedded_problem(name):
         raise ConfigError(problem)
     if vocabulary not in ROWS:

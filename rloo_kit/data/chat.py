@@ -15,7 +15,7 @@ from rloo_kit.think_tags import THINK_END, THINK_START
 FAMILIES = ("thinking", "hybrid", "instruct", "plain")
 ROLES = ("system", "user", "assistant", "tool")
 THINK_TAGS = (THINK_START, THINK_END)
-# A turn of the assistant that holds its thinking: in front, closed once, opened there or by the template.
+# An assistant turn with thinking: at the start, closed once, opened there or by the template.
 _THOUGHT = re.compile(rf"\A\s*(?:{THINK_START})?((?!</?think>).)*{THINK_END}", re.DOTALL)
 _PROBE = [{"role": "user", "content": "1+1?"}]
 
@@ -39,16 +39,16 @@ def detect_family(tokenizer: Any, name: str = "") -> str:
 
 def resolve_family(tokenizer: Any, name: str, family: str = "auto", enable_thinking: bool | None = None) -> str:
     """The family to render prompts for: `family`, or the template's own for "auto"; `plain` is always allowed. Raises
-    ConfigError where `family` or `enable_thinking` contradicts the template."""
+    ConfigError if `family` or `enable_thinking` contradicts the template."""
     found = detect_family(tokenizer, name)
     wanted = found if family == "auto" else family
     if wanted not in FAMILIES:
-        raise ConfigError(f"model.family is {family!r}; it has to be auto or one of {', '.join(FAMILIES)}")
+        raise ConfigError(f"model.family is {family!r}; it must be auto or one of {', '.join(FAMILIES)}")
     open_question = {wanted, found} == {"thinking", "instruct"} and not _opens_thinking(tokenizer)
     if wanted not in (found, "plain") and not open_question:
         raise ConfigError(
             f"model.family is {wanted!r}, but {_what_the_template_does(found)} (model.name: {name}). Set "
-            f"model.family: {found} or auto, or load the tokenizer that belongs to the checkpoint."
+            f"model.family: {found} or auto, or load the tokenizer of the checkpoint."
         )
     if wanted != "hybrid" and enable_thinking is not None and enable_thinking != (wanted == "thinking"):
         raise ConfigError(
@@ -83,7 +83,7 @@ def render_prompt(
     """The text that the model reads for one prompt, including the generation prompt.
 
     Args:
-        prompt: a text, or messages `{"role", "content"}` of which the last is not the assistant's.
+        prompt: a text, or messages `{"role", "content"}`, the last one not the assistant's.
         family: one of `FAMILIES`. enable_thinking: for `hybrid` only; None for the template's default.
         system_prompt: put in front unless the prompt has a system message.
 
@@ -146,12 +146,12 @@ def _as_messages(prompt: Any, system_prompt: str | None) -> list[Message]:
         messages = [_message(message, number) for number, message in enumerate(prompt, 1)]
     else:
         raise DataError(
-            f"the prompt is {'an empty list' if prompt == [] else f'of type {type(prompt).__name__}'}; it has to be "
+            f"the prompt is {'an empty list' if prompt == [] else f'of type {type(prompt).__name__}'}; it must be "
             'text or a list of messages like {"role": "user", "content": "..."}'
         )
     if messages[-1]["role"] == "assistant":
         raise DataError(
-            "the conversation ends with the assistant's own message; the model is to write that one. Remove it "
+            "the conversation ends with the assistant's own message; the model must write that one. Remove it "
             "(and keep it in the answer column if it is the gold answer)"
         )
     if system_prompt and messages[0]["role"] != "system":
@@ -163,16 +163,15 @@ def _as_messages(prompt: Any, system_prompt: str | None) -> list[Message]:
 def _message(message: Any, number: int) -> Message:
     if not isinstance(message, dict) or "role" not in message or "content" not in message:
         raise DataError(
-            f'message {number} of the prompt has to be {{"role": ..., "content": ...}}, found {excerpt(message)}'
+            f'message {number} of the prompt must be {{"role": ..., "content": ...}}, found {excerpt(message)}'
         )
     if not isinstance(message["role"], str) or message["role"] not in ROLES:
         raise DataError(
-            f"message {number} has the role {excerpt(message['role'])}; it has to be one of {', '.join(ROLES)}"
+            f"message {number} has the role {excerpt(message['role'])}; it must be one of {', '.join(ROLES)}"
         )
     if not isinstance(message["content"], str):
         raise DataError(
-            f"message {number} of the prompt has a content of type {type(message['content']).__name__}; it has to be "
-            "text"
+            f"message {number} of the prompt has a content of type {type(message['content']).__name__}; it must be text"
         )
     _non_empty(message["content"], f"message {number} of the prompt")
     for key, value in message.items():  # a template may use any of them
@@ -189,12 +188,12 @@ def _non_empty(text: str, what: str) -> str:
 
 
 def refuse_surrogates(text: str, what: str) -> None:
-    """Refuse half of a UTF-16 pair, which JSON can hold (`"\\ud83d"`) and no tokenizer takes."""
+    """Refuse half of a UTF-16 pair, which JSON can contain (`"\\ud83d"`) and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         found = text[error.start].encode("unicode_escape").decode()
-        raise DataError(f"{what} holds {found} at character {error.start}, which is half a character") from error
+        raise DataError(f"{what} contains {found} at character {error.start}, half of a surrogate pair") from error
 
 
 def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
@@ -210,17 +209,17 @@ def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
             for token in special:
                 if token in text:
                     raise DataError(
-                        f"{where} holds the tokenizer's control token {token}: a chat template seems to be applied "
-                        "already. Give the bare text or the messages; or set model.family: plain to use rendered "
+                        f"{where} contains the tokenizer's control token {token}: a chat template seems to be applied "
+                        "already. Give the bare text or the messages, or set model.family: plain for rendered "
                         "prompts"
                     )
             rest = _THOUGHT.sub("", text) if role == "assistant" and key == "content" else text
             for tag in tags:
                 if tag in rest:
                     raise DataError(
-                        f"{where} holds {tag}, which the tokenizer reads as the token that opens or closes the model's "
-                        "own thinking. Take it out, or write it otherwise (think tag); only an assistant's turn may "
-                        f"hold thinking, in front of its answer: {THINK_START}...{THINK_END}answer"
+                        f"{where} contains {tag}, which the tokenizer reads as the token that opens or closes the "
+                        "model's own thinking. Remove it, or rewrite it (think tag); only an assistant's turn "
+                        f"may contain thinking, before its answer: {THINK_START}...{THINK_END}answer"
                     )
 
 

@@ -1,4 +1,4 @@
-"""Rows as they were read, each with its line or row for error messages, and the columns that they may have."""
+"""Rows as read, each with its line or row for error messages, and the columns they may have."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 from rloo_kit.errors import DataError
 from rloo_kit.system.input_files import DEEPEST
 
-# Names that the trainer passes to a reward itself: a column may not use them.
+# Names that the trainer itself passes to a reward; columns may not use them.
 TAKEN_COLUMNS = (
     "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
     "thinking_forced",
@@ -18,7 +18,7 @@ IMAGE_COLUMNS = ("image", "images")  # TRL reads columns of these names as image
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns hold prompt and answer, and whether the answer's is required; `prefix` is that of their keys."""
+    """Names of the prompt and answer columns, and whether the answer's is required; `prefix` is that of their keys."""
 
     prompt: str = "prompt"
     answer: str = "answer"
@@ -31,9 +31,9 @@ class DataSource:
     """N rows: `prompts` and `answers` (None without such a column) as Python values, and the other columns.
 
     Attributes:
-        others: lists of N values by column; or a datasets.Dataset of N rows, where one was read; None without any.
-        places: "line 12", "row 12". notes: what the user may miss, in sentences.
-        rows_left: whether data.num_prompts left out rows that there are. is_mix: of `data.sources`.
+        others: lists of N values by column; or a datasets.Dataset of N rows, if one was read; None if there are none.
+        places: "line 12", "row 12". notes: sentences on what was changed or left out.
+        rows_left: whether data.num_prompts left rows out. is_mix: from `data.sources`.
     """
 
     name: str
@@ -86,7 +86,7 @@ def select_rows(source: DataSource, rows: list[int]) -> DataSource:
 
 
 def arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> list[Any]:
-    """`values`, if Arrow can hold them in one column; raises DataError with the place of the first that it cannot."""
+    """`values`, if Arrow can store them in one column; raises DataError with the place of the first that it cannot."""
     if _is_plain(values):
         return values
     import pyarrow
@@ -99,8 +99,10 @@ def arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> li
         return None
 
     for row, value in enumerate(values):
-        if isinstance(value, (list, tuple, dict)) and _is_deeper(value, DEEPEST):  # Arrow overflows the stack of C
-            raise DataError(f"{where(row)}: column '{key}' is nested more than {DEEPEST} levels deep, or holds itself")
+        if isinstance(value, (list, tuple, dict)) and _is_deeper(value, DEEPEST):  # Arrow would overflow the C stack
+            raise DataError(
+                f"{where(row)}: column '{key}' is nested more than {DEEPEST} levels deep, or contains itself"
+            )
     error = explain(values)
     if error is None:
         return values
@@ -108,15 +110,15 @@ def arrow_column(key: str, values: list[Any], where: Callable[[int], str]) -> li
     first = next(kind for kind in kinds if kind is not type(None))
     odd = next((row for row, kind in enumerate(kinds) if kind not in (first, type(None))), None)
     if odd is not None:
-        what = f"holds a {kinds[odd].__name__}, and before it a {first.__name__}; a column needs one type"
+        what = f"has a {kinds[odd].__name__} after a {first.__name__}; a column needs one type"
         raise DataError(f"{where(odd)}: column '{key}' {what} ({error})") from error
     first_bad = bisect_left(range(len(values)), True, key=lambda row: explain(values[: row + 1]) is not None)
-    what = f"column '{key}' holds a value that Arrow cannot hold with those before it: {error}"
+    what = f"column '{key}' has a value that Arrow cannot store with those before it: {error}"
     raise DataError(f"{where(first_bad)}: {what}") from error
 
 
 def _is_plain(values: list[Any]) -> bool:
-    """Whether all values are text, or numbers of one type, that Arrow surely holds: loading it takes half a second."""
+    """Whether all values are text, or numbers of one type, which Arrow can store: no need to load it (0.5 s)."""
     kinds = {type(value) for value in values} - {type(None)}
     found = [value for value in values if value is not None]
     if kinds == {str}:
@@ -142,7 +144,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def require_columns(name: str, place: str, found: list[str], columns: Columns) -> None:
-    """Raise DataError where the prompt's column, or a required answer's, is not among those found."""
+    """Raise DataError if the prompt's column, or a required answer's, is missing."""
     listed = ", ".join(found) or "none"
     if columns.prompt not in found:
         raise DataError(
@@ -159,7 +161,7 @@ def require_columns(name: str, place: str, found: list[str], columns: Columns) -
 def taken_columns(
     name: str, found: list[str], columns: Columns, images: tuple[str, ...] = ()
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Columns that are not passed on, and notes on those that the user may miss.
+    """Columns that are not passed on, and notes on those that were replaced or left out.
 
     Raises DataError for columns that TRL reads as images by their name, and for `images`, whose type says so.
     """
@@ -167,8 +169,8 @@ def taken_columns(
     for column in found:
         if column in images or (column in IMAGE_COLUMNS and column not in moved):
             raise DataError(
-                f"{name}: column '{column}' holds images, by its {'type' if column in images else 'name'}; rloo-kit "
-                "trains on text. Remove the column from the data, or rename it if it holds something else"
+                f"{name}: column '{column}' contains images, by its {'type' if column in images else 'name'}; rloo-kit "
+                "trains on text. Remove the column from the data, or rename it if it contains something else"
             )
     hidden = [column for column in ("prompt", "answer") if column in found and column not in moved]
     refused = [column for column in TAKEN_COLUMNS if column in found and column not in moved]

@@ -1,4 +1,4 @@
-"""Rows of `reasoning_gym/TASK`: questions that the library reasoning-gym draws by seed, with what scores them."""
+"""Rows of `reasoning_gym/TASK`: questions that reasoning-gym generates by seed, with the data to score them."""
 
 import functools
 import json
@@ -17,9 +17,9 @@ from rloo_kit.system.marked import module_path, starting_folder
 from rloo_kit.system.versions import is_importable
 
 GYM_COLUMN = "reasoning_gym"  # JSON text: task, options, level, and the library's entry
-GYM_PROMPTS, GYM_TEST_PROMPTS = 2000, 200  # where data.num_prompts is null; where data.test_size is a share
+GYM_PROMPTS, GYM_TEST_PROMPTS = 2000, 200  # if data.num_prompts is null; if data.test_size is a share
 MOST_PROMPTS = 100_000
-BLOCK = 2**20  # seeds that one source of a run may use up
+BLOCK = 2**20  # seeds reserved for each source of a run
 INSTALL = "run make reasoning-gym, or pip install 'rloo-kit[reasoning-gym]' (one of its packages needs a C compiler)"
 
 _BOOT = "import sys; sys.path[:] = sys.argv[1:]; from rloo_kit.data.gym_library import serve; serve()"
@@ -31,15 +31,15 @@ def is_gym(source: str) -> bool:
 
 
 def require_library(key: str) -> None:
-    """Raise SetupError, with the command that installs it, where the library is missing; `key` is what asks for it."""
+    """Raise SetupError with the install command if the library is missing; `key` is the key that needs it."""
     if not is_importable("reasoning_gym"):
         raise SetupError(f"{key} needs the library reasoning-gym, which is not installed: {INSTALL}")
 
 
 def first_seed(seed: int, number: int) -> int:
-    """The first of the BLOCK seeds that are for source `number` of a run with `data.seed`; 0 is its test source.
+    """The first of the BLOCK seeds of source `number` of a run with `data.seed`; 0 is the test source.
 
-    The blocks of a run do not overlap. Below 2**32, which numpy's generator asks for.
+    Blocks do not overlap. Seeds are below 2**32, numpy's limit.
     """
     return Random(f"reasoning-gym-{seed}").randrange(2**31) + number * BLOCK
 
@@ -54,12 +54,12 @@ def read_gym(
     count_key: str,
     options_key: str = "data.options",
 ) -> DataSource:
-    """`count` rows with different questions; where the task has fewer, those with a note, or an error with `count_key`.
+    """`count` rows with different questions; if the task has fewer, all and a note, or with `count_key` an error.
 
     Args:
         source: reasoning_gym/TASK. options, level: as `data.options` and `data.curriculum_level`.
         count: at most MOST_PROMPTS. start: from `first_seed`. key, count_key, options_key: that name the source,
-            `count` and the options, for errors; an empty `count_key` where nobody asked for so many.
+            `count` and the options, for errors; `count_key` is empty if `count` is a default.
 
     Raises:
         DataError: a task that does not exist or is refused; options or a level that it does not have; rows that cannot
@@ -74,10 +74,10 @@ def read_gym(
     asked = {"task": task, "options": options, "level": level}
     found = _draw(json.dumps(asked | {"start": start, "count": count, "options_key": options_key}), key)
     entries = found["entries"]
-    few = f"{source} gave {len(entries)} different questions in {found['drawn']} draws, and {count} were asked for"
+    few = f"{source} gave {len(entries)} different questions in {found['drawn']} draws; {count} were requested"
     left_out = {
         "late": f"questions that took more than {ROW_LIMIT_S} s to draw",
-        "wrong": "questions whose stored answer its verifier does not give 1",
+        "wrong": "questions whose stored answer the verifier does not score 1",
     }
     notes = [f"{source}: {found[name]} {what} are left out" for name, what in left_out.items() if found[name]]
     if len(entries) < count:
@@ -98,9 +98,9 @@ def read_gym(
     )
 
 
-@functools.lru_cache(maxsize=16)  # a run reads its data before its model is loaded, and then again
+@functools.lru_cache(maxsize=16)  # a run reads its data before and after loading the model
 def _draw(request: str, key: str) -> dict[str, Any]:
-    """`gym_library.draw` in a process of its own: it may hang, and its sets are in the same order in each run."""
+    """`gym_library.draw` in a separate process: it may hang, and set order must be the same in every run."""
     asked = json.loads(request)
     done = subprocess.run(
         [sys.executable, "-c", _BOOT, *module_path()],

@@ -1,7 +1,7 @@
 """Tasks of the library reasoning-gym: made with their options, drawn, scored.
 
 The library takes a second and more to import (sympy, numpy, matplotlib), may hang, and prints. So it is imported inside
-functions and runs in processes of its own: `serve` draws rows for `gym`, `rewarding.gym` scores in a `Worker`.
+functions and runs in separate processes: `serve` draws rows for `gym`, `rewarding.gym` scores in a `Worker`.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def make_dataset(
 
 
 def blamed_key(options: dict[str, Any], level: int | None, options_key: str) -> str:
-    """The key to change where a task does not do with these options at this level: the level's if it stands alone."""
+    """The key to change if a task fails with these options at this level: the level's if no options are set."""
     return options_key if options or level is None else _level_key(options_key)
 
 
@@ -80,7 +80,7 @@ def _level_key(options_key: str) -> str:
 
 
 def _of_level(task: str, level: int) -> dict[str, Any]:
-    """The options of a level of the task's curriculum; raises whatever where it has no such level."""
+    """The options of a level of the task's curriculum; raises any exception if it has no such level."""
     from reasoning_gym.factory import create_curriculum
 
     curriculum = create_curriculum(task)
@@ -103,15 +103,17 @@ def _check_level(task: str, level: int, options_key: str) -> None:
     if task not in CURRICULA:
         raise DataError(f"{key} is {level}, and reasoning_gym/{task} has no curriculum; set {options_key} instead")
 
-    def works(tried: int) -> bool:
+    def works(candidate: int) -> bool:
         try:
-            make(config=config(**_of_level(task, tried) | {"seed": 0, "size": 1}))
+            make(config=config(**_of_level(task, candidate) | {"seed": 0, "size": 1}))
         except Exception:
             return False
         return True
 
     if not works(level):
-        listed = ", ".join(str(tried) for tried in range(_count_levels(create_curriculum(task))) if works(tried))
+        listed = ", ".join(
+            str(candidate) for candidate in range(_count_levels(create_curriculum(task))) if works(candidate)
+        )
         raise DataError(f"{key} is {level}; the levels that reasoning_gym/{task} can be made with are {listed}")
 
 
@@ -246,7 +248,7 @@ def _limit(limit_s: float, kills: bool) -> Iterator[None]:
 
 
 def _entry(dataset: Any, index: int, where: str, options_key: str) -> dict[str, Any] | None:
-    """An entry of the library's as JSON holds it; None where its stored answer is an empty text."""
+    """A library entry as JSON-compatible values; None if its stored answer is empty."""
     try:
         entry = json.loads(json.dumps(dataset[index], allow_nan=False))
         if not isinstance(entry["answer"], str):
@@ -264,7 +266,7 @@ def _scorer(task: str, options: str, level: int | None) -> Any:
 
 
 def score(row: str, given: str | None) -> float | None:
-    """The score in [0, 1] that the task's verifier gives an answer; 0.0 where it raises or returns no number.
+    """The score in [0, 1] that the task's verifier gives an answer; 0.0 if it raises or does not return a number.
 
     Args:
         row: the column `reasoning_gym` of the question's row. given: None only makes the verifier, which may take long.
@@ -282,7 +284,7 @@ def _score(verifier: Any, given: str, entry: dict[str, Any]) -> float:
         value = float(verifier.score_answer(given, entry))
     except (KeyboardInterrupt, _Late):
         raise
-    except BaseException:  # verifiers take it for granted that an answer has the asked form; SystemExit is no Exception
+    except BaseException:  # verifiers assume that an answer has the requested form; SystemExit is not an Exception
         return 0.0
     return min(max(value, 0.0), 1.0) if value == value else 0.0
 

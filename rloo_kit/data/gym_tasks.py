@@ -1,6 +1,6 @@
 """Which tasks of reasoning-gym 0.1.25 are offered: those whose verifier gives its stored answer 1 and nonsense 0.
 
-Measured by `python benchmarks/gym_tasks.py`, which writes the two lists; each of the others has its reason.
+`python benchmarks/gym_tasks.py` measures them and writes both lists, with the reason for each refusal.
 """
 
 import difflib

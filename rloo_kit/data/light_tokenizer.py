@@ -34,7 +34,7 @@ class LightTokenizer:
 
     Attributes:
         tokenizer: of the library `tokenizers`. chat_template: None without one.
-        special: texts of `bos_token`, `eos_token` and `pad_token`, None where there is none.
+        special: texts of `bos_token`, `eos_token` and `pad_token`, None if there is none.
     """
 
     tokenizer: Tokenizer
@@ -113,7 +113,7 @@ def compile_template(text: str) -> jinja2.Template:
 
 
 def read_tokenizer(folder: Path) -> LightTokenizer | None:
-    """The tokenizer that lies in a folder; None where only transformers can load it, or there is none."""
+    """The tokenizer in a folder; None if only transformers can load it, or there is none."""
     try:
         settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
@@ -147,7 +147,7 @@ def _text_of(token: Any) -> str | None:
 
 
 def embedded_tokenizer(name: str, vocabulary: str) -> LightTokenizer:
-    """The embedded model's tokenizer, whether or not that model is built; ConfigError where there is no such model."""
+    """The embedded model's tokenizer, whether or not that model is built; ConfigError if there is no such model."""
     check_names(name, vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=token_ids(vocabulary), merges=[]))
     tokenizer.normalizer = normalizers.NFC()

@@ -1,4 +1,4 @@
-"""From a data source to the two datasets of a run: read, drawn, rendered, checked, split over distinct prompts."""
+"""Turns a data source into a run's two datasets: read, draw, render, check, split by distinct prompts."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ class Data:
     Attributes:
         train: datasets.Dataset with `prompt` (rendered text), `answer` (text, or None for a row without one; if the
             source has it), other columns.
-        test: the same, with the columns of its own source; its prompts are distinct, and none is in `train`.
+        test: the same, with its source's columns; its prompts are distinct, and none is in `train`.
         dropped: prompts left out because they were too long.
         notes: what was left out or replaced, in sentences.
     """
@@ -47,14 +47,14 @@ class Side:
     rows: list[int]
 
     def row(self, index: int) -> dict[str, Any]:
-        """One of them as rewards get it: `prompt`, `answer` and the other columns."""
+        """One row as rewards get it: `prompt`, `answer` and the other columns."""
         row = self.rows[index]
         return self.source.row(row) | {"prompt": self.texts[row]}
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The prompts of a run before they are datasets; `dropped` and `notes` as in `Data`."""
+    """The prompts of a run before they become datasets; `dropped` and `notes` as in `Data`."""
 
     train: Side
     test: Side
@@ -91,8 +91,8 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
 
 
 def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Prepared:
-    """All of `load_data` but the datasets, with the same arguments and errors: in one process alone, and without the
-    stack where `needs_stack` is False."""
+    """`load_data` without building the datasets, with the same arguments and errors. Runs in one process only, and
+    without the stack if `needs_stack` is False."""
     family = resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking)
     source = read_training(run, rows, thinks(family, run.model.enable_thinking))
     held_out = read_test(run)
@@ -112,7 +112,7 @@ def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Prepared:
 
 
 def render_row(run: RunConfig, tokenizer: Any, family: str, source: DataSource, row: int) -> str:
-    """The text that the model reads for one row; raises DataError with its file and line where it cannot be rendered.
+    """The text that the model reads for one row; raises DataError with file and line if it cannot be rendered.
 
     `family` is that of `resolve_family`.
     """
@@ -160,7 +160,7 @@ def _split(source: DataSource, rows: list[int], section: DataSection, notes: lis
     wanted = int(size) if size >= 1 else max(round(size * len(groups)), 1 if size > 0 else 0)
     if wanted >= len(groups):
         raise DataError(
-            f"{source.name} has {len(groups)} different prompts, and data.test_size={size} holds {wanted} of them out: "
+            f"{source.name} has {len(groups)} different prompts, and data.test_size={size} holds out {wanted} of them: "
             f"none is left to train on. {_ways_out(source, len(groups), len(source) - len(rows))}"
         )
     keys = _shuffled(groups, section.seed)
@@ -177,7 +177,7 @@ def _split(source: DataSource, rows: list[int], section: DataSection, notes: lis
 
 
 def _ways_out(source: DataSource, prompts: int, dropped: int) -> str:
-    """What gives a run prompts to train on: only what helps with this source."""
+    """Fixes that leave a run prompts to train on; only those that apply to this source."""
     ways = ["set data.test_source to hold out prompts of another file"]
     if prompts > 1:
         ways.insert(0, f"lower data.test_size to at most {prompts - 1}")
@@ -197,8 +197,8 @@ def _hold_out(
     section: DataSection,
     notes: list[str],
 ) -> tuple[list[int], list[int]]:
-    """Rows of the source to train on, and of the test source, shuffled and distinct, `data.test_size` of them if that
-    is a number; no prompt is on both sides."""
+    """Training rows of the source, and shuffled, distinct rows of the test source (`data.test_size` of them if it is a
+    count); no prompt is on both sides."""
     groups = _group(held_out, test_rows)
     keys = _shuffled(groups, section.seed)
     if section.test_size >= 1:
@@ -253,7 +253,7 @@ def _dataset(source: DataSource, texts: list[str], rows: list[int]) -> Any:
     table = datasets.Dataset.from_dict(columns, features=features)
     if source.others is None:
         return table
-    # A table of its own: no view with indices, nor a chunk for each row, each of which pickles the whole column.
+    # A separate table: a view with indices, or one chunk per row, would pickle the whole column each time.
     chosen = source.others.with_format("arrow").select(rows)[:].combine_chunks()
     others = datasets.Dataset(chosen, info=datasets.DatasetInfo(features=source.others.features))
     return datasets.concatenate_datasets([table, others], axis=1)

@@ -26,7 +26,7 @@ def share_out(sizes: list[int], weights: list[float], most: int | None) -> list[
     >>> share_out([600, 100], [1.0, 1.0], None), share_out([600, 100], [3.0, 1.0], 50)
     ([100, 100], [38, 12])
     """
-    written = [Fraction(str(weight)) for weight in weights]  # 0.1 as a file writes it
+    written = [Fraction(str(weight)) for weight in weights]  # 0.1 exactly, as written in the file
     exact = [weight / sum(written) for weight in written]
     total = int(min(size / share for size, share in zip(sizes, exact, strict=True)))
     total = total if most is None else min(total, most)
@@ -38,12 +38,12 @@ def share_out(sizes: list[int], weights: list[float], most: int | None) -> list[
 
 
 def combine(sources: list[DataSource], labels: list[str]) -> DataSource:
-    """All rows of the sources, evenly interleaved: any stretch of them holds the sources in proportion.
+    """All rows of the sources, evenly interleaved: any stretch of them has the sources in proportion.
 
-    A column that a source lacks is None for its rows. `labels` become the column `source`, unless there is one.
+    A column missing from a source is None in its rows. `labels` become the column `source`, unless there is one.
 
     Raises:
-        DataError: a column of one type here and of another there.
+        DataError: a column with different types in two sources.
     """
     order = sorted(
         (Fraction(2 * row + 1, 2 * len(source)), place, row)
@@ -76,7 +76,7 @@ def _answer_of(source: DataSource, row: int) -> Any:
 
 
 def _refuse_other_types(name: str, columns: list[list[Any] | None], sources: list[DataSource]) -> None:
-    """Refuse a column that Arrow cannot hold for all sources in one type, naming the first two that differ."""
+    """Refuse a column whose types Arrow cannot unify across sources, naming the first two that differ."""
     import pyarrow
 
     found: tuple[Any, DataSource] | None = None

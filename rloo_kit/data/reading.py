@@ -62,7 +62,7 @@ class Part:
 
 
 def needs_stack(run: RunConfig) -> bool:
-    """Whether a source of the run can be read by the stack alone: Parquet, a folder of save_to_disk, a hub id."""
+    """Whether only the stack can read a source of the run: Parquet, a folder of save_to_disk, a hub id."""
     section = run.data
     wanted = [*section.all_sources, *([section.test_source] if section.test_source else [])]
     return any(is_for_stack(source, run) for source in wanted)
@@ -74,7 +74,7 @@ def is_for_stack(source: str, run: RunConfig, key: str = "data.source") -> bool:
         return False
     try:
         path = find_file(source, run.source, key)
-    except DataError:  # whoever reads it says so
+    except DataError:  # the reader raises the error
         return False
     return path is None or path.is_dir() or path.suffix.lower() == ".parquet"
 
@@ -95,7 +95,7 @@ def read_training(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
 
 
 def read_test(run: RunConfig) -> DataSource | None:
-    """The rows of the test source or split, in the source's order; None where the test set is split off."""
+    """The rows of the test source or split, in the source's order; None if the test set is split off."""
     section = run.data
     if not section.separate_test:
         return None
@@ -214,7 +214,7 @@ def _part(run: RunConfig, source: str) -> Part:
 
 
 def _part_of_mix(run: RunConfig, number: int) -> Part:
-    """An entry of `data.sources`; where a reward scores rows without an answer, a source may lack the column unless the
+    """An entry of `data.sources`; if a reward scores rows without an answer, a source may lack the column unless the
     entry itself names it."""
     section, prefix = run.data, f"data.sources.{number}."
     entry = (section.sources or [])[number]
@@ -247,7 +247,7 @@ def _part_of_mix(run: RunConfig, number: int) -> Part:
 
 
 def _answers_wanted(run: RunConfig) -> bool:
-    """Whether `data` names an answer column, or a reward compares with it: then it has to be there."""
+    """Whether the answer column is required: `data` names it, or a reward compares with it."""
     section = run.data
     named = section.answer_column != type(section).model_fields["answer_column"].default
     return named or section.answer_after is not None or compares_with_answers(run)

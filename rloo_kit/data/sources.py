@@ -16,7 +16,7 @@ from rloo_kit.errors import DataError, excerpt
 
 def find_file(source: str, config_file: Path | None = None, key: str = "data.source") -> Path | None:
     """The file or the folder of `save_to_disk` that `source` names, from the working directory, then the config's
-    folder; None if it is a hub id. Raises DataError, with `key`, where it looks like a path and does not exist, or is
+    folder; None if it is a hub id. Raises DataError, with `key`, if it looks like a path and does not exist, or is
     of another kind."""
     folders = [Path.cwd(), *([config_file.parent] if config_file else [])]
     for candidate in dict.fromkeys((folder / _expand_user(source, key)) for folder in folders):
@@ -24,7 +24,7 @@ def find_file(source: str, config_file: Path | None = None, key: str = "data.sou
             mode = candidate.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except (OSError, ValueError) as error:  # too long a name, a NUL in it, a locked folder
+        except (OSError, ValueError) as error:  # name too long, NUL in it, no access
             raise DataError(f"{key}: {excerpt(source)} cannot be looked up as a file: {error}") from None
         if stat.S_ISDIR(mode):
             if tables.is_saved_folder(candidate):
@@ -34,10 +34,12 @@ def find_file(source: str, config_file: Path | None = None, key: str = "data.sou
                 "save_to_disk of a datasets.Dataset or DatasetDict wrote"
             )
         if not stat.S_ISREG(mode):
-            raise DataError(f"{key}: {candidate} is no regular file, but a pipe or a device; save the rows first")
+            raise DataError(
+                f"{key}: {candidate} is a pipe or a device, not a regular file; save the rows to a file first"
+            )
         if candidate.suffix.lower() not in FILE_KINDS:
             raise DataError(
-                f"{key}: {candidate} has the ending '{candidate.suffix}'; read are {', '.join(FILE_KINDS)}. "
+                f"{key}: {candidate} has the ending '{candidate.suffix}'; supported are {', '.join(FILE_KINDS)}. "
                 "Convert it, or read it yourself and pass the rows: load_data(run, tokenizer, rows=...)"
             )
         return candidate
@@ -51,7 +53,7 @@ def _expand_user(source: str, key: str) -> Path:
     try:
         return Path(source).expanduser()
     except RuntimeError:
-        raise DataError(f"{key}: {excerpt(source)} names a user whom this machine does not know") from None
+        raise DataError(f"{key}: {excerpt(source)} names a user that does not exist on this machine") from None
 
 
 def read_file(path: Path, columns: Columns) -> DataSource:
@@ -68,7 +70,7 @@ def read_file(path: Path, columns: Columns) -> DataSource:
 
 
 def _first_line_not_utf8(path: Path) -> int:
-    """The reader decodes in chunks and knows only a position within one."""
+    """The line number; the reader itself decodes in chunks and knows only a position within one."""
     lines = path.read_bytes().splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.decode(errors="replace").encode() != line)
 
@@ -96,13 +98,13 @@ def _read_jsonl(path: Path, columns: Columns) -> DataSource:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                hint = ". Is this one JSON document? JSONL has one object a line" if number == 1 else ""
+                hint = ". Is this one JSON document? JSONL has one object per line" if number == 1 else ""
                 what = f"broken JSON: {error.msg} at column {error.colno}{hint}"
                 raise DataError(f"{path}, line {number}: {what}") from error
             except (ValueError, RecursionError) as error:  # thousands of digits or brackets
                 raise DataError(f"{path}, line {number}: JSON that cannot be read: {error}") from error
             if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: a JSON {type(row).__name__}; each line has to be an object")
+                raise DataError(f"{path}, line {number}: a JSON {type(row).__name__}; each line must be an object")
             rows.append(row)
             places.append(f"line {number}")
     return _from_dicts(rows, places, str(path), columns)
@@ -115,7 +117,7 @@ def _read_csv(path: Path, columns: Columns) -> DataSource:
         lines = _csv_lines(reader, path)
         _, header = next(lines, (0, []))
         if len(set(header)) < len(header):
-            raise DataError(f"{path}, line 1: a column name stands twice in the header: {', '.join(header)}")
+            raise DataError(f"{path}, line 1: duplicate column name in the header: {', '.join(header)}")
         for number, fields in lines:
             if len(fields) != len(header):
                 raise DataError(f"{path}, line {number}: {len(fields)} fields, but the header has {len(header)}")

@@ -18,7 +18,7 @@ def _has_splits(folder: Path) -> bool:
 
 
 def read_parquet(path: Path, columns: Columns) -> DataSource:
-    """The rows of a Parquet file; raises DataError where it is none, or lacks a column."""
+    """The rows of a Parquet file; raises DataError if it is not one, or lacks a column."""
     datasets = _stack.load_stack().datasets
     import pyarrow
     import pyarrow.parquet
@@ -54,7 +54,7 @@ def read_hub(
     source: str, subset: str | None, split: str | None, columns: Columns, key: str, split_key: str
 ) -> DataSource:
     """One split of a dataset on the hub or in the local cache of `datasets`; `key` and `split_key` named it
-    (split None: test). Raises DataError where it is unreachable, or dataset, subset, split or column does not exist."""
+    (split None: test). Raises DataError if it is unreachable, or dataset, subset, split or column does not exist."""
     datasets = _stack.load_stack().datasets
     split = split or "test"
     try:
@@ -86,7 +86,7 @@ def from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
 
 
 def _holds_images(feature: Any) -> bool:
-    """Whether values of this type are images, or hold some."""
+    """Whether values of this type are or contain images."""
     if isinstance(feature, dict):
         return any(_holds_images(inner) for inner in feature.values())
     inner = getattr(feature, "feature", None)  # of a list
@@ -108,7 +108,7 @@ def to_dataset(others: Any, name: str) -> Any:
         OverflowError,
         RecursionError,
     ) as error:  # nested too deeply to be combined
-        raise DataError(f"{name}: Arrow cannot hold the columns {', '.join(others)}: {error}") from error
+        raise DataError(f"{name}: Arrow cannot store the columns {', '.join(others)}: {error}") from error
 
 
 def _hub_message(found: str, error: Exception, key: str, subset_key: str, split_key: str) -> str:
@@ -121,6 +121,6 @@ def _hub_message(found: str, error: Exception, key: str, subset_key: str, split_
         return f"{found} Set {split_key} to one of those named."
     return (
         f"{found} If the id is right, the hub cannot be reached from here (or asks for a token: HF_TOKEN in .env). "
-        "Load it once where there is a connection and copy the cache folder (HF_HOME), or save the split as a file "
+        "Load it once on a connected machine and copy the cache folder (HF_HOME), or save the split as a file "
         f"(dataset.to_parquet('data.parquet')) and set {key} to it."
     )

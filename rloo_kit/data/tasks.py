@@ -23,7 +23,7 @@ SAMPLE = 50  # problems on which a user's family is checked
 
 @dataclass(frozen=True)
 class Habit:
-    """What the cold start teaches in its last third besides the method, probabilities in [0, 1]: `skip` the thinking
+    """What the cold start's last third teaches in addition to the method, probabilities in [0, 1]: `skip` the thinking
     and guess the answer, a `slip` in a line of the thinking, a wrong character of a `guess`."""
 
     skip: float = 0.0
@@ -37,7 +37,7 @@ class Habit:
 
 
 NO_HABIT = Habit()
-# Of the worked answers that a run imitates: of mixed quality, so that a model that does is right sometimes.
+# Demonstrations to imitate, of mixed quality, so that the trained model is right only sometimes.
 WORKED = Habit(skip=0.4, guess=0.5)
 
 
@@ -46,7 +46,7 @@ class Family(ABC):
 
     Attributes:
         alphabet: every character of questions, thinking and answers; ASCII.
-        habit: what the cold start teaches besides the method. steps: of the cold start, at least 1.
+        habit: what the cold start teaches in addition to the method. steps: of the cold start, at least 1.
         max_rows: problems of a run at most, at least 1, few enough that drawing stays quick.
     """
 
@@ -73,17 +73,17 @@ class Family(ABC):
         return self.work(problem, random.Random(0))[1]
 
     def guess(self, problem: Any, rng: random.Random, wrong: float) -> str:
-        """An answer without thinking, each character of which is wrong with probability `wrong`."""
+        """An answer without thinking; each character is wrong with probability `wrong`."""
         return "".join(mistake(mark, rng) if rng.random() < wrong else mark for mark in self.answer(problem))
 
     def identity(self, problem: Any) -> str:
-        """Equal for problems of which a run takes one, and the same in every process; it decides the problem's half."""
+        """Equal for problems that count as one, and the same in every process; decides the problem's half."""
         return self.question(problem)
 
 
 def find_family(name: str, config_file: Path | None = None) -> Family:
     """One of `FAMILIES` by its name, or that of a file, `path/to/family.py`, which `find_family_file` finds. Raises
-    ConfigError where there is none, or the file holds none."""
+    ConfigError if there is none, or the file defines none."""
     if not is_family_file(name):
         if problem := find_family_problem(name):
             raise ConfigError(problem)
@@ -109,7 +109,7 @@ def _check_family(family: Family) -> None:
     an answer that work does not come to."""
     alphabet = getattr(family, "alphabet", None)
     if not isinstance(alphabet, str) or not alphabet.isascii():
-        raise ConfigError("alphabet has to be a text of ASCII characters, all that questions and answers consist of")
+        raise ConfigError("alphabet must be text with all ASCII characters that questions and answers use")
     for name in ("steps", "max_rows"):
         if type(value := getattr(family, name)) is not int or value < 1:
             raise ConfigError(f"{name} is {excerpt(value)}; it takes a whole number from 1")
@@ -137,7 +137,7 @@ def _check_family(family: Family) -> None:
 
 def _check_text(method: str, text: Any, alphabet: str | None = None) -> None:
     if not isinstance(text, str):
-        raise ConfigError(f"{method}() gives {excerpt(text)}, which is no text")
+        raise ConfigError(f"{method}() returns {excerpt(text)}, which is not text")
     unknown = [] if alphabet is None else sorted(set(text) - set(alphabet) - {"\n"})
     if unknown:
         raise ConfigError(f"{text!r} is not made of alphabet's characters alone: add {unknown} to alphabet")
@@ -149,7 +149,7 @@ def is_reserved(family: Family, problem: Any) -> bool:
 
 
 def draw_problem(family: Family, rng: random.Random, reserved: bool) -> Any:
-    """A problem of the cold start's half, or of a run's. Raises DataError where the family draws none."""
+    """A problem of the cold start's half, or of a run's. Raises DataError if the family draws none."""
     for _ in range(FRUITLESS_DRAWS):
         problem = family.draw(rng)
         if is_reserved(family, problem) == reserved:
@@ -162,7 +162,7 @@ def draw_problem(family: Family, rng: random.Random, reserved: bool) -> Any:
 
 def draw_problems(family: Family, num: int, seed: int, name: str = DEFAULT_FAMILY) -> list[Any]:
     """`num` problems of a run's half, no two the same; more of a seed begin with the fewer, and the folder of a user's
-    file plays no part. Raises DataError where the family `name` has not so many."""
+    file plays no part. Raises DataError if the family `name` has fewer."""
     if not 0 <= num <= family.max_rows:
         raise DataError(
             f"{num} {name} problems were asked for; embedded/{name} has up to {family.max_rows} for this model: lower "
@@ -194,7 +194,7 @@ def make_rows(family: Family, num: int, seed: int = 0, name: str = DEFAULT_FAMIL
 def worked_rows(
     family: Family, num: int, seed: int = 0, thinking: bool = True, name: str = DEFAULT_FAMILY
 ) -> list[dict[str, str]]:
-    """`make_rows` with a `completion`, the worked answer, two of five of which guess without work (`WORKED`)."""
+    """`make_rows` with a `completion`, the demonstration, two of five of which guess without work (`WORKED`)."""
     rng = random.Random(f"worked-{seed}")
     problems = draw_problems(family, num, seed, name)
     return [

@@ -41,23 +41,23 @@ class WorkedAnswers:
     def __str__(self) -> str:
         lengths = [len(example.completion_ids) for example in self.examples]
         return (
-            f"{len(self.examples)} of {self.num_rows} worked answers, "
+            f"{len(self.examples)} of {self.num_rows} demonstrations, "
             f"{sum(lengths) / len(lengths):.0f} tokens on average, {max(lengths)} at most"
         )
 
 
 def worked_need_stack(run: RunConfig) -> bool:
-    """Whether only the stack can read the worked answers: Parquet, a folder of save_to_disk, a hub id."""
+    """Whether only the stack can read the demonstrations: Parquet, a folder of save_to_disk, a hub id."""
     source = run.sft.source or run.data.source
     return source is not None and is_for_stack(source, run, "sft.source")
 
 
 def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: Any = None) -> WorkedAnswers:
-    """The worked answers of `run.sft`.
+    """The demonstrations of `run.sft`.
 
     Args:
-        tokenizer: the policy's. held_out: rendered prompts that are measured on; their rows are left out.
-        rows: worked answers in Python instead of `sft.source`, as in `load_data`, with the column names of `sft`.
+        tokenizer: the policy's. held_out: rendered prompts of the evaluation; their rows are left out.
+        rows: demonstrations in Python instead of `sft.source`, as in `load_data`, with the column names of `sft`.
 
     Raises:
         DataError: a source, row or column that cannot be used, with its place; nothing left to train on.
@@ -73,7 +73,7 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
     source = _read(run, rows, thinking)
     thoughts = _thoughts(run, source)
     known = {_words(text) for text in held_out}
-    left_out = dict.fromkeys(("no worked answer", "held-out prompts", "too long"), 0)
+    left_out = dict.fromkeys(("no demonstration", "held-out prompts", "too long"), 0)
     examples, unclosed = [], []
     limit, end = run.sft.max_length or run.model.max_seq_length, tokenizer.eos_token or ""
     for row, value in enumerate(source.answers or []):
@@ -81,7 +81,7 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
         answer = _text(value, f"{where}: {run.sft.completion_column}").strip().removesuffix(end).rstrip()
         thought = None if thoughts is None else _text(thoughts[row], f"{where}: {run.sft.thinking_column}")
         if not answer.rpartition(THINK_END)[2] or (thought is not None and not thought.strip()):
-            left_out["no worked answer"] += 1
+            left_out["no demonstration"] += 1
             continue
         prompt = _render(run, tokenizer, family, source, row)
         if _words(prompt) in known:
@@ -98,9 +98,9 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
         examples.append(example)
     if unclosed:
         raise DataError(
-            f"{len(unclosed)} of {len(source)} worked answers hold no {THINK_END} (the first: "
+            f"{len(unclosed)} of {len(source)} demonstrations have no {THINK_END} (the first: "
             f"{source.where(unclosed[0])}), and this model thinks before it answers: it would learn never to answer. "
-            f"Write thinking{THINK_END} in front of the answer, or name a column with the thinking: "
+            f"Write thinking{THINK_END} before the answer, or name a column with the thinking: "
             "sft.thinking_column=..."
         )
     return _finish(source, examples, left_out, limit)
@@ -109,15 +109,14 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
 def _render_completion(
     tokenizer: Any, prompt: str, answer: str, thought: str | None, thinking: bool, where: str
 ) -> str | None:
-    """What the model is to write behind the rendered `prompt`, without the end token; None where its thinking is never
-    closed.
+    """The completion after the rendered `prompt`, without the end token; None if its thinking is never closed.
 
     Args:
-        answer: the whole worked answer without its end token, or what follows the thinking where `thought` is given.
+        answer: the whole demonstration without its end token, or what follows the thinking if `thought` is given.
         thinking: whether the model thinks. where: names the row in errors.
 
     Raises:
-        DataError: thinking tags or control tokens where none belong.
+        DataError: unexpected thinking tags or control tokens.
     """
     text = answer
     if thought is not None:
@@ -127,31 +126,31 @@ def _render_completion(
     if thinking:
         text = text.removeprefix(THINK_START).lstrip("\n")
         if THINK_START in text or text.count(THINK_END) > 1:
-            raise DataError(f"{where}: the worked answer opens or closes its thinking more than once")
+            raise DataError(f"{where}: the demonstration opens or closes its thinking more than once")
         if THINK_END not in text:
             return None
         return text if prompt.rstrip().endswith(THINK_START) else opened + text
     if THINK_START in text or THINK_END in text:
         raise DataError(
-            f"{where}: the worked answer holds thinking, and this model does not think: take it out, or set "
-            "model.enable_thinking=true where the model can"
+            f"{where}: the demonstration contains thinking, but this model does not think: remove it, or set "
+            "model.enable_thinking=true if the model supports it"
         )
     return text
 
 
 def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
-    """The rows of `sft.source`, drawn; their worked answers stand as `answers`."""
+    """The rows of `sft.source`, drawn; `answers` has the demonstrations."""
     section, data = run.sft, run.data
     columns = Columns(section.prompt_column or data.prompt_column, section.completion_column, prefix="sft.")
     name = section.source or data.source
     if rows is not None:
         source = read_rows(rows, columns)
     elif name is None:
-        raise ConfigError("data.sources is a mix; name where the worked answers come from: sft.source=...")
+        raise ConfigError("data.sources is a mix; set the source of the demonstrations: sft.source=...")
     elif is_gym(name):
         raise ConfigError(
-            f"{'data' if section.source is None else 'sft'}.source is {name}, which has no worked answers; name where "
-            "those come from: sft.source=..."
+            f"{'data' if section.source is None else 'sft'}.source is {name}, which has no demonstrations; set "
+            "their source: sft.source=..."
         )
     elif name.startswith(EMBEDDED_PREFIX):
         key = "data.source" if section.source is None else "sft.source"
@@ -166,7 +165,7 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
     if source.answers is None:
         found = [columns.prompt, *source.other_names]
         raise DataError(
-            f"{source.name} has no column '{columns.answer}' with worked answers; columns found: {', '.join(found)}. "
+            f"{source.name} has no column '{columns.answer}' with demonstrations; columns found: {', '.join(found)}. "
             "Name the right one in sft.completion_column, or another file in sft.source"
         )
     if section.num_prompts is None or section.num_prompts >= len(source):
@@ -188,15 +187,13 @@ def _thoughts(run: RunConfig, source: DataSource) -> Sequence[Any] | None:
 
 
 def _text(value: Any, what: str) -> str:
-    """A worked answer as text: it is one, or a list of one message of the assistant; nothing for null."""
+    """A demonstration as text, given as text or as a list of one assistant message; empty for null."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
         value = value[0].get("content")
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise DataError(
-            f"{what} is {excerpt(value)}; a worked answer is text, or a list of one message of the assistant"
-        )
+        raise DataError(f"{what} is {excerpt(value)}; a demonstration is text, or a list of one assistant message")
     refuse_surrogates(value, what)
     return value
 
@@ -212,8 +209,8 @@ def _refuse_control_tokens(tokenizer: Any, text: str, where: str) -> None:
     for token in tokenizer.added_tokens_decoder.values():
         if token.special and str(token) in text and str(token) not in (THINK_START, THINK_END):
             raise DataError(
-                f"{where}: the worked answer holds the control token {token}; give its text alone, without the chat "
-                "template"
+                f"{where}: the demonstration contains the control token {token}; give only its text, without the "
+                "chat template"
             )
 
 
@@ -222,17 +219,17 @@ def _ids(tokenizer: Any, completion: str) -> list[int]:
 
 
 def _words(text: str) -> str:
-    """A rendered prompt without its white space, by which prompts are told apart."""
+    """A rendered prompt with normalised white space, to compare prompts."""
     return " ".join(text.split())
 
 
 def _finish(source: DataSource, examples: list[Example], left_out: dict[str, int], limit: int) -> WorkedAnswers:
     ways = {
-        "no worked answer": "without a worked answer",
+        "no demonstration": "without a demonstration",
         "held-out prompts": "whose prompts are held out for the evaluation",
         "too long": f"of more than {limit} tokens (sft.max_length)",
     }
     notes = [f"{count} rows {ways[name]} are left out" for name, count in left_out.items() if count]
     if not examples:
-        raise DataError(f"{source.name}: no worked answer is left to train on: {'; '.join(notes) or 'it has no rows'}")
+        raise DataError(f"{source.name}: no demonstration is left to train on: {'; '.join(notes) or 'it has no rows'}")
     return WorkedAnswers(examples, len(source), notes)

@@ -80,7 +80,7 @@ SUBSETS = [names for size in range(5) for names in itertools.combinations(SANE[0
 def test_no_subset_of_the_lengths_is_made_to_contradict(
     model: str, answer: int | None, close: str | None, evaluated: int | None
 ) -> None:
-    """A derived prompt of 512 tokens turned `max_completion_length: 1900` into an error about a key that nobody set."""
+    """A derived prompt of 512 tokens turned `max_completion_length: 1900` into an error about a key not set."""
     places = {"max_seq_length": "model", "max_prompt_length": "data"}
     for values, names in itertools.product(SANE, SUBSETS):
         sections: dict[str, dict[str, Any]] = {"model": {"name": model}, "data": {}, "rloo": {}, "eval": {}}

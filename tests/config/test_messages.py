@@ -148,7 +148,7 @@ def test_refusals_name_the_key_the_value_and_the_fix(path: Path, override: str) 
 
 
 def test_vllm_in_the_process_is_for_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process would have built a vLLM of its own on one GPU."""
+    """Each process would have built its own vLLM on one GPU."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     message = refusal(path, "rollout.engine=vllm", "rloo.per_device_train_batch_size=8")
     assert "rollout.engine=vllm" in message and "there are 2" in message and "rollout.engine=server" in message
@@ -179,11 +179,11 @@ def test_all_faults_at_once_each_with_its_line(path: Path) -> None:
 
 
 def test_missing_keys(tmp_path: Path) -> None:
-    """A file without a model is told which key, not that an object has no attribute."""
+    """For a file without a model the error names the key, not a missing attribute."""
     path = tmp_path / "run.yaml"
     path.write_text("rewards: [{weight: 2}]\nrloo: {max_steps: 1}\ndata: {source: x}\n")
     message = refusal(path)
-    assert "model: required, and not there; add it to the file, or to the command line as model=..." in message
+    assert "model: required but missing; add it to the file, or to the command line as model=..." in message
     assert f"{path}:1: rewards.0.name: required" in message
 
 

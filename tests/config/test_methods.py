@@ -25,7 +25,7 @@ def rows_of_the_page() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_row_of_the_page_makes_the_method(method):
-    """A table of settings that do not load, or that make another method, is worse than none."""
+    """A table of settings that do not load, or that make another method, is worse than no table."""
     keys = dict(yaml.safe_load(row).popitem() for row in rows_of_the_page()[method])
     assert keys == METHODS[method]
     run = load_config(CONFIG, *(f"rloo.{row.replace(': ', '=')}" for row in rows_of_the_page()[method]))
@@ -51,7 +51,7 @@ def test_defaults_are_those_of_the_keys():
 
 
 def test_every_combination_is_described_or_refused():
-    """A model card that says RLOO of a run that divided by a deviation is wrong where it is read most."""
+    """A model card that says RLOO of a run that divided by a deviation is wrong in its most read line."""
     names = ("baseline", "scale_rewards", "token_mean", "ratio_form")
     values = [choices(name) for name in names[:3]] + [(None, *choices("ratio_form"))]
     for combination in itertools.product(*values, (False, True)):

@@ -33,7 +33,7 @@ def header(path: Path) -> str:
 def numbers(pattern: str, text: str) -> list[float]:
     """The numbers where `pattern` matches in `text`, once; `@` being a number, `s?` a plural."""
     found = re.findall(re.escape(pattern).replace("@", r"(\d+(?:\.\d+)?)").replace(r"s\?", "s?"), text)
-    assert len(found) == 1, f"{pattern!r} stands {len(found)} times in:\n{text}"
+    assert len(found) == 1, f"{pattern!r} occurs {len(found)} times in:\n{text}"
     return [float(number) for number in ([found[0]] if isinstance(found[0], str) else found[0])]
 
 

@@ -46,7 +46,7 @@ def test_merge_keys() -> None:
     [
         ("rloo:\n  beta: 1\n  beta: 2\n", "run.yaml:3:", 'duplicate key "beta"'),
         ("rloo: [1\n", "run.yaml:2:", ""),
-        ("- a\n- b\n", "run.yaml:", "holds a list; a mapping of sections"),
+        ("- a\n- b\n", "run.yaml:", "contains a list; it needs a mapping of sections"),
         ("a: 1\n\tb: 2\n", "run.yaml:2:", ""),
         ("a: 1\n---\nb: 2\n", "run.yaml:2:", "another document"),
         ("a: &x\n  b: [*x]\n", "run.yaml:", "an alias (*name) inside the value that it names"),
@@ -58,7 +58,7 @@ def test_merge_keys() -> None:
     ],
 )
 def test_broken_yaml_says_where(tmp_path: Path, text: str, place: str, found: str) -> None:
-    """PyYAML keeps the last of two equal keys in silence: the run used a beta that nobody looked at."""
+    """PyYAML silently keeps the last of two equal keys: the run used an unintended beta."""
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -79,7 +79,7 @@ def test_broken_yaml_says_where(tmp_path: Path, text: str, place: str, found: st
     ],
 )
 def test_overrides_that_lead_nowhere(override: str, message: str) -> None:
-    """An override that does not reach its key must not make a key of its own."""
+    """An override that does not reach its key must not create a new key."""
     with pytest.raises(ConfigError) as caught:
         apply_override({"model": {"name": "m"}, "rewards": [{"name": "a"}]}, override)
     assert message in str(caught.value)

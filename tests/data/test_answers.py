@@ -1,4 +1,4 @@
-"""Rows without an answer: several tasks in one file, where a reward answers None for the rows of another."""
+"""Rows without an answer: several tasks in one file; a reward returns None for rows of another task."""
 
 import datasets
 import pytest

@@ -93,7 +93,7 @@ def test_plain_is_always_allowed(with_template):
 
 @pytest.mark.parametrize(("template", "value"), [("instruct", True), ("thinking", False), ("plain", True)])
 def test_enable_thinking_needs_a_hybrid_model(with_template, template, value):
-    """`enable_thinking: false` on a Thinking-2507 model does nothing; the run that believed in it thought on."""
+    """`enable_thinking: false` on a Thinking-2507 model does nothing; the run kept thinking."""
     with pytest.raises(ConfigError, match=r"model.enable_thinking is (true|false), but .* cannot be switched"):
         resolve_family(with_template(template), "m", "auto", value)
     assert resolve_family(with_template("hybrid"), "m", "auto", value) == "hybrid"
@@ -110,7 +110,7 @@ def test_rendering_of_each_family(with_template):
 
 
 def test_system_prompt_goes_where_none_is(with_template):
-    """Rows with a system message of their own keep it; two in a row confuse most models."""
+    """Rows with a system message keep it; two in a row confuse most models."""
     tokenizer = with_template("instruct")
     given = render_prompt(tokenizer, "hi", "instruct", system_prompt="Be brief.")
     assert given.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi")
@@ -131,12 +131,12 @@ def test_conversation_with_columns_that_arrow_filled(with_template):
     ("prompt", "text"),
     [
         ("", "the prompt is empty"),
-        (None, "of type NoneType; it has to be text or a list of messages"),
+        (None, "of type NoneType; it must be text or a list of messages"),
         ([], "an empty list"),
-        (["hi"], "message 1 of the prompt has to be"),
-        ([{"role": "user"}], "message 1 of the prompt has to be"),
-        ([{"role": "human", "content": "hi"}], "role 'human'; it has to be one of system, user"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "content of type list; it has to be text"),
+        (["hi"], "message 1 of the prompt must be"),
+        ([{"role": "user"}], "message 1 of the prompt must be"),
+        ([{"role": "human", "content": "hi"}], "role 'human'; it must be one of system, user"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "content of type list; it must be text"),
         ([{"role": "user", "content": ""}], "message 1 of the prompt is empty"),
         ([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "ends with the assistant's own"),
     ],
@@ -163,14 +163,17 @@ def user(text: str, **more: Any) -> list[dict[str, Any]]:
 
 
 TYPED = [
-    ("close it: </think> 42", "the user message holds </think>"),
-    ("use <think> tags", "the user message holds <think>"),
-    (user("</think>"), "the user message holds </think>"),
-    ([{"role": "system", "content": "<think>"}, *user("hi")], "the system message holds <think>"),
-    ([*user("hi"), {"role": "tool", "content": "x</think>"}], "the tool message holds </think>"),
-    (user("hi", name="a</think>"), "the user message's name holds </think>"),
-    (user("hi", parts=[{"text": ["</think>"]}]), "the user message's parts holds </think>"),
-    (user("hi", parts={"<|im_end|>": 1}), r"the user message's parts holds the tokenizer's control token <|im_end|>"),
+    ("close it: </think> 42", "the user message contains </think>"),
+    ("use <think> tags", "the user message contains <think>"),
+    (user("</think>"), "the user message contains </think>"),
+    ([{"role": "system", "content": "<think>"}, *user("hi")], "the system message contains <think>"),
+    ([*user("hi"), {"role": "tool", "content": "x</think>"}], "the tool message contains </think>"),
+    (user("hi", name="a</think>"), "the user message's name contains </think>"),
+    (user("hi", parts=[{"text": ["</think>"]}]), "the user message's parts contains </think>"),
+    (
+        user("hi", parts={"<|im_end|>": 1}),
+        r"the user message's parts contains the tokenizer's control token <|im_end|>",
+    ),
 ]
 
 
@@ -181,7 +184,7 @@ def test_a_thinking_tag_that_somebody_typed_is_refused(with_template, family, pr
     with pytest.raises(DataError) as caught:
         render_prompt(with_template(family), prompt, family)
     assert text in str(caught.value)
-    with pytest.raises(DataError, match="the system message holds </think>"):
+    with pytest.raises(DataError, match="the system message contains </think>"):
         render_prompt(with_template(family), "hi", family, system_prompt="Do not write </think>.")
 
 
@@ -214,7 +217,7 @@ def test_only_an_assistants_turn_may_hold_thinking(with_template, content, refus
     if refused is not None:
         with pytest.raises(DataError) as caught:
             render_prompt(tokenizer, talk, "thinking")
-        assert f"the assistant message holds {refused}" in str(caught.value)
+        assert f"the assistant message contains {refused}" in str(caught.value)
         return
     text = render_prompt(tokenizer, talk, "thinking")
     ids = tokenizer(text)["input_ids"]
@@ -228,7 +231,7 @@ def test_reasoning_content_has_no_tags_of_its_own(with_template):
     talk = [*user("1+1?"), {"role": "assistant", "content": "2", "reasoning_content": "1+1"}, *user("And 2+2?")]
     assert render_prompt(tokenizer, talk, "thinking")
     talk[1]["reasoning_content"] = "a</think>b"
-    with pytest.raises(DataError, match="the assistant message's reasoning_content holds </think>"):
+    with pytest.raises(DataError, match="the assistant message's reasoning_content contains </think>"):
         render_prompt(tokenizer, talk, "thinking")
 
 
@@ -267,5 +270,5 @@ def test_plain_takes_text_only_and_families_are_known(with_template):
     tokenizer = with_template("plain")
     with pytest.raises(DataError, match="the prompt is a list, but model.family is 'plain', which applies no chat tem"):
         render_prompt(tokenizer, [{"role": "user", "content": "a"}], "plain")
-    with pytest.raises(ConfigError, match="model.family is 'chatty'; it has to be auto or one of thinking, hybrid, in"):
+    with pytest.raises(ConfigError, match="model.family is 'chatty'; it must be auto or one of thinking, hybrid, in"):
         resolve_family(tokenizer, "m", "chatty")

@@ -24,7 +24,7 @@ LONG = {"max_prompt_length": 2000}
 
 @pytest.fixture
 def prepare_apart(make_run, tiny_tokenizer):
-    """`prepare_apart(**data)`: the prompts of a run with that data, of sums where no other source is named."""
+    """`prepare_apart(**data)`: the prompts of a run with that data, of sums unless another source is named."""
 
     def build(source=SUMS, reward=REWARD, **data):
         source = "" if "sources" in data else source
@@ -86,7 +86,7 @@ def test_test_rows_are_drawn_by_seeds_of_their_own(prepare):
 
 
 def test_only_one_side_is_of_the_library(prepare, write, make_run, tiny_tokenizer):
-    """A benchmark in a file beside drawn training rows, and the other way round. The first has no use for columns."""
+    """A benchmark in a file next to drawn training rows, and the other way round. The first has no use for columns."""
     rows = write("rows.jsonl", jsonl(*({"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(20))))
     both = ("answer_reward", REWARD)
     found = prepare(num_prompts=30, test_source=str(rows), reward=both, answer_column="answer", split="other")
@@ -97,7 +97,7 @@ def test_only_one_side_is_of_the_library(prepare, write, make_run, tiny_tokenize
 
 
 def test_levels_of_the_curriculum(prepare):
-    """A level sets several options at once; one that is set beside it wins."""
+    """A level sets several options at once; an option set alongside it wins."""
 
     def terms(**data):
         found = prepare(num_prompts=30, **data)
@@ -127,7 +127,7 @@ def test_a_mix_with_the_embedded_task_and_a_file(make_run, write, tiny_tokenizer
     own = {f"{SUMS} {json.dumps(SHORT)}", f"{SUMS} level 3"}
     assert set(found["source"]) == {*own, "embedded/addition", str(rows)} and None not in found["answer"]
     questions = [entry["entry"]["question"] for entry in entries if entry]
-    assert len(set(questions)) >= 59, "two entries of one task draw by seeds of their own"
+    assert len(set(questions)) >= 59, "two entries of one task draw from separate seeds"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_mix_with_the_embedded_task_and_a_file(make_run, write, tiny_tokenizer
 )
 def test_options_that_a_task_does_not_have(task, options, level, words):
     """The library answers with an assert, or a TypeError in the middle of the rows. Some levels have values that the
-    task itself refuses: data.options was blamed, which nobody had written."""
+    task itself refuses: data.options was blamed, which was not in the file."""
     with pytest.raises(DataError, match=words):
         draw(task, options, level, 0, 5, "data.options")
 
@@ -174,7 +174,7 @@ def test_options_that_a_task_does_not_have(task, options, level, words):
         ({"sources": [{"source": SUMS, "options": {"x": 1}}]}, r"^data\.sources\.0\.options\.x: .*no such option"),
         (
             {"num_prompts": 50, "options": {"min_terms": 1, "max_terms": 1, "max_digits": 1}},
-            r"gave 10 different questions in \d+ draws, and 50 .*data\.num_prompts=10 or .* another data\.options",
+            r"gave 10 different questions in \d+ draws; 50 were .*data\.num_prompts=10 or .* another data\.options",
         ),
     ],
 )
@@ -191,9 +191,15 @@ def test_what_cannot_be_drawn_is_said_with_its_key(prepare, data, words):
         ({"options": {"min_terms": {1, 2}}}, r"options\.min_terms is \{1, 2\}"),
         ({"options": [1]}, r"data\.options"),
         ({"curriculum_level": -1}, r"data\.curriculum_level"),
-        ({"source": "rows.csv", "options": {"min_terms": 2}}, r"data: options is set, but rows\.csv is no task"),
-        ({"source": "rows.csv", "curriculum_level": 1}, r"data: curriculum_level is set, but rows\.csv is no task"),
-        ({"subset": "main"}, r"data: subset=main: reasoning_gym/chain_sum draws its rows .*remove it"),
+        (
+            {"source": "rows.csv", "options": {"min_terms": 2}},
+            r"data: options is set, but rows\.csv is not a reasoning_gym",
+        ),
+        (
+            {"source": "rows.csv", "curriculum_level": 1},
+            r"data: curriculum_level is set, but rows\.csv is not a reasoning_gym",
+        ),
+        ({"subset": "main"}, r"data: subset=main: reasoning_gym/chain_sum generates its rows .*remove it"),
         ({"split": "all", "answer_after": "##"}, r"data: split=all, answer_after=##: .*remove them"),
         ({"prompt_column": "q", "test_source": SORTING}, r"data: prompt_column=q: .*remove it"),
         ({"sources": [{"source": SUMS, "answer_column": "a"}]}, r"data\.sources\.0: answer_column=a: .*remove it"),
@@ -250,7 +256,7 @@ def test_a_seed_that_hangs_is_left_out(prepare, monkeypatch):
         0, 1, 2, 4, 7, 8, 9, 10,
     ]  # fmt: skip
     assert any("1 questions that took more than" in note for note in found.notes)
-    assert any("1 questions whose stored answer its verifier does not give 1" in note for note in found.notes)
+    assert any("1 questions whose stored answer the verifier does not score 1" in note for note in found.notes)
 
 
 def test_a_task_that_takes_long_to_set_up(prepare_apart, monkeypatch):
@@ -273,7 +279,7 @@ def test_a_task_that_gives_no_row(prepare, monkeypatch):
 
 
 def test_options_go_to_the_tasks_that_they_are_written_for(prepare):
-    """An error named keys that nobody had written: those of an entry for what data said, and those of data for the
+    """An error named keys that were not in the file: those of an entry for what data said, and those of data for the
     task of a test source, which got the options of another."""
 
     def refuse(words, **data):
@@ -355,7 +361,7 @@ def test_worked_answers_are_not_there(make_run, tiny_tokenizer):
     from rloo_kit.data.worked import load_worked
 
     run = make_run(SUMS, REWARD)
-    with pytest.raises(ConfigError, match=r"data\.source is reasoning_gym/chain_sum, which has no worked answers"):
+    with pytest.raises(ConfigError, match=r"data\.source is reasoning_gym/chain_sum, which has no demonstrations"):
         load_worked(run, tiny_tokenizer, [])
 
 

@@ -1,4 +1,4 @@
-"""Which tasks of reasoning-gym are offered: each verifier on rows of its own, by `benchmarks/gym_tasks.py`."""
+"""Which tasks of reasoning-gym are offered: each verifier on its task's rows, by `benchmarks/gym_tasks.py`."""
 
 import importlib
 import json
@@ -24,7 +24,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_task_of_the_library_is_on_one_list(bench: Any) -> None:
-    """A new version brings tasks whose verifiers nobody has looked at."""
+    """A new version brings tasks whose verifiers are not measured yet."""
     assert sorted([*SOUND, *REFUSED]) == bench.list_tasks() and not set(SOUND) & set(REFUSED)
     assert len(SOUND) + len(REFUSED) == 106 and all(REFUSED.values())
 

@@ -42,7 +42,7 @@ def test_csv_keeps_text(make_run, tmp_path, tiny_tokenizer):
 
 
 def test_parquet_keeps_types_and_conversations(make_run, tmp_path, tiny_tokenizer):
-    """Columns besides prompt and answer reach the rewards as they are, nested ones too."""
+    """Columns other than prompt and answer reach the rewards unchanged, nested ones too."""
     path = tmp_path / "rows.parquet"
     prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
     datasets.Dataset.from_list([{"prompt": prompt, "answer": 2, "level": 3, "tags": ["a", "b"]}]).to_parquet(path)
@@ -75,7 +75,7 @@ def test_embedded_task(make_run, tiny_tokenizer):
 
 
 def test_hub_split_and_subset(make_run, tiny_tokenizer, monkeypatch):
-    """gsm8k needs its subset 'main', and its gold answer stands behind the last ####."""
+    """gsm8k needs its subset 'main', and its gold answer follows the last ####."""
     asked = {}
 
     def fake_load(source: str, name: str | None, split: str) -> Any:
@@ -117,8 +117,8 @@ def test_hub_says_which_key(make_run, tiny_tokenizer, monkeypatch, error, key):
     assert "HF_HOME" not in str(caught.value)
 
 
-def test_file_is_looked_up_beside_the_config(make_run, tmp_path, tiny_tokenizer, monkeypatch):
-    """A notebook runs in its own folder; a config that names `rows.jsonl` means the file beside it."""
+def test_file_is_looked_up_next_to_the_config(make_run, tmp_path, tiny_tokenizer, monkeypatch):
+    """A notebook runs in its own folder; a config that names `rows.jsonl` means the file next to it."""
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "rows.jsonl").write_text(jsonl({"prompt": "hi"}))
     monkeypatch.chdir(tmp_path)
@@ -132,7 +132,7 @@ def test_file_is_looked_up_beside_the_config(make_run, tmp_path, tiny_tokenizer,
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ("rows.txt", "has the ending '.txt'; read are .jsonl, .csv, .parquet"),
+        ("rows.txt", "has the ending '.txt'; supported are .jsonl, .csv, .parquet"),
         (".", "is a folder; name a file in it"),
         ("missing.csv", "no file missing.csv, looked in"),
         ("a/b/c", "no file a/b/c, looked in"),
@@ -151,31 +151,31 @@ BAD_JSONL = [
     ("", "has no rows"),
     (jsonl({"prompt": "a"}) + '{"prompt": \n', "line 2: broken JSON"),
     ('[{"prompt": "a"},\n{"prompt": "b"}]\n', "line 1: broken JSON"),
-    (jsonl({"prompt": "a"}, ["b"]), "line 2: a JSON list; each line has to be an object"),
+    (jsonl({"prompt": "a"}, ["b"]), "line 2: a JSON list; each line must be an object"),
     (jsonl({"prompt": "a"}, {"text": "b"}), "line 2: no column 'prompt'; columns found: text. Name the right one in"),
     (jsonl({"prompt": "a"}) + "\n" + jsonl({"prompt": " "}), "line 3: the prompt is empty"),
     (jsonl({"prompt": "a"}, {"prompt": None}), "line 2: the prompt is of type NoneType"),
     (jsonl({"prompt": "a"}, {"prompt": [{"role": "x", "content": "b"}]}), "line 2: message 1 has the role 'x'"),
     (jsonl({"prompt": "a", "answer": ["1"]}), "line 1: an answer of type list"),
     (jsonl({"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": float("inf")}), "line 2: the answer is inf"),
-    (jsonl({"prompt": "a\ud800"}), "line 1: the prompt holds \\ud800 at character 1, which is half a character"),
-    (jsonl({"prompt": "a", "answer": "\ud800"}), "line 1: the answer holds \\ud800 at character 0"),
-    (jsonl({"prompt": "a", "n": "b"}, {"prompt": "b", "n": "\ud800"}), "line 2: column 'n' holds a value that Arrow"),
-    (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": 2**70}), "line 2: column 'n' holds a value that Arrow"),
-    (jsonl({"prompt": "a", "n": {"b": 1}}, {"prompt": "b", "n": {"b": "x"}}), "line 2: column 'n' holds a value that"),
-    (jsonl({"prompt": "a"}, {"prompt": "b", "\ud800": 1}), "line 2: the column name holds \\ud800 at character 0"),
+    (jsonl({"prompt": "a\ud800"}), "line 1: the prompt contains \\ud800 at character 1, half of a surrogate pair"),
+    (jsonl({"prompt": "a", "answer": "\ud800"}), "line 1: the answer contains \\ud800 at character 0"),
+    (jsonl({"prompt": "a", "n": "b"}, {"prompt": "b", "n": "\ud800"}), "line 2: column 'n' has a value that Arrow"),
+    (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": 2**70}), "line 2: column 'n' has a value that Arrow"),
+    (jsonl({"prompt": "a", "n": {"b": 1}}, {"prompt": "b", "n": {"b": "x"}}), "line 2: column 'n' has a value that"),
+    (jsonl({"prompt": "a"}, {"prompt": "b", "\ud800": 1}), "line 2: the column name contains \\ud800 at character 0"),
     (jsonl({"prompt": "a"}) + '{"n": ' + "9" * 5000 + "}\n", "line 2: JSON that cannot be read: Exceeds the limit"),
     (jsonl({"prompt": "a"}) + '{"n": ' + "[" * 99_999 + "\n", "line 2: JSON that cannot be read: maximum recursion"),
     (jsonl({"prompt": "a"}) + '{"prompt": "b", "n": ' + "[" * 900 + "]" * 900 + "}\n", "line 2: column 'n' is nested"),
     (jsonl({"prompt": [{"role": "user", "content": "a", "name": "\ud800"}]}), "line 1: 'name' in message 1 of"),
     (jsonl({"prompt": "a", "answer": True}), "line 1: an answer of type bool"),
-    (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": "2"}), "line 2: column 'n' holds a str, and before it a int"),
+    (jsonl({"prompt": "a", "n": 1}, {"prompt": "b", "n": "2"}), "line 2: column 'n' has a str after a int"),
 ]
 
 
 BAD_CSV = [
     ("", "has no rows"),
-    ("prompt,prompt\na,b\n", "line 1: a column name stands twice"),
+    ("prompt,prompt\na,b\n", "line 1: duplicate column name"),
     ('prompt,answer\n"a\nb",1\nc\n', "line 4: 1 fields, but the header has 2"),
     ('prompt,answer\na,"1\n', "line 2: broken CSV"),
     ("prompt,answer\na,1\n,2\n", "line 3: the prompt is empty"),
@@ -221,9 +221,9 @@ def test_bad_rows_in_python(make_run, tiny_tokenizer):
     """Rows from a notebook have numbers too, and lists that hold themselves, over which Arrow died."""
     itself = []
     itself.append(itself)
-    with pytest.raises(DataError, match="row 2: column 'n' is nested more than 100 levels deep, or holds itself"):
+    with pytest.raises(DataError, match="row 2: column 'n' is nested more than 100 levels deep, or contains itself"):
         load_data(make_run(), tiny_tokenizer, rows=[{"prompt": "a", "n": []}, {"prompt": "b", "n": itself}])
-    with pytest.raises(DataError, match=r"data.system_prompt holds \\ud83d"):
+    with pytest.raises(DataError, match=r"data.system_prompt contains \\ud83d"):
         load_data(make_run(system_prompt="\ud83d"), tiny_tokenizer, rows=[{"prompt": "a"}])
     with pytest.raises(DataError, match="the list of rows has no rows"):
         load_data(make_run(), tiny_tokenizer, rows=[])
@@ -288,7 +288,7 @@ def test_columns_that_the_trainer_uses_itself(make_run, tiny_tokenizer, capsys):
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_image_columns_are_refused(make_run, write, tiny_tokenizer, column):
     """Image columns were dropped with a note, and the run trained on questions about pictures that were not there."""
-    text = f"column '{column}' holds images, by its name; rloo-kit trains on text. Remove the column"
+    text = f"column '{column}' contains images, by its name; rloo-kit trains on text. Remove the column"
     for path in (
         write("rows.jsonl", jsonl({"prompt": "a", column: None})),
         write("rows.csv", f"prompt,{column}\na,b\n"),
@@ -308,7 +308,7 @@ def test_columns_of_images_under_another_name_are_refused(make_run, tmp_path, ti
     table = datasets.Dataset.from_dict({"prompt": ["a"], "picture": [None]}, features=features)
     table.to_parquet(tmp_path / "rows.parquet")
     for rows, source in ((table, "unused.jsonl"), (None, tmp_path / "rows.parquet")):
-        with pytest.raises(DataError, match="column 'picture' holds images, by its type.* Remove the column"):
+        with pytest.raises(DataError, match="column 'picture' contains images, by its type.* Remove the column"):
             load_data(make_run(source), tiny_tokenizer, rows=rows)
 
 
@@ -416,7 +416,7 @@ LIMITS = ("data.test_size", "data.test_source", "data.num_prompts", "data.max_pr
 )
 def test_nothing_left_to_train_on(make_run, tiny_tokenizer, settings, long, helps):
     """`test_size: 1000` on a file of 20 rows gave an empty training set, and a trainer that fell over it. Raising
-    data.num_prompts was the advice where it was null, and on a file of 600 rows."""
+    The advice was data.num_prompts, even when it was null or the file had 600 rows."""
     rows = [{"prompt": row["prompt"] + "1" * 99 * (place < long)} for place, row in enumerate(ROWS)]
     limit = len(tiny_tokenizer(rendered("10+1="))["input_ids"])
     with pytest.raises(DataError, match="different prompts, and data.test_size=.* none is left") as caught:

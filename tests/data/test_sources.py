@@ -118,10 +118,13 @@ def test_another_split(make_run, tmp_path, tiny_tokenizer, monkeypatch):
     [
         ({"source": "a.csv", "test_split": "test"}, r"a\.csv is a file.*set data\.test_source"),
         ({"source": "a/b", "test_source": "t.csv", "test_split": "x"}, r"file t\.csv; remove data\.test_split"),
-        ({"source": "embedded/addition", "test_split": "x"}, r"remove data\.test_split, and data\.test_size splits"),
-        ({"source": "a.csv", "test_source": "embedded/addition"}, r"remove data\.test_source, and data\.test_size"),
-        ({"source": "a.csv", "test_source": "a.csv"}, r"a\.csv, which is what is trained on; remove data\.test_source"),
-        ({"source": "a/b", "test_split": "train"}, r"a/b, which is what is trained on"),
+        ({"source": "embedded/addition", "test_split": "x"}, r"remove data\.test_split and use data\.test_size"),
+        ({"source": "a.csv", "test_source": "embedded/addition"}, r"remove data\.test_source and use data\.test_size"),
+        (
+            {"source": "a.csv", "test_source": "a.csv"},
+            r"a\.csv, the training data; name another split, or remove data\.test_source",
+        ),
+        ({"source": "a/b", "test_split": "train"}, r"a/b, the training data"),
         ({"sources": [{"source": "a/b"}], "test_split": "x"}, r"data\.sources is a mix; set data\.test_source too"),
         ({}, r"neither source nor sources is there; give one of the two: data\.source=.*data\.sources"),
         ({"source": "a", "sources": [{"source": "b"}]}, r"source and sources are both set"),
@@ -130,7 +133,7 @@ def test_another_split(make_run, tmp_path, tiny_tokenizer, monkeypatch):
     ],
 )
 def test_keys_that_contradict_each_other(data, fix):
-    """A key that is ignored is believed: the split of a file, a test set that is the training set."""
+    """Keys that would be ignored silently are refused: the split of a file, a test set that is the training set."""
     with pytest.raises(ValueError, match=fix):
         DataSection(**data)
 
@@ -217,7 +220,7 @@ def test_faults_of_a_mix_name_the_entry(make_run, write, tiny_tokenizer):
 
 
 def test_columns_called_source_and_the_embedded_task(make_run, write, tiny_tokenizer):
-    """A data set with a column `source` of its own keeps it; the embedded task can be one of a mix."""
+    """A dataset with a column `source` keeps it; the embedded task can be one of a mix."""
     own = write("own.jsonl", jsonl(*({"prompt": f"{n}+0=", "answer": str(n), "source": "mine"} for n in range(9))))
     sources = [{"source": "embedded/addition"}, {"source": str(own)}]
     train = load_data(
@@ -277,7 +280,7 @@ def test_what_needs_the_stack_is_known(make_run, write, tmp_path):
 
 
 def test_the_embedded_model_takes_additions_only():
-    """An embedded model on somebody's questions learns nothing; files and folders of their own may hold additions."""
+    """An embedded model on somebody's questions learns nothing; files and folders may contain additions."""
 
     def build(**data):
         return RunConfig(

@@ -62,7 +62,7 @@ def result_of(question: str) -> str:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gold_answers_are_right_and_the_verifier_takes_them(name):
-    """A gold answer that the reward refuses makes a task that nobody can solve."""
+    """A gold answer that the reward refuses makes a task that cannot be solved."""
     family, rng = find_family(name), random.Random(0)
     reward = answer_reward.with_(think_end_id=260)
     for row in make_rows(family, 300, 0, name):
@@ -187,7 +187,7 @@ def test_a_family_of_the_users_own(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert find_family("backward.py", tmp_path / "run.yaml").answer("abcd") == "dcba"
-    with pytest.raises(ConfigError, match=r"no file backward.py of a task family, looked for as /.*backward.py"):
+    with pytest.raises(ConfigError, match=r"no file backward.py of a task family; looked for /.*backward.py"):
         find_family("backward.py")
     for name in ("~no-such-user/x.py", "a" * 5000 + ".py", "a\0.py"):
         with pytest.raises(ConfigError, match="cannot be looked up"):
@@ -206,7 +206,7 @@ def with_method(head: str, result: str) -> str:
         ("FAMILY = Backward()", "FAMILY = Backward", r"no FAMILY that is a rloo_kit.data.tasks.Family"),
         ("    def draw(self, rng)", "    def drow(self, rng)", r"TypeError: .*abstract.* '?draw"),
         ('xyz>"', 'xyz"', r"add \['>'\] to alphabet"),
-        ('alphabet = "', 'letters = "', "alphabet has to be a text"),
+        ('alphabet = "', 'letters = "', "alphabet must be text"),
         ("problem[::-1]", 'problem[::-1] if rng.random() < 0.5 else "a"', r"has to come to one answer"),
         ("class Backward", "1 / 0\n\n\nclass Backward", "ZeroDivisionError: division by zero"),
         ("class Backward(Family)", "class Backward(Family", "SyntaxError"),
@@ -214,15 +214,15 @@ def with_method(head: str, result: str) -> str:
         ('"\\n".join(reversed(problem)), problem[::-1]', 'problem + ">"', r"work\(\) has to return .*, not '[a-j]+>'"),
         ('"\\n".join(reversed(problem)), problem[::-1]', '"ab"', r"work\(\) has to return .*, not 'ab'"),
         ("problem[::-1]", "problem[::-1], 1", r"work\(\) has to return two texts, the thinking and the answer"),
-        ("problem[::-1]", "len(problem)", r"work\(\) gives 4, which is no text"),
-        ('f"{problem}>"', "7", r"question\(\) gives 7, which is no text"),
-        (WORK, with_method("guess(self, problem, rng, wrong)", "None"), r"guess\(\) gives None, which is no text"),
+        ("problem[::-1]", "len(problem)", r"work\(\) returns 4, which is not text"),
+        ('f"{problem}>"', "7", r"question\(\) returns 7, which is not text"),
+        (WORK, with_method("guess(self, problem, rng, wrong)", "None"), r"guess\(\) returns None, which is not text"),
         (
             WORK,
             with_method("identity(self, problem)", "[problem]"),
-            r"identity\(\) gives \['[a-j]+'\], which is no text",
+            r"identity\(\) returns \['[a-j]+'\], which is not text",
         ),
-        (WORK, with_method("identity(self, problem)", "frozenset(problem)"), r"identity\(\) gives frozenset"),
+        (WORK, with_method("identity(self, problem)", "frozenset(problem)"), r"identity\(\) returns frozenset"),
         ("    habit =", "    steps = 0\n    habit =", r"steps is 0; .* whole number from 1"),
         ("    habit =", '    steps = "3"\n    habit =', r"steps is '3'; .* whole number from 1"),
         ("    habit =", "    max_rows = None\n    habit =", r"max_rows is None; .* whole number from 1"),

@@ -74,7 +74,7 @@ def test_other_families(make_run):
     plain = [row | {"completion": row["answer"]} for row in ROWS]
     assert texts(run, hybrid, rows=plain)[0] == f"{PROMPT}<think>\n\n</think>\n\n|1<|im_end|>"
     assert texts(make_run(plain, "instruct"))[0] == f"{PROMPT}|1<|im_end|>"
-    with pytest.raises(DataError, match="line 1: the worked answer holds thinking, and this model does not think"):
+    with pytest.raises(DataError, match="line 1: the demonstration contains thinking, but this model does not think"):
         texts(make_run(ROWS, "instruct"))
     with pytest.raises(ConfigError, match=r"sft.thinking_column=null"):
         texts(make_run(ROWS, "instruct", thinking_column="answer"))
@@ -98,7 +98,7 @@ def test_what_is_left_out_is_counted(make_run):
     worked = load_worked(make_run(rows + [{"prompt": "c"}], max_length=60), tokenizer, [held_out.texts[0]])
     assert (len(worked.examples), worked.num_rows) == (9, 16)
     assert worked.notes == [
-        "5 rows without a worked answer are left out",
+        "5 rows without a demonstration are left out",
         "1 rows whose prompts are held out for the evaluation are left out",
         "1 rows of more than 60 tokens (sft.max_length) are left out",
     ]
@@ -113,11 +113,11 @@ def test_what_is_left_out_is_counted(make_run):
         (
             ROWS,
             {"completion_column": "answer"},
-            r"10 of 10 worked answers hold no </think> .*line 1.*sft.thinking_column",
+            r"10 of 10 demonstrations have no </think> .*line 1.*sft.thinking_column",
         ),
-        (ROWS, {"max_length": 5}, r"no worked answer is left to train on: .*10 rows of more than 5 tokens"),
+        (ROWS, {"max_length": 5}, r"no demonstration is left to train on: .*10 rows of more than 5 tokens"),
         (ROWS, {"source": "other.jsonl"}, r"sft.source: no file other.jsonl"),
-        ([ROWS[0] | {"completion": 3}], {}, r"line 1: completion is 3; a worked answer is text"),
+        ([ROWS[0] | {"completion": 3}], {}, r"line 1: completion is 3; a demonstration is text"),
         ([ROWS[0] | {"completion": "a</think>b</think>c"}], {}, r"line 1: .* more than once"),
         ([ROWS[0] | {"completion": "a</think>b<|im_end|>c"}], {}, r"line 1: .* control token <\|im_end\|>"),
     ],
@@ -150,7 +150,7 @@ def test_the_embedded_task_has_worked_answers(make_run):
 
 
 def test_rows_from_python_and_a_mix(make_run):
-    """A mix has no one place for worked answers; rows in Python need none."""
+    """A mix does not say which source has demonstrations; rows in Python need no source."""
     run = make_run()
     mix = [SourceSection(source=str(run.data.source), weight=weight) for weight in (1.0, 2.0)]
     run.data = run.data.model_copy(update={"source": None, "sources": mix})

@@ -95,7 +95,7 @@ def test_another_run_of_the_same_file_is_its_own(make_run: Callable[..., Path]) 
 @pytest.mark.slow
 def test_a_run_without_an_adapter_is_exported_merged(make_run: Callable[..., Path], tmp_path: Path) -> None:
     run = make_run("whole", "model.lora=null")
-    with pytest.raises(ExportError, match=r"whole model, no adapter \(model\.lora is null\): use --to merged"):
+    with pytest.raises(ExportError, match=r"whole model, not an adapter \(model\.lora is null\): use --to merged"):
         kit.export_model(run, "adapter", output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     found = kit.export_model(run, "merged", output=tmp_path / "out", num_prompts=4)
@@ -136,7 +136,7 @@ def test_a_tampered_export_is_refused(
         return written
 
     monkeypatch.setattr(exporting, "WRITERS", {target: tamper})
-    with pytest.raises(ExportError, match=r"log-prob is off by [\d.]+ nats \(limit [\d.]+\).*Nothing was published"):
+    with pytest.raises(ExportError, match=r"differs by [\d.]+ nats \(limit [\d.]+\).*Nothing was published"):
         options = {"quantization": "f32"} if target == "gguf" else {}
         kit.export_model(embedded_run, target, output=tmp_path / "out", num_prompts=4, **options)
     assert list(tmp_path.iterdir()) == [], "neither the export nor its staging folder is left"
@@ -226,12 +226,12 @@ def test_the_card_has_the_results_and_the_recipe(make_run: Callable[..., Path]) 
     assert "accuracy +0.500" in text and "| KL penalty (beta) | 0.01, length_normalized |" in text
     assert "| learning rate | 0.002, linear |" in text and "torch 2.13.0" in text and "unsloth" not in text
     assert "- checked with peft" in text and "load it so" in text
-    assert "with RLOO (reward less the mean reward of the other completions of the prompt), 8 completions" in text
+    assert "with RLOO (reward minus the mean reward of the other completions of the prompt), 8 completions" in text
     for name, value in (("baseline", "group_mean"), ("scale_rewards", "group"), ("token_mean", "completion")):
         setattr(run.rloo, name, value)  # it said RLOO of every run
     text = write_card(run, "adapter", "Qwen/Qwen3-4B-Thinking-2507", ["checked with peft"], "load it so")
     head = yaml.safe_load(text.split("---")[1])
-    assert "reinforcement learning with GRPO (reward less the mean reward of the prompt's completions, div" in text
+    assert "reinforcement learning with GRPO (reward minus the mean reward of the prompt's completions, div" in text
     assert "grpo" in head["tags"] and "rloo" not in head["tags"]
     assert "| advantage | baseline group_mean, scale_rewards group |" in text
     assert "per_token ratio, epsilon 0.2, token_mean completion" in text
@@ -243,7 +243,7 @@ def test_the_card_has_the_results_and_the_recipe(make_run: Callable[..., Path]) 
         ({"to": "onnx"}, r"--to is 'onnx'; it is one of adapter, merged, gguf, vllm"),
         ({"to": "gguf", "quantization": "q5"}, r"--quantization is 'q5'.*q4_k_m"),
         ({"to": "merged", "quantization": "q8_0"}, r"--quantization q8_0 is for --to gguf"),
-        ({"to": "gguf", "dtype": "float16"}, r"--dtype float16 is for --to merged and vllm"),
+        ({"to": "gguf", "dtype": "float16"}, r"--dtype float16 is for --to merged"),
         ({"to": "merged", "num_prompts": 0}, r"--prompts is 0"),
     ],
 )
@@ -255,7 +255,7 @@ def test_arguments_that_no_export_has(embedded_run: Path, arguments: Any, messag
 def test_only_an_export_is_ever_replaced(embedded_run: Path, tmp_path: Path) -> None:
     """`--output ~ --overwrite` would have put a model in the place of somebody's home."""
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(RunExistsError, match=r"no export \(it has no certificate\.json\): --output"):
+    with pytest.raises(RunExistsError, match=r"not an export \(it has no certificate\.json\): use --output"):
         kit.export_model(embedded_run, "merged", output=tmp_path, overwrite=True)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 

@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mean of a mean": ({"token_mean": "batch", "ratio_form": "length_normalized"}, "ratio_form is length_normalized"),
     "mean of half a step": (
         {"token_mean": "batch", "steps_per_generation": 2, "gradient_accumulation_steps": 4},
-        "steps_per_generation \\(2\\) is no multiple of gradient_accumulation_steps \\(4\\).*steps_per_generation=null",
+        "steps_per_generation \\(2\\) is not a multiple of gradient_accumulation_steps \\(4\\).*generation=null",
     ),
     "budget": ({"thinking_budget": 256, "max_completion_length": 256}, "= 258 tokens, more than max_completion_length"),
     "answer": ({"answer_budget": 8}, "thinking_budget is null"),
