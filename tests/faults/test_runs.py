@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, tiny_folder):
-    """A run that nothing happened to; nobody writes into it."""
+    """A run without a fault; nothing writes into it."""
     place = Place(tmp_path_factory.mktemp("reference") / "work", tiny_folder)
     assert place.run() == 0, place.printed()
     return place
@@ -184,7 +184,7 @@ def test_a_run_whose_folder_is_removed_says_so_and_keeps_the_rest(place, referen
            "all but the completions before and earlier checkpoints; a checkpoint is saved at once")  # fmt: skip
 
 
-FEW = "rloo.save_total_limit=1"  # checkpoints for which there would be room: what fills the disk are the rollouts
+FEW = "rloo.save_total_limit=1"  # checkpoints would fit: what fills the disk are the rollouts
 
 
 @pytest.mark.skipif(

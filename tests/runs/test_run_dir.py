@@ -478,7 +478,7 @@ except Exception as error:
 
 @pytest.mark.parametrize(("error", "state"), [(ValueError("bad"), "failed"), (KeyboardInterrupt(), "interrupted")])
 def test_how_a_run_ended_is_recorded(run, error, state):
-    """A run that died stays "running" for whoever polls its status."""
+    """A run that died stays "running" for anyone who polls its status."""
     with pytest.raises(type(error)), RunDir.create(run) as run_dir:
         run_dir.resume_command = "rloo-kit train x.yaml --resume"
         raise error
@@ -544,7 +544,7 @@ rloo: {{max_steps: 3, max_completion_length: 64}}
 
 @pytest.fixture
 def own_family(tmp_path, monkeypatch):
-    """A configuration whose task family is a file beside it, and elsewhere to be used from."""
+    """A configuration whose task family is a file next to it, and elsewhere to be used from."""
     family, config = tmp_path / "cfg" / "fam" / "backward.py", tmp_path / "cfg" / "own.yaml"
     family.parent.mkdir(parents=True)
     family.write_bytes("# \xe4\r\n".encode("latin-1"))
@@ -554,11 +554,11 @@ def own_family(tmp_path, monkeypatch):
     return config, family
 
 
-@pytest.mark.parametrize("beside", ["the config", "the working directory"])
-def test_a_run_keeps_its_task_family(own_family, tmp_path, monkeypatch, beside):
+@pytest.mark.parametrize("place", ["the config", "the working directory"])
+def test_a_run_keeps_its_task_family(own_family, tmp_path, monkeypatch, place):
     """`train` found the file in the config's folder, and `ask` and `export` of the run's folder did not."""
     config, family = own_family
-    if beside != "the config":
+    if place != "the config":
         monkeypatch.chdir(config.parent)
         config = config.rename(tmp_path / "own.yaml")
     with RunDir.create(load_config(config)) as run_dir:

@@ -371,7 +371,7 @@ def test_torch_gives_the_run_time_to_save(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected", "told"),
+    ("codes", "expected", "message"),
     [
         ({0: 2, 1: -signal.SIGTERM}, 2, ""),
         ({0: 130, 1: 130}, 130, ""),
@@ -381,11 +381,11 @@ def test_torch_gives_the_run_time_to_save(monkeypatch):
         ({0: -signal.SIGTERM, 1: -signal.SIGTERM}, 143, "SIGTERM"),
     ],
 )
-def test_the_exit_code_is_that_of_the_process_that_failed(codes, expected, told):
+def test_the_exit_code_is_that_of_the_process_that_failed(codes, expected, message):
     """accelerate launch ends with 1 whatever happened: a batch could not tell a refusal from a crash."""
     code, text = processes.exit_code(codes)
     assert code == expected
-    assert told in text and bool(text) == bool(told)
+    assert message in text and bool(text) == bool(message)
 
 
 def test_processes_without_launch_are_refused():

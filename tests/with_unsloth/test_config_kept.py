@@ -81,12 +81,12 @@ def test_the_constructor_of_the_trainer(
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if line.startswith("kept settings that Unsloth would change: ")]
     assert len(lines) == 1
-    for told in (
+    for message in (
         "learning_rate 1e-06 (Unsloth: 5e-05)", "num_generations 2 (Unsloth: 8)", "seed 42 (Unsloth: 3407)",
         "optim adamw_torch_fused (Unsloth: adamw_8bit)", "bf16_full_eval False (Unsloth: True)",
         "padding_side left (Unsloth: right)",
     ):  # fmt: skip
-        assert told in lines[0], lines[0]
+        assert message in lines[0], lines[0]
     monkeypatch.setattr(backend, "keep_arguments", keep_nothing)
     assert build() == {"bf16_full_eval": (True, False)}
 
