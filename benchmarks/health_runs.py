@@ -37,7 +37,7 @@ class HealthRun:
 
     Attributes:
         fault: in words. rule: that has to find it; empty: the run is healthy. onset: the first step that has the fault.
-        overrides: of the config. rewards: in place of its own, (name, weight).
+        overrides: of the config. rewards: replace its rewards, (name, weight).
     """
 
     name: str

@@ -43,7 +43,7 @@ def call(*words):
     "line", ["--help", "train --help", "init --yes", "--version", "config FILE", "plan FILE", "batch nowhere.yaml"]
 )
 def test_light_commands_load_no_torch(line, config_file):
-    """Four seconds of imports before a page of help teach people not to ask for it; and a batch lives for hours beside
+    """Four seconds of imports before a page of help teach people not to ask for it; and a batch lives for hours with
     its runs: it must not hold a GPU or a gigabyte."""
     words = [str(config_file) if word == "FILE" else word for word in line.split()]
     code = f"""

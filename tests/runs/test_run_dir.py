@@ -575,7 +575,7 @@ def test_a_run_keeps_its_task_family(own_family, tmp_path, monkeypatch, place):
 
 
 def test_a_run_goes_on_with_the_task_family_that_it_began_with(own_family):
-    """Another content is another base model, for which nothing was trained."""
+    """Another content is another base model; nothing was trained on it."""
     config, family = own_family
     folder = RunDir.create(load_config(config)).folder
     RunDir.create(load_config(config), resume=True).close()
