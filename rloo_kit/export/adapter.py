@@ -1,4 +1,4 @@
-"""The adapter as PEFT loads it anywhere: no path of this machine in it, and the embedded base beside it."""
+"""The adapter in a form that PEFT loads anywhere: without local paths, and with the embedded base included."""
 
 import hashlib
 import json
@@ -15,10 +15,10 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def name_base(base: str) -> tuple[str, str | None]:
-    """What a published adapter calls its base, and the folder beside it that holds the base, if it is included.
+    """(name of the base in a published adapter, folder of the base in the export or None if it is not included).
 
-    A hub id stays, also where it was loaded from the hub's cache. The embedded model is nowhere to be had, so its
-    folder (2 MB, or 83 MB with Qwen3's vocabulary) comes along. Any other folder gives its last part.
+    A hub id stays, also if it was loaded from the hub's cache. The embedded model is not on the hub, so its folder
+    (2 MB, or 83 MB with Qwen3's vocabulary) is included. Any other folder gives its last part.
     """
     if (found := hub_id(base)) is not None:
         return found, None
@@ -27,18 +27,18 @@ def name_base(base: str) -> tuple[str, str | None]:
 
 
 def check_adapter(saved: Path) -> None:
-    """ExportError where the run's `adapter/` holds none."""
+    """Raise ExportError if the run's `adapter/` contains no adapter."""
     if (saved / ADAPTER_CONFIG).is_file():
         return
     if (saved / MODEL_CONFIG).is_file():
-        raise ExportError(f"{saved} holds a whole model, no adapter (model.lora is null): use --to merged")
+        raise ExportError(f"{saved} contains a whole model, not an adapter (model.lora is null): use --to merged")
     raise ExportError(f"{saved} has no {ADAPTER_CONFIG}, so there is no adapter to export")
 
 
 def write_adapter(saved: Path, base: str, folder: Path) -> None:
-    """Copy the run's `adapter/` into `folder`, its base under a name that means something elsewhere."""
+    """Copy the run's `adapter/` into `folder`, with its base under a name that is valid on other machines."""
     for file in sorted(saved.iterdir()):
-        if file.is_file() and file.name != "README.md":  # PEFT's empty template; the card takes its place
+        if file.is_file() and file.name != "README.md":  # PEFT's empty template; the card replaces it
             shutil.copyfile(file, folder / file.name)
     name, included = name_base(base)
     settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
@@ -50,9 +50,9 @@ def write_adapter(saved: Path, base: str, folder: Path) -> None:
 
 
 def compare_adapter(saved: Path, folder: Path) -> None:
-    """ExportError where the adapter's weights in `folder` are not those of the run, to the byte."""
+    """Raise ExportError unless the adapter's weights in `folder` equal the run's byte for byte."""
     if digest(saved / WEIGHTS) != digest(folder / WEIGHTS):
-        raise ExportError(f"{folder / WEIGHTS} is not what was trained, so the export is not published")
+        raise ExportError(f"{folder / WEIGHTS} differs from the trained adapter, so the export is not published")
 
 
 def digest(file: Path) -> str:

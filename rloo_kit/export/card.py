@@ -1,4 +1,4 @@
-"""The model card: `README.md` of an exported folder, as the hub shows it. Names only: no path of this machine."""
+"""The model card: `README.md` of an exported folder, as the hub shows it. It contains no local paths."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -21,8 +21,8 @@ KIT = "rloo-kit"
 
 
 def hub_id(name: str) -> str | None:
-    """The hub id that a model's or a data set's name is, or that a folder of the hub's cache is of; None for another
-    folder or file.
+    """The hub id of a model or data set, given as the id or as a folder of the hub's cache; None for any other folder
+    or file.
 
     >>> hub_id("Qwen/Qwen3-4B"), hub_id("/a/models--Qwen--Qwen3-4B/snapshots/0af"), hub_id("/a/b"), hub_id("./a")
     ('Qwen/Qwen3-4B', 'Qwen/Qwen3-4B', None, None)
@@ -35,7 +35,7 @@ def hub_id(name: str) -> str | None:
 
 
 def public_name(name: str) -> str:
-    """A name that may be published: a hub id, `embedded/...`, or the last part of a path, of a run's weights the run's.
+    """A name without local paths: a hub id, `embedded/...`, the last part of a path, or the run for a run's weights.
 
     >>> public_name("outputs/sums-sft/adapter"), public_name("/models/mine")
     ('sums-sft', 'mine')
@@ -54,8 +54,8 @@ def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loadi
     """The text of the card.
 
     Args:
-        run: as it was trained, in its folder. target: adapter, merged, gguf or vllm.
-        base: what the base model is called. verdict: the certificate in lines. loading: Markdown.
+        run: as trained, with its folder. target: adapter, merged, gguf or vllm.
+        base: name of the base model. verdict: lines of the certificate. loading: how to load it, in Markdown.
     """
     before, after = (load_evaluation(run, when) for when in ("before", "after"))
     sections = [
@@ -63,7 +63,7 @@ def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loadi
         f"# {run.name}\n\n{_summary(run, base)}",
         f"## Results\n\n{_results(before, after)}",
         "## Is this what was trained?\n\n" + "\n".join(f"- {line}" for line in verdict) + "\n\n`certificate.json` has "
-        "the figures, and size and hash of every file.",
+        "the figures, and the size and hash of every file.",
         f"## Load it\n\n{loading}",
         f"## How it was trained\n\n{_recipe(run, base)}",
         f"## Versions\n\n{_versions(run)}",
@@ -91,7 +91,7 @@ def _summary(run: RunConfig, base: str) -> str:
     what = "a LoRA adapter" if run.model.lora is not None else "every parameter"
     return (
         f"{base} after reinforcement learning with {describe_method(dict(run.rloo))}, {run.rloo.num_generations} "
-        f"completions of each prompt, on {sources}; trained was {what}."
+        f"completions per prompt, on {sources}. Trained: {what}."
     )
 
 
@@ -102,7 +102,7 @@ def _results(before: Evaluation | None, after: Evaluation | None) -> str:
     lines = ["| held-out prompts, value [95 % interval] | before | after |", "|---|---|---|"]
     lines += [f"| {_cell(name)} | {_cell(old.get(name, ''))} | {_cell(new.get(name, ''))} |" for name in old | new]
     if before is not None and after is not None:
-        lines += ["", f"After against before: {compare(before, after)}."]
+        lines += ["", f"After vs. before: {compare(before, after)}."]
     return "\n".join(lines)
 
 
@@ -121,8 +121,8 @@ def _recipe(run: RunConfig, base: str) -> str:
         "rewards (weighted sum)": rewards,
         "steps": f"{status.get('step', '?')} ({status.get('state', 'unknown')}), weights of step "
         f"{status.get('adapter_step', '?')}",
-        "completions a prompt (K)": rloo.num_generations,
-        "completions a step": rloo.per_device_train_batch_size * rloo.gradient_accumulation_steps,
+        "completions per prompt (K)": rloo.num_generations,
+        "completions per step": rloo.per_device_train_batch_size * rloo.gradient_accumulation_steps,
         "learning rate": f"{rloo.learning_rate:g}, {rloo.lr_scheduler_type}",
         "KL penalty (beta)": f"{rloo.beta:g}" + (f", {rloo.kl_form}" if rloo.beta else ""),
         "advantage": advantage,
@@ -144,5 +144,5 @@ def _versions(run: RunConfig) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value as one cell of a table."""
+    """A value escaped for a table cell."""
     return " ".join(str(value).replace("|", "\\|").split())

@@ -1,4 +1,4 @@
-"""A finished run for other programs: written into a staging folder, checked against the policy, then published."""
+"""Export a finished run: write into a staging folder, check against the policy, publish."""
 
 import gc
 import shutil
@@ -41,8 +41,8 @@ class Export:
     """A published export.
 
     Attributes:
-        folder: where it lies. target: adapter, merged, gguf or vllm. kind: dtype or quantisation of what was made.
-        certificate: as in `certificate.json`. verdict: the same in lines. usage: how to load or serve it.
+        folder: of the export. target: adapter, merged, gguf or vllm. kind: dtype or quantisation.
+        certificate: as in `certificate.json`. verdict: the same as lines of text. usage: how to load or serve it.
         address: on the hub, with `push`.
     """
 
@@ -75,27 +75,27 @@ def export_model(
     push: str | None = None,
     overwrite: bool = False,
 ) -> Export:
-    """Export what a run has trained, and check the export against it.
+    """Export what a run has trained, and check the export against the policy.
 
     Args:
         source: the run's folder, or its file. to: adapter, merged, gguf or vllm. overrides: KEY=VALUE of the run, as in
             `load_trained`.
-        quantization: of a GGUF: f32, f16 (unless given), bf16, q8_0, q4_k_m. dtype: of merged weights: float32,
-            bfloat16, float16; None takes float32 where the base is in float32, else bfloat16.
-        output: the folder to make; None: RUN/export/TARGET. num_prompts: held-out prompts of the comparison.
-        push: repository on the hub, OWNER/NAME, to upload the folder to. overwrite: replace an export that is there.
+        quantization: of a GGUF: f32, f16 (the default), bf16, q8_0, q4_k_m. dtype: of merged weights: float32,
+            bfloat16, float16; None takes the base's dtype, or bfloat16 if it is none of these.
+        output: the folder to create; None: RUN/export/TARGET. num_prompts: held-out prompts to compare on.
+        push: repository on the hub, OWNER/NAME, to upload the folder to. overwrite: replace an existing export.
 
     Returns:
         `Export`; print it.
 
     Raises:
-        RunNotFoundError: no such run, or nothing trained there. RunExistsError: the folder is there.
-        ConfigError: arguments that no export has. ExportError: the export cannot be made, does not fit into memory, or
-        is not what was trained; then nothing is published.
+        RunNotFoundError: no such run, or it has no trained weights. RunExistsError: the folder exists.
+        ConfigError: invalid arguments. ExportError: the export cannot be made, does not fit into memory, or differs
+        from what was trained; then nothing is published.
     """
     _check_arguments(to, quantization, dtype, num_prompts)
     run, trained = find_run(source), trained_run(source, *overrides)
-    run.run = trained.run  # another run of the same file by its name
+    run.run = trained.run  # the name may select another run of the same file
     trained.rollout = trained.rollout.model_copy(update={"engine": ENGINE})
     place = Path(source) if Path(source).is_dir() else run.folder
     folder = with_name(Path(output) if output is not None else place / "export" / to)
@@ -116,7 +116,7 @@ def export_model(
             staged = stage / folder.name
             staged.mkdir()
             written = WRITERS[to](Job(run, policy, base, settings, quantization, dtype, staged, folder, push))
-            del policy  # its memory is the loader's now
+            del policy  # frees memory for the loader
             certificate, verdict = _certify(to, written, run, reference)
             card = write_card(run, to, _name_base(run, base), verdict, written.snippet)
             (staged / "README.md").write_text(card, encoding="utf-8")
@@ -139,60 +139,60 @@ def _check_arguments(to: str, quantization: str | None, dtype: str | None, num_p
         if value is not None and value not in known:
             raise ConfigError(f"{name} is {value!r}; it is one of {', '.join(known)}")
     if quantization is not None and to != "gguf":
-        raise ConfigError(f"--quantization {quantization} is for --to gguf; for --to merged and vllm there is --dtype")
+        raise ConfigError(f"--quantization {quantization} is for --to gguf; use --dtype with --to merged or vllm")
     if dtype is not None and to not in ("merged", "vllm"):
-        raise ConfigError(f"--dtype {dtype} is for --to merged and vllm; for --to gguf there is --quantization")
+        raise ConfigError(f"--dtype {dtype} is for --to merged or vllm; use --quantization with --to gguf")
     if num_prompts < 1:
-        raise ConfigError(f"--prompts is {num_prompts}; the comparison takes at least 1")
+        raise ConfigError(f"--prompts is {num_prompts}; it must be at least 1")
 
 
 def _check_folder(folder: Path, overwrite: bool) -> None:
-    """An export is replaced if that is asked for; nothing else is."""
+    """Only an export may be replaced, and only with `overwrite`."""
     above = next(one for one in folder.absolute().parents if one.exists())
     if not above.is_dir():
-        raise ConfigError(f"--output is {folder}, and {above} is no folder")
+        raise ConfigError(f"--output is {folder}, and {above} is not a folder")
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not (folder / CERTIFICATE).is_file():
         raise RunExistsError(
-            f"{folder} is there and no export (it has no {CERTIFICATE}): --output names another folder"
+            f"{folder} exists and is not an export (it has no {CERTIFICATE}): use --output for another folder"
         )
     if not overwrite:
-        raise RunExistsError(f"{folder} is there already: --overwrite replaces it, --output names another folder")
+        raise RunExistsError(
+            f"{folder} already exists: replace it with --overwrite, or use --output for another folder"
+        )
 
 
 def _check_memory(run: RunConfig) -> None:
-    """Refuse before any work what does not fit: the policy, or the export in its dtype, and a table or two in float32.
-    On a GPU it is load_policy that finds out."""
+    """Refuse early what does not fit: the policy, or the export in its dtype, with embedding tables in float32. On a
+    GPU load_policy finds out."""
     if torch.cuda.is_available():
         return
     try:
         shape = find_shape(run)
-    except ConfigError:  # no shape that the kit knows
+    except ConfigError:  # unknown shape
         return
     name = current().dtype_name if run.model.dtype == "auto" else run.model.dtype
     needed = (shape.num_weights * getattr(torch, name).itemsize + 3 * 4 * shape.table_weights) / GIB
     free = available_gib()
     if needed > free:
-        smaller = " model.dtype=bfloat16 halves it, at coarser limits;" if name == "float32" else ""
+        smaller = " set model.dtype=bfloat16, which halves it and has wider limits;" if name == "float32" else ""
         raise ExportError(
             f"exporting {run.model.name} takes about {needed:.1f} GiB of RAM in {name}, and {free:.1f} GiB are free:"
-            f"{smaller} or export on a machine with more"
+            f"{smaller} or export on a machine with more RAM"
         )
 
 
 def _ask_policy(run: RunConfig, policy: Policy, num_prompts: int) -> Reference:
     prompts = list(load_data(run, policy.tokenizer).test["prompt"][:num_prompts])
     if not prompts:
-        raise ExportError(
-            "the run has no held-out prompts to compare with: data.test_size=20 as an override gives some"
-        )
-    say(f"export: {policy.describe()}; its greedy answers to {len(prompts)} held-out prompts")
+        raise ExportError("the run has no held-out prompts to compare on: add the override data.test_size=20")
+    say(f"export: {policy.describe()}; sampling greedy answers to {len(prompts)} held-out prompts")
     return measure_reference(run, policy, prompts)
 
 
 def _certify(target: str, written: Written, run: RunConfig, reference: Reference) -> tuple[dict[str, Any], list[str]]:
-    """The certificate and its lines: what was compared, and plainly what was not."""
+    """The certificate and its lines: what was compared, and what was not."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -201,7 +201,7 @@ def _certify(target: str, written: Written, run: RunConfig, reference: Reference
     asked = [loader] if missing is None else ["transformers"] if target == "vllm" else []
     checks: list[Check] = []
     for one in asked:
-        say(f"export: loading it with {one} in a process of its own")
+        say(f"export: loading it with {one} in a separate process")
         checks.append(check_parity(reference, one, written.model, written.grade, **written.request))
     verdict = [f"NOT CHECKED with {loader}: {missing}"] if missing else []
     verdict += [f"checked with {check}" for check in checks] + [written.tensors]
@@ -221,7 +221,7 @@ def _certify(target: str, written: Written, run: RunConfig, reference: Reference
 
 
 def _name_base(run: RunConfig, base: str) -> str:
-    """What the card calls the base: without an adapter `base` is the trained model itself."""
+    """The base's name on the card; without an adapter `base` is the trained model itself."""
     if run.model.is_embedded or run.model.lora is None:
         return public_name(run.model.name)
     name, included = adapter.name_base(base)
@@ -229,7 +229,7 @@ def _name_base(run: RunConfig, base: str) -> str:
 
 
 def _find_base(run: RunConfig, base: str) -> dict[str, Any]:
-    """The keys of `model` by which the base is found elsewhere, or at least called; the file of a user's family is not
+    """The `model` keys that find the base on another machine, or at least name it. A user's task family file is not
     part of an export."""
     folder = Path(base).name
     return name_built(folder) or {"name": folder if run.model.is_embedded else _name_base(run, base)}

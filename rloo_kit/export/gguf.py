@@ -1,6 +1,6 @@
-"""GGUF, the file that llama.cpp, Ollama and LM Studio read: merged weights, tokenizer and chat template in one.
+"""Write GGUF, the format of llama.cpp, Ollama and LM Studio: merged weights, tokenizer and chat template in one file.
 
-Tensor by tensor with the `gguf` package, with the names, types and keys of llama.cpp's own converter.
+Tensors are written one by one with the `gguf` package, with the names, types and keys of llama.cpp's converter.
 """
 
 from pathlib import Path
@@ -12,25 +12,25 @@ from rloo_kit.errors import ExportError
 from rloo_kit.export.merge import Weight
 from rloo_kit.system.versions import is_importable
 
-# Largest difference to a merged weight, as a share of the largest of its 32 neighbours (q4_k_m: 256): half a step of
-# the type; of q4_k_m, whose steps are quantised themselves, twice what llama.cpp's code made of random weights.
+# Largest difference from a merged weight, as a share of the largest of its 32 neighbours (q4_k_m: 256): half a step of
+# the type. For q4_k_m, whose steps are themselves quantised: twice the error of llama.cpp's code on random weights.
 LARGEST_ERROR = {"f32": 0.0, "f16": 2.0**-11, "bf16": 2.0**-8, "q8_0": 0.6 / 127, "q4_k_m": 0.2}
 KINDS = tuple(LARGEST_ERROR)
 TINIEST = 2.0**-24  # of float16
 BLOCK, SUPERBLOCK = 32, 256
 ARCHITECTURES = {"qwen3": "qwen3"}  # transformers' model type: llama.cpp's
-# No UTF-8 text holds this byte, and llama.cpp refuses a BPE without merges, which a byte-level vocabulary may be.
+# llama.cpp refuses a BPE without merges, as a byte-level vocabulary may be. This byte never occurs in UTF-8 text.
 NO_MERGE = ["ÿ ÿ"]
 
 
 def check_gguf(config: Any) -> None:
-    """ExportError where GGUF cannot be written: no `gguf` package, or no Qwen3."""
+    """Raise ExportError if GGUF cannot be written: no `gguf` package, or not a Qwen3 model."""
     if not is_importable("gguf"):
-        raise ExportError("GGUF is written with the package gguf, which is not installed: pip install gguf")
+        raise ExportError("writing GGUF needs the package gguf, which is not installed: pip install gguf")
     if config.model_type not in ARCHITECTURES:
         raise ExportError(
-            f"the model is a {config.model_type}, and GGUF is written here for {', '.join(ARCHITECTURES)} alone: "
-            "rloo-kit export --to merged, then llama.cpp's convert_hf_to_gguf.py"
+            f"the model is a {config.model_type}, and GGUF export supports only {', '.join(ARCHITECTURES)}: "
+            "use rloo-kit export --to merged, then llama.cpp's convert_hf_to_gguf.py"
         )
 
 
@@ -40,8 +40,8 @@ def write_gguf(
     """Write `file`.
 
     Args:
-        weights: of the merged model. folder: where its `config.json` and tokenizer lie. config: the former, read.
-        kind: f32, f16, bf16 or q8_0; vectors are in float32. name: of the model, for people.
+        weights: of the merged model. folder: with its `config.json` and tokenizer. config: the loaded `config.json`.
+        kind: f32, f16, bf16 or q8_0; vectors are in float32. name: of the model, for display.
     """
     import gguf
 
@@ -59,7 +59,7 @@ def write_gguf(
     for weight, tensor_type in zip(weights, types, strict=True):
         target = names.get_name(weight.name, try_suffixes=(".weight", ".bias"))
         if target is None:
-            raise ExportError(f"llama.cpp's {arch} has no place for the tensor {weight.name}")
+            raise ExportError(f"llama.cpp's {arch} has no tensor for {weight.name}")
         size = int(np.prod(gguf.quant_shape_to_byte_shape(weight.shape, tensor_type)))
         writer.add_tensor_info(target, weight.shape, np.dtype(np.float32), size, raw_dtype=tensor_type)
     writer.write_header_to_file()
@@ -72,7 +72,7 @@ def write_gguf(
 
 def compare_gguf(weights: list[Weight], file: Path, kind: str) -> float:
     """The largest difference between the tensors of `file`, read by gguf's own reader, and the merged weights, as a
-    share of the largest neighbour. ExportError where a tensor is missing or further off than `kind` explains."""
+    share of the largest neighbour. Raises ExportError if a tensor is missing or differs more than `kind` explains."""
     import gguf
 
     reader = gguf.GGUFReader(file)
@@ -92,12 +92,12 @@ def compare_gguf(weights: list[Weight], file: Path, kind: str) -> float:
         limit = 0.0 if tensor.tensor_type.name == "F32" else LARGEST_ERROR[kind]
         if not share <= limit:  # NaN too
             raise ExportError(
-                f"{file}: the tensor {tensor.name} is off by {share:.2g} of its largest neighbour, and {kind} explains "
-                f"{limit:.2g}: it is not what was trained, so the export is not published"
+                f"{file}: the tensor {tensor.name} differs by {share:.2g} of its largest neighbour, and {kind} "
+                f"explains {limit:.2g}: it is not what was trained, so the export is not published"
             )
         largest = max(largest, share)
     if found:
-        raise ExportError(f"{file} has tensors that the model has not: {', '.join(found)}")
+        raise ExportError(f"{file} has tensors that the model does not have: {', '.join(found)}")
     return largest
 
 
@@ -109,7 +109,7 @@ def _largest_share(found: np.ndarray, wanted: np.ndarray, block: int) -> float:
 
 
 def _tensor_type(weight: Weight, kind: str) -> Any:
-    """What llama.cpp's converter takes: vectors in float32, and float16 where a row is no whole number of blocks."""
+    """The type llama.cpp's converter uses: float32 for vectors, float16 if a row is not a whole number of blocks."""
     import gguf
 
     if len(weight.shape) == 1 or kind == "f32":
@@ -133,8 +133,8 @@ def _add_shape(writer: Any, config: Any) -> None:
 
 
 def _add_tokenizer(writer: Any, folder: Path, tokenizer: Any, rows: int) -> None:
-    """Qwen2's byte-level BPE. Rows without a token are marked as unused; added tokens that are not special, such as the
-    thinking tags, as the user's own, so that a reader keeps them."""
+    """Qwen2's byte-level BPE. Rows without a token are marked unused. Added tokens that are not special, such as the
+    thinking tags, are marked user-defined, so that readers keep them in the text."""
     import gguf
 
     by_id = {index: token for token, index in tokenizer.get_vocab().items()}
@@ -164,7 +164,7 @@ def _layer_of(weight: Weight) -> int:
 
 
 def quantise(source: Path, file: Path) -> str | None:
-    """Make `file`, a q4_k_m, of the f16 GGUF `source` with llama-cpp-python; without it the command that makes it."""
+    """Quantise the f16 GGUF `source` to `file`, a q4_k_m; without llama-cpp-python return the command that does it."""
     if not is_importable("llama_cpp"):
         return f"llama-quantize {source.name} {file.name} Q4_K_M"
     import ctypes
@@ -175,5 +175,5 @@ def quantise(source: Path, file: Path) -> str | None:
     settings.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M
     code = llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(settings))
     if code or not file.is_file():
-        raise ExportError(f"llama.cpp made no {file.name} of {source.name} (code {code})")
+        raise ExportError(f"llama.cpp could not quantise {source.name} to {file.name} (code {code})")
     return None

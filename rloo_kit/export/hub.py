@@ -1,4 +1,4 @@
-"""An exported folder to the hub, by the hub's own client, which finds the token itself."""
+"""Upload an exported folder to the hub with the hub's own client, which finds the token itself."""
 
 import shlex
 from pathlib import Path
@@ -7,7 +7,7 @@ from rloo_kit.errors import ExportError
 
 
 def push_folder(folder: Path, repo: str, message: str) -> str:
-    """Create the repository if it is not there, and upload the folder in one commit.
+    """Create the repository if it does not exist, and upload the folder in one commit.
 
     Args:
         repo: OWNER/NAME. message: of the commit.
@@ -16,7 +16,7 @@ def push_folder(folder: Path, repo: str, message: str) -> str:
         the address of the repository.
 
     Raises:
-        ExportError: refused or out of reach; the folder stays where it is.
+        ExportError: refused or unreachable; the folder stays in place.
     """
     from httpx import HTTPError
     from huggingface_hub import HfApi
@@ -29,7 +29,7 @@ def push_folder(folder: Path, repo: str, message: str) -> str:
     except (HfHubHTTPError, HTTPError, OfflineModeIsEnabled, ValueError, OSError) as error:
         raise ExportError(
             f"the export is complete in {folder}, but --push {repo} failed ({type(error).__name__}): {error}. A token "
-            "that may write is read from HF_TOKEN, in the environment or in .env; HF_HUB_OFFLINE must not be 1. Again: "
-            f"hf upload {repo} {shlex.quote(str(folder))}"
+            "with write access is read from HF_TOKEN, in the environment or in .env; HF_HUB_OFFLINE must not be 1. "
+            f"Retry: hf upload {repo} {shlex.quote(str(folder))}"
         ) from None
     return str(address)

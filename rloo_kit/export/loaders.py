@@ -1,7 +1,7 @@
-"""The programs that an export is made for, each asked for the log-probabilities and greedy texts of a few prompts.
+"""Ask the program that an export is for, for the log-probabilities and greedy texts of a few prompts.
 
-A script of its own process (`python loaders.py REQUEST REPLY`): what it loads with is what a stranger has, without the
-kit, without Unsloth's patches, and a file that ends llama.cpp does not end the export. It imports nothing of the kit.
+Runs as a separate process (`python loaders.py REQUEST REPLY`) and imports nothing from the kit. So the export is loaded
+as by a user without the kit and without Unsloth's patches, and a file that crashes llama.cpp does not end the export.
 """
 
 import json
@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-CANDIDATES = 20  # of each position of llama.cpp's answer, among which the trained model's token is looked up
+CANDIDATES = 20  # likeliest tokens per position of llama.cpp's answer; the policy's token is looked up among them
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
@@ -22,8 +22,8 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
             (dtype), `device`, `limit` (tokens), `end_ids`, `pad_id`, and `rows`: text, ids and completion of each.
 
     Returns:
-        `version` of the loader; `rows` with `prompt_tokens` (ids, or their number where the loader keeps
-        the ids to itself), `logps` of the completion's tokens (None: not among the candidates) and `greedy` ids.
+        `version` of the loader; `rows` with `prompt_tokens` (ids, or their number if the loader does not give ids),
+        `logps` of the completion's tokens (None: not among the candidates) and `greedy` ids.
     """
     return LOADERS[request["loader"]](request)
 
@@ -96,7 +96,7 @@ def _generate(model: Any, request: dict[str, Any]) -> list[list[int]]:
 
 
 def _cut(ids: list[int], end_ids: list[int]) -> list[int]:
-    """Up to the first end token, that included."""
+    """Up to and including the first end token."""
     return ids[: 1 + next((place for place, one in enumerate(ids) if one in end_ids), len(ids))]
 
 
@@ -143,7 +143,7 @@ def _ask_llama_cpp(request: dict[str, Any]) -> dict[str, Any]:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(os.environ.get("OMP_NUM_THREADS") or 0) or (
         os.cpu_count() or 1
     )
-    # Its defaults, a cache in float16 and flash attention, would hide what the file itself is off by.
+    # The defaults, a float16 cache and flash attention, would hide the error of the file itself.
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     server = xllamacpp.Server(params)
@@ -165,12 +165,12 @@ def _ask_llama_cpp(request: dict[str, Any]) -> dict[str, Any]:
             for step, token in zip(steps, completion[len(logps) :], strict=False):
                 among = {one["id"]: one["logprob"] for one in step["top_logprobs"]}
                 logps.append(among.get(token))
-                if step["id"] != token:  # on from here with the trained model's token
+                if step["id"] != token:  # continue from here with the policy's token
                     break
             left = len(completion) - len(logps)
             steps = ask(row["ids"] + completion[: len(logps)], left)[1] if left else []
             if left and not steps:
-                raise RuntimeError("llama.cpp made no token where the trained model goes on")
+                raise RuntimeError("llama.cpp gave no token although the policy's completion continues")
         rows.append({"prompt_tokens": num_tokens, "logps": logps, "greedy": greedy})
     return {"version": version("xllamacpp"), "rows": rows}
 
@@ -186,4 +186,4 @@ if __name__ == "__main__":
     asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     Path(sys.argv[2]).write_text(json.dumps(main(asked)), encoding="utf-8")
     sys.stdout.flush()
-    os._exit(0)  # done: an engine's threads, or its clean-up, must not hold the caller up
+    os._exit(0)  # done: an engine's threads or clean-up must not block the caller

@@ -1,4 +1,4 @@
-"""How each export is loaded, as the snippet of its card and the line that the command prints."""
+"""How to load each export: the snippet of its card and the line that the command prints."""
 
 import shlex
 
@@ -39,8 +39,8 @@ def snippet_adapter(base: str, included: str | None, quantised: bool, dtype: str
     """Python that loads an adapter with PEFT.
 
     Args:
-        base: what the base is called. included: the folder of the base in the export; None where it is not there.
-        quantised: trained on a base in NF4 that its checkpoint is not in. dtype: of the base when it was trained.
+        base: name of the base. included: the folder of the base in the export; None if it is not included.
+        quantised: trained on a base quantised to NF4 while loading. dtype: of the base when it was trained.
     """
     where = f'f"{{folder}}/{included}"' if included else f'"{base}"'
     settings = _FOUR_BIT.format(dtype=dtype) if quantised else ""
@@ -50,7 +50,7 @@ def snippet_adapter(base: str, included: str | None, quantised: bool, dtype: str
         dtype='"auto"' if not quantised else f'"{dtype}"',
         quantization=settings,
     )
-    note = "The adapter was trained on the base in 4-bit, and belongs to it in that form.\n\n" if quantised else ""
+    note = "The adapter was trained on the base in 4-bit: load the base in 4-bit.\n\n" if quantised else ""
     return note + text
 
 
@@ -60,9 +60,9 @@ def snippet_merged() -> str:
 
 
 def snippet_vllm(line: str) -> str:
-    """The command that serves it, and why a merged model."""
+    """The command that serves it, and why it is a merged model."""
     return (
-        f"```bash\n{line}\n```\n\nThe adapter is merged: one model, no LoRA kernels in each layer, no base besides. "
+        f"```bash\n{line}\n```\n\nThe adapter is merged: one model, no LoRA kernels in each layer, no separate base. "
         "Several adapters on one base are served from `--to adapter` with `vllm serve BASE --enable-lora "
         "--lora-modules NAME=FOLDER`."
     )

@@ -1,7 +1,7 @@
 """The weights that a trained policy computes with, as plain tensors: its base, dequantised, with the adapter added.
 
-Read one at a time in float32 from the loaded policy, so a model is never in float32 as a whole, and a 4-bit base is the
-one that was trained on: in the 16-bit weights that it was made from the adapter means something else.
+Tensors are read one at a time in float32 from the loaded policy, so the whole model is never in float32. A 4-bit base
+is the one that was trained on; on the original 16-bit weights the adapter gives a different model.
 """
 
 import json
@@ -20,15 +20,15 @@ from rloo_kit.models.adapters import follow_umask
 
 ADAPTER = "default"
 SHARD_BYTES = 2 * 2**30
-_INNER = ".base_layer"  # PEFT's name for the module that an adapter is laid around
+_INNER = ".base_layer"  # PEFT's name for the module that an adapter wraps
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of the merged model, read when it is needed.
+    """One tensor of the merged model, read on demand.
 
     Attributes:
-        name: as transformers names it. shape: whole, also where the base holds it in 4-bit.
+        name: in transformers. shape: unpacked, also if the base has it in 4-bit.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Weight:
 
 
 def list_weights(model: Any) -> list[Weight]:
-    """All weights of a policy's model, merged, in its own order; tied ones once. ExportError where the adapter is more
-    than a LoRA of linear layers."""
+    """All merged weights of a policy's model in the model's order, tied ones once. Raises ExportError if the adapter is
+    not just a LoRA of linear layers."""
     _refuse_other_adapters(model)
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     modules, seen, found = dict(base.named_modules()), set(), []
@@ -66,7 +66,7 @@ def list_weights(model: Any) -> list[Weight]:
 
 
 def write_shards(weights: list[Weight], folder: Path, dtype: torch.dtype, largest: int = SHARD_BYTES) -> None:
-    """The weights as `model*.safetensors` of at most `largest` bytes each (or one tensor), cast once merged."""
+    """Write `model*.safetensors` of at most `largest` bytes each (or one tensor), cast after merging."""
     groups: list[list[Weight]] = [[]]
     size = 0
     for weight in weights:
@@ -89,7 +89,7 @@ def write_shards(weights: list[Weight], folder: Path, dtype: torch.dtype, larges
 
 
 def read_shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of all that `write_shards` wrote, read back from the files."""
+    """Names and tensors that `write_shards` wrote, read back from the files."""
     for file in sorted(folder.glob("model*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (no mapping)
@@ -97,13 +97,15 @@ def read_shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def compare_shards(weights: list[Weight], folder: Path, dtype: torch.dtype) -> int:
-    """How many tensors there are, all of them in the files of `folder` to the bit; ExportError names the first that is
-    not."""
+    """Check that the files of `folder` contain all tensors, bit for bit; returns their number. Raises ExportError with
+    the first that differs."""
     wanted = {weight.name: weight for weight in weights}
     for name, found in read_shards(folder):
         weight = wanted.pop(name, None)
         if weight is None or not torch.equal(found, weight.read().to(dtype)):
-            raise ExportError(f"{folder}: the tensor {name} is not what was trained, so the export is not published")
+            raise ExportError(
+                f"{folder}: the tensor {name} differs from the trained one, so the export is not published"
+            )
     if wanted:
         raise ExportError(f"{folder}: the tensor {next(iter(wanted))} is missing, so the export is not published")
     return len(weights)
@@ -126,8 +128,8 @@ def _refuse_other_adapters(model: Any) -> None:
         found = "changes the embedding"
     if found:
         raise ExportError(
-            f"this adapter {found}, and the kit merges a LoRA of linear layers alone: rloo-kit export --to adapter, "
-            "then PEFT's own merge_and_unload"
+            f"this adapter {found}, and the kit merges only a LoRA of linear layers: use rloo-kit export --to adapter, "
+            "then PEFT's merge_and_unload"
         )
 
 

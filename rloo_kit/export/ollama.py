@@ -1,4 +1,4 @@
-"""`Modelfile`: how Ollama lays out a prompt, where it stops and how it samples, which it does not read from a GGUF."""
+"""`Modelfile`: the prompt layout, stop tokens and sampling parameters, which Ollama does not read from a GGUF."""
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import render_prompt, thinks
@@ -12,8 +12,8 @@ _TURN = "<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n"
 
 
 def opening_of(run: RunConfig, policy: Policy) -> str | None:
-    """What a prompt ends with, from the assistant's turn on; None where the chat template is not ChatML, which is all
-    that `write_modelfile` knows."""
+    """The end of a prompt, from the assistant's turn on; None if the chat template is not ChatML, the only one that
+    `write_modelfile` supports."""
     if policy.family == "plain":
         return None
     text = render_prompt(policy.tokenizer, _QUESTION, policy.family, run.model.enable_thinking)
@@ -22,9 +22,9 @@ def opening_of(run: RunConfig, policy: Policy) -> str | None:
 
 
 def write_modelfile(run: RunConfig, policy: Policy, gguf_name: str, end_ids: list[int]) -> str | None:
-    """The text of a Modelfile beside the GGUF file; None where the chat template is not ChatML.
+    """The text of the Modelfile for a GGUF file in the same folder; None if the chat template is not ChatML.
 
-    The sampling parameters are the model's own (`generation_config.json`), and what they leave open Qwen3's.
+    The sampling parameters are the model's own (`generation_config.json`), with Qwen3's as defaults.
     """
     opening = opening_of(run, policy)
     if opening is None:

@@ -1,5 +1,5 @@
-"""Whether an exported model is the one that was trained: loaded by the program that it is for, in a process of its
-own, and compared token by token with the policy."""
+"""Check that an exported model is the one that was trained: load it with the program that it is for, in a separate
+process, and compare it with the policy token by token."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.completions import find_end_ids, generate_completions
 from rloo_kit.system.versions import VLLM_INSTALL, is_importable
 
-ENGINE = "generate"  # both backends have it, and neither starts vLLM for it
-LONGEST = 256  # tokens of a greedy completion; thinking goes on for thousands, which say nothing new
+ENGINE = "generate"  # both backends have it, and it does not start vLLM
+LONGEST = 256  # tokens of a greedy completion; thousands of tokens of thinking would show nothing new
 MODULES = {"llama.cpp": ("xllamacpp", "pip install xllamacpp"), "vllm": ("vllm", VLLM_INSTALL)}
 
 
@@ -33,9 +33,9 @@ class Tolerance:
     equal: float
 
 
-# By what the file holds, and by what the policy or the program computes in: the wider of each counts. What was measured
-# is in docs/export.md. That the weights are right is proven tensor by tensor; a program that reads them wrongly (RoPE,
-# norms, tokens) is off by far more than this. In 16 bits and below greedy texts part at near-ties for good.
+# By the file's type, and by the compute type of the policy or the program: the wider limit applies. docs/export.md has
+# the measurements. The tensors prove the weights; a program that reads them wrongly (RoPE, norms, tokens) differs by
+# far more than this. In 16 bits and below, greedy texts diverge at near-ties and stay apart.
 OF_FILE = {
     "float32": Tolerance(1e-3, 1e-4, 0.95),
     "float16": Tolerance(5e-2, 5e-3, 0.8),
@@ -44,8 +44,8 @@ OF_FILE = {
     "q4_k_m": Tolerance(3.0, 0.3, 0.0),
 }
 OF_COMPUTING = {"float32": OF_FILE["float32"], "float16": OF_FILE["bfloat16"], "bfloat16": Tolerance(1.0, 5e-2, 0.3)}
-# llama.cpp sums the softmax of the log-probs that it reports in float32, likeliest first: a token of less than this
-# share no longer counts, and a whole vocabulary of such rows may be missing.
+# llama.cpp sums the softmax of its reported log-probs in float32, likeliest first: a token with less than this share is
+# lost, and this may happen to every row of the vocabulary.
 LOST_A_ROW = 2.0**-24
 
 
@@ -61,11 +61,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the trained policy says.
+    """The trained policy's answers.
 
     Attributes:
-        compute: dtype of its base. limit: of a completion, in tokens. device: where it ran.
-        num_rows: of the vocabulary. end_ids, pad_id: ids that end a completion; an id to pad with.
+        compute: dtype of its base. limit: of a completion, in tokens. device: on which it ran.
+        num_rows: of the vocabulary. end_ids: ids that end a completion. pad_id: id for padding.
     """
 
     rows: list[Row]
@@ -79,14 +79,14 @@ class Reference:
 
 @dataclass(frozen=True)
 class Check:
-    """How far an export is from the policy, in the program that it is for.
+    """How much an export differs from the policy, in the program that it is for.
 
     Attributes:
-        loader, version: that program. holds: what the file holds. compute: what both sides computed in.
+        loader, version: that program. holds: type of the file's weights. compute: dtype that both sides compute in.
         prompts, tokens: compared. largest, mean: difference of a token's log-probability, in nats.
         equal: prompts whose greedy text is the same, end token included.
-        unseen: tokens outside the likeliest 20 of llama.cpp, which gives no other; they are in no figure.
-        limits: what is allowed.
+        unseen: tokens outside llama.cpp's likeliest 20, the only ones that it reports; in no other figure.
+        limits: the allowed differences.
     """
 
     loader: str
@@ -103,13 +103,13 @@ class Check:
 
     @property
     def faults(self) -> list[str]:
-        """What is beyond its limit."""
+        """The figures beyond their limit."""
         limits, share, unseen = self.limits, self.equal / self.prompts, self.unseen / max(1, self.tokens)
         found = []
         if not self.largest <= limits.largest:
-            found.append(f"a token's log-prob is off by {self.largest:.2g} nats (limit {limits.largest:.2g})")
+            found.append(f"the log-prob of a token differs by {self.largest:.2g} nats (limit {limits.largest:.2g})")
         if not self.mean <= limits.mean:
-            found.append(f"log-probs are off by {self.mean:.2g} nats in the mean (limit {limits.mean:.2g})")
+            found.append(f"log-probs differ by {self.mean:.2g} nats on average (limit {limits.mean:.2g})")
         if share < limits.equal:
             found.append(f"{self.equal} of {self.prompts} greedy texts are equal (limit {limits.equal:.0%})")
         if unseen > 0.02:
@@ -118,9 +118,9 @@ class Check:
 
     def __str__(self) -> str:
         return (
-            f"{self.loader} {self.version}, {self.prompts} prompts, {self.tokens} tokens: log-probs off by "
-            f"{self.largest:.2g} nats at most and {self.mean:.2g} in the mean (limits {self.limits.largest:.2g}, "
-            f"{self.limits.mean:.2g}), {self.equal} of {self.prompts} greedy texts equal"
+            f"{self.loader} {self.version}, {self.prompts} prompts, {self.tokens} tokens: log-probs differ by at most "
+            f"{self.largest:.2g} nats, {self.mean:.2g} on average (limits {self.limits.largest:.2g}, "
+            f"{self.limits.mean:.2g}); {self.equal} of {self.prompts} greedy texts equal"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Check:
 
 
 def measure_reference(run: RunConfig, policy: Policy, prompts: list[str]) -> Reference:
-    """Greedy completions of rendered prompts by the trained policy, with their log-probabilities."""
+    """The trained policy's greedy completions of rendered prompts, with log-probabilities."""
     limit = min(run.eval.max_completion_length or run.rloo.max_completion_length, LONGEST)
     made = generate_completions(policy, prompts, max_completion_length=limit, temperature=0, engine=ENGINE)
     base = policy.model.get_base_model() if hasattr(policy.model, "peft_config") else policy.model
@@ -150,7 +150,7 @@ def measure_reference(run: RunConfig, policy: Policy, prompts: list[str]) -> Ref
 
 
 def find_missing(loader: str) -> str | None:
-    """Why a program cannot be asked; None if it can."""
+    """Why a program cannot be run; None if it can."""
     module, command = MODULES.get(loader, ("", ""))
     return f"{module} is not installed ({command})" if module and not is_importable(module) else None
 
@@ -159,10 +159,10 @@ def check_parity(reference: Reference, loader: str, model: Path, grade: str, **r
     """Load `model` with `loader` (a key of `loaders.LOADERS`) and compare.
 
     Args:
-        grade: what the file holds, a key of `OF_FILE`. request: `adapter` and `four_bit`, for PEFT.
+        grade: type of the file's weights, a key of `OF_FILE`. request: `adapter` and `four_bit`, for PEFT.
 
     Raises:
-        ExportError: it does not load, or its answers differ by more than is tolerated; the text has the figures.
+        ExportError: it does not load, or differs by more than the limits; the message has the figures.
     """
     request |= {"loader": loader, "model": str(model), "compute": reference.compute, "device": reference.device}
     request |= {"limit": reference.limit, "end_ids": reference.end_ids, "pad_id": reference.pad_id}
@@ -171,7 +171,7 @@ def check_parity(reference: Reference, loader: str, model: Path, grade: str, **r
     if check.faults:
         raise ExportError(
             f"the export is not what was trained: in {loader} {'; '.join(check.faults)}. Nothing was published. If the "
-            "run's model is as it should be, this is a fault of the export: keep the run's folder and report it"
+            "run's model itself works, this is a bug in the export: keep the run's folder and report it"
         )
     return check
 
@@ -183,8 +183,8 @@ def _compare(reference: Reference, reply: dict[str, Any], loader: str, grade: st
         tokens = found["prompt_tokens"]
         if tokens != (row.ids if isinstance(tokens, list) else len(row.ids)):
             raise ExportError(
-                f"the export is not what was trained: {loader} reads the prompt {row.text[:80]!r} as other tokens than "
-                "the run did. Nothing was published"
+                f"the export is not what was trained: {loader} tokenizes the prompt {row.text[:80]!r} differently from "
+                "the run. Nothing was published"
             )
         equal += found["greedy"] == row.completion
         unseen += found["logps"].count(None)
@@ -193,7 +193,7 @@ def _compare(reference: Reference, reply: dict[str, Any], loader: str, grade: st
     allowed = (OF_FILE[grade], OF_COMPUTING[reference.compute])
     lost = LOST_A_ROW * reference.num_rows if loader == "llama.cpp" else 0.0
     if not differences or any(value != value for value in differences):
-        raise ExportError(f"the export is not what was trained: its log-probs in {loader} are no numbers")
+        raise ExportError(f"the export is not what was trained: its log-probs in {loader} are not finite")
     return Check(
         loader=loader,
         version=reply["version"],
@@ -214,7 +214,7 @@ def _compare(reference: Reference, reply: dict[str, Any], loader: str, grade: st
 
 
 def _ask(request: dict[str, Any]) -> dict[str, Any]:
-    """Run `loaders.py` on a request; ExportError with the end of what it printed where it fails."""
+    """Run `loaders.py` on a request; raises ExportError with the end of its output if it fails."""
     with tempfile.TemporaryDirectory(prefix="rloo-kit-") as folder:
         asked, answer, log = (Path(folder) / name for name in ("request.json", "reply.json", "log"))
         asked.write_text(json.dumps(request), encoding="utf-8")
@@ -225,7 +225,7 @@ def _ask(request: dict[str, Any]) -> dict[str, Any]:
             text = log.read_text(encoding="utf-8", errors="replace")
             raise ExportError(
                 f"{request['loader']} does not load the export (exit code {code}), so it is not published. The end of "
-                f"what it printed:\n{shorten(text, 3000, tail=2500)}"
+                f"its output:\n{shorten(text, 3000, tail=2500)}"
             )
         return json.loads(answer.read_text(encoding="utf-8"))
 

@@ -1,4 +1,4 @@
-"""The four targets: each fills a staging folder, reads the tensors back, and says how it is loaded."""
+"""The four targets. Each fills a staging folder, reads the tensors back, and describes how to load the export."""
 
 import json
 import shlex
@@ -20,18 +20,22 @@ from rloo_kit.system.processes import say
 
 TARGETS = ("adapter", "merged", "gguf", "vllm")
 DTYPES = ("float32", "bfloat16", "float16")
-GRADES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # of GGUF's types; the others are grades themselves
+GRADES = {
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+}  # of GGUF types; the other types are grades themselves
 OF_THIS_MACHINE = ("is_local", "local_files_only", "name_or_path")  # in a tokenizer's settings
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be exported.
+    """What to export.
 
     Attributes:
-        run: as it was trained. policy: what it trained. base: folder or hub id of its base; settings: that one's
-            `config.json`, read. quantization, dtype: as asked for. staged: the folder to fill, which is there, empty.
-        folder: where it will lie. repo: on the hub, or None.
+        run: as trained. policy: with the trained weights. base: folder or hub id of its base. settings: the base's
+            `config.json`, loaded. quantization, dtype: as requested. staged: the empty folder to fill.
+        folder: of the published export. repo: on the hub, or None.
     """
 
     run: RunConfig
@@ -47,12 +51,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Written:
-    """What lies in the staging folder.
+    """The contents of the staging folder.
 
     Attributes:
         kind: dtype or quantisation. grade: the same as a key of `parity.OF_FILE`.
-        model: what the loader is given; request: and what else. tensors: what reading them back has shown.
-        snippet: how it is loaded, in Markdown, for the card. usage: lines for who made it, with its path.
+        model: path for the loader. request: further arguments. tensors: result of reading them back.
+        snippet: how to load it, in Markdown, for the card. usage: lines to print, with the local path.
     """
 
     kind: str
@@ -77,7 +81,7 @@ def write_adapter(job: Job) -> Written:
         kind="LoRA",
         grade="float32",
         model=Path(job.base) if included is None else job.staged / included,
-        tensors="the adapter's file is the run's to the byte",
+        tensors="the adapter's file equals the run's byte for byte",
         snippet=loading.snippet_adapter(name, included, four_bit, str(embedding.dtype).removeprefix("torch.")),
         usage=[f"its base is {name}{', included' if included else ''}"],
         request={"adapter": str(job.staged), "four_bit": four_bit},
@@ -85,7 +89,7 @@ def write_adapter(job: Job) -> Written:
 
 
 def write_merged(job: Job, for_vllm: bool = False) -> Written:
-    """Merged weights for transformers, and for vLLM."""
+    """Merged weights for transformers and vLLM."""
     weights = list_weights(job.policy.model)
     held = getattr(job.settings, "dtype", None) or torch.float32
     kind = job.dtype or {torch.float32: "float32", torch.float16: "float16"}.get(held, "bfloat16")
@@ -98,7 +102,7 @@ def write_merged(job: Job, for_vllm: bool = False) -> Written:
         kind=kind,
         grade=kind,
         model=job.staged,
-        tensors=f"{count} tensors read back, each the merged one in {kind} to the bit",
+        tensors=f"{count} tensors read back, each bit for bit the merged one in {kind}",
         snippet=loading.snippet_vllm(shown) if for_vllm else loading.snippet_merged(),
         usage=[line] if for_vllm else [],
     )
@@ -110,7 +114,7 @@ def write_vllm(job: Job) -> Written:
 
 
 def write_gguf(job: Job) -> Written:
-    """A GGUF file and a Modelfile beside it."""
+    """A GGUF file and its Modelfile."""
     weights: list[Weight] = list_weights(job.policy.model)
     wanted, name, usage = job.quantization or "f16", job.run.name, []
     kind = "f16" if wanted == "q4_k_m" else wanted
@@ -137,15 +141,15 @@ def write_gguf(job: Job) -> Written:
         kind=kind,
         grade=GRADES.get(kind, kind),
         model=file,
-        tensors=f"{len(weights)} tensors read back by gguf's reader, off the merged ones by {error:.2g} of the largest "
-        "neighbour at most",
+        tensors=f"{len(weights)} tensors read back by gguf's reader; they differ from the merged ones by at most "
+        f"{error:.2g} of the largest neighbour",
         snippet=loading.snippet_gguf(name.lower(), file.name, modelfile is not None),
         usage=[f"llama-server -m {shlex.quote(str(job.folder / file.name))} --jinja", *usage],
     )
 
 
 def _write_config(job: Job, folder: Path, dtype: str) -> None:
-    """What stands beside merged weights: the base's configuration, no longer quantised, and the run's tokenizer."""
+    """Files next to merged weights: the base's configuration, no longer quantised, and the run's tokenizer."""
     config = type(job.settings).from_dict(job.settings.to_dict())
     config.dtype = getattr(torch, dtype)
     if hasattr(config, "quantization_config"):
@@ -160,7 +164,7 @@ def _write_config(job: Job, folder: Path, dtype: str) -> None:
 
 
 def _drop_machine(folder: Path) -> None:
-    """Leave out of the tokenizer's settings what is true of this machine only."""
+    """Remove machine-specific entries from the tokenizer's settings."""
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
     kept = {name: value for name, value in settings.items() if name not in OF_THIS_MACHINE}

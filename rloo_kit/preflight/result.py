@@ -176,7 +176,7 @@ class Preflight:
         for title, faults in (("problem", self.errors), ("warning", self.warnings)):
             parts += [_wrapped(f"{title} {number}: ", str(fault)) for number, fault in enumerate(faults, 1)]
         count = f"{len(self.errors)} {'problem' if len(self.errors) == 1 else 'problems'}"
-        verdict = "GO" if self.go else f"NO-GO: {count}, each with its fix above"
+        verdict = "GO" if self.go else f"NO-GO: {count}; fix as described above"
         if self.measures is None:
             verdict += "; the model was not loaded" if not self.go else "; nothing was measured"
         return "\n".join([*parts, verdict])

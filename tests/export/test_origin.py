@@ -143,5 +143,5 @@ def test_a_gguf_file_is_no_policy(tmp_path: Path, make_export: Callable[..., Pat
 def test_an_output_below_a_file_is_refused_at_once(tmp_path: Path, output: str) -> None:
     write_run(tmp_path / "sums", data="embedded/addition")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file is no folder"):
+    with pytest.raises(ConfigError, match="file is not a folder"):
         export_model(tmp_path / "sums", "merged", output=tmp_path / output)
