@@ -247,6 +247,7 @@ TABLES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
     "startup": (startup_table, "startup.json"),
     "calibration": (plan_calibration.calibration_table, "plan_calibration.json"),
     "step-times": (step_times.times_table, ""),
+    "step-hours": (step_times.hours_table, ""),
     "step-gpus": (step_times.gpus_table, ""),
     "step-assumptions": (step_times.assumptions_table, ""),
     "step-claims": (step_times.claims_table, ""),

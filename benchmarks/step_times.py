@@ -78,6 +78,13 @@ def times_table(_result: Any = None) -> list[str]:
     return table([*head, f"h, {STEPS} steps"], rows)
 
 
+def hours_table(_result: Any = None) -> list[str]:
+    """Of Qwen3-4B-Thinking's configs, the hours only: for the README."""
+    rows = [line.strip("| ").split(" | ") for line in times_table() if "thinking_" in line]
+    head = ["GPU", "config", f"hours, {STEPS} steps", "with vLLM"]
+    return table(head, [[row[1], row[0], row[4], row[7]] for row in rows])
+
+
 def gpus_table(_result: Any = None) -> list[str]:
     """The GPUs as their maker describes them."""
     rows = [[gpu.name, str(gpu.memory_gb), f"{gpu.bandwidth:g}", f"{gpu.tflops:g}"] for gpu in GPUS]
