@@ -389,7 +389,7 @@ kit.show_completions(before, after, num=4)
 #
 # | what you see | what it means | what to change |
 # |---|---|---|
-# | "every group earned one and the same reward" | nothing is learnt | easier prompts, graded rewards, larger K |
+# | "earned the same reward" | nothing is learnt | easier prompts, graded rewards, larger K |
 # | `completions/clipped_ratio` over 0.3 | completions are cut off; over 0.8 alarming | raise `max_completion_length` |
 # | `thinking/closed_ratio` low | thinking does not end | `max_completion_length`; add `think_format_reward` |
 # | `grad_norm` exactly 0 | no signal, or nothing to train | as for equal rewards; check `model.lora` |

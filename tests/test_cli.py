@@ -247,7 +247,7 @@ def test_the_last_lines_repeat_what_was_wrong(config_file, tmp_path):
     assert status["state"] == "finished" and [one["rule"] for one in status["health"]] == ["no_signal"]
     assert status["verdict"]["kind"] == "no signal"
     report = (tmp_path / "outputs" / "tiny" / "report.html").read_text()
-    assert "every group of completions earned one and the same reward" in report
+    assert "the completions of every group earned the same reward" in report
 
 
 def test_an_old_name_is_one_line_of_stderr(config_file):

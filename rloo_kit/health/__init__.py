@@ -1,1 +1,1 @@
-"""Rules of a run's health: healthy ranges, how faults show in its numbers, the watch over them. Never torch."""
+"""Rules that detect a failing run from its metrics: healthy ranges, signs of each fault, the watch. Never torch."""

@@ -1,4 +1,4 @@
-"""The healthy range of each metric that has one. docs/metrics.md has them in words."""
+"""The healthy range of each metric that has one; docs/metrics.md describes them."""
 
 from rloo_kit.health.rule import Threshold
 
@@ -12,7 +12,7 @@ TIED = Threshold(
     ("frac_score_zero_std", "frac_reward_zero_std"),
     high=0.8,
     alarm_high=0.8,
-    if_high="solved (reward near its highest): harder prompts in data.source; else easier prompts, a graded reward "
+    if_high="if solved (reward near its maximum): harder prompts in data.source; else easier prompts, a graded reward "
     "in rewards, more rloo.num_generations or a higher rloo.temperature",
     unless_solved=True,
 )
@@ -21,8 +21,8 @@ ENTROPY = Threshold(
     low=0.05,
     high=0.5,
     alarm_low=0.01,
-    if_low="lower rloo.learning_rate, raise rloo.beta or rloo.temperature; at the end of a run that has learnt its "
-    "task this is normal",
+    if_low="lower rloo.learning_rate, raise rloo.beta or rloo.temperature; normal at the end of a run that has learnt "
+    "its task",
     if_high="normal at the start; if it keeps rising, lower rloo.learning_rate",
     unless_solved=True,
 )
@@ -30,7 +30,7 @@ KL = Threshold(("kl",), high=0.5, alarm_high=2.0, if_high="raise rloo.beta or lo
 SPREAD = Threshold(
     ("kl/spread_ratio",),
     high=1.0,
-    if_high="the KL penalty decides more than the reward: lower rloo.beta or set rloo.kl_form=length_normalized",
+    if_high="the KL penalty outweighs the reward: lower rloo.beta or set rloo.kl_form=length_normalized",
     unless_solved=True,
 )
 GRADIENT = Threshold(
@@ -46,7 +46,7 @@ RATIO = Threshold(
     ("clip_ratio/region_mean",),
     high=0.0,
     alarm_high=0.0,
-    if_high="a bug on-policy: the ratio has to be exactly 1; see references/troubleshooting.md",
+    if_high="on-policy this is a bug, because the ratio has to be exactly 1; see references/troubleshooting.md",
     on_policy=True,
 )
 FAILED = Threshold(
@@ -59,7 +59,7 @@ REPEATED = Threshold(
     ("completions/repeated_ratio",),
     high=0.3,
     alarm_high=0.5,
-    if_high="read rollouts.jsonl: a reward pays for repeating, or rloo.learning_rate is too high",
+    if_high="read rollouts.jsonl: a reward pays for repetition, or rloo.learning_rate is too high",
 )
 CLOSED = Threshold(
     ("thinking/closed_ratio",),

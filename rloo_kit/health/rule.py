@@ -1,4 +1,4 @@
-"""What a rule of a run's health is made of: healthy ranges, how a fault shows, what is found."""
+"""The types of health rules: thresholds, context, evidence, rules and findings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ LEVELS = ("healthy", "watch", "alarming")
 
 @dataclass(frozen=True)
 class Threshold:
-    """The limits of one metric; None where there is none.
+    """The limits of one metric; None means no limit.
 
     Attributes:
         metrics: names; the first one that was logged counts.
-        low, high: the healthy range, ends included; if_low, if_high: what to change outside of it.
-        alarm_low, alarm_high: below or above these it is alarming; between them and the range, watch.
-        on_policy: holds only where a rollout is used up before the next optimizer step.
-        unless_solved: a run that has learnt its task leaves the range.
+        low, high: the healthy range, ends included; if_low, if_high: what to change outside it.
+        alarm_low, alarm_high: beyond these the level is alarming; between them and the range, watch.
+        on_policy: applies only if a rollout is used up before the next optimizer step.
+        unless_solved: does not apply to a run that has learnt its task.
     """
 
     metrics: tuple[str, ...]
@@ -43,11 +43,11 @@ class Threshold:
         return "watch" if _is_outside(value, self.low, self.high) else "healthy"
 
     def is_alarming(self, value: float) -> bool:
-        """Whether a value is beyond the limits of an alarm."""
+        """Whether a value is beyond the alarm limits."""
         return _is_outside(value, self.alarm_low, self.alarm_high)
 
     def action(self, value: float) -> str:
-        """What to change at this value; empty where it is healthy."""
+        """What to change at this value; empty if it is healthy."""
         if self.level(value) == "healthy":
             return ""
         return self.if_low if _is_outside(value, self.low, None) else self.if_high
@@ -59,11 +59,11 @@ def _is_outside(value: float, low: float | None, high: float | None) -> bool:
 
 @dataclass(frozen=True)
 class Context:
-    """What the rules know of a run besides its rows.
+    """What the rules need to know about a run in addition to its rows.
 
     Attributes:
-        rloo: the values of the `rloo:` section. modes: "warn", "stop" or "off" by a rule's name; "warn" if missing.
-        no_signal_steps: steps in a row without signal before the run reports it. max_steps: planned; None: unknown.
+        rloo: the values of the `rloo:` section. modes: "warn", "stop" or "off" by rule name; "warn" if missing.
+        no_signal_steps: steps in a row without signal before it is reported. max_steps: planned; None: unknown.
         answers: names of the rewards whose mean is the accuracy on the training prompts.
     """
 
@@ -75,7 +75,7 @@ class Context:
 
     @classmethod
     def of(cls, run: Any, max_steps: int | None = None) -> "Context":
-        """Of a `RunConfig`; `max_steps`: what an unset `rloo.max_steps` came to."""
+        """The context of a `RunConfig`; `max_steps`: the actual number of steps if `rloo.max_steps` is unset."""
         modes = run.health.model_dump()
         steps = modes.pop("no_signal_steps")
         return cls(run.rloo.model_dump(), modes, steps, max_steps or run.rloo.max_steps)
@@ -91,7 +91,7 @@ class Context:
 
 
 class Evidence(NamedTuple):
-    """What a rule has seen: the first step that shows it, in words, and cause and fix where they are not the rule's."""
+    """What a rule has found: the first step that shows it, a text, and cause and fix if they differ from the rule's."""
 
     since: int
     text: str
@@ -101,15 +101,15 @@ class Evidence(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """One way in which a run goes wrong.
+    """Detects one way in which a run fails.
 
     Attributes:
-        name: the key of `health:` that says whether it warns, stops the run or is off.
-        metrics: that it reads; without the first one it is silent.
-        window: values that it looks at, or None for `health.no_signal_steps` steps.
-        detect: from the series, the run's context and the window to the evidence, or None.
-        cause, fix: in words; {key} stands for the value of rloo.key.
-        follows: rules whose finding, if it began no later, is the cause of this one, which then is not reported.
+        name: the key of `health:` that makes it warn, stop the run or stay off.
+        metrics: the metrics it reads; without the first one it stays silent.
+        window: number of values it looks at, or None for `health.no_signal_steps` steps.
+        detect: maps the series, the run's context and the window to the evidence, or None.
+        cause, fix: texts; {key} is replaced with the value of rloo.key.
+        follows: rules whose finding, if it began no later, is the cause of this one, which is then not reported.
         level: "alarming" or "watch". thresholds: healthy ranges of single metrics.
     """
 
@@ -126,11 +126,11 @@ class Rule:
 
 @dataclass
 class Finding:
-    """What a rule has found in a run.
+    """A rule's finding in a run.
 
     Attributes:
-        rule: its name. step: at which it was found. since: the first step that shows it. last: the last one so far.
-        evidence, cause, fix: in words. level: "alarming" or "watch". explains: rules that fired as its consequences.
+        rule: its name. step: when it was found. since: the first step that shows it. last: the latest so far.
+        evidence, cause, fix: texts. level: "alarming" or "watch". explains: rules that fired as its consequences.
     """
 
     rule: str
@@ -145,7 +145,7 @@ class Finding:
 
     @property
     def title(self) -> str:
-        """The rule's name in words."""
+        """The rule's name with spaces."""
         return self.rule.replace("_", " ")
 
     def __str__(self) -> str:

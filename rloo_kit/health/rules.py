@@ -1,7 +1,6 @@
 """The rules of a run's health: one table for the live run, `rloo-kit show` and the report.
 
-Windows and limits are written down here and in docs/runs.md; docs/benchmarks.md says what the runs of
-`benchmarks/health_runs.py` changed of them.
+docs/runs.md lists windows and limits; docs/benchmarks.md says how the runs of `benchmarks/health_runs.py` changed them.
 """
 
 from rloo_kit.health import ranges, signs
@@ -26,7 +25,7 @@ RULES: tuple[Rule, ...] = (
         ("rewards/unscored_ratio", "rewards/failed_ratio"),
         None,
         signs.all_none,
-        "Every reward returned None, as one does that misses its column",
+        "Every reward returned None, which a reward does if its column is missing",
         "check rewards and data.answer_column",
         follows=("reward_failures",),
     ),
@@ -35,9 +34,9 @@ RULES: tuple[Rule, ...] = (
         ("rewards/failed_ratio",),
         2,
         signs.reward_failures,
-        "A reward raises, runs into its time limit or returns what is no number",
+        "A reward raises an error, exceeds its time limit or returns something that is not a number",
         "fix the reward: the run's output names it and the first sample it failed on",
-        level="watch",  # alarming by its share; too many stop the run anyway
+        level="watch",  # its threshold makes it alarming; too many failures stop the run anyway
         thresholds=(ranges.FAILED,),
     ),
     Rule(
@@ -45,7 +44,7 @@ RULES: tuple[Rule, ...] = (
         ("completions/clipped_ratio", "thinking/closed_ratio"),
         None,
         signs.truncation,
-        "The limit is too short to think and answer, so what ends is chance",
+        "The limit is too short to think and answer, so it is chance which completions end",
         "raise rloo.max_completion_length (currently {max_completion_length}), and model.max_seq_length with it",
         follows=(*BREAKS, "length_explosion", "never_closed", "repetition"),
         thresholds=(ranges.CLIPPED,),
@@ -56,8 +55,8 @@ RULES: tuple[Rule, ...] = (
         None,
         signs.cold_start,
         "The model does not solve these prompts at all, so there is nothing to reinforce, or the reward never matches",
-        "score gold answers by hand; easier prompts (data.source), rollout.difficulty_samples, rloo-kit sft first, or "
-        "a graded reward",
+        "score reference answers by hand; try easier prompts (data.source), rollout.difficulty_samples, rloo-kit sft "
+        "first, or a graded reward",
         follows=(*NOTHING_SCORED, "truncation"),
     ),
     Rule(
@@ -65,10 +64,9 @@ RULES: tuple[Rule, ...] = (
         ("frac_score_zero_std", "frac_reward_zero_std", "reward_std"),
         None,
         signs.no_signal,
-        "The rewards cannot tell the completions of a prompt apart, so every advantage is zero",
-        "prompts that are solved sometimes (data.source), a reward with grades between its extremes (rewards), more "
-        "completions a prompt (rloo.num_generations, currently {num_generations}) or a higher rloo.temperature "
-        "(currently {temperature})",
+        "All completions of a prompt earn the same reward, so every advantage is zero",
+        "use prompts that are solved sometimes (data.source), a graded reward (rewards), more completions per prompt "
+        "(rloo.num_generations, currently {num_generations}) or a higher rloo.temperature (currently {temperature})",
         follows=(*NOTHING_SCORED, *BREAKS, "truncation", "cold_start", "entropy_collapse", "never_closed"),
         thresholds=(ranges.TIED,),
     ),
@@ -77,8 +75,8 @@ RULES: tuple[Rule, ...] = (
         ("grad_norm",),
         None,
         signs.zero_gradient,
-        "Rewards differ and no weight moves",
-        "see that something is trainable (model.lora) and that not everything is masked",
+        "Rewards differ, but no weight moves",
+        "check that something is trainable (model.lora) and that not everything is masked",
         follows=(*NOTHING_SCORED, *BREAKS, "truncation", "cold_start", "no_signal", "entropy_collapse"),
     ),
     Rule(
@@ -86,8 +84,8 @@ RULES: tuple[Rule, ...] = (
         ("grad_norm",),
         1,
         signs.gradient_spike,
-        "One batch pulled much harder than the others; clipped by rloo.max_grad_norm it may be harmless",
-        "if it comes again or the reward falls, lower rloo.learning_rate (currently {learning_rate})",
+        "One batch had a much larger gradient than the others; clipped by rloo.max_grad_norm it may be harmless",
+        "if it recurs or the reward falls, lower rloo.learning_rate (currently {learning_rate})",
         follows=BREAKS,
         level="watch",
         thresholds=(ranges.GRADIENT,),
@@ -97,7 +95,7 @@ RULES: tuple[Rule, ...] = (
         ("kl",),
         3,
         signs.kl_explosion,
-        "The policy runs away from its reference",
+        "The policy drifts far from its reference",
         "raise rloo.beta (currently {beta}) or lower rloo.learning_rate (currently {learning_rate})",
         follows=BREAKS,
         thresholds=(ranges.KL,),
@@ -118,8 +116,8 @@ RULES: tuple[Rule, ...] = (
         ("entropy", "completions/most_common_ratio"),
         5,
         signs.entropy_collapse,
-        "The policy has settled on one answer and explores no more",
-        "see what the rewards pay for; lower rloo.learning_rate (currently {learning_rate}), raise rloo.beta "
+        "The policy has settled on one answer and no longer explores",
+        "check what the rewards pay for; lower rloo.learning_rate (currently {learning_rate}), raise rloo.beta "
         "(currently {beta}) or rloo.temperature (currently {temperature})",
         follows=(*BREAKS, "reward_hacking", "repetition", "length_collapse", "length_explosion", "never_closed"),
         thresholds=(ranges.ENTROPY,),
@@ -129,7 +127,7 @@ RULES: tuple[Rule, ...] = (
         ("entropy", "reward"),
         5,
         signs.entropy_explosion,
-        "The policy is falling apart: it samples more and more at random",
+        "The policy degrades: it samples more and more at random",
         "lower rloo.learning_rate (currently {learning_rate}) or rloo.temperature (currently {temperature})",
         follows=(*BREAKS, "kl_explosion"),
     ),
@@ -139,8 +137,8 @@ RULES: tuple[Rule, ...] = (
         5,
         signs.length_explosion,
         "Completions grow without more of them being right: a reward pays for length, or nothing for ending",
-        "see what the rewards pay for; add soft_overlong_penalty or thinking_budget_reward to rewards, or raise "
-        "rloo.max_completion_length (currently {max_completion_length}) if the thoughts are good",
+        "check what the rewards pay for; add soft_overlong_penalty or thinking_budget_reward to rewards, or raise "
+        "rloo.max_completion_length (currently {max_completion_length}) if the thinking is good",
         follows=(*BREAKS, "never_closed"),
     ),
     Rule(
@@ -149,8 +147,8 @@ RULES: tuple[Rule, ...] = (
         5,
         signs.length_collapse,
         "A reward or the KL sum pays for brevity",
-        "see what the rewards pay for; with rloo.beta (currently {beta}) set rloo.kl_form=length_normalized "
-        "(currently {kl_form}), and lower the weight of a penalty on length",
+        "check what the rewards pay for; with rloo.beta (currently {beta}) set rloo.kl_form=length_normalized "
+        "(currently {kl_form}), and lower the weight of any length penalty",
         follows=(*BREAKS, "entropy_collapse"),
     ),
     Rule(
@@ -158,8 +156,8 @@ RULES: tuple[Rule, ...] = (
         ("completions/repeated_ratio",),
         5,
         signs.repetition,
-        "Completions go in circles: a reward pays for it, or updates are too large",
-        "read rollouts.jsonl; see what the rewards pay for; lower rloo.learning_rate (currently {learning_rate})",
+        "Completions repeat themselves: a reward pays for it, or updates are too large",
+        "read rollouts.jsonl; check what the rewards pay for; lower rloo.learning_rate (currently {learning_rate})",
         follows=BREAKS,
         thresholds=(ranges.REPEATED,),
     ),
@@ -168,9 +166,9 @@ RULES: tuple[Rule, ...] = (
         ("thinking/closed_ratio", "completions/clipped_ratio"),
         5,
         signs.never_closed,
-        "Nothing pays for closing the thought, or something pays for leaving it open",
-        "add think_format_reward to rewards, see what the others pay for, and set rloo.thinking_budget if thoughts "
-        "only run out of room",
+        "No reward pays for closing the thinking, or one pays for leaving it open",
+        "add think_format_reward to rewards, check what the others pay for, and set rloo.thinking_budget if thinking "
+        "only runs out of room",
         follows=(*BREAKS, "truncation", "length_explosion", "repetition"),
         thresholds=(ranges.CLOSED,),
     ),
@@ -179,8 +177,8 @@ RULES: tuple[Rule, ...] = (
         ("reward", "rewards/answer_reward/mean", "eval/accuracy"),
         5,
         signs.reward_hacking,
-        "The policy earns reward in a way that was not meant",
-        "read the best completions (rloo-kit show RUN --completions 4 --order best), close the way or change the "
+        "The policy earns reward in an unintended way",
+        "read the best completions (rloo-kit show RUN --completions 4 --order best), then fix the reward or change the "
         "weights of rewards",
     ),
     Rule(
@@ -197,9 +195,9 @@ RULES: tuple[Rule, ...] = (
         ("reward", "eval/accuracy"),
         15,
         signs.nothing_learnt,
-        "Neither the reward nor held-out accuracy has left its band",
-        "see that the rewards pay for what is asked; raise rloo.learning_rate (currently {learning_rate}) two to five "
-        "times, or rloo.num_generations (currently {num_generations}) against noise",
+        "Neither the reward nor held-out accuracy has changed beyond its noise",
+        "check that the rewards pay for the task; raise rloo.learning_rate (currently {learning_rate}) two to five "
+        "times, or rloo.num_generations (currently {num_generations}) to reduce noise",
         follows=(*NOTHING_SCORED, *BREAKS, "no_signal", "truncation", "cold_start", "zero_gradient", "no_movement",
                  "kl_outweighs", "sampler_gap"),
         level="watch",
@@ -219,7 +217,7 @@ RULES: tuple[Rule, ...] = (
         ("clip_ratio/region_mean",),
         3,
         signs.ratio,
-        "A bug on-policy: the ratio has to be exactly 1",
+        "On-policy this is a bug: the ratio has to be exactly 1",
         "see references/troubleshooting.md",
         thresholds=(ranges.RATIO,),
     ),

@@ -1,31 +1,31 @@
-"""The logged numbers of a run by metric, and what can be asked of them. No torch."""
+"""The logged values of a run by metric, with the queries that rules need. No torch."""
 
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-LARGEST = 1e150  # of a metric's value: sums and squares of such are finite
-LONGEST_LOOK = 500  # values that a rule looks back over, so that a long run costs no more a step
+LARGEST = 1e150  # largest value of a metric, so that sums and squares stay finite
+LONGEST_LOOK = 500  # values that a rule looks back over, so that the cost per step does not grow with the run
 
 Row = Mapping[str, Any]  # metrics of one logged step, under the trainer's names
 
 
 def is_number(value: Any) -> bool:
-    """Whether a metric's value is a number that can be computed with."""
+    """Whether a metric's value is a finite number of moderate size."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return -LARGEST <= value <= LARGEST  # false for NaN; math.isfinite raises for an integer of 400 digits
+    return -LARGEST <= value <= LARGEST  # False for NaN; math.isfinite raises on an integer of 400 digits
 
 
 def logged(rows: Sequence[Row], *names: str) -> list[tuple[int, float]]:
-    """Step and value of a metric in every row that has it: of the first of `names` that any row has."""
+    """Step and value of a metric in every row that has it; the metric is the first of `names` that any row has."""
     columns = ([(row["step"], row[name]) for row in rows if is_number(row.get(name))] for name in names)
     return next(filter(None, columns), [])
 
 
 class Point(NamedTuple):
-    """A metric at a logged step; `covered`: the steps since the row before, which the row stands for."""
+    """A metric at a logged step; `covered`: the number of steps since the previous row, which this row covers."""
 
     step: int
     value: float
@@ -33,15 +33,15 @@ class Point(NamedTuple):
 
     @property
     def begins(self) -> int:
-        """The first step that the row stands for."""
+        """The first step that the row covers."""
         return self.step - self.covered + 1
 
 
 class Series:
-    """The numbers of a run's rows by metric, in the order of their steps.
+    """The values of a run's rows by metric, in step order.
 
     Args:
-        logging_steps: that the first row stands for.
+        logging_steps: number of steps that the first row covers.
     """
 
     def __init__(self, logging_steps: int = 1) -> None:
@@ -51,7 +51,7 @@ class Series:
         self._points: dict[str, list[Point]] = {}
 
     def add(self, row: Row) -> None:
-        """Take in a row; several may have one step (a measurement of held-out accuracy)."""
+        """Add a row; several rows may have the same step (a held-out evaluation)."""
         if self._rows and row["step"] > self.step:
             self._covered = row["step"] - self.step
         self._rows += 1
@@ -61,7 +61,7 @@ class Series:
                 self._points.setdefault(name, []).append(Point(self.step, value, self._covered))
 
     def all(self, name: str) -> Sequence[Point]:
-        """Every value of a metric; empty where it was never logged."""
+        """Every value of a metric; empty if it was never logged."""
         return self._points.get(name, ())
 
     def names(self) -> list[str]:
@@ -69,17 +69,17 @@ class Series:
         return list(self._points)
 
     def last(self, name: str, count: int) -> list[float]:
-        """The last `count` values; empty where there are fewer."""
+        """The last `count` values; empty if there are fewer."""
         points = self.all(name)
         return [point.value for point in points[-count:]] if len(points) >= count else []
 
     def first(self, name: str, count: int) -> list[float]:
-        """The first `count` values, or those that there are."""
+        """The first `count` values, or as many as there are."""
         return [point.value for point in self.all(name)[:count]]
 
     def held(self, name: str, shows: Callable[[float], bool], steps: int) -> Point | None:
-        """The first of the values that show a condition up to now without a break, where they stand for `steps` steps
-        or more. A step that reuses a rollout logs nothing about it and counts with it."""
+        """The first value of the unbroken series up to now that meets a condition, if the series covers `steps` steps
+        or more. A step that reuses a rollout logs nothing about it and counts as covered."""
         points = self.all(name)
         begun = len(points)
         while begun and len(points) - begun < LONGEST_LOOK and shows(points[begun - 1].value):
@@ -90,7 +90,7 @@ class Series:
         return point if self.step - point.begins + 1 >= steps else None
 
     def lasting(self, name: str, shows: Callable[[float], bool], count: int) -> Point | None:
-        """The same for `count` values, whatever number of steps they stand for."""
+        """The same for `count` values, however many steps they cover."""
         points = self.all(name)
         if len(points) < count:
             return None
@@ -98,13 +98,14 @@ class Series:
         return point if point is not None and point.step <= points[-count].step else None
 
     def begun(self, name: str, shows: Callable[[float], bool]) -> int:
-        """The step since which the values show a condition without a break; the present one where the last does not."""
+        """The step since which the values have met a condition without a break; the current step if the last does
+        not."""
         point = self.held(name, shows, 0)
         return self.step if point is None else point.step
 
     def best_mean(self, name: str, count: int, before: int) -> tuple[float, int] | None:
-        """The highest mean of `count` values in a row among those before the last `before` ones, and the step of the
-        last of them; of the first values where there are fewer than `count`."""
+        """The highest mean of `count` consecutive values before the last `before` ones, and the step of the last of
+        them; the mean of all of them if there are fewer than `count`."""
         points = self.all(name)[-LONGEST_LOOK - before : -before]
         if not points:
             return None
@@ -116,23 +117,23 @@ class Series:
         return sums[best] / count, points[best + count - 1].step
 
     def mean_around(self, name: str, step: int, count: int) -> float | None:
-        """The mean of the last `count` values up to a step; None where there are none."""
+        """The mean of the last `count` values up to a step; None without values."""
         points = [point.value for point in self.all(name)[-2 * LONGEST_LOOK :] if point.step <= step][-count:]
         return statistics.fmean(points) if points else None
 
     def noise(self, name: str) -> float:
-        """The standard deviation of one value around its trend, from the differences of neighbours."""
+        """The standard deviation of a single value around its trend, from differences of neighbours."""
         values = [point.value for point in self.all(name)[-60:]]
         differences = [abs(new - old) for old, new in zip(values, values[1:], strict=False)]
-        return statistics.median(differences) / 0.954 if differences else 0.0  # of normal values
+        return statistics.median(differences) / 0.954 if differences else 0.0  # 0.954: for normal values
 
     def since(self, name: str, after: int, shows: Callable[[float], bool]) -> int:
-        """The first step behind `after` at which the values show a condition; `after + 1` where none does."""
+        """The first step after `after` whose value meets a condition; `after + 1` if none does."""
         points = self.all(name)[-2 * LONGEST_LOOK :]
         return next((point.step for point in points if point.step > after and shows(point.value)), after + 1)
 
     def trend(self, name: str) -> float:
-        """How far a metric's slope over the whole run is from 0, in its standard errors; 0 for fewer than 3 values."""
+        """A metric's slope over the whole run, in standard errors; 0 for fewer than 3 values."""
         points = self.all(name)
         points = points[:: max(len(points) // 200, 1)]
         if len(points) < 3:

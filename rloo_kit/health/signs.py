@@ -1,4 +1,4 @@
-"""How each fault shows in a run's numbers: one pure function for each rule of `health/rules.py`."""
+"""Detectors of each fault in a run's metrics: one pure function per rule of `health/rules.py`."""
 
 import statistics
 from collections.abc import Callable
@@ -7,18 +7,18 @@ from rloo_kit.health.ranges import CLIPPED, CLOSED, ENTROPY, GAP, KL, REPEATED, 
 from rloo_kit.health.rule import Context, Evidence
 from rloo_kit.health.series import Series
 
-SOLVED = 0.9  # accuracy on the training prompts from which tied groups and a low entropy are success
+SOLVED = 0.9  # accuracy on the training prompts from which tied groups and low entropy mean success
 EQUAL_REWARDS = 1e-6  # a standard deviation below this is rounding
-MOVED = 1e-5  # of the weights' norm: below it nothing has been trained (ten steps at 1e-6 are above)
+MOVED = 1e-5  # relative to the weights' norm: below it nothing has been trained (ten steps at 1e-6 are above)
 mean = statistics.fmean
 
 
-# ------------------------------------------------------------------------------------------ what several rules ask
+# ------------------------------------------------------------------------------------------ shared by several rules
 
 
 def is_solved(seen: Series, context: Context) -> bool:
-    """Whether the run has learnt its task: accuracy of SOLVED or above or, where no reward compares answers, a mean
-    reward that has risen by half of its standard deviation and stands near its highest."""
+    """Whether the run has learnt its task: accuracy of SOLVED or above; if no reward compares answers, a mean reward
+    that has risen by half of its standard deviation and is near its maximum."""
     answers = answer_metric(seen, context)
     if answers or seen.all("eval/accuracy"):
         return max(*seen.last("eval/accuracy", 1), 0.0, mean(last_of(seen, answers, 5))) >= SOLVED
@@ -31,12 +31,12 @@ def is_solved(seen: Series, context: Context) -> bool:
 
 
 def answer_metric(seen: Series, context: Context) -> str:
-    """The metric that is the accuracy on the training prompts; empty where no reward compares answers."""
+    """The metric that is the accuracy on the training prompts; empty if no reward compares answers."""
     return next((name for one in context.answers if seen.all(name := f"rewards/{one}/mean")), "")
 
 
 def last_of(seen: Series, name: str, count: int) -> list[float]:
-    """The last values, or those that there are; 0 where there are none."""
+    """The last values, or as many as there are; [0.0] without any."""
     return [point.value for point in seen.all(name)[-count:]] or [0.0]
 
 
@@ -58,8 +58,8 @@ def _steps(seen: Series, since: int) -> str:
 
 
 def no_signal(seen: Series, context: Context, window: int) -> Evidence | None:
-    # With a KL penalty the rewards of a group differ by it alone, so the scores before the penalty come first.
-    # Without a baseline of the group a solved one and a failed one differ, and both are trained on.
+    # A KL penalty alone makes the rewards of a group differ, so the scores before the penalty come first.
+    # Without a group baseline, a solved and a failed group differ, and both are trained on.
     grouped = context.rloo.get("baseline") != "none"
     name = next((one for one in TIED.metrics if grouped and seen.all(one)), "")
     tied = seen.held(name, lambda share: share >= 1.0, window)
@@ -72,7 +72,7 @@ def no_signal(seen: Series, context: Context, window: int) -> Evidence | None:
     if solved and not from_the_start:
         return None
     reward = f" (mean reward {last_of(seen, 'reward', 1)[0]:.3g})" if seen.all("reward") else ""
-    text = f"every group of completions earned one and the same reward in {_steps(seen, since)}{reward}"
+    text = f"the completions of every group earned the same reward in {_steps(seen, since)}{reward}"
     if solved:
         return Evidence(since, text, "The prompts were solved from the start", "harder prompts (data.source)")
     return Evidence(since, text)
@@ -86,7 +86,7 @@ def truncation(seen: Series, context: Context, window: int) -> Evidence | None:
     closed = seen.all("thinking/closed_ratio")
     thinking = f", and {closed[-1].value:.0%} close their thinking" if closed else ""
     share = _share(seen, "completions/clipped_ratio")
-    return Evidence(since, f"{share} of the completions are cut off before they end{thinking}, {_steps(seen, since)}")
+    return Evidence(since, f"{share} of the completions are truncated{thinking}, {_steps(seen, since)}")
 
 
 def all_none(seen: Series, context: Context, window: int) -> Evidence | None:
@@ -125,7 +125,7 @@ def zero_gradient(seen: Series, context: Context, window: int) -> Evidence | Non
     clip = context.rloo.get("reward_clip_range")
     fix = f"widen rloo.reward_clip_range (currently {list(clip)}), which may flatten all rewards" if clip else ""
     if context.rloo.get("mask_truncated_completions"):
-        fix = "rloo.mask_truncated_completions leaves truncated completions out: raise rloo.max_completion_length"
+        fix = "rloo.mask_truncated_completions excludes truncated completions: raise rloo.max_completion_length"
     return Evidence(since, f"the gradient was zero in {_steps(seen, since)}", fix=fix)
 
 
@@ -136,17 +136,17 @@ def kl_outweighs(seen: Series, context: Context, window: int) -> Evidence | None
     since, ratio = found.step - found.covered + 1, last_of(seen, "kl/spread_ratio", 1)[0]
     fix = "lower rloo.beta (currently {beta})"
     if context.rloo.get("kl_form") != "length_normalized":
-        fix += ", or set rloo.kl_form=length_normalized (currently {kl_form}): a long thought is then charged no more"
-    what = f"the KL penalty differed {ratio:.2g} times as much within a group as the task reward in"
+        fix += ", or set rloo.kl_form=length_normalized (currently {kl_form}), which does not penalise length"
+    what = f"the KL penalty varied {ratio:.2g} times as much within a group as the task reward in"
     return Evidence(since, f"{what} {_steps(seen, since)}", fix=fix)
 
 
-# ------------------------------------------------------------------------------------- the policy goes astray
+# ------------------------------------------------------------------------------------- the policy breaks
 
 
 def broken_policy(seen: Series, context: Context, window: int) -> Evidence | None:
-    """The reward falls by half of its standard deviation and stays there, and the policy is another one: entropy, KL,
-    repetition, truncation or closing have left where they were."""
+    """The reward falls by half of its standard deviation and stays there, and the policy has changed: entropy, KL,
+    repetition, truncation or closing differ from before."""
     now, best = seen.last("reward", window), seen.best_mean("reward", 3, window)
     spread = seen.all("reward_std")
     if not now or best is None or not spread:
@@ -171,7 +171,7 @@ def broken_policy(seen: Series, context: Context, window: int) -> Evidence | Non
 
 
 def _signs(seen: Series, at: int, window: int) -> list[str]:
-    """What has changed about the policy since step `at`, in words."""
+    """Descriptions of what has changed about the policy since step `at`."""
 
     def change(name: str, words: str, shows: Callable[[float, float], bool]) -> str:
         old, new = seen.mean_around(name, at, 5), seen.last(name, window)
@@ -220,7 +220,7 @@ def entropy_collapse(seen: Series, context: Context, window: int) -> Evidence | 
     ):
         return None
     share = _share(seen, "completions/most_common_ratio")
-    return Evidence(same.step, f"{text}, and {share} of the completions, of all prompts, are one and the same")
+    return Evidence(same.step, f"{text}, and {share} of the completions, of all prompts, are identical")
 
 
 def entropy_explosion(seen: Series, context: Context, window: int) -> Evidence | None:
@@ -231,7 +231,7 @@ def entropy_explosion(seen: Series, context: Context, window: int) -> Evidence |
     if mean(now) < limit:
         return None
     since = seen.begun("entropy", lambda entropy: entropy >= limit)
-    return Evidence(since, f"the entropy rose from {mean(begun):.3g} to {mean(now):.3g} and the reward did not rise")
+    return Evidence(since, f"the entropy rose from {mean(begun):.3g} to {mean(now):.3g}, but the reward did not")
 
 
 # ------------------------------------------------------------------------------------------------ completions
@@ -250,19 +250,20 @@ def length_explosion(seen: Series, context: Context, window: int) -> Evidence | 
         return None
     since = seen.begun(name, lambda length: length >= 1.25 * begun)
     text = f"completions grew from {begun:.0f} to {mean(now):.0f} tokens"
-    return Evidence(since, f"{text}, and {cut:.0%} are cut off" if into_limit else f"{text} and no more are right")
+    return Evidence(since, f"{text}, {cut:.0%} truncated" if into_limit else f"{text} without more right answers")
 
 
 def length_collapse(seen: Series, context: Context, window: int) -> Evidence | None:
     answers = answer_metric(seen, context)
-    limit = 0.5 if answers else 0.33  # where right answers are not counted, brevity may be what is wanted
+    limit = 0.5 if answers else 0.33  # without an answer reward, brevity may be intended
     if answers and has_risen(seen, answers):
         return None
-    for name, what in (("completions/mean_length", "completions"), ("thinking/mean_length", "thoughts")):
+    for name, what in (("completions/mean_length", "completions"), ("thinking/mean_length", "thinking")):
         now, begun = seen.last(name, window), mean(seen.first(name, 5) or [0.0])
         if len(seen.all(name)) >= 10 and now and mean(now) <= limit * begun:
             since = seen.begun(name, lambda length, begun=begun: length <= 0.75 * begun)  # type: ignore[misc]
-            return Evidence(since, f"{what} shrank from {begun:.0f} to {mean(now):.0f} tokens and no more are right")
+            text = f"{what} shrank from {begun:.0f} to {mean(now):.0f} tokens without more right answers"
+            return Evidence(since, text)
     return None
 
 
@@ -275,7 +276,7 @@ def repetition(seen: Series, context: Context, window: int) -> Evidence | None:
     if not REPEATED.is_alarming(share) and (REPEATED.level(share) == "healthy" or share < begun + 0.2):
         return None
     since = seen.begun(name, lambda value: value >= min((begun + share) / 2, REPEATED.high or 1))
-    return Evidence(since, f"{share:.0%} of the tokens of a completion stand in it before (begun at {begun:.0%})")
+    return Evidence(since, f"{share:.0%} of a completion's tokens repeat earlier ones (initially {begun:.0%})")
 
 
 def never_closed(seen: Series, context: Context, window: int) -> Evidence | None:
@@ -286,18 +287,18 @@ def never_closed(seen: Series, context: Context, window: int) -> Evidence | None
     share = mean(now)
     cut = mean(last_of(seen, "completions/clipped_ratio", window))
     fell = begun >= 0.5 and share < 0.5 * begun
-    if 1 - share - cut < 0.3 or not (fell or max(now) < (CLOSED.alarm_low or 0)):  # what is cut off had no room
+    if 1 - share - cut < 0.3 or not (fell or max(now) < (CLOSED.alarm_low or 0)):  # truncated ones had no room
         return None
     since = seen.begun(name, lambda value: value < max(0.75 * begun, CLOSED.alarm_low or 0))
-    return Evidence(since, f"{share:.0%} of the completions close their thinking (begun at {begun:.0%})")
+    return Evidence(since, f"{share:.0%} of the completions close their thinking (initially {begun:.0%})")
 
 
-# ------------------------------------------------------------------------------------------------ what is learnt
+# ------------------------------------------------------------------------------------------------ learning
 
 
 def reward_hacking(seen: Series, context: Context, window: int) -> Evidence | None:
-    """What counts (held-out accuracy, the answers' reward) falls from its best, while the reward does not fall and one
-    of its parts rises."""
+    """Held-out accuracy, or the answer reward, falls from its best, while the reward does not fall and one of its parts
+    rises."""
     answers = answer_metric(seen, context)
     for truth, margin in (("eval/accuracy", 0.05), (answers, 0.1)):
         count = 1 if truth == "eval/accuracy" else window
@@ -318,10 +319,10 @@ def reward_hacking(seen: Series, context: Context, window: int) -> Evidence | No
 
 
 def _find_riser(seen: Series, answers: str, at: int, window: int) -> str:
-    """The reward that rose most since step `at`, in words; empty where the whole reward fell or none rose."""
+    """A description of the reward that rose most since step `at`; empty if the total reward fell or none rose."""
 
     def rise(name: str, spread: str) -> float:
-        """In units of the standard deviation over completions; -1 where it is within the noise."""
+        """In units of the standard deviation over completions; -1 if it is within the noise."""
         old, new, unit = seen.mean_around(name, at, window), seen.last(name, window), seen.mean_around(spread, at, 5)
         if old is None or not new:
             return -1.0
@@ -349,7 +350,7 @@ def no_movement(seen: Series, context: Context, window: int) -> Evidence | None:
         return None
     if not any(norm > 0 for norm in last_of(seen, "grad_norm", window)):
         return None
-    text = f"after {seen.step} steps with a gradient the trained weights are {moved[-1].value:.1g} of their norm away"
+    text = f"after {seen.step} steps with a gradient the weights have moved by {moved[-1].value:.1g} of their norm"
     return Evidence(moved[0].step, text)
 
 
@@ -361,13 +362,13 @@ def nothing_learnt(seen: Series, context: Context, window: int) -> Evidence | No
     held_out = seen.all("eval/accuracy")
     if len(held_out) > 1 and max(point.value for point in held_out) - held_out[0].value >= 0.03:
         return None
-    resampled = bool(seen.all("rollout/resampled_groups"))  # dynamic sampling keeps the reward where it is
+    resampled = bool(seen.all("rollout/resampled_groups"))  # dynamic sampling keeps the reward constant
     trends = {name: seen.trend(name) for name in ("reward", answer_metric(seen, context)) if name}
     if resampled or any(abs(trend) >= 2 for trend in trends.values()):
         return None
-    gone = f"{seen.step / planned:.0%} of the planned steps are gone"
-    values = f"the reward was {mean(seen.first('reward', 5)):.3g} and is {mean(seen.last('reward', 5)):.3g}"
-    return Evidence(points[0].step, f"{values}, within its noise, and {gone}")
+    done = f"after {seen.step / planned:.0%} of the planned steps"
+    values = f"from {mean(seen.first('reward', 5)):.3g} to {mean(seen.last('reward', 5)):.3g}"
+    return Evidence(points[0].step, f"{done} the reward went {values}, within its noise")
 
 
 def sampler_gap(seen: Series, context: Context, window: int) -> Evidence | None:

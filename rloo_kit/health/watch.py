@@ -1,4 +1,4 @@
-"""The watch over a run's health, row by row while it trains or over the rows that it has left. No torch."""
+"""Applies the health rules to a run, row by row during training or afterwards over its rows. No torch."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -9,19 +9,19 @@ from rloo_kit.health.rules import RULES
 from rloo_kit.health.series import Row, Series, is_number
 from rloo_kit.health.signs import is_solved
 
-LAST_ROWS = 10  # logged steps that are averaged
-NEAR = 5  # steps by which a consequence may show before its cause
+LAST_ROWS = 10  # logged steps to average
+NEAR = 5  # a consequence may show up to this many steps before its cause
 
 
 class HealthWatch:
-    """Holds the rules against a run's rows and names the first cause in time: what follows from it is not reported.
+    """Applies the rules to a run's rows and reports the earliest cause; its consequences are not reported.
 
     Args:
-        rows: those of an earlier part of the run; what they show was reported then.
+        rows: rows of an earlier part of the run, whose findings were reported then.
 
     Attributes:
-        stopped_by: the rule that ends the run, where `health:` wants that of one that has fired; None so far.
-        stop: the cause of what it has found.
+        stopped_by: the rule that ends the run, if one with mode "stop" has fired; else None.
+        stop: the finding that caused it.
 
     >>> watch = HealthWatch(Context({"max_completion_length": 128}, no_signal_steps=2))
     >>> row = {"frac_reward_zero_std": 1.0, "completions/clipped_ratio": 1.0, "reward": -1.0, "grad_norm": 0.0}
@@ -35,9 +35,9 @@ class HealthWatch:
         self.context = context
         self.stopped_by: str | None = None
         self.stop: Finding | None = None
-        self._excused: set[str] = set()  # what held when an earlier part ended: it goes on all the same
+        self._excused: set[str] = set()  # active when an earlier part ended: does not stop the resumed run
         self._seen = Series(context.rloo.get("logging_steps") or 1)
-        self._found: dict[str, Finding] = {}  # also those that follow from another
+        self._found: dict[str, Finding] = {}  # consequences included
         self._reported: list[str] = []
         for row in rows:
             self.observe(row)
@@ -46,24 +46,24 @@ class HealthWatch:
 
     @property
     def findings(self) -> list[Finding]:
-        """The causes that were reported, in the order of their steps."""
+        """The reported causes, in step order."""
         causes = [self._found[name] for name in self._reported if self._is_first(self._found[name])]
         return sorted(causes, key=lambda one: (one.since, one.step, one.rule))
 
     def holds(self, finding: Finding) -> bool:
-        """Whether it was true of the last row."""
+        """Whether the finding was true of the last row."""
         return finding.last == self._seen.step
 
     def is_solved(self) -> bool:
-        """Whether the task is learnt, so that tied groups and a low entropy are no fault."""
+        """Whether the task is learnt, so that tied groups and low entropy are not faults."""
         return is_solved(self._seen, self.context)
 
     def explained(self) -> set[str]:
-        """Rules that hold and follow from another one's finding."""
+        """Rules whose findings are active and follow from another finding."""
         return {name for name, one in self._found.items() if self.holds(one) and not self._is_first(one)}
 
     def observe(self, row: Row) -> list[Finding]:
-        """What to report after one logged row."""
+        """Add one logged row and return the new findings to report."""
         self._seen.add(row)
         active = []
         for rule in RULES:
@@ -99,7 +99,7 @@ class HealthWatch:
         self._found[rule.name] = Finding(rule.name, step, evidence.since, step, evidence.text, cause, fix, rule.level)
 
     def _cause(self, finding: Finding) -> Finding | None:
-        """The earliest finding that this one follows from and that held when it began; None for a first cause."""
+        """The earliest finding that this one follows from and that was active when it began; None for a first cause."""
         rules = {rule.name: rule for rule in RULES}
         causes = []
         for name in rules[finding.rule].follows:
@@ -110,7 +110,7 @@ class HealthWatch:
         return min(causes, key=lambda one: one.since, default=None)
 
     def _root(self, finding: Finding) -> Finding:
-        """The first cause; of some that could each follow from the next, the earliest."""
+        """The first cause; if findings form a cycle, the earliest of them."""
         passed = [finding]
         while (cause := self._cause(passed[-1])) is not None:
             if cause in passed:
@@ -123,13 +123,13 @@ class HealthWatch:
 
 
 def examine(rows: Iterable[Row], context: Context) -> list[Finding]:
-    """The findings of a whole run from its rows, as its watch had them."""
+    """The findings of a whole run from its rows, the same as during training."""
     return HealthWatch(context, rows).findings
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """One metric of one run: its mean over the last rows, how that is, and what to change (empty if nothing)."""
+    """One metric of a run: its mean over the last rows, its level, and what to change (empty if nothing)."""
 
     metric: str
     value: float
@@ -139,15 +139,15 @@ class Judgement:
 
 
 def judge(rows: Sequence[Row], on_policy: bool = True, last: int = LAST_ROWS, solved: bool = False) -> list[Judgement]:
-    """Judge the last rows of a `metrics.jsonl`; a metric that was not logged is left out.
+    """Judge the last rows of a `metrics.jsonl`; metrics that were not logged are left out.
 
     >>> rows = [{"step": 1, "completions/clipped_ratio": 1.0, "grad_norm": 0.2}]
     >>> [(found.metric, found.level) for found in judge(rows)]
     [('completions/clipped_ratio', 'alarming'), ('grad_norm', 'healthy')]
 
     Args:
-        rows: one mapping a logged step, in order. on_policy: whether rules that hold only on-policy count.
-        last: rows that are averaged, at least 1. solved: whether the run has learnt its task.
+        rows: one mapping per logged step, in order. on_policy: whether to apply limits that need on-policy training.
+        last: number of rows to average, at least 1. solved: whether the run has learnt its task.
     """
     found = []
     for rule in RULES:

@@ -253,7 +253,7 @@ def test_a_broken_policy_is_not_called_hard_prompts() -> None:
 
 
 def test_failed_rewards_are_not_rewards_of_none() -> None:
-    """Everything failed was "every reward returned None"; everything None was "one and the same reward"."""
+    """Everything failed was "every reward returned None"; everything None was "the same reward"."""
     row = TIED | {"reward": None, "reward_std": None, "rewards/unscored_ratio": 1.0}
     assert [one.rule for one in look([row | {"rewards/failed_ratio": 1.0}] * 6)] == ["reward_failures"]
     (found,) = look([row] * 6)

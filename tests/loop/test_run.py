@@ -334,10 +334,10 @@ def test_the_published_recipe_says_that_it_learns_nothing(start, capsys, endless
     assert [row["reward"] for row in result.metrics] == [-1.0] * 4
     assert [row["grad_norm"] for row in result.metrics] == [0.0] * 4
     printed = capsys.readouterr().out
-    warning = "WARNING: truncation since step 1: 100% of the completions are cut off before they end"
+    warning = "WARNING: truncation since step 1: 100% of the completions are truncated"
     assert printed.count(warning) == 1 and printed.count(warning.removeprefix("WARNING: ")) == 2, "once, and at the end"
     assert printed.rstrip().splitlines()[-1].startswith("health: truncation since step 1")
-    assert "raise rloo.max_completion_length (currently 128)" in printed and "one and the same" not in printed
+    assert "raise rloo.max_completion_length (currently 128)" in printed and "earned the same reward" not in printed
     (row,) = lines(result.folder, "health.jsonl")
     assert (row["step"], row["rule"], row["since"], row["last"]) == (2, "truncation", 1, 4)
     assert {"no_signal", "zero_gradient"} <= set(row["explains"]) and row["run"] == result.metrics[0]["run"]
@@ -397,7 +397,7 @@ def test_movement_of_the_weights_is_logged(start):
 def test_equal_rewards_are_noticed_behind_a_kl_penalty(start, capsys):
     """With beta above zero the rewards of a group differ by the penalty alone, and the share of tied groups stays 0."""
     start("rloo.beta=0.1", "health.no_signal_steps=2", "health.truncation=off", rewards=[all_equal])
-    assert "one and the same reward in 2 steps" in capsys.readouterr().out
+    assert "earned the same reward in 2 steps" in capsys.readouterr().out
 
 
 def test_precision_of_the_file_wins_over_the_environment(monkeypatch):
