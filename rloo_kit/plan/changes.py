@@ -1,4 +1,4 @@
-"""What to change where a run does not fit: keys and values, cheapest first."""
+"""What to change if a run does not fit: keys and values, cheapest first."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,12 +11,12 @@ from rloo_kit.plan.peaks import largest, rollout_gib, rows_at_once, training_gib
 from rloo_kit.plan.result import Remedy
 
 ROWS = ("rollout.rows", "rollout.vllm.max_num_seqs")
-SHORTEST, STEP = 64, 64  # of the completions that are proposed, in tokens
+SHORTEST, STEP = 64, 64  # tokens: shortest proposed completion, step between proposals
 
 
 def find_changes(run: RunConfig, load: Load, rows: int, limit: float) -> Iterator[Remedy]:
-    """What brings the run below the limit, cheapest first, up to where it fits; without what does not help."""
-    wanted = wanted_rows(run, load)  # of the file; None is planned again after each change
+    """Changes that bring the run below the limit, cheapest first, until it fits; without those that do not help."""
+    wanted = wanted_rows(run, load)  # from the file; None is planned again after each change
     rollout, training = rollout_gib(load, rows), training_gib(load, rows)
     for key, value, changed in _candidates(run, load, limit):
         if key in ROWS:
@@ -34,7 +34,7 @@ def find_changes(run: RunConfig, load: Load, rows: int, limit: float) -> Iterato
 
 
 def _candidates(run: RunConfig, load: Load, limit: float) -> Iterator[tuple[str, Any, Load]]:
-    """(key, value, load with it and all before it), cheapest first: time, then precision, then what is learned."""
+    """(key, value, load with this and all earlier changes), cheapest first: time, precision, then what is learnt."""
     if load.engine == "vllm" and load.vllm_bytes is not None:
         load = replace(load, vllm_bytes=None)
         yield "rollout.vllm.gpu_memory_utilization", None, load
@@ -53,7 +53,7 @@ def _candidates(run: RunConfig, load: Load, limit: float) -> Iterator[tuple[str,
         if load.engine == "vllm" and load.cache == "plain":
             load = replace(load, cache="float8")
             yield "rollout.vllm.float8_kv_cache", True, load
-        if keeps_8_bits(run, load) and training_gib(load) <= limit:  # else it is the length that has to give way
+        if keeps_8_bits(run, load) and training_gib(load) <= limit:  # otherwise the length has to shrink
             load = replace(load, cache="int8")
             yield "rollout.cache", "int8", load
         if not is_last and not load.four_bit and load.lora_rank is not None:
@@ -72,12 +72,12 @@ def _candidates(run: RunConfig, load: Load, limit: float) -> Iterator[tuple[str,
 
 
 def keeps_8_bits(run: RunConfig, load: Load) -> bool:
-    """Whether the run's engine could keep its cache in 8 bits, and does not yet."""
+    """Whether the run's engine supports an 8-bit cache and does not use it yet."""
     return load.cache == "plain" and not load.fused and load.engine == "native"
 
 
 def _fitting_completion(load: Load, limit: float) -> int | None:
-    """The longest completion that fits, one row at a time, in steps of 64 tokens; None where none is shorter."""
+    """The longest completion that fits, one row at a time, in steps of 64 tokens; None if it is not shorter."""
 
     def fits(steps: int) -> bool:
         shorter = replace(load, completion_tokens=steps * STEP)

@@ -1,4 +1,4 @@
-"""By how much measured peaks exceed computed ones: by runs of this machine, else by `corrections.json`, which
+"""Ratios of measured to computed peaks, from runs on this machine or else from `corrections.json`, which
 `make gpu-report` writes."""
 
 import functools
@@ -13,20 +13,20 @@ from rloo_kit.plan.result import Machine
 
 FILE = Path(__file__).with_name("corrections.json")
 PARTS = "rollout", "training"
-NEAR = 0.9  # of the planned length; a shorter run may raise a plan but not lower it
+NEAR = 0.9  # share of the planned length; a shorter run may raise a plan but not lower it
 # The most by which a measured peak exceeded its computed one in benchmarks/results/plan_calibration.json (a test
-# compares): what a plan may be off by where nothing was measured.
+# compares): the possible error of a plan if nothing was measured.
 UNMEASURED = 0.1
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What computed peaks are multiplied by, and what is still not known.
+    """Factors of the computed peaks, and the remaining uncertainty.
 
     Attributes:
-        factors: of the rollout and of training. sources: where each was measured, empty where nothing was.
+        factors: of the rollout and of training. sources: where each was measured; empty if not measured.
         unmeasured: share of the peak by which a measurement may exceed it.
-        spare_gib: what torch's allocator held besides what was used, in the last run of this model here.
+        spare_gib: reserved but unused by torch's allocator, in the last run of this model here.
     """
 
     factors: tuple[float, float]
@@ -37,12 +37,12 @@ class Correction:
 
 @functools.cache
 def load_corrections() -> dict[str, Any]:
-    """`source`: the GPU and the day, empty where nothing was measured. `factors`: by "BACKEND PART", 1 or more."""
+    """`source`: the GPU and the day, empty if nothing was measured. `factors`: by "BACKEND PART", 1 or more."""
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def find_correction(machine: Machine, load: Load) -> Correction:
-    """Of a plan for `load`; measurements of this machine win over those that came with the kit."""
+    """The correction for `load`; measurements on this machine override those that ship with the kit."""
     runs = past_runs(machine, load)
     shipped: dict[str, Any] = load_corrections() if load.on_cuda else {"source": "", "factors": {}}
     backend = "unsloth" if load.fused else "transformers"

@@ -1,4 +1,4 @@
-"""Which engine samples a run's completions, and how vLLM in the trainer's process divides the GPU with training."""
+"""Choose the engine that samples a run's completions, and divide the GPU between vLLM and training."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +14,7 @@ from rloo_kit.system.gpu import GIB
 from rloo_kit.system.versions import VLLM_INSTALL, in_range, installed_version, is_importable
 
 FLOAT8_CAPABILITY = (8, 0)
-BITSANDBYTES_PLUGIN = "vllm_bnb_plugin"  # since vLLM 0.28 its 4-bit weights are a package of their own
+BITSANDBYTES_PLUGIN = "vllm_bnb_plugin"  # since vLLM 0.28 a separate package loads its 4-bit weights
 
 
 def plan_vllm(run: RunConfig, machine: Machine | None = None, config: Mapping[str, Any] | None = None) -> VllmPlan:
@@ -25,10 +25,10 @@ def plan_vllm(run: RunConfig, machine: Machine | None = None, config: Mapping[st
         config: the content of the model's `config.json`; None looks for it.
 
     Returns:
-        the plan, also where there is an obstacle. Keys of `rollout.vllm` and `rollout.rows` that are set are kept.
+        The plan, also if there is an obstacle. Keys of `rollout.vllm` and `rollout.rows` that are set are kept.
 
     Raises:
-        ConfigError: nothing says what shape the model has.
+        ConfigError: the model's shape is unknown.
     """
     machine = machine or find_machine()
     load = read_load(run, machine, config, engine="vllm")
@@ -45,7 +45,7 @@ def plan_vllm(run: RunConfig, machine: Machine | None = None, config: Mapping[st
 
 
 def _find_obstacle(run: RunConfig, load: Load, rows: int, machine: Machine) -> str | None:
-    """Why vLLM cannot sample this run on this machine, and what to set."""
+    """Why vLLM cannot sample this run on this machine, and the fix."""
     if machine.is_here and not is_importable("vllm"):
         return f"vLLM is not installed: {VLLM_INSTALL}"
     if problems := [*run.rollout.find_vllm_problems("vllm"), *run.find_vllm_problems("vllm")]:
@@ -70,14 +70,14 @@ def _lacks_bitsandbytes() -> bool:
 
 
 def _find_shortage(run: RunConfig, load: Load, rows: int, machine: Machine) -> str | None:
-    """Why vLLM and training do not both fit; training that does not fit without vLLM either is no obstacle."""
+    """Why vLLM and training do not both fit; None if training does not fit without vLLM either."""
     limit, least = machine.usable_gib, vllm_memory.least_pool_bytes(load)
     pool = vllm_memory.pool_bytes(load, rows)
     smaller = "rollout.vllm.float8_kv_cache=true, " if load.cache != "float8" else ""
     if pool < least:
         return (
             f"rollout.vllm.gpu_memory_utilization is {run.rollout.vllm.gpu_memory_utilization}, which leaves "
-            f"{pool / GIB:.2f} GiB for keys and values, and one row of {load.max_length} tokens takes "
+            f"{pool / GIB:.2f} GiB for the KV cache, and one row of {load.max_length} tokens takes "
             f"{least / GIB:.2f}: raise it, or set {smaller}or rollout.vllm.gpu_memory_utilization=null"
         )
     if (needed := rollout_gib(load, 1)) > limit:
@@ -87,7 +87,7 @@ def _find_shortage(run: RunConfig, load: Load, rows: int, machine: Machine) -> s
             f"vLLM with one row takes {needed:.2f} GiB together with what training keeps, more than the {limit:.2f} "
             f"of {machine.name}: set {change}{smaller}or rollout.engine=auto"
         )
-    if run.rloo.tokens_per_pass is None:  # the plan takes as small a pass as it needs to
+    if run.rloo.tokens_per_pass is None:  # the plan makes the pass as small as needed
         load = replace(load, tokens_per_pass=1)
     alone = replace(load, engine="generate")
     if training_gib(load, rows) > limit >= training_gib(alone):
@@ -101,11 +101,11 @@ def _find_shortage(run: RunConfig, load: Load, rows: int, machine: Machine) -> s
 def choose_engine(
     run: RunConfig, machine: Machine | None = None, config: Mapping[str, Any] | None = None
 ) -> EngineChoice:
-    """The engine of `rollout.engine`; auto takes vLLM on a CUDA GPU where it is installed and fits.
+    """The engine of `rollout.engine`; auto takes vLLM on a CUDA GPU if it is installed and fits.
 
-    A GPU elsewhere (`machine.is_here` is False) is taken to have what `make setup` installs on it: Unsloth, not vLLM.
+    A GPU elsewhere (`machine.is_here` is False) is assumed to have what `make setup` installs: Unsloth, not vLLM.
 
-    Args, raises: as `plan_vllm`. An explicit `vllm` is returned whatever `VllmPlan.obstacle` says.
+    Arguments and errors as in `plan_vllm`. An explicit `vllm` is returned even if `VllmPlan.obstacle` is set.
     """
     if run.rollout.engine != "auto":
         return EngineChoice(run.rollout.engine, f"rollout.engine is {run.rollout.engine}")
@@ -117,7 +117,7 @@ def choose_engine(
     plan = plan_vllm(run, machine, config)
     obstacle = plan.obstacle
     if obstacle is None and not machine.is_here:
-        obstacle = "on another machine it is taken not to be installed; rollout.engine=vllm plans for it"
+        obstacle = "assumed not installed on another machine, rollout.engine=vllm plans for it"
     if obstacle is None:
         return EngineChoice("vllm", f"installed, and {plan.max_num_seqs} completions at once fit")
     return EngineChoice(name, f"{'Unsloth' if fused else 'transformers'}; not vLLM: {obstacle.partition('; set ')[0]}")

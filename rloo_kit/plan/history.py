@@ -1,7 +1,7 @@
-"""Peaks that runs on this machine had, in `memory.json` of the kit's cache (RLOO_KIT_MEMORY names another file): what
-corrects the next plan.
+"""Measured peaks of runs on this machine, which correct the next plan. They are in `memory.json` of the kit's cache
+(RLOO_KIT_MEMORY names another file).
 
-An entry holds what was loaded, at the lengths that the run came to, so that it is compared with today's arithmetic.
+An entry has the inputs of the arithmetic with the lengths that the run reached, so that today's formulas apply to it.
 """
 
 import functools
@@ -25,15 +25,15 @@ from rloo_kit.system.gpu import GIB
 
 VARIABLE = "RLOO_KIT_MEMORY"
 KEPT = 50  # entries, the newest
-BOUNDS = 0.25, 4.0  # of a factor; beyond it is a damaged entry or another program's memory
+BOUNDS = 0.25, 4.0  # of a factor; beyond them an entry is damaged or includes another program's memory
 
 
 @dataclass(frozen=True)
 class PastRun:
-    """The peak of a run in GiB: `measured_gib` with CUDA's context, `spare_gib` what torch's allocator held besides.
+    """The peak of a run in GiB: `measured_gib` includes CUDA's context; `spare_gib` is reserved but unused.
 
     Attributes:
-        load: with the longest prompt, completion and pass that there were. rows: completions at once.
+        load: with the longest prompt, completion and pass of the run. rows: completions at once.
     """
 
     machine: str
@@ -45,7 +45,7 @@ class PastRun:
 
     @property
     def part(self) -> str:
-        """The part whose peak it is, by what is computed: "rollout" or "training"."""
+        """The part with the larger computed peak: "rollout" or "training"."""
         return "rollout" if self._computed[0] >= self._computed[1] else "training"
 
     @property
@@ -58,7 +58,7 @@ class PastRun:
 
     @property
     def factor(self) -> float:
-        """The ratio without the context, which is not the run's to exceed: what `Load.factors` multiplies by."""
+        """The ratio without the context, which does not vary with the run: the factor in `Load.factors`."""
         context = context_bytes(self.load) / GIB
         return (self.measured_gib - context) / (self.computed_gib - context)
 
@@ -69,12 +69,12 @@ class PastRun:
 
 
 def machine_key(machine: Machine) -> str:
-    """A GPU by its name and memory; without one the machine's name."""
+    """A GPU's name and memory; without a GPU the machine's name."""
     return f"{machine.name}, {machine.total_gib:.0f} GiB" if machine.on_cuda else f"{platform.node()}, CPU"
 
 
 def past_runs(machine: Machine, load: Load) -> list[PastRun]:
-    """The runs of this machine with the same model, backend, engine and checkpointing, the oldest first."""
+    """Runs on this machine with the same model, backend, engine and checkpointing, oldest first."""
     if not machine.is_here:
         return []
     key, wanted = machine_key(machine), _identity(load)
@@ -82,14 +82,14 @@ def past_runs(machine: Machine, load: Load) -> list[PastRun]:
 
 
 def keep_run(machine: Machine, load: Load, rows: int, measured_gib: float, spare_gib: float) -> None:
-    """Add an entry; a cache that cannot be written costs a line on stderr."""
+    """Add an entry; if the cache cannot be written, print a line on stderr."""
     try:
         added = PastRun(machine_key(machine), now(), load, rows, measured_gib, spare_gib)
         file = _file()
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, [asdict(run) for run in [*_read_all(), added][-KEPT:]])
     except (OSError, RlooKitError) as error:
-        _warn(f"the measured peak is not kept for the next plan: {error}. Set {VARIABLE} to a file that can be written")
+        _warn(f"the measured peak is not kept for the next plan: {error}. Set {VARIABLE} to a writable file")
 
 
 def _file() -> Path:
@@ -113,7 +113,7 @@ def _read_all() -> list[PastRun]:
 
 
 def _read_entries(found: list[Any]) -> Iterator[PastRun]:
-    """What can be read; an entry of another version may have other fields."""
+    """The readable entries; those of another version may have other fields."""
     for entry in found:
         try:
             load = dict(entry["load"])
@@ -128,5 +128,5 @@ def _read_entries(found: list[Any]) -> Iterator[PastRun]:
 
 @functools.cache
 def _warn(text: str) -> None:
-    """Once for each text: a plan reads the file several times."""
+    """Warn once per text, since a plan reads the file several times."""
     print(f"memory: {text}", file=sys.stderr)

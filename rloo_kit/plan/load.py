@@ -1,4 +1,4 @@
-"""What the arithmetic reads of a run, and of the machine that it has to fit."""
+"""The inputs of the arithmetic: from a run, and from the machine that it has to fit."""
 
 import os
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ from rloo_kit.system.memory import available_gib
 from rloo_kit.system.processes import count_processes
 from rloo_kit.system.versions import is_cpu_torch, is_importable
 
-TOKENS_PER_PASS = (8192, 2048)  # on a GPU and on a CPU (`[is_cpu]`), where the file is silent and memory allows it
+TOKENS_PER_PASS = (8192, 2048)  # on a GPU and on a CPU (`[is_cpu]`), if the file sets none and memory allows it
 RESERVE_GIB = 0.8  # fragments of the allocator, and the desktop
 CPU_RESERVE_GIB = 0.3
-# Of a model in 4 bit: what its dynamic copies take on top, at most, by Unsloth's blog "Dynamic 4-bit Quantization".
+# Largest extra size of dynamic copies, as a share of the 4-bit model: Unsloth's blog "Dynamic 4-bit Quantization".
 DYNAMIC_SHARE = 0.1
 
 
@@ -29,7 +29,7 @@ def find_machine(gpu_gib: float | None = None) -> Machine:
     """This process's GPU, another one with `gpu_gib`, or the machine's memory; see `plan_vram`."""
     if gpu_gib is not None:
         if not 0 < gpu_gib < float("inf"):
-            raise ConfigError(f"gpu_gib is {gpu_gib}; it is a GPU's memory in GiB, a number above 0")
+            raise ConfigError(f"gpu_gib is {gpu_gib}; set a GPU's memory in GiB, above 0")
         return Machine(f"a GPU with {gpu_gib:.4g} GiB", gpu_gib, RESERVE_GIB, True, is_here=False)
     gpu = None if is_cpu_torch() else find_gpus().gpu
     if gpu is not None:
@@ -40,8 +40,8 @@ def find_machine(gpu_gib: float | None = None) -> Machine:
 def read_load(
     run: RunConfig, machine: Machine, config: Mapping[str, Any] | None = None, engine: str | None = None
 ) -> Load:
-    """What the arithmetic reads of a run; see `plan_vram`. `engine` is in the place of `rollout.engine`, of which auto
-    is read as what the backend has without vLLM."""
+    """The inputs of the arithmetic for a run; see `plan_vram`. `engine` overrides `rollout.engine`; auto is read as the
+    backend's engine without vLLM."""
     model, rloo = run.model, run.rloo
     shape = find_shape(run) if config is None else shape_of_config(config, "the loaded model")
     rank, targets, is_continued = _find_adapter(run)
@@ -87,17 +87,17 @@ def read_load(
 
 
 def keeps_unknown_layers(run: RunConfig, shape: ModelShape) -> bool:
-    """Whether the checkpoint keeps layers in 16 bit, and its `config.json`, which says which, is not here."""
+    """Whether the checkpoint keeps layers in 16 bit, and the `config.json` that lists them is not on this machine."""
     return shape.source.startswith("the published") and run.model.name.endswith(DYNAMIC_ENDING)
 
 
 def step_completions(run: RunConfig) -> int:
-    """Completions of an optimizer step in this process."""
+    """Completions per optimizer step in this process."""
     return run.rloo.per_device_train_batch_size * run.rloo.gradient_accumulation_steps
 
 
 def _find_adapter(run: RunConfig) -> tuple[int | None, tuple[str, ...], bool]:
-    """Rank and matrices of the adapter, and whether it is continued; rank None where every parameter is trained."""
+    """Rank and matrices of the adapter, and whether it is continued; rank None if every parameter is trained."""
     if run.model.lora is None:
         return None, (), False
     settings = read_adapter(run.model.adapter or run.model.name)
@@ -108,13 +108,13 @@ def _find_adapter(run: RunConfig) -> tuple[int | None, tuple[str, ...], bool]:
 
 
 def wanted_rows(run: RunConfig, load: Load) -> int | None:
-    """Completions at once that the file sets; with vLLM `rollout.rows` is another name of its `max_num_seqs`."""
+    """Completions at once, as set in the file; with vLLM `rollout.rows` is another name for `max_num_seqs`."""
     wanted = run.rollout.vllm.max_num_seqs if load.engine == "vllm" else None
     return run.rollout.rows if wanted is None else wanted
 
 
 def uses_unsloth(run: RunConfig, machine: Machine) -> bool:
-    """Whether the Unsloth backend would run it; on a GPU elsewhere it is taken to be installed."""
+    """Whether the Unsloth backend would run it; on a GPU elsewhere it is assumed to be installed."""
     if not machine.on_cuda or run.model.lora is None or run.model.backend == "transformers":
         return False
     if run.model.backend == "auto" and os.environ.get(BACKEND_VARIABLE, "").strip().lower() == "transformers":

@@ -1,4 +1,4 @@
-"""Whether this machine can train a run at all: asked before anything is loaded."""
+"""Whether this machine can train a run at all, checked before anything is loaded."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.plan.planner import plan_vram
 from rloo_kit.plan.without_gpu import fitting_config
 
-MOST_HOURS = 24.0  # of a run without a GPU; two steps to try something are let through
+MOST_HOURS = 24.0  # of a run without a GPU; a short test of two steps passes
 
 
 @dataclass(frozen=True)
 class MachineProblem:
-    """What is wrong, and the key, config or command that fixes it; `is_fatal` where the run cannot fit, or end."""
+    """The problem, and the key, config or command that fixes it; `is_fatal` if the run cannot fit or takes too long."""
 
     message: str
     fix: str
@@ -20,9 +20,9 @@ class MachineProblem:
 
 
 def find_machine_problem(run: RunConfig) -> MachineProblem | None:
-    """The model against the machine: a large model and no GPU, or memory that does not suffice.
+    """A large model without a GPU, or too little memory; None if there is no problem or the model's shape is unknown.
 
-    Takes a fraction of a second and loads no torch. None also where the shape of the model is not known.
+    Takes a fraction of a second and does not load torch.
     """
     try:
         plan = plan_vram(run)

@@ -1,6 +1,6 @@
-"""Memory part by part, in bytes, from a model's shape and a handful of settings.
+"""Memory by part, in bytes, from a model's shape and a few settings.
 
-Weights, adapter, gradients and cache are exact, a layer's saved activations within a few percent; transients of a
+Weights, adapter, gradients and cache are exact; a layer's saved activations are within a few percent; transients of a
 backward pass and Unsloth's kernels are estimates.
 """
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from rloo_kit.plan.shapes import ModelShape
 from rloo_kit.system.gpu import GIB
 
-# A tile of logits, on a GPU and on the CPU: `gradient.logprobs`, which imports torch, has the same (a test compares).
+# A tile of logits, on a GPU and on the CPU; `gradient.logprobs`, which imports torch, has the same (a test compares).
 TILE_TOKENS, TILE_VOCABULARY = (1024, 512), (8192, 1024)
 CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries
 PROCESS_GIB = 0.7  # without a GPU: Python with torch, transformers and trl
-BLOCK, NESTED_BLOCK = 64, 256  # weights to an absmax of 8 bit, and of those to an absmax of 32 bit (bitsandbytes)
-QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # of each matrix: the tables of both quantisations, and an offset
+BLOCK, NESTED_BLOCK = 64, 256  # weights per 8-bit absmax, and those per 32-bit absmax (bitsandbytes)
+QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # per matrix: the tables of both quantisations, and an offset
 CACHE_BLOCK = 64  # tokens by which the cache grows, as in `rollout.kv_cache`
-JOINED_LIMIT_BYTES = 2**30  # largest copy of the layers that decoding makes, as in `rollout.decoders`
+JOINED_LIMIT_BYTES = 2**30  # largest copy of the layers for decoding, as in `rollout.decoders`
 FLOAT = 4
 
 
@@ -26,19 +26,19 @@ class Load:
     """The inputs of the arithmetic.
 
     Attributes:
-        four_bit: the matrices of the layers are in NF4. weight_bytes: of a weight that is not, and of the cache.
-        compute_bytes: of an activation. lora_rank: None trains every parameter. lora_targets: names of matrices.
-        checkpointing: "off", "on" (recomputed) or "offloaded" (recomputed, checkpoints in the machine's memory).
+        four_bit: the matrices of the layers are in NF4. weight_bytes: per unquantised weight and cache element.
+        compute_bytes: per activation. lora_rank: None trains every parameter. lora_targets: names of matrices.
+        checkpointing: "off", "on" (recomputed) or "offloaded" (recomputed, checkpoints in host memory).
         fused: Unsloth's kernels, which save less, and its packing, which repeats the prompt for each completion.
-        tokens_per_pass: tokens that a training pass may hold; it holds one row at least, or one group (whole_groups).
-        reference: what beta needs besides the policy: "none", "adapter" (a frozen copy) or "model".
-        completions: that one call of the engine samples in this process. engine: what samples, as `rollout.engine`.
-        cache: keys and values of the rollout: "plain", "int8" or "offloaded"; vLLM's "plain" or "float8".
-        max_length: tokens of a row that vLLM has to be able to hold. enforce_eager: vLLM without CUDA graphs.
-        vllm_bytes: vLLM's share of the GPU where the file sets it.
-        keeps_gradients: a step has several rollouts, so that the later ones find gradients; else the optimizer's step
-            before a rollout has dropped them.
-        factors: what computed peaks are multiplied by, rollout and training (`corrections.find_correction`).
+        tokens_per_pass: limit of a training pass, which has at least one row, or one group (whole_groups).
+        reference: what beta needs in addition to the policy: "none", "adapter" (a frozen copy) or "model".
+        completions: per call of the engine in this process. engine: as in `rollout.engine`.
+        cache: of the rollout: "plain", "int8" or "offloaded"; vLLM's "plain" or "float8".
+        max_length: longest row in tokens that vLLM must support. enforce_eager: vLLM without CUDA graphs.
+        vllm_bytes: vLLM's share of the GPU if the file sets it.
+        keeps_gradients: a step has several rollouts, so gradients exist in the later ones; otherwise the optimizer
+            step before a rollout frees them.
+        factors: of the computed peaks, rollout and training (`corrections.find_correction`).
         unmeasured: share of a peak by which a measurement may exceed it. unknown_bytes: of layers that a dynamic 4-bit
             copy may keep in 16 bit.
     """
@@ -72,12 +72,12 @@ class Load:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a prompt and its completion."""
+        """Tokens of a prompt and its completion together."""
         return self.prompt_tokens + self.completion_tokens
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the cache holds room for in a row: it grows by blocks."""
+        """Tokens per row that the cache allocates, in whole blocks."""
         return -(-self.row_tokens // CACHE_BLOCK) * CACHE_BLOCK
 
     @property
@@ -115,7 +115,7 @@ def table_bytes(load: Load) -> int:
 
 
 def _trained_matrices(load: Load) -> Iterator[tuple[int, int, int]]:
-    """(rows, columns, how many) of what is trained; norms and biases as one row."""
+    """(rows, columns, count) of the trained matrices; norms and biases as one row."""
     shape = load.shape
     if load.lora_rank is None:
         for rows, columns in shape.matrices.values():
@@ -138,7 +138,7 @@ def trained_weights(load: Load) -> int:
 
 
 def optimizer_bytes(load: Load) -> int:
-    """The optimizer's state: two moments in 32 bit, or in 8 bit with a 32-bit scale for 256 of them."""
+    """The optimizer's state: two moments in 32 bit, or in 8 bit with a 32-bit scale per 256 values."""
     weights = trained_weights(load)
     if load.optim == "sgd":
         return 0
@@ -150,22 +150,22 @@ def optimizer_bytes(load: Load) -> int:
 
 
 def gradient_bytes(load: Load) -> int:
-    """Gradients in float32, and the sums that streaming keeps with them."""
+    """Gradients in float32, including the sums of streaming."""
     return FLOAT * trained_weights(load)
 
 
 def reference_bytes(load: Load) -> int:
-    """A copy of the adapter or of the model; nothing where the adapter is switched off instead."""
+    """A copy of the adapter or of the model; nothing if the adapter is switched off instead."""
     if load.reference == "model":
         return body_bytes(load) + table_bytes(load)
     return FLOAT * trained_weights(load) if load.reference == "adapter" else 0
 
 
 def cache_bytes_per_token(load: Load) -> int:
-    """Keys and values of one token in all layers, wherever they lie.
+    """Keys and values of one token in all layers, on the GPU or in host memory.
 
-    In 8 bits: a byte an element; the native engine's also have a scale for each layer, head and token, of the weights'
-    type, for keys and for values.
+    In 8 bits: a byte per element; in the native engine also a scale per layer, head and token, in the weights' type,
+    for keys and for values.
     """
     shape = load.shape
     if load.cache == "float8":
@@ -176,14 +176,14 @@ def cache_bytes_per_token(load: Load) -> int:
 
 
 def cache_bytes(load: Load, rows: int) -> int:
-    """The rollout's cache with `rows` completions at their full length, in whole blocks, on the device."""
+    """The rollout's cache of `rows` completions at full length, in whole blocks, on the device."""
     if load.cache == "offloaded" and load.on_cuda:
         return 0
     return rows * load.cache_tokens * cache_bytes_per_token(load)
 
 
 def host_cache_bytes(load: Load, rows: int) -> int:
-    """The same in host memory, next to a GPU."""
+    """The same in host memory, with a GPU."""
     if load.cache != "offloaded" or not load.on_cuda:
         return 0
     return rows * load.cache_tokens * cache_bytes_per_token(load)
@@ -192,8 +192,8 @@ def host_cache_bytes(load: Load, rows: int) -> int:
 def decoding_bytes(load: Load, rows: int) -> int:
     """Keys and values of one layer while it attends, copied for each query head by attention with a mask.
 
-    With as many key heads as query heads: what growing one layer's keys takes. Once more where they come back from 8
-    bits or from the machine's memory.
+    With as many key heads as query heads: what growing one layer's keys takes. Once more if they come from 8 bits or
+    from host memory.
     """
     shape = load.shape
     width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size
@@ -203,18 +203,18 @@ def decoding_bytes(load: Load, rows: int) -> int:
 
 
 def joined_bytes(load: Load) -> int:
-    """The native loop's copy of the layers with the adapter added in; it makes one of small models in float32 only."""
+    """The native loop's copy of the layers with the adapter added; only for small models in float32."""
     is_plain = not load.four_bit and not load.fused and load.weight_bytes == load.compute_bytes == FLOAT
     size = body_bytes(load) if is_plain else 0
     return size if size <= JOINED_LIMIT_BYTES else 0
 
 
 def saved_bytes_per_token(load: Load) -> int:
-    """What one layer saves of a token for its backward pass; a test counts it in a real model.
+    """Bytes per token that one layer saves for its backward pass; a test counts them in a real model.
 
     The inputs of the norms in float32 (Qwen3 has norms of q and k too); q, k, v and the attention's output; gate, its
-    activation and up; and the inputs of the matrices, which an adapter in float32 over a 16-bit model casts once for
-    each matrix. Unsloth's kernels save the inputs of norms and blocks, q, k, v and the output, gate and up (estimated).
+    activation and up; and the inputs of the matrices, which a float32 adapter on a 16-bit model casts once per
+    matrix. Unsloth's kernels save the inputs of norms and blocks, q, k, v and the output, gate and up (estimated).
     """
     shape, size = load.shape, load.compute_bytes
     qk_norm = shape.query_size + shape.kv_size if shape.qk_norm else 0
@@ -233,7 +233,7 @@ def saved_bytes_per_token(load: Load) -> int:
 
 
 def activation_bytes(load: Load) -> int:
-    """Of the largest training pass: what is saved for the backward pass, and the transients of it."""
+    """Of the largest training pass: activations saved for the backward pass, and its transients."""
     shape, size = load.shape, load.compute_bytes
     layer = saved_bytes_per_token(load)
     on_the_way = 3 * shape.intermediate_size * size  # gradients of gate, up and their product
@@ -241,13 +241,13 @@ def activation_bytes(load: Load) -> int:
     ends = shape.hidden_size * (2 * size + FLOAT)  # the embedding's output, the last norm's input and output
     if load.checkpointing == "off":
         body = shape.num_layers * layer
-    else:  # offloaded: the checkpoint in use, and the next on its way
+    else:  # offloaded: the checkpoint in use, and the next one in transfer
         body = layer + checkpoint * (2 if load.checkpointing == "offloaded" else shape.num_layers)
     return load.pass_tokens * (body + on_the_way + ends)
 
 
 def head_bytes(load: Load) -> int:
-    """Scored states with their slopes and gradient, one tile of logits, and the gradient of a head that is trained."""
+    """Scored states with their gradients, one tile of logits, and the gradient of a trained head."""
     shape, size, is_cpu = load.shape, load.compute_bytes, not load.on_cuda
     tokens = min(TILE_TOKENS[is_cpu], load.pass_tokens)
     tile = tokens * (min(TILE_VOCABULARY[is_cpu], shape.vocab_size) * 2 + 3 * shape.hidden_size) * (size + FLOAT)
@@ -256,7 +256,7 @@ def head_bytes(load: Load) -> int:
 
 
 def sampling_bytes(load: Load, rows: int) -> int:
-    """Logits of one token of every row with what is computed from them, and the prefill of the rows' prompts."""
+    """Logits of one token per row and what is computed from them, and the prefill of the rows' prompts."""
     shape = load.shape
     logits = rows * shape.vocab_size * (load.compute_bytes + 3 * FLOAT)
     width = 4 * shape.hidden_size + 2 * shape.query_size + 4 * shape.kv_size + 3 * shape.intermediate_size
@@ -265,7 +265,7 @@ def sampling_bytes(load: Load, rows: int) -> int:
 
 
 def work_bytes(load: Load) -> int:
-    """The largest matrix unpacked, which 4-bit weights are for every multiplication."""
+    """The largest matrix, unpacked: 4-bit weights are unpacked for every multiplication."""
     largest = max(rows * columns for rows, columns in load.shape.matrices.values())
     return largest * load.compute_bytes if load.four_bit else 0
 

@@ -1,4 +1,4 @@
-"""The two peaks of a run, sums of its parts, and the largest rollout and training pass that stay below a limit."""
+"""The two peaks of a run as sums of its parts, and the largest rollout and training pass below a limit."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +9,7 @@ from rloo_kit.system.gpu import GIB
 
 
 def resting_bytes(load: Load) -> int:
-    """What is there in a rollout before its cache, and in training but for its gradients where a rollout finds none."""
+    """Memory in a rollout before its cache; training has the same, plus gradients if a rollout has none."""
     return (
         parts.body_bytes(load)
         + parts.table_bytes(load)
@@ -23,18 +23,18 @@ def resting_bytes(load: Load) -> int:
 
 
 def gradients_in_rollout(load: Load) -> int:
-    """Gradients that are there while completions are sampled."""
+    """Gradients in memory while completions are sampled."""
     return parts.gradient_bytes(load) if load.keeps_gradients else 0
 
 
 def own_bytes(load: Load) -> int:
-    """The adapter, in float32; without one what is trained is the model."""
+    """The adapter in float32; 0 without one, since the model itself is trained."""
     return 0 if load.lora_rank is None else parts.FLOAT * parts.trained_weights(load)
 
 
 def rollout_gib(load: Load, rows: int) -> float:
-    """Peak of a rollout with `rows` completions at once, each at its full length, in GiB."""
-    factor = 1.0 if load.engine == "vllm" else load.factors[0]  # vLLM keeps to its share by itself
+    """Peak of a rollout in GiB, with `rows` completions at once at full length."""
+    factor = 1.0 if load.engine == "vllm" else load.factors[0]  # vLLM enforces its share itself
     return _corrected(load, factor, rollout_bytes(load, rows))
 
 
@@ -54,27 +54,27 @@ def rollout_bytes(load: Load, rows: int) -> int:
 
 
 def training_bytes(load: Load, rows: int = 1) -> int:
-    """The sum of the parts of a training pass; `rows` are those of a rollout by vLLM, which sleeps meanwhile."""
+    """The sum of the parts of a training pass; `rows` are those of vLLM's rollout, which sleeps meanwhile."""
     asleep = vllm_memory.asleep_bytes(load, rows) if load.engine == "vllm" else 0
     gradients = parts.gradient_bytes(load) - gradients_in_rollout(load)
     return resting_bytes(load) + gradients + parts.activation_bytes(load) + parts.head_bytes(load) + asleep
 
 
 def _corrected(load: Load, factor: float, counted: int) -> float:
-    """GiB of what was counted, all but the context multiplied by what measurements have shown."""
+    """GiB of the counted bytes, with all but the context multiplied by the measured factor."""
     context = parts.context_bytes(load)
     return (context + (counted - context) * factor) / GIB
 
 
 def unmeasured_gib(load: Load, peak_gib: float, part: str) -> float:
-    """By how much a measurement may exceed this peak; of a rollout by vLLM only what lies outside its share."""
+    """By how much a measurement may exceed this peak; for vLLM's rollout only outside its share."""
     if part == "rollout" and load.engine == "vllm":
         peak_gib = resting_bytes(load) / GIB
     return load.unmeasured * (peak_gib - parts.context_bytes(load) / GIB)
 
 
 def comfortable_gib(load: Load, limit_gib: float, part: str) -> float:
-    """The largest peak that leaves the margin free below a limit: what rows and passes are chosen by."""
+    """The largest peak that leaves the margin free below a limit; rows and passes are chosen by it."""
     limit_gib -= load.unknown_bytes / GIB
     if part == "rollout" and load.engine == "vllm":
         return limit_gib - unmeasured_gib(load, limit_gib, part)
@@ -82,9 +82,9 @@ def comfortable_gib(load: Load, limit_gib: float, part: str) -> float:
 
 
 def rows_at_once(load: Load, limit_gib: float, wanted: int | None = None) -> int:
-    """Completions of a rollout at once: as wanted, else as many as fit at full length and leave the margin free.
+    """Completions of a rollout at once: `wanted`, else as many as fit at full length and leave the margin free.
 
-    `generate` samples batch after batch: rows that do not spare it one are left out, so that batches are alike.
+    `generate` samples in batches: rows that do not save a batch are left out, so that batches have equal size.
     """
     if wanted is not None:
         return min(wanted, load.completions)
@@ -98,19 +98,19 @@ def rows_at_once(load: Load, limit_gib: float, wanted: int | None = None) -> int
 
 
 def largest_rows(load: Load, limit_gib: float) -> int:
-    """Completions of a rollout that fit at once, the margin left free: 1 at least, and the whole rollout at most."""
+    """Completions of a rollout that fit at once with the margin left free, from 1 to the whole rollout."""
     most = comfortable_gib(load, limit_gib, "rollout")
     return largest(1, load.completions, lambda rows: rollout_gib(load, rows) <= most)
 
 
 def largest_pass(load: Load, limit_gib: float, rows: int = 1) -> int:
-    """Tokens of a training pass that fit, up to those of `load`; a pass holds one row or group in any case."""
+    """Tokens of a training pass that fit, up to those of `load`; a pass always has one row or group."""
     most = comfortable_gib(load, limit_gib, "training")
     return largest(1, load.tokens_per_pass, lambda n: training_gib(replace(load, tokens_per_pass=n), rows) <= most)
 
 
 def largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from low to high that fits, and low where none does."""
+    """The largest number from low to high that fits; low if none does."""
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

@@ -1,4 +1,4 @@
-"""Whether a run fits this GPU: GiB by part from `config.json` and the run's keys; no torch, weights or network."""
+"""Plan whether a run fits a GPU: GiB by part from `config.json` and the run's keys, without torch, weights, network."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -43,14 +43,13 @@ def plan_vram(
         gpu_gib: memory in GiB of another NVIDIA GPU to plan for; None takes this machine's GPU (its whole memory) or,
             without one, the memory that this process may use.
         config: the content of the model's `config.json`; None looks for it (`find_shape`).
-        engine: that samples with a policy that is loaded already; None takes `rollout.engine`, of which auto chooses
-            by what fits.
+        engine: of a policy that is already loaded; None takes `rollout.engine`, where auto chooses by what fits.
 
     Returns:
-        the plan; it prints as a table.
+        The plan, which prints as a table.
 
     Raises:
-        ConfigError: nothing says what shape the model has, or gpu_gib is not above 0.
+        ConfigError: the model's shape is unknown, or gpu_gib is not above 0.
     """
     machine = find_machine(gpu_gib)
     choice = EngineChoice(engine, "the loaded model's") if engine else choose_engine(run, machine, config)
@@ -94,28 +93,30 @@ def _describe(run: RunConfig, load: Load) -> str:
 
 
 def _find_margins(run: RunConfig, load: Load, rows: int, machine: Machine) -> Iterator[Margin]:
-    """What the peaks do not count; see docs/plan.md for where each figure is from."""
+    """What the peaks do not count; docs/plan.md has the source of each figure."""
     rollout, training = rollout_gib(load, rows), training_gib(load, rows)
     if load.unknown_bytes:
-        reason = "layers that this dynamic 4-bit model keeps in 16 bit: a tenth of its weights at most, says Unsloth"
-        yield Margin(load.unknown_bytes / GIB, f"{reason}; config.json, which lists them, is not here")
+        reason = (
+            "layers that this dynamic 4-bit model keeps in 16 bit: at most 10% of the weights, by Unsloth's statement"
+        )
+        yield Margin(load.unknown_bytes / GIB, reason)
     if run.eval.batch_size > load.completions and load.engine in ("native", "generate"):
         tokens = run.eval.max_completion_length or load.completion_tokens
         batch = replace(load, completions=run.eval.batch_size, completion_tokens=tokens)
         more = rollout_gib(batch, run.eval.batch_size) - max(rollout, training)
         if more > 0:
-            yield Margin(more, f"the evaluation, which generates eval.batch_size = {run.eval.batch_size} at once")
+            yield Margin(more, f"the evaluation, with eval.batch_size = {run.eval.batch_size} completions at once")
     part, peak = ("training", training) if training > rollout else ("rollout", rollout)
     if (unmeasured := unmeasured_gib(load, peak, part)) > 0:
         here = "on this machine" if machine.is_here else "on that GPU"
-        yield Margin(unmeasured, f"not measured {here} at this length: {load.unmeasured:.0%} of what is computed")
+        yield Margin(unmeasured, f"not measured {here} at this length: {load.unmeasured:.0%} of the computed peak")
     spare = find_correction(machine, load).spare_gib - machine.reserve_gib
     if spare > 0:
         yield Margin(spare, "the allocator's fragments and free blocks in the last run of this model here")
 
 
 def _list_parts(load: Load, rows: int, machine: Machine) -> Iterator[Part]:
-    """The lines of the table; they add up to the two peaks."""
+    """The lines of the table, which add up to the two peaks."""
     shape = load.shape
 
     def both(name: str, number: int, detail: str) -> Part:
@@ -123,7 +124,7 @@ def _list_parts(load: Load, rows: int, machine: Machine) -> Iterator[Part]:
 
     kind = "NF4, double quantisation" if load.four_bit else f"{8 * load.weight_bytes} bits"
     yield both("weights: layers", parts.body_bytes(load), f"{shape.body_weights / 1e6:,.4g} M in {kind}")
-    tables = "embedding, which is the head too" if shape.tied else "embedding and head"
+    tables = "embedding, tied with the head" if shape.tied else "embedding and head"
     tables += f", {shape.vocab_size} x {shape.hidden_size}; norms"
     yield both("weights: tables", parts.table_bytes(load), f"{tables}; {8 * load.weight_bytes} bits")
     trained = parts.trained_weights(load)
@@ -135,7 +136,7 @@ def _list_parts(load: Load, rows: int, machine: Machine) -> Iterator[Part]:
     if load.reference != "none":
         yield both("reference", parts.reference_bytes(load), f"a copy of the {load.reference}")
     if load.four_bit:
-        yield both("unpacking", parts.work_bytes(load), "the largest matrix, while it multiplies")
+        yield both("unpacking", parts.work_bytes(load), "the largest matrix, unpacked")
     yield both("context", parts.context_bytes(load), "CUDA" if load.on_cuda else "Python and its libraries")
     yield from _list_rollout_parts(load, rows)
     detail = f"{load.pass_tokens} tokens in a pass, checkpointing {load.checkpointing}"
@@ -152,9 +153,9 @@ def _list_parts(load: Load, rows: int, machine: Machine) -> Iterator[Part]:
 
 
 def _list_rollout_parts(load: Load, rows: int) -> Iterator[Part]:
-    """The lines of the rollout alone."""
+    """The lines of the rollout."""
     if load.engine == "server":
-        yield Part("cache", 0.0, 0.0, "the server has it")
+        yield Part("cache", 0.0, 0.0, "on the server")
         return
     if load.engine == "vllm":
         yield from _list_vllm_parts(load, rows)
@@ -164,19 +165,19 @@ def _list_rollout_parts(load: Load, rows: int) -> Iterator[Part]:
     if parts.host_cache_bytes(load, rows):
         detail += f" = {parts.host_cache_bytes(load, rows) / GIB:.2f} GiB of the machine's memory"
     yield Part("cache", parts.cache_bytes(load, rows) / GIB, 0.0, detail)
-    back = "back in full and " if load.cache != "plain" else ""
-    detail = f"a layer's keys and values {back}for each query head"
+    back = "in full precision and " if load.cache != "plain" else ""
+    detail = f"one layer's keys and values, {back}once per query head"
     yield Part("decoding", parts.decoding_bytes(load, rows) / GIB, 0.0, detail)
     if parts.joined_bytes(load):
-        yield Part("joined matrices", parts.joined_bytes(load) / GIB, 0.0, "a copy of the layers that decodes faster")
+        yield Part("joined matrices", parts.joined_bytes(load) / GIB, 0.0, "a copy of the layers, for faster decoding")
     yield Part("sampling", parts.sampling_bytes(load, rows) / GIB, 0.0, "logits of the rows, prefill of the prompts")
 
 
 def _list_vllm_parts(load: Load, rows: int) -> Iterator[Part]:
-    """vLLM's share; what stays of it while the policy trains counts there too."""
+    """vLLM's share; what stays while the policy trains also counts in training."""
     if not vllm_memory.is_shared(load):
         asleep = 0.0 if load.on_cuda else vllm_memory.weight_bytes(load) / GIB
-        detail = "vLLM's own copy, in the machine's memory while it sleeps" if load.on_cuda else "vLLM's own copy"
+        detail = "vLLM's own copy, in host memory while it sleeps" if load.on_cuda else "vLLM's own copy"
         yield Part("vLLM: weights", vllm_memory.weight_bytes(load) / GIB, asleep, detail)
     pool, buffers = vllm_memory.pool_bytes(load, rows) / GIB, vllm_memory.buffer_bytes(load, rows) / GIB
     asleep = vllm_memory.asleep_bytes(load, rows) / GIB
@@ -184,7 +185,7 @@ def _list_vllm_parts(load: Load, rows: int) -> Iterator[Part]:
     detail = f"{rows} x {load.row_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if load.cache == 'float8' else ''}"
     yield Part("vLLM: pool", pool, 0.0 if load.on_cuda else pool, detail)
     kept = asleep if load.on_cuda else buffers
-    yield Part("vLLM: buffers", buffers, kept, "adapter, one forward pass, CUDA graphs; taken, not measured")
+    yield Part("vLLM: buffers", buffers, kept, "adapter, one forward pass, CUDA graphs; assumed, not measured")
 
 
 def _find_notes(
@@ -194,18 +195,18 @@ def _find_notes(
     limit = machine.usable_gib
     if keeps_unknown_layers(run, load.shape):
         yield (
-            f"{run.model.name} keeps some layers in 16 bit; which, its config.json says. It is not on this machine, so "
-            "all are counted in 4 bit: the true figure is larger, and the margin allows for it"
+            f"{run.model.name} keeps some layers in 16 bit, listed in its config.json, which is not on this machine. "
+            "All are counted in 4 bit; the margin allows for the difference"
         )
     if machine.on_cuda:
         backend = "Unsloth" if load.fused else "transformers"
-        yield f"activations are those of the {backend} backend"
+        yield f"activations are computed for the {backend} backend"
     if load.fused and load.cache in ("int8", "offloaded"):
-        yield f"rollout.cache is {load.cache}, which Unsloth's engine refuses: see docs/plan.md"
+        yield f"rollout.cache is {load.cache}, which Unsloth's engine does not support: set rollout.cache=plain"
     yield from _find_faster(run, load, rows, machine, config)
     more = largest_rows(replace(load, cache="int8"), limit)
     if keeps_8_bits(run, load) and run.rollout.rows is None and rows < more:
-        yield f"rollout.cache=int8 would hold {more} completions at once, sampled from 8-bit keys and values"
+        yield f"rollout.cache=int8 would hold {more} completions at once, sampled with an 8-bit KV cache"
 
 
 def _find_faster(
@@ -217,7 +218,7 @@ def _find_faster(
     if not machine.is_here and run.rollout.engine == "auto":
         there = plan_vllm(run, machine, config)
         if there.obstacle is None:
-            yield f"rollout.engine=vllm would sample {there.max_num_seqs} completions at once: {VLLM_INSTALL}"
+            yield f"rollout.engine=vllm would sample {there.max_num_seqs} at once; to install it: {VLLM_INSTALL}"
     shape = replace(load.shape, is_quantised=False, kept=())
     wide = replace(load, four_bit=False, shape=shape)
     peak = max(rollout_gib(wide, rows), training_gib(wide, rows))
@@ -226,6 +227,6 @@ def _find_faster(
         if load.shape.is_quantised:
             words += f" with a model.name that does not end in {BNB_ENDING}"
         yield (
-            "4-bit is the slower rollout, because every token unpacks the weights: "
+            "4-bit is the slower rollout, because every token step unpacks the weights: "
             f"{words} fits with {machine.usable_gib - peak:.1f} GiB to spare and as many completions at once"
         )

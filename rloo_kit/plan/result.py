@@ -1,4 +1,4 @@
-"""The plan of a run's memory as it is printed and written to JSON, in GiB."""
+"""The plan of a run's memory in GiB, as text and JSON."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from rloo_kit.system.console import fill_text, render_text
 @dataclass(frozen=True)
 class Machine:
     """What the run has to fit: a GPU, or the memory of a machine without one; `reserve_gib` stays free. The compute
-    capability is None where it is not known."""
+    capability is None if unknown."""
 
     name: str
     total_gib: float
@@ -30,15 +30,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class VllmPlan:
-    """vLLM in the process of the trainer; computed, not measured.
+    """vLLM in the trainer's process; computed, not measured.
 
     Attributes:
-        shared: Unsloth shares the weights with training; else vLLM holds a second copy.
+        shared: Unsloth shares the weights with training; else vLLM has a second copy.
         gpu_memory_utilization: share of the GPU that vLLM may take while it samples, weights included (0 to 1).
         max_num_seqs: completions at once.
-        pool_gib: keys and values. weights_gib: vLLM's weights, shared or not.
-        asleep_gib: what vLLM keeps on the GPU while the policy trains, besides shared weights.
-        obstacle: why vLLM cannot be used, with what to change; None if it can.
+        pool_gib: KV cache. weights_gib: vLLM's weights, shared or not.
+        asleep_gib: what vLLM keeps on the GPU while the policy trains, apart from shared weights.
+        obstacle: why vLLM cannot be used, and the fix; None if it can.
     """
 
     shared: bool
@@ -54,16 +54,16 @@ class VllmPlan:
         return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
-        weights = "shared with training" if self.shared else "a copy of its own"
+        weights = "shared with training" if self.shared else "a second copy"
         return (
-            f"vLLM: {self.max_num_seqs} completions at once; {self.gpu_memory_utilization:.2f} of the GPU: weights "
-            f"{self.weights_gib:.2f} GiB ({weights}), keys and values {self.pool_gib:.2f}; asleep {self.asleep_gib:.2f}"
+            f"vLLM: {self.max_num_seqs} completions at once in {self.gpu_memory_utilization:.2f} of the GPU: weights "
+            f"{self.weights_gib:.2f} GiB ({weights}), KV cache {self.pool_gib:.2f}; asleep {self.asleep_gib:.2f}"
         )
 
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The engine that samples: vllm, server, native or generate, and why, in one line for people."""
+    """The engine that samples (vllm, server, native or generate), and the reason in one line."""
 
     name: str
     reason: str
@@ -71,7 +71,7 @@ class EngineChoice:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A key to change, on top of the remedies before it, and the peaks in GiB that it brings the run to."""
+    """A key to change, on top of the remedies before it, and the resulting peaks in GiB."""
 
     key: str
     value: int | str | bool | None
@@ -81,13 +81,13 @@ class Remedy:
 
     @property
     def override(self) -> str:
-        """As the command line takes it."""
+        """KEY=VALUE for the command line."""
         return f"{self.key}={write_value(self.value)}"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One line of the table: GiB in the rollout and in a training pass, and what it is made of."""
+    """One line of the table: GiB in the rollout and in a training pass, with details."""
 
     name: str
     rollout_gib: float
@@ -97,7 +97,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Margin:
-    """GiB that the peaks do not count, and what they are for."""
+    """GiB that the peaks do not count, and the reason."""
 
     gib: float
     reason: str
@@ -105,7 +105,7 @@ class Margin:
 
 @dataclass(frozen=True)
 class LackOfGpu:
-    """Why a plan of the machine's memory is no go-ahead: what was found, what to do, and the run's hours there."""
+    """Why fitting the machine's memory is not enough: what was found, what to do, and the run's hours there."""
 
     found: str
     advice: str
@@ -120,16 +120,16 @@ class VramPlan:
     """Memory of a run with all completions at their full length; computed, not measured.
 
     Attributes:
-        run: its name. model: what is loaded. machine: what it has to fit.
-        engine: what samples. vllm: how it divides the GPU with training, where it samples. step: the least time of an
-            optimizer step, on a GPU whose speed is known.
-        parts: where the memory goes. rollout_gib, training_gib: the two peaks, sums of the parts.
+        run: its name. model: the loaded model. machine: what the run has to fit.
+        engine: which samples. vllm: how it divides the GPU with training, if it samples. step: the least time of an
+            optimizer step, on a GPU with known speed.
+        parts: memory by part. rollout_gib, training_gib: the two peaks, sums of the parts.
         rows: completions of a rollout at once, of `completions` in all. tokens_per_pass: tokens of a training pass.
-        margins: what the peaks do not count. no_gpu: why a plan of the machine's memory says little, where it does.
-        binds: the larger peak, "rollout" or "training". fits: whether both leave the reserve free, and nothing else
-            keeps vLLM from sampling where `rollout.engine` asks for it.
-        verdict: "fits", "tight" where less than the margin is left, or "does not fit".
-        changes: what to change where it does not fit, cheapest first. notes: what the figures assume.
+        margins: what the peaks do not count. no_gpu: why fitting is not enough on a machine without a GPU.
+        binds: the larger peak, "rollout" or "training". fits: whether both leave the reserve free, and vLLM can sample
+            if `rollout.engine` is vllm.
+        verdict: "fits", "tight" if less than the margin is left, or "does not fit".
+        changes: what to change if it does not fit, cheapest first. notes: what the figures assume.
     """
 
     run: str
@@ -160,7 +160,7 @@ class VramPlan:
 
     @property
     def headroom_gib(self) -> float:
-        """What stays free besides the reserve; below 0 the run does not fit."""
+        """What stays free on top of the reserve; below 0 the run does not fit."""
         return self.machine.usable_gib - self.peak_gib
 
     @property
@@ -169,7 +169,7 @@ class VramPlan:
 
     @property
     def margin_gib(self) -> float:
-        """What the peaks may be too small by."""
+        """By how much the peaks may be too small."""
         return sum(margin.gib for margin in self.margins)
 
     @property
@@ -180,12 +180,12 @@ class VramPlan:
 
     @property
     def sentence(self) -> str:
-        """The verdict where both peaks stay below the limit, with what is left and the margin."""
+        """The verdict of a run that fits, with the headroom and the margin."""
         machine, margin = self.machine, f"{self.margin_gib:.2f}"
-        left = f"{self.headroom_gib:.2f} GiB to spare of {machine.total_gib:.2f} GiB less {machine.reserve_gib:.1f}"
+        left = f"{self.headroom_gib:.2f} GiB to spare of {machine.total_gib:.2f} ({machine.reserve_gib:.1f} reserved)"
         if self.verdict == "tight":
-            return f"Tight: {left} kept free, and the margin is {margin}; {self.binds} binds."
-        return f"Fits: {left} kept free, the margin of {margin} included; {self.binds} binds."
+            return f"Tight: {left}, less than the margin of {margin}; {self.binds} binds."
+        return f"Fits: {left}, which covers the margin of {margin}; {self.binds} binds."
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, for JSON; GiB with three decimals."""
@@ -226,7 +226,7 @@ class VramPlan:
             peak = max(change.rollout_gib, change.training_gib)
             lines.append(f"  {change.override:<38} {peak:6.2f} GiB ({which}){', fits' if change.fits else ''}")
         if self.changes and not self.changes[-1].fits:
-            lines.append("  and a smaller model or a larger GPU: these alone are not enough")
+            lines.append("  these are not enough: also take a smaller model or a larger GPU")
         for note in self.notes:
             lines.append(fill_text(f"note: {note}"))
         return "\n".join(lines)
@@ -237,18 +237,18 @@ class VramPlan:
         table.add_column("part", "sum", no_wrap=True)
         table.add_column("rollout", f"{self.rollout_gib:.2f}", no_wrap=True, justify="right")
         table.add_column("training", f"{self.training_gib:.2f}", no_wrap=True, justify="right")
-        table.add_column("made of", f"of {self.machine.usable_gib:.2f} on {self.machine.name}", overflow="fold")
+        table.add_column("details", f"of {self.machine.usable_gib:.2f} on {self.machine.name}", overflow="fold")
         for part in self.parts:
             table.add_row(part.name, _written(part.rollout_gib), _written(part.training_gib), Text(part.detail))
         return table
 
     def _say(self) -> str:
-        """The verdict and what follows from it."""
+        """The verdict, engine, rows, speed, and the heading of the changes."""
         machine = self.machine
-        left = f"{machine.total_gib:.2f} GiB less {machine.reserve_gib:.1f} kept free"
+        left = f"{machine.total_gib:.2f} ({machine.reserve_gib:.1f} reserved)"
         rows = f"Rows of a rollout: {self.rows} of {self.completions} at once."
         if self.engine.name == "server":
-            rows = f"Rows of a rollout: {self.completions}, whose keys and values the server holds; not planned."
+            rows = f"Rows of a rollout: {self.completions}, with the KV cache on the server; not planned."
         rows = f"Rollouts: {self.engine.name} ({self.engine.reason}).\n{rows}"
         if self.vllm is not None:
             rows += f"\n{self.vllm}."
@@ -261,18 +261,18 @@ class VramPlan:
             margins = "".join(f"  margin {one.gib:.2f}: {one.reason}\n" for one in self.margins)
             sentence = self.sentence
             if lack:  # a bare "Fits" would read like a go-ahead
-                sentence = f"The machine's memory: {sentence[0].lower()}{sentence[1:]}"
+                sentence = f"Memory alone: {sentence[0].lower()}{sentence[1:].replace(': ', ', ', 1)}"
             return f"{lack}{sentence}\n{margins}{rows}"
         return (
             f"{lack}Does not fit: {-self.headroom_gib:.2f} GiB too much for {left}; {self.binds} binds.\n{rows}\n"
-            "To change, in this order, each on top of those before it:"
+            "Changes, cheapest first, each on top of those before it:"
         )
 
     __repr__ = __str__
 
 
 def _written(gib: float) -> str:
-    """Two decimals, three where the figure is small; empty where there is nothing."""
+    """Two decimals, three for small figures; empty for 0."""
     if gib == 0:
         return ""
     return f"{gib:.2f}" if gib >= 0.1 else f"{gib:.3f}" if gib >= 0.0005 else "<0.001"

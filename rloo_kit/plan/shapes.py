@@ -1,4 +1,4 @@
-"""The shape of a model, and so the size of its weights and cache, from `config.json` alone.
+"""The shape of a model, which gives the size of its weights and cache, from `config.json` alone.
 
 Source of the table: `config.json` of Qwen/Qwen3-0.6B to Qwen3-32B; the 2507 models share their shapes.
 """
@@ -30,8 +30,8 @@ class ModelShape:
 
     Attributes:
         tied: the head is the embedding. qk_norm: norms of queries and keys, as in Qwen3. qkv_bias: as in Qwen2.
-        is_quantised: the checkpoint holds 4-bit weights. kept: patterns of modules that it keeps in 16 bit.
-        source: where the shape was read, for people.
+        is_quantised: the checkpoint has 4-bit weights. kept: patterns of modules that it keeps in 16 bit.
+        source: where the shape was read, for display.
     """
 
     hidden_size: int
@@ -55,12 +55,12 @@ class ModelShape:
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads together, which is that of the values."""
+        """Width of all key heads together, equal to that of the value heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """The matrices of one layer by name: (rows out, columns in)."""
+        """The matrices of one layer by name: (output rows, input columns)."""
         hidden, wide, query, kv = self.hidden_size, self.intermediate_size, self.query_size, self.kv_size
         return {
             "self_attn.q_proj": (query, hidden),
@@ -74,7 +74,7 @@ class ModelShape:
 
     @property
     def body_weights(self) -> int:
-        """Weights in the matrices of all layers: what 4-bit loading quantises."""
+        """Weights in the matrices of all layers, which 4-bit loading quantises."""
         return self.num_layers * sum(rows * columns for rows, columns in self.matrices.values())
 
     @property
@@ -86,7 +86,7 @@ class ModelShape:
 
     @property
     def table_weights(self) -> int:
-        """Weights of the embedding, and of the head where it is a table of its own."""
+        """Weights of the embedding, and of the head if it is not tied."""
         return self.vocab_size * self.hidden_size * (1 if self.tied else 2)
 
     @property
@@ -96,19 +96,19 @@ class ModelShape:
 
     @property
     def size(self) -> str:
-        """`num_weights` for people: "4.02B parameters", "0.484M parameters"."""
+        """`num_weights` for display: "4.02B parameters", "0.484M parameters"."""
         count = self.num_weights
         return f"{count / 1e9:.3g}B parameters" if count >= 1e9 else f"{count / 1e6:.3g}M parameters"
 
     @property
     def cache_elements(self) -> int:
-        """Elements of the key-value cache for one token."""
+        """Elements of the KV cache for one token."""
         return 2 * self.num_layers * self.kv_size
 
     def is_kept(self, module: str) -> bool:
         """Whether a quantised checkpoint keeps `module` ("model.layers.3.mlp.up_proj") in 16 bit.
 
-        The rule is that of transformers 5: a pattern matches from the start, or the name ends with it.
+        As in transformers 5: a pattern matches from the start, or the name ends with it.
         """
         return any(re.match(pattern, module) or module.endswith(pattern) for pattern in self.kept)
 
@@ -131,8 +131,8 @@ EMBEDDED_ROWS = {"compact": 320, "qwen3": QWEN3_ROWS}
 
 
 def find_shape(run: RunConfig) -> ModelShape:
-    """The shape of `run.model`: embedded, in a folder, in the Hugging Face cache, or published; raises ConfigError
-    where it is none of these, or not a dense decoder of a supported type."""
+    """The shape of `run.model`: embedded, in a folder, in the Hugging Face cache, or published. Raises ConfigError if
+    it is none of these, or not a dense decoder of a supported type."""
     if run.model.is_embedded:
         return replace(EMBEDDED, vocab_size=EMBEDDED_ROWS[run.model.vocabulary])
     return _find_by_name(run.model.name)
@@ -146,8 +146,8 @@ def _find_by_name(name: str, depth: int = 0) -> ModelShape:
         base = read_adapter(folder).get("base_model_name_or_path")
         if not base or depth:
             raise ConfigError(
-                f"model.name is {name}, a folder without config.json (and no adapter that names its base model), so "
-                "its memory cannot be planned; name a folder written by save_pretrained, or a hub id"
+                f"model.name is {name}, a folder without config.json (or an adapter that names its base model), so its "
+                "memory cannot be planned; set a folder written by save_pretrained, or a hub id"
             )
         return _find_by_name(str(base), depth + 1)
     cached = find_in_cache(name)
@@ -157,14 +157,14 @@ def _find_by_name(name: str, depth: int = 0) -> ModelShape:
     if known is not None:
         return known
     raise ConfigError(
-        f"model.name is {name}, which lies neither in a folder nor in the Hugging Face cache ({_hub_cache()}), and is "
-        f"none of the sizes known here (Qwen3 {', '.join(PUBLISHED)}), so its memory cannot be planned. Fetch its "
+        f"model.name is {name}, which is neither a folder nor in the Hugging Face cache ({_hub_cache()}), nor a "
+        f"known size (Qwen3 {', '.join(PUBLISHED)}), so its memory cannot be planned. Download its "
         f"config.json first: hf download {name} config.json"
     )
 
 
 def read_adapter(folder: str | Path) -> dict[str, Any]:
-    """`adapter_config.json` of an adapter's folder; empty where there is none that can be read."""
+    """`adapter_config.json` of an adapter's folder; empty if it cannot be read."""
     found = read_json(Path(folder).expanduser() / "adapter_config.json")
     return found if isinstance(found, dict) else {}
 
@@ -173,21 +173,21 @@ def _read_shape(file: Path) -> ModelShape:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}); fetch the model again, or correct model.name") from None
+        raise ConfigError(f"{file} cannot be read ({error}); download the model again, or correct model.name") from None
     return shape_of_config(config, str(file))
 
 
 def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> ModelShape:
-    """The shape that the content of a `config.json` describes; raises ConfigError where a key is missing, or the model
-    has experts or layers that are not counted here."""
+    """The shape described by the content of a `config.json`. Raises ConfigError if a key is missing, or if the model
+    has experts or unsupported layers."""
     text = config.get("text_config") or config
     kind, missing = text.get("model_type"), [key for key in _KEYS if not isinstance(text.get(key), int)]
     has_experts = any(text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     if kind not in SUPPORTED or has_experts or missing:
         why = f"lacks {', '.join(missing)}" if kind in SUPPORTED and missing else f"is of the type {kind!r}"
         raise ConfigError(
-            f"the memory of this model cannot be planned: {source} {why}; what is computed here are the dense models "
-            f"{', '.join(SUPPORTED)}. Training goes on without a plan; set rollout.rows by hand"
+            f"the memory of this model cannot be planned: {source} {why}; supported are the dense models "
+            f"{', '.join(SUPPORTED)}. Training continues without a plan; set rollout.rows yourself"
         )
     quantisation = text.get("quantization_config") or config.get("quantization_config") or {}
     heads = text["num_attention_heads"]
@@ -209,12 +209,12 @@ def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> M
 
 
 def _hub_cache() -> Path:
-    """Where huggingface_hub keeps what it fetched."""
+    """The folder of huggingface_hub's downloads."""
     return Path(os.environ.get("HF_HUB_CACHE") or huggingface_home() / "hub").expanduser()
 
 
 def find_in_cache(name: str) -> Path | None:
-    """`config.json` of a hub id in the cache: of the branch main, or else the newest that is there."""
+    """`config.json` of a hub id in the cache: of the branch main, or else the newest."""
     folder = _hub_cache() / f"models--{name.replace('/', '--')}"
     try:
         commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
@@ -226,7 +226,7 @@ def find_in_cache(name: str) -> Path | None:
 
 
 def _find_published(name: str) -> ModelShape | None:
-    """A size of Qwen3 by its id, whoever publishes the copy; None for a name that says more than that."""
+    """A size of Qwen3 by its id, from any publisher; None for a name with anything else in it."""
     short = name.rpartition("/")[2].lower()
     is_quantised = short.endswith(BNB_ENDING)
     for ending in _ENDINGS:

@@ -1,6 +1,6 @@
-"""Seconds of an optimizer step by arithmetic: bytes over the GPU's bandwidth, operations over its rate, launches.
+"""Seconds of an optimizer step: the largest of bytes over bandwidth, operations over the GPU's rate, and launches.
 
-A bound rather than a forecast: nothing here was measured, and a real step takes longer.
+A lower bound, not a forecast: nothing here was measured, and a real step takes longer.
 """
 
 import re
@@ -10,18 +10,18 @@ from typing import Any
 from rloo_kit.plan import parts
 from rloo_kit.plan.parts import Load
 
-MEAN_SHARE = 0.4  # of the longest prompt and completion, in the mean; the longest of a batch takes all of it
+MEAN_SHARE = 0.4  # mean length over the longest, of prompts and completions; the longest in a batch has full length
 LAUNCHES_PER_LAYER = 3548 / 36  # of a token step without CUDA graphs, counted on 36 layers in 4 bit with an adapter
 LAUNCH_S = 5e-6  # of one operation from Python
-VLLM_STEP_S = 2e-3  # vLLM's own work around a token step: scheduler, sampler
+VLLM_STEP_S = 2e-3  # vLLM's overhead per token step: scheduler, sampler
 TRAINING_FLOPS = 6  # a weight and token: forward, forward again (checkpointing), backward through frozen weights
-SCORING_FLOPS = 2  # of each further pass without gradients
+SCORING_FLOPS = 2  # per further pass without gradients
 TRAINING_SHARE = 0.4  # of the GPU's rate that training reaches
 
 
 @dataclass(frozen=True)
 class GpuSpeed:
-    """A GPU as its maker describes it: GB as sold, GB/s of its memory, TFLOPS of dense 16 bit with sums in float32."""
+    """A GPU's data sheet: GB as sold, memory GB/s, dense 16-bit TFLOPS with float32 accumulation."""
 
     name: str
     memory_gb: int
@@ -29,7 +29,7 @@ class GpuSpeed:
     tflops: float
 
 
-# The first of a size is the one that is assumed for `--gpu-gib`.
+# `--gpu-gib` assumes the first GPU of that size.
 GPUS = (
     GpuSpeed("RTX 3060 Ti", 8, 448, 32.4),
     GpuSpeed("RTX 4060", 8, 272, 30.2),
@@ -52,8 +52,8 @@ class StepTime:
     """An optimizer step; computed, not measured.
 
     Attributes:
-        gpu: the one that is assumed. rollout_s, training_s: seconds of both halves.
-        tokens_per_s: useful tokens of completions, while they are sampled. max_steps: of the run, if it counts them.
+        gpu: the assumed GPU. rollout_s, training_s: seconds of both halves.
+        tokens_per_s: useful completion tokens per second while sampling. max_steps: of the run, if set.
     """
 
     gpu: str
@@ -68,7 +68,7 @@ class StepTime:
         return self.rollout_s + self.training_s
 
     def hours(self, steps: int) -> float:
-        """Of so many steps; evaluation and start are not counted."""
+        """Hours of so many steps, without evaluation and start-up."""
         return steps * self.seconds / 3600
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,12 +78,13 @@ class StepTime:
 
     def __str__(self) -> str:
         step = f"{self.seconds:.0f} s" if self.seconds < 120 else f"{self.seconds / 60:.0f} min"
-        whole = f", {self.max_steps} steps {self.hours(self.max_steps):.3g} h" if self.max_steps else ""
-        return f"At the limit of {self.gpu}'s speed a step takes {step}{whole}; at least, computed, not measured"
+        hours = self.hours(self.max_steps or 0)
+        whole = f", {self.max_steps} steps {hours:.{0 if hours >= 100 else 1}f} h" if self.max_steps else ""
+        return f"Lower bound for {self.gpu} (computed, not measured): a step takes {step}{whole}"
 
 
 def find_gpu(name: str, total_gib: float) -> GpuSpeed | None:
-    """The GPU of that name and memory; a name that is no GPU's stands for the usual one of that size."""
+    """The GPU of that name and memory; for `--gpu-gib`, the first GPU of that size."""
     near = [gpu for gpu in GPUS if abs(gpu.memory_gb * 1e9 / parts.GIB / total_gib - 1) < 0.12]
     named = [gpu for gpu in GPUS if re.search(rf"\b{gpu.name}\b(?! Ti| SUPER| Laptop)", name, re.I)]
     if named:
@@ -95,8 +96,8 @@ def step_time(load: Load, rows: int, step_completions: int, gpu: GpuSpeed, max_s
     """The least time of an optimizer step.
 
     Args:
-        load: of the run with the engine that samples, "vllm", "native" or "generate".
-        rows: completions at once. step_completions: of an optimizer step in this process.
+        load: of the run, with the engine that samples: "vllm", "native" or "generate".
+        rows: completions at once. step_completions: per optimizer step in this process.
     """
     mean = MEAN_SHARE * load.completion_tokens
     token_step = token_step_s(load, rows, gpu)
@@ -108,9 +109,9 @@ def step_time(load: Load, rows: int, step_completions: int, gpu: GpuSpeed, max_s
 
 
 def _token_steps(load: Load, rows: int, step_completions: int) -> float:
-    """Forward passes that sample a step's completions.
+    """Forward passes to sample a step's completions.
 
-    `generate` carries a batch to its longest completion; the others fill a row that has ended with the next one.
+    `generate` runs a batch until its longest completion ends; the others refill a finished row.
     """
     rollouts = max(step_completions / load.completions, 1)
     of_each = min(load.completions, step_completions)
@@ -120,7 +121,7 @@ def _token_steps(load: Load, rows: int, step_completions: int) -> float:
 
 
 def token_step_s(load: Load, rows: int, gpu: GpuSpeed) -> float:
-    """Seconds of one token of `rows` completions: the slowest of memory, arithmetic and launches."""
+    """Seconds of one token step of `rows` completions: the slowest of memory, arithmetic and launches."""
     memory = token_step_bytes(load, rows) / (gpu.bandwidth * 1e9)
     arithmetic = 2 * load.shape.num_weights * rows / (gpu.tflops * 1e12)
     launches = LAUNCHES_PER_LAYER * load.shape.num_layers * LAUNCH_S
@@ -130,14 +131,14 @@ def token_step_s(load: Load, rows: int, gpu: GpuSpeed) -> float:
 
 
 def token_step_bytes(load: Load, rows: int) -> float:
-    """Bytes that a token step moves: the weights once, and every row's keys and values.
+    """Bytes that a token step moves: the weights once, and the keys and values of every row.
 
-    A matrix in 4 bit is read, written in 16 bit and read again, once for all rows.
+    A 4-bit matrix is read, written in 16 bit and read again, once for all rows.
     """
     shape = load.shape
     unpacked = 2 * shape.body_weights * load.compute_bytes if load.four_bit else 0
     head = shape.vocab_size * shape.hidden_size * load.weight_bytes
-    # Half of what a row comes to; in `generate` rows that have ended stay up to the end of the longest.
+    # Half of a row's final length; in `generate` finished rows stay until the longest ends.
     grown = load.completion_tokens if load.engine == "generate" else MEAN_SHARE * load.completion_tokens
     context = MEAN_SHARE * load.prompt_tokens + grown / 2
     return parts.body_bytes(load) + unpacked + head + rows * context * parts.cache_bytes_per_token(load)

@@ -54,7 +54,7 @@ def test_the_embedded_model_is_what_was_trained(embedded_run: Path, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WIDE, ids=names)
 def test_the_true_vocabulary_with_merges(wide_run: Path, tmp_path: Path, case: Any) -> None:
-    """151,936 rows, digits, umlauts and tabs: llama.cpp splits texts by a rule of its own, which has to be Qwen3's."""
+    """151,936 rows, digits, umlauts and tabs: llama.cpp splits texts by its own rule, which has to equal Qwen3's."""
     found = kit.export_model(wide_run, case[0], output=tmp_path / "out", **case[1])
     check = certified(found, 8)
     if check["holds"] == "float32":
@@ -105,7 +105,7 @@ def test_a_run_without_an_adapter_is_exported_merged(make_run: Callable[..., Pat
 
 @pytest.mark.slow
 def test_the_snippet_of_the_adapters_card_runs(embedded_run: Path, tmp_path: Path) -> None:
-    """PEFT's file named the base by a folder of the machine that trained it; nobody else could load it."""
+    """PEFT's file named the base by a folder of the machine that trained it, so no other machine could load it."""
     folder = kit.export_model(embedded_run, "adapter", output=tmp_path / "out", num_prompts=2).folder
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
     place = folder.rename(tmp_path / "moved")

@@ -44,7 +44,7 @@ def gpu(gb: float) -> Machine:
     return find_machine(gb * 1e9 / GIB)
 
 
-# Weights, torch's peak and what lies outside it in GiB, by tokens of a pass and rows: the comment in `load_vllm` of
+# Weights, torch's peak and memory outside it in GiB, by tokens of a pass and rows: the comment in `load_vllm` of
 # unsloth_zoo, of a 4B model in bf16 with an adapter.
 MEASURED = {
     (2048, 8): 0.18, (4096, 8): 0.32, (8192, 8): 0.62, (8192, 64): 0.62, (8192, 256): 1.45, (8192, 1024): 5.59,

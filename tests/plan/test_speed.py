@@ -93,7 +93,7 @@ def test_the_plan_prints_it_where_it_knows_the_gpu(monkeypatch: pytest.MonkeyPat
     plan = plan_vram(run, 12e9 / 2**30)
     assert plan.step is not None and plan.step.gpu == "RTX 3060" and plan.step.max_steps == 200
     printed = " ".join(str(plan).split())
-    assert f"{plan.step.seconds / 60:.0f} min, 200 steps {plan.step.hours(200):.3g} h" in printed
+    assert f"{plan.step.seconds / 60:.0f} min, 200 steps {plan.step.hours(200):.1f} h" in printed
     assert "computed, not measured" in printed and plan.to_dict()["step"]["gpu"] == "RTX 3060"
     assert plan.step.seconds == pytest.approx(plan.step.rollout_s + plan.step.training_s)
     assert plan_vram(run, 140).step is None and plan_vram(run, 140).to_dict()["step"] is None
